@@ -1,0 +1,56 @@
+# One virtual environment in .venv; each target installs what it needs into it once.
+# pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from. Where both a CPU
+# and a CUDA build of the pinned torch are on offer, pip prefers the one with a local version (2.13.0+cpu).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint dev clean
+
+help:
+	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
+	@echo "make test    run the tests; those marked gpu are skipped without a CUDA device"
+	@echo "make lint    ruff check, ruff format --check, mypy"
+	@echo "make dev     install everything a developer needs into $(VENV)"
+	@echo "make clean   remove $(VENV) and all caches and build outputs"
+	@echo
+	@echo "PYTHON=python3.12 picks the interpreter of a new $(VENV). For a CPU-only torch, point"
+	@echo "PIP_EXTRA_INDEX_URL at the package index of torch's CPU builds."
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python -m gemmconv demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+dev: $(VENV)/.installed-dev
+
+clean:
+	rm -rf $(VENV) build dist gemmconv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find gemmconv tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The tests cover the demo too, so they take both extras.
+$(VENV)/.installed-demo: EXTRAS := demo
+$(VENV)/.installed-test: EXTRAS := demo,test
+$(VENV)/.installed-dev: EXTRAS := dev
+$(VENV)/.installed-%: $(INPUTS) | $(BIN)/python
+	$(BIN)/pip install -c constraints.txt -e ".[$(EXTRAS)]"
+	@if nvidia-smi >/dev/null 2>&1; then \
+	    cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "none").split(".")[0])'); \
+	    case $$cuda in \
+	        12|13) $(BIN)/pip install -c constraints.txt -e ".[$(EXTRAS),cuda$$cuda]" ;; \
+	        *) echo "note: a GPU is present, but torch is built without CUDA 12 or 13; no CUDA extra is installed" ;; \
+	    esac; \
+	fi
+	@touch $@

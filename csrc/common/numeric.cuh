@@ -1,0 +1,39 @@
+/* Element types and their conversions, without the CUDA headers, which a user need not have.
+ * Sums are kept in accumulator_t<T>: float, or double for double. A 16-bit value is rounded to nearest even, once.
+ */
+#pragma once
+
+struct half_t { unsigned short bits; };
+struct bfloat16_t { unsigned short bits; };
+
+template <typename T> struct accumulator { using type = float; };
+template <> struct accumulator<double> { using type = double; };
+template <typename T> using accumulator_t = typename accumulator<T>::type;
+
+/* Loads from memory that nothing writes while the kernel runs. */
+template <typename T> __device__ __forceinline__ T load_once(const T* address) { return __ldg(address); }
+template <> __device__ __forceinline__ half_t load_once(const half_t* address) { return {__ldg(&address->bits)}; }
+template <> __device__ __forceinline__ bfloat16_t load_once(const bfloat16_t* address) { return {__ldg(&address->bits)}; }
+
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+__device__ __forceinline__ float widen(half_t value) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+    return result;
+}
+__device__ __forceinline__ float widen(bfloat16_t value) {
+    return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
+}
+
+template <typename T> __device__ __forceinline__ T narrow(accumulator_t<T> value) { return value; }
+template <> __device__ __forceinline__ half_t narrow<half_t>(float value) {
+    half_t result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+}
+template <> __device__ __forceinline__ bfloat16_t narrow<bfloat16_t>(float value) {
+    bfloat16_t result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+}

@@ -1,0 +1,27 @@
+"""Transposed 2-D convolution for PyTorch on NVIDIA GPUs, as matrix products.
+
+A drop-in for torch.nn.ConvTranspose2d:
+
+    import gemmconv
+    layer = gemmconv.ConvTranspose2d(64, 32, 4, stride=2, padding=1)   # instead of torch.nn.ConvTranspose2d
+    model = gemmconv.convert(model)                                    # or all of a model at once
+"""
+
+from gemmconv.errors import CompileError
+from gemmconv.functional import col2im, conv_transpose2d, im2col
+from gemmconv.geometry import Problem
+from gemmconv.module import ConvTranspose2d, convert
+from gemmconv.selection import explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileError",
+    "ConvTranspose2d",
+    "Problem",
+    "col2im",
+    "conv_transpose2d",
+    "convert",
+    "explain",
+    "im2col",
+]

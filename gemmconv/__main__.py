@@ -1,0 +1,151 @@
+"""``python -m gemmconv``: compare the algorithms with torch on a layer of your own, or on the demo's five."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gemmconv import __version__
+from gemmconv.algorithms.base import Precision
+from gemmconv.compare import require_demo_extra
+from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, shrink
+from gemmconv.selection import torch_precision
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 1 where an algorithm's result was wrong.
+
+    Args:
+        argv: the arguments, ``sys.argv[1:]`` if None.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    command: argparse.ArgumentParser = arguments.parser
+    try:
+        device, precision = _device(arguments.device), arguments.precision
+        dtype = _DTYPES[arguments.dtype]
+        _check_precision(precision, dtype, device)
+        layers: tuple[Layer, ...] = DEMO_LAYERS if arguments.command == "demo" else (layer_from_arguments(arguments),)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        require_demo_extra()
+    except OSError as error:
+        command.error(f"argument --out: cannot make the folder {arguments.out}: {error.strerror}")
+    except (ValueError, ModuleNotFoundError) as error:
+        command.error(str(error))
+    if device.type == "cpu" and not arguments.full_size:
+        layers = tuple(shrink(layer) for layer in layers)
+    return _compare(layers, device, dtype, precision, arguments.out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gemmconv", description="Transposed convolutions as matrix products.")
+    parser.add_argument("--version", action="version", version=f"gemmconv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{compare,demo}")
+    for name, text in (
+        ("compare", "measure error, times and workspace of every algorithm on one layer"),
+        ("demo", "the same on five layers that are hard for a library"),
+    ):
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}, beside torch.")
+        command.set_defaults(parser=command)
+        command.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+        command.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="default: float32")
+        command.add_argument(
+            "--precision",
+            choices=("ieee", "tf32"),
+            help="rounding of float32 products in gemmconv (default: as torch's convolutions are set)",
+        )
+        command.add_argument(
+            "--full-size",
+            action="store_true",
+            help="do not make a layer smaller on a CPU; may take very long",
+        )
+        command.add_argument(
+            "--out",
+            type=Path,
+            default=Path("gemmconv-demo"),
+            metavar="DIR",
+            help="for the chart (default: gemmconv-demo)",
+        )
+        if name == "compare":
+            add_layer_arguments(command)
+    return parser
+
+
+def _device(text: str | None) -> torch.device:
+    """The device to run on; a CUDA device gets its index."""
+    if text is None:
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(f"argument --device: torch finds no CUDA device here, got {text!r}; use --device cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(f"argument --device: must be below cuda:{count}, got {text!r}")
+    return torch.device("cuda", index)
+
+
+def _check_precision(precision: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    if precision == "tf32" and (dtype != torch.float32 or device.type != "cuda"):
+        raise ValueError("argument --precision: tf32 is for float32 on a CUDA device; leave it out")
+
+
+def _compare(
+    layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, precision: Precision | None, out: Path
+) -> int:
+    """Measure, print and draw. Returns the exit status."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from gemmconv.compare import measure, report
+
+    console = Console()
+    heading = _heading(device, dtype, precision or torch_precision(dtype, device))
+    console.print(heading, style="bold", highlight=False)
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(layers) * measure.steps_per_layer())
+        done = 0
+        for layer in layers:
+
+            def step(name: str, layer: Layer = layer) -> None:
+                nonlocal done
+                progress.update(task, completed=done, description=f"{layer.name}: {name}")
+                done += 1
+
+            rows = measure.measure_layer(layer, device, dtype, precision, step)
+            results.append(rows)
+            console.print(report.table(rows))
+            for line in report.notes(rows):
+                console.print(f"  {line}", style="red" if "is wrong" in line else "dim", highlight=False, markup=False)
+    console.print(report.LEGEND, style="dim", highlight=False, markup=False)
+    path = out / "times.png"
+    report.chart(results, path, heading)
+    console.print(f"\nchart: {path}", highlight=False)
+    return int(any(row.wrong for rows in results for row in rows))
+
+
+def _heading(device: torch.device, dtype: torch.dtype, precision: Precision) -> str:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = str(dtype).removeprefix("torch.") + (f" ({precision})" if dtype == torch.float32 else "")
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"gemmconv {__version__} on {where}: {name}, {versions}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What an algorithm is to the rest of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from gemmconv.geometry import Problem
+
+Direction = Literal["forward", "input_grad", "weight_grad"]
+Precision = Literal["ieee", "tf32"]
+
+DEFAULT_WORKSPACE_LIMIT = 64 << 20
+
+# Prepared calls: everything that depends on the configuration alone was worked out when they were made.
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output
+Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # grad_output, weight or input -> gradient
+
+
+@dataclass(frozen=True)
+class Config:
+    """A problem together with what it is computed on and how.
+
+    Attributes:
+        problem: the geometry.
+        dtype: element type of every tensor.
+        device: where they are; a CUDA device carries its index.
+        precision: ``"tf32"`` where float32 products may be rounded to TF32, else ``"ieee"``.
+        workspace_limit: bytes of temporary memory that a call may take.
+        torch_precision: the precision that torch's own convolutions use at this moment.
+        memory_format: format of the output and of the input gradient; weight gradients are contiguous.
+    """
+
+    problem: Problem
+    dtype: torch.dtype
+    device: torch.device
+    precision: Precision = "ieee"
+    workspace_limit: int = DEFAULT_WORKSPACE_LIMIT
+    torch_precision: Precision = "ieee"
+    memory_format: torch.memory_format = torch.contiguous_format
+
+
+class Algorithm(Protocol):
+    """One way to compute a transposed convolution and its gradients.
+
+    The prepared calls take tensors that fit the configuration, of any strides.
+    """
+
+    @property
+    def name(self) -> str:
+        """What a user writes in ``algorithm=``."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a line."""
+        ...
+
+    def why_not(self, config: Config) -> str | None:
+        """Why it cannot serve the configuration, as a clause after its name; None where it can."""
+        ...
+
+    def workspace_bytes(self, config: Config, direction: Direction) -> int:
+        """Bytes of temporary memory that one call takes beside its arguments and its result."""
+        ...
+
+    def forward(self, config: Config) -> Forward:
+        """Prepare output = conv_transpose2d(input, weight, bias)."""
+        ...
+
+    def input_grad(self, config: Config) -> Gradient:
+        """Prepare grad_input from (grad_output, weight)."""
+        ...
+
+    def weight_grad(self, config: Config) -> Gradient:
+        """Prepare grad_weight from (grad_output, input)."""
+        ...
+
+
+def in_format(result: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """A result with exactly the strides of a new tensor in that format.
+
+    ``Tensor.contiguous`` would leave strides as they are where extents of 1 make them irrelevant, and the operators
+    promise the strides, not just the order, that their fakes have.
+    """
+    expected = torch.empty(result.shape, device="meta", memory_format=memory_format).stride()
+    if result.stride() == expected:
+        return result
+    return torch.empty(result.shape, dtype=result.dtype, device=result.device, memory_format=memory_format).copy_(
+        result
+    )

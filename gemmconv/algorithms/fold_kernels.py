@@ -1,0 +1,146 @@
+"""Host side of csrc/col2im.cu and csrc/im2col.cu: macros, params structs, launch shapes.
+
+Both kernels see planes (an image's channel) of items: output cells for col2im, input pixels for im2col.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from gemmconv.algorithms.chunking import Span
+from gemmconv.geometry import Problem
+from gemmconv.runtime.launch import Extent3, Kernel, load
+
+ELEMENT_TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "half_t",
+    torch.bfloat16: "bfloat16_t",
+}
+
+_BLOCK = 256
+_MAX_GRID_Y = 65_535
+_INT32_MAX = 2**31 - 1
+_WIDEST_CELL = 16  # outputs of a row that a thread keeps in registers
+_LOADS_IN_FLIGHT = 16  # independent loads a thread should have
+
+
+class Col2imParams(ctypes.Structure):
+    """Mirrors col2im_params."""
+
+    _fields_ = [
+        ("columns", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("planes", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("w_in", ctypes.c_int),
+        ("h_out", ctypes.c_int),
+        ("w_out", ctypes.c_int),
+        ("in_row_begin", ctypes.c_int),
+        ("in_rows", ctypes.c_int),
+        ("out_row_begin", ctypes.c_int),
+        ("out_rows", ctypes.c_int),
+        ("cells_w", ctypes.c_int),
+    ]
+
+
+class Im2colParams(ctypes.Structure):
+    """Mirrors im2col_params."""
+
+    _fields_ = [
+        ("grad_output", ctypes.c_void_p),
+        ("columns", ctypes.c_void_p),
+        ("planes", ctypes.c_int),
+        ("w_in", ctypes.c_int),
+        ("h_out", ctypes.c_int),
+        ("w_out", ctypes.c_int),
+        ("in_row_begin", ctypes.c_int),
+        ("in_rows", ctypes.c_int),
+    ]
+
+
+def col2im_macros(problem: Problem, column_dtype: torch.dtype, output_dtype: torch.dtype) -> dict[str, str | int]:
+    """Macros that specialise csrc/col2im.cu."""
+    cell_w = problem.stride[1] if problem.stride[1] <= _WIDEST_CELL else 1
+    loads_per_row = -(-problem.taps // (problem.stride[0] * problem.stride[1])) * cell_w
+    cell_rows = 1 if loads_per_row >= _LOADS_IN_FLIGHT else min(4, -(-_LOADS_IN_FLIGHT // max(1, loads_per_row)))
+    return {
+        "COLUMN_T": ELEMENT_TYPES[column_dtype],
+        "OUTPUT_T": ELEMENT_TYPES[output_dtype],
+        "CELL_W": cell_w,
+        "CELL_ROWS": max(1, min(cell_rows, 16 // cell_w)),
+        **_geometry_macros(problem),
+    }
+
+
+def im2col_macros(problem: Problem, dtype: torch.dtype) -> dict[str, str | int]:
+    """Macros that specialise csrc/im2col.cu."""
+    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **_geometry_macros(problem)}
+
+
+def _geometry_macros(problem: Problem) -> dict[str, str | int]:
+    macros: dict[str, str | int] = {}
+    for name, pair in (
+        ("KERNEL", problem.kernel_size),
+        ("STRIDE", problem.stride),
+        ("PADDING", problem.padding),
+        ("DILATION", problem.dilation),
+    ):
+        macros[f"{name}_H"], macros[f"{name}_W"] = pair
+    if max(problem.taps * problem.in_pixels, problem.out_pixels) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+class Col2im:
+    """The fold of a problem's columns on one device, for any number of images and any rows."""
+
+    def __init__(
+        self, problem: Problem, column_dtype: torch.dtype, output_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        macros = col2im_macros(problem, column_dtype, output_dtype)
+        self._kernel: Kernel = load("col2im.cu", "col2im_kernel", macros, device.index)
+        self._cell_rows = int(macros["CELL_ROWS"])
+        self._cells_w = -(-problem.output_size[1] // int(macros["CELL_W"]))
+        self._channels = problem.out_channels
+        self._sizes = (problem.input_size[1], *problem.output_size)
+
+    def __call__(self, columns: int, bias: int, output: int, images: int, in_rows: Span, out_rows: Span) -> None:
+        """Fold columns at one device address into the images at another; ``bias`` is an address or 0."""
+        rows = out_rows[1] - out_rows[0]
+        planes = images * self._channels
+        params = Col2imParams(
+            *(columns, bias, output, planes, self._channels, *self._sizes),
+            *(in_rows[0], in_rows[1] - in_rows[0], out_rows[0], rows, self._cells_w),
+        )
+        grid, block = _launch_shape(-(-rows // self._cell_rows) * self._cells_w, planes)
+        self._kernel.launch(grid, block, params)
+
+
+class Im2col:
+    """The columns of a problem's output gradient on one device, for any number of images and any input rows."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device) -> None:
+        self._kernel: Kernel = load("im2col.cu", "im2col_kernel", im2col_macros(problem, dtype), device.index)
+        self._channels = problem.out_channels
+        self._sizes = (problem.input_size[1], *problem.output_size)
+
+    def __call__(self, grad_output: int, columns: int, images: int, in_rows: Span) -> None:
+        """Lay out the images at one device address as columns at another."""
+        rows = in_rows[1] - in_rows[0]
+        planes = images * self._channels
+        params = Im2colParams(grad_output, columns, planes, *self._sizes, in_rows[0], rows)
+        grid, block = _launch_shape(rows * self._sizes[0], planes)
+        self._kernel.launch(grid, block, params)
+
+
+def _launch_shape(items: int, planes: int) -> tuple[Extent3, Extent3]:
+    """Grid and block for planes of items: a block holds several planes where one would leave threads idle."""
+    block_items = min(_BLOCK, 1 << max(0, items - 1).bit_length())
+    block_planes = min(_BLOCK // block_items, 64)
+    plane_blocks = -(-planes // block_planes)
+    grid_y = min(plane_blocks, _MAX_GRID_Y)
+    return (-(-items // block_items), grid_y, -(-plane_blocks // grid_y)), (block_items, block_planes, 1)

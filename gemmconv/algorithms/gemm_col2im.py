@@ -1,0 +1,185 @@
+"""``gemm_col2im``: a matrix product into columns, then a fold. The clear, general algorithm of bounded memory.
+
+Forward, per image n and group g, with M = C_out/groups * K_h * K_w and K = C_in/groups:
+
+    columns[n, g]  [M, H_in*W_in] = weight[g] [K, M]^T . input[n, g] [K, H_in*W_in]
+    output[n]      = col2im(columns[n]) + bias
+
+The backward passes go the other way, from columns = im2col(grad_output):
+
+    grad_input[n, g]  [K, H_in*W_in] = weight[g] [K, M] . columns[n, g] [M, H_in*W_in]
+    grad_weight[g]    [K, M]         = sum over n of input[n, g] [K, H_in*W_in] . columns[n, g]^T
+
+A contiguous NCHW tensor already is those row-major matrices, so nothing is rearranged before a product. The columns of
+a chunk (see ``chunking``) share one workspace. Sums stay in float32 (float64 for float64) until the result is written,
+so 16-bit results are rounded once, and every sum has one order, so results repeat to the bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Protocol
+
+import torch
+
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, in_format
+from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
+from gemmconv.geometry import Problem
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INT32_MAX = 2**31 - 1
+
+
+class Engine(Protocol):
+    """The steps of one configuration on one kind of device. Tensors are contiguous; chunks say which part."""
+
+    def columns_from_input(
+        self, input: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, chunk: Chunk
+    ) -> None:
+        """columns = weight^T . input"""
+        ...
+
+    def fold(self, columns: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, chunk: Chunk) -> None:
+        """output = col2im(columns) + bias"""
+        ...
+
+    def unfold(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
+        """columns = im2col(grad_output)"""
+        ...
+
+    def input_grad(self, columns: torch.Tensor, weight: torch.Tensor, grad_input: torch.Tensor, chunk: Chunk) -> None:
+        """grad_input = weight . columns"""
+        ...
+
+    def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
+        """partials[i] += input . columns^T for the chunk's i-th image"""
+        ...
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class GemmCol2im:
+    """See the module."""
+
+    name = "gemm_col2im"
+    summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
+
+    def why_not(self, config: Config) -> str | None:
+        if config.dtype not in _DTYPES:
+            return f"dtype must be one of float64, float32, float16, bfloat16, got {_dtype_name(config.dtype)}"
+        if config.device.type not in ("cpu", "cuda"):
+            return f"the device must be cpu or cuda, got {config.device.type}"
+        problem = config.problem
+        largest = max(problem.in_pixels, problem.gemm_m, problem.batch * problem.out_channels, *problem.output_size)
+        if largest > _INT32_MAX:
+            return f"the extents of its matrices must stay below 2**31, got {largest}"
+        return None
+
+    def workspace_bytes(self, config: Config, direction: Direction) -> int:
+        problem = config.problem
+        if direction == "forward":
+            chunks = _forward_chunks(config)
+            return _column_elements(problem, chunks) * accumulator_dtype(config.dtype).itemsize
+        chunks = _backward_chunks(config, direction)
+        columns = _column_elements(problem, chunks) * config.dtype.itemsize
+        return columns + (chunks.images * _partial_bytes(config) if direction == "weight_grad" else 0)
+
+    def forward(self, config: Config) -> Forward:
+        problem, engine, memory_format = config.problem, _engine(config), config.memory_format
+        chunks = _forward_chunks(config)
+        column_dtype = accumulator_dtype(config.dtype)
+        column_elements = _column_elements(problem, chunks)
+        _say_if_over_limit(self, config, "forward")
+
+        def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            output = input.new_empty(problem.output_shape)
+            columns = input.new_empty(column_elements, dtype=column_dtype)
+            input, weight = input.contiguous(), weight.contiguous()
+            bias = None if bias is None else bias.contiguous()
+            for chunk in chunks:
+                engine.columns_from_input(input, weight, columns, chunk)
+                engine.fold(columns, bias, output, chunk)
+            return output if memory_format is torch.contiguous_format else in_format(output, memory_format)
+
+        return call
+
+    def input_grad(self, config: Config) -> Gradient:
+        problem, engine, memory_format = config.problem, _engine(config), config.memory_format
+        chunks = _backward_chunks(config, "input_grad")
+        column_elements = _column_elements(problem, chunks)
+        _say_if_over_limit(self, config, "input_grad")
+
+        def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            grad_input = grad_output.new_empty(problem.input_shape)
+            columns = grad_output.new_empty(column_elements)
+            grad_output, weight = grad_output.contiguous(), weight.contiguous()
+            for chunk in chunks:
+                engine.unfold(grad_output, columns, chunk)
+                engine.input_grad(columns, weight, grad_input, chunk)
+            return grad_input if memory_format is torch.contiguous_format else in_format(grad_input, memory_format)
+
+        return call
+
+    def weight_grad(self, config: Config) -> Gradient:
+        problem, engine = config.problem, _engine(config)
+        chunks = _backward_chunks(config, "weight_grad")
+        column_elements = _column_elements(problem, chunks)
+        partial_dtype = accumulator_dtype(config.dtype)
+        _say_if_over_limit(self, config, "weight_grad")
+
+        def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+            columns = grad_output.new_empty(column_elements)
+            partials = grad_output.new_zeros((chunks.images, *problem.weight_shape), dtype=partial_dtype)
+            grad_output, input = grad_output.contiguous(), input.contiguous()
+            for chunk in chunks:
+                engine.unfold(grad_output, columns, chunk)
+                engine.weight_grad(columns, input, partials, chunk)
+            return partials.sum(0).to(config.dtype)
+
+        return call
+
+
+def _engine(config: Config) -> Engine:
+    if config.device.type == "cuda":
+        from gemmconv.algorithms.columns_cuda import CudaEngine
+
+        return CudaEngine(config)
+    from gemmconv.algorithms.columns_cpu import CpuEngine
+
+    return CpuEngine(config)
+
+
+def _forward_chunks(config: Config) -> Chunking:
+    return forward_chunks(config.problem, accumulator_dtype(config.dtype).itemsize, config.workspace_limit)
+
+
+def _backward_chunks(config: Config, direction: Direction) -> Chunking:
+    extra = _partial_bytes(config) if direction == "weight_grad" else 0
+    return backward_chunks(config.problem, config.dtype.itemsize, config.workspace_limit, extra)
+
+
+def _partial_bytes(config: Config) -> int:
+    """Bytes of one image's share of the weight gradient."""
+    return config.problem.in_channels * config.problem.gemm_m * accumulator_dtype(config.dtype).itemsize
+
+
+def _column_elements(problem: Problem, chunks: Chunking) -> int:
+    return chunks.images * problem.out_channels * problem.taps * chunks.in_rows * problem.input_size[1]
+
+
+def _say_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Direction) -> None:
+    needed = algorithm.workspace_bytes(config, direction)
+    if needed > config.workspace_limit:
+        warnings.warn(
+            f"gemm_col2im: workspace_limit={config.workspace_limit} bytes is less than the smallest piece of this "
+            f"layer's {direction} needs; it takes {needed} bytes",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

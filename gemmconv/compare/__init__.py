@@ -1,0 +1,25 @@
+"""Compare the algorithms with torch on real photographs. Run as ``python -m gemmconv``.
+
+layers   which layers, and how they shrink on a CPU
+photo    the input: windows of photographs
+timing   median times on CUDA and CPU
+measure  one row per layer and algorithm; a wrong result is never timed
+report   the table and the chart
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+_DEMO_MODULES = ("rich", "matplotlib", "sklearn", "PIL")
+
+
+def require_demo_extra() -> None:
+    """Check that the packages of the extra ``demo`` are installed.
+
+    Raises:
+        ModuleNotFoundError: one of them is missing; the message names the extra.
+    """
+    missing = [name for name in _DEMO_MODULES if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"the comparison needs {', '.join(missing)}; run: pip install 'gemmconv[demo]'")

@@ -1,0 +1,190 @@
+"""The layers to compare: the demo's own five, a user's, and their smaller forms for a CPU."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+from gemmconv import validation
+from gemmconv.geometry import Problem
+
+# A CPU measures a layer in seconds below these two limits.
+CPU_FLOPS = 3_000_000_000
+CPU_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A transposed convolution to measure.
+
+    Attributes:
+        name: a short name, for the chart and the table.
+        problem: the geometry to measure.
+        bias: whether the layer adds a bias.
+        full: the geometry that was asked for, where ``problem`` is a smaller form of it.
+    """
+
+    name: str
+    problem: Problem
+    bias: bool = False
+    full: Problem | None = None
+
+    def describe(self) -> str:
+        """The layer in one line.
+
+        >>> print(Layer("x", Problem(8, 64, 64, 1, (512, 512), (3, 7))).describe())
+        N=8, C 64 -> 64, kernel 3x7, image 512x512, no bias
+        """
+        problem = self.problem
+        parts = [
+            f"N={problem.batch}",
+            f"C {problem.in_channels} -> {problem.out_channels}",
+            f"kernel {pair_text(problem.kernel_size)}",
+        ]
+        for label, value, default in (
+            ("stride", problem.stride, (1, 1)),
+            ("padding", problem.padding, (0, 0)),
+            ("output padding", problem.output_padding, (0, 0)),
+            ("dilation", problem.dilation, (1, 1)),
+        ):
+            if value != default:
+                parts.append(f"{label} {value[0] if value[0] == value[1] else pair_text(value)}")
+        if problem.groups > 1:
+            parts.append(f"groups {problem.groups}")
+        parts += [f"image {pair_text(problem.input_size)}", "bias" if self.bias else "no bias"]
+        return ", ".join(parts)
+
+    def shrink_note(self) -> str | None:
+        """What was made smaller, as ``batch 64 -> 1, image 128x256 -> 64x128``; None if nothing was."""
+        if self.full is None:
+            return None
+        notes = []
+        if self.full.batch != self.problem.batch:
+            notes.append(f"batch {self.full.batch} -> {self.problem.batch}")
+        if self.full.input_size != self.problem.input_size:
+            notes.append(f"image {pair_text(self.full.input_size)} -> {pair_text(self.problem.input_size)}")
+        return ", ".join(notes)
+
+
+def pair_text(pair: tuple[int, int]) -> str:
+    """``(3, 5)`` as ``3x5``."""
+    return f"{pair[0]}x{pair[1]}"
+
+
+_K3X5 = Problem(64, 64, 128, 1, (128, 256), (3, 5))
+_K3X7 = Problem(8, 64, 64, 1, (512, 512), (3, 7))
+_S5D2 = Problem(16, 32, 64, 1, (64, 128), (3, 3), stride=(5, 5), padding=(1, 1), dilation=(2, 2))
+
+DEMO_LAYERS = (
+    Layer("3x5 kernel", _K3X5),
+    Layer("3x5 kernel, bias", _K3X5, bias=True),
+    Layer("3x7 kernel", _K3X7),
+    Layer("stride 5, dilation 2", _S5D2),
+    Layer("stride 5, dilation 2, bias", _S5D2, bias=True),
+)
+
+
+def shrink(layer: Layer, flops: int = CPU_FLOPS, traffic: int = CPU_BYTES) -> Layer:
+    """The largest smaller form of a layer that stays within both limits.
+
+    The batch is halved down to 1 first, then both sides of the image. Channels, kernel, stride, padding,
+    dilation and groups stay. A layer within the limits comes back as it is.
+
+    Args:
+        layer: the layer as asked for.
+        flops: limit on the useful floating-point operations of one forward pass.
+        traffic: limit on input, weight and output together, bytes at 4 bytes an element.
+
+    >>> shrink(DEMO_LAYERS[0]).shrink_note()
+    'batch 64 -> 1, image 128x256 -> 64x128'
+    """
+    problem = layer.problem
+    while problem.useful_flops > flops or problem.least_bytes(4) > traffic:
+        if problem.batch > 1:
+            smaller = replace(problem, batch=problem.batch // 2)
+        else:
+            height, width = problem.input_size
+            smaller = replace(problem, input_size=(max(1, height // 2), max(1, width // 2)))
+        if smaller == problem or min(smaller.output_size) < 1:
+            break
+        problem = smaller
+    return layer if problem == layer.problem else replace(layer, problem=problem, full=layer.problem)
+
+
+def positive(text: str) -> int:
+    """Argument type: an integer of at least 1."""
+    return _integer(text, least=1)
+
+
+def positive_pair(text: str) -> tuple[int, int]:
+    """Argument type: ``3`` or ``3x5`` or ``3,5``, each at least 1; pairs are (height, width)."""
+    return _pair(text, least=1)
+
+
+def natural_pair(text: str) -> tuple[int, int]:
+    """Argument type: as :func:`positive_pair`, each at least 0."""
+    return _pair(text, least=0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def _pair(text: str, least: int) -> tuple[int, int]:
+    parts = text.replace("x", ",").split(",")
+    if len(parts) > 2:
+        raise argparse.ArgumentTypeError(f"must be one integer or two as in 3x5, got {text!r}")
+    values = [_integer(part, least) for part in parts]
+    return values[0], values[-1]
+
+
+def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that describe one layer. Names and defaults are those of ``torch.nn.ConvTranspose2d``."""
+    group = parser.add_argument_group(
+        "layer",
+        "arguments of torch.nn.ConvTranspose2d, and the input's size; a pair is 3 or 3x5 (height, width)",
+    )
+    group.add_argument("--batch", type=positive, default=1, metavar="N", help="images in the input (default: 1)")
+    group.add_argument("--in-channels", type=positive, required=True, metavar="C")
+    group.add_argument("--out-channels", type=positive, required=True, metavar="C")
+    group.add_argument("--kernel", type=positive_pair, required=True, metavar="K", help="kernel size")
+    group.add_argument("--stride", type=positive_pair, default=(1, 1), metavar="S", help="default: 1")
+    group.add_argument("--padding", type=natural_pair, default=(0, 0), metavar="P", help="default: 0")
+    group.add_argument("--output-padding", type=natural_pair, default=(0, 0), metavar="P", help="default: 0")
+    group.add_argument("--dilation", type=positive_pair, default=(1, 1), metavar="D", help="default: 1")
+    group.add_argument("--groups", type=positive, default=1, metavar="G", help="default: 1")
+    group.add_argument("--height", type=positive, required=True, metavar="H", help="rows of the input")
+    group.add_argument("--width", type=positive, required=True, metavar="W", help="columns of the input")
+    group.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True, help="default: --bias")
+
+
+def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
+    """The layer that the flags of :func:`add_layer_arguments` describe.
+
+    Raises:
+        ValueError: the values do not fit together; the message says which.
+    """
+    channels, groups = arguments.out_channels, arguments.groups
+    for flag, value in (("--in-channels", arguments.in_channels), ("--out-channels", channels)):
+        if value % groups:
+            raise ValueError(f"{flag} must be divisible by --groups, got {value} and {groups}")
+    try:
+        problem = validation.problem(
+            "layer",
+            (arguments.batch, arguments.in_channels, arguments.height, arguments.width),
+            (arguments.in_channels, channels // groups, *arguments.kernel),
+            arguments.stride,
+            arguments.padding,
+            arguments.output_padding,
+            groups,
+            arguments.dilation,
+        )
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    return Layer(f"{pair_text(problem.kernel_size)} kernel", problem, bias=arguments.bias)

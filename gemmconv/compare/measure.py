@@ -1,0 +1,330 @@
+"""One row per layer and algorithm: errors first, times only where the result is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+
+from gemmconv.algorithms import ALGORITHMS, Algorithm
+from gemmconv.algorithms.base import Config, Direction, Precision
+from gemmconv.compare.layers import Layer
+from gemmconv.compare.photo import windows
+from gemmconv.compare.timing import median_ms
+from gemmconv.module import ConvTranspose2d
+from gemmconv.selection import choose, torch_precision
+
+BASELINE = "torch"
+
+# Largest error against float64 that counts as right: ||out - reference|| / ||reference||. The bar of TF32
+# leaves a fifth above 5e-4, for hardware that truncates to ten bits where it could round.
+_BARS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+_TF32_BAR = 6e-4
+
+# Work of the float64 reference's forward pass: as many images are compared as fit, the last one always.
+_REFERENCE_FLOPS = {"cuda": 1e11, "cpu": 1e10}
+
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one algorithm on one layer.
+
+    Attributes:
+        layer: the layer, at the size that was measured.
+        algorithm: its name; ``BASELINE`` is ``torch.nn.ConvTranspose2d`` with cuDNN's benchmark mode on.
+        precision: how float32 products are rounded.
+        chosen: whether ``auto`` takes this algorithm here.
+        skipped: why it was not run; everything below is then empty.
+        error: of the output, relative to float64.
+        gradient_error: the largest of the gradients of input, weight and bias, relative to float64.
+        bar, gradient_bar: the largest errors that count as right.
+        forward_ms, both_ms: median time of a forward pass, and of forward and backward passes together.
+        forward_ratio, both_ratio: the baseline's time divided by this one; None if the precisions differ.
+        workspace_bytes: temporary memory, the most of any direction; None where torch manages it.
+    """
+
+    layer: Layer
+    algorithm: str
+    precision: Precision
+    chosen: bool = False
+    skipped: str | None = None
+    error: float | None = None
+    gradient_error: float | None = None
+    bar: float = 0.0
+    gradient_bar: float = 0.0
+    forward_ms: float | None = None
+    both_ms: float | None = None
+    forward_ratio: float | None = None
+    both_ratio: float | None = None
+    workspace_bytes: int | None = None
+
+    @property
+    def error_is_wrong(self) -> bool:
+        """Whether the output's error is over its bar, or no number."""
+        return self.error is not None and not self.error <= self.bar
+
+    @property
+    def gradient_is_wrong(self) -> bool:
+        """Whether a gradient's error is over its bar, or no number."""
+        return self.gradient_error is not None and not self.gradient_error <= self.gradient_bar
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the result is wrong: such a row has no times."""
+        return self.error_is_wrong or self.gradient_is_wrong
+
+
+@dataclass(frozen=True)
+class _Data:
+    """A layer's tensors and its float64 results.
+
+    Attributes:
+        x: input ``[N, C_in, H, W]``, requires grad.
+        weight, bias: parameters.
+        grad_output: ``[N, C_out, H_out, W_out]``.
+        images: which images are compared.
+        masked: grad_output, zero outside ``images``, so that the weight's gradient is theirs alone.
+        output, grad_input: float64, of ``images`` alone.
+        grad_weight, grad_bias: float64, of ``masked``.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    grad_output: torch.Tensor
+    images: list[int]
+    masked: torch.Tensor
+    output: torch.Tensor
+    grad_input: torch.Tensor
+    grad_weight: torch.Tensor
+    grad_bias: torch.Tensor | None
+
+
+def error_bar(dtype: torch.dtype, precision: Precision) -> float:
+    """Largest error that counts as right.
+
+    >>> error_bar(torch.float32, "tf32")
+    0.0006
+    """
+    return _TF32_BAR if precision == "tf32" else _BARS[dtype]
+
+
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """``||result - reference|| / ||reference||``, in float64."""
+    norm = torch.linalg.vector_norm
+    difference = float(norm(result.double() - reference))
+    size = float(norm(reference))
+    return difference / size if size else difference
+
+
+def steps_per_layer() -> int:
+    """How many steps :func:`measure_layer` reports."""
+    return 2 + len(ALGORITHMS)
+
+
+def measure_layer(
+    layer: Layer,
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: Precision | None,
+    step: Step = lambda name: None,
+) -> list[Row]:
+    """Measure torch and every algorithm on one layer.
+
+    Args:
+        layer: the layer, at the size to measure.
+        device: where to run; a CUDA device carries its index.
+        dtype: element type of input and parameters.
+        precision: rounding of float32 products; None for torch's setting.
+        step: called with the name of each step as it begins, ``steps_per_layer()`` times.
+
+    Returns:
+        A row for torch, then one for each entry of ``ALGORITHMS``, in their order.
+    """
+    current = torch_precision(dtype, device)
+    config = Config(layer.problem, dtype, device, precision or current, torch_precision=current)
+    bars = error_bar(dtype, config.precision), error_bar(dtype, current)
+    step("input and reference")
+    with _cudnn_setting():
+        data = _make_data(layer, device, dtype)
+
+        step(BASELINE)
+        with _cudnn_setting(benchmark=True):
+            blank = Row(layer, BASELINE, current, bar=bars[1], gradient_bar=10 * bars[1])
+            baseline = _measure(blank, _module(layer, data, None, None), data, device)
+        # A weight gradient sums over all pixels: where torch loses more than the bar, twice that is right.
+        gradient_bar = bars[0]
+        if baseline.gradient_error is not None and not baseline.wrong:
+            gradient_bar = max(gradient_bar, 2 * baseline.gradient_error)
+        chosen = choose(config, "auto", "compare").name
+        rows = [baseline]
+        for algorithm in ALGORITHMS:
+            step(algorithm.name)
+            row = Row(
+                layer,
+                algorithm.name,
+                config.precision,
+                chosen=algorithm.name == chosen,
+                skipped=algorithm.why_not(config),
+                bar=bars[0],
+                gradient_bar=gradient_bar,
+            )
+            if row.skipped is None:
+                row = replace(row, workspace_bytes=_workspace_bytes(algorithm, config))
+                row = _measure(row, _module(layer, data, algorithm.name, precision), data, device)
+            if config.precision == current:
+                row = replace(
+                    row,
+                    forward_ratio=_ratio(baseline.forward_ms, row.forward_ms),
+                    both_ratio=_ratio(baseline.both_ms, row.both_ms),
+                )
+            rows.append(row)
+    return rows
+
+
+@contextmanager
+def _cudnn_setting(benchmark: bool = False) -> Iterator[None]:
+    """Set ``torch.backends.cudnn.benchmark`` and put it back after."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = benchmark
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:
+    """Photographs as input, fixed random parameters and output gradient, and their results in float64."""
+    problem = layer.problem
+    generator = torch.Generator().manual_seed(0)
+
+    def random(shape: tuple[int, ...], scale: float) -> torch.Tensor:
+        values = torch.rand(shape, generator=generator).mul_(2 * scale).sub_(scale)
+        return values.to(device, dtype)
+
+    scale = (problem.gemm_k * problem.taps) ** -0.5
+    x = windows(problem.input_shape).to(device, dtype)
+    weight = random(problem.weight_shape, scale)
+    bias = random((problem.out_channels,), scale) if layer.bias else None
+    grad_output = random(problem.output_shape, 1.0)
+
+    flops_each = max(1, problem.useful_flops // problem.batch)
+    count = max(1, min(problem.batch, int(_REFERENCE_FLOPS[device.type] // flops_each)))
+    last = problem.batch - 1
+    images = sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
+    if len(images) == problem.batch:
+        masked = grad_output
+    else:
+        masked = torch.zeros_like(grad_output)
+        masked[images] = grad_output[images]
+
+    weight64 = weight.double().requires_grad_()
+    bias64 = None if bias is None else bias.double().requires_grad_()
+    outputs, grad_inputs = [], []
+    for image in images:  # one at a time, to bound the memory that float64 takes
+        x64 = x[image : image + 1].double().requires_grad_()
+        output = torch.nn.functional.conv_transpose2d(
+            x64,
+            weight64,
+            bias64,
+            problem.stride,
+            problem.padding,
+            problem.output_padding,
+            problem.groups,
+            problem.dilation,
+        )
+        output.backward(masked[image : image + 1].double())
+        outputs.append(output.detach())
+        assert x64.grad is not None
+        grad_inputs.append(x64.grad)
+    assert weight64.grad is not None
+    return _Data(
+        x.requires_grad_(),
+        weight,
+        bias,
+        grad_output,
+        images,
+        masked,
+        torch.cat(outputs),
+        torch.cat(grad_inputs),
+        weight64.grad,
+        None if bias64 is None else bias64.grad,
+    )
+
+
+def _module(layer: Layer, data: _Data, algorithm: str | None, precision: Precision | None) -> torch.nn.ConvTranspose2d:
+    """gemmconv's layer, or with ``algorithm=None`` torch's, holding the data's parameters."""
+    problem = layer.problem
+    arguments = (
+        problem.in_channels,
+        problem.out_channels,
+        problem.kernel_size,
+        problem.stride,
+        problem.padding,
+        problem.output_padding,
+        problem.groups,
+        layer.bias,
+        problem.dilation,
+    )
+    module: torch.nn.ConvTranspose2d
+    if algorithm is None:
+        module = torch.nn.ConvTranspose2d(*arguments, device="meta")
+    else:
+        module = ConvTranspose2d(*arguments, device="meta", algorithm=algorithm, precision=precision)
+    module.weight = torch.nn.Parameter(data.weight)
+    if data.bias is not None:
+        module.bias = torch.nn.Parameter(data.bias)
+    return module
+
+
+def _measure(row: Row, module: torch.nn.ConvTranspose2d, data: _Data, device: torch.device) -> Row:
+    """Fill in errors and, where both are within their bars, times."""
+    leaves = (data.x, *module.parameters())
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            output: torch.Tensor = module(data.x)
+        return output
+
+    def both(grad_output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(module(data.x), leaves, grad_output)
+
+    try:
+        output = forward()
+        grad_input, *grads = both(data.masked)
+        references = [data.grad_weight] if data.grad_bias is None else [data.grad_weight, data.grad_bias]
+        errors = [
+            relative_error(grad_input[data.images], data.grad_input),
+            *(relative_error(grad, reference) for grad, reference in zip(grads, references, strict=True)),
+        ]
+        row = replace(
+            row,
+            error=relative_error(output[data.images], data.output),
+            gradient_error=next((error for error in errors if error != error), max(errors)),
+        )
+        del output, grad_input, grads
+        if row.wrong:
+            return row
+        return replace(
+            row,
+            forward_ms=median_ms(forward, device),
+            both_ms=median_ms(lambda: both(data.grad_output), device),
+        )
+    except (NotImplementedError, torch.cuda.OutOfMemoryError) as error:
+        return replace(row, skipped=str(error).splitlines()[0])
+
+
+def _workspace_bytes(algorithm: Algorithm, config: Config) -> int | None:
+    """The most of any direction; None where torch manages it."""
+    if algorithm.name == "native":
+        return None
+    return max(algorithm.workspace_bytes(config, direction) for direction in get_args(Direction))
+
+
+def _ratio(baseline: float | None, mine: float | None) -> float | None:
+    return None if baseline is None or mine is None else baseline / mine

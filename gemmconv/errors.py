@@ -1,0 +1,29 @@
+"""Exceptions of gemmconv's own. Every other error is the type that torch raises for the same mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile: a defect of gemmconv or of the installed CUDA compiler, never of the input.
+
+    Attributes:
+        source_name: file name of the kernel under ``csrc``.
+        options: the compiler options, macros included.
+        log: what the compiler printed.
+        source: the source text that was compiled.
+    """
+
+    def __init__(self, source_name: str, options: Sequence[str], log: str, source: str) -> None:
+        self.source_name = source_name
+        self.options = tuple(options)
+        self.log = log
+        self.source = source
+        numbered = "\n".join(f"{number:5d}  {line}" for number, line in enumerate(source.splitlines(), start=1))
+        super().__init__(
+            f"{source_name} did not compile\noptions: {' '.join(self.options)}\nlog:\n{log}\nsource:\n{numbered}"
+        )
+
+    def __reduce__(self) -> tuple[type[CompileError], tuple[str, tuple[str, ...], str, str]]:
+        return type(self), (self.source_name, self.options, self.log, self.source)

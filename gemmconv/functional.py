@@ -1,0 +1,154 @@
+"""The functional interface: torch.nn.functional's names, order and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gemmconv import ops, validation
+from gemmconv.algorithms.base import Precision
+from gemmconv.selection import NAMES
+
+IntOrPair = int | Sequence[int]
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: IntOrPair = 1,
+    padding: IntOrPair = 0,
+    output_padding: IntOrPair = 0,
+    groups: int = 1,
+    dilation: IntOrPair = 1,
+    *,
+    algorithm: str = "auto",
+    precision: Precision | None = None,
+    workspace_limit: int | None = None,
+) -> Tensor:
+    """Transposed 2-D convolution, as torch.nn.functional.conv_transpose2d defines it.
+
+    On each axis, input i and tap k meet at output ``i * stride - padding + k * dilation``; an output is the sum of what
+    meets there, plus the bias, and ``H_out = (H_in - 1) * stride - 2 * padding + dilation * (K_h - 1) + output_padding
+    + 1``.
+
+    Args:
+        input: ``[N, C_in, H_in, W_in]``, or ``[C_in, H_in, W_in]``; floating-point or complex; any strides.
+        weight: ``[C_in, C_out/groups, K_h, K_w]``, same dtype and device.
+        bias: ``[C_out]`` or None.
+        stride, padding, output_padding, dilation: an int or ``(height, width)``, in elements.
+        groups: number of groups that channels fall into.
+        algorithm: ``"auto"``, ``"gemm_col2im"`` or ``"native"``.
+        precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
+        workspace_limit: bytes of temporary memory; None for 64 MiB.
+
+    Returns:
+        ``[N, C_out, H_out, W_out]`` (or without N), channels_last where the input or the weight is.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        RuntimeError: shapes, dtypes, devices or values that do not fit together.
+        ValueError: an unknown algorithm or precision, or a workspace_limit below 1.
+        NotImplementedError: an integer dtype, or an algorithm that cannot serve the call.
+
+    >>> conv_transpose2d(torch.ones(1, 4, 8, 8), torch.ones(4, 2, 3, 3), stride=2, padding=1, output_padding=1).shape
+    torch.Size([1, 2, 16, 16])
+    """
+    where = "conv_transpose2d"
+    validation.tensor(where, "input", input)
+    validation.tensor(where, "weight", weight)
+    if bias is not None:
+        validation.tensor(where, "bias", bias)
+    options = (
+        validation.pair(where, "stride", stride),
+        validation.pair(where, "padding", padding),
+        validation.pair(where, "output_padding", output_padding),
+        groups,
+        validation.pair(where, "dilation", dilation),
+    )
+    if input.is_complex() and algorithm in ("auto", "native"):
+        # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
+        validation.choice(where, algorithm, NAMES, precision, workspace_limit)
+        return torch.conv_transpose2d(input, weight, bias, *options)
+    if input.dim() == 3:
+        batched = ops.conv_transpose2d(
+            input.unsqueeze(0), weight, bias, *options, algorithm, precision, workspace_limit
+        )
+        return batched.squeeze(0)
+    return ops.conv_transpose2d(input, weight, bias, *options, algorithm, precision, workspace_limit)
+
+
+def im2col(
+    input: Tensor,
+    kernel_size: IntOrPair,
+    dilation: IntOrPair = 1,
+    padding: IntOrPair = 0,
+    stride: IntOrPair = 1,
+) -> Tensor:
+    """Columns of sliding windows, as torch.nn.functional.unfold defines them.
+
+    Args:
+        input: ``[N, C, H, W]`` or ``[C, H, W]``, floating-point.
+        kernel_size, dilation, padding, stride: an int or ``(height, width)``, in elements.
+
+    Returns:
+        ``[N, C*K_h*K_w, L]`` (or without N), L windows in row-major order.
+
+    Raises:
+        TypeError, RuntimeError: as conv_transpose2d; a window larger than the padded image.
+
+    >>> im2col(torch.ones(1, 2, 5, 5), 3).shape
+    torch.Size([1, 18, 9])
+    """
+    validation.tensor("im2col", "input", input)
+    window = _window("im2col", kernel_size, dilation, padding, stride)
+    if input.dim() == 3:
+        return ops.im2col(input.unsqueeze(0), *window).squeeze(0)
+    return ops.im2col(input, *window)
+
+
+def col2im(
+    columns: Tensor,
+    output_size: IntOrPair,
+    kernel_size: IntOrPair,
+    dilation: IntOrPair = 1,
+    padding: IntOrPair = 0,
+    stride: IntOrPair = 1,
+) -> Tensor:
+    """Images of summed sliding windows, as torch.nn.functional.fold defines them: the transpose of ``im2col``.
+
+    16-bit columns are summed in float32 and rounded once.
+
+    Args:
+        columns: ``[N, C*K_h*K_w, L]`` or ``[C*K_h*K_w, L]``, floating-point.
+        output_size: ``(H, W)`` of the images.
+        kernel_size, dilation, padding, stride: an int or ``(height, width)``, in elements.
+
+    Returns:
+        ``[N, C, H, W]`` (or without N).
+
+    Raises:
+        TypeError, RuntimeError: as conv_transpose2d; a number of columns that does not fit the images.
+
+    >>> col2im(torch.ones(1, 18, 9), 5, 3).shape
+    torch.Size([1, 2, 5, 5])
+    """
+    validation.tensor("col2im", "columns", columns)
+    size = validation.pair("col2im", "output_size", output_size)
+    window = _window("col2im", kernel_size, dilation, padding, stride)
+    if columns.dim() == 2:
+        return ops.col2im(columns.unsqueeze(0), size, *window).squeeze(0)
+    return ops.col2im(columns, size, *window)
+
+
+def _window(
+    where: str, kernel_size: IntOrPair, dilation: IntOrPair, padding: IntOrPair, stride: IntOrPair
+) -> tuple[tuple[int, int], ...]:
+    return (
+        validation.pair(where, "kernel_size", kernel_size),
+        validation.pair(where, "dilation", dilation),
+        validation.pair(where, "padding", padding),
+        validation.pair(where, "stride", stride),
+    )

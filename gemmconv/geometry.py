@@ -1,0 +1,172 @@
+"""The geometry of one transposed convolution: sizes, phases, GEMM extents, work and traffic.
+
+Everything here is pure integer arithmetic. One axis at a time, the operator is the relation
+
+    oh = ih * S - P + kh * D        H_out = (H_in - 1) * S - 2 * P + D * (K - 1) + output_padding + 1
+
+between input row ``ih``, kernel tap ``kh`` and output row ``oh`` (stride S, padding P, dilation D, kernel size K).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+Pair = tuple[int, int]
+Shape4 = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The output positions of one axis that share the residue ``(o + P) mod S``, and what they read.
+
+    Attributes:
+        residue: ``(o + P) mod S``.
+        taps: pairs ``(tap, shift)``. With ``q = (o + P) // S``, the tap reads input position ``q - shift``.
+            Empty where no tap reaches the phase: such outputs hold the bias alone.
+    """
+
+    residue: int
+    taps: tuple[tuple[int, int], ...]
+
+
+def output_extent(size: int, kernel: int, stride: int, padding: int, output_padding: int, dilation: int) -> int:
+    """Output length of one axis.
+
+    >>> output_extent(4, kernel=3, stride=2, padding=1, output_padding=1, dilation=1)
+    8
+    """
+    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One transposed 2-D convolution, without its data: the key of every cache.
+
+    Sizes are in elements and pairs are ``(height, width)``. Values are taken as they are:
+    ``gemmconv.validation`` refuses those that make no sense.
+
+    >>> Problem(1, 64, 32, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)).output_shape
+    (1, 32, 16, 16)
+    """
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    groups: int
+    input_size: Pair
+    kernel_size: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    output_padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+
+    @cached_property
+    def output_size(self) -> Pair:
+        """``(H_out, W_out)``."""
+        height, width = (
+            output_extent(
+                self.input_size[axis],
+                self.kernel_size[axis],
+                self.stride[axis],
+                self.padding[axis],
+                self.output_padding[axis],
+                self.dilation[axis],
+            )
+            for axis in (0, 1)
+        )
+        return height, width
+
+    @property
+    def input_shape(self) -> Shape4:
+        """``[N, C_in, H_in, W_in]``."""
+        return (self.batch, self.in_channels, *self.input_size)
+
+    @property
+    def weight_shape(self) -> Shape4:
+        """``[C_in, C_out/groups, K_h, K_w]``."""
+        return (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
+
+    @property
+    def output_shape(self) -> Shape4:
+        """``[N, C_out, H_out, W_out]``."""
+        return (self.batch, self.out_channels, *self.output_size)
+
+    @property
+    def taps(self) -> int:
+        """Number of kernel taps, ``K_h * K_w``."""
+        return self.kernel_size[0] * self.kernel_size[1]
+
+    @property
+    def in_pixels(self) -> int:
+        """``H_in * W_in``."""
+        return self.input_size[0] * self.input_size[1]
+
+    @property
+    def out_pixels(self) -> int:
+        """``H_out * W_out``."""
+        return self.output_size[0] * self.output_size[1]
+
+    def phases(self, axis: int) -> tuple[Phase, ...]:
+        """The S phases of an axis (0 height, 1 width), in order of their residue.
+
+        Output ``o`` receives tap ``k`` iff ``k * D = o + P (mod S)``, then from input ``q - (k * D - residue) / S``.
+
+        >>> Problem(1, 1, 1, 1, (4, 4), (3, 3), stride=(2, 2)).phases(0)
+        (Phase(residue=0, taps=((0, 0), (2, 1))), Phase(residue=1, taps=((1, 0),)))
+        """
+        stride, dilation = self.stride[axis], self.dilation[axis]
+        return tuple(
+            Phase(
+                residue,
+                tuple(
+                    (tap, (tap * dilation - residue) // stride)
+                    for tap in range(self.kernel_size[axis])
+                    if tap * dilation % stride == residue
+                ),
+            )
+            for residue in range(stride)
+        )
+
+    # The product that makes the columns, per image and group:
+    # columns[M, N] = weight[K, M]^T . input[K, N], with the extents below.
+
+    @property
+    def gemm_m(self) -> int:
+        """Rows of the columns: ``C_out/groups * K_h * K_w``."""
+        return self.out_channels // self.groups * self.taps
+
+    @property
+    def gemm_n(self) -> int:
+        """Columns of the columns: ``H_in * W_in``."""
+        return self.in_pixels
+
+    @property
+    def gemm_k(self) -> int:
+        """The reduced extent: ``C_in/groups``."""
+        return self.in_channels // self.groups
+
+    @property
+    def gemm_batch(self) -> int:
+        """Number of products: ``N * groups``."""
+        return self.batch * self.groups
+
+    @property
+    def column_elements(self) -> int:
+        """Elements of the whole column matrix, ``N * C_out * K_h * K_w * H_in * W_in``."""
+        return self.gemm_batch * self.gemm_m * self.gemm_n
+
+    def column_bytes(self, itemsize: int) -> int:
+        """Bytes of the whole column matrix at ``itemsize`` bytes an element."""
+        return self.column_elements * itemsize
+
+    @property
+    def useful_flops(self) -> int:
+        """Floating-point operations, a multiplication and an addition for each tap, channel pair and input pixel."""
+        return 2 * self.column_elements * self.gemm_k
+
+    def least_bytes(self, itemsize: int, bias: bool = False) -> int:
+        """Bytes that any algorithm moves: input and weight (and bias) read once, output written once."""
+        weight = self.in_channels * self.gemm_m
+        image = self.in_channels * self.in_pixels + self.out_channels * self.out_pixels
+        return itemsize * (self.batch * image + weight + (self.out_channels if bias else 0))

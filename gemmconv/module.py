@@ -1,0 +1,155 @@
+"""The module and the conversion of whole models."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from gemmconv import functional, validation
+from gemmconv.algorithms.base import Precision
+from gemmconv.selection import NAMES
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class ConvTranspose2d(nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d, computed by gemmconv.
+
+    Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
+            device, dtype: as torch.nn.ConvTranspose2d.
+        algorithm: ``"auto"``, ``"gemm_col2im"`` or ``"native"``.
+        precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
+        workspace_limit: bytes of temporary memory of a call; None for 64 MiB.
+
+    Raises:
+        ValueError: as torch.nn.ConvTranspose2d; an unknown algorithm or precision, or a workspace_limit below 1.
+
+    >>> ConvTranspose2d(64, 32, 4, stride=2, padding=1)(torch.ones(1, 64, 8, 8)).shape
+    torch.Size([1, 32, 16, 16])
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        algorithm: str = "auto",
+        precision: Precision | None = None,
+        workspace_limit: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        validation.choice("ConvTranspose2d", algorithm, NAMES, precision, workspace_limit)
+        super().__init__(*args, **kwargs)
+        self.algorithm = algorithm
+        self.precision = precision
+        self.workspace_limit = workspace_limit
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """The transposed convolution of ``input``.
+
+        Args:
+            input: ``[N, C_in, H_in, W_in]`` or ``[C_in, H_in, W_in]``.
+            output_size: ``[H_out, W_out]``, with or without the extents before it; it replaces output_padding.
+
+        Raises:
+            ValueError: an output_size that no output_padding below the stride gives.
+        """
+        output_padding: Any = self.output_padding
+        if output_size is not None:
+            output_padding = self._output_padding(
+                input,
+                output_size,
+                self.stride,  # type: ignore[arg-type]
+                self.padding,  # type: ignore[arg-type]
+                self.kernel_size,  # type: ignore[arg-type]
+                2,
+                self.dilation,  # type: ignore[arg-type]
+            )
+        return functional.conv_transpose2d(
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,  # type: ignore[arg-type]
+            output_padding,
+            self.groups,
+            self.dilation,
+            algorithm=self.algorithm,
+            precision=self.precision,
+            workspace_limit=self.workspace_limit,
+        )
+
+    def extra_repr(self) -> str:
+        """torch.nn.ConvTranspose2d's, then the algorithm and what else is not left to its default."""
+        parts = [super().extra_repr(), f"algorithm={self.algorithm}"]
+        if self.precision is not None:
+            parts.append(f"precision={self.precision}")
+        if self.workspace_limit is not None:
+            parts.append(f"workspace_limit={self.workspace_limit}")
+        return ", ".join(parts)
+
+
+def convert(
+    model: Model,
+    *,
+    algorithm: str = "auto",
+    precision: Precision | None = None,
+    workspace_limit: int | None = None,
+) -> Model | ConvTranspose2d:
+    """Replace every torch.nn.ConvTranspose2d inside a model by gemmconv's, in place.
+
+    The new modules hold the same parameters, so optimizers and checkpoints go on working. Subclasses, and modules with
+    hooks or parametrizations, are left as they are: what they do besides could not be kept.
+
+    Args:
+        model: any module; a bare torch.nn.ConvTranspose2d works too.
+        algorithm, precision, workspace_limit: as ConvTranspose2d.
+
+    Returns:
+        The model; for a bare torch.nn.ConvTranspose2d, the module that replaces it.
+
+    Raises:
+        TypeError: ``model`` is no torch.nn.Module.
+        ValueError: an unknown algorithm or precision, or a workspace_limit below 1.
+
+    >>> convert(nn.Sequential(nn.ConvTranspose2d(4, 2, 3)))
+    Sequential(
+      (0): ConvTranspose2d(4, 2, kernel_size=(3, 3), stride=(1, 1), algorithm=auto)
+    )
+    """
+    if not isinstance(model, nn.Module):
+        validation.fail(TypeError, "convert", "model", "be a torch.nn.Module", type(model).__name__)
+    validation.choice("convert", algorithm, NAMES, precision, workspace_limit)
+    settings = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
+    replacements: dict[nn.Module, ConvTranspose2d] = {}  # a module that stands in several places stays one
+
+    def replacement(module: nn.Module) -> nn.Module:
+        if not _is_plain(module):
+            return module
+        if module not in replacements:
+            replacements[module] = _like(module, settings)
+        return replacements[module]
+
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and (new := replacement(child)) is not child:
+                parent._modules[name] = new
+    return replacement(model)  # type: ignore[return-value]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is torch's own ConvTranspose2d with nothing attached to it."""
+    if type(module) is not nn.ConvTranspose2d:
+        return False
+    hooks = (name for name in vars(module) if name.endswith("_hooks"))
+    return not any(getattr(module, name) for name in hooks) and "forward" not in vars(module)
+
+
+def _like(module: nn.Module, settings: dict[str, Any]) -> ConvTranspose2d:
+    """A gemmconv module that shares everything of a torch one."""
+    new = ConvTranspose2d.__new__(ConvTranspose2d)
+    new.__dict__.update(module.__dict__)
+    new.__dict__.update(settings)
+    return new

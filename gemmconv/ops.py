@@ -1,0 +1,403 @@
+"""The operators ``torch.ops.gemmconv.*``: their schemas, implementations, fakes, gradients and autocast rule.
+
+A transposed convolution and its two gradients are closed under differentiation: each is linear in either of its
+tensors, and its derivatives are the other two. So a backward pass is made of the same operators, and so is the backward
+pass of that. im2col and col2im are each other's derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemmconv import selection, validation
+from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
+from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
+from gemmconv.geometry import Pair, Problem
+
+_OPTIONS = (
+    "SymInt[2] stride=1, SymInt[2] padding=0, SymInt[2] output_padding=0, SymInt groups=1, SymInt[2] dilation=1, "
+    "str algorithm='auto', str? precision=None, int? workspace_limit=None"
+)
+_WINDOW = "SymInt[2] kernel_size, SymInt[2] dilation=1, SymInt[2] padding=0, SymInt[2] stride=1"
+_SCHEMAS = {
+    "conv_transpose2d": f"Tensor input, Tensor weight, Tensor? bias=None, {_OPTIONS}",
+    "conv_transpose2d_input_grad": f"Tensor grad_output, Tensor weight, SymInt[2] input_size, {_OPTIONS}",
+    "conv_transpose2d_weight_grad": f"Tensor grad_output, Tensor input, SymInt[2] kernel_size, {_OPTIONS}",
+    "im2col": f"Tensor input, {_WINDOW}",
+    "col2im": f"Tensor columns, SymInt[2] output_size, {_WINDOW}",
+}
+
+_library = torch.library.Library("gemmconv", "DEF")
+for _name, _arguments in _SCHEMAS.items():
+    _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _library.define(f"{_name}({_arguments}) -> Tensor", tags=_tags)
+
+conv_transpose2d = torch.ops.gemmconv.conv_transpose2d.default
+conv_transpose2d_input_grad = torch.ops.gemmconv.conv_transpose2d_input_grad.default
+conv_transpose2d_weight_grad = torch.ops.gemmconv.conv_transpose2d_weight_grad.default
+im2col = torch.ops.gemmconv.im2col.default
+col2im = torch.ops.gemmconv.col2im.default
+
+Tensors = tuple[Any, ...]  # tensors, the bias perhaps None
+Arguments = tuple[Any, ...]  # what follows an operator's tensors; the dispatcher leaves trailing defaults out
+
+
+class Options(NamedTuple):
+    """What every convolution operator takes after its tensors and sizes."""
+
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    output_padding: Pair = (0, 0)
+    groups: int = 1
+    dilation: Pair = (1, 1)
+    algorithm: str = "auto"
+    precision: Precision | None = None
+    workspace_limit: int | None = None
+
+    @property
+    def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
+
+
+def _hashable(arguments: Arguments) -> Arguments:
+    return tuple(tuple(item) if isinstance(item, list) else item for item in arguments)
+
+
+# Problems: what a call means, checked. For real tensors once a plan, for fake ones at every call.
+
+
+def _forward_problem(where: str, tensors: Tensors, sizes: Any, options: Options) -> Problem:
+    input, weight, bias = tensors
+    problem = validation.problem(where, input.shape, weight.shape, *options.geometry)
+    validation.same_kind(where, (("input", input), ("weight", weight), ("bias", bias)))
+    validation.bias_shape(where, bias, problem.out_channels)
+    return problem
+
+
+def _input_grad_problem(where: str, tensors: Tensors, sizes: Any, options: Options) -> Problem:
+    grad_output, weight = tensors
+    validation.rank4(where, (("grad_output", grad_output), ("weight", weight)))
+    input_shape = (grad_output.shape[0], weight.shape[0], *sizes)
+    problem = validation.problem(where, input_shape, weight.shape, *options.geometry)
+    validation.same_kind(where, (("grad_output", grad_output), ("weight", weight)))
+    validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
+    return problem
+
+
+def _weight_grad_problem(where: str, tensors: Tensors, sizes: Any, options: Options) -> Problem:
+    grad_output, input = tensors
+    validation.rank4(where, (("grad_output", grad_output), ("input", input)))
+    weight_shape = (input.shape[1], grad_output.shape[1] // max(1, options.groups), *sizes)
+    problem = validation.problem(where, input.shape, weight_shape, *options.geometry)
+    validation.same_kind(where, (("grad_output", grad_output), ("input", input)))
+    validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
+    return problem
+
+
+class _Entry(NamedTuple):
+    """One of the three convolution operators."""
+
+    where: str
+    direction: Direction
+    problem: Callable[[str, Tensors, Any, Options], Problem]
+
+
+_FORWARD = _Entry("conv_transpose2d", "forward", _forward_problem)
+_INPUT_GRAD = _Entry("conv_transpose2d_input_grad", "input_grad", _input_grad_problem)
+_WEIGHT_GRAD = _Entry("conv_transpose2d_weight_grad", "weight_grad", _weight_grad_problem)
+
+
+def _checked_problem(entry: _Entry, tensors: Tensors, sizes: Any, options: Options) -> Problem:
+    validation.choice(entry.where, options.algorithm, selection.NAMES, options.precision, options.workspace_limit)
+    return entry.problem(entry.where, tensors, sizes, options)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes a 4-D tensor for channels_last: by its strides, C innermost, then W, H and N."""
+    size, stride = tensor.shape, tensor.stride()
+    if stride[1] == 0:
+        return False
+    least = 0
+    for axis in (1, 3, 2, 0):
+        if size[axis] == 0 or stride[axis] < least:
+            return False
+        if axis == 0 and least == stride[1]:  # all other extents are 1: torch takes that for contiguous
+            return False
+        least = stride[axis] * max(1, size[axis])
+    return True
+
+
+def _memory_format(first: Tensor, second: Tensor) -> torch.memory_format:
+    """torch's rule for a convolution's result: channels_last where either tensor is."""
+    either = _is_channels_last(first) or _is_channels_last(second)
+    return torch.channels_last if either else torch.contiguous_format
+
+
+# Plans: all of a call that does not depend on the data, made once and kept.
+
+_plans: dict[Hashable, Callable[..., Tensor]] = {}
+_MOST_PLANS = 4096
+_ALREADY_THERE = nullcontext()
+
+
+def _plan(key: Hashable, make: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make()
+        if len(_plans) >= _MOST_PLANS:
+            _plans.pop(next(iter(_plans)), None)
+        _plans[key] = plan
+    return plan
+
+
+def _signature(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device current where it is not."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return _ALREADY_THERE
+
+
+def _compute(entry: _Entry, tensors: Tensors, sizes: Any, arguments: Arguments) -> Tensor:
+    first, second = tensors[0], tensors[1]
+    options = Options(*_hashable(arguments))
+    current = selection.torch_precision(first.dtype, first.device)
+
+    def make() -> Callable[..., Tensor]:
+        config = Config(
+            _checked_problem(entry, tensors, sizes, options),
+            first.dtype,
+            first.device,
+            options.precision or current,
+            DEFAULT_WORKSPACE_LIMIT if options.workspace_limit is None else options.workspace_limit,
+            current,
+            _memory_format(first, second),
+        )
+        algorithm = selection.choose(config, options.algorithm, entry.where)
+        return getattr(algorithm, entry.direction)(config)
+
+    key = (entry.direction, *map(_signature, tensors), sizes, options, current)
+    with _on(first.device):
+        return _plan(key, make)(*tensors)
+
+
+def _conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
+    return _compute(_FORWARD, (input, weight, bias), None, arguments)
+
+
+def _conv_transpose2d_input_grad(grad_output: Tensor, weight: Tensor, input_size: Any, *arguments: Any) -> Tensor:
+    return _compute(_INPUT_GRAD, (grad_output, weight), tuple(input_size), arguments)
+
+
+def _conv_transpose2d_weight_grad(grad_output: Tensor, input: Tensor, kernel_size: Any, *arguments: Any) -> Tensor:
+    return _compute(_WEIGHT_GRAD, (grad_output, input), tuple(kernel_size), arguments)
+
+
+class Window(NamedTuple):
+    """What im2col and col2im take after their tensor and output size."""
+
+    kernel_size: Pair
+    dilation: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    stride: Pair = (1, 1)
+
+
+def _im2col_problem(input: Tensor, window: Window) -> Problem:
+    validation.rank4("im2col", (("input", input),))
+    validation.same_kind("im2col", (("input", input),))
+    size = (input.shape[2], input.shape[3])
+    return validation.fold_geometry("im2col", size, *window, shape=(input.shape[0], input.shape[1]))
+
+
+def _col2im_problem(columns: Tensor, output_size: Pair, window: Window) -> Problem:
+    validation.same_kind("col2im", (("columns", columns),))
+    shape = validation.fold_columns("col2im", columns.shape, window.kernel_size)
+    problem = validation.fold_geometry("col2im", output_size, *window, shape=shape)
+    validation.shape("col2im", "columns", columns.shape, (problem.batch, problem.gemm_m, problem.gemm_n))
+    return problem
+
+
+def _im2col(input: Tensor, *arguments: Any) -> Tensor:
+    window = Window(*_hashable(arguments))
+
+    def make() -> Callable[..., Tensor]:
+        return prepare_im2col(_im2col_problem(input, window), input.dtype, input.device)
+
+    with _on(input.device):
+        return _plan(("im2col", _signature(input), window), make)(input)
+
+
+def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
+    size, window = tuple(output_size), Window(*_hashable(arguments))
+
+    def make() -> Callable[..., Tensor]:
+        return prepare_col2im(_col2im_problem(columns, size, window), columns.dtype, columns.device)
+
+    with _on(columns.device):
+        return _plan(("col2im", _signature(columns), size, window), make)(columns)
+
+
+# Fakes: the same checks, and the shape, strides and dtype that the implementation gives.
+
+
+def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
+
+
+def _conv_transpose2d_fake(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
+    problem = _checked_problem(_FORWARD, (input, weight, bias), None, Options(*_hashable(arguments)))
+    return _empty(problem.output_shape, input, _memory_format(input, weight))
+
+
+def _input_grad_fake(grad_output: Tensor, weight: Tensor, input_size: Any, *arguments: Any) -> Tensor:
+    options = Options(*_hashable(arguments))
+    problem = _checked_problem(_INPUT_GRAD, (grad_output, weight), tuple(input_size), options)
+    return _empty(problem.input_shape, grad_output, _memory_format(grad_output, weight))
+
+
+def _weight_grad_fake(grad_output: Tensor, input: Tensor, kernel_size: Any, *arguments: Any) -> Tensor:
+    options = Options(*_hashable(arguments))
+    problem = _checked_problem(_WEIGHT_GRAD, (grad_output, input), tuple(kernel_size), options)
+    return _empty(problem.weight_shape, grad_output)
+
+
+def _im2col_fake(input: Tensor, *arguments: Any) -> Tensor:
+    problem = _im2col_problem(input, Window(*_hashable(arguments)))
+    return _empty((problem.batch, problem.gemm_m, problem.gemm_n), input)
+
+
+def _col2im_fake(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
+    problem = _col2im_problem(columns, tuple(output_size), Window(*_hashable(arguments)))
+    return _empty(problem.output_shape, columns)
+
+
+# Gradients, made of the operators themselves. The gradient of a setting is None.
+
+
+def _no_gradients(count: int) -> tuple[None, ...]:
+    return (None,) * count
+
+
+def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    input, weight, _, *options = inputs
+    ctx.save_for_backward(input, weight)
+    ctx.options = options
+
+
+def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
+    input, weight = ctx.saved_tensors
+    options = ctx.options
+    needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    return (
+        conv_transpose2d_input_grad(grad, weight, input.shape[2:], *options) if needs_input else None,
+        conv_transpose2d_weight_grad(grad, input, weight.shape[2:], *options) if needs_weight else None,
+        grad.sum((0, 2, 3)) if needs_bias else None,
+        *_no_gradients(len(options)),
+    )
+
+
+def _gradient_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    grad_output, other, sizes, *options = inputs
+    ctx.save_for_backward(grad_output, other)
+    ctx.sizes, ctx.options = sizes, options
+
+
+def _input_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
+    grad_output, weight = ctx.saved_tensors
+    needs_grad_output, needs_weight, *_ = ctx.needs_input_grad
+    return (
+        conv_transpose2d(grad, weight, None, *ctx.options) if needs_grad_output else None,
+        conv_transpose2d_weight_grad(grad_output, grad, weight.shape[2:], *ctx.options) if needs_weight else None,
+        *_no_gradients(1 + len(ctx.options)),
+    )
+
+
+def _weight_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
+    grad_output, input = ctx.saved_tensors
+    needs_grad_output, needs_input, *_ = ctx.needs_input_grad
+    return (
+        conv_transpose2d(input, grad, None, *ctx.options) if needs_grad_output else None,
+        conv_transpose2d_input_grad(grad_output, grad, input.shape[2:], *ctx.options) if needs_input else None,
+        *_no_gradients(1 + len(ctx.options)),
+    )
+
+
+def _im2col_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    input, *window = inputs
+    ctx.size, ctx.window = input.shape[2:], window
+
+
+def _im2col_backward(ctx: Any, grad: Tensor) -> Arguments:
+    return col2im(grad, ctx.size, *ctx.window), *_no_gradients(len(ctx.window))
+
+
+def _col2im_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    _, _, *window = inputs
+    ctx.window = window
+
+
+def _col2im_backward(ctx: Any, grad: Tensor) -> Arguments:
+    return im2col(grad, *ctx.window), *_no_gradients(1 + len(ctx.window))
+
+
+# Autocast: as torch treats conv_transpose2d, tensors of lower or equal precision than float32 take the autocast dtype.
+
+
+def _autocast(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
+    excluded = torch._C.DispatchKeySet(key)
+
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def lower(tensor: Tensor | None) -> Any:
+            if tensor is None or tensor.device.type != device_type or not tensor.is_floating_point():
+                return tensor
+            return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return conv_transpose2d(lower(input), lower(weight), lower(bias), *arguments)
+
+    return call
+
+
+def _register() -> None:
+    entries: dict[str, tuple[Callable[..., Any], ...]] = {
+        "conv_transpose2d": (
+            _conv_transpose2d,
+            _conv_transpose2d_fake,
+            _conv_transpose2d_setup,
+            _conv_transpose2d_backward,
+        ),
+        "conv_transpose2d_input_grad": (
+            _conv_transpose2d_input_grad,
+            _input_grad_fake,
+            _gradient_setup,
+            _input_grad_backward,
+        ),
+        "conv_transpose2d_weight_grad": (
+            _conv_transpose2d_weight_grad,
+            _weight_grad_fake,
+            _gradient_setup,
+            _weight_grad_backward,
+        ),
+        "im2col": (_im2col, _im2col_fake, _im2col_setup, _im2col_backward),
+        "col2im": (_col2im, _col2im_fake, _col2im_setup, _col2im_backward),
+    }
+    for name, (implementation, fake, setup, backward) in entries.items():
+        qualified = f"gemmconv::{name}"
+        _library.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(qualified, fake, lib=_library)
+        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
+    _library.impl("conv_transpose2d", _autocast("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
+    _library.impl("conv_transpose2d", _autocast("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
+
+
+_register()

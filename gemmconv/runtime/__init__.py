@@ -1,0 +1,4 @@
+"""Finds, compiles, caches and launches CUDA kernels. Knows nothing of convolution.
+
+Nothing under here is imported on a machine without a GPU, except by those who compile for one.
+"""

@@ -1,0 +1,84 @@
+"""Compiled kernels on disk, shared by every process of a user."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+from cuda.core.utils import FileStreamProgramCache
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_MAX_BYTES = 1 << 30
+
+
+def directory() -> Path:
+    """``$GEMMCONV_CACHE_DIR``, else ``gemmconv`` in the platform's user cache directory."""
+    if configured := os.environ.get("GEMMCONV_CACHE_DIR"):
+        return Path(configured).expanduser()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "gemmconv"
+
+
+class KernelCache:
+    """Bytes by key in a folder of mode 0700. Never fails: what cannot be read is a miss, what cannot be written is not.
+
+    Entries appear by an atomic rename, so any number of processes may share the folder. Each entry starts with the
+    SHA-256 digest of the rest: a truncated or altered one is a miss and is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._warned = False
+        self._files: FileStreamProgramCache | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            self._files = FileStreamProgramCache(path, max_size_bytes=_MAX_BYTES)
+        except OSError as error:
+            self._warn(error)
+
+    def get(self, key: bytes) -> bytes | None:
+        """The entry, or None where there is none that is whole."""
+        if self._files is None:
+            return None
+        try:
+            entry = self._files.get(key)
+        except OSError as error:
+            self._warn(error)
+            return None
+        if entry is None:
+            return None
+        digest, value = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+        return value if hashlib.sha256(value).digest() == digest else None
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Store an entry, or warn once that it cannot be stored."""
+        if self._files is None:
+            return
+        try:
+            self._files[key] = hashlib.sha256(value).digest() + value
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"gemmconv: the kernel cache {self.path} cannot be used ({error}); kernels are compiled anew in each "
+                "process; set GEMMCONV_CACHE_DIR to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+@cache
+def default_cache() -> KernelCache:
+    """The cache of this process, opened once."""
+    return KernelCache(directory())

@@ -1,0 +1,126 @@
+"""cuBLAS's strided-batched GEMM, on torch's own handle.
+
+torch's matrix products take their float32 mode from torch.backends.cuda.matmul, a setting of its own that a
+convolution must neither follow nor write. Here the mode is an argument of the call. The library is the one that torch
+is linked with, found through torch's own shared object, so that its handle, stream and workspace can be used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+_OP = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
+_DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
+_COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
+_DEFAULT_MATH = 0  # cublasMath_t
+_GEMM_DEFAULT = -1  # cublasGemmAlgo_t
+
+
+@cache
+def _library() -> Any:
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so"))
+    gemm = library.cublasGemmStridedBatchedEx  # a symbol look-up follows the library's own dependencies
+    integer, pointer, stride = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
+    gemm.argtypes = [
+        *(pointer, integer, integer, integer, integer, integer, pointer),  # handle, ops, m, n, k, alpha
+        *(pointer, integer, integer, stride),  # A
+        *(pointer, integer, integer, stride),  # B
+        *(pointer, pointer, integer, integer, stride),  # beta, C
+        *(integer, integer, integer),  # batch, compute type, algorithm
+    ]
+    library.cublasSetMathMode.argtypes = [pointer, integer]
+    return library
+
+
+def handle() -> int:
+    """torch's cuBLAS handle for this thread, device and stream, with no float32 mode of its own.
+
+    torch sets the mode each time that it takes the handle, so nothing that is set here outlives the call.
+    """
+    value = torch.cuda.current_blas_handle()
+    _check(_library().cublasSetMathMode(value, _DEFAULT_MATH), "cublasSetMathMode")
+    return value
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A batch of column-major matrices.
+
+    Attributes:
+        dtype: element type.
+        leading: elements from one column to the next.
+        stride: elements from one matrix of the batch to the next; 0 where the batch shares one.
+    """
+
+    dtype: torch.dtype
+    leading: int
+    stride: int
+
+
+class StridedBatchedGemm:
+    """C = op(A) op(B) + beta C in cuBLAS's column-major terms, with everything but addresses and batch fixed.
+
+    Products accumulate in float32 (float64 for float64 operands), as TF32 only where ``tf32`` says so.
+
+    Args:
+        m, n, k: C is ``m x n`` and the reduced extent is ``k``.
+        a, b, c: the operands.
+        transpose_a, transpose_b: whether op transposes.
+        tf32: round float32 operands to TF32.
+        accumulate: add to C instead of overwriting it.
+    """
+
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        a: Operand,
+        b: Operand,
+        c: Operand,
+        *,
+        transpose_a: bool,
+        transpose_b: bool,
+        tf32: bool,
+        accumulate: bool = False,
+    ) -> None:
+        scalar = ctypes.c_double if c.dtype == torch.float64 else ctypes.c_float
+        self._alpha, self._beta = scalar(1.0), scalar(1.0 if accumulate else 0.0)
+        compute = _COMPUTE_64F if c.dtype == torch.float64 else _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
+        self._head = (_OP[transpose_a], _OP[transpose_b], m, n, k, ctypes.addressof(self._alpha))
+        self._a = (_DATA_TYPE[a.dtype], a.leading, a.stride)
+        self._b = (_DATA_TYPE[b.dtype], b.leading, b.stride)
+        self._beta_address = ctypes.addressof(self._beta)
+        self._c = (_DATA_TYPE[c.dtype], c.leading, c.stride)
+        self._tail = (compute, _GEMM_DEFAULT)
+        self._gemm = _library().cublasGemmStridedBatchedEx
+
+    def __call__(self, blas: int, a: int, b: int, c: int, batch: int) -> None:
+        """Enqueue the product on the handle ``blas`` with the matrices at these device addresses."""
+        _check(
+            self._gemm(
+                blas,
+                *self._head,
+                a,
+                *self._a,
+                b,
+                *self._b,
+                self._beta_address,
+                c,
+                *self._c,
+                batch,
+                *self._tail,
+            ),
+            "cublasGemmStridedBatchedEx",
+        )
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        raise RuntimeError(f"{call} failed with cublasStatus_t {status}")

@@ -1,0 +1,69 @@
+"""Loads compiled kernels and launches them on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from cuda.core import ObjectCode
+
+from gemmconv.runtime.cache import default_cache
+from gemmconv.runtime.compiler import Macros, compile
+
+Extent3 = tuple[int, int, int]
+
+_current_stream = torch._C._cuda_getCurrentRawStream
+_load_lock = threading.Lock()
+
+
+class Kernel:
+    """One kernel of a loaded source, for one device. Takes a single params struct by value."""
+
+    def __init__(self, code: ObjectCode, name: str, device_index: int) -> None:
+        self.name = name
+        self._kernel = code.get_kernel(name)  # keeps the loaded code alive
+        self._function = driver.CUfunction(int(self._kernel.handle))
+        self._device_index = device_index
+
+    def launch(self, grid: Extent3, block: Extent3, params: ctypes.Structure, shared_bytes: int = 0) -> None:
+        """Enqueue one launch; ``params`` is copied before this returns."""
+        argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        (status,) = driver.cuLaunchKernel(
+            self._function,
+            *grid,
+            *block,
+            shared_bytes,
+            _current_stream(self._device_index),
+            ctypes.addressof(argument),
+            0,
+        )
+        if status:
+            raise RuntimeError(
+                f"{self.name}: launch failed with {status.name}; grid {grid}, block {block}, "
+                f"{shared_bytes} bytes of shared memory"
+            )
+
+
+def architecture(device_index: int) -> str:
+    """The real architecture of a device, such as ``"sm_90a"``."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def load(source_name: str, kernel_name: str, macros: Macros, device_index: int) -> Kernel:
+    """The kernel ``kernel_name`` of ``csrc/<source_name>``, compiled with ``macros`` for a device.
+
+    Compiles at most once per process; from then on, and in other processes, it comes from a cache.
+    """
+    with _load_lock:
+        return _load(source_name, kernel_name, tuple(sorted(macros.items())), device_index)
+
+
+@cache
+def _load(source_name: str, kernel_name: str, macros: tuple[tuple[str, Any], ...], device_index: int) -> Kernel:
+    compiled = compile(source_name, dict(macros), architecture(device_index), cache=default_cache())
+    return Kernel(ObjectCode.from_cubin(compiled.cubin, name=source_name), kernel_name, device_index)

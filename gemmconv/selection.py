@@ -1,0 +1,142 @@
+"""Which algorithm computes a configuration, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
+from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Precision
+from gemmconv.geometry import Problem
+from gemmconv.validation import choice
+
+NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
+
+
+def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
+    """The precision of torch's own convolutions at this moment: ``"tf32"`` where its settings allow that.
+
+    Reads the setting that torch keeps for convolutions, which the legacy flag torch.backends.cudnn.allow_tf32 feeds
+    too. Never writes either, and never reads the legacy flag, which raises once the new one was set.
+    """
+    if dtype == torch.float32 and device.type == "cuda" and torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
+        return "tf32"
+    return "ieee"
+
+
+def preference(config: Config) -> Sequence[tuple[Algorithm, str]]:
+    """The algorithms as ``auto`` tries them, each with its place in the rule.
+
+    On CUDA, the order of ``ALGORITHMS``. Elsewhere ``native`` first: there gemm_col2im runs on torch's own product and
+    fold, and oneDNN, which forms no columns, has fewer bytes to move.
+    """
+    if config.device.type == "cuda":
+        return [(algorithm, "first choice on CUDA that can serve it") for algorithm in ALGORITHMS]
+    order = sorted(ALGORITHMS, key=lambda algorithm: algorithm.name != "native")
+    return [(algorithm, f"first choice on {config.device.type} that can serve it") for algorithm in order]
+
+
+def choose(config: Config, requested: str, where: str) -> Algorithm:
+    """The algorithm for a configuration: the requested one, or with ``"auto"`` the first that can serve it.
+
+    Raises:
+        NotImplementedError: no algorithm, or not the requested one, can serve it; the message says why.
+    """
+    for algorithm, _ in preference(config):
+        if requested in ("auto", algorithm.name):
+            reason = algorithm.why_not(config)
+            if reason is None:
+                return algorithm
+            if requested != "auto":
+                raise NotImplementedError(f'{where}: {algorithm.name}: {reason}; or use algorithm="auto"')
+    reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
+    raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a configuration is computed the way it is. ``str()`` gives a report.
+
+    Attributes:
+        algorithm: name of the chosen algorithm.
+        reasons: for every algorithm, why it was or was not chosen.
+        config: what was asked.
+        workspace_bytes: for every algorithm that can serve it, bytes of temporary memory of a forward call.
+    """
+
+    algorithm: str
+    reasons: dict[str, str]
+    config: Config
+    workspace_bytes: dict[str, int]
+
+    def __str__(self) -> str:
+        p, c = self.config.problem, self.config
+        itemsize = c.dtype.itemsize
+        dtype = str(c.dtype).removeprefix("torch.")
+        lines = [
+            f"conv_transpose2d {list(p.input_shape)} x {list(p.weight_shape)} -> {list(p.output_shape)}, "
+            f"{dtype} ({c.precision}) on {c.device}",
+            f"  work     {p.useful_flops:,} flops, at least {p.least_bytes(itemsize):,} bytes moved, "
+            f"{p.useful_flops / max(1, p.least_bytes(itemsize)):.1f} flops a byte",
+            f"  columns  {p.column_bytes(itemsize):,} bytes if all were written at once, {p.gemm_batch} products of "
+            f"{p.gemm_m} x {p.gemm_n} x {p.gemm_k}",
+            f"  chosen   {self.algorithm}",
+        ]
+        for name, reason in self.reasons.items():
+            memory = f"; workspace {self.workspace_bytes[name]:,} bytes" if self.workspace_bytes.get(name) else ""
+            lines.append(f"  {name:<12} {reason}{memory}")
+        return "\n".join(lines)
+
+
+def explain(
+    problem: Problem,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    algorithm: str = "auto",
+    precision: Precision | None = None,
+    workspace_limit: int | None = None,
+) -> Explanation:
+    """Say which algorithm a forward call takes for a problem, and why.
+
+    Args:
+        problem: the geometry.
+        dtype: element type.
+        device: where the tensors would be; no device is touched.
+        algorithm: what the call asks for.
+        precision: ``"ieee"``, ``"tf32"``, or None for torch's setting.
+        workspace_limit: bytes; None for 64 MiB.
+
+    Raises:
+        ValueError: an unknown algorithm or precision, or a workspace limit below 1 byte.
+        NotImplementedError: the algorithm cannot serve the problem.
+
+    >>> problem = Problem(1, 64, 32, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1))
+    >>> explain(problem).algorithm
+    'native'
+    >>> explain(problem, device="cuda").algorithm
+    'gemm_col2im'
+    """
+    choice("explain", algorithm, NAMES, precision, workspace_limit)
+    where = torch.device(device)
+    current = torch_precision(dtype, where)
+    config = Config(
+        problem,
+        dtype,
+        where,
+        precision or current,
+        DEFAULT_WORKSPACE_LIMIT if workspace_limit is None else workspace_limit,
+        current,
+    )
+    chosen = choose(config, algorithm, "explain")
+    reasons = {}
+    for candidate, rule in preference(config):
+        refusal = candidate.why_not(config)
+        if candidate is chosen:
+            reasons[candidate.name] = "asked for" if algorithm != "auto" else rule
+        else:
+            reasons[candidate.name] = f"cannot serve it: {refusal}" if refusal else "can serve it, comes later"
+    workspace = {a.name: a.workspace_bytes(config, "forward") for a in ALGORITHMS if a.why_not(config) is None}
+    return Explanation(chosen.name, reasons, config, workspace)

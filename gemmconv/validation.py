@@ -1,0 +1,274 @@
+"""Every error that a user can cause, in one place.
+
+A check takes what the user wrote and either returns it in one form or raises: the type that torch raises for the same
+mistake, with the argument, the rule, the value and the way out. Nothing is computed before the checks have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from gemmconv.geometry import Pair, Problem
+
+PRECISIONS = ("ieee", "tf32")
+_AXES = ("height", "width")
+
+
+def fail(kind: type[Exception], where: str, argument: str, rule: str, got: object, remedy: str = "") -> NoReturn:
+    """Raise ``kind``: ``<where>: <argument> must <rule>, got <got>; <remedy>``."""
+    raise kind(f"{where}: {argument} must {rule}, got {got}" + (f"; {remedy}" if remedy else ""))
+
+
+def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
+    """An int or a sequence of one or two ints as ``(height, width)``.
+
+    Raises:
+        TypeError: a value that is no int.
+        RuntimeError: a sequence of another length.
+    """
+    if type(value) is int:
+        return (value, value)
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is int and type(value[1]) is int:
+        return value
+    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, (int, torch.SymInt)):
+            fail(TypeError, where, argument, "be an int or a pair of ints", repr(value))
+    if len(values) not in (1, 2):
+        fail(RuntimeError, where, argument, "have one or two elements", repr(value), "give (height, width)")
+    return (values[0], values[-1])
+
+
+def tensor(where: str, argument: str, value: object) -> None:
+    """Raises TypeError where ``value`` is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        fail(TypeError, where, argument, "be a torch.Tensor", type(value).__name__)
+
+
+def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str | None, limit: int | None) -> None:
+    """Check how a call is to be computed.
+
+    Raises:
+        ValueError: an unknown algorithm or precision, or a workspace limit below 1 byte.
+    """
+    names = ("auto", *algorithms)
+    if algorithm not in names:
+        fail(ValueError, where, "algorithm", f"be one of {', '.join(names)}", repr(algorithm))
+    if precision is not None and precision not in PRECISIONS:
+        fail(ValueError, where, "precision", f"be None or one of {', '.join(PRECISIONS)}", repr(precision))
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+        fail(TypeError, where, "workspace_limit", "be None or an int, in bytes", repr(limit))
+    if limit is not None and limit < 1:
+        fail(ValueError, where, "workspace_limit", "be at least 1 byte", limit, "leave it None for 64 MiB")
+
+
+def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+    """Check that all tensors share the first one's floating-point dtype and device.
+
+    Raises:
+        NotImplementedError: an integer or boolean tensor.
+        RuntimeError: mixed dtypes, mixed devices.
+    """
+    (first_name, first), *rest = tensors
+    assert first is not None
+    if not (first.is_floating_point() or first.is_complex()):
+        fail(
+            NotImplementedError,
+            where,
+            first_name,
+            "be floating-point",
+            _name(first.dtype),
+            f"use {first_name}.float()",
+        )
+    for name, other in rest:
+        if other is None:
+            continue
+        if other.dtype != first.dtype:
+            rule = f"have the dtype of {first_name}, {_name(first.dtype)}"
+            fail(
+                RuntimeError,
+                where,
+                name,
+                rule,
+                _name(other.dtype),
+                "convert one of them, or use torch.autocast",
+            )
+        if other.device != first.device:
+            rule = f"be on the device of {first_name}, {first.device}"
+            fail(RuntimeError, where, name, rule, str(other.device), f"use {name}.to({str(first.device)!r})")
+
+
+def parameters(
+    where: str,
+    stride: Pair,
+    padding: Pair,
+    output_padding: Pair,
+    groups: int,
+    dilation: Pair,
+    kernel_size: Pair,
+) -> None:
+    """Check the geometry that does not depend on the input.
+
+    Raises:
+        RuntimeError: a value outside its range.
+    """
+    for name, values, least in (
+        ("kernel_size", kernel_size, 1),
+        ("stride", stride, 1),
+        ("dilation", dilation, 1),
+        ("padding", padding, 0),
+        ("output_padding", output_padding, 0),
+    ):
+        if min(values) < least:
+            fail(RuntimeError, where, name, f"be at least {least} on both axes", tuple(values))
+    if groups < 1:
+        fail(RuntimeError, where, "groups", "be at least 1", groups)
+    for axis, label in enumerate(_AXES):
+        most = max(stride[axis], dilation[axis])
+        if output_padding[axis] >= most:
+            rule = f"be less than the larger of stride and dilation, {most} on the {label} axis"
+            fail(
+                RuntimeError,
+                where,
+                "output_padding",
+                rule,
+                tuple(output_padding),
+                "pad the output afterwards instead",
+            )
+
+
+def problem(
+    where: str,
+    input_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: Pair,
+    padding: Pair,
+    output_padding: Pair,
+    groups: int,
+    dilation: Pair,
+) -> Problem:
+    """The problem of a forward call.
+
+    Raises:
+        RuntimeError: ranks, channels, groups, parameters or sizes that do not fit together.
+    """
+    if len(input_shape) != 4:
+        rule = "have shape [N, C_in, H, W] or [C_in, H, W]"
+        fail(RuntimeError, where, "input", rule, list(input_shape), "use unsqueeze or reshape")
+    if len(weight_shape) != 4:
+        rule = "have shape [C_in, C_out/groups, K_h, K_w]"
+        fail(RuntimeError, where, "weight", rule, list(weight_shape))
+    kernel_size = (weight_shape[2], weight_shape[3])
+    parameters(where, stride, padding, output_padding, groups, dilation, kernel_size)
+    in_channels = weight_shape[0]
+    if in_channels < 1 or weight_shape[1] < 1:
+        fail(
+            RuntimeError,
+            where,
+            "weight",
+            "have at least one input and one output channel",
+            list(weight_shape),
+        )
+    if in_channels % groups:
+        rule = f"have a number of input channels that groups={groups} divides"
+        fail(RuntimeError, where, "weight", rule, f"{in_channels} in shape {list(weight_shape)}")
+    if input_shape[1] != in_channels:
+        rule = f"have the {in_channels} channels of weight {list(weight_shape)}"
+        fail(RuntimeError, where, "input", rule, f"{input_shape[1]} in shape {list(input_shape)}")
+    if input_shape[2] < 1 or input_shape[3] < 1:
+        fail(RuntimeError, where, "input", "have a height and a width of at least 1", list(input_shape))
+    result = Problem(
+        input_shape[0],
+        in_channels,
+        weight_shape[1] * groups,
+        groups,
+        (input_shape[2], input_shape[3]),
+        kernel_size,
+        stride,
+        padding,
+        output_padding,
+        dilation,
+    )
+    if min(result.output_size) < 1:
+        rule = f"leave an output of at least 1x1 for an input of {input_shape[2]}x{input_shape[3]}"
+        got = f"{tuple(padding)}, an output of {result.output_size[0]}x{result.output_size[1]}"
+        fail(RuntimeError, where, "padding", rule, got, "use less padding or a larger input")
+    return result
+
+
+def bias_shape(where: str, bias: torch.Tensor | None, out_channels: int) -> None:
+    """Raises RuntimeError where a bias is not ``[C_out]``."""
+    if bias is not None and tuple(bias.shape) != (out_channels,):
+        fail(RuntimeError, where, "bias", f"have shape [C_out] = [{out_channels}]", list(bias.shape))
+
+
+def rank4(where: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raises RuntimeError where a tensor has not four dimensions."""
+    for name, value in tensors:
+        if value.dim() != 4:
+            fail(RuntimeError, where, name, "have 4 dimensions", list(value.shape))
+
+
+def shape(where: str, argument: str, actual: Sequence[int], expected: Sequence[int]) -> None:
+    """Raises RuntimeError where a tensor's shape is not the expected one."""
+    if tuple(actual) != tuple(expected):
+        fail(RuntimeError, where, argument, f"have shape {list(expected)}", list(actual))
+
+
+def fold_geometry(
+    where: str,
+    output_size: Pair,
+    kernel_size: Pair,
+    dilation: Pair,
+    padding: Pair,
+    stride: Pair,
+    *,
+    shape: tuple[int, int],
+) -> Problem:
+    """The transposed convolution whose columns a fold of ``shape = (N, C)`` images takes.
+
+    Raises:
+        RuntimeError: a value outside its range, or a window larger than the padded image.
+    """
+    parameters(where, stride, padding, (0, 0), 1, dilation, kernel_size)
+    if shape[1] < 1:
+        fail(RuntimeError, where, "the number of channels", "be at least 1", shape[1])
+    reaches = [output_size[a] + 2 * padding[a] - dilation[a] * (kernel_size[a] - 1) - 1 for a in (0, 1)]
+    if min(reaches) < 0 or min(output_size) < 1:
+        rule = f"be at least as large as the kernel's window with kernel_size={kernel_size}, dilation={dilation}, "
+        fail(RuntimeError, where, "the image", rule + f"padding={padding}", tuple(output_size))
+    return Problem(
+        shape[0],
+        1,
+        shape[1],
+        1,
+        (reaches[0] // stride[0] + 1, reaches[1] // stride[1] + 1),
+        kernel_size,
+        stride,
+        padding,
+        (reaches[0] % stride[0], reaches[1] % stride[1]),
+        dilation,
+    )
+
+
+def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) -> tuple[int, int]:
+    """``(N, C)`` of columns ``[N, C*K_h*K_w, L]``.
+
+    Raises:
+        RuntimeError: another rank, or a second extent that the kernel's size does not divide.
+    """
+    taps = kernel_size[0] * kernel_size[1]
+    if len(columns_shape) != 3:
+        rule = "have shape [N, C*K_h*K_w, L] or [C*K_h*K_w, L]"
+        fail(RuntimeError, where, "columns", rule, list(columns_shape))
+    if taps < 1 or columns_shape[1] % taps:
+        rule = f"have a second extent that K_h*K_w = {taps} divides"
+        fail(RuntimeError, where, "columns", rule, list(columns_shape))
+    return columns_shape[0], columns_shape[1] // taps
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

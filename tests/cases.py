@@ -1,0 +1,120 @@
+"""The problems that every algorithm has to solve; small, so that the NumPy reference takes milliseconds."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests import reference
+
+Pair = tuple[int, int]
+
+
+def label(value: Pair) -> str:
+    """Write a pair as '3' when both axes agree and as '3x5' when they do not."""
+    return str(value[0]) if value[0] == value[1] else f"{value[0]}x{value[1]}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One transposed convolution; pairs are (height, width). The fields are those of gemmconv.Problem."""
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    input_size: Pair
+    kernel_size: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    output_padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+
+    @property
+    def id(self) -> str:
+        return (
+            f"n{self.batch}_c{self.in_channels}x{self.out_channels}_k{label(self.kernel_size)}"
+            f"_s{label(self.stride)}_p{label(self.padding)}_d{label(self.dilation)}_g{self.groups}"
+            f"_op{label(self.output_padding)}_hw{self.input_size[0]}x{self.input_size[1]}"
+        )
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.in_channels, *self.input_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
+
+    @property
+    def output_size(self) -> Pair:
+        return reference.output_size(
+            self.input_size, self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation
+        )
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.out_channels, *self.output_size)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The keyword arguments shared by conv_transpose2d and reference.forward."""
+        return {
+            "stride": self.stride,
+            "padding": self.padding,
+            "output_padding": self.output_padding,
+            "dilation": self.dilation,
+            "groups": self.groups,
+        }
+
+    @property
+    def grad_parameters(self) -> dict[str, Any]:
+        """The keyword arguments of reference.input_grad and reference.weight_grad."""
+        return {name: value for name, value in self.parameters.items() if name != "output_padding"}
+
+
+CASES = [
+    # Plain layers, odd primes.
+    Case(2, 3, 5, (7, 9), (3, 5)),
+    Case(2, 3, 5, (7, 9), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(3, 7, 11, (5, 13), (5, 3), (3, 3), (2, 2)),
+    # Everything differs between the axes.
+    Case(2, 6, 10, (5, 8), (3, 4), (2, 3), (1, 2), (1, 2), (3, 2), groups=2),
+    Case(1, 5, 3, (11, 4), (4, 1), (1, 5), (3, 0), (0, 4), (2, 1)),
+    # Kernel smaller than the stride: phases without a tap.
+    Case(2, 3, 4, (4, 5), (2, 2), (3, 3)),
+    Case(1, 4, 3, (5, 6), (3, 3), (5, 5), (1, 1), (4, 4), (2, 2)),
+    # Dilation; stride and dilation with a common factor leave whole rows to the bias.
+    Case(2, 3, 5, (8, 7), (3, 3), (1, 1), (2, 2), (0, 0), (2, 2)),
+    Case(1, 3, 4, (5, 7), (3, 3), (4, 4), (1, 1), (1, 3), (2, 2)),
+    Case(1, 2, 3, (4, 5), (4, 3), (6, 6), (3, 2), (5, 0), (4, 4)),
+    # output_padding of at least the stride, allowed where the dilation is larger.
+    Case(2, 3, 5, (5, 6), (3, 3), (1, 1), (1, 1), (2, 2), (3, 3)),
+    Case(1, 3, 2, (4, 5), (2, 3), (2, 2), (0, 1), (3, 2), (4, 4)),
+    # Groups and depthwise layers, without and with a channel multiplier.
+    Case(2, 6, 9, (6, 5), (3, 3), (2, 2), (1, 1), (0, 1), groups=3),
+    Case(2, 7, 7, (6, 7), (3, 3), (2, 2), (1, 1), (1, 1), groups=7),
+    Case(2, 5, 15, (5, 6), (5, 5), (1, 1), (2, 2), groups=5),
+    # Padding beyond the reach of the kernel: outer input rows contribute nothing.
+    Case(1, 3, 4, (9, 8), (3, 3), (2, 2), (4, 3)),
+    Case(1, 2, 3, (7, 9), (1, 1), (1, 1), (2, 3)),
+    # The usual decoder layers.
+    Case(2, 8, 6, (5, 7), (2, 2), (2, 2)),
+    Case(2, 8, 4, (6, 5), (4, 4), (2, 2), (1, 1)),
+    Case(2, 9, 7, (6, 11), (1, 1)),
+    Case(1, 4, 3, (4, 3), (1, 1), (2, 3), (0, 0), (1, 2)),
+    Case(1, 3, 2, (9, 10), (7, 7), (1, 1), (3, 3)),
+    # One-dimensional layers: vocoders, long kernels.
+    Case(1, 6, 3, (1, 11), (1, 16), (1, 8), (0, 4)),
+    Case(2, 3, 2, (1, 37), (1, 41), (1, 1), (0, 20)),
+    Case(1, 2, 3, (13, 1), (7, 1), (3, 1), (2, 0), (1, 0)),
+    # Extremes of size.
+    Case(3, 4, 5, (1, 1), (3, 5), (2, 2), (1, 1)),
+    Case(1, 1, 1, (1, 1), (1, 1)),
+    Case(1, 1, 1, (6, 5), (3, 2), (2, 1)),
+    Case(1, 2, 3, (3, 67), (3, 3), (1, 4), (1, 1), (0, 1)),
+    Case(1, 1, 2, (2, 277), (2, 5), (1, 1), (0, 2)),
+    Case(1, 67, 71, (3, 3), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(11, 5, 3, (3, 2), (3, 3), (1, 1), (1, 1)),
+]
+
+# Few enough for tests that try many variants of the call itself.
+FEW_CASES = [CASES[1], CASES[3], CASES[6], CASES[13], CASES[22]]

@@ -1,0 +1,81 @@
+"""Devices, seeds, poisoned memory and a kernel cache of their own for the tests."""
+
+import atexit
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+
+# Set before gemmconv is imported: the tests neither read nor fill the user's own kernel cache.
+if "GEMMCONV_CACHE_DIR" not in os.environ:
+    os.environ["GEMMCONV_CACHE_DIR"] = tempfile.mkdtemp(prefix="gemmconv-tests-")
+    atexit.register(shutil.rmtree, os.environ["GEMMCONV_CACHE_DIR"], ignore_errors=True)
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from tests.samples import DEVICES
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes `device` on the CPU and, where there is one, on the GPU."""
+    given = [marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")]
+    if "device" in metafunc.fixturenames and not any("device" in names for names in given):
+        metafunc.parametrize("device", DEVICES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    torch.manual_seed(20)
+    np.random.seed(20)
+
+
+@pytest.fixture
+def poison() -> Iterator[Callable[[str], None]]:
+    """poison(device), called right before the code under test: memory from torch.empty then holds NaN.
+
+    Without it, an output element that a kernel forgets to write may by chance hold the right value, left
+    there by the run before.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+
+    def poison_now(device: str) -> None:
+        if device == "cuda":
+            poison_cuda_cache()
+        else:
+            # Makes torch.empty fill. Not used on the GPU, where it would change cuDNN's choices too.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+        yield poison_now
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def poison_cuda_cache() -> None:
+    """Fill the free memory of torch's CUDA allocator with NaN."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    # The allocator keeps small blocks (512 KiB here) and large ones (16 MiB) apart.
+    small = [torch.full((2**17,), torch.nan, device="cuda") for _ in range(32)]
+    large = [torch.full((2**22,), torch.nan, device="cuda") for _ in range(6)]
+    del small, large

@@ -1,0 +1,112 @@
+"""Random data for a case, its float64 reference results, and the devices to run on."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import gemmconv
+from tests import reference
+from tests.cases import Case
+
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The tensors of one call, all of one dtype."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    grad_output: torch.Tensor
+
+    def leaves(self) -> "Sample":
+        """Return the same tensors (storage and strides too) as leaves that require gradients."""
+        input, weight, bias = (tensor.detach().requires_grad_() for tensor in (self.input, self.weight, self.bias))
+        return Sample(input, weight, bias, self.grad_output)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The float64 results for one Sample."""
+
+    output: np.ndarray
+    output_without_bias: np.ndarray
+    input_grad: np.ndarray
+    weight_grad: np.ndarray
+    bias_grad: np.ndarray
+
+
+@functools.cache
+def arrays(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return input, weight, bias and output gradient on the CPU, rounded to `dtype`; not to be changed."""
+    generator = torch.Generator().manual_seed(7)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    shapes = [case.input_shape, case.weight_shape, (case.out_channels,), case.output_shape]
+    input, weight, bias, grad_output = (
+        torch.randn(shape, generator=generator, dtype=wide).to(dtype) for shape in shapes
+    )
+    return input, weight, bias, grad_output
+
+
+def sample(case: Case, dtype: torch.dtype, device: str) -> Sample:
+    """Return fresh copies of the random data of a case on a device."""
+    return Sample(*(tensor.to(device, copy=True) for tensor in arrays(case, dtype)))
+
+
+def problem_of(case: Case) -> gemmconv.Problem:
+    return gemmconv.Problem(**asdict(case))
+
+
+@functools.cache
+def expected(case: Case, dtype: torch.dtype) -> Expected:
+    """Return the reference results for `sample(case, dtype, ...)`: rounded inputs, exact arithmetic."""
+    x, w, b, grad_output = (reference.to_array(tensor) for tensor in arrays(case, dtype))
+    without_bias = reference.forward(x, w, None, **case.parameters)
+    result = Expected(
+        output=without_bias + b[:, None, None],
+        output_without_bias=without_bias,
+        input_grad=reference.input_grad(grad_output, w, case.input_size, **case.grad_parameters),
+        weight_grad=reference.weight_grad(grad_output, x, case.kernel_size, **case.grad_parameters),
+        bias_grad=reference.bias_grad(grad_output),
+    )
+    for array in vars(result).values():
+        array.flags.writeable = False  # shared by all tests
+    return result
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values with NaN between all elements: no dimension is dense, the offset is not zero."""
+    wide = tensor.new_full([2 * size + 1 for size in tensor.shape], torch.nan)
+    view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values with the order of all dimensions in memory reversed."""
+    order = list(reversed(range(tensor.ndim)))
+    return tensor.permute(order).contiguous().permute(order)
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+LAYOUTS = {"channels_last": channels_last, "transposed": transposed, "spread": spread}
+
+
+@contextlib.contextmanager
+def conv_precision(precision: str) -> Iterator[None]:
+    """Set the float32 precision of torch's own convolutions, "ieee" or "tf32", for a while."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before

@@ -1,0 +1,318 @@
+"""Gradients of first and second order, operator registrations, torch.compile and autocast."""
+
+import copy
+
+import pytest
+import torch
+
+import gemmconv
+from gemmconv.algorithms import ALGORITHMS
+from tests.cases import Case
+from tests.samples import channels_last, sample, spread
+
+NAMES = ["auto", *(algorithm.name for algorithm in ALGORITHMS)]
+SMALL_CASES = [
+    Case(2, 2, 3, (3, 2), (2, 3), (2, 1), (1, 0), (1, 0), (1, 2)),
+    Case(1, 4, 2, (2, 3), (3, 2), (3, 2), (1, 1), (2, 0), (2, 1), groups=2),
+]
+by_algorithm = pytest.mark.parametrize("algorithm", NAMES)
+by_case = pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.id)
+
+
+def function_of(case, algorithm):
+    def function(input, weight, bias=None):
+        return gemmconv.conv_transpose2d(input, weight, bias, algorithm=algorithm, **case.parameters)
+
+    return function
+
+
+def arguments(case, device, algorithm):
+    data = sample(case, torch.float64, device).leaves()
+    try:
+        function_of(case, algorithm)(data.input, data.weight, data.bias)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    return data.input, data.weight, data.bias
+
+
+@by_algorithm
+@by_case
+def test_conv_transpose2d_passes_gradcheck(case, algorithm, device):
+    tensors = arguments(case, device, algorithm)
+    assert torch.autograd.gradcheck(function_of(case, algorithm), tensors)
+    assert torch.autograd.gradcheck(function_of(case, algorithm), tensors[:2])
+
+
+@by_algorithm
+@by_case
+def test_conv_transpose2d_passes_gradgradcheck(case, algorithm, device):
+    tensors = arguments(case, device, algorithm)
+    assert torch.autograd.gradgradcheck(function_of(case, algorithm), tensors)
+
+
+@pytest.mark.parametrize("needed", ["input", "weight", "bias"])
+@by_algorithm
+def test_conv_transpose2d_computes_single_gradients(needed, algorithm, device):
+    case = SMALL_CASES[1]
+    tensors = dict(zip(("input", "weight", "bias"), arguments(case, device, algorithm), strict=True))
+    output = function_of(case, algorithm)(**tensors)
+    every = torch.autograd.grad(output.square().sum(), list(tensors.values()))
+    alone = {name: tensor.detach().requires_grad_(name == needed) for name, tensor in tensors.items()}
+    function_of(case, algorithm)(**alone).square().sum().backward()
+    for (name, tensor), grad in zip(alone.items(), every, strict=True):
+        if name == needed:
+            torch.testing.assert_close(tensor.grad, grad)
+        else:
+            assert tensor.grad is None
+
+
+def test_conv_transpose2d_under_no_grad_records_nothing(device):
+    case = SMALL_CASES[0]
+    data = sample(case, torch.float64, device).leaves()
+    with torch.no_grad():
+        output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **case.parameters)
+    assert not output.requires_grad
+    with torch.inference_mode():
+        output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **case.parameters)
+    assert output.is_inference()
+
+
+WINDOW = {"kernel_size": (2, 3), "dilation": (2, 1), "padding": (1, 2), "stride": (1, 2)}
+
+
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+def test_im2col_passes_gradient_checks(check, device):
+    images = torch.randn(2, 2, 4, 5, dtype=torch.float64, device=device, requires_grad=True)
+    assert check(lambda images: gemmconv.im2col(images, **WINDOW), (images,))
+
+
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+def test_col2im_passes_gradient_checks(check, device):
+    shape = torch.nn.functional.unfold(torch.empty(2, 2, 4, 5), **WINDOW).shape
+    columns = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+    assert check(lambda columns: gemmconv.col2im(columns, (4, 5), **WINDOW), (columns,))
+
+
+# Operator registrations
+
+CASE = Case(2, 4, 6, (5, 4), (3, 2), (2, 1), (1, 0), (1, 0), (1, 2), groups=2)
+GEOMETRY = ([2, 1], [1, 0], [1, 0], 2, [1, 2])  # stride, padding, output_padding, groups, dilation
+OPTIONS = ("auto", None, None)  # algorithm, precision, workspace_limit
+UNCHANGED = {"contiguous": lambda tensor: tensor, "channels_last": channels_last, "spread": spread}
+
+
+def operator_arguments(operator, layout, device, dtype):
+    """Arguments of one of the five operators; tensors require gradients."""
+    data = sample(CASE, dtype, device)
+    input, weight, bias, grad_output = (
+        (UNCHANGED[layout](tensor) if tensor.ndim == 4 else tensor).detach().requires_grad_()
+        for tensor in (data.input, data.weight, data.bias, data.grad_output)
+    )
+    window = ([3, 2], [1, 2], [1, 0], [2, 1])  # kernel_size, dilation, padding, stride
+    return {
+        "conv_transpose2d": (input, weight, bias, *GEOMETRY, *OPTIONS),
+        "conv_transpose2d_input_grad": (grad_output, weight, [5, 4], *GEOMETRY, *OPTIONS),
+        "conv_transpose2d_weight_grad": (grad_output, input, [3, 2], *GEOMETRY, *OPTIONS),
+        "im2col": (input, *window),
+        "col2im": (torch.randn(2, 24, 6, dtype=dtype, device=device, requires_grad=True), [5, 4], *window),
+    }[operator]
+
+
+OPERATORS = [
+    "conv_transpose2d",
+    "conv_transpose2d_input_grad",
+    "conv_transpose2d_weight_grad",
+    "im2col",
+    "col2im",
+]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("layout", UNCHANGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_operators_pass_opcheck(operator, layout, dtype, device):
+    arguments = operator_arguments(operator, layout, device, dtype)
+    torch.library.opcheck(getattr(torch.ops.gemmconv, operator).default, arguments)
+
+
+@pytest.mark.parametrize("algorithm", NAMES[1:])
+def test_operators_pass_opcheck_with_every_algorithm(algorithm, device):
+    for operator in OPERATORS[:3]:
+        *first, _, _, _ = operator_arguments(operator, "contiguous", device, torch.float64)
+        try:
+            getattr(torch.ops.gemmconv, operator)(*first, algorithm, None, None)
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+        torch.library.opcheck(getattr(torch.ops.gemmconv, operator).default, (*first, algorithm, None, 4096))
+
+
+@pytest.mark.parametrize("precision", [None, "ieee", "tf32"])
+def test_operators_pass_opcheck_without_bias(precision, device):
+    input, weight, _, *geometry, algorithm, _, limit = operator_arguments(
+        "conv_transpose2d", "contiguous", device, torch.float32
+    )
+    torch.library.opcheck(
+        torch.ops.gemmconv.conv_transpose2d.default,
+        (input, weight, None, *geometry, algorithm, precision, limit),
+    )
+
+
+def test_operators_pass_opcheck_on_an_empty_batch(device):
+    input, *rest = operator_arguments("conv_transpose2d", "contiguous", device, torch.float32)
+    empty = input[:0].detach().requires_grad_()
+    torch.library.opcheck(torch.ops.gemmconv.conv_transpose2d.default, (empty, *rest))
+
+
+@pytest.mark.parametrize("layout", UNCHANGED)
+@pytest.mark.parametrize("changed", ["input", "weight"])
+@pytest.mark.parametrize(
+    "case",
+    [CASE, Case(2, 1, 3, (4, 5), (3, 3)), Case(2, 3, 1, (4, 5), (2, 2)), Case(1, 3, 2, (1, 1), (1, 1))],
+    ids=lambda case: case.id,
+)
+def test_fake_output_has_the_strides_of_the_real_one(case, changed, layout, device):
+    """Strides predicted for the compiler, also where channels_last and contiguous look alike."""
+    data = sample(case, torch.float32, device)
+    tensors = {"input": data.input, "weight": data.weight}
+    tensors[changed] = UNCHANGED[layout](tensors[changed])
+    real = gemmconv.conv_transpose2d(tensors["input"], tensors["weight"], data.bias, **case.parameters)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (tensors["input"], tensors["weight"], data.bias)]
+        fake = gemmconv.conv_transpose2d(*fakes, **case.parameters)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_conv_transpose2d_runs_on_meta_tensors():
+    data = sample(CASE, torch.float16, "meta")
+    output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **CASE.parameters)
+    assert output.device.type == "meta"
+    assert (output.shape, output.dtype) == (data.grad_output.shape, torch.float16)
+
+
+# torch.compile
+
+
+def small_network(device):
+    torch.manual_seed(3)
+    network = torch.nn.Sequential(
+        gemmconv.ConvTranspose2d(3, 8, 4, stride=2, padding=1),
+        torch.nn.ReLU(),
+        gemmconv.ConvTranspose2d(8, 4, 3, stride=2, groups=2, output_padding=1, dilation=2, bias=False),
+    )
+    return network.to(device)
+
+
+def outcome(network, images):
+    """Return the output, the input's gradient and the parameters' gradients of one step."""
+    images = images.detach().requires_grad_()
+    output = network(images)
+    output.square().mean().backward()
+    gradients = [parameter.grad for parameter in network.parameters()]
+    for parameter in network.parameters():
+        parameter.grad = None
+    return [output.detach(), images.grad, *gradients]
+
+
+@pytest.fixture
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_network_matches_eager(backend, dynamic, device):
+    network = small_network(device)
+    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, dynamic=dynamic, backend=backend)
+    sizes = [(2, 3, 5, 6), (3, 3, 7, 4)] if dynamic else [(2, 3, 5, 6)]
+    for size in sizes:
+        images = torch.randn(size, device=device)
+        for actual, wanted in zip(outcome(compiled, images), outcome(network, images), strict=True):
+            torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_network_with_dynamic_sizes_compiles_once(device):
+    network = small_network(device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(network, fullgraph=True, dynamic=True, backend=counter)
+    for size in [(2, 3, 5, 6), (3, 3, 7, 4), (4, 3, 6, 9)]:
+        compiled(torch.randn(size, device=device))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_network_accepts_channels_last(device):
+    network = small_network(device).to(memory_format=torch.channels_last)
+    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
+    images = channels_last(torch.randn(2, 3, 5, 6, device=device))
+    results = zip(outcome(compiled, images), outcome(network, images), strict=True)
+    for actual, wanted in results:
+        torch.testing.assert_close(actual, wanted)
+        assert actual.stride() == wanted.stride()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_folds_match_eager(device):
+    def unfold_and_fold(images):
+        columns = gemmconv.im2col(images, 3, padding=1)
+        return gemmconv.col2im(columns.sin(), images.shape[2:], 3, padding=1)
+
+    compiled = torch.compile(unfold_and_fold, fullgraph=True, backend="aot_eager")
+    images = torch.randn(2, 3, 5, 6, device=device)
+    torch.testing.assert_close(compiled(images), unfold_and_fold(images))
+
+
+def test_export_keeps_the_operator(device):
+    network = small_network(device)
+    images = torch.randn(2, 3, 5, 6, device=device)
+    program = torch.export.export(network, (images,))
+    torch.testing.assert_close(program.module()(images), network(images))
+    assert "gemmconv.conv_transpose2d" in str(program.graph)
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_autocast_gives_the_dtypes_that_torch_gives(given, low, device):
+    """Output and gradients; torch leaves float64 alone."""
+    dtypes = []
+    for function in (torch.nn.functional.conv_transpose2d, gemmconv.conv_transpose2d):
+        data = sample(CASE, given, device).leaves()
+        with torch.autocast(device, low):
+            output = function(data.input, data.weight, data.bias, **CASE.parameters)
+        output.float().sum().backward()
+        dtypes.append([output.dtype, data.input.grad.dtype, data.weight.grad.dtype, data.bias.grad.dtype])
+    assert dtypes[1] == dtypes[0]
+
+
+def test_autocast_casts_mixed_operands(device):
+    """A bfloat16 activation meets float32 parameters, as behind another autocast layer."""
+    data = sample(CASE, torch.float32, device)
+    with torch.autocast(device, torch.bfloat16):
+        output = gemmconv.conv_transpose2d(data.input.bfloat16(), data.weight, data.bias, **CASE.parameters)
+    assert output.dtype == torch.bfloat16
+    wide = torch.nn.functional.conv_transpose2d(data.input, data.weight, data.bias, **CASE.parameters)
+    torch.testing.assert_close(output.float(), wide, rtol=5e-2, atol=5e-2)
+
+
+def test_autocast_disabled_leaves_dtypes_alone(device):
+    data = sample(CASE, torch.float32, device)
+    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
+        output = gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **CASE.parameters)
+    assert output.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_autocast_inside_a_compiled_network(device):
+    network = small_network(device)
+    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
+    images = torch.randn(2, 3, 5, 6, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        actual, wanted = compiled(images), network(images)
+    assert actual.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,72 @@
+"""Chunks of the column workspace: they cover the work exactly once, in order, and fit the limit."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmconv.algorithms.chunking import backward_chunks, forward_chunks, input_rows_of
+from tests.test_geometry import problems, scattered
+
+limits = st.integers(1, 20_000)
+
+
+def row_bytes(problem, itemsize):
+    """Bytes of the columns of one input row of one image."""
+    return problem.column_bytes(itemsize) // max(1, problem.batch * problem.input_size[0])
+
+
+@given(problems(), limits)
+def test_forward_chunks_complete_every_output_row_once(problem, limit):
+    done = [
+        (image, row)
+        for chunk in forward_chunks(problem, 4, limit)
+        for image in range(*chunk.images)
+        for row in range(*chunk.out_rows)
+    ]
+    assert len(done) == len(set(done))
+    assert set(done) == {(n, row) for n in range(problem.batch) for row in range(problem.output_size[0])}
+
+
+@given(problems(), limits)
+def test_forward_chunks_hold_every_input_row_that_they_read(problem, limit):
+    relation = scattered(problem, 0)
+    for chunk in forward_chunks(problem, 4, limit):
+        rows = range(*chunk.out_rows)
+        assert {position for output, _, position in relation if output in rows} <= set(range(*chunk.in_rows))
+        assert 0 <= chunk.in_rows[0] <= chunk.in_rows[1] <= problem.input_size[0]
+
+
+@given(problems(), limits)
+def test_forward_chunks_fit_the_limit_or_are_the_smallest_possible(problem, limit):
+    for chunk in forward_chunks(problem, 4, limit):
+        images, rows = chunk.images[1] - chunk.images[0], chunk.in_rows[1] - chunk.in_rows[0]
+        if images * rows * row_bytes(problem, 4) > limit:
+            assert images == 1
+            assert chunk.out_rows[1] - chunk.out_rows[0] == 1
+
+
+@given(problems(), limits, st.integers(0, 3000))
+def test_backward_chunks_cover_every_input_row_once(problem, limit, image_extra):
+    done = [
+        (image, row)
+        for chunk in backward_chunks(problem, 2, limit, image_extra)
+        for image in range(*chunk.images)
+        for row in range(*chunk.in_rows)
+    ]
+    assert len(done) == len(set(done))
+    assert set(done) == {(n, row) for n in range(problem.batch) for row in range(problem.input_size[0])}
+
+
+@given(problems(), limits, st.integers(0, 3000))
+def test_backward_chunks_fit_the_limit_or_are_the_smallest_possible(problem, limit, image_extra):
+    for chunk in backward_chunks(problem, 2, limit, image_extra):
+        images, rows = chunk.images[1] - chunk.images[0], chunk.in_rows[1] - chunk.in_rows[0]
+        if images * (rows * row_bytes(problem, 2) + image_extra) > limit:
+            assert (images, rows) == (1, 1)
+
+
+@given(problems(), st.data())
+def test_input_rows_of_are_the_rows_between_the_first_and_last_that_reach(problem, data):
+    begin = data.draw(st.integers(0, problem.output_size[0] - 1))
+    end = data.draw(st.integers(begin + 1, problem.output_size[0]))
+    reaching = {position for output, _, position in scattered(problem, 0) if begin <= output < end}
+    assert reaching <= set(range(*input_rows_of(problem, (begin, end))))

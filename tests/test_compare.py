@@ -1,0 +1,261 @@
+"""The comparison: layers, photographs, and that a wrong result is never timed."""
+
+import argparse
+import io
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gemmconv.__main__ as command_line
+from gemmconv import compare
+from gemmconv.algorithms.native import Native
+from gemmconv.compare import layers, measure, photo
+from gemmconv.geometry import Problem
+
+Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
+pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")
+pytest.importorskip("sklearn", reason="the comparison needs the extra demo")
+
+CPU = torch.device("cpu")
+SMALL = layers.Layer("small", Problem(2, 4, 6, 2, (16, 24), (3, 5), stride=(2, 1)), bias=True)
+NEEDED = ["--in-channels", "4", "--out-channels", "6", "--kernel", "3", "--height", "8", "--width", "9"]
+
+
+def parse(*flags):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    layers.add_layer_arguments(parser)
+    return layers.layer_from_arguments(parser.parse_args([*NEEDED, *flags]))
+
+
+@pytest.fixture(autouse=True)
+def _short_timing(monkeypatch):
+    monkeypatch.setattr(measure, "median_ms", lambda run, device: 1.0)
+
+
+def text_of(table):
+    file = io.StringIO()
+    Console(width=80, file=file, force_terminal=True, color_system="standard").print(table)
+    return file.getvalue()
+
+
+# Layers.
+
+
+def test_layer_defaults_are_those_of_torch():
+    layer = parse()
+    assert layer.problem == Problem(1, 4, 6, 1, (8, 9), (3, 3))
+    assert layer.bias
+    assert layer.shrink_note() is None
+
+
+def test_layer_takes_every_flag():
+    flags = "--batch 2 --stride 3x2 --padding 1,0 --output-padding 1 --dilation 2 --groups 2 --no-bias"
+    layer = parse(*flags.split())
+    assert layer.problem == Problem(2, 4, 6, 2, (8, 9), (3, 3), (3, 2), (1, 0), (1, 1), (2, 2))
+    assert not layer.bias
+    assert layer.describe() == (
+        "N=2, C 4 -> 6, kernel 3x3, stride 3x2, padding 1x0, output padding 1, dilation 2, groups 2, image 8x9, no bias"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--stride 0", "argument --stride: must be at least 1, got 0"),
+        ("--kernel 3x3x3", "argument --kernel: must be one integer or two as in 3x5, got '3x3x3'"),
+        ("--padding=-1", "argument --padding: must be at least 0, got -1"),
+        ("--batch two", "argument --batch: must be an integer, got 'two'"),
+        ("--groups 4", "--out-channels must be divisible by --groups, got 6 and 4"),
+        ("--output-padding 1", "output_padding must be less than the larger of stride and dilation"),
+        ("--padding 9", "padding must"),
+    ],
+)
+def test_layer_refuses_with_flag_and_value(flags, message):
+    with pytest.raises((argparse.ArgumentError, ValueError), match=re.escape(message)):
+        parse(*flags.split())
+
+
+def test_shrink_says_by_how_much():
+    notes = [layers.shrink(layer).shrink_note() for layer in layers.DEMO_LAYERS]
+    assert notes == [
+        "batch 64 -> 1, image 128x256 -> 64x128",
+        "batch 64 -> 1, image 128x256 -> 64x128",
+        "batch 8 -> 1, image 512x512 -> 128x128",
+        "batch 16 -> 2",
+        "batch 16 -> 2",
+    ]
+
+
+def test_shrink_leaves_a_small_layer_alone():
+    assert layers.shrink(SMALL) is SMALL
+
+
+def test_shrink_ends_when_nothing_can_get_smaller():
+    layer = replace(SMALL, problem=replace(SMALL.problem, padding=(1, 2)))
+    problem = layers.shrink(layer, flops=0, traffic=0).problem
+    assert problem.batch == 1
+    assert min(problem.output_size) >= 1
+
+
+# Photographs.
+
+
+def test_windows_are_normalised_and_deterministic():
+    x = photo.windows((2, 3, 64, 48))
+    assert x.shape == (2, 3, 64, 48)
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+    assert float(x.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(x.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert torch.equal(x, photo.windows((2, 3, 64, 48)))
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 32, 32), (4, 6, 512, 512), (1, 4, 900, 700)], ids=str)
+def test_windows_all_differ(shape):
+    rows = photo.windows(shape).flatten(0, 1).flatten(1)
+    assert len({row.numpy().tobytes() for row in rows}) == len(rows)
+    assert float(rows.std(dim=1).min()) > 0.1  # a picture, not a flat patch
+
+
+# Rows.
+
+
+def test_measure_gives_a_row_for_torch_and_each_algorithm():
+    steps = []
+    rows = measure.measure_layer(SMALL, CPU, torch.float32, None, steps.append)
+    assert [row.algorithm for row in rows] == [measure.BASELINE, *(a.name for a in measure.ALGORITHMS)]
+    assert len(steps) == measure.steps_per_layer()
+    assert sum(row.chosen for row in rows) == 1
+    for row in rows:
+        assert row.skipped is None
+        assert not row.wrong
+        assert 0 < row.error < 1e-6
+        assert row.forward_ms == row.both_ms == row.forward_ratio == row.both_ratio == 1.0 or (
+            row.algorithm == measure.BASELINE
+        )
+
+
+def test_measure_puts_the_benchmark_flag_back(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    seen = []
+    monkeypatch.setattr(measure, "median_ms", lambda run, device: seen.append(torch.backends.cudnn.benchmark))
+    measure.measure_layer(SMALL, CPU, torch.float32, None)
+    assert not torch.backends.cudnn.benchmark
+    assert seen == [True] * 2 + [False] * 2 * len(measure.ALGORITHMS)
+
+
+class Wrong(Native):
+    """Right but for one thing."""
+
+    def __init__(self, direction):
+        self.direction = direction
+
+    def off(self, direction, config):
+        call = getattr(super(), direction)(config)
+        return call if direction != self.direction else lambda *tensors: call(*tensors) * 1.001
+
+    def forward(self, config):
+        return self.off("forward", config)
+
+    def input_grad(self, config):
+        return self.off("input_grad", config)
+
+    def weight_grad(self, config):
+        return self.off("weight_grad", config)
+
+
+@pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
+def test_wrong_result_is_red_and_has_no_times(monkeypatch, direction):
+    from gemmconv.compare import report
+
+    fake = Wrong(direction)
+    monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
+    monkeypatch.setattr(measure, "ALGORITHMS", (fake,))
+    layer = replace(SMALL, problem=replace(SMALL.problem, input_size=(17, 23)))  # no plan of another test fits
+    layer = replace(layer, problem=replace(layer.problem, batch=2 + len(direction)))
+    right, wrong = measure.measure_layer(layer, CPU, torch.float32, None)
+    assert not right.wrong
+    assert wrong.wrong
+    assert wrong.error_is_wrong == (direction == "forward")
+    assert wrong.forward_ms is wrong.both_ms is wrong.forward_ratio is wrong.both_ratio is None
+    line = next(line for line in text_of(report.table([right, wrong])).splitlines() if "native" in line)
+    assert "\x1b[1;31m1.0e-03\x1b[0m" in line
+    assert "1.000" not in line
+    assert any(note.startswith("native is wrong") and "no times" in note for note in report.notes([right, wrong]))
+
+
+def test_not_a_number_is_wrong():
+    row = measure.Row(SMALL, "x", "ieee", error=float("nan"), gradient_error=0.0, bar=1e-5)
+    assert row.wrong
+
+
+def test_refused_algorithm_is_skipped_with_its_reason(monkeypatch):
+    from gemmconv.compare import report
+
+    class Refuses(Native):
+        name = "refuses"
+
+        def why_not(self, config):
+            return "kernel must be 1x1, got 3x5"
+
+    monkeypatch.setattr(measure, "ALGORITHMS", (Refuses(),))
+    rows = measure.measure_layer(SMALL, CPU, torch.float32, None)
+    assert rows[1].forward_ms is None
+    assert report.notes(rows) == ["refuses was not run: kernel must be 1x1, got 3x5"]
+
+
+def test_table_says_what_was_made_smaller():
+    from gemmconv.compare import report
+
+    layer = layers.shrink(replace(SMALL, problem=replace(SMALL.problem, batch=64)), flops=SMALL.problem.useful_flops)
+    text = text_of(report.table([measure.Row(layer, measure.BASELINE, "ieee")]))
+    assert "made smaller for the CPU: batch 64 -> 2" in text
+
+
+# The command line.
+
+
+def test_compare_writes_table_and_chart(tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    assert command_line.main(["compare", *NEEDED, "--device", "cpu", "--out", str(out)]) == 0
+    assert (out / "times.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("torch", *(a.name for a in measure.ALGORITHMS), "times.png"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--device tpu", "argument --device: must be cpu, cuda or cuda:INDEX, got 'tpu'"),
+        ("--device cpu --precision tf32", "argument --precision: tf32 is for float32 on a CUDA device"),
+        ("--dtype int8", "argument --dtype: invalid choice"),
+        ("--groups 5", "--in-channels must be divisible by --groups, got 4 and 5"),
+        ("--out pyproject.toml", "argument --out: cannot make the folder"),
+    ],
+)
+def test_compare_refuses_bad_flags(flags, message, capsys, monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    with pytest.raises(SystemExit) as raised:
+        command_line.main(["compare", *NEEDED, *flags.split()])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(compare, "find_spec", lambda name: None if name == "rich" else True)
+    with pytest.raises(ModuleNotFoundError, match=r"needs rich; run: pip install 'gemmconv\[demo\]'"):
+        compare.require_demo_extra()
+
+
+def test_command_line_help_needs_no_extra():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'sklearn', 'PIL']))\n"
+        "from gemmconv.__main__ import main; main(['demo', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--precision" in done.stdout

@@ -1,0 +1,160 @@
+"""im2col and col2im against the reference and against torch.nn.functional.unfold and fold."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import gemmconv
+from tests import reference
+from tests.samples import channels_last, spread, transposed
+
+# image size, kernel_size, dilation, padding, stride
+WINDOWS = [
+    ((7, 9), (3, 5), (1, 1), (0, 0), (1, 1)),
+    ((7, 9), (3, 3), (1, 1), (1, 1), (2, 2)),
+    ((11, 8), (3, 2), (2, 3), (2, 1), (1, 2)),
+    ((9, 10), (2, 3), (3, 1), (0, 2), (4, 3)),
+    ((5, 6), (1, 1), (1, 1), (2, 1), (3, 2)),
+    ((1, 37), (1, 16), (1, 1), (0, 4), (1, 8)),
+    ((1, 1), (3, 3), (1, 1), (1, 1), (1, 1)),
+    ((4, 300), (2, 3), (1, 2), (1, 2), (2, 1)),
+    ((6, 6), (6, 6), (1, 1), (0, 0), (1, 1)),
+    ((13, 12), (3, 3), (1, 1), (7, 5), (5, 5)),
+]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+by_window = pytest.mark.parametrize("window", WINDOWS, ids=str)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def settings_of(window):
+    _, kernel_size, dilation, padding, stride = window
+    return {"kernel_size": kernel_size, "dilation": dilation, "padding": padding, "stride": stride}
+
+
+def random_images(window, dtype, device):
+    return torch.randn(2, 3, *window[0], dtype=torch.float64).to(dtype).to(device)
+
+
+def random_columns(window, dtype, device):
+    shape = reference.unfold(torch.empty(2, 3, *window[0]).numpy(), **settings_of(window)).shape
+    return torch.randn(shape, dtype=torch.float64).to(dtype).to(device)
+
+
+@by_window
+@by_dtype
+def test_im2col_matches_reference_and_unfold(window, dtype, device, poison):
+    images = random_images(window, dtype, device)
+    poison(device)
+    columns = gemmconv.im2col(images, **settings_of(window))
+    assert columns.dtype == dtype
+    assert columns.device == images.device
+    assert torch.equal(columns, torch.nn.functional.unfold(images, **settings_of(window)))
+    exact = reference.unfold(reference.to_array(images), **settings_of(window))
+    assert reference.relative_error(columns, exact) == 0
+
+
+@by_window
+@by_dtype
+def test_col2im_matches_reference_and_fold(window, dtype, device, poison):
+    columns = random_columns(window, dtype, device)
+    poison(device)
+    images = gemmconv.col2im(columns, window[0], **settings_of(window))
+    exact = reference.fold(reference.to_array(columns), window[0], **settings_of(window))
+    reference.assert_close(images, exact, dtype, "ieee")
+    wide = torch.nn.functional.fold(columns.double(), window[0], **settings_of(window))
+    reference.assert_close(images, wide.cpu().numpy(), dtype, "ieee")
+
+
+@by_window
+def test_im2col_gradient_is_the_fold(window, device, poison):
+    images = random_images(window, torch.float64, device).requires_grad_()
+    grad_columns = random_columns(window, torch.float64, device)
+    poison(device)
+    gemmconv.im2col(images, **settings_of(window)).backward(grad_columns)
+    exact = reference.fold(reference.to_array(grad_columns), window[0], **settings_of(window))
+    reference.assert_close(images.grad, exact, torch.float64)
+
+
+@by_window
+def test_col2im_gradient_is_the_unfold(window, device, poison):
+    columns = random_columns(window, torch.float64, device).requires_grad_()
+    grad_images = random_images(window, torch.float64, device)
+    poison(device)
+    gemmconv.col2im(columns, window[0], **settings_of(window)).backward(grad_images)
+    exact = reference.unfold(reference.to_array(grad_images), **settings_of(window))
+    assert reference.relative_error(columns.grad, exact) == 0
+
+
+@pytest.mark.parametrize("layout", [channels_last, transposed, spread])
+def test_im2col_accepts_any_strides(layout, device):
+    images = torch.randn(2, 3, 7, 9, device=device)
+    expected = torch.nn.functional.unfold(images, 3, padding=1)
+    assert torch.equal(gemmconv.im2col(layout(images), 3, padding=1), expected)
+    expanded = images[:1].expand(4, 3, 7, 9)
+    assert torch.equal(gemmconv.im2col(expanded, 3), torch.nn.functional.unfold(expanded.contiguous(), 3))
+
+
+@pytest.mark.parametrize("layout", [transposed, spread])
+def test_col2im_accepts_any_strides(layout, device):
+    columns = torch.randn(2, 27, 35, dtype=torch.float64, device=device)
+    expected = torch.nn.functional.fold(columns, (7, 9), 3)
+    reference.assert_close(gemmconv.col2im(layout(columns), (7, 9), 3), expected, torch.float64)
+
+
+def test_im2col_takes_single_numbers_and_defaults_as_unfold_does(device):
+    images = torch.randn(2, 3, 7, 9, device=device)
+    for arguments in ((3,), (3, 2), (3, 2, 1), (3, 1, 1, 2), ((3, 2), (1, 2), (1, 0), (2, 1))):
+        actual = gemmconv.im2col(images, *arguments)
+        assert torch.equal(actual, torch.nn.functional.unfold(images, *arguments))
+
+
+def test_col2im_takes_single_numbers_and_defaults_as_fold_does(device):
+    columns = torch.randn(2, 27, 25, dtype=torch.float64, device=device)
+    for output_size, *arguments in ((7, 3), ((7, 7), 3, 1, 0, 1), (9, 3, 2), (5, 3, 1, 1), (11, 3, 1, 0, 2)):
+        actual = gemmconv.col2im(columns, output_size, *arguments)
+        expected = torch.nn.functional.fold(columns, output_size, *arguments)
+        reference.assert_close(actual, expected, torch.float64)
+
+
+def test_im2col_and_col2im_of_an_empty_batch_are_empty(device):
+    images = torch.randn(0, 3, 7, 9, device=device, requires_grad=True)
+    columns = gemmconv.im2col(images, 3)
+    assert columns.shape == (0, 27, 35)
+    folded = gemmconv.col2im(columns, (7, 9), 3)
+    assert folded.shape == images.shape
+    folded.sum().backward()
+    assert images.grad.shape == images.shape
+
+
+def test_col2im_of_im2col_counts_the_windows_of_each_pixel(device):
+    ones = torch.ones(1, 1, 5, 6, dtype=torch.float64, device=device)
+    counts = gemmconv.col2im(gemmconv.im2col(ones, 3, padding=1), (5, 6), 3, padding=1)
+    rows, columns = torch.tensor([2, 3, 3, 3, 2]), torch.tensor([2, 3, 3, 3, 3, 2])
+    assert torch.equal(counts[0, 0].cpu(), torch.outer(rows, columns).double())
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_im2col_and_col2im_match_reference_for_random_windows(data):
+    def pair(low, high):
+        return data.draw(st.tuples(st.integers(low, high), st.integers(low, high)))
+
+    size, kernel_size, dilation, padding, stride = pair(1, 9), pair(1, 4), pair(1, 3), pair(0, 3), pair(1, 4)
+    window = (size, kernel_size, dilation, padding, stride)
+    positions = reference.sliding_size(size, kernel_size, dilation, padding, stride)
+    assume(min(positions) > 0)
+    for device, (function, make) in itertools.product(
+        ["cpu"] + ["cuda"] * torch.cuda.is_available(),
+        [(gemmconv.im2col, random_images), (gemmconv.col2im, random_columns)],
+    ):
+        values = make(window, torch.float64, device)
+        if function is gemmconv.im2col:
+            actual = gemmconv.im2col(values, **settings_of(window))
+            exact = reference.unfold(reference.to_array(values), **settings_of(window))
+        else:
+            actual = gemmconv.col2im(values, size, **settings_of(window))
+            exact = reference.fold(reference.to_array(values), size, **settings_of(window))
+        assert reference.relative_error(actual, exact) < 1e-13

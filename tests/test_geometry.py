@@ -1,0 +1,198 @@
+"""Sizes, phases and counts of Problem against an enumeration of the scatter relation."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gemmconv import Problem
+from tests.cases import CASES
+from tests.samples import problem_of
+
+extents = st.integers(1, 7)
+steps = st.integers(1, 6)
+
+
+@st.composite
+def problems(draw):
+    """A Problem with valid sizes; the axes are drawn independently."""
+    groups = draw(st.integers(1, 4))
+    pair = lambda strategy: (draw(strategy), draw(strategy))  # noqa: E731
+    input_size, kernel_size, stride, dilation = (
+        pair(extents),
+        pair(st.integers(1, 5)),
+        pair(steps),
+        pair(steps),
+    )
+    padding = pair(st.integers(0, 8))
+    output_padding = tuple(draw(st.integers(0, max(stride[axis], dilation[axis]) - 1)) for axis in (0, 1))
+    problem = Problem(
+        batch=draw(st.integers(0, 3)),
+        in_channels=groups * draw(st.integers(1, 3)),
+        out_channels=groups * draw(st.integers(1, 3)),
+        groups=groups,
+        input_size=input_size,
+        kernel_size=kernel_size,
+        stride=stride,
+        padding=padding,
+        output_padding=output_padding,
+        dilation=dilation,
+    )
+    assume(min(problem.output_size) > 0)
+    return problem
+
+
+def scattered(problem, axis):
+    """Every (output, tap, input) triple of an axis, found by scattering each input."""
+    size = problem.output_size[axis]
+    return {
+        (output, tap, position)
+        for position in range(problem.input_size[axis])
+        for tap in range(problem.kernel_size[axis])
+        if 0
+        <= (output := position * problem.stride[axis] - problem.padding[axis] + tap * problem.dilation[axis])
+        < size
+    }
+
+
+def gathered(problem, axis):
+    """The same triples as the phases describe them."""
+    stride, padding = problem.stride[axis], problem.padding[axis]
+    phases = problem.phases(axis)
+    return [
+        (output, tap, position)
+        for output in range(problem.output_size[axis])
+        for tap, shift in phases[(output + padding) % stride].taps
+        if 0 <= (position := (output + padding) // stride - shift) < problem.input_size[axis]
+    ]
+
+
+@given(problems(), st.sampled_from([0, 1]))
+def test_phases_cover_the_scatter_relation_exactly(problem, axis):
+    triples = gathered(problem, axis)
+    assert len(triples) == len(set(triples))
+    assert set(triples) == scattered(problem, axis)
+
+
+@given(problems(), st.sampled_from([0, 1]))
+def test_phases_are_one_per_residue_and_share_out_the_taps(problem, axis):
+    phases = problem.phases(axis)
+    assert [phase.residue for phase in phases] == list(range(problem.stride[axis]))
+    assert sorted(tap for phase in phases for tap, _ in phase.taps) == list(range(problem.kernel_size[axis]))
+
+
+@given(problems(), st.sampled_from([0, 1]))
+def test_phases_are_hashable_tuples_of_integers(problem, axis):
+    phases = problem.phases(axis)
+    assert isinstance(phases, tuple)
+    assert hash(phases) == hash(problem.phases(axis))
+
+
+def test_phases_without_taps():
+    """Stride 5, dilation 2, kernel 3: taps land on residues 0, 2 and 4, so in 9 of an image's 25 phases."""
+    problem = Problem(1, 1, 1, 1, (4, 4), (3, 3), stride=(5, 5), dilation=(2, 2))
+    assert [len(phase.taps) for phase in problem.phases(0)] == [1, 0, 1, 0, 1]
+
+
+@given(problems())
+def test_output_size_matches_the_last_scattered_position(problem):
+    """Without padding at either end, the output ends with the last input's last tap."""
+    for axis in (0, 1):
+        unpadded = dataclasses.replace(problem, padding=(0, 0), output_padding=(0, 0))
+        last = max(output for output, _, _ in scattered(unpadded, axis))
+        expected = last + 1 - 2 * problem.padding[axis] + problem.output_padding[axis]
+        assert problem.output_size[axis] == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_output_size_matches_torch(case):
+    problem = problem_of(case)
+    output = torch.nn.functional.conv_transpose2d(
+        torch.empty(case.input_shape, device="meta"),
+        torch.empty(case.weight_shape, device="meta"),
+        **case.parameters,
+    )
+    assert problem.output_shape == output.shape
+    assert problem.output_size == case.output_size
+
+
+@given(problems())
+def test_shapes_agree_with_sizes(problem):
+    assert problem.input_shape == (problem.batch, problem.in_channels, *problem.input_size)
+    assert problem.weight_shape == (
+        problem.in_channels,
+        problem.out_channels // problem.groups,
+        *problem.kernel_size,
+    )
+    assert problem.output_shape == (problem.batch, problem.out_channels, *problem.output_size)
+
+
+@given(problems())
+def test_useful_flops_count_every_multiply_and_add(problem):
+    """Two operations for each image, group, channel in, channel out, tap and input position."""
+    products = 0
+    for _ in range(problem.batch * problem.groups):
+        for _ in range(problem.in_channels // problem.groups):
+            for _ in range(problem.out_channels // problem.groups):
+                products += math.prod(problem.kernel_size) * math.prod(problem.input_size)
+    assert problem.useful_flops == 2 * products
+    assert problem.useful_flops == 2 * problem.gemm_batch * problem.gemm_m * problem.gemm_n * problem.gemm_k
+
+
+@given(problems())
+def test_gemm_extents_are_those_of_the_operands(problem):
+    """weight^T [gemm_m, gemm_k] times input [gemm_k, gemm_n], gemm_batch times."""
+    input_elements = torch.Size(problem.input_shape).numel()
+    weight_elements = torch.Size(problem.weight_shape).numel()
+    assert problem.gemm_batch * problem.gemm_k * problem.gemm_n == input_elements
+    assert problem.groups * problem.gemm_k * problem.gemm_m == weight_elements
+    assert problem.gemm_batch == problem.batch * problem.groups
+
+
+@given(problems(), st.sampled_from([2, 4, 8]))
+def test_column_counts_match_the_gemm_result(problem, itemsize):
+    assert problem.column_elements == problem.gemm_batch * problem.gemm_m * problem.gemm_n
+    assert problem.column_bytes(itemsize) == itemsize * problem.column_elements
+
+
+@given(problems(), st.sampled_from([2, 4, 8]), st.booleans())
+def test_least_bytes_count_every_tensor_once(problem, itemsize, bias):
+    shapes = [problem.input_shape, problem.weight_shape, problem.output_shape]
+    elements = sum(torch.Size(shape).numel() for shape in shapes) + (problem.out_channels if bias else 0)
+    assert problem.least_bytes(itemsize, bias) == itemsize * elements
+
+
+@given(problems())
+def test_problem_is_equal_and_hashes_equal_to_its_copy(problem):
+    copy = dataclasses.replace(problem)
+    assert copy is not problem
+    assert copy == problem
+    assert hash(copy) == hash(problem)
+    assert {problem: "plan"}[copy] == "plan"
+
+
+@given(problems())
+def test_problem_stays_equal_after_its_properties_were_read(problem):
+    fresh = dataclasses.replace(problem)
+    _ = problem.output_size, problem.phases(0), problem.useful_flops
+    assert problem == fresh
+    assert hash(problem) == hash(fresh)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Problem)])
+def test_problem_differs_by_every_field(field):
+    problem = Problem(2, 4, 6, 2, (5, 6), (3, 3), (1, 2), (1, 0), (0, 1), (2, 1))
+    value = getattr(problem, field)
+    changed = dataclasses.replace(problem, **{field: value + 1 if isinstance(value, int) else (9, 9)})
+    assert changed != problem
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(problem, field, value)
+
+
+def test_problem_defaults_are_a_plain_layer():
+    problem = Problem(1, 2, 3, 1, (5, 5), (3, 3))
+    assert (problem.stride, problem.dilation) == ((1, 1), (1, 1))
+    assert (problem.padding, problem.output_padding) == ((0, 0), (0, 0))

@@ -1,0 +1,150 @@
+"""Imports point one way: module, functional, ops, validation and geometry, selection, algorithms, runtime."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gemmconv
+
+PACKAGE = Path(gemmconv.__file__).parent
+
+# From the top down. A part may import what lies below it, but only the algorithms may reach the runtime.
+LAYERS = ["module", "functional", "ops", "selection", "algorithms", "runtime"]
+
+# What every part may import, because these import no part that does anything.
+LEAVES = {"errors": set(), "geometry": {"errors"}, "validation": {"errors", "geometry"}}
+
+
+def allowed_imports(part: str) -> set[str]:
+    """Return the parts that a part may import."""
+    if part in LEAVES:
+        return LEAVES[part]
+    if part == "runtime":
+        return {"errors"}
+    below = set(LAYERS[LAYERS.index(part) + 1 :]) | set(LEAVES)
+    return below if part == "algorithms" else below - {"runtime"}
+
+
+PARTS = [*LAYERS, *LEAVES]
+
+
+def part_of(module: str) -> str:
+    """Return the part a dotted module name belongs to: gemmconv.runtime.cache -> runtime."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the dotted names of everything from gemmconv that a file imports, at any depth of the file."""
+    package = ["gemmconv", *path.relative_to(PACKAGE).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # "from gemmconv import runtime" lists modules, "from gemmconv.errors import X" does not.
+            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "gemmconv" else {module}
+    return {name for name in found if name.split(".")[0] == "gemmconv"}
+
+
+def files_of(part: str) -> list[Path]:
+    folder = PACKAGE / part
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{part}.py"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_imports_of_each_part_point_down(part):
+    for path in files_of(part):
+        used = {part_of(module) for module in imported_modules(path)} - {part}
+        wrong = sorted(used - allowed_imports(part))
+        assert not wrong, f"{path.relative_to(PACKAGE)} imports {wrong}"
+
+
+def test_imports_table_knows_every_part_of_the_package():
+    parts = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name[0] not in "_."}
+    front_ends = {"compare", "demo", "csrc", "py.typed", "py"}  # they may use the whole package
+    assert parts - front_ends == set(PARTS)
+
+
+def test_imports_of_the_core_never_reach_the_front_ends():
+    for path in [PACKAGE / "__init__.py", *(path for part in PARTS for path in files_of(part))]:
+        used = {part_of(module) for module in imported_modules(path)}
+        assert used <= {"__init__", *PARTS, *gemmconv.__all__, "__version__"}, path
+
+
+@pytest.mark.parametrize("path", files_of("runtime"), ids=lambda path: path.stem)
+def test_runtime_code_names_nothing_of_convolution(path):
+    """Names only; a docstring may say that it knows nothing of convolution."""
+    tree = ast.parse(path.read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for word in ("conv", "stride_h", "padding", "dilation", "kernel_size", "col2im", "im2col"):
+        assert not [name for name in names if word in name.lower()]
+
+
+def test_geometry_does_not_import_torch():
+    assert "torch" not in {
+        alias.name.split(".")[0]
+        for node in ast.walk(ast.parse((PACKAGE / "geometry.py").read_text()))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_gemmconv_loads_no_optional_package():
+    code = (
+        "import sys, torch; before = set(sys.modules); import gemmconv; "
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} & "
+        "{'cuda', 'cupy', 'rich', 'matplotlib', 'sklearn', 'PIL'}))"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_import_gemmconv_does_not_start_cuda():
+    assert run_python("import gemmconv, torch; print(torch.cuda.is_initialized())") == "False"
+
+
+def test_import_gemmconv_offers_the_public_names():
+    names = {
+        "conv_transpose2d",
+        "im2col",
+        "col2im",
+        "ConvTranspose2d",
+        "convert",
+        "explain",
+        "CompileError",
+        "Problem",
+    }
+    assert set(gemmconv.__all__) - {"__version__"} == names
+    assert all(hasattr(gemmconv, name) for name in (*gemmconv.__all__, "__version__"))
+
+
+def test_cpu_use_loads_no_cuda_package():
+    """A layer on CPU tensors works where no CUDA package is installed."""
+    code = (
+        "import sys, torch, gemmconv; "
+        "sys.modules['cuda'] = sys.modules['cupy'] = None; "
+        "layer = gemmconv.ConvTranspose2d(3, 4, 3, stride=2); "
+        "layer(torch.randn(1, 3, 4, 5)).sum().backward(); "
+        "gemmconv.col2im(gemmconv.im2col(torch.randn(1, 2, 5, 5), 3), 5, 3); print('done')"
+    )
+    assert run_python(code) == "done"

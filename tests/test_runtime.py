@@ -1,0 +1,295 @@
+"""Compiling every kernel for every architecture without a GPU, compile errors, and the cache on disk."""
+
+import multiprocessing
+import os
+import pickle
+import stat
+import warnings
+
+import pytest
+import torch
+
+import gemmconv
+from gemmconv.geometry import Problem
+
+pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
+
+from gemmconv.algorithms import fold_kernels
+from gemmconv.runtime import cache as cache_module
+from gemmconv.runtime import compiler, sources
+from gemmconv.runtime.cache import KernelCache
+
+ARCHITECTURES = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
+
+# Problems that make the kernels differ: tap loops, phases, cell widths, 64-bit offsets.
+PROBLEMS = {
+    "decoder": Problem(2, 8, 4, 1, (8, 8), (4, 4), (2, 2), (1, 1)),
+    "plain": Problem(2, 8, 4, 1, (8, 8), (3, 5)),
+    "patches": Problem(2, 8, 4, 1, (8, 8), (2, 2), (2, 2)),
+    "pointwise": Problem(2, 8, 4, 1, (8, 8), (1, 1)),
+    "holes": Problem(1, 4, 3, 1, (5, 6), (3, 3), (5, 5), (1, 1), (4, 4), (2, 2)),
+    "common_factor": Problem(1, 2, 3, 1, (4, 5), (4, 3), (6, 6), (3, 2), (5, 0), (4, 4)),
+    "asymmetric": Problem(2, 6, 10, 2, (5, 8), (3, 4), (2, 3), (1, 2), (1, 2), (3, 2)),
+    "vocoder": Problem(1, 6, 3, 1, (1, 11), (1, 16), (1, 8), (0, 4)),
+    "wide_stride": Problem(1, 6, 3, 1, (1, 11), (1, 40), (1, 20), (0, 10)),
+    "long_kernel": Problem(2, 3, 2, 1, (1, 37), (1, 41), (1, 1), (0, 20)),
+    "large_kernel": Problem(1, 3, 2, 1, (9, 10), (7, 7), (1, 1), (3, 3)),
+    "huge": Problem(1, 2, 3, 1, (50_000, 50_000), (2, 2), (2, 2)),
+}
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def kernel_variants():
+    """Every source with every macro set that the problems and dtypes above need, duplicates left out."""
+    variants = {}
+    for name, problem in PROBLEMS.items():
+        for dtype in DTYPES if name in ("decoder", "asymmetric") else [torch.float32]:
+            label = f"{name}-{str(dtype).removeprefix('torch.')}"
+            columns = torch.float64 if dtype == torch.float64 else torch.float32
+            variants[f"col2im-{label}"] = ("col2im.cu", fold_kernels.col2im_macros(problem, columns, dtype))
+            variants[f"im2col-{label}"] = ("im2col.cu", fold_kernels.im2col_macros(problem, dtype))
+            if name == "decoder":
+                macros = fold_kernels.col2im_macros(problem, dtype, dtype)  # the public col2im
+                variants[f"col2im-public-{label}"] = ("col2im.cu", macros)
+    return variants
+
+
+VARIANTS = kernel_variants()
+SMALL = ("col2im.cu", fold_kernels.col2im_macros(PROBLEMS["decoder"], torch.float32, torch.float32))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compile_builds_every_kernel_for_every_architecture_without_spills(variant, arch):
+    source_name, macros = VARIANTS[variant]
+    compiled = compiler.compile(source_name, macros, arch)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.spill_bytes == 0, compiled.log
+    assert 0 < compiled.registers <= 128, compiled.log
+    assert "warning" not in compiled.log, compiled.log
+
+
+def test_compile_variants_use_every_source():
+    kernels = {path.name for path in sources.directory().glob("*.cu")}
+    assert {source_name for source_name, _ in VARIANTS.values()} == kernels
+
+
+def test_compile_variants_use_both_offset_widths():
+    assert {"INDEX_64" in macros for _, macros in VARIANTS.values()} == {True, False}
+
+
+# Errors
+
+
+def broken_macros():
+    source_name, macros = SMALL
+    return source_name, {**macros, "OUTPUT_T": "no_such_type"}
+
+
+def test_compile_error_carries_options_log_and_numbered_source():
+    source_name, macros = broken_macros()
+    with pytest.raises(gemmconv.CompileError) as caught:
+        compiler.compile(source_name, macros, "sm_90a")
+    error = caught.value
+    assert isinstance(error, RuntimeError)
+    assert "no_such_type" in error.log
+    assert any("OUTPUT_T=no_such_type" in option for option in error.options)
+    assert any("sm_90a" in option for option in error.options)
+    assert error.source == sources.read(source_name)
+    text = str(error)
+    assert error.log in text
+    assert all(option in text for option in error.options)
+    number, line = next(
+        (number, line) for number, line in enumerate(error.source.splitlines(), 1) if "OUTPUT_T*" in line
+    )
+    assert f"{number}  {line}" in text
+
+
+def test_compile_error_survives_pickling():
+    with pytest.raises(gemmconv.CompileError) as caught:
+        compiler.compile(*broken_macros(), "sm_90a")
+    twin = pickle.loads(pickle.dumps(caught.value))
+    assert (str(twin), twin.options, twin.log) == (str(caught.value), caught.value.options, caught.value.log)
+
+
+def test_compile_error_names_an_unknown_architecture():
+    with pytest.raises(gemmconv.CompileError, match="sm_1"):
+        compiler.compile(*SMALL, "sm_1")
+
+
+def test_compile_error_leaves_nothing_in_the_cache(tmp_path):
+    cache = KernelCache(tmp_path / "kernels")
+    for _ in range(2):
+        with pytest.raises(gemmconv.CompileError):
+            compiler.compile(*broken_macros(), "sm_90a", cache=cache)
+    assert entries(tmp_path / "kernels") == []
+
+
+# Cache
+
+
+def entries(folder):
+    """The cached kernels: files that hold machine code."""
+    return [path for path in folder.rglob("*") if path.is_file() and b"\x7fELF" in path.read_bytes()]
+
+
+@pytest.fixture
+def compile_counter(monkeypatch):
+    """Count real compilations; returns a list that grows by one with each."""
+    calls = []
+    program = compiler.Program
+
+    def counting_program(*args, **kwargs):
+        calls.append(args)
+        return program(*args, **kwargs)
+
+    monkeypatch.setattr(compiler, "Program", counting_program)
+    return calls
+
+
+def test_cache_second_compile_is_a_hit(tmp_path, compile_counter):
+    first = compiler.compile(*SMALL, "sm_90a", cache=KernelCache(tmp_path / "kernels"))
+    second = compiler.compile(*SMALL, "sm_90a", cache=KernelCache(tmp_path / "kernels"))
+    assert len(compile_counter) == 1
+    assert second.cubin == first.cubin
+
+
+def test_cache_tells_macros_architectures_and_sources_apart(tmp_path, compile_counter, monkeypatch):
+    cache = KernelCache(tmp_path / "kernels")
+    source_name, macros = SMALL
+    other_macros = fold_kernels.col2im_macros(PROBLEMS["plain"], torch.float32, torch.float32)
+    cubins = {
+        compiler.compile(source_name, macros, "sm_90a", cache=cache).cubin,
+        compiler.compile(source_name, macros, "sm_80", cache=cache).cubin,
+        compiler.compile(source_name, other_macros, "sm_90a", cache=cache).cubin,
+    }
+    assert len(cubins) == len(compile_counter) == 3
+    text = sources.read(source_name)
+    monkeypatch.setattr(sources, "read", lambda name: text + "\n// changed\n")
+    compiler.compile(source_name, macros, "sm_90a", cache=cache)
+    assert len(compile_counter) == 4
+    monkeypatch.setattr(sources, "header_digest", lambda: b"changed headers")
+    compiler.compile(source_name, macros, "sm_90a", cache=cache)
+    assert len(compile_counter) == 5
+
+
+def test_cache_folder_is_private(tmp_path):
+    folder = tmp_path / "deep" / "kernels"
+    compiler.compile(*SMALL, "sm_90a", cache=KernelCache(folder))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_cache_directory_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEMMCONV_CACHE_DIR", str(tmp_path / "mine"))
+    assert cache_module.directory() == tmp_path / "mine"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GEMMCONV_CACHE_DIR", "~/kernels")
+    assert cache_module.directory() == tmp_path / "kernels"
+    for unset in ("", None):
+        if unset is None:
+            monkeypatch.delenv("GEMMCONV_CACHE_DIR")
+        else:
+            monkeypatch.setenv("GEMMCONV_CACHE_DIR", unset)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert cache_module.directory() == tmp_path / "xdg" / "gemmconv"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one_bit", "empty", "garbage"])
+def test_cache_corrupt_entry_is_a_miss_and_is_replaced(damage, tmp_path, compile_counter):
+    folder = tmp_path / "kernels"
+    first = compiler.compile(*SMALL, "sm_90a", cache=KernelCache(folder))
+    (entry,) = entries(folder)
+    content = entry.read_bytes()
+    middle = len(content) // 2
+    entry.write_bytes(
+        {
+            "truncated": content[:middle],
+            "one_bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+            "empty": b"",
+            "garbage": os.urandom(len(content)),
+        }[damage]
+    )
+    assert compiler.compile(*SMALL, "sm_90a", cache=KernelCache(folder)).cubin == first.cubin
+    assert len(compile_counter) == 2
+    assert compiler.compile(*SMALL, "sm_90a", cache=KernelCache(folder)).cubin == first.cubin
+    assert len(compile_counter) == 2
+
+
+def test_cache_in_an_impossible_place_warns_once_and_compiling_works(tmp_path):
+    """The folder would lie under a regular file, which even root cannot make."""
+    (tmp_path / "file").write_text("in the way")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache = KernelCache(tmp_path / "file" / "kernels")
+        for _ in range(2):
+            assert compiler.compile(*SMALL, "sm_90a", cache=cache).cubin[:4] == b"\x7fELF"
+    messages = [str(warning.message) for warning in caught if "cache" in str(warning.message)]
+    assert len(messages) == 1
+    assert str(tmp_path / "file" / "kernels") in messages[0]
+    assert "GEMMCONV_CACHE_DIR" in messages[0]
+
+
+def test_cache_that_stops_being_writable_warns_once_and_compiling_works(tmp_path):
+    """A file takes the folder's place while the cache is in use."""
+    folder = tmp_path / "kernels"
+    cache = KernelCache(folder)
+    folder.rename(tmp_path / "moved")
+    folder.write_text("in the way")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert compiler.compile(*SMALL, "sm_90a", cache=cache).cubin[:4] == b"\x7fELF"
+    assert len([warning for warning in caught if "cache" in str(warning.message)]) == 1
+
+
+def compile_into(folder, start, results):
+    """Run in another process: wait for all, compile two kernels into the same cache."""
+    start.wait()
+    cache = KernelCache(folder)
+    im2col = ("im2col.cu", fold_kernels.im2col_macros(PROBLEMS["decoder"], torch.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results.put([compiler.compile(*kernel, "sm_90a", cache=cache).cubin for kernel in (SMALL, im2col)])
+
+
+def test_cache_may_be_filled_by_several_processes_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(4), context.Queue()
+    arguments = (tmp_path / "kernels", start, results)
+    processes = [context.Process(target=compile_into, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    cubins = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert all(pair == cubins[0] for pair in cubins)
+    assert len(entries(tmp_path / "kernels")) == 2
+
+
+# Sources
+
+
+def test_sources_are_found_and_include_only_each_other():
+    """No CUDA header: a user need not have the toolkit."""
+    folder = sources.directory()
+    for path in [*folder.glob("*.cu"), *folder.rglob("*.cuh")]:
+        for line in path.read_text().splitlines():
+            if line.startswith("#include"):
+                name = line.split()[1]
+                assert name[0] == '"', f"{path.name}: {line}"
+                assert (folder / name.strip('"')).is_file(), f"{path.name}: {line}"
+
+
+def test_sources_header_digest_depends_on_every_header(tmp_path, monkeypatch):
+    common = tmp_path / "common"
+    common.mkdir()
+    (common / "a.cuh").write_text("1")
+    monkeypatch.setattr(sources, "directory", lambda: tmp_path)
+    digests = []
+    for text in ("1", "2"):
+        (common / "a.cuh").write_text(text)
+        sources.header_digest.cache_clear()
+        digests.append(sources.header_digest())
+    sources.header_digest.cache_clear()
+    assert digests[0] != digests[1]

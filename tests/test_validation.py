@@ -1,0 +1,333 @@
+"""Every mistake a caller can make: torch's own exception type, a message with argument, rule and value."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gemmconv
+
+INPUT = torch.randn(2, 4, 5, 6)
+WEIGHT = torch.randn(4, 6, 3, 3)
+BIAS = torch.randn(6)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One bad call: what to change in a good one, and the error it has to raise.
+
+    Attributes:
+        changes: arguments that differ from the good call.
+        error: exception type.
+        argument: name that the message has to contain.
+        value: text that the message has to contain.
+        torch_raises: whether torch raises for it; it must then be an exception of the same type. A comment
+            beside a False says what torch does.
+    """
+
+    id: str
+    changes: dict[str, Any]
+    error: type[Exception]
+    argument: str
+    value: str
+    torch_raises: bool = True
+
+
+def check(mistake: Mistake, ours: Callable[..., Any], theirs: Callable[..., Any] | None, good: dict[str, Any]) -> None:
+    """Assert that `ours` raises what the mistake says and that `theirs` agrees on the type."""
+    arguments = {**good, **mistake.changes}
+    with pytest.raises(mistake.error) as caught:
+        ours(**arguments)
+    message = str(caught.value)
+    assert mistake.argument in message
+    assert mistake.value in message
+    assert re.search(r"^[\w.]+: .* must .*, got .+", message, re.DOTALL), message
+    if mistake.torch_raises and theirs is not None:
+        with pytest.raises(mistake.error) as torch_caught:
+            theirs(**arguments)
+        assert isinstance(torch_caught.value, mistake.error)
+
+
+def by_mistake(mistakes: list[Mistake]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("mistake", mistakes, ids=lambda mistake: mistake.id)
+
+
+GOOD_CONVOLUTION = {"input": INPUT, "weight": WEIGHT, "bias": BIAS}
+CONVOLUTION_MISTAKES = [
+    # Types
+    Mistake("input_array", {"input": INPUT.numpy()}, TypeError, "input", "ndarray"),
+    Mistake("weight_list", {"weight": [1.0]}, TypeError, "weight", "list"),
+    Mistake("bias_number", {"bias": 1.5}, TypeError, "bias", "float"),
+    Mistake("stride_float", {"stride": 1.5}, TypeError, "stride", "1.5"),
+    Mistake("stride_floats", {"stride": (1, 2.5)}, TypeError, "stride", "2.5"),
+    Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "same"),
+    Mistake("dilation_none", {"dilation": None}, TypeError, "dilation", "None"),
+    Mistake("groups_float", {"groups": 2.0}, TypeError, "groups", "2.0"),
+    # Ranks and shapes
+    Mistake("input_rank_2", {"input": INPUT[0, 0]}, RuntimeError, "input", "[5, 6]"),
+    Mistake("input_rank_5", {"input": INPUT[None]}, RuntimeError, "input", "[1, 2, 4, 5, 6]"),
+    Mistake("weight_rank_3", {"weight": WEIGHT[0]}, RuntimeError, "weight", "[6, 3, 3]"),
+    Mistake("weight_rank_5", {"weight": WEIGHT[None]}, RuntimeError, "weight", "[1, 4, 6, 3, 3]"),
+    Mistake("channels", {"input": INPUT[:, :3]}, RuntimeError, "input", "3"),
+    Mistake("unbatched_channels", {"input": INPUT[0, :3]}, RuntimeError, "input", "3"),
+    Mistake("bias_length", {"bias": BIAS[:3]}, RuntimeError, "bias", "3"),
+    Mistake("bias_rank_2", {"bias": BIAS[None]}, RuntimeError, "bias", "[1, 6]"),
+    Mistake("bias_scalar", {"bias": BIAS[0]}, RuntimeError, "bias", "[]"),
+    Mistake("bias_of_one_group", {"groups": 2, "bias": BIAS}, RuntimeError, "bias", "6"),
+    Mistake("no_rows", {"input": INPUT[:, :, :0]}, RuntimeError, "input", "0"),
+    Mistake("no_columns", {"input": INPUT[..., :0]}, RuntimeError, "input", "0"),
+    Mistake("no_taps", {"weight": WEIGHT[..., :0]}, RuntimeError, "weight", "0"),
+    # Numbers of values
+    Mistake("stride_triple", {"stride": (1, 1, 2)}, RuntimeError, "stride", "(1, 1, 2)"),
+    Mistake("padding_triple", {"padding": (0, 1, 2)}, RuntimeError, "padding", "(0, 1, 2)"),
+    Mistake("output_padding_triple", {"output_padding": (0, 0, 0)}, RuntimeError, "output_padding", "(0, 0, 0)"),
+    Mistake("dilation_triple", {"dilation": (1, 2, 3)}, RuntimeError, "dilation", "(1, 2, 3)"),
+    Mistake("stride_empty", {"stride": ()}, RuntimeError, "stride", "()"),
+    # Ranges
+    Mistake("stride_zero", {"stride": 0}, RuntimeError, "stride", "0"),
+    Mistake("stride_negative", {"stride": (2, -1)}, RuntimeError, "stride", "-1"),
+    Mistake("dilation_zero", {"dilation": 0}, RuntimeError, "dilation", "0"),
+    Mistake("dilation_negative", {"dilation": (-1, 1)}, RuntimeError, "dilation", "-1"),
+    Mistake("padding_negative", {"padding": -1}, RuntimeError, "padding", "-1"),
+    Mistake("output_padding_negative", {"output_padding": (0, -1)}, RuntimeError, "output_padding", "-1"),
+    Mistake("output_padding_of_stride", {"output_padding": 1}, RuntimeError, "output_padding", "1"),
+    Mistake(
+        "output_padding_of_one_axis",
+        {"stride": (3, 2), "output_padding": (2, 2)},
+        RuntimeError,
+        "output_padding",
+        "2",
+    ),
+    Mistake("output_negative", {"padding": 10}, RuntimeError, "padding", "10"),
+    # torch returns an empty output.
+    Mistake("output_empty", {"padding": (3, 4), "input": INPUT[..., :4, :]}, RuntimeError, "padding", "3", False),
+    Mistake("groups_zero", {"groups": 0}, RuntimeError, "groups", "0"),
+    Mistake("groups_negative", {"groups": -2}, RuntimeError, "groups", "-2"),
+    Mistake("groups_not_a_divisor", {"groups": 3}, RuntimeError, "groups", "3"),
+    # Dtypes and devices
+    Mistake("weight_dtype", {"weight": WEIGHT.double()}, RuntimeError, "weight", "float64"),
+    Mistake("bias_dtype", {"bias": BIAS.double()}, RuntimeError, "bias", "float64"),
+    Mistake("half_and_float", {"input": INPUT.half()}, RuntimeError, "weight", "float32"),
+    # torch computes with integers on the CPU and refuses them on the GPU.
+    Mistake(
+        "integers",
+        {"input": INPUT.long(), "weight": WEIGHT.long(), "bias": BIAS.long()},
+        RuntimeError,
+        "input",
+        "int64",
+        False,
+    ),
+    Mistake(
+        "booleans",
+        {"input": INPUT.bool(), "weight": WEIGHT.bool(), "bias": None},
+        RuntimeError,
+        "input",
+        "bool",
+    ),
+    # torch takes a meta weight and returns a meta output.
+    Mistake("weight_device", {"weight": WEIGHT.to("meta")}, RuntimeError, "weight", "meta", False),
+    Mistake("bias_device", {"bias": BIAS.to("meta")}, RuntimeError, "bias", "meta", False),
+    # gemmconv's own options; torch has none of them.
+    Mistake("algorithm", {"algorithm": "fastest"}, ValueError, "algorithm", "fastest", False),
+    Mistake("algorithm_none", {"algorithm": None}, ValueError, "algorithm", "None", False),
+    Mistake("precision", {"precision": "fp16"}, ValueError, "precision", "fp16", False),
+    Mistake("workspace_limit", {"workspace_limit": -1}, ValueError, "workspace_limit", "-1", False),
+]
+
+
+@by_mistake(CONVOLUTION_MISTAKES)
+def test_conv_transpose2d_rejects(mistake):
+    check(mistake, gemmconv.conv_transpose2d, torch.nn.functional.conv_transpose2d, GOOD_CONVOLUTION)
+
+
+@by_mistake(CONVOLUTION_MISTAKES)
+def test_conv_transpose2d_rejects_before_any_work(mistake):
+    """No tensor is made or computed: no operator of torch's runs before the error."""
+
+    class Recorder(TorchDispatchMode):
+        calls: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with pytest.raises(mistake.error), Recorder() as recorder:
+        gemmconv.conv_transpose2d(**{**GOOD_CONVOLUTION, **mistake.changes})
+    views = ("aten.unsqueeze", "aten.view", "aten.expand", "aten.alias", "aten.detach")
+    assert [call for call in recorder.calls if not call.startswith(("gemmconv.", *views))] == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"input": INPUT[:, :3]},
+        {"stride": 0},
+        {"padding": 10},
+        {"bias": BIAS[:3]},
+        {"weight": WEIGHT.double()},
+        {"algorithm": "fastest"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_conv_transpose2d_rejects_meta_tensors_alike(changes):
+    """The shapes alone decide, so that a compiler sees the error too."""
+
+    def move(value):
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    messages = []
+    for arguments in (
+        {**GOOD_CONVOLUTION, **changes},
+        {name: move(value) for name, value in {**GOOD_CONVOLUTION, **changes}.items()},
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            gemmconv.conv_transpose2d(**arguments)
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.gpu
+def test_conv_transpose2d_rejects_tensors_on_two_devices():
+    for changes in ({"input": INPUT.cuda()}, {"weight": WEIGHT.cuda()}, {"bias": BIAS.cuda()}):
+        with pytest.raises(RuntimeError, match="cuda"):
+            gemmconv.conv_transpose2d(**{**GOOD_CONVOLUTION, **changes})
+
+
+def test_conv_transpose2d_accepts_what_is_allowed_at_the_edge():
+    convolve = gemmconv.conv_transpose2d
+    reference = torch.nn.functional.conv_transpose2d
+    for options in (
+        {"stride": (2,)},
+        {"stride": [2, 1]},
+        {"dilation": 3, "output_padding": 2},
+        {"stride": 3, "output_padding": 2},
+        {"padding": 3},
+        {"stride": torch.Size((2, 3))},
+    ):
+        actual = convolve(INPUT, WEIGHT, BIAS, **options)
+        torch.testing.assert_close(actual, reference(INPUT, WEIGHT, BIAS, **options))
+    assert convolve(INPUT, WEIGHT, BIAS, workspace_limit=1).shape == (2, 6, 7, 8)
+
+
+def test_conv_transpose2d_takes_arguments_in_torchs_order():
+    arguments = (INPUT, WEIGHT[:, :3], BIAS, (2, 3), (1, 2), (1, 0), 2, (2, 1))
+    actual = gemmconv.conv_transpose2d(*arguments)
+    torch.testing.assert_close(actual, torch.nn.functional.conv_transpose2d(*arguments))
+    with pytest.raises(TypeError):
+        gemmconv.conv_transpose2d(*arguments, "auto")
+
+
+def test_conv_transpose2d_raises_the_reason_of_an_algorithm_that_cannot_serve():
+    """NotImplementedError, a RuntimeError, with the text that explain() gives."""
+    complex_arguments = {name: tensor.to(torch.complex64) for name, tensor in GOOD_CONVOLUTION.items()}
+    with pytest.raises(NotImplementedError, match="gemm_col2im"):
+        gemmconv.conv_transpose2d(**complex_arguments, algorithm="gemm_col2im")
+
+
+# The module
+
+GOOD_MODULE = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
+MODULE_MISTAKES = [
+    Mistake("in_channels", {"groups": 3}, ValueError, "in_channels", "4"),
+    Mistake("out_channels", {"groups": 2, "out_channels": 7}, ValueError, "out_channels", "7"),
+    Mistake("groups_zero", {"groups": 0}, ValueError, "groups", "0"),
+    Mistake("groups_negative", {"groups": -1}, ValueError, "groups", "-1"),
+    Mistake("padding_mode", {"padding_mode": "reflect"}, ValueError, "padding_mode", "reflect"),
+    Mistake("padding_mode_unknown", {"padding_mode": "ones"}, ValueError, "padding_mode", "ones"),
+    Mistake("algorithm", {"algorithm": "fastest"}, ValueError, "algorithm", "fastest", False),
+    Mistake("precision", {"precision": "fp16"}, ValueError, "precision", "fp16", False),
+    Mistake("workspace_limit", {"workspace_limit": -1}, ValueError, "workspace_limit", "-1", False),
+]
+
+
+@by_mistake(MODULE_MISTAKES)
+def test_module_constructor_rejects(mistake):
+    check(mistake, gemmconv.ConvTranspose2d, torch.nn.ConvTranspose2d, GOOD_MODULE)
+
+
+GOOD_FORWARD = {"input": INPUT}
+FORWARD_MISTAKES = [
+    Mistake("input_rank_2", {"input": INPUT[0, 0]}, RuntimeError, "input", "[5, 6]"),
+    Mistake("input_dtype", {"input": INPUT.double()}, RuntimeError, "weight", "float32"),
+    Mistake("input_array", {"input": INPUT.numpy()}, TypeError, "input", "ndarray"),
+    Mistake("channels", {"input": INPUT[:, :3]}, RuntimeError, "input", "3"),
+    Mistake("output_size_small", {"output_size": (2, 13)}, ValueError, "output_size", "2"),
+    Mistake("output_size_large", {"output_size": (11, 20)}, ValueError, "output_size", "20"),
+    Mistake("output_size_of_one", {"output_size": (11,)}, ValueError, "output_size", "11"),
+    Mistake("output_size_of_three", {"output_size": (6, 11, 13)}, ValueError, "output_size", "(6, 11, 13)"),
+    Mistake("output_size_unbatched", {"input": INPUT[0], "output_size": (2, 20)}, ValueError, "output_size", "2"),
+]
+
+
+@by_mistake(FORWARD_MISTAKES)
+def test_module_forward_rejects(mistake):
+    ours = gemmconv.ConvTranspose2d(4, 6, 3, stride=2)
+    theirs = torch.nn.ConvTranspose2d(4, 6, 3, stride=2)
+    check(mistake, ours, theirs, GOOD_FORWARD)
+
+
+# im2col and col2im
+
+GOOD_UNFOLD = {"input": INPUT, "kernel_size": 3}
+UNFOLD_MISTAKES = [
+    Mistake("input_array", {"input": INPUT.numpy()}, TypeError, "input", "ndarray"),
+    Mistake("input_rank_5", {"input": INPUT[None]}, RuntimeError, "input", "[1, 2, 4, 5, 6]"),
+    Mistake("kernel_size_zero", {"kernel_size": 0}, RuntimeError, "kernel_size", "0"),
+    Mistake("kernel_size_large", {"kernel_size": (3, 9)}, RuntimeError, "kernel_size", "9"),
+    Mistake("kernel_size_triple", {"kernel_size": (3, 3, 3)}, RuntimeError, "kernel_size", "(3, 3, 3)"),
+    Mistake("kernel_size_float", {"kernel_size": 2.5}, TypeError, "kernel_size", "2.5"),
+    Mistake("stride_zero", {"stride": (0, 1)}, RuntimeError, "stride", "0"),
+    Mistake("dilation_zero", {"dilation": 0}, RuntimeError, "dilation", "0"),
+    Mistake("padding_negative", {"padding": -1}, RuntimeError, "padding", "-1"),
+    Mistake("integers", {"input": INPUT.long()}, RuntimeError, "input", "int64"),
+]
+
+
+@by_mistake(UNFOLD_MISTAKES)
+def test_im2col_rejects(mistake):
+    check(mistake, gemmconv.im2col, torch.nn.functional.unfold, GOOD_UNFOLD)
+
+
+COLUMNS = torch.randn(2, 36, 12)
+GOOD_FOLD = {"columns": COLUMNS, "output_size": (5, 6), "kernel_size": 3}
+FOLD_MISTAKES = [
+    Mistake("columns_array", {"columns": COLUMNS.numpy()}, TypeError, "columns", "ndarray"),
+    Mistake("columns_rank_1", {"columns": COLUMNS[0, 0]}, RuntimeError, "columns", "[12]"),
+    Mistake("columns_rank_4", {"columns": COLUMNS[None]}, RuntimeError, "columns", "[1, 2, 36, 12]"),
+    Mistake("columns_channels", {"columns": COLUMNS[:, :35]}, RuntimeError, "columns", "35"),
+    Mistake("columns_length", {"columns": COLUMNS[..., :11]}, RuntimeError, "columns", "11"),
+    Mistake("output_size_negative", {"output_size": (-5, 6)}, RuntimeError, "output_size", "-5"),
+    Mistake("output_size_small", {"output_size": (2, 2)}, RuntimeError, "output_size", "2"),
+    Mistake("output_size_triple", {"output_size": (5, 6, 7)}, RuntimeError, "output_size", "(5, 6, 7)"),
+    Mistake("kernel_size_zero", {"kernel_size": 0}, RuntimeError, "kernel_size", "0"),
+    Mistake("stride_zero", {"stride": 0}, RuntimeError, "stride", "0"),
+    Mistake("dilation_zero", {"dilation": (1, 0)}, RuntimeError, "dilation", "0"),
+    Mistake("padding_negative", {"padding": (0, -1)}, RuntimeError, "padding", "-1"),
+    Mistake("integers", {"columns": COLUMNS.long()}, RuntimeError, "columns", "int64"),
+]
+
+
+@by_mistake(FOLD_MISTAKES)
+def test_col2im_rejects(mistake):
+    def fold(columns, **options):
+        return torch.nn.functional.fold(columns, **options)
+
+    check(mistake, gemmconv.col2im, fold, GOOD_FOLD)
+
+
+# explain
+
+PROBLEM = gemmconv.Problem(2, 4, 6, 1, (5, 6), (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [({"algorithm": "fastest"}, "fastest"), ({"precision": "fp16"}, "fp16"), ({"workspace_limit": -1}, "-1")],
+)
+def test_explain_rejects_unknown_options(options, value):
+    with pytest.raises(ValueError, match=value):
+        gemmconv.explain(PROBLEM, **options)
