@@ -51,7 +51,7 @@ constexpr int kTapsH = (KERNEL_H + kStepH - 1) / kStepH;  // most taps that any 
 constexpr int kTapsW = (KERNEL_W + kStepW - 1) / kStepW;
 
 // Enough independent loads in flight for the memory system, no more code than that.
-constexpr int kUnrollW = kTapsW < 32 ? kTapsW : 32;
+constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollH = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;
 
 /* First tap that reaches position o + P of an axis; the kernel size or more where none does. */

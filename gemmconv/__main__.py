@@ -115,7 +115,7 @@ def _compare(
 
     console = Console()
     heading = _heading(device, dtype, precision or torch_precision(dtype, device))
-    console.print(heading, style="bold", highlight=False)
+    console.print(heading, style="bold", highlight=False, soft_wrap=True)
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -136,7 +136,7 @@ def _compare(
     console.print(report.LEGEND, style="dim", highlight=False, markup=False)
     path = out / "times.png"
     report.chart(results, path, heading)
-    console.print(f"\nchart: {path}", highlight=False)
+    console.print(f"\nchart: {path}", highlight=False, markup=False, soft_wrap=True)
     return int(any(row.wrong for rows in results for row in rows))
 
 

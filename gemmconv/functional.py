@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gemmconv import ops, validation
 from gemmconv.algorithms.base import Precision
+from gemmconv.dispatch import is_plain
 from gemmconv.selection import NAMES
 
 IntOrPair = int | Sequence[int]
@@ -61,6 +62,8 @@ def conv_transpose2d(
     validation.tensor(where, "weight", weight)
     if bias is not None:
         validation.tensor(where, "bias", bias)
+    validation.integer(where, "groups", groups)
+    validation.choice(where, algorithm, NAMES, precision, workspace_limit)
     options = (
         validation.pair(where, "stride", stride),
         validation.pair(where, "padding", padding),
@@ -70,14 +73,11 @@ def conv_transpose2d(
     )
     if input.is_complex() and algorithm in ("auto", "native"):
         # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
-        validation.choice(where, algorithm, NAMES, precision, workspace_limit)
         return torch.conv_transpose2d(input, weight, bias, *options)
+    operator = ops.conv_transpose2d_directly if is_plain(input, weight, bias) else ops.conv_transpose2d
     if input.dim() == 3:
-        batched = ops.conv_transpose2d(
-            input.unsqueeze(0), weight, bias, *options, algorithm, precision, workspace_limit
-        )
-        return batched.squeeze(0)
-    return ops.conv_transpose2d(input, weight, bias, *options, algorithm, precision, workspace_limit)
+        return operator(input.unsqueeze(0), weight, bias, *options, algorithm, precision, workspace_limit).squeeze(0)
+    return operator(input, weight, bias, *options, algorithm, precision, workspace_limit)
 
 
 def im2col(

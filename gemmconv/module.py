@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.common_types import _size_2_t
 
 from gemmconv import functional, validation
 from gemmconv.algorithms.base import Precision
@@ -34,14 +35,32 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
     def __init__(
         self,
-        *args: Any,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: _size_2_t,
+        stride: _size_2_t = 1,
+        padding: _size_2_t = 0,
+        output_padding: _size_2_t = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: _size_2_t = 1,
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
         algorithm: str = "auto",
         precision: Precision | None = None,
         workspace_limit: int | None = None,
-        **kwargs: Any,
     ) -> None:
-        validation.choice("ConvTranspose2d", algorithm, NAMES, precision, workspace_limit)
-        super().__init__(*args, **kwargs)
+        where = "ConvTranspose2d"
+        validation.module(where, in_channels, out_channels, groups, padding_mode)
+        validation.choice(where, algorithm, NAMES, precision, workspace_limit)
+        super().__init__(
+            *(in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation),
+            padding_mode,
+            device,
+            dtype,
+        )
         self.algorithm = algorithm
         self.precision = precision
         self.workspace_limit = workspace_limit
@@ -56,15 +75,15 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         Raises:
             ValueError: an output_size that no output_padding below the stride gives.
         """
-        output_padding: Any = self.output_padding
+        output_padding = self.output_padding
         if output_size is not None:
-            output_padding = self._output_padding(
-                input,
+            output_padding = validation.output_padding_for(
+                "ConvTranspose2d",
                 output_size,
+                input.shape,
+                self.kernel_size,  # type: ignore[arg-type]
                 self.stride,  # type: ignore[arg-type]
                 self.padding,  # type: ignore[arg-type]
-                self.kernel_size,  # type: ignore[arg-type]
-                2,
                 self.dilation,  # type: ignore[arg-type]
             )
         return functional.conv_transpose2d(

@@ -37,11 +37,24 @@ for _name, _arguments in _SCHEMAS.items():
     _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _library.define(f"{_name}({_arguments}) -> Tensor", tags=_tags)
 
-conv_transpose2d = torch.ops.gemmconv.conv_transpose2d.default
-conv_transpose2d_input_grad = torch.ops.gemmconv.conv_transpose2d_input_grad.default
-conv_transpose2d_weight_grad = torch.ops.gemmconv.conv_transpose2d_weight_grad.default
-im2col = torch.ops.gemmconv.im2col.default
-col2im = torch.ops.gemmconv.col2im.default
+
+def _routed(name: str) -> Callable[..., Tensor]:
+    """The operator; under a transform of torch.func, the function that carries it through every level of transforms."""
+    operator = getattr(torch.ops.gemmconv, name).default
+
+    def call(*inputs: Any) -> Tensor:
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return _TRANSFORMABLE[name].apply(*inputs)
+        return operator(*inputs)
+
+    return call
+
+
+conv_transpose2d = _routed("conv_transpose2d")
+conv_transpose2d_input_grad = _routed("conv_transpose2d_input_grad")
+conv_transpose2d_weight_grad = _routed("conv_transpose2d_weight_grad")
+im2col = _routed("im2col")
+col2im = _routed("col2im")
 
 Tensors = tuple[Any, ...]  # tensors, the bias perhaps None
 Arguments = tuple[Any, ...]  # what follows an operator's tensors; the dispatcher leaves trailing defaults out
@@ -214,13 +227,13 @@ def _im2col_problem(input: Tensor, window: Window) -> Problem:
     validation.rank4("im2col", (("input", input),))
     validation.same_kind("im2col", (("input", input),))
     size = (input.shape[2], input.shape[3])
-    return validation.fold_geometry("im2col", size, *window, shape=(input.shape[0], input.shape[1]))
+    return validation.fold_geometry("im2col", "input", size, *window, shape=(input.shape[0], input.shape[1]))
 
 
 def _col2im_problem(columns: Tensor, output_size: Pair, window: Window) -> Problem:
     validation.same_kind("col2im", (("columns", columns),))
     shape = validation.fold_columns("col2im", columns.shape, window.kernel_size)
-    problem = validation.fold_geometry("col2im", output_size, *window, shape=shape)
+    problem = validation.fold_geometry("col2im", "output_size", output_size, *window, shape=shape)
     validation.shape("col2im", "columns", columns.shape, (problem.batch, problem.gemm_m, problem.gemm_n))
     return problem
 
@@ -287,21 +300,21 @@ def _no_gradients(count: int) -> tuple[None, ...]:
 
 
 def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-    input, weight, _, *options = inputs
+    input, weight = inputs[:2]
     ctx.save_for_backward(input, weight)
-    ctx.options = options
+    ctx.has_bias, ctx.options = len(inputs) > 2, inputs[3:]
 
 
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
     input, weight = ctx.saved_tensors
-    options = ctx.options
-    needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    return (
-        conv_transpose2d_input_grad(grad, weight, input.shape[2:], *options) if needs_input else None,
-        conv_transpose2d_weight_grad(grad, input, weight.shape[2:], *options) if needs_weight else None,
-        grad.sum((0, 2, 3)) if needs_bias else None,
-        *_no_gradients(len(options)),
+    options, needs = ctx.options, ctx.needs_input_grad
+    gradients = (
+        conv_transpose2d_input_grad(grad, weight, input.shape[2:], *options) if needs[0] else None,
+        conv_transpose2d_weight_grad(grad, input, weight.shape[2:], *options) if needs[1] else None,
     )
+    if not ctx.has_bias:
+        return gradients
+    return *gradients, grad.sum((0, 2, 3)) if needs[2] else None, *_no_gradients(len(options))
 
 
 def _gradient_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
@@ -368,36 +381,94 @@ def _autocast(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tens
     return call
 
 
-def _register() -> None:
-    entries: dict[str, tuple[Callable[..., Any], ...]] = {
-        "conv_transpose2d": (
-            _conv_transpose2d,
-            _conv_transpose2d_fake,
-            _conv_transpose2d_setup,
-            _conv_transpose2d_backward,
-        ),
-        "conv_transpose2d_input_grad": (
-            _conv_transpose2d_input_grad,
-            _input_grad_fake,
-            _gradient_setup,
-            _input_grad_backward,
-        ),
-        "conv_transpose2d_weight_grad": (
-            _conv_transpose2d_weight_grad,
-            _weight_grad_fake,
-            _gradient_setup,
-            _weight_grad_backward,
-        ),
-        "im2col": (_im2col, _im2col_fake, _im2col_setup, _im2col_backward),
-        "col2im": (_col2im, _col2im_fake, _col2im_setup, _col2im_backward),
-    }
-    for name, (implementation, fake, setup, backward) in entries.items():
-        qualified = f"gemmconv::{name}"
-        _library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, fake, lib=_library)
-        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
-    _library.impl("conv_transpose2d", _autocast("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
-    _library.impl("conv_transpose2d", _autocast("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
+# Registration.
 
 
-_register()
+def _with_gradient(
+    compute: Callable[..., Tensor], setup: Callable[..., None], backward: Callable[..., Arguments]
+) -> Callable[..., Tensor]:
+    """``compute`` with a gradient where one is asked for.
+
+    torch.library.register_autograd does the same for 50 us more of every call that needs gradients.
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            output = compute(*inputs)
+            setup(ctx, inputs, output)
+            return output
+
+    Function.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+    def call(*inputs: Any) -> Tensor:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            return Function.apply(*inputs)
+        return compute(*inputs)
+
+    return call
+
+
+def _transformable(
+    operator: Callable[..., Tensor], setup: Callable[..., None], backward: Callable[..., Arguments]
+) -> type[torch.autograd.Function]:
+    """An operator as torch.func's transforms want it: they come before the dispatcher's own handling of gradients."""
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*inputs: Any) -> Tensor:
+            return operator(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+            setup(ctx, inputs, output)
+
+    Function.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return Function
+
+
+def _below_autograd(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(*inputs: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    return call
+
+
+_ENTRIES: dict[str, tuple[Any, Any, Any, Any]] = {
+    # implementation, fake, what is kept for the gradient, gradient
+    "conv_transpose2d": (
+        _conv_transpose2d,
+        _conv_transpose2d_fake,
+        _conv_transpose2d_setup,
+        _conv_transpose2d_backward,
+    ),
+    "conv_transpose2d_input_grad": (
+        _conv_transpose2d_input_grad,
+        _input_grad_fake,
+        _gradient_setup,
+        _input_grad_backward,
+    ),
+    "conv_transpose2d_weight_grad": (
+        _conv_transpose2d_weight_grad,
+        _weight_grad_fake,
+        _gradient_setup,
+        _weight_grad_backward,
+    ),
+    "im2col": (_im2col, _im2col_fake, _im2col_setup, _im2col_backward),
+    "col2im": (_col2im, _col2im_fake, _col2im_setup, _col2im_backward),
+}
+_TRANSFORMABLE: dict[str, type[torch.autograd.Function]] = {}
+for _name, (_implementation, _fake, _setup, _backward) in _ENTRIES.items():
+    _operator = getattr(torch.ops.gemmconv, _name).default
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gemmconv::{_name}", _fake, lib=_library)
+    _library.impl(_name, _with_gradient(_below_autograd(_operator), _setup, _backward), "Autograd")
+    _TRANSFORMABLE[_name] = _transformable(_operator, _setup, _backward)
+_library.impl("conv_transpose2d", _autocast("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
+_library.impl("conv_transpose2d", _autocast("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
+
+# conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
+conv_transpose2d_directly = _with_gradient(_conv_transpose2d, _conv_transpose2d_setup, _conv_transpose2d_backward)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from gemmconv.geometry import Pair, Problem
+from gemmconv.geometry import Pair, Problem, output_extent
 
 PRECISIONS = ("ieee", "tf32")
 _AXES = ("height", "width")
@@ -42,6 +42,12 @@ def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
     return (values[0], values[-1])
 
 
+def integer(where: str, argument: str, value: object) -> None:
+    """Raises TypeError where ``value`` is no int."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        fail(TypeError, where, argument, "be an int", repr(value))
+
+
 def tensor(where: str, argument: str, value: object) -> None:
     """Raises TypeError where ``value`` is no tensor."""
     if not isinstance(value, torch.Tensor):
@@ -54,8 +60,8 @@ def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str
     Raises:
         ValueError: an unknown algorithm or precision, or a workspace limit below 1 byte.
     """
-    names = ("auto", *algorithms)
-    if algorithm not in names:
+    if algorithm != "auto" and algorithm not in algorithms:
+        names = ("auto", *algorithms)
         fail(ValueError, where, "algorithm", f"be one of {', '.join(names)}", repr(algorithm))
     if precision is not None and precision not in PRECISIONS:
         fail(ValueError, where, "precision", f"be None or one of {', '.join(PRECISIONS)}", repr(precision))
@@ -122,7 +128,7 @@ def parameters(
         ("padding", padding, 0),
         ("output_padding", output_padding, 0),
     ):
-        if min(values) < least:
+        if _any_below(least, values):
             fail(RuntimeError, where, name, f"be at least {least} on both axes", tuple(values))
     if groups < 1:
         fail(RuntimeError, where, "groups", "be at least 1", groups)
@@ -162,16 +168,11 @@ def problem(
         rule = "have shape [C_in, C_out/groups, K_h, K_w]"
         fail(RuntimeError, where, "weight", rule, list(weight_shape))
     kernel_size = (weight_shape[2], weight_shape[3])
+    if _any_below(1, weight_shape):
+        rule = "have at least one input channel, output channel and tap"
+        fail(RuntimeError, where, "weight", rule, f"shape {list(weight_shape)}")
     parameters(where, stride, padding, output_padding, groups, dilation, kernel_size)
     in_channels = weight_shape[0]
-    if in_channels < 1 or weight_shape[1] < 1:
-        fail(
-            RuntimeError,
-            where,
-            "weight",
-            "have at least one input and one output channel",
-            list(weight_shape),
-        )
     if in_channels % groups:
         rule = f"have a number of input channels that groups={groups} divides"
         fail(RuntimeError, where, "weight", rule, f"{in_channels} in shape {list(weight_shape)}")
@@ -192,7 +193,7 @@ def problem(
         output_padding,
         dilation,
     )
-    if min(result.output_size) < 1:
+    if _any_below(1, result.output_size):
         rule = f"leave an output of at least 1x1 for an input of {input_shape[2]}x{input_shape[3]}"
         got = f"{tuple(padding)}, an output of {result.output_size[0]}x{result.output_size[1]}"
         fail(RuntimeError, where, "padding", rule, got, "use less padding or a larger input")
@@ -220,6 +221,7 @@ def shape(where: str, argument: str, actual: Sequence[int], expected: Sequence[i
 
 def fold_geometry(
     where: str,
+    argument: str,
     output_size: Pair,
     kernel_size: Pair,
     dilation: Pair,
@@ -237,9 +239,9 @@ def fold_geometry(
     if shape[1] < 1:
         fail(RuntimeError, where, "the number of channels", "be at least 1", shape[1])
     reaches = [output_size[a] + 2 * padding[a] - dilation[a] * (kernel_size[a] - 1) - 1 for a in (0, 1)]
-    if min(reaches) < 0 or min(output_size) < 1:
-        rule = f"be at least as large as the kernel's window with kernel_size={kernel_size}, dilation={dilation}, "
-        fail(RuntimeError, where, "the image", rule + f"padding={padding}", tuple(output_size))
+    if _any_below(0, reaches) or _any_below(1, output_size):
+        rule = f"be at least the window of kernel_size={kernel_size}, dilation={dilation}, less 2 * padding={padding}"
+        fail(RuntimeError, where, argument, rule, tuple(output_size))
     return Problem(
         shape[0],
         1,
@@ -264,10 +266,69 @@ def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) ->
     if len(columns_shape) != 3:
         rule = "have shape [N, C*K_h*K_w, L] or [C*K_h*K_w, L]"
         fail(RuntimeError, where, "columns", rule, list(columns_shape))
-    if taps < 1 or columns_shape[1] % taps:
+    if _any_below(1, kernel_size):
+        fail(RuntimeError, where, "kernel_size", "be at least 1 on both axes", kernel_size)
+    if columns_shape[1] % taps:
         rule = f"have a second extent that K_h*K_w = {taps} divides"
         fail(RuntimeError, where, "columns", rule, list(columns_shape))
     return columns_shape[0], columns_shape[1] // taps
+
+
+def module(where: str, in_channels: int, out_channels: int, groups: int, padding_mode: str) -> None:
+    """Check what torch.nn.ConvTranspose2d checks when it is made.
+
+    Raises:
+        ValueError: groups that are not positive or do not divide the channels, a padding_mode other than "zeros".
+    """
+    if groups < 1:
+        fail(ValueError, where, "groups", "be at least 1", groups)
+    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if channels % groups:
+            fail(ValueError, where, name, f"be divisible by groups={groups}", channels)
+    if padding_mode != "zeros":
+        fail(ValueError, where, "padding_mode", 'be "zeros", the only one there is', repr(padding_mode))
+
+
+def output_padding_for(
+    where: str,
+    output_size: Sequence[int],
+    input_shape: Sequence[int],
+    kernel_size: Pair,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+) -> Pair:
+    """The output_padding that gives an ``output_size``.
+
+    Args:
+        where: subject of messages.
+        output_size: ``[H_out, W_out]``, or with what stands before it in the output's shape, which is not looked at.
+        input_shape: ``[N, C_in, H, W]`` or ``[C_in, H, W]``.
+        kernel_size, stride, padding, dilation: of the layer.
+
+    Raises:
+        ValueError: another number of elements, or a size that no output_padding below the stride gives.
+    """
+    before = len(input_shape) - 2
+    if len(output_size) not in (2, 2 + before):
+        rule = f"have 2 or {2 + before} elements for a {len(input_shape)}-D input"
+        fail(ValueError, where, "output_size", rule, output_size)
+    result = []
+    for axis, label in enumerate(_AXES):
+        least = output_extent(
+            input_shape[before + axis], kernel_size[axis], stride[axis], padding[axis], 0, dilation[axis]
+        )
+        size, most = output_size[len(output_size) - 2 + axis], least + stride[axis] - 1
+        if size < least or size > most:
+            rule = f"be from {least} to {most} on the {label} axis for an input of shape {list(input_shape)}"
+            fail(ValueError, where, "output_size", rule, output_size)
+        result.append(size - least)
+    return result[0], result[1]
+
+
+def _any_below(least: int, values: Sequence[int]) -> bool:
+    """Whether any value is less. Unlike ``min``, it compares no two values, which would tie a compiled graph's sizes."""
+    return any(value < least for value in values)
 
 
 def _name(dtype: torch.dtype) -> str:

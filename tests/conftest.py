@@ -19,6 +19,8 @@ import torch
 
 from tests.samples import DEVICES
 
+torch.set_num_threads(1)  # the tensors are tiny: threads would mostly wait for each other
+
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

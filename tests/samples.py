@@ -94,11 +94,19 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(order)
 
 
+def offset(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values one element into a storage: contiguous, but aligned to nothing."""
+    wide = tensor.new_full((tensor.numel() + 1,), torch.nan)
+    view = wide[1:].view(tensor.shape)
+    view.copy_(tensor)
+    return view
+
+
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
-LAYOUTS = {"channels_last": channels_last, "transposed": transposed, "spread": spread}
+LAYOUTS = {"channels_last": channels_last, "transposed": transposed, "spread": spread, "offset": offset}
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import gemmconv
 from gemmconv.algorithms import ALGORITHMS
@@ -15,6 +16,9 @@ SMALL_CASES = [
     Case(2, 2, 3, (3, 2), (2, 3), (2, 1), (1, 0), (1, 0), (1, 2)),
     Case(1, 4, 2, (2, 3), (3, 2), (3, 2), (1, 1), (2, 0), (2, 1), groups=2),
 ]
+# From torch's own compiler.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+
 by_algorithm = pytest.mark.parametrize("algorithm", NAMES)
 by_case = pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.id)
 

@@ -13,7 +13,7 @@ import torch
 import gemmconv
 from gemmconv.algorithms import ALGORITHMS
 from tests import reference
-from tests.cases import FEW_CASES, Case
+from tests.cases import CASES, FEW_CASES, Case
 from tests.samples import Sample, conv_precision, expected, sample
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +69,7 @@ def test_conv_transpose2d_repeats_to_the_bit(case, dtype, algorithm):
 
 
 @by_own_algorithm
-def test_conv_transpose2d_repeats_to_the_bit_in_every_workspace(algorithm):
+def test_conv_transpose2d_agrees_within_every_workspace(algorithm):
     """The forward sums of an output do not depend on the chunk that it falls into."""
     data = sample(LAYER, torch.float64, "cuda")
     options = {"algorithm": algorithm, "precision": "ieee"}
@@ -351,6 +351,18 @@ def error_of(results):
     exact = expected(PRECISE, torch.float32)
     wanted = (exact.output, exact.input_grad, exact.weight_grad)
     return max(reference.relative_error(one, other) for one, other in zip(results, wanted, strict=False))
+
+
+@by_algorithm
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_precision_tf32_matches_reference(case, algorithm, poison):
+    data = sample(case, torch.float32, "cuda")
+    poison("cuda")
+    with conv_precision("tf32"):
+        results = step(data, case, algorithm=algorithm, precision="tf32")
+    exact = expected(case, torch.float32)
+    for actual, wanted in zip(results, (exact.output, exact.input_grad, exact.weight_grad), strict=False):
+        reference.assert_close(actual, wanted, torch.float32, "tf32")
 
 
 @by_own_algorithm

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import gemmconv
 from tests import reference
-from tests.samples import channels_last, spread, transposed
+from tests.samples import channels_last, offset, spread, transposed
 
 # image size, kernel_size, dilation, padding, stride
 WINDOWS = [
@@ -88,7 +88,7 @@ def test_col2im_gradient_is_the_unfold(window, device, poison):
     assert reference.relative_error(columns.grad, exact) == 0
 
 
-@pytest.mark.parametrize("layout", [channels_last, transposed, spread])
+@pytest.mark.parametrize("layout", [channels_last, transposed, spread, offset])
 def test_im2col_accepts_any_strides(layout, device):
     images = torch.randn(2, 3, 7, 9, device=device)
     expected = torch.nn.functional.unfold(images, 3, padding=1)
@@ -97,7 +97,7 @@ def test_im2col_accepts_any_strides(layout, device):
     assert torch.equal(gemmconv.im2col(expanded, 3), torch.nn.functional.unfold(expanded.contiguous(), 3))
 
 
-@pytest.mark.parametrize("layout", [transposed, spread])
+@pytest.mark.parametrize("layout", [transposed, spread, offset])
 def test_col2im_accepts_any_strides(layout, device):
     columns = torch.randn(2, 27, 35, dtype=torch.float64, device=device)
     expected = torch.nn.functional.fold(columns, (7, 9), 3)

@@ -1,5 +1,6 @@
 """Compiling every kernel for every architecture without a GPU, compile errors, and the cache on disk."""
 
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -243,13 +244,14 @@ def test_cache_that_stops_being_writable_warns_once_and_compiling_works(tmp_path
 
 
 def compile_into(folder, start, results):
-    """Run in another process: wait for all, compile two kernels into the same cache."""
-    start.wait()
+    """Run in another process: wait for the others, compile two kernels into one cache, report their digests."""
+    start.wait(timeout=60)
     cache = KernelCache(folder)
     im2col = ("im2col.cu", fold_kernels.im2col_macros(PROBLEMS["decoder"], torch.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        results.put([compiler.compile(*kernel, "sm_90a", cache=cache).cubin for kernel in (SMALL, im2col)])
+        cubins = [compiler.compile(*kernel, "sm_90a", cache=cache).cubin for kernel in (SMALL, im2col)]
+    results.put([hashlib.sha256(cubin).hexdigest() for cubin in cubins])
 
 
 def test_cache_may_be_filled_by_several_processes_at_once(tmp_path):
@@ -259,11 +261,11 @@ def test_cache_may_be_filled_by_several_processes_at_once(tmp_path):
     processes = [context.Process(target=compile_into, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
-    cubins = [results.get(timeout=120) for _ in processes]
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=90)
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    assert all(pair == cubins[0] for pair in cubins)
+    digests = [results.get(timeout=10) for _ in processes]
+    assert all(pair == digests[0] for pair in digests)
     assert len(entries(tmp_path / "kernels")) == 2
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import get_args
 
 import torch
@@ -13,7 +14,7 @@ from gemmconv.algorithms import ALGORITHMS, Algorithm
 from gemmconv.algorithms.base import Config, Direction, Precision
 from gemmconv.compare.layers import Layer
 from gemmconv.compare.photo import windows
-from gemmconv.compare.timing import median_ms
+from gemmconv.compare.timing import medians_ms
 from gemmconv.module import ConvTranspose2d
 from gemmconv.selection import choose, torch_precision
 
@@ -124,7 +125,7 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
 
 def steps_per_layer() -> int:
     """How many steps :func:`measure_layer` reports."""
-    return 2 + len(ALGORITHMS)
+    return 4 + len(ALGORITHMS)
 
 
 def measure_layer(
@@ -135,6 +136,9 @@ def measure_layer(
     step: Step = lambda name: None,
 ) -> list[Row]:
     """Measure torch and every algorithm on one layer.
+
+    Torch's layer runs first, with cuDNN's benchmark mode on. torch keeps what that finds, so ``native`` is timed
+    with the same cuDNN kernels.
 
     Args:
         layer: the layer, at the size to measure.
@@ -148,21 +152,24 @@ def measure_layer(
     """
     current = torch_precision(dtype, device)
     config = Config(layer.problem, dtype, device, precision or current, torch_precision=current)
-    bars = error_bar(dtype, config.precision), error_bar(dtype, current)
-    step("input and reference")
-    with _cudnn_setting():
+    chosen = choose(config, "auto", "compare").name
+    with _restored_benchmark_flag():
+        step("input and reference")
+        # In float64 the reference may be the first to run torch's layer at this size, and the first call decides.
+        torch.backends.cudnn.benchmark = dtype == torch.float64
         data = _make_data(layer, device, dtype)
 
         step(BASELINE)
-        with _cudnn_setting(benchmark=True):
-            blank = Row(layer, BASELINE, current, bar=bars[1], gradient_bar=10 * bars[1])
-            baseline = _measure(blank, _module(layer, data, None, None), data, device)
+        torch.backends.cudnn.benchmark = True
+        modules = {0: _module(layer, data, None, None)}
+        bar = error_bar(dtype, current)
+        rows = [_check(Row(layer, BASELINE, current, bar=bar, gradient_bar=10 * bar), modules[0], data)]
+        torch.backends.cudnn.benchmark = False
+
         # A weight gradient sums over all pixels: where torch loses more than the bar, twice that is right.
-        gradient_bar = bars[0]
-        if baseline.gradient_error is not None and not baseline.wrong:
-            gradient_bar = max(gradient_bar, 2 * baseline.gradient_error)
-        chosen = choose(config, "auto", "compare").name
-        rows = [baseline]
+        bar = gradient_bar = error_bar(dtype, config.precision)
+        if rows[0].gradient_error is not None and not rows[0].wrong:
+            gradient_bar = max(bar, 2 * rows[0].gradient_error)
         for algorithm in ALGORITHMS:
             step(algorithm.name)
             row = Row(
@@ -171,27 +178,20 @@ def measure_layer(
                 config.precision,
                 chosen=algorithm.name == chosen,
                 skipped=algorithm.why_not(config),
-                bar=bars[0],
+                bar=bar,
                 gradient_bar=gradient_bar,
             )
             if row.skipped is None:
-                row = replace(row, workspace_bytes=_workspace_bytes(algorithm, config))
-                row = _measure(row, _module(layer, data, algorithm.name, precision), data, device)
-            if config.precision == current:
-                row = replace(
-                    row,
-                    forward_ratio=_ratio(baseline.forward_ms, row.forward_ms),
-                    both_ratio=_ratio(baseline.both_ms, row.both_ms),
-                )
+                module = modules[len(rows)] = _module(layer, data, algorithm.name, precision)
+                row = _check(replace(row, workspace_bytes=_workspace_bytes(algorithm, config)), module, data)
             rows.append(row)
-    return rows
+        return _with_times(rows, modules, data, device, step)
 
 
 @contextmanager
-def _cudnn_setting(benchmark: bool = False) -> Iterator[None]:
-    """Set ``torch.backends.cudnn.benchmark`` and put it back after."""
+def _restored_benchmark_flag() -> Iterator[None]:
+    """Put ``torch.backends.cudnn.benchmark`` back after."""
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = benchmark
     try:
         yield
     finally:
@@ -223,11 +223,11 @@ def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:
         masked = torch.zeros_like(grad_output)
         masked[images] = grad_output[images]
 
-    weight64 = weight.double().requires_grad_()
-    bias64 = None if bias is None else bias.double().requires_grad_()
+    weight64 = weight.to(torch.float64, copy=True).requires_grad_()
+    bias64 = None if bias is None else bias.to(torch.float64, copy=True).requires_grad_()
     outputs, grad_inputs = [], []
     for image in images:  # one at a time, to bound the memory that float64 takes
-        x64 = x[image : image + 1].double().requires_grad_()
+        x64 = x[image : image + 1].to(torch.float64, copy=True).requires_grad_()
         output = torch.nn.functional.conv_transpose2d(
             x64,
             weight64,
@@ -282,41 +282,72 @@ def _module(layer: Layer, data: _Data, algorithm: str | None, precision: Precisi
     return module
 
 
-def _measure(row: Row, module: torch.nn.ConvTranspose2d, data: _Data, device: torch.device) -> Row:
-    """Fill in errors and, where both are within their bars, times."""
-    leaves = (data.x, *module.parameters())
+def _forward(module: torch.nn.ConvTranspose2d, data: _Data) -> torch.Tensor:
+    with torch.no_grad():
+        output: torch.Tensor = module(data.x)
+    return output
 
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            output: torch.Tensor = module(data.x)
-        return output
 
-    def both(grad_output: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(module(data.x), leaves, grad_output)
+def _both(module: torch.nn.ConvTranspose2d, data: _Data, grad_output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of input, weight and bias."""
+    return torch.autograd.grad(module(data.x), (data.x, *module.parameters()), grad_output)
 
+
+def _check(row: Row, module: torch.nn.ConvTranspose2d, data: _Data) -> Row:
+    """Fill in the errors."""
     try:
-        output = forward()
-        grad_input, *grads = both(data.masked)
-        references = [data.grad_weight] if data.grad_bias is None else [data.grad_weight, data.grad_bias]
-        errors = [
-            relative_error(grad_input[data.images], data.grad_input),
-            *(relative_error(grad, reference) for grad, reference in zip(grads, references, strict=True)),
-        ]
-        row = replace(
-            row,
-            error=relative_error(output[data.images], data.output),
-            gradient_error=next((error for error in errors if error != error), max(errors)),
-        )
-        del output, grad_input, grads
-        if row.wrong:
-            return row
-        return replace(
-            row,
-            forward_ms=median_ms(forward, device),
-            both_ms=median_ms(lambda: both(data.grad_output), device),
-        )
+        output = _forward(module, data)
+        grad_input, *grads = _both(module, data, data.masked)
     except (NotImplementedError, torch.cuda.OutOfMemoryError) as error:
         return replace(row, skipped=str(error).splitlines()[0])
+    references = [data.grad_weight] if data.grad_bias is None else [data.grad_weight, data.grad_bias]
+    errors = [
+        relative_error(grad_input[data.images], data.grad_input),
+        *(relative_error(grad, reference) for grad, reference in zip(grads, references, strict=True)),
+    ]
+    return replace(
+        row,
+        error=relative_error(output[data.images], data.output),
+        gradient_error=next((error for error in errors if error != error), max(errors)),
+    )
+
+
+def _with_times(
+    rows: Sequence[Row],
+    modules: Mapping[int, torch.nn.ConvTranspose2d],
+    data: _Data,
+    device: torch.device,
+    step: Step,
+) -> list[Row]:
+    """Fill in times and ratios of the rows whose result is right; torch's is row 0."""
+    right = [index for index, row in enumerate(rows) if row.skipped is None and not row.wrong]
+
+    def benchmark_for_torch(turn: int) -> None:
+        torch.backends.cudnn.benchmark = rows[right[turn]].algorithm == BASELINE
+
+    def medians(run: Callable[[torch.nn.ConvTranspose2d], object]) -> dict[int, float]:
+        runs = [partial(run, modules[index]) for index in right]
+        return dict(zip(right, medians_ms(runs, device, benchmark_for_torch), strict=True))
+
+    step("forward times")
+    forward = medians(lambda module: _forward(module, data))
+    step("forward and backward times")
+    both = medians(lambda module: _both(module, data, data.grad_output))
+
+    def ratio(times: dict[int, float], index: int) -> float | None:
+        comparable = index != 0 and 0 in times and index in times and rows[index].precision == rows[0].precision
+        return times[0] / times[index] if comparable else None
+
+    return [
+        replace(
+            row,
+            forward_ms=forward.get(index),
+            both_ms=both.get(index),
+            forward_ratio=ratio(forward, index),
+            both_ratio=ratio(both, index),
+        )
+        for index, row in enumerate(rows)
+    ]
 
 
 def _workspace_bytes(algorithm: Algorithm, config: Config) -> int | None:
@@ -324,7 +355,3 @@ def _workspace_bytes(algorithm: Algorithm, config: Config) -> int | None:
     if algorithm.name == "native":
         return None
     return max(algorithm.workspace_bytes(config, direction) for direction in get_args(Direction))
-
-
-def _ratio(baseline: float | None, mine: float | None) -> float | None:
-    return None if baseline is None or mine is None else baseline / mine

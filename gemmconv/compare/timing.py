@@ -3,63 +3,73 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 
 _FLUSH_BYTES = 128 * 2**20
 _WARM_UPS = 3
-_LEAST_RUNS, _MOST_RUNS = 5, 50
-_CUDA_SECONDS, _CPU_SECONDS = 0.5, 0.5
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
+_SECONDS_EACH = 0.5
+
+Run = Callable[[], object]
 
 
-def median_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Median time of one call, in milliseconds.
+def medians_ms(
+    runs: Sequence[Run], device: torch.device, before: Callable[[int], None] = lambda index: None
+) -> list[float]:
+    """Median time of a call of each run, in milliseconds.
 
-    Calls are repeated 5 to 50 times, fewer when each is long; the first ones are not counted. On CUDA the
-    time is that of the device, between two events, with the L2 cache overwritten before the first.
+    The runs take turns, so that a machine that slows down slows all of them: 5 to 50 rounds, fewer when a round
+    is long, after some that are not counted. On CUDA the time is that of the device, between two events, with
+    the L2 cache overwritten before the first.
 
     Args:
-        run: what to time.
-        device: where ``run`` does its work.
+        runs: what to time.
+        device: where they do their work.
+        before: called with the index of a run before each of its calls, outside the timed part.
 
-    >>> median_ms(lambda: None, torch.device("cpu")) < 1
+    >>> medians_ms([lambda: None], torch.device("cpu"))[0] < 1
     True
     """
-    return _cuda_ms(run, device) if device.type == "cuda" else _cpu_ms(run)
+    if not runs:
+        return []
+    rounds = _cuda_rounds if device.type == "cuda" else _cpu_rounds
+    estimate = sum(min(times) for times in rounds(runs, device, before, _WARM_UPS)) * 1e-3
+    count = int(_SECONDS_EACH * len(runs) / max(estimate, 1e-9))
+    count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
+    return [median(times) for times in rounds(runs, device, before, count)]
 
 
-def _cpu_ms(run: Callable[[], object]) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+def _cpu_rounds(
+    runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
+) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(count):
+        for index, run in enumerate(runs):
+            before(index)
+            start = time.perf_counter()
+            run()
+            times[index].append(1e3 * (time.perf_counter() - start))
+    return times
 
-    estimate = min(once() for _ in range(2))
-    return 1e3 * median(once() for _ in range(_runs(estimate, _CPU_SECONDS)))
 
-
-def _cuda_ms(run: Callable[[], object], device: torch.device) -> float:
+def _cuda_rounds(
+    runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
+) -> list[list[float]]:
+    pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
     with torch.cuda.device(device):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         flush = torch.empty(max(_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
-
-        def events(count: int) -> list[float]:
-            pairs = []
-            for _ in range(count):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(count):
+            for index, run in enumerate(runs):
+                before(index)
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()
                 start.record()
                 run()
                 end.record()
-                pairs.append((start, end))
-            torch.cuda.synchronize(device)
-            return [start.elapsed_time(end) for start, end in pairs]
-
-        estimate = min(events(_WARM_UPS)) * 1e-3
-        return median(events(_runs(estimate, _CUDA_SECONDS)))
-
-
-def _runs(seconds_each: float, budget: float) -> int:
-    return max(_LEAST_RUNS, min(_MOST_RUNS, int(budget / max(seconds_each, 1e-9))))
+                pairs[index].append((start, end))
+        torch.cuda.synchronize(device)
+    return [[start.elapsed_time(end) for start, end in events] for events in pairs]

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver
-from cuda.core import ObjectCode
+from cuda.core import Device, ObjectCode
 
 from gemmconv.runtime.cache import default_cache
 from gemmconv.runtime.compiler import Macros, compile
 
 Extent3 = tuple[int, int, int]
 
-_current_stream = torch._C._cuda_getCurrentRawStream
 _load_lock = threading.Lock()
 
 
@@ -28,24 +27,27 @@ class Kernel:
         self._kernel = code.get_kernel(name)  # keeps the loaded code alive
         self._function = driver.CUfunction(int(self._kernel.handle))
         self._device_index = device_index
+        self._current_stream = torch._C._cuda_getCurrentRawStream  # torch has it only where it is built for CUDA
 
     def launch(self, grid: Extent3, block: Extent3, params: ctypes.Structure, shared_bytes: int = 0) -> None:
-        """Enqueue one launch; ``params`` is copied before this returns."""
-        argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        (status,) = driver.cuLaunchKernel(
-            self._function,
-            *grid,
-            *block,
-            shared_bytes,
-            _current_stream(self._device_index),
-            ctypes.addressof(argument),
-            0,
-        )
+        """Enqueue one launch on torch's current stream; ``params`` is copied before this returns."""
+        status = self._enqueue(grid, block, params, shared_bytes)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has no context.
+            Device(self._device_index).set_current()
+            status = self._enqueue(grid, block, params, shared_bytes)
         if status:
             raise RuntimeError(
                 f"{self.name}: launch failed with {status.name}; grid {grid}, block {block}, "
                 f"{shared_bytes} bytes of shared memory"
             )
+
+    def _enqueue(self, grid: Extent3, block: Extent3, params: ctypes.Structure, shared_bytes: int) -> driver.CUresult:
+        argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        stream = self._current_stream(self._device_index)
+        address = ctypes.addressof(argument)
+        (status,) = driver.cuLaunchKernel(self._function, *grid, *block, shared_bytes, stream, address, 0)
+        return status
 
 
 def architecture(device_index: int) -> str:

@@ -1,0 +1,278 @@
+"""What surrounds a call: transforms of torch.func, forward-mode differentiation, hooks, modes, subclasses."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import gemmconv
+from tests.cases import Case
+from tests.samples import sample
+
+CASE = Case(3, 4, 6, (4, 5), (3, 2), (2, 1), (1, 0), (1, 0), (1, 2), groups=2)
+OPTIONS = CASE.parameters
+
+
+def ours(input, weight, bias=None):
+    return gemmconv.conv_transpose2d(input, weight, bias, **OPTIONS)
+
+
+def theirs(input, weight, bias=None):
+    return torch.nn.functional.conv_transpose2d(input, weight, bias, **OPTIONS)
+
+
+def tensors(device, copies=None):
+    """Return input, weight and bias in float64; `copies` adds a leading dimension of different values."""
+    data = sample(CASE, torch.float64, device)
+    found = (data.input, data.weight, data.bias)
+    if copies is None:
+        return found
+    return tuple(torch.stack([tensor * (k + 1) for k in range(copies)]) for tensor in found)
+
+
+def assert_all_equal(actual, wanted):
+    for one, other in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# torch.func
+
+
+@pytest.mark.parametrize(
+    "in_dims",
+    [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, None), (0, 0, 0)],
+    ids=["input", "weight", "bias", "input_weight", "all"],
+)
+def test_conv_transpose2d_under_vmap_matches_a_loop(in_dims, device):
+    plain, stacked = tensors(device), tensors(device, copies=3)
+    arguments = [plain[i] if dim is None else stacked[i] for i, dim in enumerate(in_dims)]
+    rows = [
+        ours(*(tensor if dim is None else tensor[k] for tensor, dim in zip(arguments, in_dims, strict=True)))
+        for k in range(3)
+    ]
+    torch.testing.assert_close(vmap(ours, in_dims)(*arguments), torch.stack(rows))
+
+
+def test_conv_transpose2d_under_vmap_of_another_dimension_matches_a_loop(device):
+    images, weight, bias = tensors(device, copies=3)
+    actual = vmap(ours, in_dims=(3, None, None), out_dims=1)(images.movedim(0, 3), weight[0], bias[0])
+    wanted = torch.stack([ours(images[k], weight[0], bias[0]) for k in range(3)], dim=1)
+    torch.testing.assert_close(actual, wanted)
+
+
+def test_conv_transpose2d_under_vmap_of_single_images_matches_the_batch(device):
+    images, weight, bias = tensors(device)
+    actual = vmap(ours, in_dims=(0, None, None))(images, weight, bias)
+    torch.testing.assert_close(actual, ours(images, weight, bias))
+
+
+def test_conv_transpose2d_gives_gradients_per_sample(device):
+    images, weight, bias = tensors(device)
+
+    def loss(function):
+        return lambda image, weight, bias: function(image[None], weight, bias).square().sum()
+
+    actual = vmap(grad(loss(ours), argnums=(1, 2)), in_dims=(0, None, None))(images, weight, bias)
+    rows = [grad(loss(theirs), argnums=(1, 2))(image, weight, bias) for image in images]
+    assert_all_equal(actual, [torch.stack(column) for column in zip(*rows, strict=True)])
+
+
+def test_conv_transpose2d_under_func_grad_and_vjp_matches_torch(device):
+    results = []
+    for function in (ours, theirs):
+        gradients = grad(lambda *given, f=function: f(*given).sin().sum(), argnums=(0, 1, 2))(*tensors(device))
+        output, pull_back = vjp(function, *tensors(device))
+        results.append([*gradients, output, *pull_back(output.cos())])
+    assert_all_equal(*results)
+
+
+def test_conv_transpose2d_under_jacrev_twice_matches_torch(device):
+    """The mixed second derivative of a bilinear map is not zero."""
+    small = tuple(tensor[:1, :, :2, :2] if tensor.ndim == 4 else tensor for tensor in tensors(device))
+    small = (small[0], tensors(device)[1])
+    results = [
+        jacrev(jacrev(lambda x, w, f=function: f(x, w).sum((0, 2, 3)), argnums=0), argnums=1)(*small)
+        for function in (ours, theirs)
+    ]
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("function", ["im2col", "col2im"])
+def test_folds_under_vmap_and_grad_match_torch(function, device):
+    images = torch.randn(3, 2, 4, 5, 6, dtype=torch.float64, device=device)
+    columns = torch.nn.functional.unfold(images[0], (3, 2), padding=1)
+    if function == "im2col":
+        pair = (gemmconv.im2col, torch.nn.functional.unfold)
+        calls = [lambda x, f=f: f(x, (3, 2), padding=1) for f in pair]
+        values = images
+    else:
+        pair = (gemmconv.col2im, torch.nn.functional.fold)
+        calls = [lambda x, f=f: f(x, (5, 6), (3, 2), padding=1) for f in pair]
+        values = torch.stack([columns, 2 * columns, -columns])
+    rows = torch.stack([calls[1](value) for value in values])
+    torch.testing.assert_close(vmap(calls[0])(values), rows)
+    gradients = [vmap(grad(lambda x, f=f: f(x).sin().sum()))(values) for f in calls]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+# Forward-mode differentiation: the right tangent or an error, never a tangent that is lost.
+
+
+def tangent_or_refusal(compute):
+    try:
+        return compute()
+    except (RuntimeError, NotImplementedError) as refusal:
+        assert "forward" in str(refusal).lower() or "jvp" in str(refusal).lower(), refusal
+        return None
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["input", "weight", "bias"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_conv_transpose2d_of_dual_tensors_is_right_or_refused(needs_grad, which, device):
+    results = []
+    for function in (ours, theirs):
+        with forward_ad.dual_level():
+            given = [tensor.requires_grad_(needs_grad) for tensor in tensors(device)]
+            given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+            results.append(
+                tangent_or_refusal(lambda f=function, x=given: forward_ad.unpack_dual(f(*x)).tangent.detach())
+            )
+    if results[0] is not None:
+        torch.testing.assert_close(results[0], results[1])
+
+
+def test_conv_transpose2d_under_func_jvp_is_right_or_refused(device):
+    given = tensors(device)
+    directions = tuple(torch.ones_like(tensor) for tensor in given)
+    results = [
+        tangent_or_refusal(lambda f=function: jvp(f, given, directions)) for function in (ours, theirs)
+    ]
+    if results[0] is not None:
+        assert_all_equal(*results)
+
+
+# Hooks on saved tensors, checkpoints, in-place changes
+
+
+def test_conv_transpose2d_saves_its_tensors_through_the_hooks(device):
+    given = [tensor.requires_grad_() for tensor in tensors(device)]
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.cpu()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.to(device)):
+        output = ours(*given)
+    assert sorted(packed) == sorted([given[0].shape, given[1].shape])
+    assert_all_equal(
+        torch.autograd.grad(output.sin().sum(), given), torch.autograd.grad(theirs(*given).sin().sum(), given)
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_conv_transpose2d_in_a_checkpoint_has_the_same_gradients(use_reentrant, device):
+    given = [tensor.requires_grad_() for tensor in tensors(device)]
+    output = checkpoint(ours, *given, use_reentrant=use_reentrant)
+    output.sin().sum().backward()
+    assert_all_equal(
+        [tensor.grad for tensor in given], torch.autograd.grad(theirs(*given).sin().sum(), given)
+    )
+
+
+def test_conv_transpose2d_notices_a_saved_tensor_that_changed(device):
+    images, weight, _ = tensors(device)
+    output = ours(images, weight.requires_grad_())
+    images.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_conv_transpose2d_frees_its_graph_after_backward(device):
+    given = [tensor.requires_grad_() for tensor in tensors(device)]
+    output = ours(*given).sum()
+    output.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        output.backward()
+
+
+# Modes and subclasses must see the call
+
+
+class Tagged(torch.Tensor):
+    """A subclass without behaviour of its own; torch's functions return it."""
+
+
+def test_conv_transpose2d_keeps_tensor_subclasses(device):
+    images, weight, bias = tensors(device)
+    for function in (ours, theirs):
+        output = function(images.as_subclass(Tagged), weight, bias)
+        assert type(output) is Tagged
+    torch.testing.assert_close(output.as_subclass(torch.Tensor), ours(images, weight, bias))
+
+
+def test_conv_transpose2d_is_seen_by_a_function_mode(device):
+    seen = []
+
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        ours(*tensors(device))
+    assert any("conv_transpose2d" in name for name in seen)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_conv_transpose2d_is_seen_by_a_dispatch_mode(needs_grad, device):
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    given = [tensor.requires_grad_(needs_grad) for tensor in tensors(device)]
+    with Recorder():
+        output = ours(*given)
+        if needs_grad:
+            output.sum().backward()
+    assert "gemmconv.conv_transpose2d.default" in seen
+    if needs_grad:
+        assert "gemmconv.conv_transpose2d_input_grad.default" in seen
+        assert "gemmconv.conv_transpose2d_weight_grad.default" in seen
+
+
+def test_conv_transpose2d_appears_in_a_profile(device):
+    given = tensors(device)
+    ours(*given)
+    with torch.profiler.profile() as profile:
+        ours(*given)
+    assert "gemmconv::conv_transpose2d" in {event.key for event in profile.key_averages()}
+
+
+def test_conv_transpose2d_takes_inference_tensors(device):
+    with torch.inference_mode():
+        made_inside = tensors(device)
+        inside = ours(*made_inside)
+    assert inside.is_inference()
+    outside = ours(*tensors(device))
+    assert not outside.is_inference()
+    assert torch.equal(inside, outside)
+    mixed = ours(made_inside[0], *tensors(device)[1:])
+    assert torch.equal(mixed, outside)
+
+
+def test_conv_transpose2d_is_the_same_through_the_operator(device):
+    """The public function may take a shorter way; the operator is the definition."""
+    images, weight, bias = (tensor.requires_grad_() for tensor in tensors(device))
+    geometry = (OPTIONS["stride"], OPTIONS["padding"], OPTIONS["output_padding"], 2, OPTIONS["dilation"])
+    outputs = [ours(images, weight, bias), torch.ops.gemmconv.conv_transpose2d(images, weight, bias, *geometry)]
+    gradients = [torch.autograd.grad(output.sin().sum(), (images, weight, bias)) for output in outputs]
+    assert torch.equal(*outputs)
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
