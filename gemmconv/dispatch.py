@@ -7,13 +7,12 @@ all. Such a call may go to the implementation directly. Whatever is not recognis
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 _included = torch._C._dispatch_tls_local_include_set
 _excluded = torch._C._dispatch_tls_local_exclude_set
+_keys_of = torch._C._dispatch_keys
 
 
 def _thread_state() -> tuple[int, int]:
@@ -29,17 +28,18 @@ def _default_thread_states() -> frozenset[tuple[int, int]]:
         return frozenset((_thread_state(), inference))
 
 
-@cache
-def _plain_keys(device_type: str) -> frozenset[int]:
+def _keys_of_dense(device_type: str) -> set[int]:
     """The dispatch keys of dense tensors of a device, made outside and inside inference mode."""
     with torch.inference_mode(False):
-        ordinary = torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr()
+        ordinary = _keys_of(torch.empty(0, device=device_type)).raw_repr()
     with torch.inference_mode():
-        inference = torch._C._dispatch_keys(torch.empty(0, device=device_type)).raw_repr()
-    return frozenset((ordinary, inference))
+        inference = _keys_of(torch.empty(0, device=device_type)).raw_repr()
+    return {ordinary, inference}
 
 
 _THREAD_STATES = _default_thread_states()
+_plain_keys = {"cpu": _keys_of_dense("cpu")}  # by device type; CUDA's come with its first tensor
+_all_plain_keys = set(_plain_keys["cpu"])
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -56,9 +56,15 @@ def is_plain(*tensors: Tensor | None) -> bool:
             continue
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             return False
-        device_type = tensor.device.type
-        if device_type not in ("cpu", "cuda") or torch._C._dispatch_keys(tensor).raw_repr() not in _plain_keys(
-            device_type
-        ):
+        if _keys_of(tensor).raw_repr() not in _all_plain_keys and not _is_first_of_cuda(tensor):
             return False
     return True
+
+
+def _is_first_of_cuda(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain one of CUDA, whose keys were not known yet."""
+    if not tensor.is_cuda or "cuda" in _plain_keys:
+        return False
+    _plain_keys["cuda"] = _keys_of_dense("cuda")
+    _all_plain_keys.update(_plain_keys["cuda"])
+    return _keys_of(tensor).raw_repr() in _all_plain_keys

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gemmconv import selection, validation
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
@@ -302,7 +303,8 @@ def _no_gradients(count: int) -> tuple[None, ...]:
 def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
     input, weight = inputs[:2]
     ctx.save_for_backward(input, weight)
-    ctx.has_bias, ctx.options = len(inputs) > 2, inputs[3:]
+    ctx.save_for_forward(input, weight)
+    ctx.has_bias, ctx.options, ctx.output_shape = len(inputs) > 2, inputs[3:], output.shape
 
 
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
@@ -320,6 +322,7 @@ def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
 def _gradient_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
     grad_output, other, sizes, *options = inputs
     ctx.save_for_backward(grad_output, other)
+    ctx.save_for_forward(grad_output, other)
     ctx.sizes, ctx.options = sizes, options
 
 
@@ -353,12 +356,55 @@ def _im2col_backward(ctx: Any, grad: Tensor) -> Arguments:
 
 
 def _col2im_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-    _, _, *window = inputs
+    _, ctx.size, *window = inputs
     ctx.window = window
 
 
 def _col2im_backward(ctx: Any, grad: Tensor) -> Arguments:
     return im2col(grad, *ctx.window), *_no_gradients(1 + len(ctx.window))
+
+
+# Tangents: an operator is linear in each of its tensors, so its tangent is the sum of its values with one replaced.
+
+
+def _bilinear_tangent(
+    operator: Callable[..., Tensor], ctx: Any, first: Tensor | None, second: Tensor | None, *arguments: Any
+) -> list[Tensor]:
+    a, b = ctx.saved_tensors
+    terms = []
+    if first is not None:
+        terms.append(operator(first, b, *arguments))
+    if second is not None:
+        terms.append(operator(a, second, *arguments))
+    return terms
+
+
+def _conv_transpose2d_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    terms = _bilinear_tangent(conv_transpose2d, ctx, tangents[0], tangents[1], None, *ctx.options)
+    if ctx.has_bias and (bias := tangents[2]) is not None:
+        shape = ctx.output_shape
+        terms.append(bias.view(-1, 1, 1).expand(shape))
+    return sum(terms[1:], terms[0])
+
+
+def _input_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    call = conv_transpose2d_input_grad
+    terms = _bilinear_tangent(call, ctx, tangents[0], tangents[1], ctx.sizes, *ctx.options)
+    return sum(terms[1:], terms[0])
+
+
+def _weight_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    call = conv_transpose2d_weight_grad
+    terms = _bilinear_tangent(call, ctx, tangents[0], tangents[1], ctx.sizes, *ctx.options)
+    return sum(terms[1:], terms[0])
+
+
+def _im2col_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    return im2col(tangent, *ctx.window)
+
+
+def _col2im_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    return col2im(tangent, ctx.size, *ctx.window)
 
 
 # Autocast: as torch treats conv_transpose2d, tensors of lower or equal precision than float32 take the autocast dtype.
@@ -385,7 +431,10 @@ def _autocast(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tens
 
 
 def _with_gradient(
-    compute: Callable[..., Tensor], setup: Callable[..., None], backward: Callable[..., Arguments]
+    compute: Callable[..., Tensor],
+    setup: Callable[..., None],
+    backward: Callable[..., Arguments],
+    tangent: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
     """``compute`` with a gradient where one is asked for.
 
@@ -400,9 +449,10 @@ def _with_gradient(
             return output
 
     Function.backward = staticmethod(backward)  # type: ignore[method-assign]
+    Function.jvp = staticmethod(tangent)  # type: ignore[method-assign]
 
     def call(*inputs: Any) -> Tensor:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
             return Function.apply(*inputs)
         return compute(*inputs)
 
@@ -410,7 +460,10 @@ def _with_gradient(
 
 
 def _transformable(
-    operator: Callable[..., Tensor], setup: Callable[..., None], backward: Callable[..., Arguments]
+    operator: Callable[..., Tensor],
+    setup: Callable[..., None],
+    backward: Callable[..., Arguments],
+    tangent: Callable[..., Tensor],
 ) -> type[torch.autograd.Function]:
     """An operator as torch.func's transforms want it: they come before the dispatcher's own handling of gradients."""
 
@@ -426,6 +479,7 @@ def _transformable(
             setup(ctx, inputs, output)
 
     Function.backward = staticmethod(backward)  # type: ignore[method-assign]
+    Function.jvp = staticmethod(tangent)  # type: ignore[method-assign]
     return Function
 
 
@@ -437,38 +491,41 @@ def _below_autograd(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-_ENTRIES: dict[str, tuple[Any, Any, Any, Any]] = {
-    # implementation, fake, what is kept for the gradient, gradient
+_ENTRIES: dict[str, tuple[Any, Any, Any, Any, Any]] = {
+    # implementation, fake, what is kept for the gradient, gradient, tangent
     "conv_transpose2d": (
         _conv_transpose2d,
         _conv_transpose2d_fake,
         _conv_transpose2d_setup,
         _conv_transpose2d_backward,
+        _conv_transpose2d_tangent,
     ),
     "conv_transpose2d_input_grad": (
         _conv_transpose2d_input_grad,
         _input_grad_fake,
         _gradient_setup,
         _input_grad_backward,
+        _input_grad_tangent,
     ),
     "conv_transpose2d_weight_grad": (
         _conv_transpose2d_weight_grad,
         _weight_grad_fake,
         _gradient_setup,
         _weight_grad_backward,
+        _weight_grad_tangent,
     ),
-    "im2col": (_im2col, _im2col_fake, _im2col_setup, _im2col_backward),
-    "col2im": (_col2im, _col2im_fake, _col2im_setup, _col2im_backward),
+    "im2col": (_im2col, _im2col_fake, _im2col_setup, _im2col_backward, _im2col_tangent),
+    "col2im": (_col2im, _col2im_fake, _col2im_setup, _col2im_backward, _col2im_tangent),
 }
 _TRANSFORMABLE: dict[str, type[torch.autograd.Function]] = {}
-for _name, (_implementation, _fake, _setup, _backward) in _ENTRIES.items():
+for _name, (_implementation, _fake, *_derivatives) in _ENTRIES.items():
     _operator = getattr(torch.ops.gemmconv, _name).default
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gemmconv::{_name}", _fake, lib=_library)
-    _library.impl(_name, _with_gradient(_below_autograd(_operator), _setup, _backward), "Autograd")
-    _TRANSFORMABLE[_name] = _transformable(_operator, _setup, _backward)
+    _library.impl(_name, _with_gradient(_below_autograd(_operator), *_derivatives), "Autograd")
+    _TRANSFORMABLE[_name] = _transformable(_operator, *_derivatives)
 _library.impl("conv_transpose2d", _autocast("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
 _library.impl("conv_transpose2d", _autocast("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
 
 # conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
-conv_transpose2d_directly = _with_gradient(_conv_transpose2d, _conv_transpose2d_setup, _conv_transpose2d_backward)
+conv_transpose2d_directly = _with_gradient(_conv_transpose2d, *_ENTRIES["conv_transpose2d"][2:])

@@ -9,8 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gemmconv
+from gemmconv.algorithms import ALGORITHMS
 from tests.cases import Case
 from tests.samples import sample
+
+# torch runs an operator without a batching rule of its own in a loop, and says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+]
 
 CASE = Case(3, 4, 6, (4, 5), (3, 2), (2, 1), (1, 0), (1, 0), (1, 2), groups=2)
 OPTIONS = CASE.parameters
@@ -121,37 +128,64 @@ def test_folds_under_vmap_and_grad_match_torch(function, device):
 # Forward-mode differentiation: the right tangent or an error, never a tangent that is lost.
 
 
-def tangent_or_refusal(compute):
+def tangent(function, given):
+    """Return the output's tangent, None where forward mode is refused, zeros where it was lost."""
     try:
-        return compute()
-    except (RuntimeError, NotImplementedError) as refusal:
-        assert "forward" in str(refusal).lower() or "jvp" in str(refusal).lower(), refusal
-        return None
+        output, found = forward_ad.unpack_dual(function(*given))
+    except RuntimeError as refusal:
+        if "forward" in str(refusal).lower() or "jvp" in str(refusal).lower():
+            return None
+        raise
+    return torch.zeros_like(output) if found is None else found.detach()
 
 
+@pytest.mark.parametrize("algorithm", ["auto", *(algorithm.name for algorithm in ALGORITHMS)])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["input", "weight", "bias"])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_conv_transpose2d_of_dual_tensors_is_right_or_refused(needs_grad, which, device):
-    results = []
-    for function in (ours, theirs):
-        with forward_ad.dual_level():
-            given = [tensor.requires_grad_(needs_grad) for tensor in tensors(device)]
-            given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
-            results.append(
-                tangent_or_refusal(lambda f=function, x=given: forward_ad.unpack_dual(f(*x)).tangent.detach())
-            )
-    if results[0] is not None:
-        torch.testing.assert_close(results[0], results[1])
+def test_conv_transpose2d_of_dual_tensors_is_right_or_refused(needs_grad, which, algorithm, device):
+    def chosen(*given):
+        return gemmconv.conv_transpose2d(*given, algorithm=algorithm, **OPTIONS)
+
+    with forward_ad.dual_level():
+        given = [tensor.requires_grad_(needs_grad) for tensor in tensors(device)]
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        actual, wanted = tangent(chosen, given), tangent(theirs, given)
+    if actual is not None:
+        torch.testing.assert_close(actual, wanted)
 
 
-def test_conv_transpose2d_under_func_jvp_is_right_or_refused(device):
+@pytest.mark.parametrize("algorithm", ["auto", *(algorithm.name for algorithm in ALGORITHMS)])
+def test_operator_on_dual_tensors_is_right_or_refused(algorithm, device):
+    def operator(images, weight):
+        return torch.ops.gemmconv.conv_transpose2d(images, weight, stride=[2, 1], algorithm=algorithm)
+
+    images, weight = torch.randn(2, 3, 4, 5, device=device), torch.randn(3, 2, 3, 3, device=device)
+    with forward_ad.dual_level():
+        actual = tangent(operator, [forward_ad.make_dual(images, images + 1), weight])
+    if actual is not None:
+        wanted = torch.nn.functional.conv_transpose2d(images + 1, weight, stride=(2, 1))
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("function", [gemmconv.im2col, torch.nn.functional.unfold])
+def test_im2col_of_dual_tensors_is_right_or_refused(function, device):
+    images = torch.randn(2, 3, 5, 6, device=device)
+    with forward_ad.dual_level():
+        actual = tangent(lambda x: function(x, 3), [forward_ad.make_dual(images, images + 1)])
+    if actual is not None:
+        torch.testing.assert_close(actual, torch.nn.functional.unfold(images + 1, 3))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", *(algorithm.name for algorithm in ALGORITHMS)])
+def test_conv_transpose2d_under_func_jvp_is_right_or_refused(algorithm, device):
     given = tensors(device)
     directions = tuple(torch.ones_like(tensor) for tensor in given)
-    results = [
-        tangent_or_refusal(lambda f=function: jvp(f, given, directions)) for function in (ours, theirs)
-    ]
-    if results[0] is not None:
-        assert_all_equal(*results)
+    _, wanted = jvp(theirs, given, directions)
+    try:
+        _, actual = jvp(lambda *x: gemmconv.conv_transpose2d(*x, algorithm=algorithm, **OPTIONS), given, directions)
+    except RuntimeError as refusal:
+        pytest.skip(f"refused: {refusal}")
+    torch.testing.assert_close(actual, wanted)
 
 
 # Hooks on saved tensors, checkpoints, in-place changes
@@ -178,9 +212,7 @@ def test_conv_transpose2d_in_a_checkpoint_has_the_same_gradients(use_reentrant, 
     given = [tensor.requires_grad_() for tensor in tensors(device)]
     output = checkpoint(ours, *given, use_reentrant=use_reentrant)
     output.sin().sum().backward()
-    assert_all_equal(
-        [tensor.grad for tensor in given], torch.autograd.grad(theirs(*given).sin().sum(), given)
-    )
+    assert_all_equal([tensor.grad for tensor in given], torch.autograd.grad(theirs(*given).sin().sum(), given))
 
 
 def test_conv_transpose2d_notices_a_saved_tensor_that_changed(device):

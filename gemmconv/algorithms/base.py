@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -80,15 +80,21 @@ class Algorithm(Protocol):
         ...
 
 
-def in_format(result: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """A result with exactly the strides of a new tensor in that format.
+def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
+    """The strides of a new tensor.
+
+    >>> strides_of((2, 3, 4, 5), torch.channels_last)
+    (60, 1, 15, 3)
+    """
+    return torch.empty(tuple(shape), device="meta", memory_format=memory_format).stride()
+
+
+def with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A result with exactly these strides.
 
     ``Tensor.contiguous`` would leave strides as they are where extents of 1 make them irrelevant, and the operators
     promise the strides, not just the order, that their fakes have.
     """
-    expected = torch.empty(result.shape, device="meta", memory_format=memory_format).stride()
-    if result.stride() == expected:
+    if result.stride() == strides:
         return result
-    return torch.empty(result.shape, dtype=result.dtype, device=result.device, memory_format=memory_format).copy_(
-        result
-    )
+    return result.new_empty_strided(result.shape, strides).copy_(result)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, in_format
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.geometry import Problem
 
@@ -88,7 +88,8 @@ class GemmCol2im:
         return columns + (chunks.images * _partial_bytes(config) if direction == "weight_grad" else 0)
 
     def forward(self, config: Config) -> Forward:
-        problem, engine, memory_format = config.problem, _engine(config), config.memory_format
+        problem, engine = config.problem, _engine(config)
+        strides = strides_of(problem.output_shape, config.memory_format)
         chunks = _forward_chunks(config)
         column_dtype = accumulator_dtype(config.dtype)
         column_elements = _column_elements(problem, chunks)
@@ -102,12 +103,13 @@ class GemmCol2im:
             for chunk in chunks:
                 engine.columns_from_input(input, weight, columns, chunk)
                 engine.fold(columns, bias, output, chunk)
-            return output if memory_format is torch.contiguous_format else in_format(output, memory_format)
+            return with_strides(output, strides)
 
         return call
 
     def input_grad(self, config: Config) -> Gradient:
-        problem, engine, memory_format = config.problem, _engine(config), config.memory_format
+        problem, engine = config.problem, _engine(config)
+        strides = strides_of(problem.input_shape, config.memory_format)
         chunks = _backward_chunks(config, "input_grad")
         column_elements = _column_elements(problem, chunks)
         _say_if_over_limit(self, config, "input_grad")
@@ -119,7 +121,7 @@ class GemmCol2im:
             for chunk in chunks:
                 engine.unfold(grad_output, columns, chunk)
                 engine.input_grad(columns, weight, grad_input, chunk)
-            return grad_input if memory_format is torch.contiguous_format else in_format(grad_input, memory_format)
+            return with_strides(grad_input, strides)
 
         return call
 

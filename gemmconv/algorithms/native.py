@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, in_format
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
 
 
 class Native:
@@ -28,26 +28,31 @@ class Native:
 
     def forward(self, config: Config) -> Forward:
         p = config.problem
+        strides = strides_of(p.output_shape, config.memory_format)
 
         def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             output = torch.conv_transpose2d(
                 input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
             )
-            return in_format(output, config.memory_format)
+            return with_strides(output, strides)
 
         return call
 
     def input_grad(self, config: Config) -> Gradient:
+        strides = strides_of(config.problem.input_shape, config.memory_format)
+
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
-            return in_format(_backward(config, grad_output, input, weight, 0), config.memory_format)
+            return with_strides(_backward(config, grad_output, input, weight, 0), strides)
 
         return call
 
     def weight_grad(self, config: Config) -> Gradient:
+        strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
+
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
             weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
-            return in_format(_backward(config, grad_output, input, weight, 1), torch.contiguous_format)
+            return with_strides(_backward(config, grad_output, input, weight, 1), strides)
 
         return call
 

@@ -19,6 +19,15 @@ Extent3 = tuple[int, int, int]
 _load_lock = threading.Lock()
 
 
+class _Thread(threading.local):
+    """What is known of the current thread."""
+
+    devices: frozenset[int] = frozenset()  # whose context it has
+
+
+_thread = _Thread()
+
+
 class Kernel:
     """One kernel of a loaded source, for one device. Takes a single params struct by value."""
 
@@ -31,23 +40,19 @@ class Kernel:
 
     def launch(self, grid: Extent3, block: Extent3, params: ctypes.Structure, shared_bytes: int = 0) -> None:
         """Enqueue one launch on torch's current stream; ``params`` is copied before this returns."""
-        status = self._enqueue(grid, block, params, shared_bytes)
-        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        if self._device_index not in _thread.devices:
             # A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has no context.
             Device(self._device_index).set_current()
-            status = self._enqueue(grid, block, params, shared_bytes)
+            _thread.devices |= {self._device_index}
+        argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        stream = self._current_stream(self._device_index)
+        address = ctypes.addressof(argument)
+        (status,) = driver.cuLaunchKernel(self._function, *grid, *block, shared_bytes, stream, address, 0)
         if status:
             raise RuntimeError(
                 f"{self.name}: launch failed with {status.name}; grid {grid}, block {block}, "
                 f"{shared_bytes} bytes of shared memory"
             )
-
-    def _enqueue(self, grid: Extent3, block: Extent3, params: ctypes.Structure, shared_bytes: int) -> driver.CUresult:
-        argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        stream = self._current_stream(self._device_index)
-        address = ctypes.addressof(argument)
-        (status,) = driver.cuLaunchKernel(self._function, *grid, *block, shared_bytes, stream, address, 0)
-        return status
 
 
 def architecture(device_index: int) -> str:
