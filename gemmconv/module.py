@@ -29,6 +29,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     Raises:
         ValueError: as torch.nn.ConvTranspose2d; an unknown algorithm or precision, or a workspace_limit below 1.
 
+    >>> import torch
     >>> ConvTranspose2d(64, 32, 4, stride=2, padding=1)(torch.ones(1, 64, 8, 8)).shape
     torch.Size([1, 32, 16, 16])
     """

@@ -327,7 +327,7 @@ def output_padding_for(
 
 
 def _any_below(least: int, values: Sequence[int]) -> bool:
-    """Whether any value is less. Unlike ``min``, it does not compare values, which would tie a compiled graph's sizes."""
+    """Whether any value is less. Unlike ``min``, it never ties a compiled graph's sizes."""
     return any(value < least for value in values)
 
 

@@ -35,14 +35,14 @@ def medians_ms(
     """
     if not runs:
         return []
-    rounds = _cuda_rounds if device.type == "cuda" else _cpu_rounds
+    rounds = cuda_rounds if device.type == "cuda" else cpu_rounds
     estimate = sum(min(times) for times in rounds(runs, device, before, _WARM_UPS)) * 1e-3
     count = int(_SECONDS_EACH * len(runs) / max(estimate, 1e-9))
     count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
     return [median(times) for times in rounds(runs, device, before, count)]
 
 
-def _cpu_rounds(
+def cpu_rounds(
     runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
 ) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
@@ -55,7 +55,7 @@ def _cpu_rounds(
     return times
 
 
-def _cuda_rounds(
+def cuda_rounds(
     runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
 ) -> list[list[float]]:
     pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]

@@ -1,0 +1,58 @@
+"""The README's snippets run as they stand, and what it quotes is what happens."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import gemmconv
+from gemmconv.__main__ import main
+from gemmconv.algorithms import ALGORITHMS
+
+README = Path(__file__).resolve().parent.parent.joinpath("README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    """Return the README's fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", blocks("python"), ids=lambda snippet: snippet.splitlines()[-1][:40])
+def test_readme_snippet_runs(snippet, capsys):
+    exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+    promised = re.findall(r"^print\(.*# (.+)$", snippet, re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[: len(promised)] == promised
+
+
+def test_readme_command_runs(tmp_path, capsys):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    (command,) = [line for block in blocks("sh") for line in block.splitlines() if "gemmconv compare" in line]
+    _, arguments = command.split("-m gemmconv ")
+    assert main([*shlex.split(arguments), "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert "gemm_col2im" in capsys.readouterr().out
+
+
+def test_readme_quotes_the_errors():
+    quoted = [line for block in blocks("text") for line in block.splitlines() if "Error: " in line]
+    images, weight = torch.zeros(1, 4, 5, 5), torch.zeros(4, 2, 3, 3)
+    raised = []
+    for call in (
+        lambda: gemmconv.conv_transpose2d(images, weight, stride=2, output_padding=2),
+        lambda: gemmconv.conv_transpose2d(images.cfloat(), weight.cfloat(), algorithm="gemm_col2im"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        raised.append(f"{caught.type.__name__}: {caught.value}")
+    assert raised == quoted
+
+
+def test_readme_lists_every_algorithm():
+    assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)[: len(ALGORITHMS) + 1] == [
+        *(algorithm.name for algorithm in ALGORITHMS),
+        "auto",
+    ]
