@@ -8,10 +8,11 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint dev clean
+.PHONY: help demo bench test lint dev clean
 
 help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
+	@echo "make bench   measure every algorithm beside torch's settings: all suites on a GPU, a few small layers on a CPU"
 	@echo "make test    run the tests; those marked gpu are skipped without a CUDA device"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make dev     install everything a developer needs into $(VENV)"
@@ -22,6 +23,9 @@ help:
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m gemmconv demo
+
+bench: $(VENV)/.installed-demo
+	$(BIN)/python -m benchmarks.compare --charts
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q
@@ -35,7 +39,7 @@ dev: $(VENV)/.installed-dev
 
 clean:
 	rm -rf $(VENV) build dist gemmconv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find gemmconv tests -type d -name __pycache__ -prune -exec rm -rf {} +
+	find benchmarks gemmconv tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

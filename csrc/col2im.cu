@@ -24,6 +24,7 @@
  * CELL_W (STRIDE_W or 1), INDEX_64.
  */
 #include "common/numeric.cuh"
+#include "common/phase.cuh"
 #include "common/plane.cuh"
 
 struct col2im_params {
@@ -43,27 +44,14 @@ using accumulate_t = accumulator_t<OUTPUT_T>;
 constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
 struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
 
-// Taps of one phase are this far apart: STRIDE / gcd(STRIDE, DILATION).
-__device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-constexpr int kStepH = STRIDE_H / gcd(STRIDE_H, DILATION_H);
-constexpr int kStepW = STRIDE_W / gcd(STRIDE_W, DILATION_W);
+constexpr int kStepH = tap_step(STRIDE_H, DILATION_H);
+constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
 constexpr int kTapsH = (KERNEL_H + kStepH - 1) / kStepH;  // most taps that any phase has
 constexpr int kTapsW = (KERNEL_W + kStepW - 1) / kStepW;
 
 // Enough independent loads in flight for the memory system, no more code than that.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollH = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;
-
-/* First tap that reaches position o + P of an axis; the kernel size or more where none does. */
-template <int KERNEL, int STRIDE, int DILATION, int STEP>
-__device__ __forceinline__ int first_tap(int position) {
-    if (DILATION % STRIDE == 1 % STRIDE) return position % STRIDE;
-    int tap = KERNEL;
-    #pragma unroll (STEP <= 16 ? STEP : 1)
-    for (int k = STEP - 1; k >= 0; --k)
-        if ((position - k * DILATION) % STRIDE == 0) tap = k;
-    return tap;
-}
 
 /* Keeps a running address a running address: two additions a load, where the compiler would make five of it. */
 template <typename T> __device__ __forceinline__ void keep(const T*& address) { asm("" : "+l"(address)); }
@@ -86,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256) col2im_kernel(const __grid_con
     for (int r = 0; r < CELL_ROWS; ++r) {
         const int row = row_cell * CELL_ROWS + r;
         const int position_h = p.out_row_begin + row + PADDING_H;
-        const int first_kh = first_tap<KERNEL_H, STRIDE_H, DILATION_H, kStepH>(position_h);
+        const int first_kh = first_tap<KERNEL_H, STRIDE_H, DILATION_H>(position_h);
 
         accumulate_t sum[CELL_W];
         #pragma unroll
@@ -103,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(256) col2im_kernel(const __grid_con
             #pragma unroll
             for (int s = 0; s < CELL_W; ++s) {
                 const int position_w = s + PADDING_W + (CELL_W == STRIDE_W ? 0 : j);
-                const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W, kStepW>(position_w);
+                const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(position_w);
                 const COLUMN_T* tap = tap_row + first_kw * tap_stride;
                 #pragma unroll kUnrollW
                 for (int u = 0; u < kTapsW; ++u) {

@@ -35,14 +35,14 @@ def medians_ms(
     """
     if not runs:
         return []
-    rounds = cuda_rounds if device.type == "cuda" else cpu_rounds
+    rounds = cuda_rounds if device.type == "cuda" else _cpu_rounds
     estimate = sum(min(times) for times in rounds(runs, device, before, _WARM_UPS)) * 1e-3
     count = int(_SECONDS_EACH * len(runs) / max(estimate, 1e-9))
     count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
     return [median(times) for times in rounds(runs, device, before, count)]
 
 
-def cpu_rounds(
+def _cpu_rounds(
     runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
 ) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
@@ -58,6 +58,12 @@ def cpu_rounds(
 def cuda_rounds(
     runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
 ) -> list[list[float]]:
+    """Samples of device time for each run, in milliseconds: ``count`` rounds, the L2 cache overwritten before each run.
+
+    Args:
+        runs, device, before: as :func:`medians_ms`.
+        count: number of rounds; every one is returned.
+    """
     pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
     with torch.cuda.device(device):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size

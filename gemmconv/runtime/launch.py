@@ -16,6 +16,7 @@ from gemmconv.runtime.compiler import Macros, compile
 
 Extent3 = tuple[int, int, int]
 
+_SHARED_BYTES_UNASKED = 48 << 10  # of dynamic shared memory that any kernel may take
 _load_lock = threading.Lock()
 
 
@@ -31,10 +32,16 @@ _thread = _Thread()
 class Kernel:
     """One kernel of a loaded source, for one device. Takes a single params struct by value."""
 
-    def __init__(self, code: ObjectCode, name: str, device_index: int) -> None:
+    def __init__(self, code: ObjectCode, name: str, device_index: int, shared_bytes: int) -> None:
         self.name = name
         self._kernel = code.get_kernel(name)  # keeps the loaded code alive
         self._function = driver.CUfunction(int(self._kernel.handle))
+        if shared_bytes > _SHARED_BYTES_UNASKED:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            kernel = driver.CUkernel(int(self._kernel.handle))
+            (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device_index))
+            if status:
+                raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory refused with {status.name}")
         self._device_index = device_index
         self._current_stream = torch._C._cuda_getCurrentRawStream  # torch has it only where it is built for CUDA
 
@@ -61,16 +68,19 @@ def architecture(device_index: int) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def load(source_name: str, kernel_name: str, macros: Macros, device_index: int) -> Kernel:
+def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> Kernel:
     """The kernel ``kernel_name`` of ``csrc/<source_name>``, compiled with ``macros`` for a device.
 
+    ``shared_bytes`` is the most dynamic shared memory that it will be launched with.
     Compiles at most once per process; from then on, and in other processes, it comes from a cache.
     """
     with _load_lock:
-        return _load(source_name, kernel_name, tuple(sorted(macros.items())), device_index)
+        return _load(source_name, kernel_name, tuple(sorted(macros.items())), device_index, shared_bytes)
 
 
 @cache
-def _load(source_name: str, kernel_name: str, macros: tuple[tuple[str, Any], ...], device_index: int) -> Kernel:
+def _load(
+    source_name: str, kernel_name: str, macros: tuple[tuple[str, Any], ...], device_index: int, shared_bytes: int
+) -> Kernel:
     compiled = compile(source_name, dict(macros), architecture(device_index), cache=default_cache())
-    return Kernel(ObjectCode.from_cubin(compiled.cubin, name=source_name), kernel_name, device_index)
+    return Kernel(ObjectCode.from_cubin(compiled.cubin, name=source_name), kernel_name, device_index, shared_bytes)

@@ -1,0 +1,17 @@
+"""Every algorithm against every setting of torch, with the floor beside it. Run as ``python -m benchmarks.compare``.
+
+workloads    which layers: suites, and the one-line notation of a layer
+environment  where and with what: device, driver, versions, commit
+reference    the same layers in float64
+contenders   what is compared: gemmconv's algorithms, and torch in its settings
+timing       samples of device time, wall-clock time and CUDA graph replays
+floor        the least time that the machine allows
+measure      one row for each contender and direction; a wrong result is never timed
+results      the files: JSON to go on from, CSV to read
+summary      geometric means, worst cases, rows that lose
+check        two result files, row by row
+first_call   what the first call of a layer costs, in processes of their own
+plot         speed-ups, rooflines, sweeps
+report       summary, plots and the README's results section
+compare      the command line
+"""

@@ -1,0 +1,362 @@
+"""``python -m benchmarks.compare``: measure suites or single layers, or compare two result files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import check, environment, first_call, summary
+from benchmarks.contenders import (
+    LAYOUTS,
+    PRECISIONS,
+    Contender,
+    Lane,
+    gemmconv_contenders,
+    torch_contenders,
+)
+from benchmarks.floor import Ceilings, measure_ceilings
+from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, rows_of
+from benchmarks.progress import Progress
+from benchmarks.report import write_beside
+from benchmarks.results import Results, Row
+from benchmarks.timing import QUICK, Effort
+from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
+
+RESULTS = Path(__file__).parent / "results"
+
+# A CPU measures a layer's forward pass in some tens of milliseconds below these.
+_CPU_FLOPS, _CPU_BYTES = 400_000_000, 32 << 20
+_QUICK_GPU = ("tf32", "bf16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments, ``sys.argv[1:]`` if None.
+
+    Returns:
+        0; 1 where a result of gemmconv was wrong, or ``--check`` found something slower.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.check:
+            return check.main(arguments.check[0], arguments.check[1], arguments.tolerance)
+        if arguments.list:
+            return _list()
+        return _run(_request(arguments))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare",
+        description="Measure gemmconv's algorithms beside torch's settings and the machine's floor. Several values are "
+        "given with commas. A run goes on where the files in --out end, unless the library or the machine changed.",
+    )
+    add = parser.add_argument
+    add("--suite", type=_names, metavar="S", help=f"of {', '.join(SUITES)} (default: all; on a CPU, --quick)")
+    add("--workload", type=_names, default=(), metavar="NAME", help="only these workloads")
+    add(
+        "--layer", action="append", default=[], metavar="LAYER", help='a layer, like "n64 c64x128 k3x5 h128 w256 s2 p1"'
+    )
+    add("--algorithms", type=_names, metavar="A", help="of gemmconv; default: all, and auto")
+    add("--baselines", type=_names, metavar="B", help="of torch, or none; default: all that differ on the device")
+    add("--precision", type=_names, metavar="P", help=f"of {', '.join(PRECISIONS)} (default: all; on a CPU fp32)")
+    add("--direction", type=_names, metavar="D", help=f"of {', '.join(DIRECTIONS)} (default: forward,backward)")
+    add("--layout", type=_names, metavar="L", help=f"of gemmconv's rows, of {', '.join(LAYOUTS)} (default: all)")
+    add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    add("--quick", action="store_true", help="a few workloads, fewer samples; on a GPU in tf32 and bf16")
+    add("--full-size", action="store_true", help="do not make layers smaller on a CPU; may take hours")
+    add("--budget", type=float, metavar="SECONDS", help="stop cleanly after this; the same command then goes on")
+    add("--out", type=Path, metavar="DIR", help="for the files (default: benchmarks/results/<device>)")
+    add("--fresh", action="store_true", help="measure rows anew that the files already have")
+    add("--keep-baselines", action="store_true", help="keep torch's rows where only gemmconv has changed")
+    add("--charts", action="store_true", help="also write summary.md and charts into --out")
+    add("--list", action="store_true", help="print the workloads and leave")
+    add(
+        *("--check",),
+        nargs=2,
+        type=Path,
+        metavar=("OLD", "NEW"),
+        help="compare two result files or folders; exit with 1 where a row got slower",
+    )
+    add("--tolerance", type=float, default=0.05, metavar="SHARE", help="of --check (default: 0.05)")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+def _chosen(flag: str, given: Sequence[str] | None, known: Iterable[str], default: Sequence[str]) -> tuple[str, ...]:
+    """The values of a flag, in the order of ``known``. Raises ValueError for an unknown one."""
+    known = list(known)
+    if given is None:
+        return tuple(default)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"argument {flag}: must be of {', '.join(known)}, got {name!r}")
+    return tuple(name for name in known if name in given)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the command line asks for."""
+
+    device: torch.device
+    workloads: list[Workload]
+    contenders: list[Contender]
+    precisions: tuple[str, ...]
+    directions: tuple[str, ...]
+    effort: Effort
+    out: Path | None
+    fresh: bool
+    keep_baselines: bool
+    deadline: float
+    charts: bool
+
+
+def _request(arguments: argparse.Namespace) -> _Request:
+    began = time.monotonic()
+    device = environment.pick_device(arguments.device)
+    on_cpu = device.type == "cpu"
+    quick = arguments.quick or (on_cpu and not (arguments.suite or arguments.layer or arguments.workload))
+    workloads = _workloads(arguments, quick)
+    if on_cpu and not arguments.full_size:
+        workloads = [shrunk(workload, _CPU_FLOPS, _CPU_BYTES) for workload in workloads]
+
+    layouts = _chosen("--layout", arguments.layout, LAYOUTS, tuple(LAYOUTS))
+    ours = gemmconv_contenders(layouts)
+    names = [contender.name for contender in ours]
+    wanted = _chosen("--algorithms", arguments.algorithms, dict.fromkeys(names), names)
+    theirs = torch_contenders(device)
+    if arguments.baselines == ("none",):
+        baselines: tuple[str, ...] = ()
+    else:
+        names = [contender.name for contender in theirs]
+        baselines = _chosen("--baselines", arguments.baselines, names, names)
+
+    every = ("fp32",) if on_cpu else _QUICK_GPU if quick else tuple(PRECISIONS)
+    precisions = _chosen("--precision", arguments.precision, PRECISIONS, every)
+    if on_cpu and "tf32" in precisions:
+        raise ValueError("argument --precision: tf32 needs a CUDA device, and torch finds none here; leave it out")
+    out = arguments.out
+    if out is None and (arguments.suite or arguments.workload or not arguments.layer):
+        out = RESULTS / environment.slug(device)
+    return _Request(
+        device,
+        workloads,
+        [c for c in theirs if c.name in baselines] + [c for c in ours if c.name in wanted],
+        precisions,
+        _chosen("--direction", arguments.direction, DIRECTIONS, ("forward", "backward")),
+        QUICK if quick else Effort(),
+        out,
+        arguments.fresh,
+        arguments.keep_baselines,
+        began + arguments.budget if arguments.budget else float("inf"),
+        arguments.charts,
+    )
+
+
+def _workloads(arguments: argparse.Namespace, quick: bool) -> list[Workload]:
+    layers = [custom(text) for text in arguments.layer]
+    if layers and not (arguments.suite or arguments.workload):
+        return layers
+    suites = _chosen("--suite", arguments.suite, SUITES, tuple(SUITES))
+    every = [workload.name for suite in suites for workload in SUITES[suite]]
+    names = _chosen("--workload", arguments.workload or None, every, ())
+    found = select(suites, names, quick and not names)
+    if not found:
+        raise ValueError(f"argument --quick: takes no workload of {', '.join(suites)}; leave it out")
+    return layers + found
+
+
+def _about(workload: Workload) -> tuple[str, str, str]:
+    return workload.suite, workload.name, workload.layer
+
+
+def _list() -> int:
+    cells = [
+        [*_about(workload), f"{workload.problem.useful_flops / 1e9:.3g}", "*" * workload.quick]
+        for suite in SUITES.values()
+        for workload in suite
+    ]
+    print(summary.text_table(("suite", "workload", "layer", "GFLOP forward", "quick"), cells, left=3))
+    return 0
+
+
+def _run(request: _Request) -> int:
+    """Measure, save, print. Returns the exit status."""
+    device = request.device
+    about = environment.describe(device)
+    print(_heading(about), flush=True)
+    files = _Files(request, about)
+    plan = Plan(
+        device,
+        request.precisions,
+        request.directions,
+        request.contenders,
+        Ceilings(1.0, {}),
+        request.effort,
+        deadline=request.deadline,
+    )
+    missing = files.missing(plan)
+    if missing:
+        plan = replace(plan, ceilings=measure_ceilings(device, request.precisions))
+        print(_ceilings_line(plan.ceilings), flush=True)
+    print(f"{missing} rows to measure, at least", flush=True)
+
+    lane, lost = Lane(), None
+    complete = True
+    with Progress(missing) as progress:
+        try:
+            for workload in request.workloads:
+                if not files.missing(plan, [workload]):
+                    continue
+                began = time.monotonic()
+                try:
+                    for row in rows_of(workload, files.begin(plan, workload), lane):
+                        files.add(row)
+                        progress.step(f"{row.workload} {row.precision}", row.mode == "eager")
+                        if row.status in ("wrong", "failed"):
+                            progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
+                finally:
+                    files.save(workload.suite)
+                progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {time.monotonic() - began:.1f} s")
+                if files.missing(plan, [workload]):
+                    complete = False
+                    break
+        except DeviceLost as error:
+            lost = str(error)
+        except KeyboardInterrupt:
+            complete = False
+            print("\ninterrupted", flush=True)
+    if complete and lost is None and missing:
+        _first_calls(request, files)
+
+    rows = files.rows(request)
+    print()
+    print(summary.report(rows))
+    files.say_where()
+    if request.charts and request.out is not None:
+        write_beside(request.out)
+    if lost:
+        print(f"stopped: {lost}. The row is in the file; run the same command again for the rest")
+    elif not complete:
+        left = files.missing(plan)
+        print(f"stopped with {left} rows to measure; run the same command again for the rest")
+    wrong = any(row.status == "wrong" and not row.is_torch for row in rows)
+    return int(wrong or lost is not None)
+
+
+def _plan_for(plan: Plan, workload: Workload) -> Plan:
+    """Latency is also that of a training step."""
+    if workload.suite == "latency" and set(plan.directions) == {"forward", "backward"}:
+        return replace(plan, directions=DIRECTIONS)
+    return plan
+
+
+class _Files:
+    """The result files of a run, one for each suite."""
+
+    def __init__(self, request: _Request, about: dict[str, str]) -> None:
+        self._request, self._about = request, about
+        self._results: dict[str, Results] = {}
+        self._runs: dict[str, int] = {}
+        self._measured: set[tuple[str, ...]] = set()
+        for suite in dict.fromkeys(workload.suite for workload in request.workloads):
+            path = self._path(suite)
+            self._results[suite] = Results.load(path) if path and path.exists() else Results()
+            machines = {run["gpu"] for run in self._results[suite].runs} - {about["gpu"]}
+            if machines:
+                raise ValueError(f"argument --out: {path} has rows of {', '.join(machines)}; give another folder")
+
+    def _path(self, suite: str) -> Path | None:
+        return None if self._request.out is None else self._request.out / f"{suite}.json"
+
+    def done(self, key: tuple[str, ...]) -> Row | None:
+        """The row of a key that need not be measured again."""
+        if self._request.fresh and key not in self._measured:
+            return None
+        return self._results[key[0]].done(key, self._about, self._request.keep_baselines)
+
+    def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
+        """How many rows are to be measured, of modes that are known beforehand."""
+        chosen = self._request.workloads if workloads is None else workloads
+        return sum(self.done(key) is None for one in chosen for key in expected_keys(one, _plan_for(plan, one)))
+
+    def begin(self, plan: Plan, workload: Workload) -> Plan:
+        """The plan for a workload, whose rows belong to a run in its suite's file."""
+        if workload.suite not in self._runs:
+            self._runs[workload.suite] = self._results[workload.suite].begin(self._about, plan.ceilings.as_dict())
+        return replace(_plan_for(plan, workload), run=self._runs[workload.suite], done=self.done)
+
+    def add(self, row: Row) -> None:
+        self._results[row.suite].add(row)
+        self._measured.add(row.key)
+
+    def save(self, suite: str) -> None:
+        path = self._path(suite)
+        if path is not None:
+            self._results[suite].save(path)
+
+    def rows(self, request: _Request) -> list[Row]:
+        """The finished rows of what was asked for."""
+        names = {workload.name for workload in request.workloads}
+        algorithms = {contender.name for contender in request.contenders}
+        return [
+            row
+            for results in self._results.values()
+            for row in results.finished()
+            if row.workload in names and row.algorithm in algorithms and row.precision in request.precisions
+        ]
+
+    def say_where(self) -> None:
+        if self._request.out is not None:
+            print(f"\nfiles: {', '.join(str(self._path(suite)) for suite in self._results)}, and .csv beside them")
+
+    def first_costs(self, cold: first_call.Costs, warm: first_call.Costs) -> None:
+        """Write what first calls cost into the rows of suite latency."""
+        for key, row in list(self._results["latency"].rows.items()):
+            cost = (row.layer, row.precision, row.algorithm)
+            if row.mode == "eager" and row.direction == "forward" and row.layout == "nchw" and cost in cold:
+                filled = replace(row, cold_ms=cold[cost], warm_ms=warm.get(cost))
+                self._results["latency"].rows[key] = filled
+        self.save("latency")
+
+
+def _first_calls(request: _Request, files: _Files) -> None:
+    """Measure first calls, for the suite latency on a GPU; a CPU compiles nothing."""
+    layers = [workload.layer for workload in request.workloads if workload.suite == "latency"]
+    if request.device.type != "cuda" or not layers or "forward" not in request.directions:
+        return
+    print("first calls, in processes of their own", flush=True)
+    try:
+        files.first_costs(*first_call.measure(layers, request.precisions, request.device))
+    except (RuntimeError, OSError, ValueError) as error:
+        print(f"first calls were not measured: {error}", flush=True)
+
+
+def _heading(about: dict[str, str]) -> str:
+    parts = [f"gemmconv {about['gemmconv']} ({about['commit']}) on {about['gpu']}", f"torch {about['torch']}"]
+    if about["cuda"]:
+        parts += [f"CUDA {about['cuda']}", f"cuDNN {about['cudnn']}", f"driver {about['driver']}"]
+    return ", ".join(parts)
+
+
+def _ceilings_line(ceilings: Ceilings) -> str:
+    rates = ", ".join(f"{name} {rate:.4g}" for name, rate in ceilings.tflops.items())
+    return f"ceilings: copy {ceilings.copy_tbps:.4g} TB/s; matrix product, TFLOP/s: {rates}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""What is compared: gemmconv's algorithms, and torch in its settings.
+
+torch keeps one cuDNN plan for each convolution it has met, and looks there before it looks at ``cudnn.benchmark``: the
+first call of a shape decides for both settings. It keeps them for each thread, so the benchmark's contenders live in
+a thread of their own (see ``Lane``), and backward passes stay in the thread that calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+import gemmconv
+from benchmarks.reference import Tensors
+from gemmconv import algorithms, ops, selection
+from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
+from gemmconv.geometry import Problem
+
+T = TypeVar("T")
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Gradients = Callable[[Tensors], tuple[torch.Tensor, ...]]
+
+PRECISIONS = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
+
+# The unfused path writes all columns; a backward pass of it holds them three times.
+_UNFUSED_BYTES = {"forward": 32 << 30, "backward": 4 << 30, "both": 4 << 30}
+
+
+class Lane:
+    """A thread of its own, with its own cuDNN plans."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do the work there and wait for it."""
+        return self._pool.submit(work).result()
+
+
+@contextmanager
+def torch_settings(precision: str, benchmark: bool = False, deterministic: bool = False) -> Iterator[None]:
+    """Set what decides how torch computes a float32 product, and put it back after.
+
+    Convolutions and matrix products are set alike. Only the new settings are touched: torch refuses a mix with the
+    legacy ones.
+    """
+    cudnn: Any = torch.backends.cudnn
+    conv, matmul = cudnn.conv, torch.backends.cuda.matmul
+    before = conv.fp32_precision, matmul.fp32_precision, cudnn.benchmark, cudnn.deterministic
+    value = "tf32" if precision == "tf32" else "ieee"
+    try:
+        conv.fp32_precision = matmul.fp32_precision = value
+        cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+        yield
+    finally:
+        conv.fp32_precision, matmul.fp32_precision, cudnn.benchmark, cudnn.deterministic = before
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute a layer.
+
+    Attributes:
+        name: the row's algorithm.
+        layout: ``nchw`` or ``channels_last``, of all tensors.
+        kind: ``torch`` or ``gemmconv``.
+        benchmark, deterministic: torch's cuDNN settings.
+        unfused: torch's matrix product and fold instead of its convolution.
+    """
+
+    name: str
+    layout: str = "nchw"
+    kind: str = "torch"
+    benchmark: bool = False
+    deterministic: bool = False
+    unfused: bool = False
+
+    def why_not(self, problem: Problem, precision: str, device: torch.device, direction: str) -> str | None:
+        """Why it cannot take part, or None. Called inside :func:`torch_settings`."""
+        if self.unfused:
+            columns = problem.column_bytes(PRECISIONS[precision].itemsize)
+            if columns > _UNFUSED_BYTES[direction]:
+                return f"its columns take {columns >> 20} MiB; the limit is {_UNFUSED_BYTES[direction] >> 20} here"
+        if self.kind == "gemmconv":
+            config = self.config(problem, precision, device)
+            reasons = {algorithm.name: algorithm.why_not(config) for algorithm in algorithms.ALGORITHMS}
+            if self.name != "auto":
+                return reasons[self.name]
+            if None not in reasons.values():
+                return "no algorithm can serve it"
+        return None
+
+    def config(self, problem: Problem, precision: str, device: torch.device) -> Config:
+        """What gemmconv decides on."""
+        dtype = PRECISIONS[precision]
+        rounding: Precision = selection.torch_precision(dtype, device)
+        return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, LAYOUTS[self.layout])
+
+    def algorithm(self, problem: Problem, precision: str, device: torch.device) -> str:
+        """The algorithm that gemmconv takes."""
+        return selection.choose(self.config(problem, precision, device), self.name, "benchmarks").name
+
+    def workspace_bytes(self, problem: Problem, precision: str, device: torch.device, direction: str) -> int | None:
+        """Temporary memory that the algorithm promises to stay within; None where torch manages it."""
+        if self.kind == "torch":
+            return None
+        config = self.config(problem, precision, device)
+        chosen = selection.choose(config, self.name, "benchmarks")
+        if chosen.name == "native":
+            return None
+        passes: dict[str, Sequence[Direction]] = {
+            "forward": ("forward",),
+            "backward": ("input_grad", "weight_grad"),
+            "both": ("forward", "input_grad", "weight_grad"),
+        }
+        return max(chosen.workspace_bytes(config, one) for one in passes[direction])
+
+    def forward(self, problem: Problem) -> Forward:
+        """The layer as a function of input, weight and bias."""
+        if self.unfused:
+            return _unfused(problem)
+        p, name = problem, self.name
+        if self.kind == "torch":
+
+            def torch_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+                return torch.nn.functional.conv_transpose2d(
+                    x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
+                )
+
+            return torch_call
+
+        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return gemmconv.conv_transpose2d(
+                x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation, algorithm=name
+            )
+
+        return call
+
+    def gradients(self, problem: Problem) -> Gradients | None:
+        """The gradients of input, weight and bias, as autograd computes them but without it; None where it must."""
+        if self.unfused:
+            return None
+        p, name = problem, self.name
+        if self.kind == "torch":
+
+            def torch_call(t: Tensors) -> tuple[torch.Tensor, ...]:
+                sizes = None if t.bias is None else [p.out_channels]
+                mask = [True, True, t.bias is not None]
+                found = torch.ops.aten.convolution_backward(
+                    *(t.grad_output, t.x, t.weight, sizes, p.stride, p.padding, p.dilation),
+                    *(True, p.output_padding, p.groups, mask),
+                )
+                return tuple(found[: 2 if t.bias is None else 3])
+
+            return torch_call
+
+        def call(t: Tensors) -> tuple[torch.Tensor, ...]:
+            options = (p.stride, p.padding, p.output_padding, p.groups, p.dilation, name, None, None)
+            found = (
+                ops.conv_transpose2d_input_grad(t.grad_output, t.weight, p.input_size, *options),
+                ops.conv_transpose2d_weight_grad(t.grad_output, t.x, p.kernel_size, *options),
+            )
+            return found if t.bias is None else (*found, t.grad_output.sum((0, 2, 3)))
+
+        return call
+
+    def module(self, problem: Problem, tensors: Tensors) -> torch.nn.Module | None:
+        """The layer as a module that holds the tensors' parameters."""
+        if self.unfused:
+            return None
+        p = problem
+        arguments = (
+            *(p.in_channels, p.out_channels, p.kernel_size, p.stride, p.padding, p.output_padding),
+            *(p.groups, tensors.bias is not None, p.dilation),
+        )
+        module: torch.nn.ConvTranspose2d
+        if self.kind == "torch":
+            module = torch.nn.ConvTranspose2d(*arguments, device="meta")
+        else:
+            module = gemmconv.ConvTranspose2d(*arguments, device="meta", algorithm=self.name)
+        module.weight = torch.nn.Parameter(tensors.weight)
+        if tensors.bias is not None:
+            module.bias = torch.nn.Parameter(tensors.bias)
+        return module
+
+
+def _unfused(problem: Problem) -> Forward:
+    p = problem
+
+    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        matrices = weight.reshape(p.groups, p.gemm_k, p.gemm_m).transpose(1, 2)
+        columns = matrices @ x.reshape(p.batch, p.groups, p.gemm_k, p.gemm_n)  # [N, groups, gemm_m, gemm_n]
+        columns = columns.view(p.batch, p.groups * p.gemm_m, p.gemm_n)
+        output = torch.nn.functional.fold(columns, p.output_size, p.kernel_size, p.dilation, p.padding, p.stride)
+        return output if bias is None else output + bias.view(-1, 1, 1)
+
+    return call
+
+
+DEFAULT_TORCH = "torch_nchw"
+
+# torch as it is, by layout. They are measured first: their errors are the measure of gemmconv's.
+DEFAULTS = {
+    "nchw": Contender(DEFAULT_TORCH),
+    "channels_last": Contender("torch_channels_last", "channels_last"),
+}
+TORCH = (
+    *DEFAULTS.values(),
+    Contender("torch_deterministic", deterministic=True),
+    Contender("torch_nchw_benchmark", benchmark=True),
+    Contender("torch_channels_last_benchmark", "channels_last", benchmark=True),
+    Contender("torch_unfused", unfused=True),
+)
+_CPU_TORCH = (DEFAULT_TORCH, "torch_channels_last", "torch_unfused")  # the others differ in cuDNN alone
+
+
+def torch_contenders(device: torch.device) -> list[Contender]:
+    """torch's settings that make a difference on a device."""
+    return [contender for contender in TORCH if device.type == "cuda" or contender.name in _CPU_TORCH]
+
+
+def gemmconv_contenders(layouts: Sequence[str]) -> list[Contender]:
+    """Every algorithm of gemmconv, and its own choice, in each layout."""
+    names = [*(algorithm.name for algorithm in algorithms.ALGORITHMS), "auto"]
+    return [Contender(name, layout, "gemmconv") for layout in layouts for name in names]

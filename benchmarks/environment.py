@@ -1,0 +1,110 @@
+"""Where a measurement runs, and with what."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import gemmconv
+
+_PACKAGE = Path(gemmconv.__file__).parent
+
+
+def pick_device(text: str | None) -> torch.device:
+    """The device to measure on: what was asked for, else a CUDA device where there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text is None:
+        return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}")
+    if not count:
+        raise ValueError(f"argument --device: torch finds no CUDA device here, got {text!r}; use --device cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(f"argument --device: must be below cuda:{count}, got {text!r}")
+    return torch.device("cuda", index)
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Everything that a row must say about where it comes from. ``source`` changes with the library's own files."""
+    on_cuda = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_cuda else f"CPU, {torch.get_num_threads()} threads",
+        "driver": _driver() if on_cuda else "",
+        "cuda": (torch.version.cuda or "") if on_cuda else "",
+        "cudnn": _cudnn() if on_cuda else "",
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "gemmconv": gemmconv.__version__,
+        "source": source_digest(),
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def slug(device: torch.device) -> str:
+    """A folder's name for a device: ``nvidia-h200``, ``cpu-2-threads``."""
+    return re.sub(r"[^a-z0-9]+", "-", describe(device)["gpu"].lower()).strip("-")
+
+
+@cache
+def source_digest() -> str:
+    """A short digest of gemmconv's Python files and kernels."""
+    kernels = next((path for path in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc") if path.is_dir()), _PACKAGE)
+    digest = hashlib.sha256()
+    for root, pattern in ((_PACKAGE, "*.py"), (kernels, "*.cu*")):
+        for path in sorted(root.rglob(pattern)):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@cache
+def _commit() -> str:
+    """``$GEMMCONV_COMMIT``, else git's short hash, marked where files differ from it; else ``unknown``."""
+    if given := os.environ.get("GEMMCONV_COMMIT"):
+        return given
+    commit = _output("git", "-C", str(_PACKAGE.parent), "rev-parse", "--short", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = _output("git", "-C", str(_PACKAGE.parent), "status", "--porcelain", "--", "gemmconv", "csrc")
+    return f"{commit}-dirty" if changed else commit
+
+
+@cache
+def _driver() -> str:
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return lines[0].strip() if lines else "unknown"
+
+
+def _cudnn() -> str:
+    version = torch.backends.cudnn.version()
+    if not version:
+        return "unknown"
+    major, rest = divmod(version, 10000 if version >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

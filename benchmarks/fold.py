@@ -1,0 +1,70 @@
+"""Bandwidth of the col2im and im2col kernels on columns larger than any cache, beside a copy and torch's fold.
+
+    python -m benchmarks.fold
+
+A row counts the columns once and the images once, as the least that a fold can move. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import gemmconv
+from benchmarks.floor import measure_ceilings
+from gemmconv.compare.measure import relative_error
+from gemmconv.compare.timing import medians_ms
+
+GEOMETRIES = {
+    # name: images [N, C, H, W], kernel, dilation, padding, stride
+    "3x5 stride 1": ((16, 64, 130, 260), (3, 5), 1, 0, 1),
+    "4x4 stride 2": ((64, 64, 128, 128), 4, 1, 1, 2),
+    "2x2 stride 2": ((64, 64, 256, 256), 2, 1, 0, 2),
+    "3x3 stride 1": ((16, 64, 256, 256), 3, 1, 1, 1),
+    "3x3 stride 5, dilation 2": ((16, 64, 318, 638), 3, 2, 1, 5),
+}
+BARS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+
+
+def main() -> int:
+    """Print the table. Returns the exit status: 1 without a CUDA device or where a result is wrong."""
+    if not torch.cuda.is_available():
+        print("benchmarks.fold needs a CUDA device; torch finds none here", file=sys.stderr)
+        return 1
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), 0
+    copy = measure_ceilings(device, ()).copy_tbps
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; copy {copy:.2f} TB/s")
+    print(f"{'geometry':<25} {'dtype':<9} {'MB':>5} {'col2im':>16} {'im2col':>16} {'torch fold':>11} {'error':>8}")
+    for name, (shape, *window) in GEOMETRIES.items():
+        for dtype, bar in BARS.items():
+            images = torch.randn(shape, device=device).to(dtype)
+            columns = gemmconv.im2col(images, *window)
+            exact = gemmconv.im2col(images[:1], *window).equal(F.unfold(images[:1], *window))
+            size = shape[2:]
+            reference = F.fold(columns[:1].double(), size, *window)
+            error = relative_error(gemmconv.col2im(columns, size, *window)[:1], reference)
+            moved = (columns.nbytes + images.nbytes) / 1e9
+            if error > bar or not exact:
+                wrong += 1
+                print(f"{name:<25} {str(dtype)[6:]:<9} is wrong: error {error:.1e}, im2col exact: {exact}")
+                continue
+            fold_ms, unfold_ms, torch_ms = medians_ms(
+                [
+                    lambda columns=columns, size=size, window=window: gemmconv.col2im(columns, size, *window),
+                    lambda images=images, window=window: gemmconv.im2col(images, *window),
+                    lambda columns=columns, size=size, window=window: F.fold(columns, size, *window),
+                ],
+                device,
+            )
+            rates = [f"{ms:7.3f} ms {moved / ms / copy:4.0%}" for ms in (fold_ms, unfold_ms)]
+            print(
+                f"{name:<25} {str(dtype)[6:]:<9} {1e3 * moved:5.0f} {rates[0]:>16} {rates[1]:>16} "
+                f"{torch_ms:8.2f} ms {error:8.1e}"
+            )
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

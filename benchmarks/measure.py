@@ -1,0 +1,399 @@
+"""One row for each contender and direction of a workload: the error first, a time only where the result is right."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, Contender, Lane, torch_settings
+from benchmarks.floor import Ceilings, least_bytes, work
+from benchmarks.reference import Reference, Tensors, random_tensors, reference
+from benchmarks.results import Key, Row
+from benchmarks.timing import Effort, Run, Times, captured, synchronize, time_calls, time_run
+from benchmarks.workloads import Workload
+from gemmconv.compare.measure import error_bar
+
+DIRECTIONS = ("forward", "backward", "both")
+_GRADIENTS = ("input", "weight", "bias")
+
+# In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
+_SMALL_MS = 0.1
+
+# What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
+_IEEE_BAR = 1e-6
+
+# torch's own rows are wrong only beyond these: far off, or in fp32 with TF32's errors.
+_TORCH_BARS = {"fp32": 1e-4, "tf32": 6e-3, "fp16": 1e-2, "bf16": 5e-2}
+
+Results = dict[str, torch.Tensor]
+
+
+class DeviceLost(RuntimeError):
+    """The GPU answers nothing any more in this process."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure of every workload.
+
+    Attributes:
+        device: where.
+        precisions: of ``PRECISIONS``.
+        directions: of ``DIRECTIONS``.
+        contenders: torch's default first.
+        ceilings: for the floor.
+        effort: how much time a measurement may take.
+        run: index of the run, for the rows.
+        deadline: when to stop, in ``time.monotonic`` seconds.
+        done: the row of a key that need not be measured again, or None.
+    """
+
+    device: torch.device
+    precisions: Sequence[str]
+    directions: Sequence[str]
+    contenders: Sequence[Contender]
+    ceilings: Ceilings
+    effort: Effort = field(default_factory=Effort)
+    run: int = 0
+    deadline: float = math.inf
+    done: Callable[[Key], Row | None] = lambda key: None
+
+
+def bar_of(name: str, precision: str, torch_errors: dict[str, float]) -> float:
+    """Largest error that counts as right.
+
+    Args:
+        name: output, or a gradient: input, weight or bias.
+        precision: of the row.
+        torch_errors: what torch's default settings lose on the same data in the same layout.
+
+    >>> bar_of("output", "bf16", {"output": 0.1}), bar_of("weight", "bf16", {"weight": 0.1})
+    (0.005, 0.2)
+    """
+    dtype = PRECISIONS[precision]
+    bar = _IEEE_BAR if precision == "fp32" else error_bar(dtype, "tf32" if precision == "tf32" else "ieee")
+    if name == "output" and precision != "fp32":
+        return bar
+    own = torch_errors.get(name, 0.0)
+    return max(bar, 2 * own) if math.isfinite(own) else bar
+
+
+def rows_of(workload: Workload, plan: Plan, lane: Lane) -> Iterator[Row]:
+    """Measure a workload: its rows, as they are made. Ends early at the plan's deadline.
+
+    Raises:
+        DeviceLost: a contender broke the GPU's context; its row came before.
+    """
+    for dtype in dict.fromkeys(PRECISIONS[precision] for precision in plan.precisions):
+        precisions = [precision for precision in plan.precisions if PRECISIONS[precision] == dtype]
+        bench = _Bench(workload, dtype, plan)
+        for precision in precisions:
+            for contender in plan.contenders:
+                for direction in plan.directions:
+                    if plan.done(_row(workload, precision, contender, direction).key) is not None:
+                        continue
+                    if time.monotonic() > plan.deadline:
+                        return
+                    visit = partial(bench.visit, contender, precision, direction)
+                    rows = lane.run(visit) if contender.benchmark else visit()
+                    yield from rows
+                    for row in rows:
+                        if row.status == "failed":
+                            _recover(plan.device, row)
+
+
+def expected_keys(workload: Workload, plan: Plan) -> list[Key]:
+    """The keys of the rows that :func:`rows_of` makes at least."""
+    return [
+        _row(workload, precision, contender, direction).key
+        for precision in plan.precisions
+        for contender in plan.contenders
+        for direction in plan.directions
+    ]
+
+
+def _row(workload: Workload, precision: str, contender: Contender, direction: str) -> Row:
+    return Row(
+        *(workload.suite, workload.name, workload.layer, precision),
+        *(contender.layout, direction, "eager", contender.name),
+        note=workload.note,
+    )
+
+
+def _recover(device: torch.device, row: Row) -> None:
+    """Give memory back after a failure, and see whether the GPU still answers."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        raise DeviceLost(f"{row.algorithm} broke the GPU's context on {row.workload}: {row.reason}") from None
+
+
+class _Bench:
+    """The data of one workload in one element type. It is made when the first row needs it."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype, plan: Plan) -> None:
+        self._workload, self._problem, self._plan = workload, workload.problem, plan
+        self._dtype, self._device = dtype, plan.device
+        self._torch_errors: dict[tuple[str, str, str], dict[str, float]] = {}
+        self._torch_ms: dict[tuple[str, str], float] = {}
+
+    @cached_property
+    def _nchw(self) -> Tensors:
+        return random_tensors(self._workload, self._device).to(self._dtype)
+
+    @cached_property
+    def _channels_last(self) -> Tensors:
+        return self._nchw.channels_last()
+
+    @cached_property
+    def _reference(self) -> Reference:
+        gradients = any(direction != "forward" for direction in self._plan.directions)
+        return reference(self._problem, self._nchw, gradients)
+
+    def _tensors(self, contender: Contender) -> Tensors:
+        return self._channels_last if contender.layout == "channels_last" else self._nchw
+
+    def visit(self, contender: Contender, precision: str, direction: str) -> list[Row]:
+        """The rows of one contender and direction: the eager one first, then those of other modes."""
+        row = replace(_row(self._workload, precision, contender, direction), run=self._plan.run)
+        with ExitStack() as stack:
+            stack.enter_context(torch_settings(precision, contender.benchmark, contender.deterministic))
+            # Backward passes stay in this thread, whose cuDNN plans are meant.
+            stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
+            if self._device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self._device))
+            try:
+                return self._measure(row, contender)
+            except Exception as error:  # whatever breaks one row must not end the run; the row says what it was
+                lines = str(error).splitlines() or [""]
+                return [replace(row, status="failed", reason=f"{type(error).__name__}: {lines[0]}"[:300])]
+
+    def _measure(self, row: Row, contender: Contender) -> list[Row]:
+        problem, device, direction = self._problem, self._device, row.direction
+        reason = contender.why_not(problem, row.precision, device, direction)
+        if reason is not None:
+            return [replace(row, status="refused", reason=reason)]
+        bias = self._workload.bias
+        row = replace(
+            row,
+            took=contender.algorithm(problem, row.precision, device) if contender.name == "auto" else "",
+            workspace_bytes=contender.workspace_bytes(problem, row.precision, device, direction),
+            floor_ms=self._plan.ceilings.floor_ms(problem, row.precision, direction, bias),
+            flops=work(problem, direction),
+            least_bytes=least_bytes(problem, self._dtype.itemsize, direction, bias),
+        )
+        run = self._run(contender, direction)
+        errors, first_ms = self._errors(run)
+        row = self._judged(replace(row, first_ms=first_ms), contender, errors)
+        if row.status != "ok":
+            return [row]
+        if device.type == "cuda":
+            row = replace(row, peak_bytes=self._peak_bytes(run))
+        eager = _timed(row, time_run(run, device, self._plan.effort))
+        if contender.name == DEFAULT_TORCH and eager.median_ms is not None:
+            self._torch_ms[row.precision, direction] = eager.median_ms
+        return [eager, *self._other_modes(row, contender, run)]
+
+    def _run(self, contender: Contender, direction: str) -> Callable[[], Results]:
+        """A pass as a function without arguments; gives its results by name."""
+        tensors, forward = self._tensors(contender), contender.forward(self._problem)
+        return _pass(direction, tensors, forward)
+
+    def _judged(self, row: Row, contender: Contender, errors: dict[str, float]) -> Row:
+        """The row with its errors; wrong where one is over its bar."""
+        if contender.kind == "torch":
+            if contender in DEFAULTS.values():
+                self._torch_errors[row.precision, row.direction, row.layout] = errors
+            bars = dict.fromkeys(errors, _TORCH_BARS[row.precision])
+        else:
+            own = self._errors_of_torch(row)
+            bars = {name: bar_of(name, row.precision, own) for name in errors}
+        closest = max(errors, key=lambda name: _badness(errors[name] / bars[name]))
+        wrong = not errors[closest] <= bars[closest]
+        finite: dict[str, Any] = {name: error if math.isfinite(error) else None for name, error in errors.items()}
+        what = "output" if closest == "output" else f"gradient of {closest}"
+        return replace(
+            row,
+            **{f"error_{name}": error for name, error in finite.items()},
+            error=finite[closest],
+            bar=bars[closest],
+            status="wrong" if wrong else "ok",
+            reason=f"error {errors[closest]:.1e} of the {what} is over {bars[closest]:.1e}" if wrong else "",
+        )
+
+    def _errors_of_torch(self, row: Row) -> dict[str, float]:
+        """The errors of torch's default settings in the row's layout: measured, or known from its row, or found now."""
+        place = row.precision, row.direction, row.layout
+        known = self._torch_errors.get(place)
+        if known is None:
+            default = DEFAULTS[row.layout]
+            done = self._plan.done(_row(self._workload, row.precision, default, row.direction).key)
+            if done is not None and done.status == "ok":
+                stored = {name: getattr(done, f"error_{name}") for name in ("output", *_GRADIENTS)}
+                known = {name: error for name, error in stored.items() if error is not None}
+            else:
+                known, _ = self._errors(self._run(default, row.direction))
+            self._torch_errors[place] = known
+        return known
+
+    def _errors(self, run: Callable[[], Results]) -> tuple[dict[str, float], float]:
+        """The errors of a pass, and the time of this, its first call, in milliseconds."""
+        with self._poisoned():
+            synchronize(self._device)
+            start = time.perf_counter()
+            results = run()
+            synchronize(self._device)
+            first_ms = 1e3 * (time.perf_counter() - start)
+        return self._reference.errors(results), first_ms
+
+    @contextmanager
+    def _poisoned(self) -> Iterator[None]:
+        """NaN in the memory that the results are likely to take: an element left unwritten then shows."""
+        p = self._problem
+        if self._device.type == "cuda":
+            for shape in (p.output_shape, p.input_shape, p.weight_shape):
+                torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)
+            yield
+            return
+        # Makes torch.empty fill. Not used on a GPU, where it would change cuDNN's choices too.
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+    def _peak_bytes(self, run: Callable[[], Results]) -> int:
+        """Device memory that a call takes beyond its results."""
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        results = run()
+        torch.cuda.synchronize(self._device)
+        kept = sum(result.numel() * result.element_size() for result in results.values())
+        return max(0, torch.cuda.max_memory_allocated(self._device) - before - kept)
+
+    def _other_modes(self, row: Row, contender: Contender, run: Callable[[], Results]) -> list[Row]:
+        modes: list[tuple[str, Callable[[Row, Contender, Run], Row | None]]] = []
+        if self._device.type == "cuda" and not contender.unfused and row.direction != "both" and self._is_small(row):
+            modes.append(("graph", self._graph))
+        if self._workload.suite == "latency":
+            modes.append(("call", self._call))
+            if row.direction != "backward":
+                modes.append(("module", self._module))
+        rows = []
+        for mode, measure in modes:
+            blank = replace(row, mode=mode, peak_bytes=None, first_ms=None)
+            try:
+                found = measure(blank, contender, run)
+            except Exception as error:  # as in visit
+                lines = str(error).splitlines() or [""]
+                found = replace(blank, status="failed", reason=f"{type(error).__name__}: {lines[0]}"[:300])
+            if found is not None:
+                rows.append(found)
+        return rows
+
+    def _is_small(self, row: Row) -> bool:
+        if self._workload.suite == "latency":
+            return True
+        known = self._torch_ms.get((row.precision, row.direction))
+        if known is None:
+            default = _row(self._workload, row.precision, Contender(DEFAULT_TORCH), row.direction)
+            done = self._plan.done(default.key)
+            known = done.median_ms if done else None
+        if known is None:
+            known = 6 * (row.floor_ms or 0.0)  # no row of torch's to go by; it is typically this far from the floor
+        return known < _SMALL_MS
+
+    def _graph(self, row: Row, contender: Contender, run: Run) -> Row | None:
+        """Replays of a CUDA graph. A backward pass is captured without autograd, whose streams are its own."""
+        tensors = self._tensors(contender)
+        if row.direction == "backward":
+            gradients = contender.gradients(self._problem)
+            if gradients is None:
+                return None
+            bound = partial(gradients, tensors)
+            graph, found = captured(lambda: dict(zip(_GRADIENTS, bound(), strict=False)))
+        else:
+            graph, found = captured(run)
+        assert isinstance(found, dict)
+        for result in found.values():
+            result.fill_(torch.nan)
+        graph.replay()
+        row = self._judged(row, contender, self._reference.errors(found))
+        return row if row.status != "ok" else _timed(row, time_run(graph.replay, self._device, self._plan.effort))
+
+    def _call(self, row: Row, contender: Contender, run: Run) -> Row:
+        return _timed(row, time_calls(run, self._device, self._plan.effort))
+
+    def _module(self, row: Row, contender: Contender, run: Run) -> Row | None:
+        tensors = self._tensors(contender)
+        module = contender.module(self._problem, tensors)
+        if module is None:
+            return None
+        parameters = tuple(module.parameters())
+        leaf = tensors.x.detach().requires_grad_(row.direction == "both")
+
+        def call() -> object:
+            if row.direction == "forward":
+                with torch.no_grad():
+                    return module(leaf)
+            return torch.autograd.grad(module(leaf), (leaf, *parameters), tensors.grad_output)
+
+        return _timed(row, time_calls(call, self._device, self._plan.effort))
+
+
+def _pass(
+    direction: str,
+    tensors: Tensors,
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+) -> Callable[[], Results]:
+    """A forward pass without autograd, or with it a backward pass of a graph that is kept, or both together."""
+    if direction == "forward":
+
+        def run_forward() -> Results:
+            with torch.no_grad():
+                return {"output": forward(tensors.x, tensors.weight, tensors.bias)}
+
+        return run_forward
+
+    x, weight = tensors.x.detach().requires_grad_(), tensors.weight.detach().requires_grad_()
+    bias = None if tensors.bias is None else tensors.bias.detach().requires_grad_()
+    leaves = (x, weight) if bias is None else (x, weight, bias)
+
+    if direction == "backward":
+        kept = forward(x, weight, bias)
+
+        def run_backward() -> Results:
+            found = torch.autograd.grad(kept, leaves, tensors.grad_output, retain_graph=True)
+            return dict(zip(_GRADIENTS, found, strict=False))
+
+        return run_backward
+
+    def run_both() -> Results:
+        output = forward(x, weight, bias)
+        found = torch.autograd.grad(output, leaves, tensors.grad_output)
+        return {"output": output.detach(), **dict(zip(_GRADIENTS, found, strict=False))}
+
+    return run_both
+
+
+def _timed(row: Row, times: Times) -> Row:
+    return replace(row, median_ms=times.median, p20_ms=times.p20, p80_ms=times.p80, repeats=times.count)
+
+
+def _badness(ratio: float) -> float:
+    return math.inf if math.isnan(ratio) else ratio

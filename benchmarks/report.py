@@ -1,0 +1,172 @@
+"""Everything that is made from the result files: summary.md, the charts, and the results section of README.md.
+
+python -m benchmarks.report [FOLDER] [--readme README.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks import summary
+from benchmarks.results import Row, load_all
+
+_RESULTS = Path(__file__).parent / "results"
+_README = Path(__file__).parent.parent / "README.md"
+START, END = "<!-- results: start -->", "<!-- results: end -->"
+_MOST_LOSING = 10
+
+
+def newest_results() -> Path:
+    """The folder in benchmarks/results whose files are the newest, GPUs before CPUs.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folders = [path for path in _RESULTS.glob("*") if any(path.glob("*.json"))]
+    if not folders:
+        raise ValueError(f"{_RESULTS} holds no result files; run: python -m benchmarks.compare")
+
+    def age(folder: Path) -> tuple[bool, float]:
+        return not folder.name.startswith("cpu"), max(path.stat().st_mtime for path in folder.glob("*.json"))
+
+    return max(folders, key=age)
+
+
+def made_with(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each environment that made a row."""
+    found: dict[str, None] = {}
+    for index in dict.fromkeys(row.run for row in rows):
+        run = runs[index]
+        parts = [run["gpu"], f"gemmconv {run['gemmconv']} ({run['commit']})", f"torch {run['torch']}"]
+        if run["cuda"]:
+            parts += [f"CUDA {run['cuda']}", f"cuDNN {run['cudnn']}", f"driver {run['driver']}"]
+        found[", ".join([*parts, run["date"][:10]])] = None
+    return list(found)
+
+
+def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, charts: Sequence[str]) -> str:
+    """The results section in Markdown.
+
+    Args:
+        rows: finished rows.
+        runs: their runs.
+        link: path of the result folder, as the README links to it.
+        charts: names of charts in its folder ``plots`` that are shown.
+    """
+    parts = ["; ".join(made_with(rows, runs)) + "."]
+    ceilings = next((run["ceilings"] for run in reversed(runs) if run["ceilings"].get("tflops")), None)
+    if ceilings:
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ceilings["tflops"].items())
+        parts[0] += f" Measured ceilings: copy {ceilings['copy_tbps']:.2f} TB/s; matrix product {rates} TFLOP/s."
+    parts.append(
+        "`torch default` is `torch.nn.functional.conv_transpose2d` in NCHW; `best torch` is the fastest of its "
+        "settings (`cudnn.benchmark` on and off, NCHW and channels_last, deterministic, unfused) for that row. A ratio "
+        'above 1x means that `algorithm="auto"` is faster. The floor is max(useful flops / matrix product rate, '
+        "least bytes / copy bandwidth), both measured in the same run. Wrong results have no time."
+    )
+    slower, total = summary.losing(rows), len(summary.compared(rows))
+    parts.append(f"**Slower than the best torch setting in {len(slower)} of {total} rows.**")
+    if slower:
+        shown = [summary.losing_cells(row) for row in slower[:_MOST_LOSING]]
+        parts[-1] += f" The worst (all: [summary.md]({link}/summary.md)):"
+        parts.append(summary.markdown_table(summary.LOSING_HEADINGS, shown, left=4))
+    found = [line for line in summary.lines(rows) if line.group[1] == "eager" or line.group[0] == "latency"]
+    headings = [heading for heading in summary.HEADINGS if heading not in ("algorithm", "layout")]
+    cells = [[*line.cells()[:4], *line.cells()[6:]] for line in found]
+    parts.append("Geometric mean, and the worst row, NCHW:")
+    parts.append(summary.markdown_table(headings, cells, left=4))
+    parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({link}/plots/{name})" for name in charts]
+    parts.append(
+        f"All rows, tidy, with errors, percentiles and memory: [{link}]({link}). How they are measured: "
+        "[benchmarks/README.md](benchmarks/README.md)."
+    )
+    return "\n\n".join(parts)
+
+
+def full(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
+    """summary.md: every losing row, every line of every algorithm and layout, everything wrong or refused."""
+    names = sorted({row.algorithm for row in rows if not row.is_torch}, key=lambda name: (name != "auto", name))
+    parts = ["# Results", "; ".join(made_with(rows, runs)) + "."]
+    slower, total = summary.losing(rows), len(summary.compared(rows))
+    parts.append(
+        f"## Rows that lose\n\n`auto` in NCHW against torch's best setting of any layout: {len(slower)} of {total}."
+    )
+    if slower:
+        parts.append(summary.markdown_table(summary.LOSING_HEADINGS, [summary.losing_cells(r) for r in slower], left=4))
+    if bad := summary.troubles(rows):
+        parts += ["## Rows without a time", "\n".join(f"- {line}" for line in bad)]
+    parts.append("## Speed-ups and ratios to the floor\n\nGeometric mean, and the worst row.")
+    found = summary.lines(rows, names, ("nchw", "channels_last"))
+    parts.append(summary.markdown_table(summary.HEADINGS, [line.cells() for line in found], left=6))
+    return "\n\n".join(parts) + "\n"
+
+
+def write_between(path: Path, text: str) -> None:
+    """Replace what stands between the two markers of a file.
+
+    Raises:
+        ValueError: the file has no markers.
+    """
+    content = path.read_text()
+    if content.count(START) != 1 or content.count(END) != 1 or content.index(START) > content.index(END):
+        raise ValueError(f"{path} must hold the lines {START!r} and {END!r}, once each; put them where results belong")
+    head, tail = content.split(START)[0], content.split(END)[1]
+    path.write_text(f"{head}{START}\n{text}\n{END}{tail}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write summary.md, the charts and the README's section."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="result folder (default: the newest)")
+    parser.add_argument("--readme", type=Path, default=_README, help="default: README.md")
+    parser.add_argument("--no-readme", action="store_true", help="leave the README alone")
+    arguments = parser.parse_args(argv)
+    try:
+        folder = (arguments.folder or newest_results()).resolve()
+        charts = write_beside(folder)
+        if not arguments.no_readme:
+            rows, runs = load_all(folder)
+            link = os.path.relpath(folder, arguments.readme.resolve().parent)
+            shown = [f"speedup_{suite}_forward.png" for suite in ("public", "models")]
+            write_between(arguments.readme, section(rows, runs, link, [name for name in shown if name in charts]))
+            print(arguments.readme)
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+def write_beside(folder: Path) -> set[str]:
+    """Write summary.md and the charts into a result folder; the charts' names.
+
+    Raises:
+        ValueError: the folder holds no results.
+    """
+    rows, runs = load_all(folder)
+    if not rows:
+        raise ValueError(f"{folder} holds no result files")
+    (folder / "summary.md").write_text(full(rows, runs))
+    print(folder / "summary.md")
+    return _charts(folder)
+
+
+def _charts(folder: Path) -> set[str]:
+    """Draw the charts where matplotlib is installed; their names."""
+    if find_spec("matplotlib") is None:
+        print("no charts: matplotlib is not installed")
+        return set()
+    from benchmarks.plot import draw
+
+    paths = draw(folder)
+    for path in paths:
+        print(path)
+    return {path.name for path in paths}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The rows, their ratios, and the files that hold them: JSON to go on from, CSV to read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import DEFAULT_TORCH
+
+FORMAT = 1
+
+# Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
+_IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
+_LIBRARY = ("gemmconv", "source", "commit")  # what torch's own rows do not depend on
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: workload x precision x layout x direction x mode x algorithm.
+
+    Attributes:
+        suite, workload, layer: what; ``layer`` is the geometry in one line.
+        precision: fp32 (ieee), tf32, fp16 or bf16.
+        layout: nchw or channels_last.
+        direction: forward; backward (gradients of input, weight and bias); both (forward, then backward).
+        mode: eager (device time, cold L2), graph (the same of a CUDA graph replay), call (wall clock of calls in a
+            row) or module (call, through the module).
+        algorithm: gemmconv's algorithms, ``auto``, or a setting of torch.
+        status: ok, wrong (no time), refused or failed (``reason`` says why).
+        took: the algorithm that ``auto`` chose.
+        error_output, error_input, error_weight, error_bias: relative to float64, of the output and of gradients.
+        error, bar: the error that came closest to its bar, and that bar.
+        median_ms, p20_ms, p80_ms, repeats: of the time.
+        speedup_default: time of torch's default settings in NCHW, divided by this time.
+        speedup_best: time of torch's best setting, of any layout, divided by this time.
+        best_torch: that setting.
+        floor_ms, floor_ratio: the floor, and this time divided by it.
+        flops, least_bytes: useful operations, and bytes that any algorithm moves.
+        workspace_bytes: what the algorithm promises to stay within; empty for torch.
+        peak_bytes: device memory that the call took beyond its results.
+        first_ms: wall-clock time of the first call in the process that measured.
+        cold_ms, warm_ms: of the first call in a new process, with an empty and with a filled kernel cache.
+        note: what was made smaller.
+        run: index of the run, whose environment the file holds.
+    """
+
+    suite: str
+    workload: str
+    layer: str
+    precision: str
+    layout: str
+    direction: str
+    mode: str
+    algorithm: str
+    status: str = "ok"
+    took: str = ""
+    error_output: float | None = None
+    error_input: float | None = None
+    error_weight: float | None = None
+    error_bias: float | None = None
+    error: float | None = None
+    bar: float | None = None
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    repeats: int | None = None
+    speedup_default: float | None = None
+    speedup_best: float | None = None
+    best_torch: str = ""
+    floor_ms: float | None = None
+    floor_ratio: float | None = None
+    flops: int | None = None
+    least_bytes: int | None = None
+    workspace_bytes: int | None = None
+    peak_bytes: int | None = None
+    first_ms: float | None = None
+    cold_ms: float | None = None
+    warm_ms: float | None = None
+    note: str = ""
+    reason: str = ""
+    run: int = 0
+
+    @property
+    def key(self) -> Key:
+        """What a row of another file must share to be the same measurement."""
+        return (
+            *(self.suite, self.workload, self.layer, self.precision),
+            *(self.layout, self.direction, self.mode, self.algorithm),
+        )
+
+    @property
+    def cell(self) -> Key:
+        """What rows share that are compared with each other."""
+        return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
+
+    @property
+    def is_torch(self) -> bool:
+        return self.algorithm.startswith("torch_")
+
+
+COLUMNS = tuple(column.name for column in fields(Row))
+
+
+@dataclass
+class Results:
+    """The rows of one suite on one machine, by key.
+
+    Attributes:
+        runs: for each run its environment and ceilings.
+        rows: by key, in the order in which they were first measured.
+    """
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    rows: dict[Key, Row] = field(default_factory=dict)
+
+    def begin(self, environment: Mapping[str, str], ceilings: Mapping[str, object]) -> int:
+        """Note a run; returns its index."""
+        self.runs.append({**environment, "ceilings": dict(ceilings)})
+        return len(self.runs) - 1
+
+    def add(self, row: Row) -> None:
+        """Keep a row, in place of an earlier one of the same key."""
+        self.rows[row.key] = row
+
+    def done(self, key: Key, environment: Mapping[str, str], keep_torch: bool = False) -> Row | None:
+        """The row of that key, if this very environment made it.
+
+        Args:
+            key: the row's key.
+            environment: of the present run.
+            keep_torch: whether a row of torch's counts also where only gemmconv has changed since.
+        """
+        row = self.rows.get(key)
+        if row is None:
+            return None
+        names = [name for name in _IDENTITY if not (keep_torch and row.is_torch and name in _LIBRARY)]
+        made = self.runs[row.run]
+        return row if all(made.get(name) == environment[name] for name in names) else None
+
+    def finished(self) -> list[Row]:
+        """The rows, with the ratios to torch's."""
+        return with_ratios(self.rows.values())
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Read a JSON file.
+
+        Raises:
+            ValueError: it is no result file of this format.
+        """
+        try:
+            content = json.loads(path.read_text())
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}, not {FORMAT}")
+            names = content["columns"]
+            rows = [Row(**dict(zip(names, values, strict=True))) for values in content["rows"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a result file of this version: {error}") from None
+        return cls(content["runs"], {row.key: row for row in rows})
+
+    def save(self, path: Path) -> None:
+        """Write the JSON file, and the CSV file beside it, each by an atomic rename."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [[_short(value) for value in asdict(row).values()] for row in self.finished()]
+        head = {"format": FORMAT, "runs": self.runs, "columns": COLUMNS}
+        body = ",\n".join(json.dumps(values, separators=(",", ":"), allow_nan=False) for values in rows)
+        _replace(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{body}\n]}}\n')
+        made = ("gpu", "driver", "cuda", "cudnn", "torch", "python", "gemmconv", "source", "commit", "date")
+        partial = path.with_suffix(".csv.part")
+        with partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*COLUMNS[:-1], *made])
+            for values in rows:
+                environment = self.runs[values[-1]]
+                writer.writerow([*("" if v is None else v for v in values[:-1]), *(environment[n] for n in made)])
+        os.replace(partial, path.with_suffix(".csv"))
+
+
+def load_all(folder: Path) -> tuple[list[Row], list[dict[str, Any]]]:
+    """All rows of the result files in a folder, and their runs; a row's ``run`` counts over all files."""
+    rows: list[Row] = []
+    runs: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*.json")):
+        results = Results.load(path)
+        rows += [replace(row, run=row.run + len(runs)) for row in results.finished()]
+        runs += results.runs
+    return rows, runs
+
+
+def with_ratios(rows: Iterable[Row]) -> list[Row]:
+    """The rows with ratios to torch's default and best times, and to the floor."""
+    rows = list(rows)
+    cells: dict[Key, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.is_torch and row.median_ms is not None:
+            cells[row.cell].append(row)
+
+    def finish(row: Row) -> Row:
+        torch_rows = cells[row.cell]
+        default = next((other for other in torch_rows if other.algorithm == DEFAULT_TORCH), None)
+        best = min(torch_rows, key=lambda other: other.median_ms or math.inf, default=None)
+        return replace(
+            row,
+            speedup_default=_ratio(default.median_ms if default else None, row.median_ms),
+            speedup_best=_ratio(best.median_ms if best else None, row.median_ms),
+            best_torch=best.algorithm if best else "",
+            floor_ratio=_ratio(row.median_ms, row.floor_ms),
+        )
+
+    return [finish(row) for row in rows]
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below
+
+
+def _short(value: Any) -> Any:
+    """Six digits are more than a measurement has."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text)
+    os.replace(partial, path)

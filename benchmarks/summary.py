@@ -1,0 +1,186 @@
+"""What the rows say together: geometric means, worst cases, and the rows that lose."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from benchmarks.contenders import PRECISIONS
+from benchmarks.results import Row
+
+SUITE_ORDER = ("seeds", "public", "models", "sweep", "latency", "layer")
+_DIRECTION_ORDER = ("forward", "backward", "both")
+_MODE_ORDER = ("eager", "graph", "call", "module")
+
+HEADINGS = (
+    "suite",
+    "mode",
+    "precision",
+    "direction",
+    "algorithm",
+    "layout",
+    "rows",
+    "vs torch default",
+    "worst",
+    "vs best torch",
+    "worst",
+    "x floor",
+    "worst",
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The rows of one algorithm in one suite, mode, precision, direction and layout.
+
+    Attributes:
+        group: those six, in that order.
+        rows: how many have a time.
+        default, best, floor: geometric mean and worst of speed-up over torch's default settings in NCHW, of speed-up
+            over torch's best setting, and of the ratio to the floor; None where no row has it.
+    """
+
+    group: tuple[str, ...]
+    rows: int
+    default: tuple[float, float] | None
+    best: tuple[float, float] | None
+    floor: tuple[float, float] | None
+
+    def cells(self) -> list[str]:
+        """The line as texts, in the order of ``HEADINGS``."""
+        texts = [*self.group, str(self.rows)]
+        for pair, unit in ((self.default, "x"), (self.best, "x"), (self.floor, "")):
+            texts += ["-", "-"] if pair is None else [f"{value:.2f}{unit}" for value in pair]
+        return texts
+
+
+def lines(rows: Iterable[Row], algorithms: Sequence[str] = ("auto",), layouts: Sequence[str] = ("nchw",)) -> list[Line]:
+    """One line for each group, of these algorithms and layouts."""
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.algorithm in algorithms and row.layout in layouts and row.median_ms is not None:
+            groups[row.suite, row.mode, row.precision, row.direction, row.algorithm, row.layout].append(row)
+
+    def spread(
+        group: list[Row], ratio: Callable[[Row], float | None], worst: Callable[..., float]
+    ) -> tuple[float, float] | None:
+        values = [value for value in map(ratio, group) if value]
+        return (geometric_mean(values), worst(values)) if values else None
+
+    def order(group: tuple[str, ...]) -> tuple[object, ...]:
+        suite, mode, precision, direction, algorithm, layout = group
+        return (
+            SUITE_ORDER.index(suite),
+            _MODE_ORDER.index(mode),
+            list(PRECISIONS).index(precision),
+            _DIRECTION_ORDER.index(direction),
+            algorithms.index(algorithm),
+            layouts.index(layout),
+        )
+
+    return [
+        Line(
+            group,
+            len(groups[group]),
+            spread(groups[group], lambda row: row.speedup_default, min),
+            spread(groups[group], lambda row: row.speedup_best, min),
+            spread(groups[group], lambda row: row.floor_ratio, max),
+        )
+        for group in sorted(groups, key=order)
+    ]
+
+
+def compared(rows: Iterable[Row]) -> list[Row]:
+    """The rows that users get unless they ask for more: ``auto``, NCHW, eager; those with a ratio to torch's best."""
+    return [
+        row
+        for row in rows
+        if (row.algorithm, row.layout, row.mode) == ("auto", "nchw", "eager") and row.speedup_best is not None
+    ]
+
+
+def losing(rows: Iterable[Row]) -> list[Row]:
+    """Those of them that are slower than torch's best setting, the worst first."""
+    return sorted(
+        (row for row in compared(rows) if (row.speedup_best or 0.0) < 1), key=lambda row: row.speedup_best or 0.0
+    )
+
+
+def troubles(rows: Iterable[Row]) -> list[str]:
+    """A line for each row that is wrong or failed, gemmconv's first; then how many were refused."""
+    rows = list(rows)
+    bad = sorted((row for row in rows if row.status in ("wrong", "failed")), key=lambda row: row.is_torch)
+    found = [f"{row.status}: {title(row)}, {row.algorithm} in {row.layout}: {row.reason}" for row in bad]
+    refused: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows:
+        if row.status == "refused":
+            refused[row.algorithm, row.reason.split(",")[0]] += 1
+    return found + [f"refused {count}x: {name}: {reason}" for (name, reason), count in sorted(refused.items())]
+
+
+def title(row: Row) -> str:
+    """A row's workload, precision, direction and mode in one phrase."""
+    mode = "" if row.mode == "eager" else f" ({row.mode})"
+    return f"{row.workload} {row.precision} {row.direction}{mode}"
+
+
+def losing_cells(row: Row) -> list[str]:
+    """A losing row as texts: workload, precision, direction, what auto took, times, ratios."""
+    best_ms = (row.median_ms or 0.0) * (row.speedup_best or 0.0)
+    return [
+        *(row.workload, row.precision, row.direction, row.took or row.algorithm, milliseconds(row.median_ms)),
+        *(row.best_torch.removeprefix("torch_"), milliseconds(best_ms), f"{row.speedup_best or 0:.2f}x"),
+        "-" if row.floor_ratio is None else f"{row.floor_ratio:.1f}",
+    ]
+
+
+LOSING_HEADINGS = ("workload", "precision", "direction", "took", "ms", "best torch", "its ms", "vs best", "x floor")
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits or so."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value < 0.1 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A plain table; the first ``left`` columns are aligned left, the others right."""
+    widths = [max(len(cell) for cell in column) for column in zip(headings, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = (
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([line(headings), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """The same in Markdown."""
+    rule = ["---" if index < left else "--:" for index in range(len(headings))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
+
+
+def report(rows: Sequence[Row], most_losing: int = 20) -> str:
+    """The summary as plain text: what is wrong, what loses, then the ratios of auto, and of the algorithms in NCHW."""
+    parts = [*troubles(rows)]
+    slower = losing(rows)
+    total = len(compared(rows))
+    if total:
+        parts.append(f"\nauto in NCHW is slower than the best torch setting in {len(slower)} of {total} rows")
+    if slower:
+        parts.append(text_table(LOSING_HEADINGS, [losing_cells(row) for row in slower[:most_losing]], left=4))
+        if len(slower) > most_losing:
+            parts.append(f"... and {len(slower) - most_losing} more")
+    names = {row.algorithm for row in rows if not row.is_torch} - {"auto"}
+    eager = [row for row in rows if row.mode == "eager"]
+    found = lines(rows, layouts=("nchw", "channels_last")) + lines(eager, sorted(names))
+    if found:
+        parts.append("\nspeed-ups: geometric mean, and the worst row; x floor: time / floor")
+        parts.append(text_table(HEADINGS, [line.cells() for line in found], left=6))
+    return "\n".join(parts)

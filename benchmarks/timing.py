@@ -1,0 +1,121 @@
+"""Samples of time. On CUDA: events, with the L2 cache overwritten before every run. On a CPU: torch.utils.benchmark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.benchmark import Timer
+
+from gemmconv.compare.timing import cuda_rounds
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much time one measurement may take.
+
+    Attributes:
+        target_ms: measured time that it aims at.
+        least, most: number of samples.
+        cap_ms: where ``least`` samples would take longer than this, there are fewer, but at least three.
+    """
+
+    target_ms: float = 30.0
+    least: int = 5
+    most: int = 30
+    cap_ms: float = 400.0
+
+    def samples(self, estimate_ms: float) -> int:
+        """How many samples to take of something that takes ``estimate_ms``.
+
+        >>> [Effort().samples(ms) for ms in (0.1, 2, 50, 500)]
+        [30, 15, 5, 3]
+        """
+        count = max(self.least, min(self.most, int(self.target_ms / max(estimate_ms, 1e-6))))
+        return max(3, min(count, int(self.cap_ms / max(estimate_ms, 1e-6))))
+
+
+QUICK = Effort(target_ms=10.0, most=10, cap_ms=200.0)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Quantiles of the samples, in milliseconds."""
+
+    median: float
+    p20: float
+    p80: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Times:
+        ordered = sorted(samples)
+        return cls(quantile(ordered, 0.5), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The quantile of ordered samples, between neighbours in proportion.
+
+    >>> quantile([1.0, 2.0, 4.0], 0.75)
+    3.0
+    """
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def time_run(run: Run, device: torch.device, effort: Effort) -> Times:
+    """Time of one call that has been made before: on CUDA that of the device, from a flushed L2 cache."""
+    if device.type != "cuda":
+        seconds = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        samples = list(seconds.blocked_autorange(min_run_time=effort.target_ms * 1e-3 * 5).times)
+        while len(samples) < 3:
+            samples.append(seconds.timeit(1).median)
+        return Times.of([1e3 * sample for sample in samples])
+    (warm_up,) = cuda_rounds([run], device, _nothing, 2)
+    (samples,) = cuda_rounds([run], device, _nothing, effort.samples(min(warm_up)))
+    return Times.of(samples)
+
+
+def _nothing(index: int) -> None:
+    """What there is to do before a run."""
+
+
+def time_calls(run: Run, device: torch.device, effort: Effort) -> Times:
+    """Wall-clock time of a call among many in a row, host and device together, caches warm."""
+
+    def batch(count: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        synchronize(device)
+        return 1e3 * (time.perf_counter() - start) / count
+
+    estimate = min(batch(3), batch(3))
+    count = max(1, min(50, int(effort.target_ms / 7 / max(estimate, 1e-6))))
+    return Times.of([batch(count) for _ in range(7)])
+
+
+def captured(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of one call, and the results that its replays overwrite. The call must have been made before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what a first call on another stream sets up must not be captured
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+    return graph, result
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device; a CPU is always ready."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,732 @@
+"""The benchmarks: workloads, the gate, resuming, the files, and what is made from them."""
+
+import csv
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
+
+from benchmarks import check, compare, contenders, environment, first_call, measure, plot, report, results, summary
+from benchmarks.contenders import PRECISIONS, Contender, Lane
+from benchmarks.floor import Ceilings, least_bytes, work
+from benchmarks.reference import random_tensors
+from benchmarks.reference import reference as float64_reference
+from benchmarks.results import Results, Row
+from benchmarks.timing import Effort, Times
+from benchmarks.workloads import SUITES, custom, parse_layer, select, shrunk
+from gemmconv import ops
+from gemmconv.algorithms.native import Native
+from gemmconv.geometry import Problem
+from tests import reference
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(0.02, dict.fromkeys(PRECISIONS, 0.1))
+TINY = "n2 c4x6 k3x2 h9 w8 s2x1 p1 g2 bias"
+BLINK = Effort(target_ms=0.05, least=3, most=3)
+
+
+def plan(device=CPU, **changes):
+    ours = [*contenders.torch_contenders(device), *contenders.gemmconv_contenders(("nchw", "channels_last"))]
+    values = {
+        "device": device,
+        "precisions": ("fp32",),
+        "directions": measure.DIRECTIONS,
+        "contenders": ours,
+        "ceilings": CEILINGS,
+        "effort": BLINK,
+    }
+    return measure.Plan(**{**values, **changes})
+
+
+def rows_of(layer=TINY, **changes):
+    return results.with_ratios(measure.rows_of(custom(layer), plan(**changes), Lane()))
+
+
+# Workloads.
+
+
+def test_parse_layer_reads_every_part():
+    problem, bias = parse_layer("n64 c64x128 k3x5 h128 w256 s2x3 p1 d2x1 g4 op1x0 bias")
+    assert problem == Problem(64, 64, 128, 4, (128, 256), (3, 5), (2, 3), (1, 1), (1, 0), (2, 1))
+    assert bias
+
+
+def test_parse_layer_defaults():
+    assert parse_layer("c8 k3 h4 w5") == (Problem(1, 8, 8, 1, (4, 5), (3, 3)), False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("c8 k3 h4", "w missing"),
+        ("c8 k3 h4 w5 q2", "unknown part 'q2'"),
+        ("c8 k3 h4 w5 s2x", "unknown part 's2x'"),
+        ("c8 k3 h4 w5 s2 s1", "'s' is given twice"),
+        ("c8 k3 h4x4 w5", "'h' takes one number"),
+        ("c8x9 k3 h4 w5 g2", "divisible by g"),
+        ("c8 k3 h4 w5 g0", "divisible by g"),
+        ("c8 k3 h4 w5 p9", "padding must"),
+        ("c8 k3 h4 w5 op1", "output_padding must"),
+        ("n0 c8 k3 h4 w5", "at least 1"),
+    ],
+)
+def test_parse_layer_refuses(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_layer(text)
+
+
+def test_suites_are_filled_and_valid():
+    everything = [workload for suite in SUITES.values() for workload in suite]
+    assert {name: len(suite) > 3 for name, suite in SUITES.items()} == dict.fromkeys(
+        ("seeds", "public", "models", "sweep", "latency"), True
+    )
+    assert len({workload.name for workload in everything}) == len(everything)
+    for workload in everything:
+        assert min(workload.problem.output_size) > 0
+        assert parse_layer(workload.layer) == (workload.problem, workload.bias)
+    for suite in ("sweep",):
+        assert all(workload.axis for workload in SUITES[suite])
+
+
+# Useful flops and elements (input, weight and output) of published measurements of cuDNN, to compare with.
+KNOWN = {
+    "kb57": (618475290624, 1075877888),
+    "kb65": (360777252864, 270624768),
+    "kb69": (515396075520, 411230208),
+    "kb71": (77309411328, 269232128),
+    "kb75": (8053063680, 218371584),
+    "kb78": (180388626432, 268456960),
+    "kb81": (4831838208, 211965952),
+    "dcgan2": (8589934592, 5242880),
+    "dcgan4": (8589934592, 12713984),
+    "dcgan5": (805306368, 9964544),
+    "pose1": (25769803776, 13107200),
+    "pose3": (51539607552, 32505856),
+    "maskrcnn": (26306674688, 64487424),
+    "unet1": (17179869184, 14680064),
+    "unet4": (17179869184, 100696064),
+    "sam1": (8589934592, 33619968),
+    "sam2": (4294967296, 50339840),
+    "fsrcnn": (2378170368, 17043896),
+    "fcn8s": (7398752256, 44841216),
+    "depthwise": (268435456, 41945088),
+    "odd": (904334760, 6709071),
+    "tiny": (18874368, 69632),
+    "seed0": (515396075520, 411230208),
+    "seed2": (360777252864, 270624768),
+    "seed3": (4831838208, 211965952),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_workload_has_the_known_work(name):
+    (workload,) = select(SUITES, [name])
+    assert (workload.problem.useful_flops, workload.problem.least_bytes(1)) == KNOWN[name]
+
+
+def test_shrunk_says_what_it_did():
+    small = shrunk(SUITES["public"][0], 400_000_000, 32 << 20)
+    assert small.problem.useful_flops <= 400_000_000
+    assert small.note == "batch 8 -> 1, image 1024x1024 -> 64x64"
+    assert shrunk(custom(TINY), 10**9, 1 << 30) == custom(TINY)
+
+
+def test_work_and_bytes_of_the_passes():
+    problem, _ = parse_layer("n2 c3x5 k2 h4 w6 s2")
+    x, weight, y = 2 * 3 * 24, 3 * 5 * 4, 2 * 5 * 8 * 12
+    assert least_bytes(problem, 4, "forward", True) == 4 * (x + weight + y + 5)
+    assert least_bytes(problem, 4, "backward", True) == 4 * (2 * x + 2 * weight + y + 5)
+    assert work(problem, "both") == work(problem, "forward") + work(problem, "backward")
+    assert Ceilings(1.0, {"fp32": 1.0}).floor_ms(problem, "fp32", "forward", False) == pytest.approx(
+        max(problem.useful_flops, 4 * (x + weight + y)) / 1e9
+    )
+
+
+# The float64 reference.
+
+HARD = [
+    "n3 c4x6 k3x2 h5 w7 s2x3 p1x0 d2x1 g2 op1x2 bias",
+    "n1 c6x6 k2 h3 w4 s3 g6",
+    "n2 c3x1 k5x1 h4 w6 p3x0",
+    "n2 c2x3 k1 h3 w3 s1 d3 op2",
+    "n1 c3x2 k3 h36 w5 s1 p1",
+]
+
+
+@pytest.mark.parametrize("layer", HARD)
+def test_reference_agrees_with_the_tests_own(layer):
+    workload = custom(layer)
+    p, tensors = workload.problem, random_tensors(workload, CPU)
+    found = float64_reference(p, tensors).results
+    x, w, g = (reference.to_array(t.double()) for t in (tensors.x, tensors.weight, tensors.grad_output))
+    b = None if tensors.bias is None else reference.to_array(tensors.bias.double())
+    grad = {"stride": p.stride, "padding": p.padding, "groups": p.groups, "dilation": p.dilation}
+    forward = {**grad, "output_padding": p.output_padding}
+    assert reference.relative_error(found["output"], reference.forward(x, w, b, **forward)) < 1e-14
+    assert reference.relative_error(found["input"], reference.input_grad(g, w, p.input_size, **grad)) < 1e-14
+    assert reference.relative_error(found["weight"], reference.weight_grad(g, x, p.kernel_size, **grad)) < 1e-14
+    if b is not None:
+        assert reference.relative_error(found["bias"], reference.bias_grad(g)) < 1e-14
+
+
+def test_reference_keeps_the_last_image_when_memory_is_short(monkeypatch):
+    monkeypatch.setattr("benchmarks.reference._KEPT_CPU_BYTES", 8 * 3 * 6 * 19 * 8)
+    workload = custom("n9 c4x6 k3x2 h9 w8 s2x1")
+    tensors = random_tensors(workload, CPU)
+    kept = float64_reference(workload.problem, tensors)
+    assert kept.images[-1] == 8
+    assert 1 < len(kept.images) < 9
+    output = torch.nn.functional.conv_transpose2d(tensors.x, tensors.weight, stride=(2, 1))
+    assert kept.errors({"output": output})["output"] < 1e-6
+    output[8] = 0
+    assert kept.errors({"output": output})["output"] > 0.1
+
+
+def test_reference_errors_of_damaged_results():
+    workload = custom(TINY)
+    kept = float64_reference(workload.problem, random_tensors(workload, CPU))
+    output = kept.results["output"].clone()
+    assert kept.errors({"output": output}) == {"output": 0.0}
+    output[0, 0, 0, 0] = math.nan
+    assert math.isnan(kept.errors({"output": output})["output"])
+    assert kept.errors({"output": output[:1], "weight": kept.results["weight"][:1]}) == dict.fromkeys(
+        ("output", "weight"), math.inf
+    )
+
+
+# Rows.
+
+
+def test_rows_have_errors_times_and_ratios():
+    rows = rows_of()
+    assert {row.algorithm for row in rows} >= {"torch_nchw", "torch_unfused", "gemm_col2im", "native", "auto"}
+    assert {row.layout for row in rows} == {"nchw", "channels_last"}
+    assert {row.direction for row in rows} == {"forward", "backward", "both"}
+    for row in rows:
+        assert row.status == "ok", row
+        assert 0 < row.error <= min(row.bar, 1e-5)
+        assert row.p20_ms <= row.median_ms <= row.p80_ms
+        assert row.repeats >= 3
+        assert row.speedup_default > 0
+        assert row.speedup_best <= row.speedup_default
+        assert row.floor_ratio == pytest.approx(row.median_ms / row.floor_ms)
+        assert bool(row.took) == (row.algorithm == "auto")
+        errors = [row.error_output, row.error_input, row.error_weight, row.error_bias]
+        assert [error is not None for error in errors] == {
+            "forward": [True, False, False, False],
+            "backward": [False, True, True, True],
+            "both": [True, True, True, True],
+        }[row.direction]
+
+
+def test_latency_rows_have_calls_and_modules():
+    workload = replace(custom(TINY), suite="latency")
+    rows = list(measure.rows_of(workload, plan(contenders=[Contender("native", kind="gemmconv")]), Lane()))
+    assert [(row.direction, row.mode) for row in rows] == [
+        *(("forward", "eager"), ("forward", "call"), ("forward", "module")),
+        *(("backward", "eager"), ("backward", "call")),
+        *(("both", "eager"), ("both", "call"), ("both", "module")),
+    ]
+    assert all(row.status == "ok" and row.median_ms for row in rows)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_rows_in_16_bits(precision):
+    one = [Contender("torch_nchw"), Contender("gemm_col2im", kind="gemmconv")]
+    for row in rows_of("n1 c3x4 k2 h5 w6 s2", precisions=(precision,), contenders=one):
+        assert row.status == "ok", row
+        assert 1e-5 < row.error <= row.bar
+
+
+@pytest.mark.parametrize("layer", [TINY, "n1 c3x4 k2 h5 w6 s2"])
+def test_gradients_without_autograd_are_those_of_autograd(layer):
+    workload = custom(layer)
+    tensors = random_tensors(workload, CPU)
+    kept = float64_reference(workload.problem, tensors)
+    every = [*contenders.TORCH, *contenders.gemmconv_contenders(("nchw",))]
+    for contender in (one for one in every if not one.unfused):
+        found = contender.gradients(workload.problem)(tensors)
+        errors = kept.errors(dict(zip(("input", "weight", "bias"), found, strict=False)))
+        assert len(errors) == 2 + workload.bias
+        assert max(errors.values()) < 1e-6, contender
+
+
+class Wrong(Native):
+    """Right but for one thing."""
+
+    def __init__(self, direction, damage):
+        self.direction, self.damage = direction, damage
+
+    def _prepare(self, direction, config):
+        call = getattr(super(), direction)(config)
+        return call if direction != self.direction else lambda *tensors: self.damage(call(*tensors))
+
+    def forward(self, config):
+        return self._prepare("forward", config)
+
+    def input_grad(self, config):
+        return self._prepare("input_grad", config)
+
+    def weight_grad(self, config):
+        return self._prepare("weight_grad", config)
+
+
+def off(result):
+    return result * 1.001
+
+
+def unwritten(result):
+    fresh = torch.empty_like(result)  # holds NaN: the gate sees to that
+    fresh[1:] = result[1:]
+    return fresh
+
+
+def one_nan(result):
+    result = result.clone()
+    result[0, 0, 0, 0] = torch.nan
+    return result
+
+
+def broken(result):
+    raise ArithmeticError("first line\nsecond line")
+
+
+@pytest.fixture
+def algorithm(monkeypatch):
+    """algorithm(fake): the only algorithm there is, with no plans of others."""
+
+    def use(fake):
+        monkeypatch.setattr("gemmconv.algorithms.ALGORITHMS", (fake,))
+        monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
+
+    monkeypatch.setattr(ops, "_plans", {})
+    return use
+
+
+@pytest.mark.parametrize("damage", [off, unwritten, one_nan])
+@pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
+def test_wrong_result_is_red_and_has_no_time(algorithm, direction, damage):
+    algorithm(Wrong(direction, damage))
+    red = {"forward": {"forward", "both"}}.get(direction, {"backward", "both"})
+    rows = [row for row in rows_of() if not row.is_torch]
+    assert {row.algorithm for row in rows} == {"native", "auto"}
+    for row in rows:
+        if row.direction in red:
+            assert row.status == "wrong"
+            assert row.median_ms is row.p20_ms is row.p80_ms is row.speedup_default is row.floor_ratio is None
+            assert "is over" in row.reason
+        else:
+            assert row.status == "ok"
+            assert row.median_ms > 0
+    assert any(line.startswith("wrong: ") for line in summary.troubles(rows))
+
+
+def test_wrong_result_is_red_without_torch_rows(algorithm):
+    algorithm(Wrong("forward", off))
+    (row,) = rows_of(directions=("forward",), contenders=[Contender("native", kind="gemmconv")])
+    assert row.status == "wrong"
+    assert row.error == pytest.approx(1e-3, rel=0.01)
+
+
+def test_raising_algorithm_does_not_end_the_run(algorithm):
+    algorithm(Wrong("weight_grad", broken))
+    rows = rows_of()
+    failed = [row for row in rows if row.status == "failed"]
+    assert {(row.algorithm, row.direction) for row in failed} == {
+        (name, direction) for name in ("native", "auto") for direction in ("backward", "both")
+    }
+    assert {row.reason for row in failed} == {"ArithmeticError: first line"}
+    assert all(row.median_ms is None for row in failed)
+    assert len(rows) == len(measure.expected_keys(custom(TINY), plan()))
+
+
+def test_refusing_algorithm_has_a_row_with_its_reason(algorithm, monkeypatch):
+    fake = Native()
+    monkeypatch.setattr(fake, "why_not", lambda config: "C_in must be even, got 4", raising=False)
+    algorithm(fake)
+    rows = {row.algorithm: row for row in rows_of(directions=("forward",)) if row.layout == "nchw"}
+    assert rows["native"].status == rows["auto"].status == "refused"
+    assert rows["native"].reason == "C_in must be even, got 4"
+    assert rows["torch_nchw"].status == "ok"
+    assert summary.troubles(rows.values())[-1].startswith("refused 1x: native: C_in must be even")
+
+
+def test_unfused_is_refused_where_its_columns_are_huge():
+    problem, _ = parse_layer("n64 c64x128 k3x5 h128 w256")
+    unfused = Contender("torch_unfused", unfused=True)
+    assert unfused.why_not(problem, "fp32", CPU, "forward") is None
+    assert "columns take" in unfused.why_not(problem, "fp32", CPU, "backward")
+
+
+def test_bars_follow_torch_where_it_loses_more():
+    assert measure.bar_of("output", "fp32", {}) == 1e-6
+    assert measure.bar_of("output", "fp32", {"output": 3e-6}) == 6e-6
+    assert measure.bar_of("output", "bf16", {"output": 1.0}) == 5e-3
+    assert measure.bar_of("weight", "bf16", {"weight": 1e-2}) == 2e-2
+    assert measure.bar_of("weight", "bf16", {"weight": math.nan}) == 5e-3
+
+
+def test_torch_settings_come_back():
+    def state():
+        return (
+            torch.backends.cudnn.conv.fp32_precision,
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+        )
+
+    def inside():
+        with contenders.torch_settings("fp32", benchmark=True, deterministic=True):
+            assert state() == ("ieee", "ieee", True, True)
+            raise KeyError
+
+    before = state()
+    with pytest.raises(KeyError):
+        inside()
+    assert state() == before
+    with contenders.torch_settings("tf32"):
+        assert state()[:2] == ("tf32", "tf32")
+    assert state() == before
+
+
+def test_effort_bounds_the_samples():
+    effort = Effort()
+    assert [effort.samples(ms) for ms in (1e-9, 2, 10, 50, 100, 1000)] == [30, 15, 5, 5, 4, 3]
+    assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.4, 2.6, 3)
+
+
+@pytest.mark.gpu
+def test_rows_on_the_gpu():
+    """Every precision, contender and mode, on a layer small enough for graphs."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    workload = replace(custom("n2 c16x32 k4 h16 w16 s2 p1 bias"), suite="latency")
+    one = plan(device, precisions=tuple(PRECISIONS))
+    rows = results.with_ratios(measure.rows_of(workload, one, Lane()))
+    assert {row.mode for row in rows} == {"eager", "graph", "call", "module"}
+    bad = [(row.key, row.reason) for row in rows if row.status != "ok"]
+    assert not bad
+    assert all(row.median_ms > 0 and row.speedup_best > 0 for row in rows)
+    assert all(row.peak_bytes is not None for row in rows if row.mode == "eager")
+
+
+# Files.
+
+
+def row_of(**changes):
+    values = {
+        **{"suite": "public", "workload": "kb57", "layer": "n1 c8x8 k3 h4 w5", "precision": "tf32"},
+        **{"layout": "nchw", "direction": "forward", "mode": "eager", "algorithm": "auto"},
+        **{"median_ms": 1.0, "p20_ms": 0.99, "p80_ms": 1.01, "repeats": 9, "floor_ms": 0.5, "took": "native"},
+    }
+    return Row(**{**values, **changes})
+
+
+ABOUT = {
+    **{"gpu": "NVIDIA H200", "driver": "1", "cuda": "13.0", "cudnn": "9.19.0", "torch": "2.11", "python": "3.12"},
+    **{"gemmconv": "0.1", "source": "abc", "commit": "def", "date": "2026-01-01T00:00:00Z"},
+}
+
+
+def results_of(*rows, about=ABOUT):
+    made = Results()
+    made.begin(about, CEILINGS.as_dict())
+    for row in rows:
+        made.add(row)
+    return made
+
+
+def test_results_survive_the_file(tmp_path):
+    rows = [row_of(), row_of(algorithm="torch_nchw", median_ms=3.0, took=""), row_of(mode="graph", status="wrong")]
+    results_of(*rows).save(tmp_path / "public.json")
+    loaded = Results.load(tmp_path / "public.json")
+    assert loaded.finished() == results.with_ratios(rows)
+    assert loaded.rows[rows[0].key].speedup_default == 3.0
+    with (tmp_path / "public.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [line["algorithm"] for line in table] == ["auto", "torch_nchw", "auto"]
+    assert {"gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "commit", "date"} <= set(table[0])
+    assert table[0]["gpu"] == "NVIDIA H200"
+    assert table[2]["peak_bytes"] == ""
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "runs": []}'])
+def test_results_refuse_other_files(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is not a result file"):
+        Results.load(path)
+
+
+def test_results_count_a_row_as_done_only_for_its_maker():
+    made = results_of(row_of(), row_of(algorithm="torch_nchw"))
+    ours, theirs = row_of().key, row_of(algorithm="torch_nchw").key
+    changed = {**ABOUT, "source": "xyz", "commit": "new"}
+    assert made.done(ours, {**ABOUT, "date": "later"}) is not None
+    assert made.done(ours, changed) is None
+    assert made.done(theirs, changed) is None
+    assert made.done(theirs, changed, keep_torch=True) is not None
+    assert made.done(ours, changed, keep_torch=True) is None
+    assert made.done(theirs, {**ABOUT, "driver": "2"}, keep_torch=True) is None
+
+
+def test_ratios_take_the_best_torch_of_any_layout():
+    rows = results.with_ratios(
+        [
+            row_of(),
+            row_of(algorithm="torch_nchw", median_ms=4.0),
+            row_of(algorithm="torch_channels_last", layout="channels_last", median_ms=0.5),
+            row_of(algorithm="torch_unfused", median_ms=None),
+            row_of(algorithm="torch_nchw", mode="graph", median_ms=0.1),
+        ]
+    )
+    assert (rows[0].speedup_default, rows[0].speedup_best, rows[0].best_torch) == (4.0, 0.5, "torch_channels_last")
+    assert rows[0].floor_ratio == 2.0
+    assert rows[3].speedup_best is None
+
+
+# The command line.
+
+
+@pytest.fixture
+def quick_run(monkeypatch, tmp_path):
+    """quick_run(*flags): run the command line on a small layer, with next to no samples; counts measurements."""
+    monkeypatch.setattr(compare, "measure_ceilings", lambda device, precisions: CEILINGS)
+    monkeypatch.setattr(compare, "Effort", lambda: BLINK)
+    visits = []
+    original = measure._Bench.visit
+
+    def visit(self, contender, precision, direction):
+        visits.append(contender.name)
+        return original(self, contender, precision, direction)
+
+    monkeypatch.setattr(measure._Bench, "visit", visit)
+
+    def run(*flags):
+        visits.clear()
+        status = compare.main(["--device", "cpu", "--layer", TINY, "--out", str(tmp_path), *flags])
+        return status, list(visits)
+
+    return run
+
+
+def test_command_line_measures_and_goes_on(quick_run, tmp_path, capsys):
+    flags = ("--algorithms", "auto,native", "--layout", "nchw", "--charts")
+    status, visits = quick_run("--direction", "forward", *flags)
+    assert status == 0
+    assert visits == ["torch_nchw", "torch_channels_last", "torch_unfused", "native", "auto"]
+    assert "speed-ups: geometric mean" in capsys.readouterr().out
+    assert len(Results.load(tmp_path / "layer.json").rows) == 5
+    assert (tmp_path / "summary.md").exists()
+
+    status, visits = quick_run("--direction", "forward", "--layout", "nchw")
+    assert (status, visits) == (0, ["gemm_col2im"])
+    assert quick_run("--direction", "forward", "--layout", "nchw")[1] == []
+    assert len(quick_run("--direction", "forward", "--layout", "nchw", "--fresh")[1]) == 6
+    file = Results.load(tmp_path / "layer.json")
+    assert len(file.rows) == 6
+    assert len(file.runs) == 3
+
+
+def test_command_line_stops_at_the_budget_and_goes_on(quick_run, monkeypatch, capsys):
+    clock = [0.0]
+
+    def step(row, **changes):
+        clock[0] += 1.0
+        return replace(row, **changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: clock[0])
+        patch.setattr(measure, "replace", step)
+        _, visits = quick_run("--direction", "forward", "--budget", "4")
+    assert 0 < len(visits) < 9
+    assert "run the same command again" in capsys.readouterr().out
+    assert len(quick_run("--direction", "forward")[1]) == 9 - len(visits)
+
+
+def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):
+    algorithm(Wrong("forward", off))
+    status, _ = quick_run("--direction", "forward")
+    assert status == 1
+    assert "wrong: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "tpu"], "argument --device: must be cpu, cuda or cuda:INDEX, got 'tpu'"),
+        (["--device", "cpu", "--precision", "tf32"], "argument --precision: tf32 needs a CUDA device"),
+        (
+            ["--device", "cpu", "--precision", "fp8"],
+            "argument --precision: must be of fp32, tf32, fp16, bf16, got 'fp8'",
+        ),
+        (["--suite", "nonsense"], "argument --suite: must be of seeds, public"),
+        (["--device", "cpu", "--algorithms", "x"], "argument --algorithms: must be of gemm_col2im"),
+        (["--device", "cpu", "--workload", "x"], "argument --workload: must be of seed0"),
+        (["--layer", "n1"], "layer: c, k, h, w missing"),
+        (["--check", "nowhere", "nowhere"], "argument --check: must be a result file or a folder"),
+    ],
+)
+def test_command_line_refuses(flags, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        compare.main(flags)
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_command_line_says_that_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        compare.main(["--device", "cuda"])
+    assert end.value.code == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert "torch finds no CUDA device here, got 'cuda'; use --device cpu" in text
+    assert environment.pick_device(None) == CPU
+
+
+def test_command_line_lists_the_workloads(capsys):
+    assert compare.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(workload.layer in out for suite in SUITES.values() for workload in suite)
+
+
+def test_first_call_child_prints_json(capsys):
+    assert first_call.main(["--device", "cpu", "--precisions", "fp32", "n1 c2x3 k2 h4 w4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name for _, _, name, _ in found} == {"torch_nchw", "torch_nchw_benchmark", "gemm_col2im"}
+    assert all(layer == "n1 c2x3 k2 h4 w4" and ms > 0 for layer, _, _, ms in found)
+
+
+def test_environment_names_what_a_row_needs():
+    about = environment.describe(CPU)
+    assert set(about) == set(ABOUT)
+    assert about["gpu"].startswith("CPU")
+    assert len(about["source"]) == 12
+
+
+# --check.
+
+
+def saved(path, *rows, about=ABOUT):
+    results_of(*rows, about=about).save(path)
+    return path
+
+
+def scaled(row, factor):
+    return replace(row, **{name: getattr(row, name) * factor for name in ("median_ms", "p20_ms", "p80_ms")})
+
+
+def test_check_passes_equal_and_noisy_rows(tmp_path, capsys):
+    old = saved(tmp_path / "old.json", row_of(), row_of(workload="tiny", median_ms=0.01, p20_ms=0.01, p80_ms=0.01))
+    noisy = saved(
+        tmp_path / "new.json",
+        scaled(row_of(), 1.04),
+        row_of(workload="tiny", median_ms=0.012, p20_ms=0.0119, p80_ms=0.0121),
+    )
+    assert check.main(old, old) == 0
+    assert check.main(old, noisy) == 0
+    out = capsys.readouterr().out
+    assert "2 rows with a time in both" in out
+    assert "slower: 0" in out
+    assert "1 rows, 0 differ by more than 5%" in out
+
+
+def test_check_names_what_got_slower(tmp_path, capsys):
+    rows = [row_of(), row_of(direction="backward"), row_of(precision="bf16"), row_of(algorithm="native")]
+    old = saved(tmp_path / "old.json", *rows)
+    wide = replace(scaled(rows[2], 1.2), p20_ms=0.9)
+    new = saved(tmp_path / "new.json", scaled(rows[0], 1.2), scaled(rows[1], 0.5), wide, rows[3])
+    assert check.main(old, new) == 1
+    out = capsys.readouterr().out
+    assert "slower: 1" in out
+    assert "faster: 1" in out
+    assert "kb57 tf32 forward" in out
+    assert "1.20x the time" in out
+    assert "bf16" not in out
+
+
+def test_check_names_a_row_that_lost_its_time(tmp_path, capsys):
+    old = saved(tmp_path / "old.json", row_of())
+    new = saved(tmp_path / "new.json", row_of(median_ms=None, status="wrong", reason="error 1 is over 0"))
+    assert check.main(old, new) == 1
+    assert "broken: 1" in capsys.readouterr().out
+
+
+def test_check_refuses_another_machine(tmp_path):
+    old = saved(tmp_path / "old.json", row_of())
+    new = saved(tmp_path / "new.json", row_of(), about={**ABOUT, "gpu": "CPU"})
+    with pytest.raises(ValueError, match="from the same machine"):
+        check.main(old, new)
+
+
+# What is made from the files.
+
+
+def losing_and_winning():
+    torch_rows = [row_of(algorithm="torch_nchw", median_ms=2.0, took="", workload=name) for name in ("kb57", "kb65")]
+    return results.with_ratios([*torch_rows, row_of(), row_of(workload="kb65", median_ms=8.0)])
+
+
+def test_summary_puts_losing_rows_first():
+    rows = losing_and_winning()
+    assert [row.workload for row in summary.losing(rows)] == ["kb65"]
+    (line,) = summary.lines(rows)
+    assert line.default == pytest.approx((0.5**0.5, 0.25))
+    assert line.floor == pytest.approx((32**0.5, 16.0))
+    text = summary.report(rows)
+    assert "slower than the best torch setting in 1 of 2 rows" in text
+    assert text.index("kb65") < text.index("geometric mean")
+
+
+def test_report_writes_between_the_markers(tmp_path, capsys):
+    results_of(*losing_and_winning()).save(tmp_path / "public.json")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
+    assert report.main([str(tmp_path), "--readme", str(readme)]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n\n{report.START}\nNVIDIA H200, gemmconv 0.1")
+    assert text.endswith(f"{report.END}\n\nend\n")
+    assert "old" not in text
+    assert "Slower than the best torch setting in 1 of 2 rows." in text
+    assert "| kb65 | tf32 | forward | native |" in text
+    assert "Rows that lose" in (tmp_path / "summary.md").read_text()
+    again = readme.read_text()
+    assert report.main([str(tmp_path), "--readme", str(readme)]) == 0
+    assert readme.read_text() == again
+
+
+def test_report_wants_markers(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing")
+    with pytest.raises(ValueError, match="must hold the lines"):
+        report.write_between(readme, "text")
+
+
+def test_charts_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = []
+    for workload in (*SUITES["public"][:2], *SUITES["sweep"][:5]):
+        for name, factor in (("torch_nchw", 4.0), ("torch_unfused", 9.0), ("gemm_col2im", 2.5), ("auto", 2.0)):
+            floor = CEILINGS.floor_ms(workload.problem, "tf32", "forward", workload.bias)
+            rows.append(
+                row_of(
+                    **{"suite": workload.suite, "workload": workload.name, "layer": workload.layer},
+                    **{"algorithm": name, "median_ms": factor * floor, "floor_ms": floor},
+                    flops=work(workload.problem, "forward"),
+                    least_bytes=least_bytes(workload.problem, 4, "forward", workload.bias),
+                )
+            )
+    for suite in ("public", "sweep"):
+        results_of(*(row for row in rows if row.suite == suite)).save(tmp_path / f"{suite}.json")
+    names = [path.name for path in plot.draw(tmp_path)]
+    assert names == [
+        "speedup_public_forward.png",
+        "speedup_sweep_forward.png",
+        "roofline_tf32.png",
+        "sweep_tf32.png",
+    ]
+    assert all((tmp_path / "plots" / name).stat().st_size > 10_000 for name in names)
