@@ -8,6 +8,8 @@ A row counts the columns once and the images once, as the least that a fold can 
 from __future__ import annotations
 
 import sys
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from benchmarks.floor import measure_ceilings
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import medians_ms
 
-GEOMETRIES = {
+GEOMETRIES: dict[str, tuple[Any, ...]] = {
     # name: images [N, C, H, W], kernel, dilation, padding, stride
     "3x5 stride 1": ((16, 64, 130, 260), (3, 5), 1, 0, 1),
     "4x4 stride 2": ((64, 64, 128, 128), 4, 1, 1, 2),
@@ -52,9 +54,9 @@ def main() -> int:
                 continue
             fold_ms, unfold_ms, torch_ms = medians_ms(
                 [
-                    lambda columns=columns, size=size, window=window: gemmconv.col2im(columns, size, *window),
-                    lambda images=images, window=window: gemmconv.im2col(images, *window),
-                    lambda columns=columns, size=size, window=window: F.fold(columns, size, *window),
+                    partial(gemmconv.col2im, columns, size, *window),
+                    partial(gemmconv.im2col, images, *window),
+                    partial(F.fold, columns, size, *window),
                 ],
                 device,
             )
