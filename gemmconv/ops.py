@@ -195,7 +195,7 @@ def _compute(entry: _Entry, tensors: Tensors, sizes: Any, arguments: Arguments) 
             current,
             _memory_format(first, second),
         )
-        algorithm = selection.choose(config, options.algorithm, entry.where)
+        algorithm = selection.choose(config, options.algorithm, entry.where, entry.direction)
         return getattr(algorithm, entry.direction)(config)
 
     key = (entry.direction, *map(_signature, tensors), sizes, options, current)

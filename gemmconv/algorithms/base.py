@@ -15,6 +15,12 @@ Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 
+# Rates that estimates are made with: what the kernels here reach on an H200, not what its data sheet says. Choices
+# depend on their ratios, which other GPUs since Ampere share roughly.
+COPY_RATE = 3.5e12  # bytes a second
+FFMA_RATE = 30e12  # float32 operations a second on CUDA cores
+LAUNCH_SECONDS = 4e-6
+
 # Prepared calls: everything that depends on the configuration alone was worked out when they were made.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output
 Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # grad_output, weight or input -> gradient
@@ -65,6 +71,10 @@ class Algorithm(Protocol):
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """Bytes of temporary memory that one call takes beside its arguments and its result."""
+        ...
+
+    def estimate(self, config: Config, direction: Direction) -> float:
+        """Roughly the seconds of one call on a GPU, to choose by; infinite where nothing is known of it."""
         ...
 
     def forward(self, config: Config) -> Forward:

@@ -10,15 +10,9 @@ import ctypes
 import torch
 
 from gemmconv.algorithms.chunking import Span
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Problem
 from gemmconv.runtime.launch import Extent3, Kernel, load
-
-ELEMENT_TYPES = {
-    torch.float64: "double",
-    torch.float32: "float",
-    torch.float16: "half_t",
-    torch.bfloat16: "bfloat16_t",
-}
 
 _BLOCK = 256
 _MAX_GRID_Y = 65_535
@@ -67,7 +61,7 @@ class Im2colParams(ctypes.Structure):
     ]
 
 
-def col2im_macros(problem: Problem, column_dtype: torch.dtype, output_dtype: torch.dtype) -> dict[str, str | int]:
+def col2im_macros(problem: Problem, column_dtype: torch.dtype, output_dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/col2im.cu."""
     cell_w = problem.stride[1] if problem.stride[1] <= _WIDEST_CELL else 1
     loads = -(-problem.taps // (problem.stride[0] * problem.stride[1])) * cell_w  # of a row of the cell
@@ -81,20 +75,13 @@ def col2im_macros(problem: Problem, column_dtype: torch.dtype, output_dtype: tor
     }
 
 
-def im2col_macros(problem: Problem, dtype: torch.dtype) -> dict[str, str | int]:
+def im2col_macros(problem: Problem, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/im2col.cu."""
     return {"ELEMENT_T": ELEMENT_TYPES[dtype], **_geometry_macros(problem)}
 
 
-def _geometry_macros(problem: Problem) -> dict[str, str | int]:
-    macros: dict[str, str | int] = {}
-    for name, pair in (
-        ("KERNEL", problem.kernel_size),
-        ("STRIDE", problem.stride),
-        ("PADDING", problem.padding),
-        ("DILATION", problem.dilation),
-    ):
-        macros[f"{name}_H"], macros[f"{name}_W"] = pair
+def _geometry_macros(problem: Problem) -> Macros:
+    macros = geometry_macros(problem)
     if max(problem.taps * problem.in_pixels, problem.out_pixels) > _INT32_MAX:
         macros["INDEX_64"] = 1
     return macros

@@ -22,9 +22,22 @@ from typing import Protocol
 
 import torch
 
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
+from gemmconv.algorithms.base import (
+    COPY_RATE,
+    FFMA_RATE,
+    Config,
+    Direction,
+    Forward,
+    Gradient,
+    strides_of,
+    with_strides,
+)
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.geometry import Problem
+
+# Of one cuBLAS call or kernel, from Python: more than it takes on the GPU, so what a chunk costs where it is small.
+_LAUNCH_SECONDS = 8e-6
+_TENSOR_RATE = 200e12  # operations a second of products whose extents are those of convolutions
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INT32_MAX = 2**31 - 1
@@ -86,6 +99,19 @@ class GemmCol2im:
         chunks = _backward_chunks(config, direction)
         columns = _column_elements(problem, chunks) * config.dtype.itemsize
         return columns + (chunks.images * _partial_bytes(config) if direction == "weight_grad" else 0)
+
+    def estimate(self, config: Config, direction: Direction) -> float:
+        """The columns written and read, the product, two launches a chunk."""
+        problem = config.problem
+        if direction == "forward":
+            chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
+        else:
+            chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
+        launches = 2 * len(chunks.blocks) * -(-chunks.batch // chunks.images)
+        traffic = 2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
+        tensor_cores = config.dtype.itemsize == 2 or config.precision == "tf32"
+        product = problem.useful_flops / (_TENSOR_RATE if tensor_cores else FFMA_RATE)
+        return launches * _LAUNCH_SECONDS + traffic / COPY_RATE + product
 
     def forward(self, config: Config) -> Forward:
         problem, engine = config.problem, _engine(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
@@ -25,6 +27,10 @@ class Native:
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """0: torch decides for itself and does not say."""
         return 0
+
+    def estimate(self, config: Config, direction: Direction) -> float:
+        """Infinite: which of its kernels cuDNN takes, and how long that runs, it does not say beforehand."""
+        return math.inf
 
     def forward(self, config: Config) -> Forward:
         p = config.problem
