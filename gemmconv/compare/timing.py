@@ -9,6 +9,8 @@ from statistics import median
 import torch
 
 _FLUSH_BYTES = 128 * 2**20
+# For about 0.3 ms the device waits and the host enqueues the run: else the gaps between launches would count.
+_HEAD_START_CYCLES = 500_000
 _WARM_UPS = 3
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
 _SECONDS_EACH = 0.5
@@ -73,6 +75,7 @@ def cuda_rounds(
                 before(index)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()
+                torch.cuda._sleep(_HEAD_START_CYCLES)
                 start.record()
                 run()
                 end.record()

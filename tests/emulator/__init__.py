@@ -1,0 +1,123 @@
+"""Runs the CUDA kernels of csrc/ on the CPU: their real source, every CUDA thread a fiber.
+
+    with emulator.install(folder):
+        call = Direct().forward(Config(problem, torch.float32, torch.device("cpu")))
+        output = call(input, weight, bias)  # CPU tensors
+
+While it is installed, gemmconv's host code loads emulated kernels: the source is rewritten a little (translate.py),
+compiled with a C++ compiler (build.py, cuda.h) and run block by block (scheduler.cpp). Beside wrong results it finds
+
+- missing barriers: threads run in a pseudo-random order, shared memory holds NaN at first;
+- writes just past the end of shared memory, barriers that not all threads of a block or warp reach;
+- misaligned vectors, array indices out of bounds, signed overflow;
+- a params struct that differs in size from its mirror;
+- blocks beyond the kernel's launch bounds, grids and shared memory beyond what CUDA allows.
+
+It knows nothing of registers, caches and time, and does not see reads and writes outside of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.emulator.build import Builder, compiler
+
+__all__ = ["Edit", "Kernel", "compiler", "install"]
+
+_SHARED_BYTES_UNASKED = 48 << 10
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of a source, to see what becomes of it: every match of a pattern in a file of csrc/ is replaced."""
+
+    file: str
+    pattern: str
+    replacement: str
+
+    def apply(self, file: str, text: str) -> str:
+        if file != self.file:
+            return text
+        changed, count = re.subn(self.pattern, self.replacement, text)
+        assert count, f"{file} has no {self.pattern!r}"
+        return changed
+
+
+class Kernel:
+    """Stands in for gemmconv.runtime.launch.Kernel; the addresses in its params are those of CPU memory."""
+
+    def __init__(self, builder: Builder, library: Future[Path], name: str, shared_bytes: int) -> None:
+        self.name = name
+        self._builder = builder
+        self._library = library
+        self._shared_bytes = max(shared_bytes, _SHARED_BYTES_UNASKED)
+
+    @functools.cached_property
+    def _entry(self) -> ctypes.c_void_p:
+        library = ctypes.CDLL(str(self._library.result()))
+        return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(library, f"emulated_{self.name}")))
+
+    def launch(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], params: ctypes.Structure, shared_bytes: int = 0
+    ) -> None:
+        """Run all blocks.
+
+        Raises:
+            RuntimeError: the compiler refused the kernel, or something was noticed while it ran.
+        """
+        assert shared_bytes <= self._shared_bytes, f"{self.name}: more shared memory than it was loaded for"
+        launch = self._builder.scheduler.emulator_launch
+        extents = [ctypes.byref((ctypes.c_uint * 3)(*extent)) for extent in (grid, block)]
+        error = launch(self._entry, *extents, ctypes.byref(params), ctypes.sizeof(params), shared_bytes)
+        if error:
+            raise RuntimeError(f"{self.name}: {error.decode()}; grid {grid}, block {block}")
+
+
+@contextlib.contextmanager
+def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
+    """Let gemmconv load emulated kernels for a while, in which they can be launched.
+
+    They are compiled in the background from the moment they are loaded; their first launch waits for that.
+
+    Args:
+        folder: where compiled kernels are kept.
+        edit: a change of the sources to make first.
+    """
+    from gemmconv.runtime import launch, sources
+
+    def read(name: str) -> str:
+        text = sources.read(name)
+        return text if edit is None else edit.apply(name, text)
+
+    def load(
+        source_name: str,
+        kernel_name: str,
+        macros: Mapping[str, str | int],
+        device_index: int | None,
+        shared_bytes: int = 0,
+    ) -> Kernel:
+        return Kernel(builder, builder.kernel(source_name, macros, read), kernel_name, shared_bytes)
+
+    builder = Builder(folder)
+    original = launch.load
+    _replace_everywhere(original, load)
+    try:
+        yield
+    finally:
+        _replace_everywhere(load, original)
+        builder.close()
+
+
+def _replace_everywhere(old: object, new: object) -> None:
+    """Set `load` in every module of gemmconv that has the old one."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("gemmconv.") and getattr(module, "load", None) is old:
+            module.load = new

@@ -1,0 +1,86 @@
+"""Compiles translated kernels and the scheduler into shared libraries, a few at a time, and keeps them in a folder."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from tests.emulator.translate import Read, translate
+
+_HERE = Path(__file__).parent
+_OPTIONS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+# The scheduler has the handlers of the checks, so that a mistake ends a launch and not the process: no libubsan, hence
+# -nostdlib. What is needed of libc is there already.
+_KERNEL_OPTIONS = [
+    *("-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-nostdlib"),
+    "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
+    "-fno-sanitize-recover=all",
+]
+_KEPT_SECONDS = 3 * 24 * 3600  # for libraries that no test has used
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler, None where there is none."""
+    return shutil.which("g++") or shutil.which("c++")
+
+
+class Builder:
+    """Builds into one folder. Methods return at once; the libraries are there when their futures are done."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob("*.so"):
+            if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
+                file.unlink(missing_ok=True)
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._builds: dict[Path, Future[Path]] = {}
+        text = (_HERE / "scheduler.cpp").read_text()
+        self._scheduler = self._submit("scheduler", text, [*_OPTIONS, f"-I{_HERE}"])
+
+    @functools.cached_property
+    def scheduler(self) -> ctypes.CDLL:
+        """The library that launches kernels; the libraries of the kernels take symbols from it."""
+        library = ctypes.PyDLL(str(self._scheduler.result()), mode=ctypes.RTLD_GLOBAL)  # one launch at a time
+        library.emulator_launch.restype = ctypes.c_char_p
+        library.emulator_launch.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_size_t] * 2]
+        return library
+
+    def kernel(self, source_name: str, macros: Mapping[str, str | int], read: Read) -> Future[Path]:
+        """The library of a source, specialised by macros."""
+        defines = "".join(f"#define {name} {value}\n" for name, value in sorted(macros.items()))
+        text = f"{defines}{translate(source_name, read)}"
+        return self._submit(Path(source_name).stem, text, [*_OPTIONS, *_KERNEL_OPTIONS, f"-I{_HERE}", "-includecuda.h"])
+
+    def close(self) -> None:
+        """Give up what is not built yet."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self, name: str, text: str, options: list[str]) -> Future[Path]:
+        header = (_HERE / "cuda.h").read_text()
+        digest = hashlib.sha256(repr((compiler(), options, header, text)).encode()).hexdigest()[:24]
+        library = self._folder / f"{name}-{digest}.so"
+        if library not in self._builds:
+            self._builds[library] = self._pool.submit(self._build, library, text, options)
+        return self._builds[library]
+
+    def _build(self, library: Path, text: str, options: list[str]) -> Path:
+        if library.exists():
+            library.touch()
+            return library
+        part = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        command = [str(compiler()), *options, "-xc++", "-", "-o", str(part)]
+        result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
+        part.replace(library)
+        return library
