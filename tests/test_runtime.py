@@ -15,7 +15,7 @@ from gemmconv.geometry import Problem
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
-from gemmconv.algorithms import fold_kernels
+from gemmconv.algorithms import direct, direct_gradients, fold_kernels
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -35,6 +35,8 @@ PROBLEMS = {
     "wide_stride": Problem(1, 6, 3, 1, (1, 11), (1, 40), (1, 20), (0, 10)),
     "long_kernel": Problem(2, 3, 2, 1, (1, 37), (1, 41), (1, 1), (0, 20)),
     "large_kernel": Problem(1, 3, 2, 1, (9, 10), (7, 7), (1, 1), (3, 3)),
+    "depthwise": Problem(2, 64, 64, 64, (20, 20), (4, 4), (2, 2), (1, 1)),
+    "grouped": Problem(2, 64, 64, 16, (20, 20), (3, 3), (1, 1), (1, 1)),
     "huge": Problem(1, 2, 3, 1, (50_000, 50_000), (2, 2), (2, 2)),
 }
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -44,7 +46,7 @@ def kernel_variants():
     """Every source with every macro set that the problems and dtypes above need, duplicates left out."""
     variants = {}
     for name, problem in PROBLEMS.items():
-        for dtype in DTYPES if name in ("decoder", "asymmetric") else [torch.float32]:
+        for dtype in DTYPES if name in ("decoder", "asymmetric", "depthwise") else [torch.float32]:
             label = f"{name}-{str(dtype).removeprefix('torch.')}"
             columns = torch.float64 if dtype == torch.float64 else torch.float32
             variants[f"col2im-{label}"] = ("col2im.cu", fold_kernels.col2im_macros(problem, columns, dtype))
@@ -52,10 +54,20 @@ def kernel_variants():
             if name == "decoder":
                 macros = fold_kernels.col2im_macros(problem, dtype, dtype)  # the public col2im
                 variants[f"col2im-public-{label}"] = ("col2im.cu", macros)
+            for layout in (False, True):
+                if direct.tile_of(problem, dtype, layout) is not None:
+                    macros = direct.forward_macros(problem, dtype, layout)
+                    variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct.cu", macros)
+            macros = direct_gradients.input_grad_macros(problem, dtype)
+            variants[f"direct_input_grad-{label}"] = ("direct_input_grad.cu", macros)
+            macros = direct_gradients.weight_grad_macros(problem, dtype, slices=7)
+            variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
     return variants
 
 
 VARIANTS = kernel_variants()
+# Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
+MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
 SMALL = ("col2im.cu", fold_kernels.col2im_macros(PROBLEMS["decoder"], torch.float32, torch.float32))
 
 
@@ -66,7 +78,7 @@ def test_compile_builds_every_kernel_for_every_architecture_without_spills(varia
     compiled = compiler.compile(source_name, macros, arch)
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.spill_bytes == 0, compiled.log
-    assert 0 < compiled.registers <= 128, compiled.log
+    assert 0 < compiled.registers <= MOST_REGISTERS.get(source_name, 128), compiled.log
     assert "warning" not in compiled.log, compiled.log
 
 
