@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:gemm_col2im. workspace_limit:RuntimeWarning"),
 ]
 
-CPU = torch.device("cpu")
-MANY_PIXELS = Case(2, 3, 2, (37, 53), (2, 3), (2, 1), (1, 0), groups=1)  # sums longer than one stage
+GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the memory of the CPU
+MANY_PIXELS = Case(2, 3, 2, (61, 83), (2, 3), (2, 1), (1, 0), groups=1)  # sums longer than one stage
 STORAGE = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float}
 
 
@@ -85,7 +85,7 @@ def test_cuda_engine_matches_reference_in_other_types(case, dtype):
 
 def check(case, dtype, limit, layout):
     data, exact = sample(case, dtype, "cpu"), expected(case, dtype)
-    config = Config(problem_of(case), dtype, CPU)
+    config = Config(problem_of(case), dtype, GPU)
     if limit is not None:
         config = dataclasses.replace(config, workspace_limit=limit)
     algorithm = gemm_col2im.GemmCol2im()
@@ -110,7 +110,7 @@ def test_defined_gemm_sees_a_wrong_stride(monkeypatch):
     monkeypatch.setattr(columns_cuda.CudaEngine, "_input", of_the_first_image)
     case = CASES[0]
     data = sample(case, torch.float32, "cpu")
-    output = gemm_col2im.GemmCol2im().forward(Config(problem_of(case), torch.float32, CPU))(
+    output = gemm_col2im.GemmCol2im().forward(Config(problem_of(case), torch.float32, GPU))(
         data.input, data.weight, data.bias
     )
     with pytest.raises(AssertionError, match="relative error"):

@@ -11,7 +11,7 @@ M = C_out/groups * K_h * K_w and K = C_in/groups:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -19,10 +19,8 @@ import torch
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.chunking import Chunk, Span
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
-from gemmconv.algorithms.gemm_col2im import accumulator_dtype
+from gemmconv.algorithms.gemm_col2im import accumulator_dtype, longest_sum
 from gemmconv.runtime.cublas import Operand, StridedBatchedGemm, handle
-
-_LONGEST_SUM = 1024  # pixels
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,7 @@ class CudaEngine:
         problem = config.problem
         self._problem, self._dtype, self._device = problem, config.dtype, config.device
         self._tf32 = config.precision == "tf32" and config.dtype == torch.float32
-        # A sum of float32 products loses the square root of its length in roundings. Summing pieces of it apart and
-        # adding those up keeps a weight gradient over millions of pixels as exact as one over a thousand.
-        stages = config.dtype == torch.float32 and not self._tf32
-        self._longest_sum = _LONGEST_SUM if stages else problem.in_pixels
+        self._longest_sum = longest_sum(config)
         self._width = problem.input_size[1]
         self._input_image_bytes = problem.in_channels * problem.in_pixels * config.dtype.itemsize
         self._output_image_bytes = problem.out_channels * problem.out_pixels * config.dtype.itemsize
@@ -128,11 +123,26 @@ class CudaEngine:
         )
 
     def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
-        pixels, itemsize = self._pixels(chunk), self._dtype.itemsize
-        for begin in range(0, pixels, self._longest_sum):
-            product = self._weight_grad_product(pixels, min(self._longest_sum, pixels - begin))
-            a, b = columns.data_ptr() + begin * itemsize, self._at(input, chunk) + begin * itemsize
-            product(handle(), a, b, partials.data_ptr(), _length(chunk.images))
+        pixels, images, slots = self._pixels(chunk), _length(chunk.images), len(partials)
+        step = self._longest_sum * self._dtype.itemsize  # from a slice of the pixels to the next
+        whole, rest = divmod(pixels, self._longest_sum)
+        parts = [(first, min(slots, whole - first), self._longest_sum) for first in range(0, whole, slots)]
+        if rest:
+            parts.append((whole, 1, rest))
+        for first, slices, length in parts:
+            # One call sums many images or many slices, each into a partial of its own; the calls follow each other.
+            over_slices = slices > images
+            if over_slices:
+                calls, batch = images, slices
+                a_step = self._columns(self._dtype, pixels).image_stride * self._dtype.itemsize
+                b_step = self._input_image_bytes
+            else:
+                calls, batch = slices, images
+                a_step = b_step = step
+            product = self._weight_grad_product(pixels, length, over_slices)
+            a, b = columns.data_ptr() + first * step, self._at(input, chunk) + first * step
+            for call in range(calls):
+                product(handle(), a + call * a_step, b + call * b_step, partials.data_ptr(), batch)
 
     def _pixels(self, chunk: Chunk) -> int:
         """Input pixels of each image of a chunk."""
@@ -179,14 +189,16 @@ class CudaEngine:
             tf32=self._tf32,
         )
 
-    def _make_weight_grad_product(self, pixels: int, length: int) -> GroupedProduct:
-        """The product over ``length`` of a chunk's pixels."""
+    def _make_weight_grad_product(self, pixels: int, length: int, over_slices: bool) -> GroupedProduct:
+        """The product over ``length`` of a chunk's pixels, for its images or, in their place, for slices of one."""
         p = self._problem
-        group = p.gemm_k * p.gemm_m
+        columns, input, group = self._columns(self._dtype, pixels), self._input(), p.gemm_k * p.gemm_m
+        if over_slices:
+            columns, input = (replace(operand, image_stride=self._longest_sum) for operand in (columns, input))
         partials = Matrices(accumulator_dtype(self._dtype), p.gemm_m, p.groups * group, group)  # [M, K]
         return GroupedProduct(
             (p.gemm_m, p.gemm_k, length),
-            (self._columns(self._dtype, pixels), self._input(), partials),
+            (columns, input, partials),
             p.groups,
             transpose_a=True,
             transpose_b=False,

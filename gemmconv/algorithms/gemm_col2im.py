@@ -41,6 +41,8 @@ _TENSOR_RATE = 200e12  # operations a second of products whose extents are those
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INT32_MAX = 2**31 - 1
+_LONGEST_SUM = 1024  # pixels
+_PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
 
 
 class Engine(Protocol):
@@ -65,13 +67,23 @@ class Engine(Protocol):
         ...
 
     def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
-        """partials[i] += input . columns^T for the chunk's i-th image"""
+        """Add input . columns^T, over the chunk's pixels, to the partials: in all, wherever it suits."""
         ...
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def longest_sum(config: Config) -> int:
+    """How many pixels a weight gradient sums at once.
+
+    A sum of float32 products loses the square root of its length in roundings. Summing slices of it apart and adding
+    those up keeps a gradient over millions of pixels as exact as one over a thousand.
+    """
+    rounds = config.device.type == "cuda" and config.dtype == torch.float32 and config.precision == "ieee"
+    return _LONGEST_SUM if rounds else max(1, config.problem.in_pixels)
 
 
 class GemmCol2im:
@@ -98,7 +110,7 @@ class GemmCol2im:
             return _column_elements(problem, chunks) * accumulator_dtype(config.dtype).itemsize
         chunks = _backward_chunks(config, direction)
         columns = _column_elements(problem, chunks) * config.dtype.itemsize
-        return columns + (chunks.images * _partial_bytes(config) if direction == "weight_grad" else 0)
+        return columns + (_partials(config, chunks) * _partial_bytes(config) if direction == "weight_grad" else 0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The columns written and read, the product, two launches a chunk."""
@@ -155,12 +167,12 @@ class GemmCol2im:
         problem, engine = config.problem, _engine(config)
         chunks = _backward_chunks(config, "weight_grad")
         column_elements = _column_elements(problem, chunks)
-        partial_dtype = accumulator_dtype(config.dtype)
+        slots, partial_dtype = _partials(config, chunks), accumulator_dtype(config.dtype)
         _say_if_over_limit(self, config, "weight_grad")
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
             columns = grad_output.new_empty(column_elements)
-            partials = grad_output.new_zeros((chunks.images, *problem.weight_shape), dtype=partial_dtype)
+            partials = grad_output.new_zeros((slots, *problem.weight_shape), dtype=partial_dtype)
             grad_output, input = grad_output.contiguous(), input.contiguous()
             for chunk in chunks:
                 engine.unfold(grad_output, columns, chunk)
@@ -185,8 +197,19 @@ def _forward_chunks(config: Config) -> Chunking:
 
 
 def _backward_chunks(config: Config, direction: Direction) -> Chunking:
-    extra = _partial_bytes(config) if direction == "weight_grad" else 0
-    return backward_chunks(config.problem, config.dtype.itemsize, config.workspace_limit, extra)
+    if direction == "input_grad":
+        return backward_chunks(config.problem, config.dtype.itemsize, config.workspace_limit)
+    limit = config.workspace_limit
+    if longest_sum(config) < config.problem.in_pixels:
+        limit -= limit // _PARTIALS_SHARE
+    return backward_chunks(config.problem, config.dtype.itemsize, limit, _partial_bytes(config))
+
+
+def _partials(config: Config, chunks: Chunking) -> int:
+    """How many partial sums of the weight gradient are kept: one for each image of a chunk, or slice of its pixels."""
+    slices = chunks.in_rows * config.problem.input_size[1] // longest_sum(config)
+    fitting = config.workspace_limit // _PARTIALS_SHARE // max(1, _partial_bytes(config))
+    return max(chunks.images, min(slices, fitting))
 
 
 def _partial_bytes(config: Config) -> int:
