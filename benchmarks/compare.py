@@ -22,6 +22,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, rows_of
+from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.report import write_beside
 from benchmarks.results import Results, Row
@@ -213,6 +214,7 @@ def _run(request: _Request) -> int:
     if missing:
         plan = replace(plan, ceilings=measure_ceilings(device, request.precisions))
         print(_ceilings_line(plan.ceilings), flush=True)
+        _compile_ahead(request)
     print(f"{missing} rows to measure, at least", flush=True)
 
     lane, lost = Lane(), None
@@ -256,6 +258,15 @@ def _run(request: _Request) -> int:
         print(f"stopped with {left} rows to measure; run the same command again for the rest")
     wrong = any(row.status == "wrong" and not row.is_torch for row in rows)
     return int(wrong or lost is not None)
+
+
+def _compile_ahead(request: _Request) -> None:
+    """Have the kernels of gemmconv's contenders ready, where there is a GPU to run them."""
+    layouts = dict.fromkeys(contender.layout for contender in request.contenders if contender.kind == "gemmconv")
+    if request.device.type == "cuda" and layouts:
+        began = time.monotonic()
+        compile_ahead(request.workloads, request.precisions, request.directions, layouts, request.device)
+        print(f"compiled kernels ahead, {time.monotonic() - began:.0f} s", flush=True)
 
 
 def _plan_for(plan: Plan, workload: Workload) -> Plan:

@@ -2,37 +2,48 @@
  *
  *   input [N, C_in, H_in, W_in], weight [C_in, C_out/G, K_H, K_W] -> output [N, C_out, H_out, W_out]
  *   output[co, oh, ow] = bias[co] + sum over ci, kh, kw of input[ci, ih, iw] * weight[ci, co, kh, kw]
- *   with ih = (oh + P_H - kh*D_H) / S_H and iw likewise, where they are whole and inside (see col2im.cu)
+ *   with ih = (oh + P_H - kh*D_H) / S_H and iw likewise, where they are whole and inside
  *
- * Cells. Output o = j*S + r belongs to cell j and is its r-th output. It reads tap k iff S divides r + P - k*D, and then
- * input j + (r + P - k*D) / S: a shift that does not depend on j. All outputs of a cell read around input j.
+ * Outputs are grouped into cells and phases; see common/axis.cuh. All outputs of a cell read around the cell's input.
+ * (Where every group has one channel in and out, common/depthwise.cuh has the mapping instead of the rest of this.)
  *
- *   S=2 P=1 K=4 D=1:  r=0 reads k=1 at j, k=3 at j-1;  r=1 reads k=0 at j+1, k=2 at j
+ * A plane is a group of an image: IN_CHANNELS input channels, OUT_CHANNELS output channels. A block owns TILE_OUT
+ * output channels of TILE_PLANES planes, and TILE_H x TILE_W cells of each: whole stretches of S_H*TILE_H output rows,
+ * with all their columns. A thread owns CELLS neighbouring cells of one row in one row phase. TILE_PHASES row phases
+ * are worked on at a time, by threads of their own. SPLIT_IN threads may share an output, each with a part of the input
+ * channels.
  *
- * A plane is a group of an image: IN_CHANNELS input channels, OUT_CHANNELS output channels. A block owns, for TILE_PLANES
- * planes and TILE_OUT output channels of each, TILE_H x TILE_W cells, hence whole stretches of S_H*TILE_H output rows with
- * all their column phases. A thread owns CELLS cells of one cell row. TILE_PHASES row phases are worked on at a time, by
- * threads of their own; a row phase without taps costs only its stores.
+ * The block stages TILE_IN input channels at a time in shared memory: the patch of the input that its cells read, as
+ * accumulate_t and zero outside the image, and the weights. With TILE_OUT * CELLS * (column phases) accumulators, for
+ * each channel and each tap row of its phase a thread reads a window of the patch into registers, then four weights at
+ * a time, the same for all threads of a plane; every weight serves CELLS products. Which window element an accumulator
+ * takes with which tap is known when compiling.
  *
- * With CELLS * S_W * TILE_OUT accumulators, for each input channel and each tap row of its phase a thread reads a window of
- * the input into registers, then four weights at a time from shared memory, the same for all threads of a plane; every
- * weight serves CELLS products. Which window element an accumulator takes with which tap is known when compiling.
+ * Shared memory serves 128 bytes a cycle, a multiprocessor's time for four FFMA instructions: four weights that all
+ * threads of a warp read take one cycle, a 16-byte vector of each one's window takes four. Large CELLS save both, large
+ * TILE_OUT save windows, and staging as well.
  *
- * The window comes from a patch of the input that the block stages in shared memory, TILE_IN channels at a time, as
- * accumulate_t and zero outside the image (STAGED); or straight from global memory, where neighbouring threads read
- * neighbouring values and there is too little arithmetic to wait for a patch (depthwise, channels_last groups).
+ * Patch rows are dealt to kBanks runs of 16-byte vectors, vector v to run v % kBanks, where kBanks are the vectors of a
+ * thread's cells: the threads of a warp then read neighbouring vectors, which lie in different banks.
  *
- * Stores. In NCHW, a thread's CELLS * S_W outputs of a row are neighbours. Where they make one aligned vector
- * (VECTOR_CELLS) it stores them so; else a warp turns them round in shared memory and stores VECTOR neighbours a thread.
- * In channels_last the threads of a warp are neighbouring planes, and each stores its channels.
+ *   CELLS=8, float: vectors 0 2 4 ... | 1 3 5 ...;  thread 1 starts at column 8, vector 2, the second of the first run
+ *
+ * Stores. What a thread owns of a row are neighbours, and a warp turns them round in shared memory, see
+ * common/runs.cuh. In channels_last the channels of a pixel are neighbours: where the tile has all of them
+ * (WHOLE_PIXELS), the same holds; else a thread stores its TILE_OUT channels of each pixel. Outputs that hold the bias
+ * alone need no accumulators: whole rows of them are stored before the work begins, columns between others come from
+ * the bias.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
- * CHANNELS_LAST, STAGED; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, TILE_IN, TILE_OUT;
- * VECTOR, VECTOR_CELLS; SHARED_BYTES, INDEX_64. Chosen by gemmconv/algorithms/direct.py.
+ * CHANNELS_LAST, WHOLE_PIXELS; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
+ * TILE_IN, TILE_OUT; LOAD_VECTOR, VECTOR (elements of a load and of a store); LEAST_BLOCKS (that a multiprocessor shall
+ * hold), SHARED_BYTES, INDEX_64; DEPTHWISE, and then ROWS and PLANE_VECTOR, else 1. Chosen by
+ * gemmconv/algorithms/direct.py.
  */
+#include "common/axis.cuh"
 #include "common/index.cuh"
 #include "common/numeric.cuh"
-#include "common/phase.cuh"
+#include "common/runs.cuh"
 
 struct direct_params {
     const ELEMENT_T* __restrict__ input;
@@ -41,325 +52,306 @@ struct direct_params {
     ELEMENT_T* __restrict__ output;
     int planes, groups;                  // planes = N * groups
     int h_in, w_in, h_out, w_out;
-    int tiles_w;                         // blockIdx.x = (tile row * tiles_w + tile column) * channel tiles + channel tile
+    int tiles_w;  // blockIdx.x = (tile row * tiles_w + tile column) * channel tiles + channel tile
 };
 
 using accumulate_t = accumulator_t<ELEMENT_T>;
+using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
+using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
+template <int COUNT> using vector_t = vector_of<ELEMENT_T, COUNT>;
 
 constexpr int kTileW = LANES_W * CELLS;
-constexpr int kThreads = LANES_W * TILE_H * TILE_PHASES * TILE_PLANES;
-constexpr int kOutTiles = (OUT_CHANNELS + TILE_OUT - 1) / TILE_OUT;
-constexpr int kChunks = (IN_CHANNELS + TILE_IN - 1) / TILE_IN;
-constexpr int kStepH = tap_step(STRIDE_H, DILATION_H);
-constexpr int kNone = 1 << 30;
+constexpr int kPartThreads = LANES_W * (TILE_H / ROWS) * TILE_PHASES * (TILE_PLANES / PLANE_VECTOR);
+constexpr int kThreads = kPartThreads * SPLIT_IN;
+constexpr int kWarps = kThreads / 32;
+constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() - kFirstH;
+constexpr int kFirstW = axis_w::least_shift(), kHaloW = axis_w::largest_shift() - kFirstW;
 
-/* Shift from a cell to the input that its r-th output reads through tap k, or kNone. */
-__device__ constexpr int shift_of(int r, int k, int stride, int padding, int dilation) {
-    const int reach = r + padding - k * dilation;
-    return reach % stride == 0 ? reach / stride : kNone;
-}
-/* Least shift of an axis (sign 1), or minus the largest (sign -1). */
-__device__ constexpr int extreme_shift(int sign, int kernel, int stride, int padding, int dilation) {
-    int extreme = kNone;
-    for (int k = 0; k < kernel; ++k)
-        for (int r = 0; r < stride; ++r) {
-            const int shift = shift_of(r, k, stride, padding, dilation);
-            if (shift != kNone && sign * shift < extreme) extreme = sign * shift;
-        }
-    return extreme;
-}
-constexpr int kFirstH = extreme_shift(1, KERNEL_H, STRIDE_H, PADDING_H, DILATION_H);
-constexpr int kFirstW = extreme_shift(1, KERNEL_W, STRIDE_W, PADDING_W, DILATION_W);
-constexpr int kHaloH = -extreme_shift(-1, KERNEL_H, STRIDE_H, PADDING_H, DILATION_H) - kFirstH;
-constexpr int kHaloW = -extreme_shift(-1, KERNEL_W, STRIDE_W, PADDING_W, DILATION_W) - kFirstW;
-
-// Patch: rows of kPatchW values, padded so that a thread may read its window in whole vectors of CELLS.
-constexpr int kPatchH = TILE_H + kHaloH;
-constexpr int kPatchW = kTileW + kHaloW;
-constexpr int kWindow = (CELLS + kHaloW + CELLS - 1) / CELLS;  // vectors of a window
-constexpr int kPitch = kTileW + (kWindow - 1) * CELLS;
-#if CHANNELS_LAST
-constexpr int kPlanePitch = TILE_IN * kPatchH * kPitch + (TILE_IN * kPatchH * kPitch % 2 == 0 ? CELLS % 2 : 0);
+#if DEPTHWISE
+#include "common/depthwise.cuh"
 #else
-constexpr int kPlanePitch = TILE_IN * kPatchH * kPitch;
-#endif
 
-// Weights of a plane's input channel and tap row: [K_W][TILE_OUT], padded to whole quads.
+constexpr int kSumBytes = sizeof(accumulate_t);
+
+// Patch [TILE_PLANES][TILE_IN][kPatchH][kPitch]. Rows that a warp reads in the same cycle lie in different banks.
+constexpr int kVector = CELLS * sizeof(accumulate_t) < 16 ? CELLS : 16 / static_cast<int>(sizeof(accumulate_t));
+constexpr int kBanks = CELLS / kVector;
+constexpr int kWindow = (CELLS + kHaloW + kVector - 1) / kVector;  // vectors of a window
+constexpr int kPatchH = TILE_H + kHaloH, kPatchW = kTileW + kHaloW;
+constexpr int kRunPitch = (LANES_W + (kWindow - 1) / kBanks) * kVector;
+constexpr int kRead = LANES_W * kVector, kRowWords = kBanks * kRunPitch;  // of a row: by a warp at once, and in all
+constexpr int kPad = kRead * kSumBytes < 128 ? (3 * kRead - kRowWords % (2 * kRead)) % (2 * kRead) : 0;
+constexpr int kPitch = kRowWords + kPad;  // an odd multiple of kRead
+constexpr int kChannelPitch = kPatchH * kPitch;
+struct alignas(kVector * sizeof(accumulate_t)) window_t { accumulate_t value[kVector]; };
+
+// Weights [TILE_PLANES][TILE_IN][K_H][kQuads], a tap row being [K_W][TILE_OUT] in whole quads.
 constexpr int kQuads = (KERNEL_W * TILE_OUT + 3) / 4;
 struct alignas(16) weight_quad_t { accumulate_t value[4]; };
-struct alignas(CELLS * sizeof(accumulate_t) > 16 ? 16 : CELLS * sizeof(accumulate_t)) window_t { accumulate_t value[CELLS]; };
+constexpr int kTapRows = axis_h::taps(0);  // of a phase, at most
+constexpr bool kUnrollsTaps = axis_h::kEven && kTapRows * KERNEL_W * TILE_OUT * CELLS <= 512;
 
 constexpr int kNeighbours = CELLS * STRIDE_W;  // outputs of a thread in a row
-constexpr int kStageOut = kNeighbours * TILE_OUT <= 32 ? TILE_OUT : (kNeighbours < 32 ? 32 / kNeighbours : 1);
-constexpr bool kStages = !CHANNELS_LAST && !VECTOR_CELLS;
-// Little arithmetic: unroll all of it, so that every load is in flight at once and phases share what they read.
-constexpr bool kUnrolled = !STAGED && IN_CHANNELS * OUT_CHANNELS == 1 && KERNEL_H * STRIDE_H <= 64;
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
-// Shared memory: patch [TILE_PLANES][TILE_IN][kPatchH][kPitch], weights [TILE_PLANES][TILE_IN][K_H][kQuads] of quads,
-// stage [warps][kStageOut][cells of the warp]. SHARED_BYTES is what the launch gives.
-constexpr int kPatchBytes = !STAGED ? 0 : (TILE_PLANES * kPlanePitch * static_cast<int>(sizeof(accumulate_t)) + 15) / 16 * 16;
-constexpr int kWeightBytes = TILE_PLANES * TILE_IN * KERNEL_H * kQuads * static_cast<int>(sizeof(weight_quad_t));
-constexpr int kStageElements = kStages ? kStageOut * 32 * kNeighbours : 0;  // of a warp
-static_assert(kPatchBytes + kWeightBytes + kThreads / 32 * kStageElements * sizeof(ELEMENT_T) <= SHARED_BYTES,
-              "the tile does not fit the shared memory of the launch");
+struct column_phases_t { int of[STRIDE_W]; };
+__device__ constexpr column_phases_t column_phases() {
+    column_phases_t phases{};
+    for (int r = 0; r < STRIDE_W; ++r) phases.of[r] = axis_w::phase(r);
+    return phases;
+}
+__device__ constexpr column_phases_t kColumnPhases = column_phases();
+using sums_t = accumulate_t[TILE_OUT][CELLS][axis_w::kPhases];
+using biases_t = accumulate_t[TILE_OUT];
+constexpr int kSums = TILE_OUT * CELLS * axis_w::kPhases;
+
+// SHARED_BYTES is what the launch gives: to patch and weights, then to the parts' sums, then to the stages of stores.
+constexpr int kPatchBytes = (TILE_PLANES * TILE_IN * kChannelPitch * kSumBytes + 15) / 16 * 16;
+constexpr int kWeightBytes = TILE_PLANES * TILE_IN * KERNEL_H * kQuads * 4 * kSumBytes;
+static_assert(kPatchBytes + kWeightBytes <= SHARED_BYTES, "patch and weights do not fit the launch's shared memory");
+static_assert((SPLIT_IN - 1) * kSums * kPartThreads * kSumBytes <= SHARED_BYTES, "nor do the parts' sums");
+static_assert(kPartThreads % 32 == 0, "the threads of a warp share their part of the channels");
 extern __shared__ __align__(16) unsigned char shared[];
 
-/* Where a thread or a block's thread number stands in the tile. */
-struct place_t { int lane, row, phase, plane; };
+/* Where a thread stands in the tile. */
+struct place_t { int lane, row, phase, plane, part; };
 __device__ __forceinline__ place_t place_of(int thread) {
-#if CHANNELS_LAST
-    const int rest = thread / TILE_PLANES;
-    return {rest % LANES_W, rest / LANES_W % TILE_H, rest / (LANES_W * TILE_H), thread % TILE_PLANES};
-#else
     const int rest = thread / (LANES_W * TILE_H);
-    return {thread % LANES_W, thread / LANES_W % TILE_H, rest % TILE_PHASES, rest / TILE_PHASES};
-#endif
+    return {thread % LANES_W, thread / LANES_W % TILE_H, rest % TILE_PHASES, rest / TILE_PHASES % TILE_PLANES,
+            thread / kPartThreads};
 }
 
-/* Fill the patch, zero outside the image and beyond the last channel or plane. */
-__device__ __forceinline__ void stage_patch(
-    const direct_params& p, accumulate_t* patch, int first_plane, int first_in, int row0, int column0) {
-    const index_t in_pixels = static_cast<index_t>(p.h_in) * p.w_in;
+/* What a block owns. */
+struct tile_t { int first_plane, first_out, cell_row, cell_column; };
+
+__device__ __forceinline__ accumulate_t bias_of(const ELEMENT_T* __restrict__ bias, int group, int out) {
+    if (bias == nullptr || out >= OUT_CHANNELS) return 0;
+    return widen(load_once(bias + group * OUT_CHANNELS + out));
+}
+
+/* Offset of an output pixel's first channel of the tile, or in NCHW of the pixel in that channel's image. */
+__device__ __forceinline__ long long output_offset(const direct_params& p, int plane, int first_out, int oh, int ow) {
+    const index_t pixel = static_cast<index_t>(oh) * p.w_out + ow;
+    const long long pixels = static_cast<index_t>(p.h_out) * p.w_out;
 #if CHANNELS_LAST
-    // Channels innermost: the block's planes divide the groups, so they are neighbouring channels of one image.
-    constexpr int kCount = TILE_PLANES * TILE_IN * kPatchH * kPatchW;
-    const int image = first_plane / p.groups, first_group = first_plane - image * p.groups;
-    const index_t channels = static_cast<index_t>(p.groups) * IN_CHANNELS;
-    const ELEMENT_T* __restrict__ source = p.input + image * static_cast<long long>(in_pixels) * channels;
-    #pragma unroll 4
-    for (int i = threadIdx.x; i < kCount; i += kThreads) {
-        const int in = i % TILE_IN, plane = i / TILE_IN % TILE_PLANES;
-        const int column = i / (TILE_IN * TILE_PLANES) % kPatchW, row = i / (TILE_IN * TILE_PLANES * kPatchW);
-        const int ih = row0 + row, iw = column0 + column;
-        const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in &&
-                            first_in + in < IN_CHANNELS && first_plane + plane < p.planes;
-        const index_t pixel = static_cast<index_t>(ih) * p.w_in + iw;
-        const index_t channel = (first_group + plane) * IN_CHANNELS + first_in + in;
-        patch[plane * kPlanePitch + (in * kPatchH + row) * kPitch + column] =
-            inside ? widen(load_once(source + (pixel * channels + channel))) : accumulate_t(0);
-    }
+    const int image = plane / p.groups, group = plane - image * p.groups;
+    return (image * pixels + pixel) * (p.groups * OUT_CHANNELS) + group * OUT_CHANNELS + first_out;
 #else
-    // A warp fills one row of the patch after the other: only its columns differ between threads.
-    constexpr int kLines = TILE_PLANES * TILE_IN * kPatchH, kWarps = kThreads / 32;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    #pragma unroll 4
-    for (int line = warp; line < kLines; line += kWarps) {
-        const int row = line % kPatchH, in = line / kPatchH % TILE_IN, plane = line / (kPatchH * TILE_IN);
-        const int ih = row0 + row;
-        const bool inside = static_cast<unsigned>(ih) < p.h_in && first_in + in < IN_CHANNELS && first_plane + plane < p.planes;
-        const long long channel = static_cast<long long>(first_plane + plane) * IN_CHANNELS + first_in + in;
-        const ELEMENT_T* __restrict__ source = p.input + channel * in_pixels + (static_cast<index_t>(ih) * p.w_in + column0);
-        accumulate_t* target = patch + plane * kPlanePitch + (in * kPatchH + row) * kPitch;
-        #pragma unroll
-        for (int c = 0; c < kPatchW; c += 32) {
-            const int column = c + lane;
-            if (c + 32 > kPatchW && column >= kPatchW) continue;
-            const bool taken = inside && static_cast<unsigned>(column0 + column) < p.w_in;
-            target[column] = taken ? widen(load_once(source + column)) : accumulate_t(0);
-        }
-    }
+    return (static_cast<long long>(plane) * OUT_CHANNELS + first_out) * pixels + pixel;
 #endif
 }
 
-/* Lay out the weights as the quads that are read together, zero beyond the last channel or tap. */
-__device__ __forceinline__ void stage_weights(
-    const direct_params& p, accumulate_t* target, int first_plane, int first_in, int first_out) {
-    constexpr int kCount = TILE_PLANES * TILE_IN * KERNEL_H * kQuads * 4;
-    for (int i = threadIdx.x; i < kCount; i += kThreads) {
-        const int out = i % (kQuads * 4) % TILE_OUT, kw = i % (kQuads * 4) / TILE_OUT;
-        const int kh = i / (kQuads * 4) % KERNEL_H;
-        const int in = i / (kQuads * 4 * KERNEL_H) % TILE_IN, plane = i / (kQuads * 4 * KERNEL_H * TILE_IN);
-        const int group = (first_plane + plane) % p.groups;
-        const bool inside = kw < KERNEL_W && first_in + in < IN_CHANNELS && first_out + out < OUT_CHANNELS;
-        const long long channel = static_cast<long long>(group) * IN_CHANNELS + first_in + in;
-        const long long offset = ((channel * OUT_CHANNELS + first_out + out) * KERNEL_H + kh) * KERNEL_W + kw;
-        target[i] = inside ? widen(load_once(p.weight + offset)) : accumulate_t(0);
-    }
-}
+#include "common/stage.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) direct_forward_kernel(const __grid_constant__ direct_params p) {
-    // Index decode.
-    const int out_tile = blockIdx.x % kOutTiles, tile = blockIdx.x / kOutTiles;
-    const int first_out = out_tile * TILE_OUT;
-    const int cell_row0 = tile / p.tiles_w * TILE_H, cell_column0 = tile % p.tiles_w * kTileW;
-    const int first_plane = static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES;
-    const place_t place = place_of(threadIdx.x);
-    const int plane = first_plane + place.plane;
-    const int group = plane % p.groups;
-    const index_t out_pixels = static_cast<index_t>(p.h_out) * p.w_out;
-    weight_quad_t* weights = reinterpret_cast<weight_quad_t*>(shared + kPatchBytes);
-
-#if STAGED
-    accumulate_t* patch = reinterpret_cast<accumulate_t*>(shared);
-#else
-    // The first input that the thread's windows reach, in the row of its cells.
-    const int in_row = cell_row0 + place.row, in_column = cell_column0 + place.lane * CELLS + kFirstW;
-#if CHANNELS_LAST
-    const int image = plane / p.groups;
-    const index_t pixel_stride = static_cast<index_t>(p.groups) * IN_CHANNELS, channel_stride = 1;
-    const ELEMENT_T* __restrict__ plane_input =
-        p.input + image * (static_cast<long long>(p.h_in) * p.w_in) * pixel_stride + group * IN_CHANNELS;
-#else
-    const index_t pixel_stride = 1, channel_stride = static_cast<index_t>(p.h_in) * p.w_in;
-    const ELEMENT_T* __restrict__ plane_input = p.input + static_cast<long long>(plane) * IN_CHANNELS * channel_stride;
-#endif
-    stage_weights(p, &weights->value[0], first_plane, 0, first_out);
-    __syncthreads();
-#endif
-
-    #pragma unroll (kUnrolled ? (STRIDE_H + TILE_PHASES - 1) / TILE_PHASES : 1)
-    for (int rh0 = 0; rh0 < STRIDE_H; rh0 += TILE_PHASES) {
-        const int rh = rh0 + place.phase;
-        const int first_kh = rh < STRIDE_H ? first_tap<KERNEL_H, STRIDE_H, DILATION_H>(rh + PADDING_H) : KERNEL_H;
-
-        accumulate_t sum[TILE_OUT][CELLS][STRIDE_W];
+/* Products of one tap row: patch points at its first window element, quads at its weights. */
+__device__ __forceinline__ void add_tap_row(
+    sums_t& sum, const accumulate_t* __restrict__ patch, const weight_quad_t* __restrict__ quads) {
+    accumulate_t window[kWindow * kVector];
+    #pragma unroll
+    for (int v = 0; v < kWindow; ++v) {
+        const window_t part = *reinterpret_cast<const window_t*>(patch + v % kBanks * kRunPitch + v / kBanks * kVector);
         #pragma unroll
-        for (int out = 0; out < TILE_OUT; ++out) {
-            const bool biased = p.bias != nullptr && first_out + out < OUT_CHANNELS;
-            const accumulate_t bias = biased ? widen(load_once(p.bias + group * OUT_CHANNELS + first_out + out)) : 0;
+        for (int e = 0; e < kVector; ++e) window[v * kVector + e] = part.value[e];
+    }
+    #pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+        const weight_quad_t quad = quads[q];
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int kw = (q * 4 + e) / TILE_OUT, out = (q * 4 + e) % TILE_OUT;
+            if (kw >= KERNEL_W) continue;
             #pragma unroll
             for (int cell = 0; cell < CELLS; ++cell)
-                #pragma unroll
-                for (int rw = 0; rw < STRIDE_W; ++rw) sum[out][cell][rw] = bias;
+                sum[out][cell][kw % axis_w::kStep] += quad.value[e] * window[cell + axis_w::shift(kw) - kFirstW];
         }
+    }
+}
 
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-#if STAGED
-            // Load: once where one chunk holds all input channels, else for every turn of row phases anew.
-            if (TILE_PHASES == 1 && kChunks > 1 && first_kh >= KERNEL_H) break;  // the whole block's phase has no tap
-            if (kChunks > 1 || rh0 == 0) {
-                __syncthreads();
-                stage_patch(p, patch, first_plane, chunk * TILE_IN, cell_row0 + kFirstH, cell_column0 + kFirstW);
-                stage_weights(p, &weights->value[0], first_plane, chunk * TILE_IN, first_out);
-                __syncthreads();
+/* Add up the sums of all parts in the threads of the first, in their order. */
+__device__ __forceinline__ void add_parts(sums_t& sum, int part) {
+    accumulate_t* flat = &sum[0][0][0];
+    accumulate_t* exchange = reinterpret_cast<accumulate_t*>(shared) + threadIdx.x % kPartThreads;
+    __syncthreads();
+    if (part > 0)
+        #pragma unroll
+        for (int i = 0; i < kSums; ++i) exchange[((part - 1) * kSums + i) * kPartThreads] = flat[i];
+    __syncthreads();
+    if (part == 0)
+        #pragma unroll
+        for (int other = 0; other < SPLIT_IN - 1; ++other)
+            #pragma unroll
+            for (int i = 0; i < kSums; ++i) flat[i] += exchange[(other * kSums + i) * kPartThreads];
+}
+
+struct bias_rows_t { int output[STRIDE_H - axis_h::kPhases + 1]; };
+__device__ constexpr bias_rows_t bias_rows() {
+    bias_rows_t rows{};
+    for (int r = 0, i = 0; r < STRIDE_H; ++r)
+        if (axis_h::phase(r) == kNone) rows.output[i++] = r;
+    return rows;
+}
+__device__ constexpr bias_rows_t kBiasRows = bias_rows();
+
+/* Store the output rows that no tap reaches, a warp one row of the tile after the other. */
+__device__ __forceinline__ void store_bias_rows(const direct_params& p, const tile_t& tile) {
+    constexpr int kRows = STRIDE_H - axis_h::kPhases + (STRIDE_H == axis_h::kPhases);  // of a cell
+    constexpr int kOuts = CHANNELS_LAST ? TILE_OUT : 1, kLength = kTileW * STRIDE_W * kOuts;
+    const int ow = tile.cell_column * STRIDE_W, elements = min(kTileW * STRIDE_W, p.w_out - ow) * kOuts;
+    const int lane_element = threadIdx.x % 32 * VECTOR;
+    const index_t out_channels = p.groups * OUT_CHANNELS;
+    #pragma unroll 1
+    for (int line = threadIdx.x / 32; line < kRows * TILE_H * TILE_PLANES; line += kWarps) {
+        const int row = line / kRows, plane = tile.first_plane + row / TILE_H;
+        const int oh = (tile.cell_row + row % TILE_H) * STRIDE_H + kBiasRows.output[line % kRows];
+        const int group = plane % p.groups;
+        if (oh >= p.h_out || plane >= p.planes) continue;
+        ELEMENT_T* __restrict__ target = p.output + output_offset(p, plane, tile.first_out, oh, ow) + lane_element;
+        #pragma unroll 1
+        for (int run = tile.first_out; run < least(OUT_CHANNELS, tile.first_out + TILE_OUT); run += kOuts) {
+            vector_t<VECTOR> values;
+            #pragma unroll
+            for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(bias_of(p.bias, group, run));
+            #pragma unroll (kLength <= 32 * 16 * VECTOR ? kLength / 32 / VECTOR + 1 : 4)
+            for (int first = 0; first < kLength; first += 32 * VECTOR) {
+                const int element = first + lane_element, out = run + element % kOuts;
+                if (kOuts > 1)
+                    #pragma unroll
+                    for (int e = 0; e < VECTOR; ++e)
+                        values.value[e] = narrow<ELEMENT_T>(bias_of(p.bias, group, run + (element + e) % kOuts));
+                index_t distance = first;
+                if (CHANNELS_LAST && !WHOLE_PIXELS)
+                    distance = element / kOuts * out_channels + element % kOuts - lane_element;
+                if (element < elements && out < OUT_CHANNELS)
+                    *reinterpret_cast<vector_t<VECTOR>*>(target + distance) = values;
             }
-            const accumulate_t* __restrict__ plane_patch =
-                patch + place.plane * kPlanePitch + (place.row - kFirstH) * kPitch + place.lane * CELLS;
+            target += static_cast<index_t>(p.h_out) * p.w_out;
+        }
+    }
+}
+
+/* One output of a thread: of a channel of the tile, pixel-th in the row. The bias comes last: were sums stored as they
+ * are, the compiler would hold them in the registers of their vectors all along, with gaps for columns without sums.
+ */
+__device__ __forceinline__ ELEMENT_T output_of(const sums_t& sum, const biases_t& bias, int out, int pixel) {
+    const int phase = kColumnPhases.of[pixel % STRIDE_W];
+    return narrow<ELEMENT_T>(bias[out] + (phase == kNone ? 0 : sum[out][pixel / STRIDE_W][phase < 0 ? 0 : phase]));
+}
+
+#if !CHANNELS_LAST || WHOLE_PIXELS
+/* Store what the threads of a warp own, lines of cell rows. */
+__device__ __forceinline__ void store_lines(
+    const direct_params& p, const tile_t& tile, const sums_t& sum, const biases_t& bias, int first_phase) {
+    constexpr int kDepth = WHOLE_PIXELS ? TILE_OUT : 1;  // channels of a pixel that are neighbours in memory
+    constexpr int kStageBytes = SHARED_BYTES / (kPartThreads / 32) / 16 * 16;  // of a warp
+    const index_t out_pixels = static_cast<index_t>(p.h_out) * p.w_out;
+    const int warp = threadIdx.x / 32, ow = tile.cell_column * STRIDE_W;
+    const place_t first = place_of(warp * 32);
+    const auto value = [&](int run, int i) { return output_of(sum, bias, kDepth == 1 ? run : i % kDepth, i / kDepth); };
+    const auto line_of = [&](int thread) {
+        place_t place = first;  // most warps stay within a phase of a plane
+        if (TILE_H * LANES_W % 32 == 0) place.row += thread / LANES_W;
+        else place = place_of(warp * 32 + thread);
+        const int phase = first_phase + place.phase, plane = tile.first_plane + place.plane;
+        const int oh = (tile.cell_row + place.row) * STRIDE_H + axis_h::output(phase);
+        const bool inside = phase < axis_h::kPhases && plane < p.planes && oh < p.h_out;
+        const index_t image = place.plane * (OUT_CHANNELS / kDepth) * out_pixels;
+        return line_t{(image + static_cast<index_t>(oh) * p.w_out + ow) * kDepth, inside ? (p.w_out - ow) * kDepth : 0};
+    };
+    store_runs<TILE_OUT / kDepth, kNeighbours * kDepth, LANES_W, VECTOR, kStageBytes>(
+        p.output + output_offset(p, tile.first_plane, tile.first_out, 0, 0),
+        reinterpret_cast<ELEMENT_T*>(shared + warp * kStageBytes),
+        OUT_CHANNELS % TILE_OUT == 0 ? TILE_OUT : OUT_CHANNELS - tile.first_out,
+        out_pixels, value, line_of);
+}
+
+#else
+/* Store the channels of a thread's pixels, each by itself. */
+__device__ __forceinline__ void store_pixels(
+    const direct_params& p, const tile_t& tile, const sums_t& sum, const biases_t& bias, int plane, int oh, int ow) {
+    const index_t out_channels = p.groups * OUT_CHANNELS;
+    ELEMENT_T* __restrict__ target = p.output + output_offset(p, plane, tile.first_out, oh, ow);
+    #pragma unroll
+    for (int pixel = 0; pixel < kNeighbours; ++pixel) {
+        if (ow + pixel >= p.w_out) continue;
+        #pragma unroll
+        for (int out = 0; out < TILE_OUT; out += VECTOR) {
+            vector_t<VECTOR> values;
+            #pragma unroll
+            for (int e = 0; e < VECTOR; ++e) values.value[e] = output_of(sum, bias, out + e, pixel);
+            if (OUT_CHANNELS % TILE_OUT == 0 || tile.first_out + out < OUT_CHANNELS)
+                *reinterpret_cast<vector_t<VECTOR>*>(target + (pixel * out_channels + out)) = values;
+        }
+    }
+}
 #endif
+
+__device__ __forceinline__ void direct_block(const direct_params& p) {
+    // Index decode.
+    constexpr int kOutTiles = (OUT_CHANNELS + TILE_OUT - 1) / TILE_OUT;
+    const int tile_index = blockIdx.x / kOutTiles;
+    const tile_t tile = {static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES,
+                         static_cast<int>(blockIdx.x % kOutTiles) * TILE_OUT, tile_index / p.tiles_w * TILE_H,
+                         tile_index % p.tiles_w * kTileW};
+    const place_t place = place_of(threadIdx.x);
+    const int plane = tile.first_plane + place.plane, group = plane % p.groups;
+    accumulate_t* patch = reinterpret_cast<accumulate_t*>(shared);
+    weight_quad_t* weights = reinterpret_cast<weight_quad_t*>(shared + kPatchBytes);
+    if (axis_h::kPhases < STRIDE_H) store_bias_rows(p, tile);
+
+    #pragma unroll 1
+    for (int first_phase = 0; first_phase < axis_h::kPhases; first_phase += TILE_PHASES) {
+        const int phase = first_phase + place.phase;
+        const int oh = (tile.cell_row + place.row) * STRIDE_H + axis_h::output(phase);
+        const int ow = (tile.cell_column + place.lane * CELLS) * STRIDE_W;
+        const bool working = phase < axis_h::kPhases && plane < p.planes && oh < p.h_out && ow < p.w_out;
+
+        sums_t sum;
+        #pragma unroll
+        for (int i = 0; i < kSums; ++i) (&sum[0][0][0])[i] = 0;
+
+        #pragma unroll 1
+        for (int first_in = 0; first_in < IN_CHANNELS; first_in += TILE_IN) {
+            // Load.
+            __syncthreads();
+            stage_patch(p, patch, tile, first_in);
+            stage_weights(p, &weights->value[0], tile, first_in);
+            __syncthreads();
 
             // Compute.
-            const int channels = kChunks == 1 ? IN_CHANNELS : min(TILE_IN, IN_CHANNELS - chunk * TILE_IN);
-            const weight_quad_t* __restrict__ plane_weights = weights + place.plane * TILE_IN * KERNEL_H * kQuads;
+            if (!working) continue;
+            const int channels = IN_CHANNELS % TILE_IN == 0 ? TILE_IN : min(TILE_IN, IN_CHANNELS - first_in);
+            const accumulate_t* __restrict__ rows =
+                patch + (place.plane * TILE_IN + place.part) * kChannelPitch +
+                (place.row + axis_h::shift(phase) - kFirstH) * kPitch + place.lane * kVector;
+            const weight_quad_t* __restrict__ quads =
+                weights + ((place.plane * TILE_IN + place.part) * KERNEL_H + phase) * kQuads;
             #pragma unroll 1
-            for (int in = 0; in < channels; ++in) {
-                #pragma unroll (kUnrolled ? (KERNEL_H + kStepH - 1) / kStepH : 1)
-                for (int kh = first_kh; kh < KERNEL_H; kh += kStepH) {
-                    const int shift_h = (rh + PADDING_H - kh * DILATION_H) / STRIDE_H;  // the division is exact
-                    accumulate_t window[kWindow * CELLS];
-#if STAGED
-                    #pragma unroll
-                    for (int v = 0; v < kWindow; ++v) {
-                        const window_t part =
-                            *reinterpret_cast<const window_t*>(plane_patch + (in * kPatchH + shift_h) * kPitch + v * CELLS);
-                        #pragma unroll
-                        for (int cell = 0; cell < CELLS; ++cell) window[v * CELLS + cell] = part.value[cell];
-                    }
-#else
-                    const int ih = in_row + shift_h;
-                    const ELEMENT_T* __restrict__ row =
-                        plane_input + (in * channel_stride + (static_cast<index_t>(ih) * p.w_in + in_column) * pixel_stride);
-                    #pragma unroll
-                    for (int i = 0; i < CELLS + kHaloW; ++i) {
-                        const bool inside = plane < p.planes && static_cast<unsigned>(ih) < p.h_in &&
-                                            static_cast<unsigned>(in_column + i) < p.w_in;
-                        window[i] = inside ? widen(load_once(row + i * pixel_stride)) : accumulate_t(0);
-                    }
-#endif
-                    #pragma unroll
-                    for (int q = 0; q < kQuads; ++q) {
-                        const weight_quad_t quad = plane_weights[(in * KERNEL_H + kh) * kQuads + q];
-                        #pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const int kw = (q * 4 + e) / TILE_OUT, out = (q * 4 + e) % TILE_OUT;
-                            if (kw >= KERNEL_W) continue;
-                            #pragma unroll
-                            for (int rw = 0; rw < STRIDE_W; ++rw) {
-                                const int shift_w = shift_of(rw, kw, STRIDE_W, PADDING_W, DILATION_W);
-                                if (shift_w == kNone) continue;
-                                #pragma unroll
-                                for (int cell = 0; cell < CELLS; ++cell)
-                                    sum[out][cell][rw] += quad.value[e] * window[cell + shift_w - kFirstW];
-                            }
-                        }
-                    }
-                }
+            for (int in = place.part; in < channels; in += SPLIT_IN) {
+                #pragma unroll (kUnrollsTaps ? kTapRows : 1)
+                for (int tap = 0; tap < axis_h::taps(phase); ++tap)
+                    add_tap_row(
+                        sum, rows - tap * (axis_h::kShiftStep * kPitch), quads + tap * (axis_h::kStep * kQuads));
+                rows += SPLIT_IN * kChannelPitch;
+                quads += SPLIT_IN * KERNEL_H * kQuads;
             }
         }
 
         // Store.
-#if CHANNELS_LAST
-        const int oh = (cell_row0 + place.row) * STRIDE_H + rh, out_channels = p.groups * OUT_CHANNELS;
-        const int ow0 = (cell_column0 + place.lane * CELLS) * STRIDE_W;
-        if (plane < p.planes && rh < STRIDE_H && oh < p.h_out) {
-            ELEMENT_T* __restrict__ target =
-                p.output + (static_cast<long long>(plane / p.groups) * out_pixels + static_cast<index_t>(oh) * p.w_out + ow0) * out_channels +
-                group * OUT_CHANNELS + first_out;
-            #pragma unroll
-            for (int cell = 0; cell < CELLS; ++cell)
-                #pragma unroll
-                for (int rw = 0; rw < STRIDE_W; ++rw) {
-                    if (ow0 + cell * STRIDE_W + rw >= p.w_out) continue;
-                    ELEMENT_T* __restrict__ pixel = target + static_cast<index_t>(cell * STRIDE_W + rw) * out_channels;
-                    #pragma unroll
-                    for (int out = 0; out < TILE_OUT; out += VECTOR) {
-                        vector_t<VECTOR> values;
-                        #pragma unroll
-                        for (int v = 0; v < VECTOR; ++v) values.value[v] = narrow<ELEMENT_T>(sum[out + v][cell][rw]);
-                        if (first_out + out < OUT_CHANNELS) *reinterpret_cast<vector_t<VECTOR>*>(pixel + out) = values;
-                    }
-                }
-        }
-#elif VECTOR_CELLS
-        const int oh = (cell_row0 + place.row) * STRIDE_H + rh;
-        const int ow = (cell_column0 + place.lane * CELLS) * STRIDE_W;
-        if (plane < p.planes && rh < STRIDE_H && oh < p.h_out && ow < p.w_out) {
-            #pragma unroll
-            for (int out = 0; out < TILE_OUT; ++out) {
-                if (first_out + out >= OUT_CHANNELS) break;
-                vector_t<kNeighbours> values;
-                #pragma unroll
-                for (int i = 0; i < kNeighbours; ++i)
-                    values.value[i] = narrow<ELEMENT_T>(sum[out][i / STRIDE_W][i % STRIDE_W]);
-                const long long channel = static_cast<long long>(plane) * OUT_CHANNELS + first_out + out;
-                *reinterpret_cast<vector_t<kNeighbours>*>(
-                    p.output + channel * out_pixels + (static_cast<index_t>(oh) * p.w_out + ow)) = values;
-            }
-        }
-#else
-        // A warp's stage is [kStageOut][its cells in order], each line of a cell row LANES_W * kNeighbours long.
-        constexpr int kLine = LANES_W * kNeighbours;
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        ELEMENT_T* stage = reinterpret_cast<ELEMENT_T*>(shared + kPatchBytes + kWeightBytes) + warp * kStageElements;
+        if (SPLIT_IN > 1) add_parts(sum, place.part);
+        __syncthreads();
+        if (place.part > 0) continue;
+        biases_t bias;
         #pragma unroll
-        for (int out0 = 0; out0 < TILE_OUT; out0 += kStageOut) {
-            __syncwarp();
-            #pragma unroll
-            for (int o = 0; o < kStageOut; ++o) {
-                if (out0 + o >= TILE_OUT) continue;
-                #pragma unroll
-                for (int i = 0; i < kNeighbours; ++i)
-                    stage[(o * 32 + lane) * kNeighbours + i] =
-                        narrow<ELEMENT_T>(sum[out0 + o][i / STRIDE_W][i % STRIDE_W]);
-            }
-            __syncwarp();
-            #pragma unroll
-            for (int v = 0; v < kNeighbours / VECTOR; ++v) {
-                const int item = (v * 32 + lane) * VECTOR;
-                const place_t line = place_of(warp * 32 + item / kLine * LANES_W);
-                const int line_rh = rh0 + line.phase;
-                const int oh = (cell_row0 + line.row) * STRIDE_H + line_rh, ow = cell_column0 * STRIDE_W + item % kLine;
-                if (first_plane + line.plane >= p.planes || line_rh >= STRIDE_H || oh >= p.h_out || ow >= p.w_out) continue;
-                const long long channel = static_cast<long long>(first_plane + line.plane) * OUT_CHANNELS + first_out + out0;
-                ELEMENT_T* __restrict__ target = p.output + channel * out_pixels + (static_cast<index_t>(oh) * p.w_out + ow);
-                #pragma unroll
-                for (int o = 0; o < kStageOut; ++o) {
-                    if (out0 + o >= TILE_OUT || first_out + out0 + o >= OUT_CHANNELS) continue;
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + o * out_pixels) =
-                        *reinterpret_cast<const vector_t<VECTOR>*>(&stage[o * 32 * kNeighbours + item]);
-                }
-            }
-        }
+        for (int out = 0; out < TILE_OUT; ++out) bias[out] = bias_of(p.bias, group, tile.first_out + out);
+#if CHANNELS_LAST && !WHOLE_PIXELS
+        if (working) store_pixels(p, tile, sum, bias, plane, oh, ow);
+#else
+        store_lines(p, tile, sum, bias, first_phase);
 #endif
     }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads, LEAST_BLOCKS)
+direct_forward_kernel(const __grid_constant__ direct_params p) {
+    direct_block(p);
 }

@@ -116,5 +116,20 @@ CASES = [
     Case(11, 5, 3, (3, 2), (3, 3), (1, 1), (1, 1)),
 ]
 
+# Several tiles to an image, rows that vectors divide, channels that fill a matrix product.
+TILED_CASES = [
+    Case(2, 6, 10, (5, 16), (4, 4), (2, 2), (1, 1), groups=2),
+    Case(1, 5, 3, (3, 32), (3, 3), (1, 1), (1, 1)),
+    Case(1, 4, 8, (9, 72), (4, 4), (2, 2), (1, 1), groups=2),
+    Case(2, 16, 32, (20, 40), (3, 3), (1, 1), (1, 1)),
+    Case(1, 24, 48, (6, 16), (4, 4), (4, 4)),
+    Case(2, 8, 32, (6, 70), (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), groups=2),
+    Case(1, 40, 20, (5, 33), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(1, 32, 64, (4, 9), (3, 3), (5, 5), (1, 1), (0, 0), (2, 2)),
+    Case(3, 32, 32, (7, 16), (3, 3), (1, 1), (1, 1), groups=8),
+    Case(2, 9, 3, (12, 16), (9, 9), (3, 3), (4, 4)),
+    Case(2, 16, 16, (8, 8), (1, 1), (8, 8)),
+]
+
 # Few enough for tests that try many variants of the call itself.
 FEW_CASES = [CASES[1], CASES[3], CASES[6], CASES[13], CASES[22]]

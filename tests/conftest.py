@@ -77,7 +77,11 @@ def poison_cuda_cache() -> None:
     """Fill the free memory of torch's CUDA allocator with NaN."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    # What is left are segments that live tensors share with free blocks.
+    segments = torch.cuda.memory_snapshot()
+    free = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"]
+    holes = [torch.full((size // 4,), torch.nan, device="cuda") for size in sorted(free, reverse=True)]
     # The allocator keeps small blocks (512 KiB here) and large ones (16 MiB) apart.
     small = [torch.full((2**17,), torch.nan, device="cuda") for _ in range(32)]
     large = [torch.full((2**22,), torch.nan, device="cuda") for _ in range(6)]
-    del small, large
+    del holes, small, large

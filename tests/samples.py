@@ -106,6 +106,11 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
+def offset_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values in channels_last, one element into a storage."""
+    return offset(tensor.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 LAYOUTS = {"channels_last": channels_last, "transposed": transposed, "spread": spread, "offset": offset}
 
 

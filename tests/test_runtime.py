@@ -6,16 +6,19 @@ import os
 import pickle
 import stat
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
 import gemmconv
 from gemmconv.geometry import Problem
+from tests.cases import TILED_CASES
+from tests.samples import problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
-from gemmconv.algorithms import direct, direct_gradients, fold_kernels
+from gemmconv.algorithms import direct, direct_gradients, direct_mma, fold_kernels
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -62,20 +65,47 @@ def kernel_variants():
             variants[f"direct_input_grad-{label}"] = ("direct_input_grad.cu", macros)
             macros = direct_gradients.weight_grad_macros(problem, dtype, slices=7)
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
+    for label, (macros, _) in MMA_VARIANTS.items():
+        variants[label] = ("direct_mma.cu", macros)
     return variants
 
 
+def mma_variants():
+    """Macros of direct_mma.cu, and the tile that they are for, for the problems above and wider ones."""
+    problems = {**PROBLEMS, **{f"tiled{i}": problem_of(case) for i, case in enumerate(TILED_CASES) if i % 2}}
+    variants = {}
+    for name, problem in problems.items():
+        for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "grouped") else [])):
+            for layout in (False, True):
+                if (tile := direct_mma.tile_of(problem, dtype.itemsize, layout)) is not None:
+                    label = f"direct_mma-{'nhwc' if layout else 'nchw'}-{name}-{str(dtype).removeprefix('torch.')}"
+                    variants[label] = (direct_mma.forward_macros(tile, dtype), tile)
+    return variants
+
+
+MMA_VARIANTS = mma_variants()
 VARIANTS = kernel_variants()
 # Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
-MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
+MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_mma.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
+LEAST_SHARED_BYTES = 99 << 10  # that a block may have on every architecture since sm_80
 SMALL = ("col2im.cu", fold_kernels.col2im_macros(PROBLEMS["decoder"], torch.float32, torch.float32))
+
+
+@pytest.fixture(scope="module")
+def compilations(request):
+    """What the test below compiles, as futures; in several processes, because threads of one wait for each other."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = [(values["variant"], values["arch"]) for values in parameters if {"variant", "arch"} <= values.keys()]
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    yield {(variant, arch): pool.submit(compiler.compile, *VARIANTS[variant], arch) for variant, arch in wanted}
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compile_builds_every_kernel_for_every_architecture_without_spills(variant, arch):
-    source_name, macros = VARIANTS[variant]
-    compiled = compiler.compile(source_name, macros, arch)
+def test_compile_builds_every_kernel_for_every_architecture_without_spills(variant, arch, compilations):
+    source_name, _ = VARIANTS[variant]
+    compiled = compilations[variant, arch].result()
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.spill_bytes == 0, compiled.log
     assert 0 < compiled.registers <= MOST_REGISTERS.get(source_name, 128), compiled.log
@@ -88,7 +118,22 @@ def test_compile_variants_use_every_source():
 
 
 def test_compile_variants_use_both_offset_widths():
-    assert {"INDEX_64" in macros for _, macros in VARIANTS.values()} == {True, False}
+    for names in ({"direct_mma.cu"}, {source_name for source_name, _ in VARIANTS.values()}):
+        found = {"INDEX_64" in macros for source_name, macros in VARIANTS.values() if source_name in names}
+        assert found == {True, False}
+
+
+@pytest.mark.parametrize("variant", MMA_VARIANTS)
+def test_tiles_on_tensor_cores_fit_the_shared_memory_of_every_architecture(variant):
+    macros, tile = MMA_VARIANTS[variant]
+    assert tile.shared_bytes == macros["SHARED_BYTES"] <= LEAST_SHARED_BYTES
+    assert tile.threads <= 1024
+    assert 1 <= tile.blocks_resident <= 2048 // tile.threads
+
+
+def test_variants_on_tensor_cores_are_of_nearly_all_problems():
+    problems = {variant.split("-")[2] for variant in MMA_VARIANTS}
+    assert {name for name in PROBLEMS if name not in problems} <= {"depthwise"}
 
 
 # Errors

@@ -135,6 +135,8 @@ def tangent(function, given):
     except RuntimeError as refusal:
         if "forward" in str(refusal).lower() or "jvp" in str(refusal).lower():
             return None
+        if isinstance(refusal, NotImplementedError):
+            pytest.skip(str(refusal))
         raise
     return torch.zeros_like(output) if found is None else found.detach()
 

@@ -1,9 +1,10 @@
 """The algorithms, in order of preference."""
 
 from gemmconv.algorithms.base import Algorithm, Config
+from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native
 
-ALGORITHMS: tuple[Algorithm, ...] = (GemmCol2im(), Native())
+ALGORITHMS: tuple[Algorithm, ...] = (Direct(), GemmCol2im(), Native())
 
 __all__ = ["ALGORITHMS", "Algorithm", "Config"]

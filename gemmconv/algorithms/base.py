@@ -19,6 +19,7 @@ DEFAULT_WORKSPACE_LIMIT = 64 << 20
 # depend on their ratios, which other GPUs since Ampere share roughly.
 COPY_RATE = 3.5e12  # bytes a second
 FFMA_RATE = 30e12  # float32 operations a second on CUDA cores
+CLOCK_RATE = 1.755e9  # cycles a second
 LAUNCH_SECONDS = 4e-6
 
 # Prepared calls: everything that depends on the configuration alone was worked out when they were made.

@@ -1,19 +1,24 @@
 """``direct``: one gather kernel (csrc/direct.cu), no workspace, specialised for the layer.
 
 For layers whose work is moving bytes: grouped, depthwise, strided, dilated, of few channels. Products are ordinary
-multiplications and additions, in float32 (float64 for float64), never TF32.
-
-Not in ``ALGORITHMS`` yet: its kernels pass the emulator, the GPU suite has not run on all of them.
+multiplications and additions, in float32 (float64 for float64); of 16-bit types, and of float32 where TF32 may be used,
+those of tensor cores where that is faster (direct_mma.py). Gradients never take tensor cores.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from gemmconv.algorithms import direct_mma
 from gemmconv.algorithms.base import (
+    CLOCK_RATE,
     COPY_RATE,
     FFMA_RATE,
     LAUNCH_SECONDS,
@@ -30,32 +35,32 @@ from gemmconv.geometry import Problem
 _INT32_MAX = 2**31 - 1
 _MAX_GRID_YZ = 65_535
 _SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
-_ACCUMULATOR_BYTES = 48 * 4  # of a thread's registers
-_THREADS = 256  # of a block; half of it for threads with many accumulators
-_MANY_ACCUMULATORS = 32
-_CHANNELS_AT_A_TIME = 16  # staged, where there are more: smaller patches, more blocks
-_MOST_PHASES = 4
-_MOST_NEIGHBOURS = 16  # outputs of a thread in a row, unless the stride alone is more
-_FEW_BLOCKS = 2 * 132  # below this, smaller blocks give more multiprocessors work
+_MOST_PHASES = 8  # row phases side by side
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
+_TENSOR_CORE_START = 9_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
+_REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blocks of 128 in a multiprocessor
+_OTHER_REGISTERS = 32  # beside sums and window
+_MULTIPROCESSORS = 132  # of an H200; the choice of tiles depends on it, results do not
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/direct.cu owns; see its header.
+    """What a block of csrc/direct.cu owns; see its header, and csrc/common/depthwise.cuh for depthwise layers.
 
     Attributes:
-        staged: whether the input goes through shared memory.
+        depthwise: whether planes have one channel each.
         lanes_w, cells: threads across a cell row, and cells of each.
         rows: cell rows.
-        phases: row phases at a time.
+        phases: row phases at a time, by threads of their own.
         planes: groups of images.
         channels_in: input channels staged at a time.
         channels_out: output channels.
+        split: threads that share the input channels of an output.
+        rows_each, planes_each: cell rows and planes of a thread, where it is depthwise.
     """
 
-    staged: bool
+    depthwise: bool
     lanes_w: int
     cells: int
     rows: int
@@ -63,10 +68,13 @@ class Tile:
     planes: int
     channels_in: int
     channels_out: int
+    split: int = 1
+    rows_each: int = 1
+    planes_each: int = 1
 
     @property
     def threads(self) -> int:
-        return self.lanes_w * self.rows * self.phases * self.planes
+        return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
 
 
 class DirectParams(ctypes.Structure):
@@ -112,117 +120,273 @@ def shifts_of(problem: Problem, axis: int) -> tuple[int, int]:
     return min(shifts), max(shifts)
 
 
+@functools.lru_cache(maxsize=1024)
 def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the smallest tile's patch exceeds shared memory."""
-    p = problem
-    per_group_in, per_group_out = p.in_channels // p.groups, p.out_channels // p.groups
-    cells_h, cells_w = cells_of(p)
-    planes = max(1, p.batch * p.groups)
-    depthwise = per_group_in * per_group_out == 1
-    neighbouring_planes = _power_of_two_divisor(p.groups, 32) if channels_last else 1
-    staged = not (depthwise and not channels_last) and neighbouring_planes < 8
+    layer = _Layer(problem, dtype, channels_last)
+    if problem.groups == problem.in_channels == problem.out_channels:
+        return next(layer.depthwise_tiles(), None)
+    tiles = list(layer.tiles()) or layer.tiles(whole_sectors=False)
+    return min(tiles, key=layer.cycles, default=None)
 
-    # Cells of a thread: each weight that is read serves so many products. Where there is next to no arithmetic, what
-    # one 16-byte store holds.
-    cells = max(1, 16 // dtype.itemsize // _power_of_two(p.stride[1])) if depthwise else 4
-    if channels_last:
-        cells = min(cells, 2)
-    column_phases = sum(bool(phase.taps) for phase in p.phases(1))  # the others need no accumulators
-    accumulators = _ACCUMULATOR_BYTES // accumulator_bytes(dtype)
-    while cells > 1 and (
-        cells >= 2 * cells_w or cells * column_phases > accumulators or cells * p.stride[1] > _MOST_NEIGHBOURS
-    ):
-        cells //= 2
-    channels_out = _even_share(per_group_out, max(1, min(accumulators // (cells * column_phases), 16)))
-    most_threads = _THREADS // 2 if cells * column_phases * channels_out >= _MANY_ACCUMULATORS else _THREADS
 
-    # Row phases side by side where all have work; else one after the other.
-    row_phases = p.phases(0)
-    phases = len(row_phases) if staged and all(phase.taps for phase in row_phases) else 1
-    if phases > _MOST_PHASES:
-        phases = 1
+class _Layer:
+    """The tiles that a problem may have, and what they cost."""
 
-    # Neighbouring threads are neighbouring cells; in channels_last neighbouring planes, which then divide the groups.
-    tile_planes = neighbouring_planes
-    most_lanes = max(1, most_threads // 4 // tile_planes) if channels_last else 32
-    lanes_w = min(_power_of_two(-(-cells_w // cells)), most_lanes)
-    phase_threads = _power_of_two(phases)
-    rows = min(_power_of_two(cells_h), max(1, most_threads // (lanes_w * tile_planes * phase_threads)))
-    if not channels_last:
-        tile_planes = min(_power_of_two(planes), max(1, most_threads // (lanes_w * rows * phase_threads)))
-    channels_in = min(per_group_in, _CHANNELS_AT_A_TIME) if staged else per_group_in
-    tile = Tile(staged, lanes_w, cells, rows, phases, tile_planes, channels_in, channels_out)
+    def __init__(self, problem: Problem, dtype: torch.dtype, channels_last: bool) -> None:
+        self.problem = problem
+        self.dtype = dtype
+        self.channels_last = channels_last
+        self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_bytes(dtype)
+        self.channels_in = problem.in_channels // problem.groups
+        self.channels_out = problem.out_channels // problem.groups
+        self.planes = max(1, problem.batch * problem.groups)
+        self.cells_h, self.cells_w = cells_of(problem)
+        self.halo_h, self.halo_w = (last - first for first, last in (shifts_of(problem, 0), shifts_of(problem, 1)))
+        self.tap_phases_h, self.tap_phases_w = (
+            sum(bool(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1)
+        )
 
-    def blocks(t: Tile) -> int:
-        spatial = -(-cells_h // t.rows) * -(-cells_w // (t.lanes_w * t.cells))
-        return spatial * -(-planes // t.planes) * -(-per_group_out // t.channels_out)
+    def depthwise_tiles(self) -> Iterator[Tile]:
+        """One tile: what one 16-byte store holds, of enough rows or planes to fill the threads of a block."""
+        stride_w = self.problem.stride[1]
+        planes_each = _power_of_two_divisor(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
+        cells = max(1, 16 // self.item_bytes // _power_of_two(stride_w))
+        if self.channels_last:
+            cells = min(cells, 2)
+        while cells > 1 and cells >= 2 * self.cells_w:
+            cells //= 2
+        sum_bytes = self.tap_phases_w * self.sum_bytes
+        while planes_each * max(cells * sum_bytes, 3 * (cells + self.halo_w)) > 256 and planes_each * cells > 1:
+            planes_each, cells = (planes_each // 2, cells) if planes_each > 1 else (1, cells // 2)
+        window = (2 + self.halo_h) * (cells + self.halo_w)
+        rows_each = 2 if not self.channels_last and window <= 48 and self.cells_h > 1 else 1
 
-    while blocks(tile) < _FEW_BLOCKS and tile.threads > 64:
-        if not channels_last and tile.planes > 1:
+        threads = 256
+        neighbours = _power_of_two_divisor(self.problem.groups, 32 * planes_each) if self.channels_last else 1
+        lanes_w = _power_of_two(-(-self.cells_w // cells))
+        lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours) if self.channels_last else 32)
+        plane_threads = neighbours // planes_each
+        rows = min(_power_of_two(-(-self.cells_h // rows_each)), max(1, threads // (lanes_w * plane_threads)))
+        planes = neighbours
+        if not self.channels_last:
+            planes = min(_power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
+        tile = Tile(
+            True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
+        )
+        while self.blocks(tile) < 2 * _MULTIPROCESSORS and tile.threads > 64:
+            if not self.channels_last and tile.planes > 1:
+                tile = replace(tile, planes=tile.planes // 2)
+            elif tile.rows > rows_each:
+                tile = replace(tile, rows=tile.rows // 2)
+            else:
+                break
+        while tile.threads % 32:  # whole warps, some of it idle
+            tile = replace(tile, rows=tile.rows * 2)
+        while self.shared_bytes(tile) > _SHARED_BYTES and tile.planes > planes_each:
             tile = replace(tile, planes=tile.planes // 2)
-        elif tile.rows > 1:
-            tile = replace(tile, rows=tile.rows // 2)
-        else:
-            break
-    while tile.threads % 32:  # whole warps, some of it idle
-        tile = replace(tile, rows=tile.rows * 2)
+            while tile.threads % 32:
+                tile = replace(tile, rows=tile.rows * 2)
+        if self.shared_bytes(tile) <= _SHARED_BYTES:
+            yield tile
 
-    while _shared_bytes(p, tile, dtype, channels_last) > _SHARED_BYTES:
-        if staged and tile.channels_in > 4:
-            tile = replace(tile, channels_in=-(-tile.channels_in // 2))
-        elif tile.rows > 1 and tile.threads % 64 == 0:
-            tile = replace(tile, rows=tile.rows // 2)
-        elif staged and tile.channels_in > 1:
-            tile = replace(tile, channels_in=-(-tile.channels_in // 2))
-        elif tile.planes > 1 and tile.threads % 64 == 0:
-            tile = replace(tile, planes=tile.planes // 2)
-        elif tile.channels_out > 1:
-            tile = replace(tile, channels_out=-(-tile.channels_out // 2))
+    def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
+        """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""
+        p = self.problem
+        phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
+        most_planes = _power_of_two_divisor(p.groups, 8) if self.channels_last else _power_of_two(self.planes)
+        least_planes = 1
+        if self.channels_last and whole_sectors:
+            sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
+            least_planes = min(most_planes, _power_of_two(sector_planes))
+        shares = {_even_share(self.channels_out, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)}
+        for cells, channels_out in itertools.product((1, 2, 4, 8, 16), sorted(shares)):
+            narrowest = cells == 1 and channels_out == 1
+            too_many = self.registers(cells, channels_out) > _REGISTERS[-1] - 16 and not narrowest
+            if too_many or (cells > 1 and cells >= 2 * self.cells_w):
+                continue
+            lanes_w = min(_power_of_two(-(-self.cells_w // cells)), 32)
+            for log_rows, split in itertools.product(range(6), (1, 2, 4)):
+                rows = 1 << log_rows
+                if rows > _power_of_two(self.cells_h) and lanes_w * rows * phases % 64 == 0:
+                    continue  # half the rows would make whole warps too
+                if split > 1 and (split > self.channels_in or self.planes * self.cells_h * self.cells_w > 1 << 20):
+                    continue
+                part = lanes_w * rows * phases
+                planes = max(least_planes, min(most_planes, _power_of_two(64 // (part * split))))
+                planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
+                # In channels_last, more planes are more neighbours.
+                for factor in (1, 2, 4, 8) if self.channels_last else (1,):
+                    if (self.channels_last and factor * planes > most_planes) or part * factor * planes * split > 256:
+                        break
+                    yield from self.fitting(
+                        Tile(False, lanes_w, cells, rows, phases, factor * planes, 0, channels_out, split)
+                    )
+
+    def fitting(self, tile: Tile) -> Iterator[Tile]:
+        """The tile with as many input channels at a time as fit, at most 16."""
+        channels_in = min(self.channels_in, 16)
+        while channels_in >= 1:
+            tile = replace(tile, channels_in=channels_in)
+            if self.shared_bytes(tile) <= _SHARED_BYTES:
+                yield tile
+                return
+            channels_in //= 2
+
+    def registers(self, cells: int, channels_out: int) -> int:
+        """Registers of a thread, about."""
+        words = self.sum_bytes // 4
+        vector = max(1, min(cells, 4 // words))
+        window = -(-(cells + self.halo_w) // vector) * vector
+        return words * (cells * channels_out * self.tap_phases_w + window) + _OTHER_REGISTERS
+
+    def least_blocks(self, tile: Tile) -> int:
+        """Blocks that a multiprocessor shall hold, which bounds the registers of a thread."""
+        if tile.depthwise:
+            return 1
+        registers = self.registers(tile.cells, tile.channels_out)
+        bound = next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
+        return max(1, 65_536 // (tile.threads * bound))
+
+    def blocks(self, tile: Tile) -> int:
+        spatial = -(-self.cells_h // tile.rows) * -(-self.cells_w // (tile.lanes_w * tile.cells))
+        return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
+
+    def patch_elements(self, tile: Tile) -> int:
+        """Elements of the patch, with its padding; see csrc/direct.cu."""
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        banks, windows, read = tile.cells // vector, -(-(tile.cells + self.halo_w) // vector), tile.lanes_w * vector
+        pitch = banks * (tile.lanes_w + (windows - 1) // banks) * vector
+        if read * self.sum_bytes < 128:
+            pitch += (read - pitch) % (2 * read)
+        return tile.planes * tile.channels_in * (tile.rows + self.halo_h) * pitch
+
+    def shared_bytes(self, tile: Tile) -> int:
+        """Bytes of shared memory that csrc/direct.cu takes."""
+        kernel_h, kernel_w = self.problem.kernel_size
+        if tile.depthwise:
+            quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
+            stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
+            return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
+        quads = tile.planes * tile.channels_in * kernel_h * -(-kernel_w * tile.channels_out // 4)
+        staged = -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
+        part = tile.threads // tile.split
+        sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
+        run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.whole_pixels(tile) else 1)
+        stage = 0 if self.channels_last and not self.whole_pixels(tile) else part * run * self.item_bytes
+        return max(staged, sums, stage)
+
+    def whole_pixels(self, tile: Tile) -> bool:
+        """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
+        return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
+
+    def cycles(self, tile: Tile) -> float:
+        """Cycles of an H200, roughly: rounds of the blocks that a multiprocessor holds at a time, and what they move.
+
+        The constants were fitted to 620 tiles of 10 layers in float32: what they choose takes 8% longer than the best
+        of those (geometric mean).
+        """
+        kernel_h, kernel_w = self.problem.kernel_size
+        turns, chunks = -(-self.tap_phases_h // tile.phases), -(-self.channels_in // tile.channels_in)
+        tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
+        quads = -(-kernel_w * tile.channels_out // 4)
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        windows = -(-(tile.cells + self.halo_w) // vector)
+        double = self.sum_bytes // 4
+
+        # Instructions and cycles of shared memory, for a thread.
+        patch, weights = self.patch_elements(tile), tile.planes * tile.channels_in * kernel_h * quads * 4
+        staged = turns * chunks * 2.1 * patch / tile.threads
+        products = tile.cells * tile.channels_out * kernel_w * double
+        instructions = tap_rows * (products + quads + windows + 6) + staged + 150
+        outputs = math.prod(self.problem.stride) * tile.cells * tile.channels_out / tile.phases
+        if self.channels_last:
+            instructions += 12.5 * outputs / tile.split
+        wavefronts = tap_rows * (quads + windows * vector) * double + 2.9 * staged
+
+        # A block alone: it waits for its loads, then computes.
+        warps = tile.threads / 32
+        loads = -(-patch // (16 * tile.threads)) + 1 + weights / (4 * tile.threads)
+        latency = 2100 if self.channels_last else 1760
+        alone = turns * chunks * (latency * loads + 200) + max(1.1, warps / 4) * instructions
+
+        shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
+        held = min(self.least_blocks(tile), (227 << 10) // shared_bytes, 2048 // tile.threads)
+        blocks = -(-self.blocks(tile) // _MULTIPROCESSORS)
+        rounds = -(-blocks // min(held, blocks))
+        side_by_side = blocks / rounds
+        issue = instructions / 4 / min(1.0, 0.06 * held * warps)  # the fewer warps, the more cycles pass without one
+        busiest, other = sorted((issue, wavefronts), reverse=True)
+
+        # What is stored; the less of it lies together, the worse.
+        run = tile.lanes_w * tile.cells * self.problem.stride[1]
+        stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
+        moved = blocks * stored * self.item_bytes / 36
+        if self.channels_last:
+            moved *= 1 + 75 / (tile.planes * tile.channels_out * self.item_bytes)
         else:
-            return None
-    return tile
+            moved *= 1 + 260 / (run * self.item_bytes)
+        return max(rounds * max(alone, side_by_side * warps * (busiest + 0.15 * other)), moved) + 1.1 * moved
 
 
 def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Macros:
     """Macros that specialise csrc/direct.cu."""
     p, tile = problem, tile_of(problem, dtype, channels_last)
     assert tile is not None
-    itemsize = dtype.itemsize
+    layer = _Layer(p, dtype, channels_last)
     neighbours = tile.cells * p.stride[1]
-    vector_cells = not channels_last and neighbours * itemsize in (8, 16) and p.output_size[1] % neighbours == 0
-    if channels_last:
-        per_group_out = p.out_channels // p.groups
-        vector = _vector(itemsize, tile.channels_out, per_group_out)
+    if layer.whole_pixels(tile):
+        vector = _vector(dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
+    elif channels_last:
+        vector = _vector(dtype.itemsize, tile.channels_out, layer.channels_out)
     else:
-        vector = _vector(itemsize, neighbours, p.output_size[1])
+        vector = _vector(dtype.itemsize, neighbours, p.output_size[1])
     macros: Macros = {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "IN_CHANNELS": p.in_channels // p.groups,
-        "OUT_CHANNELS": p.out_channels // p.groups,
+        "IN_CHANNELS": layer.channels_in,
+        "OUT_CHANNELS": layer.channels_out,
         "CHANNELS_LAST": int(channels_last),
+        "DEPTHWISE": int(tile.depthwise),
         "LANES_W": tile.lanes_w,
         "CELLS": tile.cells,
         "TILE_H": tile.rows,
-        "STAGED": int(tile.staged),
         "TILE_PHASES": tile.phases,
         "TILE_PLANES": tile.planes,
         "TILE_IN": tile.channels_in,
         "TILE_OUT": tile.channels_out,
+        "SPLIT_IN": tile.split,
+        "ROWS": tile.rows_each,
+        "PLANE_VECTOR": tile.planes_each,
+        "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
+        "LOAD_VECTOR": _vector(dtype.itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
-        "VECTOR_CELLS": int(vector_cells),
-        "SHARED_BYTES": _shared_bytes(p, tile, dtype, channels_last),
+        "LEAST_BLOCKS": layer.least_blocks(tile),
+        "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
         **geometry_macros(p),
     }
-    if max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
+    in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
+    out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
+    if max(in_elements, out_elements, p.in_channels * p.gemm_m) > _INT32_MAX:
         macros["INDEX_64"] = 1
     return macros
+
+
+def _tiles(config: Config) -> tuple[Tile, direct_mma.Tile | None]:
+    """The tile of csrc/direct.cu, and that of csrc/direct_mma.cu where it is faster."""
+    channels_last = config.memory_format is torch.channels_last
+    tile, other = tile_of(config.problem, config.dtype, channels_last), direct_mma.tile_for(config)
+    assert tile is not None
+    if other is not None:
+        cycles = _Layer(config.problem, config.dtype, channels_last).cycles(tile)
+        other = other if other.cycles + _TENSOR_CORE_START < 1.15 * cycles else None
+    return tile, other
 
 
 class Direct:
     """See the module."""
 
     name = "direct"
-    summary = "one gather kernel on CUDA cores, no workspace, specialised for the layer"
+    summary = "one gather kernel, no workspace, specialised for the layer"
 
     def why_not(self, config: Config) -> str | None:
         p = config.problem
@@ -251,8 +415,15 @@ class Direct:
         return weight_grad_workspace_bytes(config)
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """Arithmetic on CUDA cores and the bytes that any algorithm moves, hardly overlapped; no columns."""
+        """Forward, what its tile is estimated at; backward, arithmetic and the bytes that any algorithm moves."""
         p = config.problem
+        if direction == "forward":
+            tile, tensor_core_tile = _tiles(config)
+            if tensor_core_tile is not None:
+                return LAUNCH_SECONDS + tensor_core_tile.cycles / CLOCK_RATE
+            if not tile.depthwise:
+                channels_last = config.memory_format is torch.channels_last
+                return LAUNCH_SECONDS + _Layer(p, config.dtype, channels_last).cycles(tile) / CLOCK_RATE
         rate = FFMA_RATE if config.dtype != torch.float64 else FFMA_RATE / 2
         return LAUNCH_SECONDS + p.useful_flops / rate + p.least_bytes(config.dtype.itemsize) / COPY_RATE
 
@@ -260,9 +431,10 @@ class Direct:
         from gemmconv.runtime.launch import load
 
         p = config.problem
+        tile, tensor_core_tile = _tiles(config)
+        if tensor_core_tile is not None:
+            return direct_mma.prepare_forward(config, tensor_core_tile)
         channels_last = config.memory_format is torch.channels_last
-        tile = tile_of(p, config.dtype, channels_last)
-        assert tile is not None
         macros = forward_macros(p, config.dtype, channels_last)
         strides = strides_of(p.output_shape, config.memory_format)
         input_strides = strides_of(p.input_shape, config.memory_format)
@@ -303,20 +475,6 @@ class Direct:
         from gemmconv.algorithms.direct_gradients import prepare_weight_grad
 
         return prepare_weight_grad(config)
-
-
-def _shared_bytes(problem: Problem, tile: Tile, dtype: torch.dtype, channels_last: bool) -> int:
-    """Bytes of shared memory that csrc/direct.cu takes with a tile."""
-    halo_h, halo_w = (last - first for first, last in (shifts_of(problem, 0), shifts_of(problem, 1)))
-    windows = -(-(tile.cells + halo_w) // tile.cells)
-    pitch = tile.lanes_w * tile.cells + (windows - 1) * tile.cells
-    patch = tile.planes * (tile.channels_in * (tile.rows + halo_h) * pitch + 1) if tile.staged else 0
-    quads = -(-problem.kernel_size[1] * tile.channels_out // 4)
-    weights = tile.planes * tile.channels_in * problem.kernel_size[0] * quads * 4
-    neighbours = tile.cells * problem.stride[1]
-    staged = tile.channels_out if neighbours * tile.channels_out <= 32 else max(1, 32 // neighbours)
-    stage = 0 if channels_last else tile.threads * staged * neighbours * dtype.itemsize
-    return accumulator_bytes(dtype) * (patch + weights) + stage + 16
 
 
 def _even_share(total: int, most: int) -> int:

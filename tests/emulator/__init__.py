@@ -8,6 +8,7 @@ While it is installed, gemmconv's host code loads emulated kernels: the source i
 compiled with a C++ compiler (build.py, cuda.h) and run block by block (scheduler.cpp). Beside wrong results it finds
 
 - missing barriers: threads run in a pseudo-random order, shared memory holds NaN at first;
+- asynchronous copies that are used before they were waited for, or begun while their target is in use;
 - writes just past the end of shared memory, barriers that not all threads of a block or warp reach;
 - misaligned vectors, array indices out of bounds, signed overflow;
 - a params struct that differs in size from its mirror;

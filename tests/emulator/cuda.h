@@ -5,6 +5,7 @@
 
 #define __device__
 #define __global__
+#define __constant__ static const
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -40,6 +41,9 @@ void emulator_warp_barrier(unsigned mask);
 float emulator_half_to_float(unsigned short bits);
 unsigned short emulator_float_to_half(float value);
 unsigned short emulator_float_to_bfloat16(float value);
+unsigned emulator_float_to_tf32(float value);
+void emulator_copy_async(unsigned target, const void* source, int bytes, int source_bytes);
+void emulator_wait_for_copies();
 }
 
 #define threadIdx (emulator_now.thread->index)
@@ -61,11 +65,57 @@ template <typename T> T __shfl_xor_sync(unsigned mask, T value, int distance) {
 }
 
 template <typename T> T __ldg(const T* address) { return *address; }
+inline unsigned long __cvta_generic_to_shared(const void* address) {
+    return static_cast<const unsigned char*>(address) - emulator_dynamic_shared;
+}
 inline int min(int a, int b) { return b < a ? b : a; }
+inline int max(int a, int b) { return a < b ? b : a; }
 inline float __uint_as_float(unsigned bits) {
     float value;
     __builtin_memcpy(&value, &bits, sizeof(value));
     return value;
+}
+
+/* The values of a word of a fragment of mma.sync; returns how many. The instruction itself cuts TF32 values off. */
+inline int emulator_half_word(float (&values)[2], unsigned word) {
+    for (int e = 0; e < 2; ++e) values[e] = emulator_half_to_float(static_cast<unsigned short>(word >> 16 * e));
+    return 2;
+}
+inline int emulator_bfloat16_word(float (&values)[2], unsigned word) {
+    for (int e = 0; e < 2; ++e) values[e] = __uint_as_float(word >> 16 * e << 16);
+    return 2;
+}
+inline int emulator_tf32_word(float (&values)[2], unsigned word) {
+    values[0] = __uint_as_float(word & ~0x1fffu);
+    return 1;
+}
+
+/* mma.sync on words, as csrc/common/mma.cuh describes it; `mine` has the lane's words of A, then those of B. Products
+ * are added up in order, in float.
+ */
+inline void emulator_mma(
+    int (*floats_of)(float (&)[2], unsigned), float& d0, float& d1, float& d2, float& d3, const unsigned (&mine)[6]) {
+    const emulator_thread_t& thread = *emulator_now.thread;
+    unsigned words[32][6];  // of all lanes
+    for (int i = 0; i < 6; i += 2) {
+        thread.exchange[thread.lane] = mine[i] | static_cast<unsigned long long>(mine[i + 1]) << 32;
+        emulator_warp_barrier(0xffffffffu);
+        for (int lane = 0; lane < 32; ++lane) {
+            words[lane][i] = static_cast<unsigned>(thread.exchange[lane]);
+            words[lane][i + 1] = static_cast<unsigned>(thread.exchange[lane] >> 32);
+        }
+        emulator_warp_barrier(0xffffffffu);
+    }
+    float* const results[4] = {&d0, &d1, &d2, &d3};
+    for (int i = 0; i < 4; ++i) {
+        const int row = thread.lane / 4 + i / 2 * 8, column = thread.lane % 4 * 2 + i % 2;
+        for (int word = 0; word < 8; ++word) {
+            float a[2], b[2];
+            const int count = floats_of(a, words[row % 8 * 4 + word % 4][row / 8 + word / 4 * 2]);
+            floats_of(b, words[column * 4 + word % 4][4 + word / 4]);
+            for (int e = 0; e < count; ++e) *results[i] += a[e] * b[e];
+        }
+    }
 }
 
 // What a source exports of its kernels; see build.py.

@@ -34,8 +34,21 @@ constexpr unsigned char kUnwritten = 0xff;
 
 enum state_t { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
 
+/* A cp.async. */
+struct copy_t {
+    void* target;
+    const void* source;
+    int bytes, source_bytes;
+
+    void run() const {
+        memset(target, 0, bytes);
+        memcpy(target, source, source_bytes);
+    }
+};
+
 struct fiber_t {
     emulator_thread_t thread;  // first, so that emulator_now.thread leads to its fiber
+    std::vector<copy_t> copies;  // that it has to wait for
     state_t state;
     unsigned mask;             // of the warp barrier it waits at
     bool started;
@@ -88,6 +101,7 @@ void prepare(fiber_t& fiber) {
     makecontext(&fiber.start, fiber_main, 0);
     fiber.started = false;
     fiber.state = READY;
+    fiber.copies.clear();
 }
 
 /* Runs a fiber until it leaves. */
@@ -204,6 +218,22 @@ void* emulator_shared_array(int declaration, unsigned long bytes) {
     return begin;
 }
 
+/* cp.async, to an offset in dynamic shared memory; zeros follow the bytes of the source. May happen at any time until
+ * the thread waits for it: here at once for odd threads, and in the end for even ones.
+ */
+void emulator_copy_async(unsigned target, const void* source, int bytes, int source_bytes) {
+    if (target % bytes != 0 || reinterpret_cast<uintptr_t>(source) % bytes != 0)
+        fail("a misaligned copy of %d bytes", bytes);
+    const copy_t copy = {emulator_dynamic_shared + target, source, bytes, source_bytes};
+    if (current().thread.index.x % 2) copy.run();
+    else current().copies.push_back(copy);
+}
+
+void emulator_wait_for_copies() {
+    for (const copy_t& copy : current().copies) copy.run();
+    current().copies.clear();
+}
+
 float emulator_half_to_float(unsigned short bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
     float magnitude = exponent == 0 ? ldexpf(fraction, -24) : ldexpf(1024 + fraction, exponent - 25);
@@ -227,6 +257,13 @@ unsigned short emulator_float_to_bfloat16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof(bits));
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+/* To 10 bits of fraction, ties away from zero. */
+unsigned emulator_float_to_tf32(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return std::isfinite(value) ? (bits + 0x1000) & ~0x1fffu : bits;
 }
 
 /* Runs all blocks. Returns what was wrong, or null. */

@@ -12,11 +12,21 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _KERNEL = re.compile(r"__global__\s+void\s+__launch_bounds__\(([^)]*)\)\s+(\w+)\(")
 _DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
 _STATIC_SHARED = re.compile(r"__shared__\s+(?:__align__\(\d+\)\s+)?(\w+)\s+(\w+)((?:\[\w+\])+);")
-_ASSEMBLY = re.compile(r'\basm\("([^"]*)"\s*:\s*"[^"]*"\(([^()]*)\)\s*(?::\s*"[^"]*"\(([^()]*)\)\s*)?\);')
-_CONVERSIONS = {
-    "cvt.f32.f16": "emulator_half_to_float",
-    "cvt.rn.f16.f32": "emulator_float_to_half",
-    "cvt.rn.bf16.f32": "emulator_float_to_bfloat16",
+_ASSEMBLY = re.compile(r'\basm(?: volatile)?\("([^"]*)"((?:[\s:,]|"[^"]*"(?:\([^()]*\))?)*)\);')
+_OPERAND = re.compile(r'"[^"]*"\(([^()]*)\)')
+_FRAGMENTS = "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+_PRODUCT = "emulator_mma({}, {{0}}, {{1}}, {{2}}, {{3}}, {{{{{{4}}, {{5}}, {{6}}, {{7}}, {{8}}, {{9}}}}}});"
+_INSTRUCTIONS = {
+    "": "",  # only keeps the compiler from rearranging addresses
+    "cvt.f32.f16 %0, %1;": "{0} = emulator_half_to_float({1});",
+    "cvt.rn.f16.f32 %0, %1;": "{0} = emulator_float_to_half({1});",
+    "cvt.rn.bf16.f32 %0, %1;": "{0} = emulator_float_to_bfloat16({1});",
+    "cvt.rna.tf32.f32 %0, %1;": "{0} = emulator_float_to_tf32({1});",
+    "cp.async.ca.shared.global [%0], [%1], %2, %3;": "emulator_copy_async({0}, {1}, {2}, {3});",
+    "cp.async.wait_all;": "emulator_wait_for_copies();",
+    f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_half_word"),
+    f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_bfloat16_word"),
+    f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_tf32_word"),
 }
 
 
@@ -54,10 +64,7 @@ def _with_includes(name: str, read: Read, seen: set[str]) -> str:
 
 
 def _instruction(match: re.Match[str]) -> str:
-    template, target, operand = match.groups()
-    if not template:  # only keeps the compiler from rearranging addresses
-        return ""
-    for opcode, function in _CONVERSIONS.items():
-        if template == f"{opcode} %0, %1;":
-            return f"{target} = {function}({operand});"
-    raise NotImplementedError(f"the emulator does not know the instruction {template!r}")
+    template, operands = match[1], _OPERAND.findall(match[2])
+    if template not in _INSTRUCTIONS:
+        raise NotImplementedError(f"the emulator does not know the instruction {template!r}")
+    return _INSTRUCTIONS[template].format(*operands)

@@ -1,0 +1,62 @@
+"""Compiles the kernels of a run ahead, on all cores: compiling them where they are first called would take longer than
+measuring."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from benchmarks.contenders import LAYOUTS, PRECISIONS
+from benchmarks.workloads import Workload
+from gemmconv.algorithms import ALGORITHMS, Config
+from gemmconv.algorithms.base import Precision
+from gemmconv.geometry import Problem
+
+Job = tuple[Problem, str, str, tuple[str, ...], str]  # geometry, precision, layout, passes, architecture
+
+_PASSES = {"forward": ("forward",), "backward": ("input_grad", "weight_grad")}
+
+
+def compile_ahead(
+    workloads: Iterable[Workload],
+    precisions: Sequence[str],
+    directions: Sequence[str],
+    layouts: Iterable[str],
+    device: torch.device,
+) -> None:
+    """Put into the kernel cache what gemmconv's algorithms load when they are prepared for the workloads."""
+    from gemmconv.runtime.launch import architecture
+
+    arch = architecture(device.index or 0)
+    passes = tuple(dict.fromkeys(itertools.chain(*(_PASSES.get(one, sum(_PASSES.values(), ())) for one in directions))))
+    jobs: list[Job] = [
+        (workload.problem, precision, layout, passes, arch)
+        for workload, precision, layout in itertools.product(workloads, precisions, layouts)
+    ]
+    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
+        for _ in pool.imap_unordered(_compile, jobs):
+            pass
+
+
+def _compile(job: Job) -> None:
+    """Prepare every algorithm for one problem, with a loader that only compiles. Touches no GPU."""
+    from gemmconv.runtime import launch
+    from gemmconv.runtime.cache import default_cache
+    from gemmconv.runtime.compiler import Macros, compile
+
+    problem, precision, layout, passes, arch = job
+
+    def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> None:
+        compile(source_name, macros, arch, cache=default_cache())
+
+    launch.load = load  # type: ignore[assignment]  # of this process, which does nothing else
+    rounding: Precision = "tf32" if precision == "tf32" else "ieee"
+    config = Config(problem, PRECISIONS[precision], torch.device("cuda", 0), rounding, memory_format=LAYOUTS[layout])
+    for algorithm in ALGORITHMS:
+        if algorithm.why_not(config) is None:
+            for one in passes:
+                getattr(algorithm, one)(config)

@@ -1,0 +1,61 @@
+/* mma.sync on words: D += A B with A [16 rows, 8 words], B [8 words, 8 columns], D [16 rows, 8 columns] in float32.
+ *
+ * A word is one float32 value rounded to TF32 (m16n8k8) or two neighbouring 16-bit values (m16n8k16), and in words the
+ * instructions agree on who holds what. With g = lane / 4, t = lane % 4 a lane holds
+ *
+ *   A  words (row g, word t) (g+8, t) (g, t+4) (g+8, t+4)
+ *   B  words (word t, column g) (t+4, g)
+ *   D  values (row g, column 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1)
+ */
+#pragma once
+
+#include "common/numeric.cuh"
+
+struct alignas(16) a_words_t { unsigned value[4]; };
+
+template <typename T> struct mma_words;
+
+template <> struct mma_words<half_t> {
+    static constexpr int kElements = 2;
+    static __device__ __forceinline__ unsigned pack(const half_t (&values)[2]) {
+        return values[0].bits | static_cast<unsigned>(values[1].bits) << 16;
+    }
+    static __device__ __forceinline__ unsigned rounded(unsigned word) { return word; }
+    static __device__ __forceinline__ void mma(float (&d)[4], const a_words_t& a, unsigned b0, unsigned b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a.value[0]), "r"(a.value[1]), "r"(a.value[2]), "r"(a.value[3]), "r"(b0), "r"(b1));
+    }
+};
+
+template <> struct mma_words<bfloat16_t> {
+    static constexpr int kElements = 2;
+    static __device__ __forceinline__ unsigned pack(const bfloat16_t (&values)[2]) {
+        return values[0].bits | static_cast<unsigned>(values[1].bits) << 16;
+    }
+    static __device__ __forceinline__ unsigned rounded(unsigned word) { return word; }
+    static __device__ __forceinline__ void mma(float (&d)[4], const a_words_t& a, unsigned b0, unsigned b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a.value[0]), "r"(a.value[1]), "r"(a.value[2]), "r"(a.value[3]), "r"(b0), "r"(b1));
+    }
+};
+
+template <> struct mma_words<float> {
+    static constexpr int kElements = 1;
+    /* Rounds to nearest, ties away from zero: the instruction itself would cut the low bits off. */
+    static __device__ __forceinline__ unsigned pack(const float (&values)[1]) {
+        unsigned word;
+        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(values[0]));
+        return word;
+    }
+    static __device__ __forceinline__ unsigned rounded(unsigned word) {
+        const float value[1] = {__uint_as_float(word)};
+        return pack(value);
+    }
+    static __device__ __forceinline__ void mma(float (&d)[4], const a_words_t& a, unsigned b0, unsigned b1) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a.value[0]), "r"(a.value[1]), "r"(a.value[2]), "r"(a.value[3]), "r"(b0), "r"(b1));
+    }
+};
