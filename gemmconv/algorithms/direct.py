@@ -38,7 +38,7 @@ _SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every
 _MOST_PHASES = 8  # row phases side by side
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
-_TENSOR_CORE_START = 9_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
+_TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
 _REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blocks of 128 in a multiprocessor
 _OTHER_REGISTERS = 32  # beside sums and window
 _MULTIPROCESSORS = 132  # of an H200; the choice of tiles depends on it, results do not
@@ -378,7 +378,7 @@ def _tiles(config: Config) -> tuple[Tile, direct_mma.Tile | None]:
     assert tile is not None
     if other is not None:
         cycles = _Layer(config.problem, config.dtype, channels_last).cycles(tile)
-        other = other if other.cycles + _TENSOR_CORE_START < 1.15 * cycles else None
+        other = other if other.cycles + _TENSOR_CORE_START < 1.06 * cycles else None
     return tile, other
 
 

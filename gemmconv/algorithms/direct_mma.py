@@ -303,7 +303,7 @@ class Tile:
 
         Its schedulers are busy, or its shared memory is, or what it moves takes longer, or its blocks wait, each for
         its own loads and stores. The constants were fitted to 1270 tiles of 11 layers on an H200: what they choose
-        takes 3% longer than the best of those (geometric mean).
+        takes 5% longer than the best of those (geometric mean).
         """
         steps, turns = sum(map(len, self.turns)), len(self.turns) * self.groups
         turning = (9 if self.channels_last else 3.5) if self.staged else 1
@@ -341,7 +341,8 @@ class Tile:
         else:
             stored *= 1 + 380 / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
         moved = tiles * (2.5 * loaded + stored) * self.itemsize / _BYTES_A_CYCLE
-        return max(busy, rounds * alone, 0.47 * moved) + 0.46 * moved
+        alone *= rounds
+        return max(busy, alone, 0.47 * moved) + 0.46 * moved + 0.05 * (busy + alone)
 
 
 @lru_cache(maxsize=1024)
