@@ -102,7 +102,7 @@ static_assert(N_TILES % kRunTiles == 0 && kRowTiles % kRunTiles == 0, "runs neit
 static_assert(WARPS_N * N_TILES == TILE_H * kRowTiles, "the warps share the cells");
 
 // A lane has kPieces * PIECE neighbouring outputs of a line: all column phases of two cells.
-constexpr int kPieces = 2 * STRIDE_W / PIECE;
+[[maybe_unused]] constexpr int kPieces = 2 * STRIDE_W / PIECE;
 
 // Stage of a warp. NCHW: [8 lines][kRuns][kRun]. Channels last: [ROW_PHASES][kRuns][kRun][GROUPS][CHANNELS].
 constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRuns * kRun);
@@ -234,7 +234,7 @@ __device__ __forceinline__ void pack_patch(
     constexpr int kNext = CHANNELS_LAST ? kQuads : kQuads % 4 == 0 ? 4 : 1;
     constexpr int kTurns = (kSpots * kQuads + kThreads - 1) / kThreads;
     const index_t in_pixels = static_cast<index_t>(p.h_in) * p.w_in, channels = static_cast<index_t>(p.groups) * IN_CHANNELS;
-    const ELEMENT_T* source = p.input + origin.image * static_cast<long long>(in_pixels) * channels;
+    [[maybe_unused]] const ELEMENT_T* source = p.input + origin.image * static_cast<long long>(in_pixels) * channels;
     #pragma unroll UNROLL
     for (int turn = 0; turn < kTurns; ++turn) {
         const int i = turn * kThreads + threadIdx.x;
@@ -244,8 +244,8 @@ __device__ __forceinline__ void pack_patch(
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
         const bool inside =
             LOADING == TURNED || (static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in);
-        const index_t place = static_cast<index_t>(ih) * p.w_in + iw;
-        const int channel = (first_group + group) * IN_CHANNELS + first;
+        [[maybe_unused]] const index_t place = static_cast<index_t>(ih) * p.w_in + iw;
+        [[maybe_unused]] const int channel = (first_group + group) * IN_CHANNELS + first;
         unsigned* target = patch + (pixel * PIXEL_PITCH + group * WORDS + first_word);
 #if CHANNELS_LAST
         words_t<kQuad> values = {};
@@ -311,8 +311,8 @@ __device__ __forceinline__ void multiply(
     }
 }
 
-constexpr bool kBlocksInPhases = CHANNELS % 8 == 0;  // a block of lines is of one row phase
-constexpr bool kWholeChannels = OUT_CHANNELS % (WARPS_M * CHANNELS) == 0;
+[[maybe_unused]] constexpr bool kBlocksInPhases = CHANNELS % 8 == 0;  // a block of lines is of one row phase
+[[maybe_unused]] constexpr bool kWholeChannels = OUT_CHANNELS % (WARPS_M * CHANNELS) == 0;
 
 /* Round a lane's neighbouring outputs of a line, for cells 2t and 2t + 1 of an N tile: piece `part` of them. */
 __device__ __forceinline__ vector_t<PIECE> piece_of(const float (&sum)[kMTiles][N_TILES][4], int block, int n, int part) {
@@ -470,7 +470,7 @@ direct_mma_kernel(const __grid_constant__ direct_mma_params p) {
     #pragma unroll 1
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         const int image = origin.image, cell_row0 = tile_h * TILE_H, cell_column0 = tile_w * TILE_W;
-        const origin_t current = origin;
+        [[maybe_unused]] const origin_t current = origin;
         origin.image += p.step_image;
         tile_h += p.step_tile_h;
         tile_w += p.step_tile_w;

@@ -70,7 +70,7 @@ def test_m_tiles_have_every_line_and_column_phase_once(tile):
     assert Counter(itertools.chain(*rows)) == Counter(every)
     for found, phases in zip(rows, tile.m_tile_lines, strict=True):
         assert {(line // tile.channels, rw) for line, rw in found} == set(phases)
-    assert tile.m_tiles <= 32, "M tiles are bits of an unsigned"
+    assert tile.m_tiles <= 32  # M tiles are bits of an unsigned
 
 
 @given(tiles())

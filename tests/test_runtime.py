@@ -86,9 +86,17 @@ def mma_variants():
 MMA_VARIANTS = mma_variants()
 VARIANTS = kernel_variants()
 # Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
-MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_mma.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
+MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
 LEAST_SHARED_BYTES = 99 << 10  # that a block may have on every architecture since sm_80
 SMALL = ("col2im.cu", fold_kernels.col2im_macros(PROBLEMS["decoder"], torch.float32, torch.float32))
+
+
+def most_registers(source_name, macros):
+    """Return the registers that a thread may take; with tensor cores those that its blocks leave to it."""
+    if source_name == "direct_mma.cu":
+        threads = 32 * macros["WARPS_M"] * macros["WARPS_N"]
+        return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
+    return MOST_REGISTERS.get(source_name, 128)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +116,7 @@ def test_compile_builds_every_kernel_for_every_architecture_without_spills(varia
     compiled = compilations[variant, arch].result()
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.spill_bytes == 0, compiled.log
-    assert 0 < compiled.registers <= MOST_REGISTERS.get(source_name, 128), compiled.log
+    assert 0 < compiled.registers <= most_registers(source_name, macros), compiled.log
     assert "warning" not in compiled.log, compiled.log
 
 

@@ -34,6 +34,7 @@ _SECTOR_BYTES = 32
 _ROW_TILES = 4  # across, where the image has as many: whole sectors of its rows
 _SHIFT_BASE = 1 << 12
 _MOST_WEIGHTS = 1 << 18  # of a group
+_MOST_M_TILES = 32  # bits of a mask
 _MOST_STEPS = 2048  # 4 KiB of constant memory a table
 
 Shift = Pair  # from a cell to an input, per axis
@@ -382,7 +383,9 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool) -> Iterator[T
         warps_m = min(4, 1 << (-(-channels_out // channels) - 1).bit_length())
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
             tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m)
-            if len(tile.used_tiles) * n_tiles > _ACCUMULATORS or sum(map(len, tile.turns)) > _MOST_STEPS:
+            if tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
+                continue
+            if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
                 continue
             for warps, ahead in itertools.product((_WARPS, _WARPS // 2), (True, False)):
                 warps_n = max(1, warps // warps_m)

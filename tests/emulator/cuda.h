@@ -96,26 +96,25 @@ inline int emulator_tf32_word(float (&values)[2], unsigned word) {
 inline void emulator_mma(
     int (*floats_of)(float (&)[2], unsigned), float& d0, float& d1, float& d2, float& d3, const unsigned (&mine)[6]) {
     const emulator_thread_t& thread = *emulator_now.thread;
-    unsigned words[32][6];  // of all lanes
-    for (int i = 0; i < 6; i += 2) {
-        thread.exchange[thread.lane] = mine[i] | static_cast<unsigned long long>(mine[i + 1]) << 32;
-        emulator_warp_barrier(0xffffffffu);
-        for (int lane = 0; lane < 32; ++lane) {
-            words[lane][i] = static_cast<unsigned>(thread.exchange[lane]);
-            words[lane][i + 1] = static_cast<unsigned>(thread.exchange[lane] >> 32);
+    thread.exchange[thread.lane] = reinterpret_cast<unsigned long long>(mine);
+    emulator_warp_barrier(0xffffffffu);
+    const auto word_of = [&](int lane, int i) { return reinterpret_cast<const unsigned*>(thread.exchange[lane])[i]; };
+    const int g = thread.lane / 4, t = thread.lane % 4;
+    for (int word = 0; word < 8; ++word) {
+        float a[2][2], b[2][2];  // of two rows and of two columns
+        int count = 0;
+        for (int i = 0; i < 2; ++i) {
+            count = floats_of(a[i], word_of(g * 4 + word % 4, i + word / 4 * 2));
+            floats_of(b[i], word_of((2 * t + i) * 4 + word % 4, 4 + word / 4));
         }
-        emulator_warp_barrier(0xffffffffu);
-    }
-    float* const results[4] = {&d0, &d1, &d2, &d3};
-    for (int i = 0; i < 4; ++i) {
-        const int row = thread.lane / 4 + i / 2 * 8, column = thread.lane % 4 * 2 + i % 2;
-        for (int word = 0; word < 8; ++word) {
-            float a[2], b[2];
-            const int count = floats_of(a, words[row % 8 * 4 + word % 4][row / 8 + word / 4 * 2]);
-            floats_of(b, words[column * 4 + word % 4][4 + word / 4]);
-            for (int e = 0; e < count; ++e) *results[i] += a[e] * b[e];
+        for (int e = 0; e < count; ++e) {
+            d0 += a[0][e] * b[0][e];
+            d1 += a[0][e] * b[1][e];
+            d2 += a[1][e] * b[0][e];
+            d3 += a[1][e] * b[1][e];
         }
     }
+    emulator_warp_barrier(0xffffffffu);
 }
 
 // What a source exports of its kernels; see build.py.

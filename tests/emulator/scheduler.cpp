@@ -235,9 +235,11 @@ void emulator_wait_for_copies() {
 }
 
 float emulator_half_to_float(unsigned short bits) {
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    float magnitude = exponent == 0 ? ldexpf(fraction, -24) : ldexpf(1024 + fraction, exponent - 25);
-    if (exponent == 31) magnitude = fraction == 0 ? INFINITY : NAN;
+    const uint32_t shifted = (bits & 0x7fffu) << 13;
+    float magnitude;
+    memcpy(&magnitude, &shifted, sizeof(magnitude));
+    magnitude *= 0x1p112f;  // for the exponents are counted from -15, not from -127
+    if ((bits & 0x7c00) == 0x7c00) magnitude = (bits & 0x3ff) == 0 ? INFINITY : NAN;
     return bits >> 15 ? -magnitude : magnitude;
 }
 
