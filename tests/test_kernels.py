@@ -106,7 +106,9 @@ class Run:
                 patch.setattr(direct_mma, "tile_for", lambda config: None)
                 return getattr(Direct(), self.operation)(self.config)
             if self.multiprocessors is not None:
-                patch.setattr(direct_mma, "_MULTIPROCESSORS", self.multiprocessors)
+                patch.setattr(
+                    direct_mma, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
+                )
             return None if self.tile is None else direct_mma.prepare_forward(self.config, self.tile)
 
     def check(self, call):

@@ -112,7 +112,7 @@ def compilations(request):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compile_builds_every_kernel_for_every_architecture_without_spills(variant, arch, compilations):
-    source_name, _ = VARIANTS[variant]
+    source_name, macros = VARIANTS[variant]
     compiled = compilations[variant, arch].result()
     assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.spill_bytes == 0, compiled.log

@@ -496,6 +496,11 @@ class DirectMmaParams(ctypes.Structure):
     ]
 
 
+def blocks_at_once(tile: Tile) -> int:
+    """How many blocks of each set of weights run at once; they share its tiles evenly."""
+    return max(1, _MULTIPROCESSORS * tile.blocks_resident // tile.sets)
+
+
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
     from gemmconv.runtime.launch import load
@@ -506,9 +511,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     strides = strides_of(p.output_shape, config.memory_format)
     input_strides = strides_of(p.input_shape, config.memory_format)
     tiles = p.batch * math.prod(tile.tiles)
-    # As many blocks of each set as run at once, but no more than share its tiles evenly.
-    at_once = max(1, _MULTIPROCESSORS * tile.blocks_resident // tile.sets)
-    grid = (-(-tiles // -(-max(1, tiles) // at_once)) or 1, tile.sets, 1)
+    grid = (max(1, -(-tiles // -(-max(1, tiles) // blocks_at_once(tile)))), tile.sets, 1)
     block = (tile.threads, 1, 1)
     steps_image, rest = divmod(grid[0], math.prod(tile.tiles))
     sizes = (p.groups, *p.input_size, *p.output_size, *tile.tiles, tiles, steps_image, *divmod(rest, tile.tiles[1]))
