@@ -18,7 +18,7 @@ from tests.samples import problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
-from gemmconv.algorithms import direct, direct_gradients, direct_mma, fold_kernels
+from gemmconv.algorithms import direct_ffma, direct_gradients, direct_mma, fold_kernels
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -58,8 +58,8 @@ def kernel_variants():
                 macros = fold_kernels.col2im_macros(problem, dtype, dtype)  # the public col2im
                 variants[f"col2im-public-{label}"] = ("col2im.cu", macros)
             for layout in (False, True):
-                if direct.tile_of(problem, dtype, layout) is not None:
-                    macros = direct.forward_macros(problem, dtype, layout)
+                if direct_ffma.tile_of(problem, dtype, layout) is not None:
+                    macros = direct_ffma.forward_macros(problem, dtype, layout)
                     variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct.cu", macros)
             macros = direct_gradients.input_grad_macros(problem, dtype)
             variants[f"direct_input_grad-{label}"] = ("direct_input_grad.cu", macros)

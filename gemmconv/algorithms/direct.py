@@ -2,382 +2,38 @@
 
 For layers whose work is moving bytes: grouped, depthwise, strided, dilated, of few channels. Products are ordinary
 multiplications and additions, in float32 (float64 for float64); of 16-bit types, and of float32 where TF32 may be used,
-those of tensor cores where that is faster (direct_mma.py). Gradients never take tensor cores.
+those of tensor cores where that is faster. Gradients never take tensor cores.
+
+    direct_ffma.py       csrc/direct.cu       forward on CUDA cores
+    direct_mma.py        csrc/direct_mma.cu   forward on tensor cores
+    direct_gradients.py  csrc/direct_*_grad.cu
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import itertools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
 import torch
 
-from gemmconv.algorithms import direct_mma
-from gemmconv.algorithms.base import (
-    CLOCK_RATE,
-    COPY_RATE,
-    FFMA_RATE,
-    LAUNCH_SECONDS,
-    Config,
-    Direction,
-    Forward,
-    Gradient,
-    strides_of,
-    with_strides,
-)
-from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.geometry import Problem
+from gemmconv.algorithms import direct_ffma, direct_mma
+from gemmconv.algorithms.base import CLOCK_RATE, LAUNCH_SECONDS, Config, Direction, Forward, Gradient
+from gemmconv.algorithms.macros import ELEMENT_TYPES
 
 _INT32_MAX = 2**31 - 1
-_MAX_GRID_YZ = 65_535
-_SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
-_MOST_PHASES = 8  # row phases side by side
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
 _TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
-_REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blocks of 128 in a multiprocessor
-_OTHER_REGISTERS = 32  # beside sums and window
-_MULTIPROCESSORS = 132  # of an H200; the choice of tiles depends on it, results do not
+# What the kernels of the gradients reach, fitted to 616 backward passes of 77 layers on an H200: with these, auto takes
+# 3% longer than the better of direct and gemm_col2im (geometric mean).
+_GRADIENT_FFMA_RATE, _GRADIENT_COPY_RATE, _GRADIENT_STEP_SECONDS = 22e12, 2.1e12, 35e-9
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What a block of csrc/direct.cu owns; see its header, and csrc/common/depthwise.cuh for depthwise layers.
-
-    Attributes:
-        depthwise: whether planes have one channel each.
-        lanes_w, cells: threads across a cell row, and cells of each.
-        rows: cell rows.
-        phases: row phases at a time, by threads of their own.
-        planes: groups of images.
-        channels_in: input channels staged at a time.
-        channels_out: output channels.
-        split: threads that share the input channels of an output.
-        rows_each, planes_each: cell rows and planes of a thread, where it is depthwise.
-    """
-
-    depthwise: bool
-    lanes_w: int
-    cells: int
-    rows: int
-    phases: int
-    planes: int
-    channels_in: int
-    channels_out: int
-    split: int = 1
-    rows_each: int = 1
-    planes_each: int = 1
-
-    @property
-    def threads(self) -> int:
-        return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
-
-
-class DirectParams(ctypes.Structure):
-    """Mirrors direct_params."""
-
-    _fields_ = [
-        ("input", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("planes", ctypes.c_int),
-        ("groups", ctypes.c_int),
-        ("h_in", ctypes.c_int),
-        ("w_in", ctypes.c_int),
-        ("h_out", ctypes.c_int),
-        ("w_out", ctypes.c_int),
-        ("tiles_w", ctypes.c_int),
-    ]
-
-
-def accumulator_bytes(dtype: torch.dtype) -> int:
-    """Bytes of the type that sums are kept in."""
-    return 8 if dtype == torch.float64 else 4
-
-
-def cells_of(problem: Problem) -> tuple[int, int]:
-    """Cells of an image: outputs o of an axis belong to cell o // stride."""
-    height, width = problem.output_size
-    return -(-height // problem.stride[0]), -(-width // problem.stride[1])
-
-
-def shifts_of(problem: Problem, axis: int) -> tuple[int, int]:
-    """Least and largest shift from a cell to an input that one of its outputs reads.
-
-    >>> shifts_of(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
-    (-1, 1)
-    """
-    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
-    reaches = (
-        residue + padding - tap * dilation for residue in range(stride) for tap in range(problem.kernel_size[axis])
-    )
-    shifts = [reach // stride for reach in reaches if reach % stride == 0]
-    return min(shifts), max(shifts)
-
-
-@functools.lru_cache(maxsize=1024)
-def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Tile | None:
-    """The tile for a problem: a pure function of it. None where the smallest tile's patch exceeds shared memory."""
-    layer = _Layer(problem, dtype, channels_last)
-    if problem.groups == problem.in_channels == problem.out_channels:
-        return next(layer.depthwise_tiles(), None)
-    tiles = list(layer.tiles()) or layer.tiles(whole_sectors=False)
-    return min(tiles, key=layer.cycles, default=None)
-
-
-class _Layer:
-    """The tiles that a problem may have, and what they cost."""
-
-    def __init__(self, problem: Problem, dtype: torch.dtype, channels_last: bool) -> None:
-        self.problem = problem
-        self.dtype = dtype
-        self.channels_last = channels_last
-        self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_bytes(dtype)
-        self.channels_in = problem.in_channels // problem.groups
-        self.channels_out = problem.out_channels // problem.groups
-        self.planes = max(1, problem.batch * problem.groups)
-        self.cells_h, self.cells_w = cells_of(problem)
-        self.halo_h, self.halo_w = (last - first for first, last in (shifts_of(problem, 0), shifts_of(problem, 1)))
-        self.tap_phases_h, self.tap_phases_w = (
-            sum(bool(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1)
-        )
-
-    def depthwise_tiles(self) -> Iterator[Tile]:
-        """One tile: what one 16-byte store holds, of enough rows or planes to fill the threads of a block."""
-        stride_w = self.problem.stride[1]
-        planes_each = _power_of_two_divisor(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
-        cells = max(1, 16 // self.item_bytes // _power_of_two(stride_w))
-        if self.channels_last:
-            cells = min(cells, 2)
-        while cells > 1 and cells >= 2 * self.cells_w:
-            cells //= 2
-        sum_bytes = self.tap_phases_w * self.sum_bytes
-        while planes_each * max(cells * sum_bytes, 3 * (cells + self.halo_w)) > 256 and planes_each * cells > 1:
-            planes_each, cells = (planes_each // 2, cells) if planes_each > 1 else (1, cells // 2)
-        window = (2 + self.halo_h) * (cells + self.halo_w)
-        rows_each = 2 if not self.channels_last and window <= 48 and self.cells_h > 1 else 1
-
-        threads = 256
-        neighbours = _power_of_two_divisor(self.problem.groups, 32 * planes_each) if self.channels_last else 1
-        lanes_w = _power_of_two(-(-self.cells_w // cells))
-        lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours) if self.channels_last else 32)
-        plane_threads = neighbours // planes_each
-        rows = min(_power_of_two(-(-self.cells_h // rows_each)), max(1, threads // (lanes_w * plane_threads)))
-        planes = neighbours
-        if not self.channels_last:
-            planes = min(_power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
-        tile = Tile(
-            True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
-        )
-        while self.blocks(tile) < 2 * _MULTIPROCESSORS and tile.threads > 64:
-            if not self.channels_last and tile.planes > 1:
-                tile = replace(tile, planes=tile.planes // 2)
-            elif tile.rows > rows_each:
-                tile = replace(tile, rows=tile.rows // 2)
-            else:
-                break
-        while tile.threads % 32:  # whole warps, some of it idle
-            tile = replace(tile, rows=tile.rows * 2)
-        while self.shared_bytes(tile) > _SHARED_BYTES and tile.planes > planes_each:
-            tile = replace(tile, planes=tile.planes // 2)
-            while tile.threads % 32:
-                tile = replace(tile, rows=tile.rows * 2)
-        if self.shared_bytes(tile) <= _SHARED_BYTES:
-            yield tile
-
-    def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
-        """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""
-        p = self.problem
-        phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
-        most_planes = _power_of_two_divisor(p.groups, 8) if self.channels_last else _power_of_two(self.planes)
-        least_planes = 1
-        if self.channels_last and whole_sectors:
-            sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
-            least_planes = min(most_planes, _power_of_two(sector_planes))
-        shares = {_even_share(self.channels_out, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)}
-        for cells, channels_out in itertools.product((1, 2, 4, 8, 16), sorted(shares)):
-            narrowest = cells == 1 and channels_out == 1
-            too_many = self.registers(cells, channels_out) > _REGISTERS[-1] - 16 and not narrowest
-            if too_many or (cells > 1 and cells >= 2 * self.cells_w):
-                continue
-            lanes_w = min(_power_of_two(-(-self.cells_w // cells)), 32)
-            for log_rows, split in itertools.product(range(6), (1, 2, 4)):
-                rows = 1 << log_rows
-                if rows > _power_of_two(self.cells_h) and lanes_w * rows * phases % 64 == 0:
-                    continue  # half the rows would make whole warps too
-                if split > 1 and (split > self.channels_in or self.planes * self.cells_h * self.cells_w > 1 << 20):
-                    continue
-                part = lanes_w * rows * phases
-                planes = max(least_planes, min(most_planes, _power_of_two(64 // (part * split))))
-                planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
-                # In channels_last, more planes are more neighbours.
-                for factor in (1, 2, 4, 8) if self.channels_last else (1,):
-                    if (self.channels_last and factor * planes > most_planes) or part * factor * planes * split > 256:
-                        break
-                    yield from self.fitting(
-                        Tile(False, lanes_w, cells, rows, phases, factor * planes, 0, channels_out, split)
-                    )
-
-    def fitting(self, tile: Tile) -> Iterator[Tile]:
-        """The tile with as many input channels at a time as fit, at most 16."""
-        channels_in = min(self.channels_in, 16)
-        while channels_in >= 1:
-            tile = replace(tile, channels_in=channels_in)
-            if self.shared_bytes(tile) <= _SHARED_BYTES:
-                yield tile
-                return
-            channels_in //= 2
-
-    def registers(self, cells: int, channels_out: int) -> int:
-        """Registers of a thread, about."""
-        words = self.sum_bytes // 4
-        vector = max(1, min(cells, 4 // words))
-        window = -(-(cells + self.halo_w) // vector) * vector
-        return words * (cells * channels_out * self.tap_phases_w + window) + _OTHER_REGISTERS
-
-    def least_blocks(self, tile: Tile) -> int:
-        """Blocks that a multiprocessor shall hold, which bounds the registers of a thread."""
-        if tile.depthwise:
-            return 1
-        registers = self.registers(tile.cells, tile.channels_out)
-        bound = next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
-        return max(1, 65_536 // (tile.threads * bound))
-
-    def blocks(self, tile: Tile) -> int:
-        spatial = -(-self.cells_h // tile.rows) * -(-self.cells_w // (tile.lanes_w * tile.cells))
-        return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
-
-    def patch_elements(self, tile: Tile) -> int:
-        """Elements of the patch, with its padding; see csrc/direct.cu."""
-        vector = min(tile.cells, 16 // self.sum_bytes)
-        banks, windows, read = tile.cells // vector, -(-(tile.cells + self.halo_w) // vector), tile.lanes_w * vector
-        pitch = banks * (tile.lanes_w + (windows - 1) // banks) * vector
-        if read * self.sum_bytes < 128:
-            pitch += (read - pitch) % (2 * read)
-        return tile.planes * tile.channels_in * (tile.rows + self.halo_h) * pitch
-
-    def shared_bytes(self, tile: Tile) -> int:
-        """Bytes of shared memory that csrc/direct.cu takes."""
-        kernel_h, kernel_w = self.problem.kernel_size
-        if tile.depthwise:
-            quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
-            stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
-            return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
-        quads = tile.planes * tile.channels_in * kernel_h * -(-kernel_w * tile.channels_out // 4)
-        staged = -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
-        part = tile.threads // tile.split
-        sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
-        run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.whole_pixels(tile) else 1)
-        stage = 0 if self.channels_last and not self.whole_pixels(tile) else part * run * self.item_bytes
-        return max(staged, sums, stage)
-
-    def whole_pixels(self, tile: Tile) -> bool:
-        """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
-        return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
-
-    def cycles(self, tile: Tile) -> float:
-        """Cycles of an H200, roughly: rounds of the blocks that a multiprocessor holds at a time, and what they move.
-
-        The constants were fitted to 620 tiles of 10 layers in float32: what they choose takes 8% longer than the best
-        of those (geometric mean).
-        """
-        kernel_h, kernel_w = self.problem.kernel_size
-        turns, chunks = -(-self.tap_phases_h // tile.phases), -(-self.channels_in // tile.channels_in)
-        tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
-        quads = -(-kernel_w * tile.channels_out // 4)
-        vector = min(tile.cells, 16 // self.sum_bytes)
-        windows = -(-(tile.cells + self.halo_w) // vector)
-        double = self.sum_bytes // 4
-
-        # Instructions and cycles of shared memory, for a thread.
-        patch, weights = self.patch_elements(tile), tile.planes * tile.channels_in * kernel_h * quads * 4
-        staged = turns * chunks * 2.1 * patch / tile.threads
-        products = tile.cells * tile.channels_out * kernel_w * double
-        instructions = tap_rows * (products + quads + windows + 6) + staged + 150
-        outputs = math.prod(self.problem.stride) * tile.cells * tile.channels_out / tile.phases
-        if self.channels_last:
-            instructions += 12.5 * outputs / tile.split
-        wavefronts = tap_rows * (quads + windows * vector) * double + 2.9 * staged
-
-        # A block alone: it waits for its loads, then computes.
-        warps = tile.threads / 32
-        loads = -(-patch // (16 * tile.threads)) + 1 + weights / (4 * tile.threads)
-        latency = 2100 if self.channels_last else 1760
-        alone = turns * chunks * (latency * loads + 200) + max(1.1, warps / 4) * instructions
-
-        shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
-        held = min(self.least_blocks(tile), (227 << 10) // shared_bytes, 2048 // tile.threads)
-        blocks = -(-self.blocks(tile) // _MULTIPROCESSORS)
-        rounds = -(-blocks // min(held, blocks))
-        side_by_side = blocks / rounds
-        issue = instructions / 4 / min(1.0, 0.06 * held * warps)  # the fewer warps, the more cycles pass without one
-        busiest, other = sorted((issue, wavefronts), reverse=True)
-
-        # What is stored; the less of it lies together, the worse.
-        run = tile.lanes_w * tile.cells * self.problem.stride[1]
-        stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
-        moved = blocks * stored * self.item_bytes / 36
-        if self.channels_last:
-            moved *= 1 + 75 / (tile.planes * tile.channels_out * self.item_bytes)
-        else:
-            moved *= 1 + 260 / (run * self.item_bytes)
-        return max(rounds * max(alone, side_by_side * warps * (busiest + 0.15 * other)), moved) + 1.1 * moved
-
-
-def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Macros:
-    """Macros that specialise csrc/direct.cu."""
-    p, tile = problem, tile_of(problem, dtype, channels_last)
-    assert tile is not None
-    layer = _Layer(p, dtype, channels_last)
-    neighbours = tile.cells * p.stride[1]
-    if layer.whole_pixels(tile):
-        vector = _vector(dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
-    elif channels_last:
-        vector = _vector(dtype.itemsize, tile.channels_out, layer.channels_out)
-    else:
-        vector = _vector(dtype.itemsize, neighbours, p.output_size[1])
-    macros: Macros = {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "IN_CHANNELS": layer.channels_in,
-        "OUT_CHANNELS": layer.channels_out,
-        "CHANNELS_LAST": int(channels_last),
-        "DEPTHWISE": int(tile.depthwise),
-        "LANES_W": tile.lanes_w,
-        "CELLS": tile.cells,
-        "TILE_H": tile.rows,
-        "TILE_PHASES": tile.phases,
-        "TILE_PLANES": tile.planes,
-        "TILE_IN": tile.channels_in,
-        "TILE_OUT": tile.channels_out,
-        "SPLIT_IN": tile.split,
-        "ROWS": tile.rows_each,
-        "PLANE_VECTOR": tile.planes_each,
-        "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
-        "LOAD_VECTOR": _vector(dtype.itemsize, tile.channels_in, layer.channels_in),
-        "VECTOR": vector,
-        "LEAST_BLOCKS": layer.least_blocks(tile),
-        "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
-        **geometry_macros(p),
-    }
-    in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
-    out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
-    if max(in_elements, out_elements, p.in_channels * p.gemm_m) > _INT32_MAX:
-        macros["INDEX_64"] = 1
-    return macros
-
-
-def _tiles(config: Config) -> tuple[Tile, direct_mma.Tile | None]:
+def _tiles(config: Config) -> tuple[direct_ffma.Tile, direct_mma.Tile | None]:
     """The tile of csrc/direct.cu, and that of csrc/direct_mma.cu where it is faster."""
     channels_last = config.memory_format is torch.channels_last
-    tile, other = tile_of(config.problem, config.dtype, channels_last), direct_mma.tile_for(config)
+    tile = direct_ffma.tile_of(config.problem, config.dtype, channels_last)
+    other = direct_mma.tile_for(config)
     assert tile is not None
     if other is not None:
-        cycles = _Layer(config.problem, config.dtype, channels_last).cycles(tile)
+        cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile)
         other = other if other.cycles + _TENSOR_CORE_START < 1.06 * cycles else None
     return tile, other
 
@@ -400,9 +56,12 @@ class Direct:
         if p.kernel_size[1] > _WIDEST_KERNEL:
             return f"kernel width must be at most {_WIDEST_KERNEL}, got {p.kernel_size[1]}"
         channels_last = config.memory_format is torch.channels_last
-        if tile_of(p, config.dtype, channels_last) is None:
+        if direct_ffma.tile_of(p, config.dtype, channels_last) is None:
             window = f"kernel_size={p.kernel_size}, dilation={p.dilation}"
-            return f"the inputs of one cell must fit {_SHARED_BYTES} bytes of shared memory, got {window}"
+            return f"the inputs of one cell must fit {direct_ffma.SHARED_BYTES} bytes of shared memory, got {window}"
+        longest = direct_ffma.longest_sum(p)
+        if config.dtype == torch.float32 and longest > direct_ffma.LONGEST_SUM:
+            return f"float32 outputs must be sums of at most {direct_ffma.LONGEST_SUM} products, got {longest}"
         if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > _INT32_MAX:
             return "images must have less than 2**31 pixels"
         return None
@@ -415,7 +74,7 @@ class Direct:
         return weight_grad_workspace_bytes(config)
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """Forward, what its tile is estimated at; backward, arithmetic and the bytes that any algorithm moves."""
+        """Forward, what its tile is estimated at; backward, arithmetic, bytes and steps."""
         p = config.problem
         if direction == "forward":
             tile, tensor_core_tile = _tiles(config)
@@ -423,48 +82,18 @@ class Direct:
                 return LAUNCH_SECONDS + tensor_core_tile.cycles / CLOCK_RATE
             if not tile.depthwise:
                 channels_last = config.memory_format is torch.channels_last
-                return LAUNCH_SECONDS + _Layer(p, config.dtype, channels_last).cycles(tile) / CLOCK_RATE
-        rate = FFMA_RATE if config.dtype != torch.float64 else FFMA_RATE / 2
-        return LAUNCH_SECONDS + p.useful_flops / rate + p.least_bytes(config.dtype.itemsize) / COPY_RATE
+                cycles = direct_ffma.cycles_of(p, config.dtype, channels_last, tile)
+                return LAUNCH_SECONDS + cycles / CLOCK_RATE
+        double = 2 if config.dtype == torch.float64 else 1
+        arithmetic, moved = p.useful_flops / _GRADIENT_FFMA_RATE * double, p.least_bytes(config.dtype.itemsize)
+        steps = p.taps * p.out_channels // p.groups  # that a block goes through one after the other
+        return LAUNCH_SECONDS + arithmetic + moved / _GRADIENT_COPY_RATE + steps * _GRADIENT_STEP_SECONDS
 
     def forward(self, config: Config) -> Forward:
-        from gemmconv.runtime.launch import load
-
-        p = config.problem
         tile, tensor_core_tile = _tiles(config)
         if tensor_core_tile is not None:
             return direct_mma.prepare_forward(config, tensor_core_tile)
-        channels_last = config.memory_format is torch.channels_last
-        macros = forward_macros(p, config.dtype, channels_last)
-        strides = strides_of(p.output_shape, config.memory_format)
-        input_strides = strides_of(p.input_shape, config.memory_format)
-        cells_h, cells_w = cells_of(p)
-        tiles_w = -(-cells_w // (tile.lanes_w * tile.cells))
-        tiles = tiles_w * -(-cells_h // tile.rows) * -(-(p.out_channels // p.groups) // tile.channels_out)
-        planes = p.batch * p.groups
-        plane_blocks = -(-planes // tile.planes)
-        grid_y = min(max(1, plane_blocks), _MAX_GRID_YZ)
-        grid = (tiles, grid_y, -(-plane_blocks // grid_y))
-        block = (tile.threads, 1, 1)
-        shared_bytes = int(macros["SHARED_BYTES"])
-        kernel = load("direct.cu", "direct_forward_kernel", macros, config.device.index, shared_bytes)
-        sizes = (planes, p.groups, *p.input_size, *p.output_size, tiles_w)
-
-        def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            output = input.new_empty_strided(p.output_shape, strides)
-            if planes == 0:
-                return output
-            input, weight = with_strides(input, input_strides), weight.contiguous()
-            bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-            kernel.launch(
-                grid,
-                block,
-                DirectParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes),
-                shared_bytes,
-            )
-            return output
-
-        return call
+        return direct_ffma.prepare_forward(config, tile)
 
     def input_grad(self, config: Config) -> Gradient:
         from gemmconv.algorithms.direct_gradients import prepare_input_grad
@@ -475,26 +104,3 @@ class Direct:
         from gemmconv.algorithms.direct_gradients import prepare_weight_grad
 
         return prepare_weight_grad(config)
-
-
-def _even_share(total: int, most: int) -> int:
-    """The size of the parts when ``total`` is cut into as few even parts as ``most`` allows."""
-    return -(-total // -(-total // most))
-
-
-def _power_of_two(value: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << max(0, value - 1).bit_length()
-
-
-def _power_of_two_divisor(value: int, most: int) -> int:
-    """The largest power of two up to ``most`` that divides ``value``."""
-    return min(most, value & -value)
-
-
-def _vector(itemsize: int, *counts: int) -> int:
-    """Elements of the widest vector of at most 16 bytes whose size divides all counts."""
-    vector = 16 // itemsize
-    while any(count % vector for count in counts):
-        vector //= 2
-    return vector

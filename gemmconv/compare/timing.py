@@ -9,8 +9,11 @@ from statistics import median
 import torch
 
 _FLUSH_BYTES = 128 * 2**20
-# For about 0.3 ms the device waits and the host enqueues the run: else the gaps between launches would count.
-_HEAD_START_CYCLES = 500_000
+# For so long the device waits while the host enqueues the run: else the gaps between launches would count. It is at
+# least about 0.3 ms, and longer where the host took longer the time before.
+_LEAST_HEAD_START_CYCLES, _MOST_HEAD_START_CYCLES = 500_000, 100_000_000
+_CYCLES_A_SECOND = 2e9  # at least the clock of the devices
+_HOST_MARGIN = 1.5
 _WARM_UPS = 3
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
 _SECONDS_EACH = 0.5
@@ -70,15 +73,20 @@ def cuda_rounds(
     with torch.cuda.device(device):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         flush = torch.empty(max(_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
-        for _ in range(count):
+        head_starts = [_LEAST_HEAD_START_CYCLES] * len(runs)
+        for round_ in range(-1, count):  # the first is not counted: it tells how long the host takes
             for index, run in enumerate(runs):
                 before(index)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()
-                torch.cuda._sleep(_HEAD_START_CYCLES)
+                torch.cuda._sleep(head_starts[index])
                 start.record()
+                began = time.perf_counter()
                 run()
+                host_cycles = int((time.perf_counter() - began) * _CYCLES_A_SECOND * _HOST_MARGIN)
                 end.record()
-                pairs[index].append((start, end))
+                if round_ >= 0:
+                    pairs[index].append((start, end))
+                head_starts[index] = min(_MOST_HEAD_START_CYCLES, max(_LEAST_HEAD_START_CYCLES, host_cycles))
         torch.cuda.synchronize(device)
     return [[start.elapsed_time(end) for start, end in events] for events in pairs]
