@@ -18,7 +18,11 @@ from gemmconv.geometry import Problem
 
 Job = tuple[Problem, str, str, tuple[str, ...], str]  # geometry, precision, layout, passes, architecture
 
-_PASSES = {"forward": ("forward",), "backward": ("input_grad", "weight_grad")}
+_PASSES = {
+    "forward": ("forward",),
+    "backward": ("input_grad", "weight_grad"),
+    "both": ("forward", "input_grad", "weight_grad"),
+}
 
 
 def compile_ahead(
@@ -32,7 +36,7 @@ def compile_ahead(
     from gemmconv.runtime.launch import architecture
 
     arch = architecture(device.index or 0)
-    passes = tuple(dict.fromkeys(itertools.chain(*(_PASSES.get(one, sum(_PASSES.values(), ())) for one in directions))))
+    passes = tuple(dict.fromkeys(itertools.chain(*(_PASSES[one] for one in directions))))
     jobs: list[Job] = [
         (workload.problem, precision, layout, passes, arch)
         for workload, precision, layout in itertools.product(workloads, precisions, layouts)

@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gemmconv import Problem
-from gemmconv.algorithms.direct_mma import phase_shifts, tile_of, tiles_of
+from gemmconv.algorithms.cells import phase_shifts
+from gemmconv.algorithms.direct_mma import tile_of, tiles_of
 from tests.cases import CASES, TILED_CASES
 from tests.samples import problem_of
 from tests.test_geometry import problems, scattered

@@ -10,11 +10,10 @@
  */
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/phase.cuh"
 
 constexpr int kNone = -1;
-
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 template <int KERNEL, int STRIDE, int PADDING, int DILATION> struct axis {
     static constexpr int kStep = tap_step(STRIDE, DILATION);

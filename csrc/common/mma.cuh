@@ -13,14 +13,18 @@
 
 struct alignas(16) a_words_t { unsigned value[4]; };
 
-template <typename T> struct mma_words;
-
-template <> struct mma_words<half_t> {
+/* What words of two 16-bit values have in common. */
+template <typename T> struct pairs_of {
     static constexpr int kElements = 2;
-    static __device__ __forceinline__ unsigned pack(const half_t (&values)[2]) {
+    static __device__ __forceinline__ unsigned pack(const T (&values)[2]) {
         return values[0].bits | static_cast<unsigned>(values[1].bits) << 16;
     }
     static __device__ __forceinline__ unsigned rounded(unsigned word) { return word; }
+};
+
+template <typename T> struct mma_words;
+
+template <> struct mma_words<half_t> : pairs_of<half_t> {
     static __device__ __forceinline__ void mma(float (&d)[4], const a_words_t& a, unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -28,12 +32,7 @@ template <> struct mma_words<half_t> {
     }
 };
 
-template <> struct mma_words<bfloat16_t> {
-    static constexpr int kElements = 2;
-    static __device__ __forceinline__ unsigned pack(const bfloat16_t (&values)[2]) {
-        return values[0].bits | static_cast<unsigned>(values[1].bits) << 16;
-    }
-    static __device__ __forceinline__ unsigned rounded(unsigned word) { return word; }
+template <> struct mma_words<bfloat16_t> : pairs_of<bfloat16_t> {
     static __device__ __forceinline__ void mma(float (&d)[4], const a_words_t& a, unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -25,13 +25,10 @@
 #pragma once
 
 #include "common/index.cuh"
+#include "common/integers.cuh"
 #include "common/numeric.cuh"
 
 using accumulate_t = accumulator_t<ELEMENT_T>;
-
-__device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 /* Where the outputs that OUTPUTS neighbouring inputs and TAPS taps read lie in the patch, on one axis. */
 template <int OUTPUTS, int TAPS, int STRIDE, int DILATION> struct patch_axis {

@@ -1,7 +1,7 @@
 /* Phases of one axis: outputs o with the same (o + P) mod S read the same taps. See col2im.cu for the algebra. */
 #pragma once
 
-__device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+#include "common/integers.cuh"
 
 /* Taps of one phase are this far apart. */
 __device__ constexpr int tap_step(int stride, int dilation) { return stride / gcd(stride, dilation); }

@@ -15,13 +15,6 @@ Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 
-# Rates that estimates are made with: what the kernels here reach on an H200, not what its data sheet says. Choices
-# depend on their ratios, which other GPUs since Ampere share roughly.
-COPY_RATE = 3.5e12  # bytes a second
-FFMA_RATE = 30e12  # float32 operations a second on CUDA cores
-CLOCK_RATE = 1.755e9  # cycles a second
-LAUNCH_SECONDS = 4e-6
-
 # Prepared calls: everything that depends on the configuration alone was worked out when they were made.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output
 Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # grad_output, weight or input -> gradient
@@ -89,6 +82,11 @@ class Algorithm(Protocol):
     def weight_grad(self, config: Config) -> Gradient:
         """Prepare grad_weight from (grad_output, input)."""
         ...
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:

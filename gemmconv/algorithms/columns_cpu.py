@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gemmconv.algorithms.base import Config
+from gemmconv.algorithms.base import Config, accumulator_dtype
 from gemmconv.algorithms.chunking import Chunk, Span
-from gemmconv.algorithms.gemm_col2im import accumulator_dtype
 
 
 class CpuEngine:

@@ -16,10 +16,10 @@ from functools import cache
 
 import torch
 
-from gemmconv.algorithms.base import Config
+from gemmconv.algorithms.base import Config, accumulator_dtype
 from gemmconv.algorithms.chunking import Chunk, Span
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
-from gemmconv.algorithms.gemm_col2im import accumulator_dtype, longest_sum
+from gemmconv.algorithms.gemm_col2im import longest_sum
 from gemmconv.runtime.cublas import Operand, StridedBatchedGemm, handle
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 import torch
 
 from gemmconv.algorithms import direct_ffma, direct_mma
-from gemmconv.algorithms.base import CLOCK_RATE, LAUNCH_SECONDS, Config, Direction, Forward, Gradient
-from gemmconv.algorithms.macros import ELEMENT_TYPES
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient
+from gemmconv.algorithms.macros import why_not_dtype
 
 _INT32_MAX = 2**31 - 1
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
+_CLOCK_RATE = 1.755e9  # cycles a second, of an H200
+_LAUNCH_SECONDS = 4e-6
 _TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
 # What the kernels of the gradients reach, fitted to 616 backward passes of 77 layers on an H200: with these, auto takes
 # 3% longer than the better of direct and gemm_col2im (geometric mean).
@@ -48,9 +50,8 @@ class Direct:
         p = config.problem
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
-        if config.dtype not in ELEMENT_TYPES:
-            dtype = str(config.dtype).removeprefix("torch.")
-            return f"dtype must be one of float64, float32, float16, bfloat16, got {dtype}"
+        if (reason := why_not_dtype(config.dtype)) is not None:
+            return reason
         if max(p.stride) > _WIDEST_STRIDE:
             return f"stride must be at most {_WIDEST_STRIDE} on both axes, got {p.stride}"
         if p.kernel_size[1] > _WIDEST_KERNEL:
@@ -79,15 +80,15 @@ class Direct:
         if direction == "forward":
             tile, tensor_core_tile = _tiles(config)
             if tensor_core_tile is not None:
-                return LAUNCH_SECONDS + tensor_core_tile.cycles / CLOCK_RATE
+                return _LAUNCH_SECONDS + tensor_core_tile.cycles / _CLOCK_RATE
             if not tile.depthwise:
                 channels_last = config.memory_format is torch.channels_last
                 cycles = direct_ffma.cycles_of(p, config.dtype, channels_last, tile)
-                return LAUNCH_SECONDS + cycles / CLOCK_RATE
+                return _LAUNCH_SECONDS + cycles / _CLOCK_RATE
         double = 2 if config.dtype == torch.float64 else 1
         arithmetic, moved = p.useful_flops / _GRADIENT_FFMA_RATE * double, p.least_bytes(config.dtype.itemsize)
         steps = p.taps * p.out_channels // p.groups  # that a block goes through one after the other
-        return LAUNCH_SECONDS + arithmetic + moved / _GRADIENT_COPY_RATE + steps * _GRADIENT_STEP_SECONDS
+        return _LAUNCH_SECONDS + arithmetic + moved / _GRADIENT_COPY_RATE + steps * _GRADIENT_STEP_SECONDS
 
     def forward(self, config: Config) -> Forward:
         tile, tensor_core_tile = _tiles(config)

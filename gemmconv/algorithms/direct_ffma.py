@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import math
@@ -11,12 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gemmconv.algorithms.base import Config, Forward, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Forward, accumulator_dtype, strides_of, with_strides
+from gemmconv.algorithms.cells import cells_of, reach_of
+from gemmconv.algorithms.integers import even_share, power_of_two
+from gemmconv.algorithms.launches import params_struct, plane_grid
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Problem
 
 _INT32_MAX = 2**31 - 1
-_MAX_GRID_YZ = 65_535
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
 _MOST_PHASES = 8  # row phases side by side
 _MOST_SPLIT = 4  # threads that share the products of an output
@@ -60,47 +61,11 @@ class Tile:
         return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
 
 
-class DirectParams(ctypes.Structure):
-    """Mirrors direct_params."""
-
-    _fields_ = [
-        ("input", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("planes", ctypes.c_int),
-        ("groups", ctypes.c_int),
-        ("h_in", ctypes.c_int),
-        ("w_in", ctypes.c_int),
-        ("h_out", ctypes.c_int),
-        ("w_out", ctypes.c_int),
-        ("tiles_w", ctypes.c_int),
-    ]
-
-
-def accumulator_bytes(dtype: torch.dtype) -> int:
-    """Bytes of the type that sums are kept in."""
-    return 8 if dtype == torch.float64 else 4
-
-
-def cells_of(problem: Problem) -> tuple[int, int]:
-    """Cells of an image: outputs o of an axis belong to cell o // stride."""
-    height, width = problem.output_size
-    return -(-height // problem.stride[0]), -(-width // problem.stride[1])
-
-
-def shifts_of(problem: Problem, axis: int) -> tuple[int, int]:
-    """Least and largest shift from a cell to an input that one of its outputs reads.
-
-    >>> shifts_of(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
-    (-1, 1)
-    """
-    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
-    reaches = (
-        residue + padding - tap * dilation for residue in range(stride) for tap in range(problem.kernel_size[axis])
-    )
-    shifts = [reach // stride for reach in reaches if reach % stride == 0]
-    return min(shifts), max(shifts)
+DirectParams = params_struct(
+    "direct_params",
+    ("input", "weight", "bias", "output"),
+    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w"),
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,16 +96,16 @@ class _Layer:
         self.problem = problem
         self.dtype = dtype
         self.channels_last = channels_last
-        self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_bytes(dtype)
+        self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_dtype(dtype).itemsize
         self.channels_in = problem.in_channels // problem.groups
         self.channels_out = problem.out_channels // problem.groups
         self.planes = max(1, problem.batch * problem.groups)
         self.cells_h, self.cells_w = cells_of(problem)
-        self.halo_h, self.halo_w = (last - first for first, last in (shifts_of(problem, 0), shifts_of(problem, 1)))
+        self.halo_h, self.halo_w = (last - first for first, last in (reach_of(problem, 0), reach_of(problem, 1)))
         # How many threads must share the products of a float32 output: their sum loses the square root of its length in
         # roundings.
         parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
-        self.least_split = min(_MOST_SPLIT, _power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
+        self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
         self.tap_phases_h, self.tap_phases_w = (
             sum(bool(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1)
         )
@@ -148,8 +113,8 @@ class _Layer:
     def depthwise_tiles(self) -> Iterator[Tile]:
         """One tile: what one 16-byte store holds, of enough rows or planes to fill the threads of a block."""
         stride_w = self.problem.stride[1]
-        planes_each = _power_of_two_divisor(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
-        cells = max(1, 16 // self.item_bytes // _power_of_two(stride_w))
+        planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
+        cells = max(1, 16 // self.item_bytes // power_of_two(stride_w))
         if self.channels_last:
             cells = min(cells, 2)
         while cells > 1 and cells >= 2 * self.cells_w:
@@ -161,14 +126,14 @@ class _Layer:
         rows_each = 2 if not self.channels_last and window <= 48 and self.cells_h > 1 else 1
 
         threads = 256
-        neighbours = _power_of_two_divisor(self.problem.groups, 32 * planes_each) if self.channels_last else 1
-        lanes_w = _power_of_two(-(-self.cells_w // cells))
+        neighbours = math.gcd(self.problem.groups, 32 * planes_each) if self.channels_last else 1
+        lanes_w = power_of_two(-(-self.cells_w // cells))
         lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours) if self.channels_last else 32)
         plane_threads = neighbours // planes_each
-        rows = min(_power_of_two(-(-self.cells_h // rows_each)), max(1, threads // (lanes_w * plane_threads)))
+        rows = min(power_of_two(-(-self.cells_h // rows_each)), max(1, threads // (lanes_w * plane_threads)))
         planes = neighbours
         if not self.channels_last:
-            planes = min(_power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
+            planes = min(power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
         tile = Tile(
             True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
         )
@@ -192,28 +157,28 @@ class _Layer:
         """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""
         p = self.problem
         phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
-        most_planes = _power_of_two_divisor(p.groups, 8) if self.channels_last else _power_of_two(self.planes)
+        most_planes = math.gcd(p.groups, 8) if self.channels_last else power_of_two(self.planes)
         least_planes = 1
         if self.channels_last and whole_sectors:
             sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
-            least_planes = min(most_planes, _power_of_two(sector_planes))
-        shares = {_even_share(self.channels_out, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)}
+            least_planes = min(most_planes, power_of_two(sector_planes))
+        shares = {even_share(self.channels_out, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)}
         for cells, channels_out in itertools.product((1, 2, 4, 8, 16), sorted(shares)):
             narrowest = cells == 1 and channels_out == 1
             too_many = self.registers(cells, channels_out) > _REGISTERS[-1] - 16 and not narrowest
             if too_many or (cells > 1 and cells >= 2 * self.cells_w):
                 continue
-            lanes_w = min(_power_of_two(-(-self.cells_w // cells)), 32)
+            lanes_w = min(power_of_two(-(-self.cells_w // cells)), 32)
             for log_rows, split in itertools.product(range(6), (1, 2, 4)):
                 rows = 1 << log_rows
-                if rows > _power_of_two(self.cells_h) and lanes_w * rows * phases % 64 == 0:
+                if rows > power_of_two(self.cells_h) and lanes_w * rows * phases % 64 == 0:
                     continue  # half the rows would make whole warps too
                 if split < self.least_split or split > self.channels_in:
                     continue
                 if split > self.least_split and self.planes * self.cells_h * self.cells_w > 1 << 20:
                     continue
                 part = lanes_w * rows * phases
-                planes = max(least_planes, min(most_planes, _power_of_two(64 // (part * split))))
+                planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
                 planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
                 # In channels_last, more planes are more neighbours.
                 for factor in (1, 2, 4, 8) if self.channels_last else (1,):
@@ -336,11 +301,11 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool) ->
     layer = _Layer(p, dtype, channels_last)
     neighbours = tile.cells * p.stride[1]
     if layer.whole_pixels(tile):
-        vector = _vector(dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
+        vector = math.gcd(16 // dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
     elif channels_last:
-        vector = _vector(dtype.itemsize, tile.channels_out, layer.channels_out)
+        vector = math.gcd(16 // dtype.itemsize, tile.channels_out, layer.channels_out)
     else:
-        vector = _vector(dtype.itemsize, neighbours, p.output_size[1])
+        vector = math.gcd(16 // dtype.itemsize, neighbours, p.output_size[1])
     macros: Macros = {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "IN_CHANNELS": layer.channels_in,
@@ -358,7 +323,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool) ->
         "ROWS": tile.rows_each,
         "PLANE_VECTOR": tile.planes_each,
         "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
-        "LOAD_VECTOR": _vector(dtype.itemsize, tile.channels_in, layer.channels_in),
+        "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
         "LEAST_BLOCKS": layer.least_blocks(tile),
         "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
@@ -385,8 +350,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     tiles = tiles_w * -(-cells_h // tile.rows) * -(-(p.out_channels // p.groups) // tile.channels_out)
     planes = p.batch * p.groups
     plane_blocks = -(-planes // tile.planes)
-    grid_y = min(max(1, plane_blocks), _MAX_GRID_YZ)
-    grid = (tiles, grid_y, -(-plane_blocks // grid_y))
+    grid = plane_grid(tiles, max(1, plane_blocks))
     block = (tile.threads, 1, 1)
     shared_bytes = int(macros["SHARED_BYTES"])
     kernel = load("direct.cu", "direct_forward_kernel", macros, config.device.index, shared_bytes)
@@ -407,26 +371,3 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         return output
 
     return call
-
-
-def _even_share(total: int, most: int) -> int:
-    """The size of the parts when ``total`` is cut into as few even parts as ``most`` allows."""
-    return -(-total // -(-total // most))
-
-
-def _power_of_two(value: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << max(0, value - 1).bit_length()
-
-
-def _power_of_two_divisor(value: int, most: int) -> int:
-    """The largest power of two up to ``most`` that divides ``value``."""
-    return min(most, value & -value)
-
-
-def _vector(itemsize: int, *counts: int) -> int:
-    """Elements of the widest vector of at most 16 bytes whose size divides all counts."""
-    vector = 16 // itemsize
-    while any(count % vector for count in counts):
-        vector //= 2
-    return vector

@@ -7,7 +7,6 @@ alone, so sums have the same order on every device.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,12 +14,13 @@ from typing import TypeVar
 
 import torch
 
-from gemmconv.algorithms.base import Config, Gradient, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Gradient, accumulator_dtype, strides_of, with_strides
+from gemmconv.algorithms.integers import even_share, power_of_two
+from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, plane_grid
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Problem
 
 _INT32_MAX = 2**31 - 1
-_MAX_GRID_Y = 65_535
 _MULTIPROCESSORS = 132  # of the H200; fewer only means more blocks in a row
 _REGISTERS = 65_536  # of a multiprocessor
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
@@ -38,52 +38,19 @@ _OTHER_WORDS = 40  # registers for addresses and what is being computed
 _LONGEST_SUM = 1024  # products that are added one by one, so that roundings stay few
 
 
-class InputGradParams(ctypes.Structure):
-    """Mirrors direct_input_grad_params."""
-
-    _fields_ = [
-        ("grad_output", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("grad_input", ctypes.c_void_p),
-        ("planes", ctypes.c_int),
-        ("groups", ctypes.c_int),
-        ("h_in", ctypes.c_int),
-        ("w_in", ctypes.c_int),
-        ("h_out", ctypes.c_int),
-        ("w_out", ctypes.c_int),
-        ("tiles_w", ctypes.c_int),
-    ]
-
-
-class WeightGradParams(ctypes.Structure):
-    """Mirrors direct_weight_grad_params."""
-
-    _fields_ = [
-        ("grad_output", ctypes.c_void_p),
-        ("input", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-        ("images", ctypes.c_int),
-        ("groups", ctypes.c_int),
-        ("h_in", ctypes.c_int),
-        ("w_in", ctypes.c_int),
-        ("h_out", ctypes.c_int),
-        ("w_out", ctypes.c_int),
-        ("tiles_h", ctypes.c_int),
-        ("tiles_w", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("slices", ctypes.c_int),
-    ]
-
-
-class WeightGradSumParams(ctypes.Structure):
-    """Mirrors direct_weight_grad_sum_params."""
-
-    _fields_ = [
-        ("partials", ctypes.c_void_p),
-        ("grad_weight", ctypes.c_void_p),
-        ("elements", ctypes.c_longlong),
-        ("slices", ctypes.c_int),
-    ]
+InputGradParams = params_struct(
+    "direct_input_grad_params",
+    ("grad_output", "weight", "grad_input"),
+    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w"),
+)
+WeightGradParams = params_struct(
+    "direct_weight_grad_params",
+    ("grad_output", "input", "partials"),
+    ("images", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
+)
+WeightGradSumParams = params_struct(
+    "direct_weight_grad_sum_params", ("partials", "grad_weight"), ("slices",), long_integers=("elements",)
+)
 
 
 # The patch: what csrc/common/patch.cuh makes of a tile. Same names, same rules.
@@ -222,11 +189,11 @@ def input_grad_tile(problem: Problem, itemsize: int) -> InputGradTile:
     """The tile for a problem: as many sums a thread as registers hold well, then blocks that fit and are many."""
     wide = itemsize == 8
     height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
-    channels = _balanced(problem.gemm_k, 4 if wide else 8)
+    channels = even_share(problem.gemm_k, 4 if wide else 8)
     rows = _rows(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
     threads = 256 if rows <= 4 else 128
-    taps_w = _balanced(problem.kernel_size[1], _WIDEST_TAPS)
-    taps_h = _balanced(problem.kernel_size[0], max(1, _UNROLLED // (taps_w * rows * channels)))
+    taps_w = even_share(problem.kernel_size[1], _WIDEST_TAPS)
+    taps_h = even_share(problem.kernel_size[0], max(1, _UNROLLED // (taps_w * rows * channels)))
     channel_tiles = -(-problem.gemm_k // channels)
     channel_threads = min((4, 2, 1), key=lambda threads: _up(channel_tiles, threads))
     tile = InputGradTile(
@@ -239,8 +206,8 @@ def input_grad_tile(problem: Problem, itemsize: int) -> InputGradTile:
         chunk_channels=1,
         taps=(taps_h, taps_w),
     )
-    tile = replace(tile, row_threads=_power_of_two(-(-height // rows), threads // tile.threads))
-    tile = replace(tile, planes=_power_of_two(problem.batch * problem.groups, threads // tile.threads))
+    tile = replace(tile, row_threads=_power_of_two_within(-(-height // rows), threads // tile.threads))
+    tile = replace(tile, planes=_power_of_two_within(problem.batch * problem.groups, threads // tile.threads))
 
     # Room in shared memory, then blocks for every multiprocessor.
     while tile.shared_bytes(problem, itemsize) > _SHARED:
@@ -324,7 +291,7 @@ def prepare_input_grad(config: Config) -> Gradient:
     kernel = load("direct_input_grad.cu", "direct_input_grad_kernel", macros, config.device.index)
     tile = input_grad_tile(problem, dtype.itemsize)
     pixel_blocks, plane_blocks, tiles_w = tile.grid(problem)
-    grid, block = _grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
+    grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
     sizes = (problem.batch * problem.groups, problem.groups, *problem.input_size, *problem.output_size, tiles_w)
     alignment = int(macros["VECTOR"]) * dtype.itemsize
 
@@ -413,8 +380,8 @@ def weight_grad_tile(problem: Problem, itemsize: int) -> WeightGradTile:
     """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged."""
     most_sums = 32 if itemsize == 8 else 64
     height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
-    taps_w = _balanced(problem.kernel_size[1], _WIDEST_TAPS)
-    taps_h = _balanced(problem.kernel_size[0], max(1, most_sums // taps_w))
+    taps_w = even_share(problem.kernel_size[1], _WIDEST_TAPS)
+    taps_h = even_share(problem.kernel_size[0], max(1, most_sums // taps_w))
     taps = taps_h * taps_w
     ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // taps)))
     co_channels = _share(channels_out, max(1, min(4, most_sums // (taps * ci_channels))))
@@ -442,8 +409,8 @@ def weight_grad_tile(problem: Problem, itemsize: int) -> WeightGradTile:
         co_threads=co_threads,
         taps=(taps_h, taps_w),
     )
-    tile = replace(tile, row_threads=_power_of_two(-(-height // rows), pixel_threads // tile.column_threads))
-    tile = replace(tile, images=_power_of_two(problem.batch, pixel_threads // tile.pixel_threads))
+    tile = replace(tile, row_threads=_power_of_two_within(-(-height // rows), pixel_threads // tile.column_threads))
+    tile = replace(tile, images=_power_of_two_within(problem.batch, pixel_threads // tile.pixel_threads))
     if tile.pixel_threads < 32:  # images that there are not take no part
         tile = replace(tile, images=tile.images * 32 // tile.pixel_threads)
 
@@ -495,7 +462,7 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
     just_busy = -(-2 * _MULTIPROCESSORS // weight_blocks)
     exact = -(-tiles * tile.rows * tile.steps // _LONGEST_SUM)
     fitting = config.workspace_limit // (math.prod(problem.weight_shape) * _sum_bytes(itemsize))
-    return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, _MAX_GRID_Y))
+    return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
 
 
 def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int) -> Macros:
@@ -518,7 +485,7 @@ def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int) -> Mac
         "CO_THREADS": tile.co_threads,
         "TAPS_H": tile.taps[0],
         "TAPS_W": tile.taps[1],
-        "RESULT_T": ELEMENT_TYPES[_sum_dtype(dtype) if slices > 1 else dtype],
+        "RESULT_T": ELEMENT_TYPES[accumulator_dtype(dtype) if slices > 1 else dtype],
         "MIN_BLOCKS": tile.resident(itemsize),
         **patch.macros(prefetch, max(8, min(_BATCH_WORDS, spare - 8))),
         **_problem_macros(problem, dtype),
@@ -555,7 +522,7 @@ def prepare_weight_grad(config: Config) -> Gradient:
     cut = (tiles_h, tiles_w, math.prod(tile.tiles(problem)), slices)
     grid, block = (tile.weight_blocks(problem), slices, 1), (tile.threads, 1, 1)
     sum_grid = (-(-elements // 32), 1, 1)
-    sum_dtype = _sum_dtype(dtype)
+    sum_dtype = accumulator_dtype(dtype)
     alignment = int(macros["VECTOR"]) * dtype.itemsize
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
@@ -592,31 +559,18 @@ def _sum_bytes(itemsize: int) -> int:
     return 8 if itemsize == 8 else 4
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _power_of_two(wanted: int, most: int) -> int:
+def _power_of_two_within(wanted: int, most: int) -> int:
     """The least power of two that covers ``wanted``, at most the greatest that ``most`` holds."""
-    return min(1 << max(0, wanted - 1).bit_length(), 1 << (max(1, most).bit_length() - 1))
-
-
-def _balanced(extent: int, most: int) -> int:
-    """The size of equal parts of an extent, at most ``most`` each.
-
-    >>> _balanced(9, 8), _balanced(16, 8)
-    (5, 8)
-    """
-    return -(-extent // -(-extent // most))
+    return min(power_of_two(wanted), 1 << (max(1, most).bit_length() - 1))
 
 
 def _share(extent: int, most: int) -> int:
     """The whole of an extent that is at most ``most``, else a power of two of it."""
-    return extent if extent <= most else _power_of_two(most + 1, most)
+    return extent if extent <= most else _power_of_two_within(most + 1, most)
 
 
 def _rows(height: int, most: int) -> int:
@@ -656,8 +610,3 @@ def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     """A contiguous tensor whose rows may be loaded as vectors."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % alignment else tensor
-
-
-def _grid(x: int, planes: int) -> tuple[int, int, int]:
-    y = min(planes, _MAX_GRID_Y)
-    return x, y, -(-planes // y)

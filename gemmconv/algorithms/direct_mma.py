@@ -5,7 +5,6 @@ It is for channels that fit a block's shared memory, and for more than one of th
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,6 +14,9 @@ from functools import cached_property, lru_cache
 import torch
 
 from gemmconv.algorithms.base import Config, Forward, strides_of, with_strides
+from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
+from gemmconv.algorithms.integers import power_of_two
+from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Pair, Problem
 
@@ -28,7 +30,6 @@ _SYNCHRONOUS, _TURNED, _COPIED = range(3)
 _MOST_UNROLLED = 256  # products
 _BYTES_A_CYCLE = 24  # of a multiprocessor, to and from the L2 cache
 _ACCUMULATORS = 12  # of tiles of 16 x 8 that a warp has registers for
-_FEW_ACCUMULATORS = 8  # less than these leave room for a third block
 _MULTIPROCESSORS = 132  # of the H200; elsewhere blocks have a tile more or less to go over
 _SECTOR_BYTES = 32
 _ROW_TILES = 4  # across, where the image has as many: whole sectors of its rows
@@ -106,7 +107,7 @@ class Tile:
     def words(self) -> int:
         """Words of a pixel's channels of a group."""
         words = -(-self.problem.gemm_k * self.itemsize // 4)
-        return 1 << (words - 1).bit_length() if words <= 8 else -(-words // 8) * 8
+        return power_of_two(words) if words <= 8 else -(-words // 8) * 8
 
     @property
     def pixel_pitch(self) -> int:
@@ -190,13 +191,7 @@ class Tile:
     @property
     def reach(self) -> tuple[Pair, Pair]:
         """Least and largest shift of either axis."""
-        height, width = (set().union(*phase_shifts(self.problem, axis)) for axis in (0, 1))
-        return (min(height), max(height)), (min(width), max(width))
-
-    @property
-    def run_tiles(self) -> int:
-        """N tiles of a warp that are neighbours in a row."""
-        return min(self.n_tiles, self.row_tiles)
+        return reach_of(self.problem, 0), reach_of(self.problem, 1)
 
     @property
     def staged(self) -> bool:
@@ -293,9 +288,7 @@ class Tile:
     @property
     def tiles(self) -> Pair:
         """Tiles of an image, down and across."""
-        p = self.problem
-        cells = (-(-size // stride) for size, stride in zip(p.output_size, p.stride, strict=True))
-        height, width = (-(-count // size) for count, size in zip(cells, self.size, strict=True))
+        height, width = (-(-count // size) for count, size in zip(cells_of(self.problem), self.size, strict=True))
         return height, width
 
     @property
@@ -347,20 +340,6 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def phase_shifts(problem: Problem, axis: int) -> tuple[frozenset[int], ...]:
-    """For each output r of a cell, the shifts to the inputs that it reads.
-
-    >>> phase_shifts(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
-    (frozenset({0, -1}), frozenset({0, 1}))
-    """
-    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
-    reaches = [
-        [residue + padding - tap * dilation for tap in range(problem.kernel_size[axis])] for residue in range(stride)
-    ]
-    return tuple(frozenset(reach // stride for reach in row if reach % stride == 0) for row in reaches)
-
-
-@lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, channels_last: bool) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the channels do not fit shared memory."""
     return min(tiles_of(problem, itemsize, channels_last), key=lambda tile: tile.cycles, default=None)
@@ -372,15 +351,14 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool) -> Iterator[T
     channels_out = p.out_channels // p.groups
     if p.gemm_k * channels_out == 1 or p.gemm_k * p.taps * channels_out > _MOST_WEIGHTS:
         return
-    cells = -(-p.output_size[1] // p.stride[1])
-    row_tiles = 1 << (-(-cells // 8) - 1).bit_length()  # of 8 cells, that a row of an image fills
+    row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
     for groups, channels in itertools.product(
         _neighbours(p, itemsize) if channels_last else (1,),
         {channels_out, *(c for c in (16, 32, 48, 64) if c < channels_out)},
     ):
         if groups > 1 and channels != channels_out:
             continue
-        warps_m = min(4, 1 << (-(-channels_out // channels) - 1).bit_length())
+        warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
             tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m)
             if tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
@@ -474,26 +452,14 @@ def tile_for(config: Config) -> Tile | None:
     return None
 
 
-class DirectMmaParams(ctypes.Structure):
-    """Mirrors direct_mma_params."""
-
-    _fields_ = [
-        ("input", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("groups", ctypes.c_int),
-        ("h_in", ctypes.c_int),
-        ("w_in", ctypes.c_int),
-        ("h_out", ctypes.c_int),
-        ("w_out", ctypes.c_int),
-        ("tiles_h", ctypes.c_int),
-        ("tiles_w", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("step_image", ctypes.c_int),
-        ("step_tile_h", ctypes.c_int),
-        ("step_tile_w", ctypes.c_int),
-    ]
+DirectMmaParams = params_struct(
+    "direct_mma_params",
+    ("input", "weight", "bias", "output"),
+    (
+        *("groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles"),
+        *("step_image", "step_tile_h", "step_tile_w"),
+    ),
+)
 
 
 def blocks_at_once(tile: Tile) -> int:

@@ -5,17 +5,16 @@ Both kernels see planes (an image's channel) of items: output cells for col2im, 
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from gemmconv.algorithms.chunking import Span
+from gemmconv.algorithms.integers import power_of_two
+from gemmconv.algorithms.launches import params_struct, plane_grid
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Problem
 from gemmconv.runtime.launch import Extent3, Kernel, load
 
 _BLOCK = 256
-_MAX_GRID_Y = 65_535
 _INT32_MAX = 2**31 - 1
 _WIDEST_CELL = 16  # outputs of a row that a thread keeps in registers
 # Rows of a cell: more rows give a thread more independent loads, and cost it registers and code.
@@ -26,39 +25,17 @@ _MOST_CELL_ROWS = 4
 _CELL_OUTPUTS = 8
 
 
-class Col2imParams(ctypes.Structure):
-    """Mirrors col2im_params."""
-
-    _fields_ = [
-        ("columns", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("planes", ctypes.c_int),
-        ("channels", ctypes.c_int),
-        ("w_in", ctypes.c_int),
-        ("h_out", ctypes.c_int),
-        ("w_out", ctypes.c_int),
-        ("in_row_begin", ctypes.c_int),
-        ("in_rows", ctypes.c_int),
-        ("out_row_begin", ctypes.c_int),
-        ("out_rows", ctypes.c_int),
-        ("cells_w", ctypes.c_int),
-    ]
-
-
-class Im2colParams(ctypes.Structure):
-    """Mirrors im2col_params."""
-
-    _fields_ = [
-        ("grad_output", ctypes.c_void_p),
-        ("columns", ctypes.c_void_p),
-        ("planes", ctypes.c_int),
-        ("w_in", ctypes.c_int),
-        ("h_out", ctypes.c_int),
-        ("w_out", ctypes.c_int),
-        ("in_row_begin", ctypes.c_int),
-        ("in_rows", ctypes.c_int),
-    ]
+Col2imParams = params_struct(
+    "col2im_params",
+    ("columns", "bias", "output"),
+    (
+        *("planes", "channels", "w_in", "h_out", "w_out"),
+        *("in_row_begin", "in_rows", "out_row_begin", "out_rows", "cells_w"),
+    ),
+)
+Im2colParams = params_struct(
+    "im2col_params", ("grad_output", "columns"), ("planes", "w_in", "h_out", "w_out", "in_row_begin", "in_rows")
+)
 
 
 def col2im_macros(problem: Problem, column_dtype: torch.dtype, output_dtype: torch.dtype) -> Macros:
@@ -135,8 +112,6 @@ class Im2col:
 
 def _launch_shape(items: int, planes: int) -> tuple[Extent3, Extent3]:
     """Grid and block for planes of items: a block holds several planes where one would leave threads idle."""
-    block_items = min(_BLOCK, 1 << max(0, items - 1).bit_length())
+    block_items = min(_BLOCK, power_of_two(items))
     block_planes = min(_BLOCK // block_items, 64)
-    plane_blocks = -(-planes // block_planes)
-    grid_y = min(plane_blocks, _MAX_GRID_Y)
-    return (-(-items // block_items), grid_y, -(-plane_blocks // grid_y)), (block_items, block_planes, 1)
+    return plane_grid(-(-items // block_items), -(-planes // block_planes)), (block_items, block_planes, 1)

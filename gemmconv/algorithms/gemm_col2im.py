@@ -23,23 +23,26 @@ from typing import Protocol
 import torch
 
 from gemmconv.algorithms.base import (
-    COPY_RATE,
-    FFMA_RATE,
     Config,
     Direction,
     Forward,
     Gradient,
+    accumulator_dtype,
     strides_of,
     with_strides,
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
+from gemmconv.algorithms.macros import why_not_dtype
 from gemmconv.geometry import Problem
 
 # Of one cuBLAS call or kernel, from Python: more than it takes on the GPU, so what a chunk costs where it is small.
 _LAUNCH_SECONDS = 8e-6
+# What the kernels here reach on an H200, not what its data sheet says. Choices depend on the ratios, which other GPUs
+# since Ampere share roughly.
+_COPY_RATE = 3.5e12  # bytes a second
+_FFMA_RATE = 30e12  # float32 operations a second on CUDA cores
 _TENSOR_RATE = 200e12  # operations a second of products whose extents are those of convolutions
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INT32_MAX = 2**31 - 1
 _LONGEST_SUM = 1024  # pixels
 _PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
@@ -71,11 +74,6 @@ class Engine(Protocol):
         ...
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: float32, and float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def longest_sum(config: Config) -> int:
     """How many pixels a weight gradient sums at once.
 
@@ -93,8 +91,8 @@ class GemmCol2im:
     summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
 
     def why_not(self, config: Config) -> str | None:
-        if config.dtype not in _DTYPES:
-            return f"dtype must be one of float64, float32, float16, bfloat16, got {_dtype_name(config.dtype)}"
+        if (reason := why_not_dtype(config.dtype)) is not None:
+            return reason
         if config.device.type not in ("cpu", "cuda"):
             return f"the device must be cpu or cuda, got {config.device.type}"
         problem = config.problem
@@ -122,8 +120,8 @@ class GemmCol2im:
         launches = 2 * len(chunks.blocks) * -(-chunks.batch // chunks.images)
         traffic = 2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
         tensor_cores = config.dtype.itemsize == 2 or config.precision == "tf32"
-        product = problem.useful_flops / (_TENSOR_RATE if tensor_cores else FFMA_RATE)
-        return launches * _LAUNCH_SECONDS + traffic / COPY_RATE + product
+        product = problem.useful_flops / (_TENSOR_RATE if tensor_cores else _FFMA_RATE)
+        return launches * _LAUNCH_SECONDS + traffic / _COPY_RATE + product
 
     def forward(self, config: Config) -> Forward:
         problem, engine = config.problem, _engine(config)
@@ -230,7 +228,3 @@ def _say_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Directi
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

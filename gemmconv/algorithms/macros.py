@@ -16,6 +16,14 @@ ELEMENT_TYPES = {
 }
 
 
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot take an element type, or None."""
+    if dtype in ELEMENT_TYPES:
+        return None
+    known = ", ".join(_name(one) for one in ELEMENT_TYPES)
+    return f"dtype must be one of {known}, got {_name(dtype)}"
+
+
 def geometry_macros(problem: Problem) -> Macros:
     """KERNEL_, STRIDE_, PADDING_ and DILATION_ with H and W."""
     macros: Macros = {}
@@ -27,3 +35,7 @@ def geometry_macros(problem: Problem) -> Macros:
     ):
         macros[f"{name}_H"], macros[f"{name}_W"] = pair
     return macros
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,21 @@
+"""Integer arithmetic that tiles are chosen with."""
+
+from __future__ import annotations
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not less.
+
+    >>> power_of_two(0), power_of_two(5), power_of_two(8)
+    (1, 8, 8)
+    """
+    return 1 << max(0, value - 1).bit_length()
+
+
+def even_share(total: int, most: int) -> int:
+    """The size of the parts when ``total`` is cut into as few even parts as ``most`` allows.
+
+    >>> even_share(9, 8), even_share(16, 8)
+    (5, 8)
+    """
+    return -(-total // -(-total // most))
