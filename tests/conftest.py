@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # Set before gemmconv is imported: the tests neither read nor fill the user's own kernel cache.
 if "GEMMCONV_CACHE_DIR" not in os.environ:
@@ -71,6 +72,13 @@ def poison() -> Iterator[Callable[[str], None]]:
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
         yield poison_now
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+@pytest.fixture(scope="session")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the emulator keeps compiled kernels: from one test session to the next, if pytest may keep anything."""
+    cache = getattr(request.config, "cache", None)
+    return tmp_path_factory.mktemp("emulator") if cache is None else cache.mkdir("emulator")
 
 
 def poison_cuda_cache() -> None:

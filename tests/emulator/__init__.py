@@ -9,12 +9,17 @@ compiled with a C++ compiler (build.py, cuda.h) and run block by block (schedule
 
 - missing barriers: threads run in a pseudo-random order, shared memory holds NaN at first;
 - asynchronous copies that are used before they were waited for, or begun while their target is in use;
-- writes just past the end of shared memory, barriers that not all threads of a block or warp reach;
+- wgmmas whose sums are used, or whose matrices are overwritten, before they were waited for; without wgmma_fence; with
+  matrices outside of dynamic shared memory; that the threads of a warpgroup do not all do alike;
+- mbarriers that are not initialised, get more arrivals than they are for, or are written over; bulk copies that are
+  misaligned, go past the end of shared memory or are never waited for;
+- writes just past the end of shared memory, barriers that not all threads of a block or warp reach, waits without end;
 - misaligned vectors, array indices out of bounds, signed overflow;
 - a params struct that differs in size from its mirror;
 - blocks beyond the kernel's launch bounds, grids and shared memory beyond what CUDA allows.
 
-It knows nothing of registers, caches and time, and does not see reads and writes outside of tensors.
+It knows nothing of registers, caches and time, and does not see reads and writes outside of tensors, nor that a fence
+is missing between ordinary writes and the asynchronous proxy. Headers may have a twin in twins/, compiled instead.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.emulator.build import Builder, compiler
+from tests.emulator.translate import TWINS
 
 __all__ = ["Edit", "Kernel", "compiler", "install"]
 
@@ -93,6 +99,8 @@ def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
         edit: a change of the sources to make first.
     """
     from gemmconv.runtime import launch, sources
+
+    assert edit is None or edit.file not in TWINS, f"{edit.file} has a twin, which is compiled in its place"
 
     def read(name: str) -> str:
         text = sources.read(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -25,6 +26,9 @@ _KERNEL_OPTIONS = [
     "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
     "-fno-sanitize-recover=all",
 ]
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM)  # of processes or memory: a busy machine may have some again in a moment
+_SHORTAGE_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory", "Killed signal")
+_PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between tries
 _KEPT_SECONDS = 3 * 24 * 3600  # for libraries that no test has used
 
 
@@ -79,8 +83,23 @@ class Builder:
             return library
         part = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         command = [str(compiler()), *options, "-xc++", "-", "-o", str(part)]
-        result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        result = _run(command, text)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
         part.replace(library)
         return library
+
+
+def _run(command: list[str], text: str) -> subprocess.CompletedProcess[str]:
+    """Run a compiler; again, after a while, where the machine was short of processes or memory."""
+    for pause in (*_PAUSES, None):
+        try:
+            result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        except OSError as error:
+            if error.errno not in _SHORTAGES or pause is None:
+                raise
+        else:
+            if result.returncode == 0 or pause is None or not any(sign in result.stderr for sign in _SHORTAGE_SIGNS):
+                return result
+        time.sleep(pause)
+    raise AssertionError("the last try returns or raises")

@@ -31,7 +31,9 @@ struct emulator_kernel_t {
     int most_threads;
 };
 
-// Defined in scheduler.cpp.
+enum { EMULATOR_HALF, EMULATOR_BFLOAT16, EMULATOR_TF32 };  // types that wgmma multiplies
+
+// Defined in scheduler.cpp; more of it is declared where it is used, in twins/.
 extern "C" {
 extern emulator_launch_t emulator_now;
 extern unsigned char emulator_dynamic_shared[];
@@ -54,14 +56,17 @@ void emulator_wait_for_copies();
 inline void __syncthreads() { emulator_block_barrier(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulator_warp_barrier(mask); }
 
-template <typename T> T __shfl_xor_sync(unsigned mask, T value, int distance) {
+template <typename T> T __shfl_sync(unsigned mask, T value, int lane) {
     static_assert(sizeof(T) <= 8, "a slot holds 8 bytes");
     const emulator_thread_t& thread = *emulator_now.thread;
     __builtin_memcpy(&thread.exchange[thread.lane], &value, sizeof(T));
     emulator_warp_barrier(mask);
-    __builtin_memcpy(&value, &thread.exchange[thread.lane ^ distance], sizeof(T));
+    __builtin_memcpy(&value, &thread.exchange[lane & 31], sizeof(T));
     emulator_warp_barrier(mask);
     return value;
+}
+template <typename T> T __shfl_xor_sync(unsigned mask, T value, int distance) {
+    return __shfl_sync(mask, value, emulator_now.thread->lane ^ distance);
 }
 
 template <typename T> T __ldg(const T* address) { return *address; }
@@ -74,6 +79,14 @@ inline float __uint_as_float(unsigned bits) {
     float value;
     __builtin_memcpy(&value, &bits, sizeof(value));
     return value;
+}
+
+/* prmt: bytes of b:a, by the hexadecimal digits of the selector, of which none may ask for a sign. */
+inline unsigned emulator_permute(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
 }
 
 /* The values of a word of a fragment of mma.sync; returns how many. The instruction itself cuts TF32 values off. */

@@ -2,16 +2,19 @@
  *
  * A fiber runs until it waits at a barrier or returns. Who runs next is pseudo-random and changes at every barrier, in
  * the same way each time: where a __syncthreads() is missing, some thread reads shared memory before it is written.
- * Shared memory holds NaN (0xff) when a block starts, so that shows in the result.
+ * Shared memory holds NaN (0xff) when a block starts, so that shows in the result. What is asynchronous happens as
+ * early as it may for some, and as late as it may for others.
  *
  * A mistake that is noticed while a kernel runs ends the launch with a message: barriers that not all threads reach,
- * writes past the end of shared memory, and what -fsanitize inserts checks for (see the handlers below).
+ * mbarriers, bulk copies and wgmmas that are used in other ways than they may be, writes past the end of shared memory,
+ * and what -fsanitize inserts checks for (see the handlers below).
  */
 #include "cuda.h"
 
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -31,8 +34,11 @@ constexpr size_t kDynamicBytes = 227 << 10;  // the most that any architecture h
 constexpr size_t kGuardBytes = 512;          // behind shared memory, where nothing may be written
 constexpr size_t kMostArrays = 8;
 constexpr unsigned char kUnwritten = 0xff;
+constexpr unsigned kWarpgroup = 128;
+constexpr unsigned kTurns = 8;                 // by fewer than these a thread falls behind others, where it may
+constexpr int kMostInBarrier = (1 << 20) - 1;  // arrivals, or bytes
 
-enum state_t { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, DONE };
+enum state_t { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, AT_WGMMA_WAIT, AT_MBARRIER, DONE };
 
 /* A cp.async. */
 struct copy_t {
@@ -46,11 +52,63 @@ struct copy_t {
     }
 };
 
+/* An mbarrier. In shared memory there is only kBarrierMark, to see whether somebody writes there. */
+struct barrier_t {
+    unsigned char* place;
+    const void* owner;    // the fiber that made it
+    bool made_visible;    // to the asynchronous proxy
+    int arrivals;         // of a phase
+    int missing, bytes;   // in the current phase: arrivals, and what is announced less what has come
+    unsigned phase;       // number of phases that are over
+    unsigned seen;        // of those that some thread knows to be
+    unsigned copied;      // of those that have to be for all bulk copies to be done
+
+    void proceed() {
+        if (missing > 0 || bytes != 0) return;
+        missing = arrivals;
+        ++phase;
+    }
+    bool is_over(unsigned parity) {
+        if (phase % 2 == parity) return false;
+        seen = phase;
+        return true;
+    }
+};
+constexpr unsigned long long kBarrierMark = 0xba221e2ba221e2ull;
+
+/* A cp.async.bulk. */
+struct bulk_copy_t {
+    copy_t copy;
+    size_t barrier;
+};
+
+/* A wgmma of one thread: its part of D. */
+struct product_t {
+    int type, columns;
+    float* d;
+    unsigned long long a, b;
+    bool accumulate;
+    unsigned group;  // that it is committed with
+    bool done;
+
+    void run(int thread) const;
+};
+
+/* What all threads of a warpgroup have to do alike: the arguments of a wgmma or a wait. */
+using step_t = std::array<unsigned long long, 5>;
+
 struct fiber_t {
     emulator_thread_t thread;  // first, so that emulator_now.thread leads to its fiber
     std::vector<copy_t> copies;  // that it has to wait for
+    std::vector<product_t> products;  // likewise
+    unsigned groups;           // of wgmmas, committed
+    bool fenced;               // whether wgmma_fence was called since the last wait
+    size_t steps;              // that it has done with its warpgroup
     state_t state;
+    unsigned turns;            // for which it stays where it is, though it could go on
     unsigned mask;             // of the warp barrier it waits at
+    size_t barrier;            // the mbarrier it waits at
+    unsigned parity;
     bool started;
     ucontext_t start;
     jmp_buf resume;
@@ -65,6 +123,8 @@ struct shared_array_t {
 
 fiber_t fibers[kMostThreads];
 unsigned thread_count;
+size_t dynamic_bytes;  // of shared memory
+uint32_t random_state;
 unsigned long long exchange[kMostThreads / 32][32];
 jmp_buf scheduler;
 char message[512];  // empty while nothing is wrong
@@ -73,7 +133,16 @@ void (*kernel_call)(const void*);
 const void* kernel_params;
 
 alignas(1024) unsigned char static_shared[kStaticBytes + kMostArrays * (kGuardBytes + 16)];
-std::vector<shared_array_t> shared_arrays;  // of the current block
+// Of the current block.
+std::vector<shared_array_t> shared_arrays;
+std::vector<barrier_t> barriers;
+std::vector<bulk_copy_t> bulk_copies;  // to be done
+std::vector<step_t> steps[kMostThreads / kWarpgroup];
+
+uint32_t draw() {
+    random_state = random_state * 1664525u + 1013904223u;
+    return random_state >> 8;
+}
 
 fiber_t& current() { return *reinterpret_cast<fiber_t*>(emulator_now.thread); }
 
@@ -88,7 +157,14 @@ template <typename... Values> [[noreturn]] void fail(const char* format, Values.
 
 void fiber_main() {
     kernel_call(kernel_params);
+    if (!current().products.empty()) fail("a wgmma that was never waited for");
     current().state = DONE;
+    leave();
+}
+
+/* Lets others go first. */
+void fall_behind() {
+    current().turns = draw() % kTurns;
     leave();
 }
 
@@ -101,7 +177,12 @@ void prepare(fiber_t& fiber) {
     makecontext(&fiber.start, fiber_main, 0);
     fiber.started = false;
     fiber.state = READY;
+    fiber.turns = 0;
     fiber.copies.clear();
+    fiber.products.clear();
+    fiber.groups = 0;
+    fiber.fenced = false;
+    fiber.steps = 0;
 }
 
 /* Runs a fiber until it leaves. */
@@ -113,8 +194,7 @@ __attribute__((noinline)) void run(fiber_t& fiber) {
 }
 
 /* Lets those threads of a warp go on whose whole mask waits at the barrier. */
-bool release_warp(fiber_t* warp, unsigned lanes) {
-    bool released = false;
+void release_warp(fiber_t* warp, unsigned lanes) {
     for (unsigned lane = 0; lane < lanes; ++lane) {
         if (warp[lane].state != AT_WARP_BARRIER) continue;
         const unsigned mask = warp[lane].mask;
@@ -124,26 +204,73 @@ bool release_warp(fiber_t* warp, unsigned lanes) {
         if (!all) continue;
         for (unsigned other = 0; other < lanes; ++other)
             if (mask >> other & 1) warp[other].state = READY;
-        released = true;
     }
-    return released;
 }
 
 /* Lets a block go on at its barrier. Threads that have returned need not come. */
 bool release_block() {
-    unsigned waiting = 0, done = 0;
+    unsigned waiting = 0;
     for (unsigned i = 0; i < thread_count; ++i) {
+        if (fibers[i].state != AT_BLOCK_BARRIER && fibers[i].state != DONE) return false;
         waiting += fibers[i].state == AT_BLOCK_BARRIER;
-        done += fibers[i].state == DONE;
-    }
-    if (waiting + done < thread_count) {
-        snprintf(message, sizeof(message), "deadlock: %u threads at a block barrier, %u at a warp barrier, %u returned",
-                 waiting, thread_count - waiting - done, done);
-        return false;
     }
     for (unsigned i = 0; i < thread_count; ++i)
         if (fibers[i].state == AT_BLOCK_BARRIER) fibers[i].state = READY;
     return waiting > 0;
+}
+
+/* Lets a warpgroup go on after its wgmmas. */
+void release_warpgroup(fiber_t* warpgroup) {
+    for (unsigned i = 0; i < kWarpgroup; ++i)
+        if (warpgroup[i].state != AT_WGMMA_WAIT) return;
+    for (unsigned i = 0; i < kWarpgroup; ++i) warpgroup[i].state = READY;
+}
+
+void do_copy(const bulk_copy_t& bulk) {
+    bulk.copy.run();
+    barriers[bulk.barrier].bytes -= bulk.copy.bytes;
+    barriers[bulk.barrier].proceed();
+}
+
+/* Does one of the bulk copies that are left. */
+bool do_some_copy() {
+    if (bulk_copies.empty()) return false;
+    std::swap(bulk_copies[draw() % bulk_copies.size()], bulk_copies.back());
+    const bulk_copy_t bulk = bulk_copies.back();
+    bulk_copies.pop_back();
+    do_copy(bulk);
+    return true;
+}
+
+/* Lets go on who may. What is asynchronous waits until everything else does. */
+bool release() {
+    for (unsigned first = 0; first < thread_count; first += 32)
+        release_warp(fibers + first, thread_count - first < 32 ? thread_count - first : 32);
+    for (unsigned first = 0; first + kWarpgroup <= thread_count; first += kWarpgroup)
+        release_warpgroup(fibers + first);
+    bool ready = false, waiting = false;
+    for (unsigned i = 0; i < thread_count; ++i) {
+        fiber_t& fiber = fibers[i];
+        if (fiber.state == AT_MBARRIER && barriers[fiber.barrier].is_over(fiber.parity)) fiber.state = READY;
+        ready |= fiber.state == READY;
+        waiting |= fiber.state == AT_MBARRIER;
+    }
+    return ready || release_block() || (waiting && do_some_copy());
+}
+
+/* After all that can run has run. */
+void check_end() {
+    unsigned count[DONE + 1] = {};
+    for (unsigned i = 0; i < thread_count; ++i) ++count[fibers[i].state];
+    if (count[DONE] < thread_count)
+        snprintf(message, sizeof(message),
+                 "deadlock: %u threads at a block barrier, %u at a warp barrier, %u at wgmma_wait, %u at an mbarrier, "
+                 "%u returned",
+                 count[AT_BLOCK_BARRIER], count[AT_WARP_BARRIER], count[AT_WGMMA_WAIT], count[AT_MBARRIER],
+                 count[DONE]);
+    for (const barrier_t& barrier : barriers)
+        if (!message[0] && barrier.seen < barrier.copied)
+            snprintf(message, sizeof(message), "a bulk copy that was never waited for");
 }
 
 bool written(const unsigned char* begin) {
@@ -152,34 +279,146 @@ bool written(const unsigned char* begin) {
     return false;
 }
 
-void run_block(size_t dynamic_bytes, uint32_t random) {
+void run_block() {
     shared_arrays.clear();
+    barriers.clear();
+    bulk_copies.clear();
+    for (std::vector<step_t>& of_warpgroup : steps) of_warpgroup.clear();
     memset(emulator_dynamic_shared, kUnwritten, dynamic_bytes + kGuardBytes);
     static unsigned order[kMostThreads];
     for (unsigned i = 0; i < thread_count; ++i) {
         order[i] = i;
         prepare(fibers[i]);
     }
-    bool running = true;
-    while (running) {
-        for (unsigned i = thread_count - 1; i > 0; --i) {
-            random = random * 1664525u + 1013904223u;
-            std::swap(order[i], order[(random >> 8) % (i + 1)]);
-        }
+    do {
+        for (unsigned i = thread_count - 1; i > 0; --i) std::swap(order[i], order[draw() % (i + 1)]);
         for (unsigned i = 0; i < thread_count; ++i) {
-            if (fibers[order[i]].state != READY) continue;
-            run(fibers[order[i]]);
+            fiber_t& fiber = fibers[order[i]];
+            if (fiber.state != READY) continue;
+            if (fiber.turns > 0) {
+                --fiber.turns;
+                continue;
+            }
+            run(fiber);
             if (message[0]) return;
         }
-        running = false;
-        for (unsigned first = 0; first < thread_count; first += 32)
-            running |= release_warp(fibers + first, thread_count - first < 32 ? thread_count - first : 32);
-        running = running || release_block();
-    }
+    } while (release());
+    check_end();
     if (message[0]) return;
     bool past_end = written(emulator_dynamic_shared + dynamic_bytes);
     for (const shared_array_t& array : shared_arrays) past_end |= written(array.begin + array.bytes);
     if (past_end) snprintf(message, sizeof(message), "a write past the end of shared memory");
+}
+
+bool in_shared(const void* address, size_t bytes) {
+    const auto inside = [&](const unsigned char* begin, size_t size) {
+        const size_t offset = static_cast<const unsigned char*>(address) - begin;  // large where it lies before
+        return offset <= size && bytes <= size - offset;
+    };
+    bool found = inside(emulator_dynamic_shared, dynamic_bytes);
+    for (const shared_array_t& array : shared_arrays) found |= inside(array.begin, array.bytes);
+    return found;
+}
+
+/* Number of the barrier at a place. */
+size_t barrier_at(const void* place) {
+    for (size_t i = 0; i < barriers.size(); ++i) {
+        if (barriers[i].place != place) continue;
+        if (memcmp(place, &kBarrierMark, sizeof(kBarrierMark)) != 0) fail("a write over an mbarrier");
+        return i;
+    }
+    fail("an mbarrier that was not initialised");
+}
+
+// wgmma. A matrix is what csrc/common/wgmma.cuh says.
+
+constexpr unsigned long long kMatrixBits = 0x3fff'3fff'3fff;
+size_t address_of(unsigned long long matrix) { return (matrix & 0x3fff) * 16; }
+size_t leading_of(unsigned long long matrix) { return (matrix >> 16 & 0x3fff) * 16; }
+size_t stride_of(unsigned long long matrix) { return (matrix >> 32 & 0x3fff) * 16; }
+
+using floats_t = float __attribute__((vector_size(16)));
+using words_t = uint32_t __attribute__((vector_size(16)));
+using halves_t = uint16_t __attribute__((vector_size(8)));
+
+/* 16 bytes of a matrix as floats. */
+template <int TYPE> struct piece_t {
+    static constexpr int kVectors = TYPE == EMULATOR_TF32 ? 1 : 2;
+    floats_t values[kVectors];
+
+    explicit piece_t(const unsigned char* from) {
+        for (int i = 0; i < kVectors; ++i) {
+            words_t words;
+            if (TYPE == EMULATOR_TF32) {
+                memcpy(&words, from, sizeof(words));
+                words &= ~0x1fffu;
+            } else {
+                halves_t halves;
+                memcpy(&halves, from + i * sizeof(halves), sizeof(halves));
+                words = __builtin_convertvector(halves, words_t);
+                if (TYPE == EMULATOR_BFLOAT16) words <<= 16;
+                else words = float_words(words);
+            }
+            values[i] = reinterpret_cast<floats_t>(words);
+        }
+    }
+    /* What emulator_half_to_float does. */
+    static words_t float_words(words_t halves) {
+        const floats_t magnitude = reinterpret_cast<floats_t>((halves & 0x7fff) << 13) * 0x1p112f;
+        const words_t not_finite = reinterpret_cast<words_t>((halves & 0x7c00) == 0x7c00);
+        return reinterpret_cast<words_t>(magnitude) | (not_finite & 0x7f800000) | (halves & 0x8000) << 16;
+    }
+};
+
+/* A row of a matrix; of B, a column. */
+template <int TYPE> struct row_t {
+    piece_t<TYPE> first, second;
+
+    row_t(unsigned long long matrix, int row) : row_t(place_of(matrix, row), leading_of(matrix)) {}
+    row_t(const unsigned char* place, size_t leading) : first(place), second(place + leading) {}
+    static const unsigned char* place_of(unsigned long long matrix, int row) {
+        return emulator_dynamic_shared + address_of(matrix) + row / 8 * stride_of(matrix) + row % 8 * 16;
+    }
+    float times(const row_t& other) const {
+        floats_t sums = first.values[0] * other.first.values[0] + second.values[0] * other.second.values[0];
+        for (int i = 1; i < first.kVectors; ++i)
+            sums += first.values[i] * other.first.values[i] + second.values[i] * other.second.values[i];
+        return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+};
+
+template <int TYPE> void multiply(const product_t& product, int thread) {
+    const int row = thread / 32 % 4 * 16 + thread % 32 / 4;
+    const row_t<TYPE> rows[2] = {{product.a, row}, {product.a, row + 8}};
+    float* d = product.d;
+    for (int column = thread % 4 * 2; column < product.columns; column += 8, d += 4)
+        for (int e = 0; e < 2; ++e) {
+            const row_t<TYPE> other(product.b, column + e);
+            for (int h = 0; h < 2; ++h)
+                d[2 * h + e] = (product.accumulate ? d[2 * h + e] : 0) + rows[h].times(other);
+        }
+}
+
+void product_t::run(int thread) const {
+    if (type == EMULATOR_HALF) multiply<EMULATOR_HALF>(*this, thread);
+    else if (type == EMULATOR_BFLOAT16) multiply<EMULATOR_BFLOAT16>(*this, thread);
+    else multiply<EMULATOR_TF32>(*this, thread);
+}
+
+/* Notes what a thread does, which all threads of its warpgroup do. */
+void do_alike(const step_t& step) {
+    const uint3& block = emulator_now.block_dim;
+    if (block.y * block.z != 1 || block.x % kWarpgroup != 0) fail("wgmma in a block that is not of whole warpgroups");
+    fiber_t& fiber = current();
+    std::vector<step_t>& of_warpgroup = steps[fiber.thread.index.x / kWarpgroup];
+    if (fiber.steps == of_warpgroup.size()) of_warpgroup.push_back(step);
+    if (of_warpgroup[fiber.steps++] != step) fail("a wgmma that the threads of a warpgroup do not all do alike");
+}
+
+void check_matrix(unsigned long long matrix, int rows) {
+    if ((matrix & ~kMatrixBits) != 0) fail("%016llx for a matrix of wgmma", matrix);
+    if (address_of(matrix) + (rows / 8 - 1) * stride_of(matrix) + leading_of(matrix) + 128 > dynamic_bytes)
+        fail("a matrix of wgmma past the end of shared memory");
 }
 
 }  // namespace
@@ -234,6 +473,98 @@ void emulator_wait_for_copies() {
     current().copies.clear();
 }
 
+void emulator_barrier_init(void* barrier, int arrivals) {
+    if (!in_shared(barrier, sizeof(kBarrierMark))) fail("an mbarrier outside of shared memory");
+    if (arrivals < 1 || arrivals > kMostInBarrier) fail("an mbarrier for %d arrivals", arrivals);
+    for (const barrier_t& other : barriers)
+        if (other.place == barrier) fail("an mbarrier that is initialised twice");
+    memcpy(barrier, &kBarrierMark, sizeof(kBarrierMark));
+    barriers.push_back({static_cast<unsigned char*>(barrier), &current(), false, arrivals, arrivals, 0, 0, 0, 0});
+}
+
+void emulator_barrier_init_done() {
+    for (barrier_t& barrier : barriers) barrier.made_visible |= barrier.owner == &current();
+}
+
+/* Arrives, expecting bytes or 0. Those who wait for it may be faster than this thread. */
+void emulator_barrier_arrive(void* place, int bytes) {
+    barrier_t& barrier = barriers[barrier_at(place)];
+    if (bytes < 0 || barrier.bytes + bytes > kMostInBarrier) fail("an mbarrier that expects too many bytes");
+    if (barrier.missing == 0) fail("more than %d arrivals in a phase of an mbarrier", barrier.arrivals);
+    barrier.bytes += bytes;
+    --barrier.missing;
+    barrier.proceed();
+    if (bytes == 0) fall_behind();
+}
+
+void emulator_barrier_wait(void* place, int parity) {
+    const size_t barrier = barrier_at(place);
+    if (parity != 0 && parity != 1) fail("an mbarrier waited for with parity %d", parity);
+    if (barriers[barrier].is_over(parity)) return;
+    fiber_t& fiber = current();
+    fiber.state = AT_MBARRIER;
+    fiber.barrier = barrier;
+    fiber.parity = parity;
+    leave();
+}
+
+/* cp.async.bulk, at once or when nothing else can go on. */
+void emulator_bulk_copy(void* target, const void* source, int bytes, void* place) {
+    const size_t barrier = barrier_at(place);
+    if (!barriers[barrier].made_visible) fail("a bulk copy for an mbarrier without barrier_init_done");
+    if (reinterpret_cast<uintptr_t>(target) % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0 ||
+        bytes < 16 || bytes % 16 != 0)
+        fail("a misaligned bulk copy of %d bytes", bytes);
+    if (!in_shared(target, bytes)) fail("a bulk copy past the end of shared memory");
+    if (barriers[barrier].bytes - bytes < -kMostInBarrier) fail("bulk copies of too many bytes for an mbarrier");
+    barriers[barrier].copied = barriers[barrier].phase + 1;
+    const bulk_copy_t bulk = {{target, source, bytes, bytes}, barrier};
+    if (draw() % 2) do_copy(bulk);
+    else bulk_copies.push_back(bulk);
+}
+
+unsigned long long emulator_matrix(const void* shared, int leading_bytes, int stride_bytes) {
+    const size_t address = static_cast<const unsigned char*>(shared) - emulator_dynamic_shared;
+    if (address > dynamic_bytes) fail("a matrix of wgmma outside of dynamic shared memory");
+    if ((address | leading_bytes | stride_bytes) % 16 != 0) fail("a misaligned matrix of wgmma");
+    if ((address | leading_bytes | stride_bytes) >> 18 != 0) fail("a matrix of wgmma that extends too far");
+    return address / 16 | (leading_bytes / 16ull) << 16 | (stride_bytes / 16ull) << 32;
+}
+
+unsigned long long emulator_advanced(unsigned long long matrix, int bytes) {
+    if (bytes % 16 != 0) fail("a misaligned matrix of wgmma");
+    return matrix >> 32 << 32 | static_cast<uint32_t>(static_cast<uint32_t>(matrix) + bytes / 16);
+}
+
+void emulator_wgmma_fence() { current().fenced = true; }
+void emulator_wgmma_commit() { ++current().groups; }
+
+/* Happens at any time until the thread waits for it: here at once for odd warps, and in the end for even ones. */
+void emulator_wgmma(int type, int columns, float* d, unsigned long long a, unsigned long long b, int accumulate) {
+    fiber_t& fiber = current();
+    do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), a, b, accumulate != 0});
+    check_matrix(a, 64);
+    check_matrix(b, columns);
+    if (!fiber.fenced) fail("a wgmma without wgmma_fence");
+    const bool early = fiber.thread.index.x / 32 % 2;
+    fiber.products.push_back({type, columns, d, a, b, accumulate != 0, fiber.groups, early});
+    if (early) fiber.products.back().run(fiber.thread.index.x);
+}
+
+/* The warpgroup goes on together: one of its threads may then say that what it read may be written again. */
+void emulator_wgmma_wait(int pending) {
+    fiber_t& fiber = current();
+    do_alike({~0ull, static_cast<unsigned>(pending), 0, 0, 0});
+    fall_behind();
+    size_t count = 0;  // of products that are complete then
+    for (; count < fiber.products.size() && fiber.products[count].group + pending < fiber.groups; ++count)
+        if (!fiber.products[count].done) fiber.products[count].run(fiber.thread.index.x);
+    fiber.products.erase(fiber.products.begin(), fiber.products.begin() + count);
+    fiber.fenced = false;
+    fiber.state = AT_WGMMA_WAIT;
+    leave();
+}
+
 float emulator_half_to_float(unsigned short bits) {
     const uint32_t shifted = (bits & 0x7fffu) << 13;
     float magnitude;
@@ -271,8 +602,9 @@ unsigned emulator_float_to_tf32(float value) {
 /* Runs all blocks. Returns what was wrong, or null. */
 __attribute__((visibility("default"))) const char* emulator_launch(
     const emulator_kernel_t* kernel, const uint3* grid, const uint3* block, const void* params, size_t params_bytes,
-    size_t dynamic_bytes) {
+    size_t shared_bytes) {
     message[0] = 0;
+    dynamic_bytes = shared_bytes;
     const unsigned long long threads = 1ull * block->x * block->y * block->z;
     const unsigned most_threads = kernel->most_threads;
     if (params_bytes != kernel->params_bytes)
@@ -298,7 +630,8 @@ __attribute__((visibility("default"))) const char* emulator_launch(
     for (index.z = 0; index.z < grid->z; ++index.z)
         for (index.y = 0; index.y < grid->y; ++index.y)
             for (index.x = 0; index.x < grid->x; ++index.x) {
-                run_block(dynamic_bytes, ++turn * 2654435769u);
+                random_state = ++turn * 2654435769u;
+                run_block();
                 if (message[0]) return message;
             }
     return nullptr;

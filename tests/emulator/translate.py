@@ -1,12 +1,18 @@
-"""A kernel source of csrc/ as C++ for the CPU: includes put in place, shared memory and inline assembly rewritten."""
+"""A kernel source of csrc/ as C++ for the CPU: includes put in place, shared memory and inline assembly rewritten.
+
+Headers whose inline assembly is put together by macros, or stands for more than a line, have a twin in twins/: the same
+functions, which call the scheduler.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 Read = Callable[[str], str]  # name of a file under csrc -> its text
+
+TWINS = {f"common/{path.name}": path for path in sorted((Path(__file__).parent / "twins").glob("*.cuh"))}
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _KERNEL = re.compile(r"__global__\s+void\s+__launch_bounds__\(([^)]*)\)\s+(\w+)\(")
@@ -23,6 +29,7 @@ _INSTRUCTIONS = {
     "cvt.rn.bf16.f32 %0, %1;": "{0} = emulator_float_to_bfloat16({1});",
     "cvt.rna.tf32.f32 %0, %1;": "{0} = emulator_float_to_tf32({1});",
     "cp.async.ca.shared.global [%0], [%1], %2, %3;": "emulator_copy_async({0}, {1}, {2}, {3});",
+    "prmt.b32 %0, %1, %2, %3;": "{0} = emulator_permute({1}, {2}, {3});",
     "cp.async.wait_all;": "emulator_wait_for_copies();",
     f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_half_word"),
     f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_bfloat16_word"),
@@ -52,7 +59,8 @@ def translate(source_name: str, read: Read) -> str:
 def _with_includes(name: str, read: Read, seen: set[str]) -> str:
     """A file with the files it includes in their places, each once, as ``#pragma once`` asks."""
     seen.add(name)
-    text = read(name).replace("#pragma once\n", "\n")
+    text = TWINS[name].read_text() if name in TWINS else read(name)
+    text = text.replace("#pragma once\n", "\n")
     parts, line, position = [f'#line 1 "{name}"\n'], 1, 0
     for include in _INCLUDE.finditer(text):
         parts.append(text[position : include.start()])

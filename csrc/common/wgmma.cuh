@@ -1,0 +1,131 @@
+/* wgmma: D (+)= A B by a warpgroup, 128 threads from a multiple of 128 on, all of which call what is here. sm_90a.
+ *
+ * A [64 rows, K] and B [K, N columns] lie in shared memory, D [64, N] in registers, in float32. K is 32 bytes: 16
+ * values of 16 bits, or 8 of float32, of which the low 13 bits are cut off. Both matrices are stored K-major, B as its
+ * columns: as core matrices of 8 rows (of B: columns) of 16 bytes, each 128 bytes in one piece, `leading_bytes` from
+ * one to the next along K, and `stride_bytes` from one group of 8 rows to the next. Row r, byte k of a matrix is at
+ *
+ *   r / 8 * stride_bytes + k / 16 * leading_bytes + r % 8 * 16 + k % 16
+ *
+ * With w = warp % 4, g = lane / 4, t = lane % 4 a thread's d[4j + 2h + e] is row 16w + g + 8h, column 8j + 2t + e.
+ *
+ * Products run while the threads go on:
+ *
+ *   wgmma_fence(); wgmma<T, N>(d, a, b, 0); wgmma<T, N>(d, ...); wgmma_commit(); ...; wgmma_wait<0>(); settle(d);
+ *
+ * Until they were waited for, nobody may write what they read, and d belongs to them.
+ */
+#pragma once
+
+#include "common/numeric.cuh"
+
+/* Where a matrix lies: bits 0-13 address, 16-29 leading bytes, 32-45 stride bytes, all in units of 16; no swizzle. */
+using matrix_t = unsigned long long;
+
+__device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    const unsigned low = (address >> 4 & 0x3fff) | static_cast<unsigned>(leading_bytes) >> 4 << 16;
+    return static_cast<matrix_t>(static_cast<unsigned>(stride_bytes) >> 4) << 32 | low;
+}
+
+/* The same matrix so many bytes (a multiple of 16) further on. */
+__device__ __forceinline__ matrix_t advanced(matrix_t matrix, int bytes) {
+    return matrix >> 32 << 32 | (static_cast<unsigned>(matrix) + static_cast<unsigned>(bytes >> 4));
+}
+
+/* Before the first product, and again where d was touched since the last. */
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+
+/* The products begun since the last call are a group. */
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+
+/* Wait until all groups but the last PENDING are complete. */
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
+}
+
+/* After wgmma_wait: keeps the compiler from reading sums before it. */
+template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
+}
+
+/* Begin D = A B, plus D where `accumulate` is not 0. T is half_t, bfloat16_t or float, N a multiple of 32 up to 256. */
+template <typename T, int N>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate);
+
+/* The registers that a thread of the warpgroup may have from here on: more, once others gave some up, or fewer. */
+template <int REGISTERS> __device__ __forceinline__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(REGISTERS));
+}
+
+// The operands of d for each N: 16 registers more than for the N before.
+#define TEXT_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define TEXT_64 TEXT_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TEXT_96 TEXT_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TEXT_128 TEXT_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TEXT_160 TEXT_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TEXT_192 TEXT_160 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TEXT_224 TEXT_192 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define TEXT_256 TEXT_224 \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
+#define SUMS_32 SUMS_16(0)
+#define SUMS_64 SUMS_32, SUMS_16(16)
+#define SUMS_96 SUMS_64, SUMS_16(32)
+#define SUMS_128 SUMS_96, SUMS_16(48)
+#define SUMS_160 SUMS_128, SUMS_16(64)
+#define SUMS_192 SUMS_160, SUMS_16(80)
+#define SUMS_224 SUMS_192, SUMS_16(96)
+#define SUMS_256 SUMS_224, SUMS_16(112)
+
+// A, B and ACCUMULATE: numbers of the operands after those of d. LAST: 0, 0 says that both matrices are K-major.
+#define WGMMA_OF(T, N, KIND, LAST, A, B, ACCUMULATE)                                                               \
+    template <>                                                                                                    \
+    __device__ __forceinline__ void wgmma<T, N>(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) {       \
+        asm volatile("{\n"                                                                                         \
+                     ".reg .pred sum;\n"                                                                           \
+                     "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                     \
+                     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" TEXT_##N "}, %" #A ", %" #B ", sum, 1, 1" LAST \
+                     ";\n}"                                                                                        \
+                     : SUMS_##N : "l"(a), "l"(b), "r"(accumulate));                                                \
+    }
+#define WGMMA(N, ...)                                                   \
+    WGMMA_OF(half_t, N, "k16.f32.f16.f16", ", 0, 0", __VA_ARGS__)       \
+    WGMMA_OF(bfloat16_t, N, "k16.f32.bf16.bf16", ", 0, 0", __VA_ARGS__) \
+    WGMMA_OF(float, N, "k8.f32.tf32.tf32", "", __VA_ARGS__)
+
+WGMMA(32, 16, 17, 18)
+WGMMA(64, 32, 33, 34)
+WGMMA(96, 48, 49, 50)
+WGMMA(128, 64, 65, 66)
+WGMMA(160, 80, 81, 82)
+WGMMA(192, 96, 97, 98)
+WGMMA(224, 112, 113, 114)
+WGMMA(256, 128, 129, 130)
+
+#undef TEXT_32
+#undef TEXT_64
+#undef TEXT_96
+#undef TEXT_128
+#undef TEXT_160
+#undef TEXT_192
+#undef TEXT_224
+#undef TEXT_256
+#undef SUMS_4
+#undef SUMS_16
+#undef SUMS_32
+#undef SUMS_64
+#undef SUMS_96
+#undef SUMS_128
+#undef SUMS_160
+#undef SUMS_192
+#undef SUMS_224
+#undef SUMS_256
+#undef WGMMA_OF
+#undef WGMMA

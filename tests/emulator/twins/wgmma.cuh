@@ -1,0 +1,42 @@
+/* Stands in for csrc/common/wgmma.cuh; what the functions do is in scheduler.cpp. */
+#pragma once
+
+#include "common/numeric.cuh"
+
+using matrix_t = unsigned long long;
+
+extern "C" {
+matrix_t emulator_matrix(const void* shared, int leading_bytes, int stride_bytes);
+matrix_t emulator_advanced(matrix_t matrix, int bytes);
+void emulator_wgmma_fence();
+void emulator_wgmma_commit();
+void emulator_wgmma_wait(int pending);
+void emulator_wgmma(int type, int columns, float* d, matrix_t a, matrix_t b, int accumulate);
+}
+
+__device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
+    return emulator_matrix(shared, leading_bytes, stride_bytes);
+}
+__device__ __forceinline__ matrix_t advanced(matrix_t matrix, int bytes) { return emulator_advanced(matrix, bytes); }
+__device__ __forceinline__ void wgmma_fence() { emulator_wgmma_fence(); }
+__device__ __forceinline__ void wgmma_commit() { emulator_wgmma_commit(); }
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() { emulator_wgmma_wait(PENDING); }
+template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {}
+
+template <typename T> constexpr int kEmulatorType = -1;
+template <> constexpr int kEmulatorType<half_t> = EMULATOR_HALF;
+template <> constexpr int kEmulatorType<bfloat16_t> = EMULATOR_BFLOAT16;
+template <> constexpr int kEmulatorType<float> = EMULATOR_TF32;
+
+template <typename T, int N>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) {
+    static_assert(kEmulatorType<T> >= 0 && N % 32 == 0 && 0 < N && N <= 256, "no such wgmma");
+    emulator_wgmma(kEmulatorType<T>, N, d, a, b, accumulate);
+}
+
+template <int REGISTERS> __device__ __forceinline__ void registers_up() {
+    static_assert(REGISTERS % 8 == 0 && 24 <= REGISTERS && REGISTERS <= 256, "no such number of registers");
+}
+template <int REGISTERS> __device__ __forceinline__ void registers_down() {
+    static_assert(REGISTERS % 8 == 0 && 24 <= REGISTERS && REGISTERS <= 256, "no such number of registers");
+}
