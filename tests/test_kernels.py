@@ -3,8 +3,6 @@
 Most of the time goes into compiling: nearly every test has a specialisation of its own.
 """
 
-import contextlib
-import ctypes
 import functools
 import math
 from dataclasses import asdict, dataclass, replace
@@ -17,19 +15,19 @@ from hypothesis import strategies as st
 
 from tests import emulator, reference
 from tests.cases import CASES, FEW_CASES, TILED_CASES, Case
-from tests.emulator.build import Builder
 from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_mma import wide_problems
+from tests.test_fused_plan import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import direct_mma, fold_kernels
+from gemmconv.algorithms import direct_mma, fold_kernels, fused
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.chunking import input_rows_of
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
-from gemmconv.algorithms.macros import ELEMENT_TYPES
-from gemmconv.runtime import launch, sources
+from gemmconv.algorithms.fused_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan, plans_of
+from gemmconv.runtime import launch
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
@@ -47,6 +45,27 @@ PATHS = {
     "paired_blocks": lambda tile: tile.channels % 16 == 0,
     "channels_shared": lambda tile: tile.warps_m > 1,
 }
+FUSED_PATHS = {
+    "cells_of_several_inputs": lambda plan: plan.unit > (1, 1),
+    "several_slots": lambda plan: plan.slots > 1,
+    "paired_blocks": lambda plan: plan.pairing == PAIR_BLOCKS,
+    "plain_rows": lambda plan: plan.row_order == ROWS_PLAIN,
+    "paired_slots": lambda plan: plan.row_order == ROWS_SLOTS,
+    "paired_channels": lambda plan: plan.row_order == ROWS_CHANNELS,
+    "staged": lambda plan: plan.staged,
+    "vectors": lambda plan: plan.vector > 1,
+    "channels_shared": lambda plan: plan.warpgroups_m > 1,
+    "several_channel_sets": lambda plan: plan.channel_sets > 1,
+    "several_phase_sets": lambda plan: plan.phase_sets > 1,
+    "several_tiles": lambda plan: plan.tiles > 1,
+    "strips": lambda plan: plan.strips > 1,
+    "four_units": lambda plan: plan.units == 4,
+    "eight_units": lambda plan: plan.units == 8,
+    "several_chunks": lambda plan: plan.chunks > 1,
+    "pairs_of_inputs": lambda plan: plan.wide == 2,
+    "pairs_of_inputs_of_a_cell": lambda plan: plan.wide == 2 and plan.unit[1] == 2,
+    "widest": lambda plan: plan.columns * plan.blocks == 256,
+}
 
 
 @dataclass(frozen=True)
@@ -54,12 +73,15 @@ class Run:
     """One kernel on one case.
 
     Attributes:
-        operation: "im2col", "col2im", a direction of `direct` on CUDA cores, or "forward_mma", on tensor cores.
+        operation: "im2col", "col2im", a direction of `direct` on CUDA cores; on tensor cores "forward_mma", "fused" or
+            "fused_input_grad".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
-        multiprocessors: how many forward_mma's grid is for; 0 leaves one block for all tiles. None for the true number.
-        choice: which of the tiles that forward_mma may have; None for the one that it takes.
+        multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
+        choice: which of the tiles that forward_mma may have, or of fused a plan or the best on one of its paths; None
+            for the one that they take.
+        tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
 
     operation: str
@@ -67,11 +89,14 @@ class Run:
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
     multiprocessors: int | None = None
-    choice: int | None = None
+    choice: int | str | Plan | None = None
+    tf32: bool = False
 
     def __str__(self):
-        words = [self.case.id, str(self.dtype).removeprefix("torch."), self.layout]
-        return "-".join(words if self.multiprocessors is None else [*words, f"{self.multiprocessors}mp"])
+        words = [self.case.id, "tf32" if self.tf32 else str(self.dtype).removeprefix("torch."), self.layout]
+        words += ["input_grad"] if self.operation == "fused_input_grad" else []
+        words += [] if self.multiprocessors is None else [f"{self.multiprocessors}mp"]
+        return "-".join([*words, self.choice] if isinstance(self.choice, str) else words)
 
     @property
     def column_dtype(self):
@@ -79,7 +104,7 @@ class Run:
 
     @property
     def precision(self):
-        return "tf32" if self.operation == "forward_mma" else "ieee"
+        return "tf32" if self.tf32 or self.operation == "forward_mma" else "ieee"
 
     @property
     def config(self):
@@ -94,6 +119,22 @@ class Run:
         tiles = [*direct_mma.tiles_of(problem_of(self.case), self.dtype.itemsize, self.layout == "channels_last")]
         return tiles[self.choice % len(tiles)] if tiles else None
 
+    @property
+    def direction(self):
+        return "input_grad" if self.operation == "fused_input_grad" else "forward"
+
+    @functools.cached_property
+    def plan(self):
+        """The plan of fused."""
+        if self.choice is None:
+            return fused.plan_for(self.config, self.direction)
+        if isinstance(self.choice, Plan):
+            return self.choice
+        split = self.dtype == torch.float32 and not self.tf32
+        problem, channels_last = problem_of(self.case), self.layout == "channels_last"
+        found = plans_of(problem, self.direction, self.dtype.itemsize, split, channels_last)
+        return min(filter(FUSED_PATHS[self.choice], found), key=lambda plan: plan.cycles)
+
     def prepare(self):
         """Return the call that runs the kernel, which starts to be compiled; None where forward_mma declines."""
         problem = problem_of(self.case)
@@ -102,6 +143,11 @@ class Run:
         if self.operation == "col2im":
             return Col2im(problem, self.column_dtype, self.dtype, CPU)
         with pytest.MonkeyPatch.context() as patch:
+            if self.operation in ("fused", "fused_input_grad"):
+                if self.multiprocessors is not None:
+                    patch.setattr(fused, "MULTIPROCESSORS", self.multiprocessors or 1)
+                    patch.setattr(fused, "_WEIGHT_THREADS_AT_ONCE", 1 << 10)
+                return getattr(fused, f"prepare_{self.direction}")(self.config, self.plan)
             if self.operation != "forward_mma":
                 patch.setattr(direct_mma, "tile_for", lambda config: None)
                 return getattr(Direct(), self.operation)(self.config)
@@ -144,12 +190,39 @@ MMA_RUNS += [
     if run.dtype != torch.bfloat16
 ]
 
-
-@pytest.fixture(scope="session")
-def folder(request, tmp_path_factory):
-    """Where compiled kernels are kept: from one test session to the next, if pytest may keep anything."""
-    cache = getattr(request.config, "cache", None)
-    return tmp_path_factory.mktemp("emulator") if cache is None else cache.mkdir("emulator")
+# Each case once, each path in more than one type; many with few blocks, which go from item to item.
+FUSED_TYPES = [{"dtype": torch.float32}, {"dtype": torch.float32, "tf32": True}, {"dtype": torch.float16}]
+FUSED_RUNS = [
+    Run("fused", case, layout=[*FORMATS][i % 2], multiprocessors=(None, 0, 3)[i // 2 % 3], **FUSED_TYPES[i % 3])
+    for i, case in enumerate((*CASES, *TILED_CASES))
+]
+ROW, WIDE_ROW, CHANNELS, MANY_CHANNELS = TILED_CASES[1], TILED_CASES[2], TILED_CASES[6], CASES[30]
+FUSED_RUNS += [
+    Run("fused", case, layout=layout, multiprocessors=i % 2, choice=path, **FUSED_TYPES[i % 3])
+    for i, (path, layout, case) in enumerate(
+        [
+            ("cells_of_several_inputs", "contiguous", ROW),
+            ("cells_of_several_inputs", "channels_last", ROW),
+            ("pairs_of_inputs_of_a_cell", "contiguous", ROW),
+            ("paired_blocks", "contiguous", CHANNELS),
+            ("pairs_of_inputs_of_a_cell", "contiguous", replace(ROW, out_channels=32)),
+            ("paired_blocks", "contiguous", WIDE_ROW),
+            ("several_slots", "channels_last", CHANNELS),
+            ("strips", "contiguous", WIDE_ROW),
+            ("strips", "channels_last", WIDE_ROW),
+            ("channels_shared", "contiguous", MANY_CHANNELS),
+            ("channels_shared", "channels_last", replace(MANY_CHANNELS, out_channels=133)),
+            ("eight_units", "contiguous", CHANNELS),
+            ("eight_units", "channels_last", CHANNELS),
+            ("widest", "contiguous", CHANNELS),
+        ]
+    )
+]
+FUSED_RUNS += [Run("fused", CHANNELS, torch.bfloat16, layout) for layout in FORMATS]
+FUSED = Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0)  # a block with many items, chunks and steps
+FUSED_RUNS += [FUSED, replace(FUSED, dtype=torch.float32)]
+# Sums of 864 products, which float32 as three products has to keep below the bar of float32.
+FUSED_RUNS += [Run("fused", Case(1, 96, 24, (5, 9), (3, 3), (1, 1), (1, 1)), layout=layout) for layout in FORMATS]
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +273,30 @@ def test_runs_on_tensor_cores_take_every_path_and_are_rarely_skipped():
         assert {path(tile) for tile in tiles} == {True, False}, name
 
 
+# The same as an input gradient, where it is possible: strides are those of the inputs then.
+FUSED_RUNS += [
+    run
+    for i, one in enumerate(FUSED_RUNS)
+    if one.choice is None and i % 3 != 1
+    if (run := replace(one, operation="fused_input_grad")).plan is not None
+]
+
+
+@pytest.mark.parametrize("run", FUSED_RUNS, ids=str)
+def test_fused_kernels_match_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_take_every_path():
+    for name, path in FUSED_PATHS.items():
+        assert {path(run.plan) for run in FUSED_RUNS} == {True, False}, name
+    assert {run.plan.split for run in FUSED_RUNS if run.plan.blocks == 2} == {True, False}
+    assert {run.plan.channel_sets > 1 for run in FUSED_RUNS if run.plan.warpgroups_m == 2} == {True, False}
+    few_blocks = [run for run in FUSED_RUNS if run.multiprocessors is not None]
+    assert {run.plan.items > max(1, run.multiprocessors) for run in few_blocks} == {True, False}
+
+
 @each_run("input_grad", "contiguous", "channels_last")
 def test_direct_input_grad_kernel_matches_reference(run, calls, poison):
     poison("cpu")
@@ -228,6 +325,30 @@ def test_direct_forward_kernel_on_tensor_cores_matches_reference_with_any_tile(r
     with emulator.install(folder):
         assume((call := run.prepare()) is not None)
         run.check(call)
+
+
+@st.composite
+def fused_runs(draw):
+    """Any plan of a small problem, with few blocks."""
+    plan = draw(plans(most_outputs=30_000))
+    dtypes = (torch.float16, torch.bfloat16) if plan.itemsize == 2 else (torch.float32,)
+    return Run(
+        "fused" if plan.direction == "forward" else "fused_input_grad",
+        Case(**asdict(plan.problem)),
+        draw(st.sampled_from(dtypes)),
+        "channels_last" if plan.channels_last else "contiguous",
+        draw(st.integers(0, 3)),
+        plan,
+        plan.itemsize == 4 and not plan.split,
+    )
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run=fused_runs())
+def test_fused_kernels_match_reference_with_any_plan(run, folder, poison):
+    poison("cpu")
+    with emulator.install(folder):
+        run.check(run.prepare())
 
 
 def check_im2col(call, run):
@@ -266,10 +387,10 @@ def check_direct(call, run):
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
     for arrange in ARRANGEMENTS[run.layout]:
         input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
-        if run.operation in ("forward", "forward_mma"):
+        if run.operation in ("forward", "forward_mma", "fused"):
             results = [(call(input, weight, data.bias), exact.output)]
             results += [(call(input, weight, None), exact.output_without_bias)]
-        elif run.operation == "input_grad":
+        elif run.operation in ("input_grad", "fused_input_grad"):
             results = [(call(grad_output, weight), exact.input_grad)]
         else:
             results = [(call(grad_output, input), exact.weight_grad)]
@@ -387,6 +508,61 @@ MISTAKES = {
         ),
         "a misaligned copy of 16 bytes",
     ),
+    "fused_weights_not_waited_for": (
+        FUSED,
+        emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.weight_full[^;]*;", ""),
+        "relative error|arrivals in a phase",
+    ),
+    "fused_patch_not_waited_for": (
+        FUSED,
+        emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.patch_full[^;]*;", ""),
+        "relative error|arrivals in a phase",
+    ),
+    "fused_weights_released_too_early": (
+        FUSED,
+        emulator.Edit("fused_wgmma.cu", r"release\(\);\s*(held_weights = [^;]*;)", r"\1 release();"),
+        "relative error",
+    ),
+    "fused_patch_released_too_early": (
+        FUSED,
+        emulator.Edit("fused_wgmma.cu", r"(held_patch = &[^;]*;)", r"\1 release();"),
+        "relative error",
+    ),
+    "fused_patch_not_free": (
+        FUSED,
+        emulator.Edit("common/fused_load.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "fused_not_fenced": (
+        FUSED,
+        emulator.Edit("fused_wgmma.cu", r"wgmma_fence\(\);", ""),
+        "a wgmma without wgmma_fence",
+    ),
+    "fused_last_product_not_waited_for": (
+        FUSED,
+        emulator.Edit("fused_wgmma.cu", r"wgmma_wait<0>\(\);\s*release\(\);", "release();"),
+        "a wgmma that was never waited for",
+    ),
+    "fused_leads_too_far": (
+        FUSED,
+        emulator.Edit("fused_wgmma.cu", r"\? LEAD", "? LEAD + 9"),
+        "deadlock: .* at an mbarrier",
+    ),
+    "fused_border_column": (
+        FUSED,
+        emulator.Edit("common/fused_load.cuh", r"\(iw\) >= p\.w_in", "(iw) + 1 >= p.w_in"),
+        "relative error",
+    ),
+    "fused_last_output_of_a_run": (
+        FUSED,
+        emulator.Edit("common/fused_store.cuh", r"if \(i < count\)", "if (i + 1 < count)"),
+        "relative error inf",
+    ),
+    "fused_second_part_missing": (
+        replace(FUSED, dtype=torch.float32),
+        emulator.Edit("common/units.cuh", r"(part\[1\]\.word\[i\] =) [^;]*;", r"\1 0;"),
+        "relative error",
+    ),
     "params_size": (
         Run("im2col", LAYER),
         emulator.Edit("im2col.cu", r"int in_row_begin, in_rows;", "int in_row_begin, in_rows, spare[2];"),
@@ -431,113 +607,3 @@ def test_emulator_leaves_the_loader_as_it_was(folder):
     with emulator.install(folder):
         assert fold_kernels.load is launch.load is not original
     assert fold_kernels.load is launch.load is original
-
-
-class ThreePointers(ctypes.Structure):
-    _fields_ = [("first", ctypes.c_void_p), ("second", ctypes.c_void_p), ("third", ctypes.c_void_p)]
-
-
-def launch_source(folder, source, macros, shared_bytes, *tensors):
-    """Run `test_kernel` of a source of its own: one warp, with three pointers."""
-    with contextlib.closing(Builder(folder)) as builder:
-        library = builder.kernel("test.cu", macros, lambda name: source if name == "test.cu" else sources.read(name))
-        kernel = emulator.Kernel(builder, library, "test_kernel", shared_bytes)
-        params = ThreePointers(*(tensor.data_ptr() for tensor in tensors))
-        kernel.launch((1, 1, 1), (32, 1, 1), params, shared_bytes)
-
-
-PRODUCT = """
-#include "common/mma.cuh"
-struct test_params { const unsigned* a; const unsigned* b; float* d; };
-extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
-    const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-    const a_words_t a = {{p.a[g * 8 + t], p.a[g * 8 + 64 + t], p.a[g * 8 + t + 4], p.a[g * 8 + 64 + t + 4]}};
-    float d[4];
-    for (int i = 0; i < 4; ++i) d[i] = p.d[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
-    mma_words<ELEMENT_T>::mma(d, a, p.b[g * 8 + t], p.b[g * 8 + t + 4]);
-    for (int i = 0; i < 4; ++i) p.d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
-}
-"""
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_emulator_multiplies_by_the_definition(dtype, folder):
-    values = 32 // dtype.itemsize
-    a, b, d = torch.randn(16, values).to(dtype), torch.randn(8, values).to(dtype), torch.randn(16, 8)
-    exact = [(m.view(torch.int32) & ~0x1FFF).view(dtype) if dtype == torch.float32 else m for m in (a, b)]
-    wanted = d.double() + exact[0].double() @ exact[1].double().mT
-    launch_source(folder, PRODUCT, {"ELEMENT_T": ELEMENT_TYPES[dtype]}, 0, a, b, d)
-    torch.testing.assert_close(d.double(), wanted, rtol=0, atol=2e-6)
-
-
-def test_emulator_rounds_to_tf32_with_ties_away_from_zero(folder):
-    with contextlib.closing(Builder(folder)) as builder:
-        convert = builder.scheduler.emulator_float_to_tf32
-    convert.restype, convert.argtypes = ctypes.c_uint32, [ctypes.c_float]
-
-    def converted(values):
-        return torch.tensor([convert(value) for value in values.tolist()]).to(torch.int32).view(torch.float32)
-
-    representable = torch.randn(500).view(torch.int32) & ~0x1FFF
-    ties = representable + 0x1000
-    values = torch.cat([representable, ties - 1, ties, ties + 1]).view(torch.float32)
-    fraction, exponent = torch.frexp(values.double())
-    nearest = torch.ldexp((fraction.abs() * 2**11 + 0.5).floor().copysign(fraction), exponent - 11)
-    assert torch.equal(converted(values).double(), nearest)
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf])
-    assert torch.equal(converted(special).view(torch.int32), special.view(torch.int32))
-    assert converted(torch.tensor([math.nan])).isnan().all()
-
-
-COPIES = """
-#include "common/async.cuh"
-extern __shared__ __align__(16) unsigned char shared[];
-struct test_params { const unsigned char* source; unsigned char* before; unsigned char* after; };
-extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
-    const int place = threadIdx.x * SIZE;
-    for (int i = 0; i < SIZE; ++i) shared[place + i] = 7;
-    __syncthreads();
-    copy_async<SIZE>(shared + place + SKEW, p.source + place, threadIdx.x % 3 != 0);
-    for (int i = 0; i < SIZE; ++i) p.before[place + i] = shared[place + i];
-    wait_for_copies();
-    for (int i = 0; i < SIZE; ++i) p.after[place + i] = shared[place + i];
-}
-"""
-
-
-@pytest.mark.parametrize("size", [4, 8, 16])
-def test_emulator_copies_at_once_or_when_waited_for(size, folder):
-    source = torch.randint(8, 256, (32, size), dtype=torch.uint8)
-    before, after = torch.zeros_like(source), torch.zeros_like(source)
-    launch_source(folder, COPIES, {"SIZE": size, "SKEW": 0}, 32 * size, source, before, after)
-    wanted = torch.where((torch.arange(32) % 3 == 0)[:, None], 0, source)
-    assert torch.equal(after, wanted)
-    assert torch.equal(before[1::2], wanted[1::2])
-    assert (before[::2] == 7).all()
-
-
-def test_emulator_notices_a_misaligned_copy(folder):
-    tensors = torch.zeros(3, 32, 16, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="a misaligned copy of 16 bytes"):
-        launch_source(folder, COPIES, {"SIZE": 16, "SKEW": 4}, 1024, *tensors)
-
-
-def test_emulator_converts_as_torch_does(folder):
-    with contextlib.closing(Builder(folder)) as builder:
-        scheduler = builder.scheduler
-    scheduler.emulator_half_to_float.restype = ctypes.c_float
-    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16)
-    floats = torch.tensor([scheduler.emulator_half_to_float(bits & 0xFFFF) for bits in halves.tolist()])
-    assert torch.equal(floats.nan_to_num(7), halves.view(torch.float16).float().nan_to_num(7))
-
-    finite = floats[floats.isfinite()].sort().values.unique()
-    ties = (finite[1:] + finite[:-1]) / 2
-    values = torch.cat(
-        [finite, ties, ties.nextafter(finite[1:]), torch.tensor([65519.9, 65520.0, 1e30, math.inf, -math.inf])]
-    )
-    for name, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16)):
-        convert = scheduler[f"emulator_float_to_{name}"]
-        convert.restype, convert.argtypes = ctypes.c_uint16, [ctypes.c_float]
-        bits = torch.tensor([convert(value) for value in values.tolist()]).to(torch.int16)
-        assert torch.equal(bits.view(dtype), values.to(dtype))
-        assert convert(math.nan) == 0x7FFF

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import gemmconv
+from benchmarks.workloads import SUITES
 from gemmconv.geometry import Problem
 from tests.cases import TILED_CASES
 from tests.samples import problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
-from gemmconv.algorithms import direct_ffma, direct_gradients, direct_mma, fold_kernels
+from gemmconv.algorithms import direct_ffma, direct_gradients, direct_mma, fold_kernels, fused, fused_plan
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -67,7 +68,7 @@ def kernel_variants():
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct_mma.cu", macros)
-    return variants
+    return {**variants, **fused_variants()}
 
 
 def mma_variants():
@@ -83,8 +84,53 @@ def mma_variants():
     return variants
 
 
+# Name of a problem or of a layer to measure, type, layout.
+FUSED = [
+    ("decoder", "float32", "nchw"),
+    ("asymmetric", "bfloat16", "nhwc"),
+    ("holes", "float16", "nchw"),
+    ("depthwise", "float16", "nhwc"),
+    ("grouped", "tf32", "nhwc"),
+    ("huge", "tf32", "nchw"),
+    ("kb57", "float32", "nchw"),
+    ("kb57", "tf32", "nhwc"),
+    ("kb69", "float32", "nchw"),
+    ("kb71", "float32", "nchw"),
+    ("kb71", "float16", "nhwc"),
+    ("pose3", "float32", "nchw"),
+    ("pose3", "bfloat16", "nchw"),
+    ("unet4", "float32", "nchw"),
+    ("unet4", "float16", "nchw"),
+    ("sam2", "float32", "nchw"),
+    ("sam2", "tf32", "nhwc"),
+    ("stylegan_up256", "float32", "nhwc"),
+    ("stylegan_up256", "float16", "nchw"),
+]
+BOTH_DIRECTIONS = ("asymmetric", "kb71", "pose3", "unet4")
+
+
+def fused_variants():
+    """Both sources of fused for the problems above and for layers of full size."""
+    problems = {**{workload.name: workload.problem for suite in SUITES.values() for workload in suite}, **PROBLEMS}
+    variants = {}
+    for name, kind, layout in FUSED:
+        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
+        for direction in ("forward", "input_grad") if name in BOTH_DIRECTIONS else ("forward",):
+            split, channels_last = kind == "float32", layout == "nhwc"
+            plan = fused_plan.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
+            for source in ("fused_weights", "fused_wgmma"):
+                label = f"{source}-{direction}-{layout}-{name}-{kind}"
+                variants[label] = (f"{source}.cu", fused.macros_of(plan, dtype))
+    return variants
+
+
 MMA_VARIANTS = mma_variants()
 VARIANTS = kernel_variants()
+COMPILATIONS = [
+    (variant, arch)
+    for variant, (source_name, _) in VARIANTS.items()
+    for arch in (["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES)  # wgmma is Hopper's alone
+]
 # Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
 MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
 LEAST_SHARED_BYTES = 99 << 10  # that a block may have on every architecture since sm_80
@@ -96,6 +142,8 @@ def most_registers(source_name, macros):
     if source_name == "direct_mma.cu":
         threads = 32 * macros["WARPS_M"] * macros["WARPS_N"]
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
+    if source_name == "fused_wgmma.cu":
+        return 65_536 // 384 // 8 * 8
     return MOST_REGISTERS.get(source_name, 128)
 
 
@@ -109,8 +157,7 @@ def compilations(request):
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "arch"), COMPILATIONS)
 def test_compile_builds_every_kernel_for_every_architecture_without_spills(variant, arch, compilations):
     source_name, macros = VARIANTS[variant]
     compiled = compilations[variant, arch].result()
@@ -126,7 +173,7 @@ def test_compile_variants_use_every_source():
 
 
 def test_compile_variants_use_both_offset_widths():
-    for names in ({"direct_mma.cu"}, {source_name for source_name, _ in VARIANTS.values()}):
+    for names in ({"direct_mma.cu"}, {"fused_wgmma.cu"}, {source_name for source_name, _ in VARIANTS.values()}):
         found = {"INDEX_64" in macros for source_name, macros in VARIANTS.values() if source_name in names}
         assert found == {True, False}
 

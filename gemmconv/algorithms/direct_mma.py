@@ -17,7 +17,7 @@ from gemmconv.algorithms.base import Config, Forward, strides_of, with_strides
 from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
 from gemmconv.algorithms.integers import power_of_two
 from gemmconv.algorithms.launches import params_struct
-from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.geometry import Pair, Problem
 
 _INT32_MAX = 2**31 - 1
@@ -430,14 +430,14 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "EVERY_TILE": int(all(len(step.m_tiles) == len(tile.used_tiles) for step in steps)),
         "STEPS": len(steps),
         "PAIRS": len(pairs),
-        "STEP_BEGIN": _table(begins),
-        "STEP_SHIFTS": _table([code(shift) for step in steps for shift in step.shifts]),
-        "STEP_WORD": _table([step.first_word for step in steps]),
-        "STEP_TURN": _table([i for i, turn in enumerate(tile.turns) for _ in turn]),
-        "STEP_TILES": _table([sum(1 << m for m in step.m_tiles) for step in steps]),
-        "PAIR_BEGIN": _table(first_pairs),
-        "PAIR_STEP": _table([step for step, _ in pairs]),
-        "PAIR_TILE": _table([m for _, m in pairs]),
+        "STEP_BEGIN": table(begins),
+        "STEP_SHIFTS": table([code(shift) for step in steps for shift in step.shifts]),
+        "STEP_WORD": table([step.first_word for step in steps]),
+        "STEP_TURN": table([i for i, turn in enumerate(tile.turns) for _ in turn]),
+        "STEP_TILES": table([sum(1 << m for m in step.m_tiles) for step in steps]),
+        "PAIR_BEGIN": table(first_pairs),
+        "PAIR_STEP": table([step for step, _ in pairs]),
+        "PAIR_TILE": table([m for _, m in pairs]),
         **geometry_macros(p),
     }
     if max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
@@ -499,8 +499,3 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         return output
 
     return call
-
-
-def _table(values: list[int]) -> str:
-    """An initialiser; never empty, which C++ would not take."""
-    return f"{{{','.join(map(str, values or [0]))}}}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gemmconv.geometry import Problem
@@ -35,6 +37,11 @@ def geometry_macros(problem: Problem) -> Macros:
     ):
         macros[f"{name}_H"], macros[f"{name}_W"] = pair
     return macros
+
+
+def table(values: Sequence[int]) -> str:
+    """The initialiser of an array; never empty, which C++ would not take."""
+    return f"{{{','.join(map(str, values or [0]))}}}"
 
 
 def _name(dtype: torch.dtype) -> str:

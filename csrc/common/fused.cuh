@@ -1,0 +1,93 @@
+/* What the parts of fused_wgmma.cu share: parameters, tables, shared memory. The macros are those of the kernel. */
+#pragma once
+
+#include "common/index.cuh"
+#include "common/mbarrier.cuh"
+#include "common/rows.cuh"
+#include "common/units.cuh"
+#include "common/wgmma.cuh"
+
+#define PAIR_NONE 0
+#define PAIR_BLOCKS 1
+#define PAIR_ROWS 2
+
+struct fused_params {
+    const ELEMENT_T* __restrict__ input;
+    const unit_t* __restrict__ packed;
+    const ELEMENT_T* __restrict__ bias;  // or null
+    ELEMENT_T* __restrict__ output;
+    int batch, groups;
+    int h_in, w_in, h_out, w_out;
+    int strips, strip_rows, strip_cells;  // of an image; rows and cells across, of a strip
+    int cells_h;                          // rows of cells that have outputs
+    int origin_h, origin_w;               // input, in units, of a strip's first position
+    int tiles, items;
+};
+
+constexpr int kProducers = 128, kLoaders = 96, kThreads = 384;
+constexpr int kProducerRegisters = 136, kConsumerRegisters = 184;  // a block begins with 168 for each thread
+constexpr int kElements = elements_of_unit<ELEMENT_T>;
+constexpr int kParts = SPLIT ? 2 : 1;
+constexpr int kRows = WARPGROUPS_M * 64;
+constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
+constexpr int kPlanes = UNIT_H * UNIT_W;
+constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
+constexpr int kSteps = UNITS / 2;  // of the instruction: two units
+static_assert(UNITS % 2 == 0 && PITCH % 2 == 0, "a step of wgmma is two units; a thread's two columns lie in one row");
+
+__constant__ constexpr int kStepBegin[] = STEP_BEGIN;
+__constant__ constexpr int kStepOffset[] = STEP_OFFSET;
+__constant__ constexpr int kPhases[] = PHASES;
+
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows], outputs
+// [8 warps][kWarpOutputs], barriers, places [PATCH * kPlanes].
+constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
+constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + 1;
+// Outputs that a warp turns round: kOuter * 8 lines of 32.
+constexpr int kInner = PAIRING == PAIR_NONE ? 1 : 2;  // neighbouring outputs of a thread, of a cell; see fused_store.cuh
+constexpr int kOuter = BLOCKS * 2 / kInner;
+constexpr int kLine = 32 + 8 * kInner;  // outputs from one line to the next, so that lines begin in different banks
+constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;
+static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
+static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits) * 16 + kBarriers * 8 +
+              8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
+              PATCH * kPlanes * static_cast<int>(sizeof(index_t)) <= SHARED_BYTES,
+              "the tile does not fit the shared memory of the launch");
+extern __shared__ __align__(128) unsigned char shared[];
+
+template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
+
+struct stages_t {
+    unit_t* patches;
+    unit_t* weights;
+    ELEMENT_T* outputs;
+    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *lead;
+    index_t* places;  // of a tile's spots in the input
+};
+
+__device__ __forceinline__ stages_t stages() {
+    unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + PATCH_STAGES * kPatchUnits;
+    ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(weights + WEIGHT_STAGES * kWeightUnits);
+    barrier_t* full = reinterpret_cast<barrier_t*>(outputs + 8 * kWarpOutputs);
+    barrier_t* weight_full = full + 2 * PATCH_STAGES;
+    index_t* places = reinterpret_cast<index_t*>(full + kBarriers);
+    return {patches, weights, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
+            full + kBarriers - 1, places};
+}
+
+/* A place in a ring of stages, and the parity of the round. */
+template <int STAGES> struct ring_t {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+/* What a block works on. */
+struct item_t { int set, tile, group; };
+__device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
+    const int rest = item / kSets;
+    return {item % kSets, rest % p.tiles, rest / p.tiles};
+}
+__device__ __forceinline__ int phase_set_of(int set) { return set / CHANNEL_SETS; }
+__device__ __forceinline__ int first_step(int phase_set, int block = 0) { return kStepBegin[phase_set * BLOCKS + block]; }

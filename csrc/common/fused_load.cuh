@@ -1,0 +1,175 @@
+/* Producers of fused_wgmma.cu: what they bring into shared memory, ahead of those who multiply. */
+#pragma once
+
+#include "common/fused.cuh"
+
+/* Copies the weights of step after step. One thread. */
+__device__ __forceinline__ void produce_weights(const fused_params& p, const stages_t& s) {
+    ring_t<WEIGHT_STAGES> ring;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const item_t item = item_of(p, i);
+        const int phase_set = phase_set_of(item.set), first = first_step(phase_set);
+        const int steps = first_step(phase_set + 1) - first;
+        const long long matrices_before = static_cast<long long>(item.group) * CHANNEL_SETS * STEPS +
+                                          first * CHANNEL_SETS + item.set % CHANNEL_SETS * steps;
+        const unit_t* source = p.packed + matrices_before * CHUNKS * kWeightUnits;
+        #pragma unroll 1
+        for (int step = 0; step < steps * CHUNKS; ++step) {
+            barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
+            barrier_t& full = s.weight_full[ring.stage];
+            barrier_arrive_expecting(full, kWeightUnits * 16);
+            bulk_copy(s.weights + ring.stage * kWeightUnits, source, kWeightUnits * 16, full);
+            source += kWeightUnits;
+            ring.advance();
+        }
+    }
+}
+
+/* How the loaders share a patch. A spot is WIDE inputs that lie beside each other in a row of NCHW and are loaded together:
+ * neighbouring positions or, with two inputs a cell, one position in either plane. Neighbours among the threads take
+ * neighbouring spots, in channels_last the units of a spot.
+ */
+constexpr bool kPlanesApart = WIDE == 2 && UNIT_W == 2;
+constexpr int kNext = kPlanesApart ? PATCH : 1;  // from one input of a spot to the next, in the patch
+constexpr int kPlaneSpots = kPlanesApart ? PATCH : PATCH / WIDE;
+constexpr int kSpots = PATCH * kPlanes / WIDE;
+static_assert(kPlanesApart || PATCH % WIDE == 0 && FIRST % WIDE == 0, "a spot begins at a multiple of WIDE");
+constexpr int kAcross = CHANNELS_LAST ? UNITS : 1;
+constexpr int kTurns = (kSpots * kAcross + kLoaders - 1) / kLoaders;
+constexpr int kSpotUnits = CHANNELS_LAST ? 1 : 2;  // that a thread loads of a spot at once
+constexpr int kSpotWords = kSpotUnits * kElements * (WIDE * sizeof(ELEMENT_T) > 4 ? WIDE : 1);
+constexpr int kWords = 48;  // of registers, that a thread loads at once
+constexpr int kTogether = kSpotWords < kWords ? kWords / kSpotWords : 1;  // spots that it loads at once
+__device__ __forceinline__ int spot_of(int turn, int thread) { return (thread + turn * kLoaders) / kAcross; }
+
+struct spot_t { int plane, position; };
+__device__ __forceinline__ spot_t spot_at(int spot) {
+    if (kPlanesApart) return {spot / kPlaneSpots * 2, spot % kPlaneSpots};
+    return {spot / kPlaneSpots, spot % kPlaneSpots * WIDE};
+}
+
+/* Where a spot of a tile's patch begins in the input, -1 for zeros. */
+__device__ __forceinline__ index_t place_of(const fused_params& p, int first, spot_t spot) {
+    const int position = first + spot.position;  // of all that are flattened; may be negative
+    const int period = p.strip_rows * PITCH;
+    const int strip = (position + period) / period - 1, rest = position - strip * period;
+    const int image = strip / p.strips;
+    const int ih = (rest / PITCH + p.origin_h) * UNIT_H + spot.plane / UNIT_W;
+    const int column = rest % PITCH + strip % p.strips * p.strip_cells + p.origin_w;
+    const int iw = column * UNIT_W + spot.plane % UNIT_W;
+    if (strip < 0 || image >= p.batch) return -1;
+    if (static_cast<unsigned>(ih) >= p.h_in || static_cast<unsigned>(iw) >= p.w_in) return -1;
+    const index_t pixels = static_cast<index_t>(p.h_in) * p.w_in, pixel = static_cast<index_t>(ih) * p.w_in + iw;
+    const int channels = p.groups * IN_CHANNELS;
+    return CHANNELS_LAST ? (image * pixels + pixel) * channels : image * channels * pixels + pixel;
+}
+
+/* What a thread has of a spot: a unit of channels, of each its WIDE inputs. */
+using wide_t = vector_t<WIDE>;
+using spot_unit_t = wide_t[kElements];
+
+/* Channels from `channel` on, `stride` bytes apart; zeros beyond the last channel, and where nothing is there. */
+__device__ __forceinline__ void load_spot(
+    spot_unit_t& values, const char* __restrict__ from, bool there, int channel, long long stride) {
+#if VECTOR_LOADS
+    static_assert(sizeof(spot_unit_t) == sizeof(unit_t), "a unit is 16 bytes");
+    unit_t& unit = reinterpret_cast<unit_t&>(values);
+    unit = {};
+    if (there && channel < IN_CHANNELS) unit = *reinterpret_cast<const unit_t*>(from);
+#else
+    #pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+        const bool full = IN_CHANNELS % (UNITS * kElements) == 0;
+        values[e] = {};
+        if (there && (full || channel + e < IN_CHANNELS)) values[e] = *reinterpret_cast<const wide_t*>(from);
+        from += stride;
+    }
+#endif
+}
+
+/* One of the inputs of a spot, as it is stored. */
+__device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values, bool second) {
+    if constexpr (sizeof(ELEMENT_T) == 2 && WIDE == 2) {
+        parts_t<kParts> result;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            result.part[0].word[i] = halves(reinterpret_cast<const unsigned&>(values[2 * i]),
+                                            reinterpret_cast<const unsigned&>(values[2 * i + 1]), second);
+        return result;
+    } else {
+        ELEMENT_T unit[kElements];
+        #pragma unroll
+        for (int e = 0; e < kElements; ++e) unit[e] = second ? values[e].value[WIDE - 1] : values[e].value[0];
+        return pack_unit<kParts>(unit);
+    }
+}
+
+/* Stores a unit of all inputs of a spot; `target` is the place of the first. */
+__device__ __forceinline__ void store_spot(unit_t* target, const spot_unit_t& values) {
+    // Of 8 lanes that store at once, 4 begin with the second of two neighbours: so they meet different banks.
+    const bool turned = WIDE == 2 && !kPlanesApart && threadIdx.x / 4 % 2;
+    #pragma unroll
+    for (int w = 0; w < WIDE; ++w) {
+        const bool second = (w == 1) != turned;
+        const parts_t<kParts> parts = pack_input(values, second);
+        #pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            target[part * UNITS * UNIT_PITCH + (second ? kNext : 0)] = parts.part[part];
+    }
+}
+
+/* Loads the patches of tile after tile, chunk after chunk. The places of a warp's spots are worked out once a tile. */
+__device__ __forceinline__ void produce_patches(const fused_params& p, const stages_t& s, int thread) {
+    const long long stride = (CHANNELS_LAST ? 1ll : 1ll * p.h_in * p.w_in) * sizeof(ELEMENT_T);  // of channels, in bytes
+    const int across = thread % kAcross, lane = thread % 32;
+    ring_t<PATCH_STAGES> ring;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const item_t item = item_of(p, i);
+        const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
+        __syncwarp();
+        for (int k = lane; k < kTurns * 32 / kAcross; k += 32) {
+            const int spot = spot_of(k / (32 / kAcross), thread - lane) + k % (32 / kAcross);
+            if (spot < kSpots) s.places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
+        }
+        __syncwarp();
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            unit_t* patch = s.patches + ring.stage * kPatchUnits;
+            bool waited = false;
+            #pragma unroll 1
+            for (int first = 0; first < kTurns; first += kTogether) {
+                #pragma unroll 1
+                for (int unit = across; unit < UNITS; unit += CHANNELS_LAST ? UNITS : kSpotUnits) {
+                    const int channel = (chunk * UNITS + unit) * kElements;
+                    const char* first_channel = input + channel * stride;
+                    spot_unit_t values[kTogether][kSpotUnits];
+                    #pragma unroll
+                    for (int k = 0; k < kTogether; ++k) {
+                        const int spot = spot_of(first + k, thread);
+                        const index_t place = spot < kSpots ? s.places[spot] : -1;
+                        const char* from = first_channel + static_cast<long long>(place) * sizeof(ELEMENT_T);
+                        #pragma unroll
+                        for (int u = 0; u < kSpotUnits; ++u)
+                            load_spot(values[k][u], from + u * kElements * stride, place >= 0, channel + u * kElements,
+                                      stride);
+                    }
+                    // The loads are on their way while this waits.
+                    if (!waited) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
+                    waited = true;
+                    #pragma unroll
+                    for (int k = 0; k < kTogether; ++k) {
+                        const int spot = spot_of(first + k, thread);
+                        if (spot >= kSpots) continue;
+                        const spot_t at = spot_at(spot);
+                        #pragma unroll
+                        for (int u = 0; u < kSpotUnits; ++u)
+                            store_spot(patch + (unit + u) * UNIT_PITCH + at.plane * PATCH + at.position, values[k][u]);
+                    }
+                }
+            }
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(s.patch_full[ring.stage]);
+            ring.advance();
+        }
+    }
+}

@@ -1,0 +1,46 @@
+/* Units: 16 bytes of neighbouring channels of a pixel, or of a row of weights, as wgmma reads them. */
+#pragma once
+
+#include "common/mma.cuh"
+
+struct alignas(16) unit_t { unsigned word[4]; };
+
+template <typename T> constexpr int elements_of_unit = 16 / sizeof(T);
+
+/* float32 in two parts is a sum of TF32 values, all but its last two bits. */
+template <int PARTS> struct parts_t { unit_t part[PARTS]; };
+
+template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_unit(const T (&values)[elements_of_unit<T>]) {
+    static_assert(PARTS == 1 || sizeof(T) == 4, "only float32 has parts");
+    constexpr int kElements = mma_words<T>::kElements;
+    parts_t<PARTS> result;
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        T word[kElements];
+        #pragma unroll
+        for (int e = 0; e < kElements; ++e) word[e] = values[i * kElements + e];
+        result.part[0].word[i] = mma_words<T>::pack(word);
+        if constexpr (PARTS == 2) {
+            word[0] -= __uint_as_float(result.part[0].word[i]);
+            result.part[1].word[i] = mma_words<T>::pack(word);
+        }
+    }
+    return result;
+}
+
+/* The elements of a unit of memory. */
+template <typename T> __device__ __forceinline__ void unpack_unit(T (&values)[elements_of_unit<T>], const unit_t& unit) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 2, "32 or 16 bits");
+    #pragma unroll
+    for (int e = 0; e < elements_of_unit<T>; ++e) {
+        if constexpr (sizeof(T) == 4) values[e] = __uint_as_float(unit.word[e]);
+        else values[e].bits = static_cast<unsigned short>(unit.word[e / 2] >> e % 2 * 16);
+    }
+}
+
+/* The lower halves of two words, or their upper halves. */
+__device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper) {
+    unsigned result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(upper ? 0x7632 : 0x5410));
+    return result;
+}

@@ -1,0 +1,163 @@
+/* fused on Hopper: the product of weights and columns, and its fold, in one kernel. Columns are never written.
+ *
+ * Outputs and inputs of an axis are cut into cells, SPAN outputs and UNIT inputs each. Output r of cell j reads the inputs
+ * j * UNIT + shift, where the shifts depend on r alone:
+ *
+ *   transposed convolution  SPAN = S * UNIT: tap k has shift = (r + P - k * D) / S, where that divides
+ *   its input gradient      UNIT = S * SPAN: tap k has shift = r * S - P + k * D
+ *
+ * For one phase r of all cells the outputs are a matrix product
+ *
+ *   outputs [co, cell] = weights [co, (shift, ci)] . inputs [(shift, ci), cell]
+ *
+ * whose right side is, for each shift, the same input at another place. So the inputs lie flattened: images, strips of
+ * columns, rows of PITCH positions, with as many zeros between them as the shifts reach. The input that a cell sees at a
+ * shift is then a constant number of positions away, whatever the cell, and any run of positions is the right side of a
+ * product. (What is computed for the positions between the rows is wasted: 2 of 66 for a 3x3 kernel in strips of 64.)
+ * Several inputs a cell lie in planes of their own: those at j * UNIT, those at j * UNIT + 1, ...
+ *
+ *   left   M block: 64 rows, which are SLOTS phases x CHANNELS output channels     (rows.cuh)
+ *   right  COLUMNS positions
+ *   K      steps of a shift, and UNITS units of 16 bytes of channels               (units.cuh)
+ *
+ * Both sides are read from shared memory, K-major, without swizzling: [unit][row or position], 16 bytes each. So a shift
+ * needs no alignment but its 16 bytes, which are one position. float32 as SPLIT has two parts of TF32 on both sides, and
+ * three products; tensor cores sum short chains only, which are added up in float32, because they cut their sums off
+ * where float32 would round.
+ *
+ * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One of
+ * its three warpgroups produces (fused_load.cuh): three warps load the inputs of the tile, chunk after chunk of channels,
+ * round them and lay them out; one thread copies the weights of each step as fused_weights.cu has laid them out. The other
+ * two multiply, each BLOCKS M blocks with COLUMNS positions, and store (fused_store.cuh). Two rings of stages lie between.
+ *
+ * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_,
+ * SPAN_ with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has output channels of
+ * its own; 1: positions of its own); PHASE_SETS (of BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PITCH
+ * (even), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST
+ * (place of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES; CHAIN (steps, of SPLIT); LEAD (steps
+ * by which one warpgroup is ahead); WIDE (inputs that are loaded together), VECTOR_LOADS (units lie aligned in
+ * channels_last); PAIRING, JOINED, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
+ *
+ * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
+ * the patch's first), PHASES (of each slot of each block of each phase set: row phase * PHASE_BASE + column phase, or -1).
+ * Chosen by gemmconv/algorithms/fused_plan.py.
+ */
+#include "common/fused_load.cuh"
+#include "common/fused_store.cuh"
+
+/* A warpgroup's part of item after item. */
+__device__ __forceinline__ void consume(const fused_params& p, const stages_t& s, int warpgroup) {
+    const int warpgroup_m = WARPGROUPS_M == 2 ? warpgroup : 0, warpgroup_n = WARPGROUPS_M == 2 ? 0 : warpgroup;
+    const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
+    ring_t<PATCH_STAGES> patches;
+    ring_t<WEIGHT_STAGES> weights;
+    // One warpgroup begins LEAD steps after the other and stays behind it, so that one multiplies while the other stores.
+    int lead = warpgroup == 0 ? LEAD : 0;
+    if (LEAD > 0 && warpgroup == 1 && blockIdx.x < p.items) barrier_wait(*s.lead, 0);
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const item_t item = item_of(p, i);
+        const int phase_set = phase_set_of(item.set);
+        float sums[BLOCKS][COLUMNS / 2];
+        [[maybe_unused]] float chain[SPLIT ? COLUMNS / 2 : 1];
+        [[maybe_unused]] int links = 0;
+        #pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            if (!SPLIT && first_step(phase_set, block) < first_step(phase_set, block + 1)) continue;
+            #pragma unroll
+            for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] = 0.0f;
+        }
+        // Stages that products in flight may still read.
+        barrier_t *held_weights = nullptr, *held_patch = nullptr;
+        const auto release = [&] {
+            if (speaker && held_weights != nullptr) barrier_arrive(*held_weights);
+            if (speaker && held_patch != nullptr) barrier_arrive(*held_patch);
+            held_weights = held_patch = nullptr;
+        };
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            barrier_wait(s.patch_full[patches.stage], patches.parity);
+            const matrix_t right =
+                matrix_of(s.patches + patches.stage * kPatchUnits + warpgroup_n * COLUMNS, UNIT_PITCH * 16, 128);
+            #pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) {
+                const int begin = first_step(phase_set, block), end = first_step(phase_set, block + 1);
+                for (int step = begin; step < end; ++step) {
+                    const matrix_t left =
+                        matrix_of(s.weights + weights.stage * kWeightUnits + warpgroup_m * 64, kRows * 16, 128);
+                    const matrix_t shifted = advanced(right, kStepOffset[step] * 16);
+                    barrier_wait(s.weight_full[weights.stage], weights.parity);
+                    wgmma_fence();
+#if SPLIT
+                    #pragma unroll
+                    for (int k = 0; k < kSteps; ++k) {
+                        constexpr int kLeftPart = UNITS * kRows * 16, kRightPart = UNITS * UNIT_PITCH * 16;
+                        const int l = k * 2 * kRows * 16, r = k * 2 * UNIT_PITCH * 16;
+                        const matrix_t left_part = advanced(left, l), right_part = advanced(shifted, r);
+                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advanced(shifted, r + kRightPart), k > 0 || links > 0);
+                        wgmma<ELEMENT_T, COLUMNS>(chain, advanced(left, l + kLeftPart), right_part, 1);
+                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, right_part, 1);
+                    }
+                    wgmma_commit();
+                    if (++links == CHAIN || step + 1 == end) {
+                        wgmma_wait<0>();
+                        settle(chain);
+                        #pragma unroll
+                        for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] += chain[d];
+                        links = 0;
+                    } else {
+                        wgmma_wait<1>();
+                    }
+#else
+                    #pragma unroll
+                    for (int k = 0; k < kSteps; ++k)
+                        wgmma<ELEMENT_T, COLUMNS>(
+                            sums[block], advanced(left, k * 2 * kRows * 16), advanced(shifted, k * 2 * UNIT_PITCH * 16),
+                            k > 0 || chunk > 0 || step > begin);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+#endif
+                    release();
+                    held_weights = &s.weight_empty[weights.stage];
+                    weights.advance();
+                    if (lead > 0 && --lead == 0 && speaker) barrier_arrive(*s.lead);
+                }
+            }
+            if (speaker && held_patch != nullptr) barrier_arrive(*held_patch);  // a chunk without steps
+            held_patch = &s.patch_empty[patches.stage];
+            patches.advance();
+        }
+        wgmma_wait<0>();
+        release();
+        if (lead > 0 && speaker) barrier_arrive(*s.lead);
+        lead = 0;
+        #pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) settle(sums[block]);
+        store_tile(p, item, sums, item.tile * kTile + warpgroup_n * COLUMNS, warpgroup_m,
+                   s.outputs + (threadIdx.x - kProducers) / 32 * kWarpOutputs);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(const __grid_constant__ fused_params p) {
+    const stages_t s = stages();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PATCH_STAGES; ++i) {
+            barrier_init(s.patch_full[i], kLoaders / 32);
+            barrier_init(s.patch_empty[i], 8);  // warps that multiply
+        }
+        for (int i = 0; i < WEIGHT_STAGES; ++i) {
+            barrier_init(s.weight_full[i], 1);
+            barrier_init(s.weight_empty[i], 8);
+        }
+        barrier_init(*s.lead, 4);
+        barrier_init_done();
+    }
+    __syncthreads();
+    const int thread = threadIdx.x;
+    if (thread >= kProducers) {
+        registers_up<kConsumerRegisters>();
+        consume(p, s, (thread - kProducers) / 128);
+    } else {
+        registers_down<kProducerRegisters>();
+        if (thread >= kProducers - kLoaders) produce_patches(p, s, thread - (kProducers - kLoaders));
+        else if (thread == 0) produce_weights(p, s);
+    }
+}

@@ -1,0 +1,220 @@
+"""``fused``: weights times columns, and their fold, in one kernel on Hopper's tensor cores; columns are never written.
+
+    fused_plan.py          how the kernel goes about a problem
+    csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
+    csrc/fused_wgmma.cu    everything else
+
+For layers whose work is arithmetic. The same kernel computes input gradients; weight gradients are left to gemm_col2im.
+Not yet in ``ALGORITHMS``: it has run under the tests' emulator, and on no GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
+from gemmconv.algorithms.fused_plan import PHASE_BASE, SHARED_BYTES, Plan, plan_of
+from gemmconv.algorithms.gemm_col2im import GemmCol2im
+from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.geometry import Shape4
+
+MULTIPROCESSORS = 132  # of the H200; elsewhere blocks have more or fewer items to take
+_HOPPER = (9, 0)
+_CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
+_LAUNCH_SECONDS = 4e-6
+_WEIGHT_RATE = 2e12  # bytes a second, of laying weights out
+_OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
+_INT32_MAX = 2**31 - 1
+_THREADS = 384
+_WEIGHT_THREADS = 256  # of a block that lays weights out
+_WEIGHT_THREADS_AT_ONCE = 1 << 18
+_CHAIN = 2  # steps
+
+FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("slice",))
+FusedParams = params_struct(
+    "fused_params",
+    ("input", "packed", "bias", "output"),
+    (
+        *("batch", "groups", "h_in", "w_in", "h_out", "w_out", "strips", "strip_rows", "strip_cells", "cells_h"),
+        *("origin_h", "origin_w", "tiles", "items"),
+    ),
+)
+
+
+def plan_for(config: Config, direction: Direction) -> Plan | None:
+    """The plan for a configuration, None where the kernel is not for it."""
+    split = config.dtype == torch.float32 and config.precision == "ieee"
+    channels_last = config.memory_format is torch.channels_last
+    return plan_of(config.problem, direction, config.dtype.itemsize, split, channels_last)
+
+
+def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/fused_wgmma.cu and csrc/fused_weights.cu."""
+    p = plan.problem
+    assert plan.stages is not None
+    shifts = [shift for steps in plan.steps for shift in steps]
+    begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
+    phases = [phase for block in plan.phases for phase in block]
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "SPLIT": int(plan.split),
+        "INPUT_GRAD": int(plan.direction == "input_grad"),
+        "IN_CHANNELS": plan.in_channels,
+        "OUT_CHANNELS": plan.out_channels,
+        "CHANNELS_LAST": int(plan.channels_last),
+        "UNIT_H": plan.unit[0],
+        "UNIT_W": plan.unit[1],
+        "SPAN_H": plan.span[0],
+        "SPAN_W": plan.span[1],
+        "SLOTS": plan.slots,
+        "CHANNELS": plan.channels,
+        "ROW_ORDER": plan.row_order,
+        "BLOCKS": plan.blocks,
+        "COLUMNS": plan.columns,
+        "WARPGROUPS_M": plan.warpgroups_m,
+        "PHASE_SETS": plan.phase_sets,
+        "CHANNEL_SETS": plan.channel_sets,
+        "UNITS": plan.units,
+        "CHUNKS": plan.chunks,
+        "PITCH": plan.pitch,
+        "PATCH": plan.patch,
+        "UNIT_PITCH": plan.unit_pitch,
+        "FIRST": plan.first,
+        "PATCH_STAGES": plan.stages[0],
+        "WEIGHT_STAGES": plan.stages[1],
+        "CHAIN": _CHAIN,
+        "PAIRING": plan.pairing,
+        "JOINED": int(plan.joined),
+        "STAGED": int(plan.staged),
+        "VECTOR": plan.vector,
+        "VECTOR_LOADS": int(plan.channels_last and plan.in_channels % plan.element_units == 0),
+        "WIDE": plan.wide,
+        "LEAD": plan.lead,
+        "SHARED_BYTES": plan.shared_bytes,
+        "PHASE_BASE": PHASE_BASE,
+        "STEPS": len(shifts),
+        "STEP_BEGIN": table(begins),
+        "STEP_OFFSET": table([plan.offset(shift) for shift in shifts]),
+        "STEP_SHIFT_H": table([shift[0] for shift in shifts]),
+        "STEP_SHIFT_W": table([shift[1] for shift in shifts]),
+        "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
+        **geometry_macros(p),
+    }
+    if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+def prepare_forward(config: Config, plan: Plan) -> Forward:
+    """As ``Algorithm.forward``."""
+    return _prepare(config, plan, config.problem.input_shape, config.problem.output_shape)
+
+
+def prepare_input_grad(config: Config, plan: Plan) -> Gradient:
+    """As ``Algorithm.input_grad``."""
+    gather = _prepare(config, plan, config.problem.output_shape, config.problem.input_shape)
+    return lambda grad_output, weight: gather(grad_output, weight, None)
+
+
+def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shape4) -> Forward:
+    """Prepare outputs gathered from inputs."""
+    from gemmconv.runtime.launch import load
+
+    p, shared_bytes = config.problem, plan.shared_bytes
+    macros = macros_of(plan, config.dtype)
+    pack = load("fused_weights.cu", "fused_weights_kernel", macros, config.device.index)
+    kernel = load("fused_wgmma.cu", "fused_wgmma_kernel", macros, config.device.index, shared_bytes)
+    strides = strides_of(output_shape, config.memory_format)
+    input_strides = strides_of(input_shape, config.memory_format)
+    most_steps = max(sum(map(len, plan.steps[i : i + plan.blocks])) for i in range(0, len(plan.steps), plan.blocks))
+    rows = plan.chunks * plan.units * plan.warpgroups_m * 64
+    sets = plan.phase_sets * plan.channel_sets
+    slice_steps = max(1, min(most_steps, rows * most_steps * sets * p.groups // _WEIGHT_THREADS_AT_ONCE))
+    pack_grid = (-(-rows * -(-most_steps // slice_steps) // _WEIGHT_THREADS), sets, p.groups)
+    grid = (min(plan.items, MULTIPROCESSORS), 1, 1)
+    sizes = (
+        *(p.batch, p.groups, *plan.input_size, *plan.output_size),
+        *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.tiles, plan.items),
+    )
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(output_shape, strides)
+        if plan.items == 0:
+            return output
+        input, weight = with_strides(input, input_strides), weight.contiguous()
+        if input.data_ptr() % 16:  # the kernel loads vectors
+            input = input.clone(memory_format=torch.preserve_format)
+        packed = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=input.device)
+        weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr(), slice_steps)
+        pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        addresses = (input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr())
+        kernel.launch(grid, (_THREADS, 1, 1), FusedParams(*addresses, *sizes), shared_bytes)
+        return output
+
+    return call
+
+
+class Fused:
+    """See the module."""
+
+    name = "fused"
+    summary = "product and col2im in one kernel on Hopper's tensor cores; no columns"
+
+    def why_not(self, config: Config) -> str | None:
+        p = config.problem
+        if config.device.type != "cuda":
+            return f"the device must be cuda, got {config.device.type}"
+        # Without a device at hand, what is asked is how it would be on the one that estimates are for.
+        capability = torch.cuda.get_device_capability(config.device) if torch.cuda.is_available() else _HOPPER
+        if capability != _HOPPER:
+            return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
+        if config.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"dtype must be one of float32, float16, bfloat16, got {str(config.dtype).removeprefix('torch.')}"
+        plan = plan_for(config, "forward")
+        if plan is None:
+            window = f"kernel_size={p.kernel_size}, stride={p.stride}, dilation={p.dilation}"
+            return (
+                f"a tile must fit {SHARED_BYTES} bytes of shared memory, and its tables constant memory; got {window}"
+            )
+        return _too_large(plan)
+
+    def workspace_bytes(self, config: Config, direction: Direction) -> int:
+        plan = _own_plan(config, direction)
+        return _OTHERWISE.workspace_bytes(config, direction) if plan is None else plan.packed_bytes
+
+    def estimate(self, config: Config, direction: Direction) -> float:
+        """The cycles of its plan, and the bytes of the weights that are laid out."""
+        plan = _own_plan(config, direction)
+        if plan is None:
+            return _OTHERWISE.estimate(config, direction)
+        return 2 * _LAUNCH_SECONDS + plan.cycles / _CLOCK_RATE + 2 * plan.packed_bytes / _WEIGHT_RATE
+
+    def forward(self, config: Config) -> Forward:
+        plan = _own_plan(config, "forward")
+        assert plan is not None
+        return prepare_forward(config, plan)
+
+    def input_grad(self, config: Config) -> Gradient:
+        plan = _own_plan(config, "input_grad")
+        return _OTHERWISE.input_grad(config) if plan is None else prepare_input_grad(config, plan)
+
+    def weight_grad(self, config: Config) -> Gradient:
+        return _OTHERWISE.weight_grad(config)
+
+
+def _own_plan(config: Config, direction: Direction) -> Plan | None:
+    """The plan for a pass that the kernel computes, None where gemm_col2im does."""
+    plan = None if direction == "weight_grad" else plan_for(config, direction)
+    return None if plan is None or _too_large(plan) else plan
+
+
+def _too_large(plan: Plan) -> str | None:
+    """Why the kernel's integers do not reach as far as the plan, or None."""
+    p = plan.problem
+    if max(plan.last_position, plan.items, p.in_pixels, p.out_pixels) > _INT32_MAX:
+        return "images must have less than 2**31 pixels in all"
+    if max(p.groups, plan.phase_sets * plan.channel_sets) > MAX_GRID_Y:
+        return f"groups and blocks of output channels must be at most {MAX_GRID_Y} each"
+    return None

@@ -1,0 +1,471 @@
+"""The plans of csrc/fused_wgmma.cu leave out no product, and what they promise of places holds. No kernel runs.
+
+What the kernels work out from a plan (rows, taps, places of inputs, runs of outputs) is written here again.
+"""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from benchmarks.workloads import SUITES
+from gemmconv import Problem
+from gemmconv.algorithms import fused
+from gemmconv.algorithms.base import Config
+from gemmconv.algorithms.fused_plan import (
+    PAIR_BLOCKS,
+    PAIR_NONE,
+    PAIR_ROWS,
+    ROWS_CHANNELS,
+    ROWS_PLAIN,
+    ROWS_SLOTS,
+    SHARED_BYTES,
+    plan_of,
+    plans_of,
+)
+from tests.cases import CASES, TILED_CASES
+from tests.samples import problem_of
+from tests.test_direct_mma import wide_problems
+from tests.test_geometry import scattered
+
+VECTOR_BYTES = 16  # the most that a thread stores at once
+CONSTANT_BYTES = 64 << 10  # of all tables of a kernel
+DIRECTIONS = ("forward", "input_grad")
+PRECISIONS = [(4, True), (4, False), (2, False)]  # itemsize, split
+
+
+@st.composite
+def fused_problems(draw, most_outputs):
+    """A wide Problem: of small strides more often, and with more output channels than an M block has rows."""
+    problem = draw(wide_problems())
+    channels = draw(st.sampled_from((problem.out_channels // problem.groups, 5, 16, 32, 64, 65, 130)))
+    stride = (problem.stride[0], draw(st.sampled_from((problem.stride[1], 1, 2, 3, 4))))
+    padding_h, padding_w = problem.output_padding
+    output_padding = (padding_h, min(padding_w, max(stride[1], problem.dilation[1]) - 1))
+    problem = replace(problem, out_channels=problem.groups * channels, stride=stride, output_padding=output_padding)
+    assume(min(problem.output_size) > 0)
+    assume(problem.batch * problem.out_channels * problem.out_pixels < most_outputs)
+    return problem
+
+
+@st.composite
+def plans(draw, most_outputs=1_000_000):
+    """Any plan that a problem may have, the rare ones as often as others."""
+    precision, channels_last = draw(st.sampled_from(PRECISIONS)), draw(st.booleans())
+    found = [
+        *plans_of(draw(fused_problems(most_outputs)), draw(st.sampled_from(DIRECTIONS)), *precision, channels_last)
+    ]
+    assume(found)
+    choices = draw(st.randoms(use_true_random=True))
+    for choice in (lambda plan: (plan.unit, plan.slots, plan.blocks), lambda plan: plan.strips):
+        value = choices.choice(sorted(set(map(choice, found))))
+        found = [plan for plan in found if choice(plan) == value]
+    return choices.choice(found)
+
+
+# Phases and output channels: the left sides.
+
+
+def place_of_row(plan, row):
+    """Return the (slot, channel) of a row of an M block, as csrc/common/rows.cuh has it."""
+    pair, half = row // 16 * 8 + row % 8, row // 8 % 2
+    if plan.row_order == ROWS_SLOTS:
+        return pair // plan.channels * 2 + half, pair % plan.channels
+    if plan.row_order == ROWS_CHANNELS:
+        return pair // (plan.channels // 2), pair % (plan.channels // 2) * 2 + half
+    return divmod(row, plan.channels)
+
+
+def output_of_row(plan, block, part, row):
+    """Return the (phase, channel) of a row of an M block, of a part of the output channels; None where it is idle."""
+    slot, channel = place_of_row(plan, row)
+    phase = plan.phases[block][slot] if slot < plan.slots else None
+    channel += part * plan.channels
+    return None if phase is None or channel >= plan.out_channels else (phase, channel)
+
+
+def tap_of(plan, axis, output, shift):
+    """Return the tap that reaches an output of a cell with a shift, or None, as csrc/fused_weights.cu has it."""
+    problem = plan.problem
+    near, far = (output, shift) if plan.direction == "forward" else (shift, output)
+    reach = near + problem.padding[axis] - far * problem.stride[axis]
+    tap, rest = divmod(reach, problem.dilation[axis])
+    return tap if reach >= 0 and rest == 0 and tap < problem.kernel_size[axis] else None
+
+
+def gathered(plan, axis):
+    """Return the (output, tap, input) of an axis: what the layer scatters, or gathers back."""
+    triples = scattered(plan.problem, axis)
+    return triples if plan.direction == "forward" else [(position, tap, output) for output, tap, position in triples]
+
+
+def products_of(plan):
+    """Return for each step of each M block the (phase, shift, tap) with a weight."""
+    found = []
+    for block, steps in zip(plan.phases, plan.steps, strict=True):
+        for shift in steps:
+            taps = {
+                phase: tuple(tap_of(plan, axis, phase[axis], shift[axis]) for axis in (0, 1))
+                for phase in block
+                if phase is not None
+            }
+            found.append([(phase, shift, tap) for phase, tap in taps.items() if None not in tap])
+    return found
+
+
+@given(plans())
+def test_steps_have_every_tap_of_every_phase_once(plan):
+    found = Counter(itertools.chain(*products_of(plan)))
+    assert set(found.values()) == {1}
+    # An axis: each tap reaches one of S outputs that follow each other, and a cell has S for each of its inputs. In an
+    # input gradient every tap reaches every output.
+    assert len(found) == plan.problem.taps * math.prod(plan.multiple)
+    rows, columns = (
+        {(output % span, position - output // span * unit, tap) for output, tap, position in gathered(plan, axis)}
+        for axis, (span, unit) in enumerate(zip(plan.span, plan.unit, strict=True))
+    )
+    for row, column in itertools.product(rows, columns):
+        assert tuple(zip(row, column, strict=True)) in found
+
+
+@given(plans())
+def test_steps_are_for_a_phase_of_their_block(plan):
+    assert all(products_of(plan))
+    for steps in plan.steps:
+        assert len(set(steps)) == len(steps)
+
+
+@given(plans())
+def test_rows_of_m_blocks_are_every_phase_and_output_channel_once(plan):
+    rows = [place_of_row(plan, row) for row in range(64)]
+    assert len(set(rows)) == 64
+    assert set(rows) >= {*itertools.product(range(plan.slots), range(plan.channels))}
+    assert {channel for _, channel in rows} == {*range(plan.channels)}
+    assert plan.phase_sets * plan.blocks == len(plan.phases)
+    parts = range(plan.channel_sets * plan.warpgroups_m)
+    found = Counter(
+        output_of_row(plan, block, part, row)
+        for block, part, row in itertools.product(range(len(plan.phases)), parts, range(64))
+    )
+    found.pop(None, None)
+    phases = itertools.product(*map(range, plan.span))
+    assert found == Counter(itertools.product(phases, range(plan.out_channels)))
+
+
+@given(plans())
+def test_packed_weights_are_every_step_of_every_item_in_order(plan):
+    """Those that csrc/fused_weights.cu writes for an item follow each other, as csrc/fused_wgmma.cu copies them."""
+    begins = [sum(map(len, plan.steps[:block])) for block in range(0, len(plan.steps) + 1, plan.blocks)]
+    every_step, copied = begins[-1], []
+    for group, phase_set, channel_set in itertools.product(
+        range(plan.problem.groups), range(plan.phase_sets), range(plan.channel_sets)
+    ):
+        first, steps = begins[phase_set], begins[phase_set + 1] - begins[phase_set]
+        before = group * plan.channel_sets * every_step + first * plan.channel_sets + channel_set * steps
+        written = [before * plan.chunks + chunk * steps + step for chunk in range(plan.chunks) for step in range(steps)]
+        begin = before * plan.chunks
+        assert written == [*range(begin, begin + steps * plan.chunks)]
+        copied += written
+    assert sorted(copied) == [*range(len(copied))]
+    assert plan.packed_bytes == len(copied) * plan.weight_bytes
+
+
+# Strips and positions: the right sides.
+
+
+def cells_at(plan, positions):
+    """Return image, row, column in the image and in its strip of the cells at positions, and which are cells."""
+    place, column = np.divmod(positions, plan.pitch)
+    strip, row = np.divmod(place, plan.strip_rows)
+    image, strip = np.divmod(strip, plan.strips)
+    there = (row < plan.cells[0]) & (column < plan.strip_cells) & (image < plan.problem.batch)
+    return image, row, strip * plan.strip_cells + column, column, there
+
+
+def input_at(plan, first, offsets):
+    """Return the pixels of all images at offsets into the patch whose positions begin with `first`; -1 for zeros.
+
+    `plan.wide` inputs are loaded together, in a row of the input: the first of them decides whether they are there.
+    """
+    (height, width), (unit_h, unit_w), (origin_h, origin_w) = plan.input_size, plan.unit, plan.origin
+    plane, position = np.divmod(offsets, plan.patch)
+    if unit_w == 2:
+        plane, behind = plane // plan.wide * plan.wide, plane % plan.wide
+    else:
+        position, behind = position // plan.wide * plan.wide, position % plan.wide
+    position += first
+    period = plan.strip_rows * plan.pitch
+    assert (position + period >= 0).all()  # a quotient that C++ would round towards zero
+    strip = (position + period) // period - 1
+    rest = position - strip * period
+    image = strip // plan.strips
+    ih = (rest // plan.pitch + origin_h) * unit_h + plane // unit_w
+    column = rest % plan.pitch + strip % plan.strips * plan.strip_cells + origin_w
+    iw = column * unit_w + plane % unit_w
+    there = (strip >= 0) & (image < plan.problem.batch) & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+    pixel = (image * height + ih) * width + iw
+    assert (pixel[there] % plan.wide == 0).all()  # aligned
+    return np.where(there, pixel + behind, -1)
+
+
+@given(plans())
+def test_cells_are_at_one_position_each(plan):
+    image, row, cell, _, there = cells_at(plan, np.arange(plan.tiles * plan.tile))
+    there &= cell < plan.cells[1]
+    places = (image[there] * plan.cells[0] + row[there]) * plan.cells[1] + cell[there]
+    assert sorted(places) == [*range(plan.problem.batch * math.prod(plan.cells))]
+    assert plan.pitch % 2 == 0
+    assert plan.strips == 1 or plan.strip_cells % 2 == 0
+
+
+@given(plans())
+def test_cells_find_their_inputs_at_every_shift(plan):
+    """`offset` away from a cell is the input that the shift means: of its image, or zero where there is none."""
+    (height, width), (unit_h, unit_w) = plan.input_size, plan.unit
+    positions = np.arange(plan.tiles * plan.tile)
+    image, row, cell, _, there = cells_at(plan, positions)
+    positions, image, row, cell = (values[there & (cell < plan.cells[1])] for values in (positions, image, row, cell))
+    tile, place = np.divmod(positions, plan.tile)
+    for shift in set().union(*plan.steps):
+        ih, iw = row * unit_h + shift[0], cell * unit_w + shift[1]
+        inside = (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+        wanted = np.where(inside, (image * height + ih) * width + iw, -1)
+        found = input_at(plan, tile * plan.tile + plan.first, plan.offset(shift) + place)
+        assert (found == wanted).all()
+
+
+@given(plans())
+def test_patches_hold_the_inputs_of_all_positions_of_a_tile(plan):
+    """Also of those without outputs: what they read is in the plane of the shift."""
+    for shift in set().union(*plan.steps):
+        plane = shift[0] % plan.unit[0] * plan.unit[1] + shift[1] % plan.unit[1]
+        first = plan.offset(shift) - plane * plan.patch
+        assert first >= 0
+        assert first + plan.tile - 1 < plan.patch
+
+
+# Outputs
+
+
+def lines_of(plan):
+    """Return the runs that the rows of a group store for a cell: [row phase, column phase, channel, outputs of a cell].
+
+    A run is of neighbours: columns of the output, or channels in channels_last.
+    """
+    inner = 1 if plan.pairing == PAIR_NONE else 2
+    found = []
+    for phase_set, part, warp, g, outer in itertools.product(
+        range(plan.phase_sets),
+        range(plan.channel_sets * plan.warpgroups_m),
+        range(4),
+        range(8),
+        range(plan.blocks * 2 // inner),
+    ):
+        blocks_and_halves = {
+            PAIR_NONE: [divmod(outer, 2)],
+            PAIR_BLOCKS: [(0, outer), (1, outer)],
+            PAIR_ROWS: [(outer, 0), (outer, 1)],
+        }[plan.pairing]
+        outputs = [
+            output_of_row(plan, phase_set * plan.blocks + block, part, warp * 16 + half * 8 + g)
+            for block, half in blocks_and_halves
+        ]
+        if outputs[0] is None:
+            assert set(outputs) == {None}
+            continue
+        ((row, column), channel), *others = (output for output in outputs if output is not None)
+        assert others in ([], [((row, column), channel + 1) if plan.channels_last else ((row, column + 1), channel)])
+        found.append((row, column, channel, 1 + len(others)))
+    return np.array(found).T
+
+
+def staged_runs_of(plan):
+    """As runs_of, where a warp's outputs are turned round: a thread stores some of a line's 32."""
+    channels, pixels, vector = plan.out_channels * plan.problem.groups, math.prod(plan.output_size), plan.vector
+    (height, width), (span_h, inner) = plan.output_size, plan.span
+    assert inner == (1 if plan.pairing == PAIR_NONE else 2)
+    row_phase, column_phase, channel, present = lines_of(plan)
+    assert (column_phase == 0).all()
+    assert (present == inner).all()
+    lines = plan.tiles * plan.tile * inner // 32
+    outputs = (np.arange(lines)[:, None] * 32 + np.arange(0, 32, vector)).reshape(-1, 1)
+    image, row, cell, column, there = cells_at(plan, outputs // inner)
+    oh, ow = row * span_h + row_phase, cell * inner + outputs % inner
+    count = np.minimum(np.minimum(vector, width - ow), (plan.strip_cells - column) * inner - outputs % inner)
+    stored = there & (oh < height) & (count > 0)
+    place = (image * channels + channel) * pixels + oh * width + ow
+    return place[stored], np.broadcast_to(count, stored.shape)[stored], vector
+
+
+def runs_of(plan):
+    """Return where in the output the runs begin that the kernel stores for the first group, and the outputs of each.
+
+    Also the outputs of a whole run.
+    """
+    if plan.staged:
+        return staged_runs_of(plan)
+    joined, channels, pixels = plan.joined, plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
+    (height, width), (span_h, span_w) = plan.output_size, plan.span
+    inner = 1 if plan.pairing == PAIR_NONE else 2
+    row_phase, column_phase, channel, present = lines_of(plan)
+    present = present * (2 if joined else 1)
+    image, row, cell, column, there = cells_at(plan, np.arange(0, plan.tiles * plan.tile, 2))
+    image, row, cell, column = (values[there][:, None] for values in (image, row, cell, column))
+    places, counts = [], []
+    for cell_of_run in range(1 if joined else 2):
+        oh, ow = row * span_h + row_phase, (cell + cell_of_run) * span_w + column_phase
+        count = np.where(ow < width, present, 0) if plan.channels_last else np.minimum(present, width - ow)
+        if joined:
+            count = np.where(column + 1 < plan.strip_cells, count, np.minimum(count, inner))
+        elif cell_of_run == 1:
+            count = np.where(column + 1 < plan.strip_cells, count, 0)
+        stored = (oh < height) & (count > 0)
+        pixel = oh * width + ow
+        if plan.channels_last:
+            place = (image * pixels + pixel) * channels + channel
+        else:
+            place = (image * channels + channel) * pixels + pixel
+        places.append(place[stored])
+        counts.append(count[stored])
+    return np.concatenate(places), np.concatenate(counts), inner * (2 if joined else 1)
+
+
+@given(plans())
+def test_outputs_are_written_once_each(plan):
+    batch, channels, pixels = plan.problem.batch, plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
+    places, counts, run = runs_of(plan)
+    written = np.concatenate([places[counts > i] + i for i in range(run)])
+    assert len(written) == batch * plan.out_channels * pixels
+    found = np.bincount(written, minlength=batch * channels * pixels)
+    assert found.max() == 1
+    # Those of the first group, which those of the others follow.
+    stride, period = (1, channels) if plan.channels_last else (pixels, channels * pixels)
+    assert (written % period < plan.out_channels * stride).all()
+
+
+@given(plans())
+def test_runs_of_outputs_are_aligned(plan):
+    places, counts, run = runs_of(plan)
+    vector = min(plan.vector, run)
+    assert run % vector == 0
+    assert VECTOR_BYTES % (vector * plan.itemsize) == 0
+    assert (places[counts == run] % vector == 0).all()
+    behind = (plan.problem.groups - 1) * plan.out_channels * (1 if plan.channels_last else math.prod(plan.output_size))
+    assert behind % vector == 0
+
+
+# Stages
+
+
+@given(plans())
+def test_stages_fit_shared_memory(plan):
+    macros = fused.macros_of(plan, torch.float32 if plan.itemsize == 4 else torch.float16)
+    planes, parts = macros["UNIT_H"] * macros["UNIT_W"], 1 + macros["SPLIT"]
+    patch_units = parts * macros["UNITS"] * macros["UNIT_PITCH"]
+    weight_units = parts * macros["UNITS"] * macros["WARPGROUPS_M"] * 64
+    stages, barriers = macros["PATCH_STAGES"] * patch_units, 2 * (macros["PATCH_STAGES"] + macros["WEIGHT_STAGES"]) + 1
+    stages += macros["WEIGHT_STAGES"] * weight_units
+    places, outputs = macros["PATCH"] * planes, 0
+    if macros["STAGED"]:
+        inner = 1 if macros["PAIRING"] == PAIR_NONE else 2
+        outputs = 8 * (macros["BLOCKS"] * 2 // inner * 8) * (32 + 8 * inner)
+    needed = stages * 16 + outputs * plan.itemsize + barriers * 8 + places * 8
+    assert needed == macros["SHARED_BYTES"] <= SHARED_BYTES
+    assert SHARED_BYTES == 227 << 10  # of a block of sm_90
+    assert places <= macros["UNIT_PITCH"]
+    assert min(macros["PATCH_STAGES"], macros["WEIGHT_STAGES"]) >= 2
+    # Eight threads that store side by side have the units of some spots.
+    spots = range(8 // plan.units)
+    assert {(unit * plan.unit_pitch + spot) % 8 for unit in range(plan.units) for spot in spots} == {*range(8)}
+
+
+@given(plans())
+def test_stages_hold_the_steps_by_which_a_warpgroup_is_ahead(plan):
+    """Only both warpgroups together give a stage back; after its first item the one that is ahead no longer waits."""
+    patches, weights = plan.stages
+    for block in range(0, len(plan.steps), plan.blocks):
+        steps = sum(map(len, plan.steps[block : block + plan.blocks]))  # of a chunk
+        ahead = min(plan.lead, steps * plan.chunks)
+        assert ahead <= weights
+        assert ahead <= steps * patches
+        assert steps > 0 or plan.lead == 0
+
+
+@given(plans())
+def test_chunks_cover_the_channels_and_sums_fit_registers(plan):
+    elements = plan.units * 16 // plan.itemsize
+    assert (plan.chunks - 1) * elements < plan.in_channels <= plan.chunks * elements
+    assert plan.columns % 32 == 0 < plan.columns <= 256
+    sums = plan.columns // 2
+    assert plan.blocks * sums + (sums if plan.split else 0) <= 128
+
+
+LARGE = {
+    "many_phases": Problem(1, 8, 8, 1, (4, 4), (2, 2), (200, 200)),
+    "wide_stride": Problem(1, 4, 4, 1, (1, 3), (1, 5), (1, 5000)),
+    "tall_image": Problem(1, 1, 1, 1, (190_000_000, 8), (3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_tables_and_positions_of_what_is_not_declined_fit(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # asked as if on Hopper
+    config = Config(LARGE[name], torch.float16, torch.device("cuda", 0))
+    if fused.Fused().why_not(config) is None:
+        plan = fused.plan_for(config, "forward")
+        entries = sum(map(len, plan.steps)) + len(plan.phases) + 1 + len(plan.phases) * plan.slots
+        assert entries * 4 <= CONSTANT_BYTES
+        assert plan.span[1] <= fused.macros_of(plan, config.dtype)["PHASE_BASE"]
+        assert plan.phase_sets * plan.channel_sets <= 65_535  # blocks along y
+        # What the kernel adds to find the strip of a position.
+        last_position = (plan.tiles - 1) * plan.tile + plan.first + plan.patch - 1
+        assert last_position + plan.strip_rows * plan.pitch <= plan.last_position < 2**31
+
+
+# The choice
+
+
+@pytest.mark.parametrize("case", [*CASES, *TILED_CASES], ids=lambda case: case.id)
+def test_plan_of_is_one_of_the_plans(case):
+    problem = problem_of(case)
+    for direction, precision, channels_last in itertools.product(DIRECTIONS, PRECISIONS, (False, True)):
+        arguments = (problem, direction, *precision, channels_last)
+        plan, found = plan_of(*arguments), [*plans_of(*arguments)]
+        assert plan in found if found else plan is None
+        assert plan == plan_of.__wrapped__(*arguments)
+        assert found or direction == "input_grad"
+
+
+def test_plan_of_declines_a_patch_that_fits_no_block():
+    problem = Problem(1, 8, 8, 1, (8, 64), (2, 1), dilation=(8000, 1))
+    assert plan_of(problem, "forward", 2, False, False) is None
+
+
+LAYERS = {workload.name: workload.problem for suite in SUITES.values() for workload in suite}
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["tf32", "split"])
+@pytest.mark.parametrize("name", ["kb57", "kb71", "sam2", "unet4"])
+def test_plans_of_real_layers_leave_no_row_idle_and_join_columns(name, split):
+    plan = plan_of(LAYERS[name], "forward", 4, split, False)
+    assert plan.slots * plan.channels == 64
+    assert plan.slots == (2 if name in ("kb71", "sam2") else 1)
+    assert plan.unit == ((1, 2) if name == "kb71" else (1, 1))
+    assert plan.joined
+    assert plan.vector >= 2
+    assert plan.pairing == {"kb57": PAIR_NONE, "unet4": PAIR_BLOCKS}.get(name, PAIR_ROWS)
+    assert plan.row_order == (ROWS_SLOTS if plan.pairing == PAIR_ROWS else ROWS_PLAIN)
+    assert (plan.strips > 1) == name.startswith("kb")  # rows of more than a thousand cells that taps of three rows read
+
+
+@pytest.mark.parametrize("name", ["kb57", "kb71", "sam2", "unet4"])
+def test_plans_in_channels_last_have_pairs_of_channels(name):
+    plan = plan_of(LAYERS[name], "forward", 2, False, True)
+    assert (plan.pairing, plan.row_order, plan.vector) == (PAIR_ROWS, ROWS_CHANNELS, 2)
+    assert not plan.joined
