@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.algorithms.base import Precision
 from gemmconv.geometry import Problem
 
+T = TypeVar("T")
+Result = TypeVar("Result")
 Job = tuple[Problem, str, str, tuple[str, ...], str]  # geometry, precision, layout, passes, architecture
 
 _PASSES = {
@@ -41,23 +44,33 @@ def compile_ahead(
         (workload.problem, precision, layout, passes, arch)
         for workload, precision, layout in itertools.product(workloads, precisions, layouts)
     ]
-    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for _ in pool.imap_unordered(_compile, jobs):
-            pass
+    for _ in in_processes(_compile, jobs):
+        pass
 
 
-def _compile(job: Job) -> None:
-    """Prepare every algorithm for one problem, with a loader that only compiles. Touches no GPU."""
+def in_processes(work: Callable[[T], Result], jobs: Sequence[T]) -> Iterator[Result]:
+    """What ``work`` returns for each job, in order, on all cores."""
+    if jobs:
+        with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
+            yield from pool.imap(work, jobs)
+
+
+def only_compile(arch: str) -> None:
+    """Have this process, which must do nothing else, compile kernels where it would load them. Touches no GPU."""
     from gemmconv.runtime import launch
     from gemmconv.runtime.cache import default_cache
     from gemmconv.runtime.compiler import Macros, compile
 
-    problem, precision, layout, passes, arch = job
-
     def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> None:
         compile(source_name, macros, arch, cache=default_cache())
 
-    launch.load = load  # type: ignore[assignment]  # of this process, which does nothing else
+    launch.load = load  # type: ignore[assignment]
+
+
+def _compile(job: Job) -> None:
+    """Prepare every algorithm for one problem."""
+    problem, precision, layout, passes, arch = job
+    only_compile(arch)
     rounding: Precision = "tf32" if precision == "tf32" else "ieee"
     config = Config(problem, PRECISIONS[precision], torch.device("cuda", 0), rounding, memory_format=LAYOUTS[layout])
     for algorithm in ALGORITHMS:
