@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import SUITES
@@ -69,6 +69,11 @@ def plans(draw, most_outputs=1_000_000):
     return choices.choice(found)
 
 
+def each_plan(test):
+    """Run a test on forty plans."""
+    return settings(max_examples=40)(given(plans())(test))
+
+
 # Phases and output channels: the left sides.
 
 
@@ -119,7 +124,7 @@ def products_of(plan):
     return found
 
 
-@given(plans())
+@each_plan
 def test_steps_have_every_tap_of_every_phase_once(plan):
     found = Counter(itertools.chain(*products_of(plan)))
     assert set(found.values()) == {1}
@@ -134,14 +139,14 @@ def test_steps_have_every_tap_of_every_phase_once(plan):
         assert tuple(zip(row, column, strict=True)) in found
 
 
-@given(plans())
+@each_plan
 def test_steps_are_for_a_phase_of_their_block(plan):
     assert all(products_of(plan))
     for steps in plan.steps:
         assert len(set(steps)) == len(steps)
 
 
-@given(plans())
+@each_plan
 def test_rows_of_m_blocks_are_every_phase_and_output_channel_once(plan):
     rows = [place_of_row(plan, row) for row in range(64)]
     assert len(set(rows)) == 64
@@ -158,7 +163,7 @@ def test_rows_of_m_blocks_are_every_phase_and_output_channel_once(plan):
     assert found == Counter(itertools.product(phases, range(plan.out_channels)))
 
 
-@given(plans())
+@each_plan
 def test_packed_weights_are_every_step_of_every_item_in_order(plan):
     """Those that csrc/fused_weights.cu writes for an item follow each other, as csrc/fused_wgmma.cu copies them."""
     begins = [sum(map(len, plan.steps[:block])) for block in range(0, len(plan.steps) + 1, plan.blocks)]
@@ -214,7 +219,7 @@ def input_at(plan, first, offsets):
     return np.where(there, pixel + behind, -1)
 
 
-@given(plans())
+@each_plan
 def test_cells_are_at_one_position_each(plan):
     image, row, cell, _, there = cells_at(plan, np.arange(plan.tiles * plan.tile))
     there &= cell < plan.cells[1]
@@ -224,7 +229,7 @@ def test_cells_are_at_one_position_each(plan):
     assert plan.strips == 1 or plan.strip_cells % 2 == 0
 
 
-@given(plans())
+@each_plan
 def test_cells_find_their_inputs_at_every_shift(plan):
     """`offset` away from a cell is the input that the shift means: of its image, or zero where there is none."""
     (height, width), (unit_h, unit_w) = plan.input_size, plan.unit
@@ -240,7 +245,7 @@ def test_cells_find_their_inputs_at_every_shift(plan):
         assert (found == wanted).all()
 
 
-@given(plans())
+@each_plan
 def test_patches_hold_the_inputs_of_all_positions_of_a_tile(plan):
     """Also of those without outputs: what they read is in the plane of the shift."""
     for shift in set().union(*plan.steps):
@@ -310,20 +315,17 @@ def runs_of(plan):
     """
     if plan.staged:
         return staged_runs_of(plan)
-    joined, channels, pixels = plan.joined, plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
+    assert not plan.joined
+    channels, pixels = plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
     (height, width), (span_h, span_w) = plan.output_size, plan.span
-    inner = 1 if plan.pairing == PAIR_NONE else 2
     row_phase, column_phase, channel, present = lines_of(plan)
-    present = present * (2 if joined else 1)
     image, row, cell, column, there = cells_at(plan, np.arange(0, plan.tiles * plan.tile, 2))
     image, row, cell, column = (values[there][:, None] for values in (image, row, cell, column))
     places, counts = [], []
-    for cell_of_run in range(1 if joined else 2):
+    for cell_of_run in range(2):
         oh, ow = row * span_h + row_phase, (cell + cell_of_run) * span_w + column_phase
         count = np.where(ow < width, present, 0) if plan.channels_last else np.minimum(present, width - ow)
-        if joined:
-            count = np.where(column + 1 < plan.strip_cells, count, np.minimum(count, inner))
-        elif cell_of_run == 1:
+        if cell_of_run == 1:
             count = np.where(column + 1 < plan.strip_cells, count, 0)
         stored = (oh < height) & (count > 0)
         pixel = oh * width + ow
@@ -333,10 +335,10 @@ def runs_of(plan):
             place = (image * channels + channel) * pixels + pixel
         places.append(place[stored])
         counts.append(count[stored])
-    return np.concatenate(places), np.concatenate(counts), inner * (2 if joined else 1)
+    return np.concatenate(places), np.concatenate(counts), 1 if plan.pairing == PAIR_NONE else 2
 
 
-@given(plans())
+@each_plan
 def test_outputs_are_written_once_each(plan):
     batch, channels, pixels = plan.problem.batch, plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
     places, counts, run = runs_of(plan)
@@ -349,7 +351,7 @@ def test_outputs_are_written_once_each(plan):
     assert (written % period < plan.out_channels * stride).all()
 
 
-@given(plans())
+@each_plan
 def test_runs_of_outputs_are_aligned(plan):
     places, counts, run = runs_of(plan)
     vector = min(plan.vector, run)
@@ -363,7 +365,7 @@ def test_runs_of_outputs_are_aligned(plan):
 # Stages
 
 
-@given(plans())
+@each_plan
 def test_stages_fit_shared_memory(plan):
     macros = fused.macros_of(plan, torch.float32 if plan.itemsize == 4 else torch.float16)
     planes, parts = macros["UNIT_H"] * macros["UNIT_W"], 1 + macros["SPLIT"]
@@ -385,7 +387,7 @@ def test_stages_fit_shared_memory(plan):
     assert {(unit * plan.unit_pitch + spot) % 8 for unit in range(plan.units) for spot in spots} == {*range(8)}
 
 
-@given(plans())
+@each_plan
 def test_stages_hold_the_steps_by_which_a_warpgroup_is_ahead(plan):
     """Only both warpgroups together give a stage back; after its first item the one that is ahead no longer waits."""
     patches, weights = plan.stages
@@ -397,7 +399,7 @@ def test_stages_hold_the_steps_by_which_a_warpgroup_is_ahead(plan):
         assert steps > 0 or plan.lead == 0
 
 
-@given(plans())
+@each_plan
 def test_chunks_cover_the_channels_and_sums_fit_registers(plan):
     elements = plan.units * 16 // plan.itemsize
     assert (plan.chunks - 1) * elements < plan.in_channels <= plan.chunks * elements
@@ -432,13 +434,12 @@ def test_tables_and_positions_of_what_is_not_declined_fit(name, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [*CASES, *TILED_CASES], ids=lambda case: case.id)
-def test_plan_of_is_one_of_the_plans(case):
+def test_plan_of_is_the_fastest_of_the_plans(case):
     problem = problem_of(case)
     for direction, precision, channels_last in itertools.product(DIRECTIONS, PRECISIONS, (False, True)):
         arguments = (problem, direction, *precision, channels_last)
-        plan, found = plan_of(*arguments), [*plans_of(*arguments)]
-        assert plan in found if found else plan is None
-        assert plan == plan_of.__wrapped__(*arguments)
+        found = [*plans_of(*arguments)]
+        assert plan_of(*arguments) == min(found, key=lambda plan: plan.cycles, default=None)
         assert found or direction == "input_grad"
 
 

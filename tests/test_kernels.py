@@ -343,11 +343,13 @@ def fused_runs(draw):
     )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(run=fused_runs())
-def test_fused_kernels_match_reference_with_any_plan(run, folder, poison):
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run=fused_runs(), wide_offsets=st.booleans())
+def test_fused_kernels_match_reference_with_any_plan(run, wide_offsets, folder, poison):
     poison("cpu")
-    with emulator.install(folder):
+    with emulator.install(folder), pytest.MonkeyPatch.context() as patch:
+        if wide_offsets:  # as for tensors of 2**31 elements
+            patch.setattr(fused, "_INT32_MAX", 0)
         run.check(run.prepare())
 
 
