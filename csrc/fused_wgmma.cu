@@ -25,6 +25,9 @@
  * three products; tensor cores sum short chains only, which are added up in float32, because they cut their sums off
  * where float32 would round.
  *
+ * Values must be finite: an infinite input may make NaN of outputs that a weight of zero by its place, or a part that is
+ * zero, keeps from it.
+ *
  * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One of
  * its three warpgroups produces (fused_load.cuh): three warps load the inputs of the tile, chunk after chunk of channels,
  * round them and lay them out; one thread copies the weights of each step as fused_weights.cu has laid them out. The other
@@ -67,11 +70,11 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
             for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] = 0.0f;
         }
         // Stages that products in flight may still read.
-        barrier_t *held_weights = nullptr, *held_patch = nullptr;
+        int held_weights = -1, held_patch = -1;
         const auto release = [&] {
-            if (speaker && held_weights != nullptr) barrier_arrive(*held_weights);
-            if (speaker && held_patch != nullptr) barrier_arrive(*held_patch);
-            held_weights = held_patch = nullptr;
+            if (speaker && held_weights >= 0) barrier_arrive(s.weight_empty[held_weights]);
+            if (speaker && held_patch >= 0) barrier_arrive(s.patch_empty[held_patch]);
+            held_weights = held_patch = -1;
         };
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_full[patches.stage], patches.parity);
@@ -116,13 +119,13 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
                     wgmma_wait<1>();
 #endif
                     release();
-                    held_weights = &s.weight_empty[weights.stage];
+                    held_weights = weights.stage;
                     weights.advance();
                     if (lead > 0 && --lead == 0 && speaker) barrier_arrive(*s.lead);
                 }
             }
-            if (speaker && held_patch != nullptr) barrier_arrive(*held_patch);  // a chunk without steps
-            held_patch = &s.patch_empty[patches.stage];
+            if (speaker && held_patch >= 0) barrier_arrive(s.patch_empty[held_patch]);  // a chunk without steps
+            held_patch = patches.stage;
             patches.advance();
         }
         wgmma_wait<0>();
@@ -148,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(con
             barrier_init(s.weight_empty[i], 8);
         }
         barrier_init(*s.lead, 4);
+        barrier_init(*s.placed, kLoaders / 32);
         barrier_init_done();
     }
     __syncthreads();

@@ -60,12 +60,12 @@ class DefinedGemm:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch, request):
+def on_cpu(monkeypatch, folder):
     """Let the CUDA engine run on CPU tensors."""
     monkeypatch.setattr(columns_cuda, "StridedBatchedGemm", DefinedGemm)
     monkeypatch.setattr(columns_cuda, "handle", lambda: 0)
     monkeypatch.setattr(gemm_col2im, "_engine", columns_cuda.CudaEngine)
-    with emulator.install(request.config.cache.mkdir("emulator")):
+    with emulator.install(folder):
         yield
 
 

@@ -215,6 +215,7 @@ FUSED_RUNS += [
             ("eight_units", "contiguous", CHANNELS),
             ("eight_units", "channels_last", CHANNELS),
             ("widest", "contiguous", CHANNELS),
+            ("staged", "contiguous", CASES[15]),  # pairs of columns in rows of odd length
         ]
     )
 ]
@@ -222,7 +223,8 @@ FUSED_RUNS += [Run("fused", CHANNELS, torch.bfloat16, layout) for layout in FORM
 FUSED = Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0)  # a block with many items, chunks and steps
 FUSED_RUNS += [FUSED, replace(FUSED, dtype=torch.float32)]
 # Sums of 864 products, which float32 as three products has to keep below the bar of float32.
-FUSED_RUNS += [Run("fused", Case(1, 96, 24, (5, 9), (3, 3), (1, 1), (1, 1)), layout=layout) for layout in FORMATS]
+LONG_SUMS = Run("fused", Case(1, 96, 24, (5, 9), (3, 3), (1, 1), (1, 1)))
+FUSED_RUNS += [replace(LONG_SUMS, layout=layout) for layout in FORMATS]
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +282,10 @@ FUSED_RUNS += [
     if one.choice is None and i % 3 != 1
     if (run := replace(one, operation="fused_input_grad")).plan is not None
 ]
+FUSED_RUNS += [
+    Run("fused_input_grad", case, layout=layout, choice="several_slots", **FUSED_TYPES[i])
+    for i, (layout, case) in enumerate([("contiguous", ROW), ("channels_last", WIDE_ROW), ("contiguous", WIDE_ROW)])
+]
 
 
 @pytest.mark.parametrize("run", FUSED_RUNS, ids=str)
@@ -293,6 +299,7 @@ def test_runs_of_fused_take_every_path():
         assert {path(run.plan) for run in FUSED_RUNS} == {True, False}, name
     assert {run.plan.split for run in FUSED_RUNS if run.plan.blocks == 2} == {True, False}
     assert {run.plan.channel_sets > 1 for run in FUSED_RUNS if run.plan.warpgroups_m == 2} == {True, False}
+    assert {run.plan.slots > 1 for run in FUSED_RUNS if run.operation == "fused_input_grad"} == {True, False}
     few_blocks = [run for run in FUSED_RUNS if run.multiprocessors is not None]
     assert {run.plan.items > max(1, run.multiprocessors) for run in few_blocks} == {True, False}
 
@@ -515,10 +522,14 @@ MISTAKES = {
         emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.weight_full[^;]*;", ""),
         "relative error|arrivals in a phase",
     ),
-    "fused_patch_not_waited_for": (
+    "fused_patch_full_too_early": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.patch_full[^;]*;", ""),
-        "relative error|arrivals in a phase",
+        emulator.Edit(
+            "common/fused_load.cuh",
+            r"(for \(int batch = 0;)",
+            r"if (lane == 0) barrier_arrive(s.patch_full[ring.stage]); \1",
+        ),
+        "relative error|arrivals in a phase|deadlock",
     ),
     "fused_weights_released_too_early": (
         FUSED,
@@ -527,7 +538,7 @@ MISTAKES = {
     ),
     "fused_patch_released_too_early": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"(held_patch = &[^;]*;)", r"\1 release();"),
+        emulator.Edit("fused_wgmma.cu", r"(held_patch = patches[^;]*;)", r"\1 release();"),
         "relative error",
     ),
     "fused_patch_not_free": (
@@ -546,8 +557,8 @@ MISTAKES = {
         "a wgmma that was never waited for",
     ),
     "fused_leads_too_far": (
-        FUSED,
-        emulator.Edit("fused_wgmma.cu", r"\? LEAD", "? LEAD + 9"),
+        LONG_SUMS,
+        emulator.Edit("fused_wgmma.cu", r"\? LEAD", "? LEAD + 99"),
         "deadlock: .* at an mbarrier",
     ),
     "fused_border_column": (

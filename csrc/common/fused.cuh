@@ -25,6 +25,7 @@ struct fused_params {
 };
 
 constexpr int kProducers = 128, kLoaders = 96, kThreads = 384;
+constexpr int kLoadedWords = 64;  // of registers, that a thread loads at once
 constexpr int kProducerRegisters = 136, kConsumerRegisters = 184;  // a block begins with 168 for each thread
 constexpr int kElements = elements_of_unit<ELEMENT_T>;
 constexpr int kParts = SPLIT ? 2 : 1;
@@ -40,9 +41,9 @@ __constant__ constexpr int kStepOffset[] = STEP_OFFSET;
 __constant__ constexpr int kPhases[] = PHASES;
 
 // Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows], outputs
-// [8 warps][kWarpOutputs], barriers, places [PATCH * kPlanes].
+// [8 warps][kWarpOutputs], barriers, places [2][PATCH * kPlanes / WIDE].
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
-constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + 1;
+constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + 2;
 // Outputs that a warp turns round: kOuter * 8 lines of 32.
 constexpr int kInner = PAIRING == PAIR_NONE ? 1 : 2;  // neighbouring outputs of a thread, of a cell; see fused_store.cuh
 constexpr int kOuter = BLOCKS * 2 / kInner;
@@ -51,7 +52,7 @@ constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
 static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits) * 16 + kBarriers * 8 +
               8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
-              PATCH * kPlanes * static_cast<int>(sizeof(index_t)) <= SHARED_BYTES,
+              2 * (PATCH * kPlanes / WIDE) * static_cast<int>(sizeof(index_t)) <= SHARED_BYTES,
               "the tile does not fit the shared memory of the launch");
 extern __shared__ __align__(128) unsigned char shared[];
 
@@ -61,8 +62,8 @@ struct stages_t {
     unit_t* patches;
     unit_t* weights;
     ELEMENT_T* outputs;
-    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *lead;
-    index_t* places;  // of a tile's spots in the input
+    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *lead, *placed;
+    index_t* places;  // of a tile's spots in the input, twice
 };
 
 __device__ __forceinline__ stages_t stages() {
@@ -72,7 +73,7 @@ __device__ __forceinline__ stages_t stages() {
     barrier_t* weight_full = full + 2 * PATCH_STAGES;
     index_t* places = reinterpret_cast<index_t*>(full + kBarriers);
     return {patches, weights, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
-            full + kBarriers - 1, places};
+            full + kBarriers - 2, full + kBarriers - 1, places};
 }
 
 /* A place in a ring of stages, and the parity of the round. */

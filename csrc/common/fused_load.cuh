@@ -34,13 +34,22 @@ constexpr int kNext = kPlanesApart ? PATCH : 1;  // from one input of a spot to 
 constexpr int kPlaneSpots = kPlanesApart ? PATCH : PATCH / WIDE;
 constexpr int kSpots = PATCH * kPlanes / WIDE;
 static_assert(kPlanesApart || PATCH % WIDE == 0 && FIRST % WIDE == 0, "a spot begins at a multiple of WIDE");
-constexpr int kAcross = CHANNELS_LAST ? UNITS : 1;
-constexpr int kTurns = (kSpots * kAcross + kLoaders - 1) / kLoaders;
 constexpr int kSpotUnits = CHANNELS_LAST ? 1 : 2;  // that a thread loads of a spot at once
-constexpr int kSpotWords = kSpotUnits * kElements * (WIDE * sizeof(ELEMENT_T) > 4 ? WIDE : 1);
-constexpr int kWords = 48;  // of registers, that a thread loads at once
-constexpr int kTogether = kSpotWords < kWords ? kWords / kSpotWords : 1;  // spots that it loads at once
-__device__ __forceinline__ int spot_of(int turn, int thread) { return (thread + turn * kLoaders) / kAcross; }
+constexpr int kAcross = UNITS / kSpotUnits;        // threads that share a spot
+constexpr int kTurns = (kSpots * kAcross + kLoaders - 1) / kLoaders;
+// A thread has as many loads on their way as registers allow, the same number in each batch.
+constexpr int kUnitWords = VECTOR_LOADS ? 4 : kElements * (WIDE * static_cast<int>(sizeof(ELEMENT_T)) > 4 ? WIDE : 1);
+constexpr int kMostTogether = kLoadedWords / (kSpotUnits * kUnitWords);
+constexpr int kBatches = (kTurns + kMostTogether - 1) / kMostTogether;
+constexpr int kTogether = (kTurns + kBatches - 1) / kBatches;
+
+/* What a thread loads in a turn: a spot, and the first of its units. */
+struct share_t { int spot, unit; };
+__device__ __forceinline__ share_t share_of(int turn, int thread) {
+    const int share = thread + turn * kLoaders;
+    if (CHANNELS_LAST) return {share / kAcross, share % kAcross};
+    return {share % kSpots, share / kSpots * kSpotUnits};
+}
 
 struct spot_t { int plane, position; };
 __device__ __forceinline__ spot_t spot_at(int spot) {
@@ -118,52 +127,52 @@ __device__ __forceinline__ void store_spot(unit_t* target, const spot_unit_t& va
     }
 }
 
-/* Loads the patches of tile after tile, chunk after chunk. The places of a warp's spots are worked out once a tile. */
+/* Loads the patches of tile after tile, chunk after chunk. The places of a tile's spots are worked out once, for all three
+ * warps, in one of two tables: nobody is more than a table ahead.
+ */
 __device__ __forceinline__ void produce_patches(const fused_params& p, const stages_t& s, int thread) {
     const long long stride = (CHANNELS_LAST ? 1ll : 1ll * p.h_in * p.w_in) * sizeof(ELEMENT_T);  // of channels, in bytes
-    const int across = thread % kAcross, lane = thread % 32;
+    const int lane = thread % 32;
     ring_t<PATCH_STAGES> ring;
+    ring_t<2> tables;
+    int placed = 0;  // parity
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
+        index_t* places = s.places + tables.stage * kSpots;
+        for (int spot = thread; spot < kSpots; spot += kLoaders)
+            places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
         __syncwarp();
-        for (int k = lane; k < kTurns * 32 / kAcross; k += 32) {
-            const int spot = spot_of(k / (32 / kAcross), thread - lane) + k % (32 / kAcross);
-            if (spot < kSpots) s.places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
-        }
-        __syncwarp();
+        if (lane == 0) barrier_arrive(*s.placed);
+        barrier_wait(*s.placed, placed);
+        placed ^= 1;
+        tables.advance();
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unit_t* patch = s.patches + ring.stage * kPatchUnits;
-            bool waited = false;
             #pragma unroll 1
-            for (int first = 0; first < kTurns; first += kTogether) {
-                #pragma unroll 1
-                for (int unit = across; unit < UNITS; unit += CHANNELS_LAST ? UNITS : kSpotUnits) {
-                    const int channel = (chunk * UNITS + unit) * kElements;
-                    const char* first_channel = input + channel * stride;
-                    spot_unit_t values[kTogether][kSpotUnits];
+            for (int batch = 0; batch < kBatches; ++batch) {
+                spot_unit_t values[kTogether][kSpotUnits];
+                #pragma unroll
+                for (int k = 0; k < kTogether; ++k) {
+                    const share_t share = share_of(batch * kTogether + k, thread);
+                    const bool mine = share.spot < kSpots && share.unit < UNITS;
+                    const index_t place = mine ? places[share.spot] : -1;
+                    const int channel = (chunk * UNITS + share.unit) * kElements;
+                    const char* from = input + static_cast<long long>(place) * sizeof(ELEMENT_T) + channel * stride;
                     #pragma unroll
-                    for (int k = 0; k < kTogether; ++k) {
-                        const int spot = spot_of(first + k, thread);
-                        const index_t place = spot < kSpots ? s.places[spot] : -1;
-                        const char* from = first_channel + static_cast<long long>(place) * sizeof(ELEMENT_T);
-                        #pragma unroll
-                        for (int u = 0; u < kSpotUnits; ++u)
-                            load_spot(values[k][u], from + u * kElements * stride, place >= 0, channel + u * kElements,
-                                      stride);
-                    }
-                    // The loads are on their way while this waits.
-                    if (!waited) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
-                    waited = true;
+                    for (int u = 0; u < kSpotUnits; ++u)
+                        load_spot(values[k][u], from + u * kElements * stride, place >= 0, channel + u * kElements, stride);
+                }
+                // The loads are on their way while this waits.
+                if (batch == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
+                #pragma unroll
+                for (int k = 0; k < kTogether; ++k) {
+                    const share_t share = share_of(batch * kTogether + k, thread);
+                    if (share.spot >= kSpots || share.unit >= UNITS) continue;
+                    const spot_t at = spot_at(share.spot);
                     #pragma unroll
-                    for (int k = 0; k < kTogether; ++k) {
-                        const int spot = spot_of(first + k, thread);
-                        if (spot >= kSpots) continue;
-                        const spot_t at = spot_at(spot);
-                        #pragma unroll
-                        for (int u = 0; u < kSpotUnits; ++u)
-                            store_spot(patch + (unit + u) * UNIT_PITCH + at.plane * PATCH + at.position, values[k][u]);
-                    }
+                    for (int u = 0; u < kSpotUnits; ++u)
+                        store_spot(patch + (share.unit + u) * UNIT_PITCH + at.plane * PATCH + at.position, values[k][u]);
                 }
             }
             fence_async_proxy();

@@ -71,26 +71,27 @@ __device__ __forceinline__ void store_tile(
             }
         }
         __syncwarp();
+        using values_t = vector_t<VECTOR>;
+        values_t values[kTurns];
+        #pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+            values[turn] = *reinterpret_cast<const values_t*>(stage + (turn * VECTOR + lane / kLanes) * kLine + own);
         const int oh = row * SPAN_H + row_phase, cell = strip * p.strip_cells + column;
-        if (row < p.cells_h && column < p.strip_cells && image < p.batch && oh < p.h_out) {
-            const int ow = cell * SPAN_W + own % kInner;
-            const int count = min(min(VECTOR, p.w_out - ow), (p.strip_cells - column) * SPAN_W - own % kInner);
-            const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, pixel = static_cast<index_t>(oh) * p.w_out + ow;
-            ELEMENT_T* target = p.output + (image * (p.groups * OUT_CHANNELS) * pixels + pixel);
+        const int ow = cell * SPAN_W + own % kInner;
+        const bool inside = row < p.cells_h && column < p.strip_cells && image < p.batch && oh < p.h_out;
+        const int count = inside ? min(p.w_out - ow, (p.strip_cells - column) * SPAN_W - own % kInner) : 0;
+        const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, pixel = static_cast<index_t>(oh) * p.w_out + ow;
+        ELEMENT_T* target = p.output + (image * (p.groups * OUT_CHANNELS) * pixels + pixel);
+        if (count >= VECTOR) {
             #pragma unroll
-            for (int turn = 0; turn < kTurns; ++turn) {
-                if (line[turn] < 0) continue;
-                using values_t = vector_t<VECTOR>;
-                const values_t values =
-                    *reinterpret_cast<const values_t*>(stage + (turn * VECTOR + lane / kLanes) * kLine + own);
-                if (count == VECTOR) {
-                    *reinterpret_cast<values_t*>(target + line[turn]) = values;
-                } else {
-                    #pragma unroll
-                    for (int i = 0; i < VECTOR; ++i)
-                        if (i < count) target[line[turn] + i] = values.value[i];
-                }
-            }
+            for (int turn = 0; turn < kTurns; ++turn)
+                if (line[turn] >= 0) *reinterpret_cast<values_t*>(target + line[turn]) = values[turn];
+        } else {
+            #pragma unroll
+            for (int turn = 0; turn < kTurns; ++turn)
+                #pragma unroll
+                for (int i = 0; i < VECTOR; ++i)
+                    if (line[turn] >= 0 && i < count) target[line[turn] + i] = values[turn].value[i];
         }
         column += kPositions;
         while (column >= PITCH) {

@@ -10,6 +10,8 @@ Not yet in ``ALGORITHMS``: it has run under the tests' emulator, and on no GPU.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
@@ -19,7 +21,7 @@ from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.geometry import Shape4
 
-MULTIPROCESSORS = 132  # of the H200; elsewhere blocks have more or fewer items to take
+MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items to take
 _HOPPER = (9, 0)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 4e-6
@@ -106,6 +108,11 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     return macros
 
 
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def prepare_forward(config: Config, plan: Plan) -> Forward:
     """As ``Algorithm.forward``."""
     return _prepare(config, plan, config.problem.input_shape, config.problem.output_shape)
@@ -132,7 +139,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     sets = plan.phase_sets * plan.channel_sets
     slice_steps = max(1, min(most_steps, rows * most_steps * sets * p.groups // _WEIGHT_THREADS_AT_ONCE))
     pack_grid = (-(-rows * -(-most_steps // slice_steps) // _WEIGHT_THREADS), sets, p.groups)
-    grid = (min(plan.items, MULTIPROCESSORS), 1, 1)
+    blocks = min(plan.items, MULTIPROCESSORS)
     sizes = (
         *(p.batch, p.groups, *plan.input_size, *plan.output_size),
         *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.tiles, plan.items),
@@ -150,7 +157,8 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         addresses = (input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr())
-        kernel.launch(grid, (_THREADS, 1, 1), FusedParams(*addresses, *sizes), shared_bytes)
+        resident = min(blocks, _multiprocessors(config.device)) if config.device.type == "cuda" else blocks
+        kernel.launch((resident, 1, 1), (_THREADS, 1, 1), FusedParams(*addresses, *sizes), shared_bytes)
         return output
 
     return call
@@ -213,7 +221,7 @@ def _own_plan(config: Config, direction: Direction) -> Plan | None:
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
     p = plan.problem
-    if max(plan.last_position, plan.items, p.in_pixels, p.out_pixels) > _INT32_MAX:
+    if max(plan.last_position, plan.items + MULTIPROCESSORS, p.in_pixels, p.out_pixels) > _INT32_MAX:
         return "images must have less than 2**31 pixels in all"
     if max(p.groups, plan.phase_sets * plan.channel_sets) > MAX_GRID_Y:
         return f"groups and blocks of output channels must be at most {MAX_GRID_Y} each"

@@ -21,15 +21,18 @@ _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 _BLOCK_ROWS = 64
 _WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
-_PLACE_BYTES = 8
-_MOST_STAGES = 8
+_PLACE_BYTES = 2 * 8  # in two tables, of at most 64 bits each
+_MOST_STAGES = 16
+_LOADERS = 96  # threads
+_LOADED_WORDS = 64  # of registers, that one loads at once
+_BATCH_CYCLES = 1_100  # that it takes for that
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
 _CYCLES_A_COLUMN = 0.5  # of the tensor cores, for 64 rows and two units
 _EFFICIENCY = 0.85  # of the tensor cores, that products reach
 _STEP_CYCLES = 60  # of a warpgroup, between its products
 _START_CYCLES = 3_000  # until the first products of a block begin
-_STORE_CYCLES = 10  # of a thread, for an output
+_STORE_CYCLES = 15  # of a thread, for an output
 _BYTES_A_CYCLE = 30  # of a multiprocessor, from the L2 cache
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
@@ -319,12 +322,28 @@ class Plan:
         return self.parts * self.units * self.warpgroups_m * _BLOCK_ROWS * _UNIT_BYTES
 
     @property
+    def spots(self) -> int:
+        """Spots of a patch: ``wide`` inputs each."""
+        return self.patch * math.prod(self.unit) // self.wide
+
+    @property
+    def batches(self) -> int:
+        """How often a thread waits for its loads of a patch."""
+        units, words = 1 if self.channels_last else 2, self.element_units  # at a time, and registers of a unit
+        if self.channels_last and self.in_channels % self.element_units == 0:
+            words = 4
+        elif self.wide * self.itemsize > 4:
+            words *= self.wide
+        turns = -(-self.spots * self.units // units // _LOADERS)
+        return -(-turns // (_LOADED_WORDS // (units * words)))
+
+    @property
     def _other_bytes(self) -> int:
-        """Bytes beside the stages: a barrier, places of a patch in the input, outputs that are turned round."""
+        """Bytes beside the stages: two barriers, places of a patch in the input, outputs that are turned round."""
         inner = 1 if self.pairing == PAIR_NONE else 2
         lines = 8 * self.blocks * 2 // inner if self.staged else 0  # of each of 8 warps
         outputs = 8 * lines * (32 + 8 * inner) * self.itemsize
-        return _BARRIER_BYTES + self.patch * math.prod(self.unit) * _PLACE_BYTES + outputs
+        return 2 * _BARRIER_BYTES + self.spots * _PLACE_BYTES + outputs
 
     @cached_property
     def stages(self) -> Pair | None:
@@ -382,6 +401,7 @@ class Plan:
             stored *= max(1.0, self.span[1] / inner) * max(1.0, 32 / (8 * self.span[1] * self.itemsize))
         stores = self.blocks * self.columns / 2 * _STORE_CYCLES
         item = max(busy + stores, (loaded + 2 * stored) / _BYTES_A_CYCLE)
+        item = max(item, self.chunks * self.batches * _BATCH_CYCLES)
         return _START_CYCLES + -(-self.items // MULTIPROCESSORS) * item
 
 
