@@ -39,7 +39,7 @@
  * (even), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST
  * (place of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES; CHAIN (steps, of SPLIT); LEAD (steps
  * by which one warpgroup is ahead); WIDE (inputs that are loaded together), VECTOR_LOADS (units lie aligned in
- * channels_last); PAIRING, JOINED, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
+ * channels_last); PAIRING, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
  * the patch's first), PHASES (of each slot of each block of each phase set: row phase * PHASE_BASE + column phase, or -1).

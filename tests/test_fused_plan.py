@@ -312,12 +312,11 @@ def staged_runs_of(plan):
     assert (present == inner).all()
     lines = plan.tiles * plan.tile * inner // 32
     outputs = (np.arange(lines)[:, None] * 32 + np.arange(0, 32, vector)).reshape(-1, 1)
-    image, row, cell, column, there = cells_at(plan, outputs // inner)
+    image, row, cell, _, there = cells_at(plan, outputs // inner)
     oh, ow = row * span_h + row_phase, cell * inner + outputs % inner
-    count = np.minimum(np.minimum(vector, width - ow), (plan.strip_cells - column) * inner - outputs % inner)
-    stored = there & (oh < height) & (count > 0)
+    stored = there & (oh < height) & (ow < width)
     place = (image * channels + channel) * pixels + oh * width + ow
-    return place[stored], np.broadcast_to(count, stored.shape)[stored], vector
+    return place[stored], np.full(stored.sum(), vector), vector
 
 
 def runs_of(plan):
@@ -327,18 +326,15 @@ def runs_of(plan):
     """
     if plan.staged:
         return staged_runs_of(plan)
-    assert not plan.joined
     channels, pixels = plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
     (height, width), (span_h, span_w) = plan.output_size, plan.span
     row_phase, column_phase, channel, present = lines_of(plan)
-    image, row, cell, column, there = cells_at(plan, np.arange(0, plan.tiles * plan.tile, 2))
-    image, row, cell, column = (values[there][:, None] for values in (image, row, cell, column))
+    image, row, cell, _, there = cells_at(plan, np.arange(0, plan.tiles * plan.tile, 2))
+    image, row, cell = (values[there][:, None] for values in (image, row, cell))
     places, counts = [], []
     for cell_of_run in range(2):
         oh, ow = row * span_h + row_phase, (cell + cell_of_run) * span_w + column_phase
         count = np.where(ow < width, present, 0) if plan.channels_last else np.minimum(present, width - ow)
-        if cell_of_run == 1:
-            count = np.where(column + 1 < plan.strip_cells, count, 0)
         stored = (oh < height) & (count > 0)
         pixel = oh * width + ow
         if plan.channels_last:
@@ -466,7 +462,7 @@ def test_plans_of_real_layers_leave_no_row_idle_and_join_columns(name, split):
     assert plan.slots * plan.channels == 64
     assert plan.slots == (2 if name in ("kb71", "sam2") else 1)
     assert plan.unit == ((1, 2) if name == "kb71" else (1, 1))
-    assert plan.joined
+    assert plan.staged
     assert plan.vector >= 2
     assert plan.pairing == {"kb57": PAIR_NONE, "unet4": PAIR_BLOCKS}.get(name, PAIR_ROWS)
     assert plan.row_order == (ROWS_SLOTS if plan.pairing == PAIR_ROWS else ROWS_PLAIN)
@@ -477,4 +473,4 @@ def test_plans_of_real_layers_leave_no_row_idle_and_join_columns(name, split):
 def test_plans_in_channels_last_have_pairs_of_channels(name):
     plan = plan_of(LAYERS[name], "forward", 2, False, True)
     assert (plan.pairing, plan.row_order, plan.vector) == (PAIR_ROWS, ROWS_CHANNELS, 2)
-    assert not plan.joined
+    assert not plan.staged

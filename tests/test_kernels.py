@@ -531,6 +531,16 @@ MISTAKES = {
         ),
         "relative error|arrivals in a phase|deadlock",
     ),
+    "fused_places_not_waited_for": (
+        FUSED,
+        emulator.Edit("common/fused_load.cuh", r"barrier_wait\(\*s\.placed[^;]*;", ""),
+        "relative error",
+    ),
+    "fused_outputs_turned_round_without_a_barrier": (
+        Run("fused", CASES[12]),
+        emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
+        "relative error",
+    ),
     "fused_weights_released_too_early": (
         FUSED,
         emulator.Edit("fused_wgmma.cu", r"release\(\);\s*(held_weights = [^;]*;)", r"\1 release();"),

@@ -4,10 +4,9 @@
 #include "common/fused.cuh"
 
 /* How a thread's outputs lie beside each other. In a row of the output, or along the channels in channels_last, it has
- * kInner neighbours: of two M blocks (PAIR_BLOCKS), of rows g and g + 8 (PAIR_ROWS), or one (PAIR_NONE). The runs of its two
- * cells are JOINED where nothing lies between them.
+ * kInner neighbours: of two M blocks (PAIR_BLOCKS), of rows g and g + 8 (PAIR_ROWS), or one (PAIR_NONE). Where those of its
+ * two cells follow each other, so do those of all cells of a warp's row, and they go by way of shared memory (STAGED).
  */
-constexpr int kRun = JOINED ? 2 * kInner : kInner;
 __device__ constexpr int block_of(int outer, int inner) {
     return PAIRING == PAIR_BLOCKS ? inner : PAIRING == PAIR_ROWS ? outer : outer / 2;
 }
@@ -23,7 +22,7 @@ __device__ constexpr int half_of(int outer, int inner) {
 __device__ __forceinline__ void store_tile(
     const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int warpgroup_m,
     ELEMENT_T* stage) {
-    static_assert(JOINED && SPAN_W == kInner, "the outputs of a row of cells are neighbours");
+    static_assert(SPAN_W == kInner, "the outputs of a row of cells are neighbours");
     constexpr int kPositions = 32 / kInner, kLanes = 32 / VECTOR, kTurns = kOuter * 8 / VECTOR;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     const int first_channel = (item.set % CHANNEL_SETS * WARPGROUPS_M + warpgroup_m) * CHANNELS;
@@ -78,20 +77,13 @@ __device__ __forceinline__ void store_tile(
             values[turn] = *reinterpret_cast<const values_t*>(stage + (turn * VECTOR + lane / kLanes) * kLine + own);
         const int oh = row * SPAN_H + row_phase, cell = strip * p.strip_cells + column;
         const int ow = cell * SPAN_W + own % kInner;
-        const bool inside = row < p.cells_h && column < p.strip_cells && image < p.batch && oh < p.h_out;
-        const int count = inside ? min(p.w_out - ow, (p.strip_cells - column) * SPAN_W - own % kInner) : 0;
         const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, pixel = static_cast<index_t>(oh) * p.w_out + ow;
         ELEMENT_T* target = p.output + (image * (p.groups * OUT_CHANNELS) * pixels + pixel);
-        if (count >= VECTOR) {
+        // VECTOR divides the widths of the output and of strips, so all of a thread's outputs are there, or none.
+        if (row < p.cells_h && column < p.strip_cells && image < p.batch && oh < p.h_out && ow < p.w_out) {
             #pragma unroll
             for (int turn = 0; turn < kTurns; ++turn)
                 if (line[turn] >= 0) *reinterpret_cast<values_t*>(target + line[turn]) = values[turn];
-        } else {
-            #pragma unroll
-            for (int turn = 0; turn < kTurns; ++turn)
-                #pragma unroll
-                for (int i = 0; i < VECTOR; ++i)
-                    if (line[turn] >= 0 && i < count) target[line[turn] + i] = values[turn].value[i];
         }
         column += kPositions;
         while (column >= PITCH) {
@@ -105,11 +97,11 @@ __device__ __forceinline__ void store_tile(
 }
 #else
 /* Stores the first `count` values of a run; whole runs as vectors. */
-__device__ __forceinline__ void store_run(ELEMENT_T* target, const float (&values)[kRun], int count) {
-    constexpr int kVector = VECTOR < kRun ? VECTOR : kRun;
-    if (kVector > 1 && count >= kRun) {
+__device__ __forceinline__ void store_run(ELEMENT_T* target, const float (&values)[kInner], int count) {
+    constexpr int kVector = VECTOR < kInner ? VECTOR : kInner;
+    if (kVector > 1 && count >= kInner) {
         #pragma unroll
-        for (int i = 0; i < kRun; i += kVector) {
+        for (int i = 0; i < kInner; i += kVector) {
             vector_t<kVector> vector;
             #pragma unroll
             for (int v = 0; v < kVector; ++v) vector.value[v] = narrow<ELEMENT_T>(values[i + v]);
@@ -117,7 +109,7 @@ __device__ __forceinline__ void store_run(ELEMENT_T* target, const float (&value
         }
     } else {
         #pragma unroll
-        for (int i = 0; i < kRun; ++i)
+        for (int i = 0; i < kInner; ++i)
             if (i < count) target[i] = narrow<ELEMENT_T>(values[i]);
     }
 }
@@ -143,7 +135,7 @@ __device__ __forceinline__ void store_tile(
             const bool there = phase >= 0 && place.channel < CHANNELS && out < OUT_CHANNELS;
             const int channel = item.group * OUT_CHANNELS + out;
             bias[outer][inner] = there && p.bias != nullptr ? widen(load_once(p.bias + channel)) : 0.0f;
-            present[outer] = there ? (inner == kInner - 1 ? 0 : present[outer]) + (JOINED ? 2 : 1) : 0;
+            present[outer] = there ? (inner == kInner - 1 ? 0 : present[outer]) + 1 : 0;
             row_phase[outer] = phase / PHASE_BASE;
             column_phase[outer] = phase % PHASE_BASE;
             const index_t pixel = static_cast<index_t>(row_phase[outer]) * p.w_out + column_phase[outer];
@@ -168,21 +160,15 @@ __device__ __forceinline__ void store_tile(
             for (int outer = 0; outer < kOuter; ++outer) {
                 if (row * SPAN_H + row_phase[outer] >= p.h_out) continue;
                 #pragma unroll
-                for (int cell_of_run = 0; cell_of_run < (JOINED ? 1 : 2); ++cell_of_run) {
-                    float values[kRun];
+                for (int e = 0; e < 2; ++e) {
+                    float values[kInner];
                     #pragma unroll
-                    for (int i = 0; i < kRun; ++i) {
-                        const int inner = i % kInner, e = JOINED ? i / kInner : cell_of_run;
-                        values[i] = sums[block_of(outer, inner)][4 * j + 2 * half_of(outer, inner) + e] + bias[outer][inner];
-                    }
-                    // Outputs of the run that there are: channels, or columns, of which the second cell may have none.
-                    const int ow = (cell + cell_of_run) * SPAN_W + column_phase[outer];
-                    const bool second = column + 1 < p.strip_cells;
-                    int count = present[outer];
-                    if (CHANNELS_LAST) count = ow < p.w_out ? count : 0;
-                    else count = min(count, p.w_out - ow);
-                    if (!second) count = JOINED ? min(count, kInner) : cell_of_run == 0 ? count : 0;
-                    store_run(target + line[outer] + cell_of_run * next_cell, values, count);
+                    for (int i = 0; i < kInner; ++i)
+                        values[i] = sums[block_of(outer, i)][4 * j + 2 * half_of(outer, i) + e] + bias[outer][i];
+                    // Outputs of the run that there are: channels, or columns.
+                    const int left = p.w_out - ((cell + e) * SPAN_W + column_phase[outer]);
+                    const int count = CHANNELS_LAST ? (left > 0 ? present[outer] : 0) : min(present[outer], left);
+                    store_run(target + line[outer] + e * next_cell, values, count);
                 }
             }
         }

@@ -87,7 +87,6 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "WEIGHT_STAGES": plan.stages[1],
         "CHAIN": _CHAIN,
         "PAIRING": plan.pairing,
-        "JOINED": int(plan.joined),
         "STAGED": int(plan.staged),
         "VECTOR": plan.vector,
         "VECTOR_LOADS": int(plan.channels_last and plan.in_channels % plan.element_units == 0),

@@ -132,14 +132,9 @@ class Plan:
         return ROWS_CHANNELS if self.channels_last else ROWS_SLOTS
 
     @property
-    def joined(self) -> bool:
-        """Whether the outputs of two cells follow each other in a thread."""
-        return not self.channels_last and self.span[1] == (1 if self.pairing == PAIR_NONE else 2)
-
-    @property
     def staged(self) -> bool:
-        """Whether outputs are turned round in shared memory, so that whole stretches of rows are stored."""
-        return self.joined
+        """Whether the outputs of a row of cells are neighbours in a warp: then they are stored as whole stretches."""
+        return not self.channels_last and self.span[1] == (1 if self.pairing == PAIR_NONE else 2)
 
     @property
     def vector(self) -> int:
@@ -160,12 +155,7 @@ class Plan:
 
     def _reach(self, axis: int) -> Pair:
         """The least and the largest shift, in units."""
-        shifts = [
-            shift // self.unit[axis]
-            for phase in range(self.span[axis])
-            for shift in _axis_shifts(self.problem, self.direction, axis, phase)
-        ]
-        return min(shifts), max(shifts)
+        return _reach(self.problem, self.direction, axis, self.unit[axis], self.span[axis])
 
     @property
     def element_units(self) -> int:
@@ -256,8 +246,11 @@ class Plan:
     @cached_property
     def places(self) -> Pair:
         """The least and the largest place of an input relative to its cell."""
-        found = [self._place(shift) for shift in frozenset().union(*self.steps)]
-        return min(found), max(found)
+        # Every row shift goes with every column shift, if not for the same phase.
+        first, last = (
+            (self._reach(0)[end] - self.origin[0]) * self.pitch + self._reach(1)[end] - self.origin[1] for end in (0, 1)
+        )
+        return first, last
 
     @property
     def tile(self) -> int:
@@ -414,6 +407,12 @@ def _axis_shifts(problem: Problem, direction: Direction, axis: int, phase: int) 
         return tuple(phase * stride - padding + tap * dilation for tap in taps)
     reaches = (phase + padding - tap * dilation for tap in taps)
     return tuple(sorted(reach // stride for reach in reaches if reach % stride == 0))
+
+
+@lru_cache(maxsize=1024)
+def _reach(problem: Problem, direction: Direction, axis: int, unit: int, span: int) -> Pair:
+    shifts = [shift // unit for phase in range(span) for shift in _axis_shifts(problem, direction, axis, phase)]
+    return min(shifts), max(shifts)
 
 
 @lru_cache(maxsize=1024)
