@@ -14,6 +14,29 @@ __device__ constexpr int half_of(int outer, int inner) {
     return PAIRING == PAIR_BLOCKS ? outer : PAIRING == PAIR_ROWS ? inner : outer % 2;
 }
 
+/* What is at a position: a cell of a strip, or nothing between rows and strips. */
+struct cell_t {
+    int column, row, strip, image;
+
+    __device__ __forceinline__ bool exists(const fused_params& p) const {
+        return row < p.cells_h && column < p.strip_cells && image < p.batch;
+    }
+    __device__ __forceinline__ void advance(const fused_params& p, int positions) {
+        column += positions;
+        while (column >= PITCH) {
+            column -= PITCH;
+            if (++row == p.strip_rows) {
+                row = 0;
+                if (++strip == p.strips) strip = 0, ++image;
+            }
+        }
+    }
+};
+__device__ __forceinline__ cell_t cell_at(const fused_params& p, int position) {
+    const int row = position / PITCH, strip = row / p.strip_rows;
+    return {position % PITCH, row % p.strip_rows, strip % p.strips, strip / p.strips};
+}
+
 #if STAGED
 /* Adds the bias and stores, by way of shared memory: a thread has two positions of a row, 8 rows a warp, and a row of the
  * output wants 32 neighbours stored together. A line is what a warp has of a row of the output at 32 / kInner positions.
@@ -47,10 +70,7 @@ __device__ __forceinline__ void store_tile(
         const int out = channel_of(turn * VECTOR + lane / kLanes);
         line[turn] = out < 0 ? -1 : static_cast<index_t>(item.group * OUT_CHANNELS + out) * p.h_out * p.w_out;
     }
-    const int position = first + own / kInner, place = position / PITCH;
-    int column = position % PITCH, row = place % p.strip_rows, strip = place / p.strip_rows;
-    int image = strip / p.strips;
-    strip %= p.strips;
+    cell_t at = cell_at(p, first + own / kInner);
     #pragma unroll
     for (int part = 0; part < COLUMNS / kPositions; ++part) {
         __syncwarp();
@@ -75,24 +95,17 @@ __device__ __forceinline__ void store_tile(
         #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn)
             values[turn] = *reinterpret_cast<const values_t*>(stage + (turn * VECTOR + lane / kLanes) * kLine + own);
-        const int oh = row * SPAN_H + row_phase, cell = strip * p.strip_cells + column;
+        const int oh = at.row * SPAN_H + row_phase, cell = at.strip * p.strip_cells + at.column;
         const int ow = cell * SPAN_W + own % kInner;
         const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, pixel = static_cast<index_t>(oh) * p.w_out + ow;
-        ELEMENT_T* target = p.output + (image * (p.groups * OUT_CHANNELS) * pixels + pixel);
+        ELEMENT_T* target = p.output + (at.image * (p.groups * OUT_CHANNELS) * pixels + pixel);
         // VECTOR divides the widths of the output and of strips, so all of a thread's outputs are there, or none.
-        if (row < p.cells_h && column < p.strip_cells && image < p.batch && oh < p.h_out && ow < p.w_out) {
+        if (at.exists(p) && oh < p.h_out && ow < p.w_out) {
             #pragma unroll
             for (int turn = 0; turn < kTurns; ++turn)
                 if (line[turn] >= 0) *reinterpret_cast<values_t*>(target + line[turn]) = values[turn];
         }
-        column += kPositions;
-        while (column >= PITCH) {
-            column -= PITCH;
-            if (++row == p.strip_rows) {
-                row = 0;
-                if (++strip == p.strips) strip = 0, ++image;
-            }
-        }
+        at.advance(p, kPositions);
     }
 }
 #else
@@ -143,22 +156,19 @@ __device__ __forceinline__ void store_tile(
                                         : static_cast<index_t>(channel) * p.h_out * p.w_out + pixel;
         }
     }
-    const int position = first + 2 * t, place = position / PITCH;
-    int column = position % PITCH, row = place % p.strip_rows, strip = place / p.strip_rows;
-    int image = strip / p.strips;
-    strip %= p.strips;
+    cell_t at = cell_at(p, first + 2 * t);
     #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
-        if (row < p.cells_h && column < p.strip_cells && image < p.batch) {
-            const int cell = strip * p.strip_cells + column;
-            const index_t pixel = static_cast<index_t>(row) * SPAN_H * p.w_out + cell * SPAN_W;
+        if (at.exists(p)) {
+            const int cell = at.strip * p.strip_cells + at.column;
+            const index_t pixel = static_cast<index_t>(at.row) * SPAN_H * p.w_out + cell * SPAN_W;
             const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out;
             ELEMENT_T* target =
-                p.output + (CHANNELS_LAST ? (image * pixels + pixel) * channels : image * channels * pixels + pixel);
+                p.output + (CHANNELS_LAST ? (at.image * pixels + pixel) * channels : at.image * channels * pixels + pixel);
             const index_t next_cell = static_cast<index_t>(SPAN_W) * (CHANNELS_LAST ? channels : 1);
             #pragma unroll
             for (int outer = 0; outer < kOuter; ++outer) {
-                if (row * SPAN_H + row_phase[outer] >= p.h_out) continue;
+                if (at.row * SPAN_H + row_phase[outer] >= p.h_out) continue;
                 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float values[kInner];
@@ -172,14 +182,7 @@ __device__ __forceinline__ void store_tile(
                 }
             }
         }
-        column += 8;
-        while (column >= PITCH) {
-            column -= PITCH;
-            if (++row == p.strip_rows) {
-                row = 0;
-                if (++strip == p.strips) strip = 0, ++image;
-            }
-        }
+        at.advance(p, 8);
     }
 }
 #endif
