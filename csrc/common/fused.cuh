@@ -25,7 +25,7 @@ struct fused_params {
 };
 
 constexpr int kProducers = 128, kLoaders = 96, kThreads = 384;
-constexpr int kLoadedWords = 64;  // of registers, that a thread loads at once
+constexpr int kLoadedWords = CHANNELS_LAST ? 56 : 64;  // of registers, that a thread loads at once
 constexpr int kProducerRegisters = 136, kConsumerRegisters = 184;  // a block begins with 168 for each thread
 constexpr int kElements = elements_of_unit<ELEMENT_T>;
 constexpr int kParts = SPLIT ? 2 : 1;

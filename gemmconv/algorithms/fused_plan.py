@@ -24,7 +24,7 @@ _WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a 
 _PLACE_BYTES = 2 * 8  # in two tables, of at most 64 bits each
 _MOST_STAGES = 16
 _LOADERS = 96  # threads
-_LOADED_WORDS = 64  # of registers, that one loads at once
+_LOADED_WORDS = 64, 56  # of registers, that one loads at once; in channels_last
 _BATCH_CYCLES = 1_100  # that it takes for that
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
@@ -328,7 +328,7 @@ class Plan:
         elif self.wide * self.itemsize > 4:
             words *= self.wide
         turns = -(-self.spots * self.units // units // _LOADERS)
-        return -(-turns // (_LOADED_WORDS // (units * words)))
+        return -(-turns // (_LOADED_WORDS[self.channels_last] // (units * words)))
 
     @property
     def _other_bytes(self) -> int:
