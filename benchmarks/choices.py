@@ -34,6 +34,7 @@ from benchmarks.contenders import LAYOUTS, PRECISIONS
 from benchmarks.measure import DeviceLost
 from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
+from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
 from gemmconv.algorithms import direct_mma, fused, fused_plan
 from gemmconv.algorithms.base import Config, Forward, Precision
@@ -394,9 +395,7 @@ def _is_lost(device: torch.device, error: Exception) -> bool:
 def save(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file by an atomic rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(path.name + ".part")
-    partial_path.write_text(json.dumps(content, allow_nan=False) + "\n")
-    os.replace(partial_path, path)
+    replace_file(path, json.dumps(content, allow_nan=False) + "\n")
 
 
 def summary(trials: Iterable[Trial]) -> list[str]:

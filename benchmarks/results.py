@@ -173,7 +173,7 @@ class Results:
         rows = [[_short(value) for value in asdict(row).values()] for row in self.finished()]
         head = {"format": FORMAT, "runs": self.runs, "columns": COLUMNS}
         body = ",\n".join(json.dumps(values, separators=(",", ":"), allow_nan=False) for values in rows)
-        _replace(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{body}\n]}}\n')
+        replace_file(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{body}\n]}}\n')
         made = ("gpu", "driver", "cuda", "cudnn", "torch", "python", "gemmconv", "source", "commit", "date")
         partial = path.with_suffix(".csv.part")
         with partial.open("w", newline="") as file:
@@ -228,7 +228,8 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file by an atomic rename."""
     partial = path.with_name(path.name + ".part")
     partial.write_text(text)
     os.replace(partial, path)

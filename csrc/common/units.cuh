@@ -28,16 +28,6 @@ template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_
     return result;
 }
 
-/* The elements of a unit of memory. */
-template <typename T> __device__ __forceinline__ void unpack_unit(T (&values)[elements_of_unit<T>], const unit_t& unit) {
-    static_assert(sizeof(T) == 4 || sizeof(T) == 2, "32 or 16 bits");
-    #pragma unroll
-    for (int e = 0; e < elements_of_unit<T>; ++e) {
-        if constexpr (sizeof(T) == 4) values[e] = __uint_as_float(unit.word[e]);
-        else values[e].bits = static_cast<unsigned short>(unit.word[e / 2] >> e % 2 * 16);
-    }
-}
-
 /* The lower halves of two words, or their upper halves. */
 __device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper) {
     unsigned result;

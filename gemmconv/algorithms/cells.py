@@ -1,4 +1,4 @@
-"""Cells of outputs, as the forward kernels of ``direct`` see them; csrc/common/axis.cuh has the algebra.
+"""Cells of outputs, as the forward kernels of ``direct`` and ``fused`` see them; csrc/common/axis.cuh has the algebra.
 
 Output ``o`` of an axis belongs to cell ``o // stride``, and the inputs that it reads lie at shifts from there which
 depend on ``o % stride`` alone.

@@ -15,14 +15,14 @@ import functools
 import torch
 
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
-from gemmconv.algorithms.fused_plan import PHASE_BASE, SHARED_BYTES, Plan, plan_of
+from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, PHASE_BASE, SHARED_BYTES, Plan, plan_of
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
-from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
 from gemmconv.geometry import Shape4
 
-MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items to take
 _HOPPER = (9, 0)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 4e-6
 _WEIGHT_RATE = 2e12  # bytes a second, of laying weights out
@@ -89,7 +89,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PAIRING": plan.pairing,
         "STAGED": int(plan.staged),
         "VECTOR": plan.vector,
-        "VECTOR_LOADS": int(plan.channels_last and plan.in_channels % plan.element_units == 0),
+        "VECTOR_LOADS": int(plan.vector_loads),
         "WIDE": plan.wide,
         "LEAD": plan.lead,
         "SHARED_BYTES": plan.shared_bytes,
@@ -133,8 +133,8 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     kernel = load("fused_wgmma.cu", "fused_wgmma_kernel", macros, config.device.index, shared_bytes)
     strides = strides_of(output_shape, config.memory_format)
     input_strides = strides_of(input_shape, config.memory_format)
-    most_steps = max(sum(map(len, plan.steps[i : i + plan.blocks])) for i in range(0, len(plan.steps), plan.blocks))
-    rows = plan.chunks * plan.units * plan.warpgroups_m * 64
+    most_steps = max(plan.set_steps)
+    rows = plan.chunks * plan.units * plan.rows
     sets = plan.phase_sets * plan.channel_sets
     slice_steps = max(1, min(most_steps, rows * most_steps * sets * p.groups // _WEIGHT_THREADS_AT_ONCE))
     pack_grid = (-(-rows * -(-most_steps // slice_steps) // _WEIGHT_THREADS), sets, p.groups)
@@ -177,8 +177,8 @@ class Fused:
         capability = torch.cuda.get_device_capability(config.device) if torch.cuda.is_available() else _HOPPER
         if capability != _HOPPER:
             return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
-        if config.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"dtype must be one of float32, float16, bfloat16, got {str(config.dtype).removeprefix('torch.')}"
+        if (reason := why_not_dtype(config.dtype, _DTYPES)) is not None:
+            return reason
         plan = plan_for(config, "forward")
         if plan is None:
             window = f"kernel_size={p.kernel_size}, stride={p.stride}, dilation={p.dilation}"

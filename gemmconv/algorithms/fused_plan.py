@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from gemmconv.algorithms.base import Direction
+from gemmconv.algorithms.cells import phase_shifts
 from gemmconv.geometry import Pair, Problem
 
 SHARED_BYTES = 227 << 10
-MULTIPROCESSORS = 132  # of the H200
+MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items to take
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 _BLOCK_ROWS = 64
@@ -125,6 +126,11 @@ class Plan:
         return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
 
     @property
+    def inner(self) -> int:
+        """Neighbouring outputs of a thread, of a cell."""
+        return 1 if self.pairing == PAIR_NONE else 2
+
+    @property
     def row_order(self) -> int:
         """What rows g and g + 8 of an M block are to each other."""
         if self.pairing != PAIR_ROWS:
@@ -134,7 +140,7 @@ class Plan:
     @property
     def staged(self) -> bool:
         """Whether the outputs of a row of cells are neighbours in a warp: then they are stored as whole stretches."""
-        return not self.channels_last and self.span[1] == (1 if self.pairing == PAIR_NONE else 2)
+        return not self.channels_last and self.span[1] == self.inner
 
     @property
     def vector(self) -> int:
@@ -144,7 +150,7 @@ class Plan:
             return 2 if self.pairing == PAIR_ROWS and self.out_channels % 2 == 0 else 1
         if self.staged:
             return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 16 // self.itemsize, 4)
-        return math.gcd(1 if self.pairing == PAIR_NONE else 2, width, self.span[1])
+        return math.gcd(self.inner, width, self.span[1])
 
     # Shifts: the reduced extent.
 
@@ -161,6 +167,11 @@ class Plan:
     def element_units(self) -> int:
         """Elements of a unit."""
         return _UNIT_BYTES // self.itemsize
+
+    @property
+    def set_steps(self) -> list[int]:
+        """Steps of each phase set, of a chunk."""
+        return [sum(map(len, self.steps[i : i + self.blocks])) for i in range(0, len(self.steps), self.blocks)]
 
     @property
     def chunks(self) -> int:
@@ -310,9 +321,14 @@ class Plan:
         return self.parts * self.units * self.unit_pitch * _UNIT_BYTES
 
     @property
+    def rows(self) -> int:
+        """Rows of the weights of a step."""
+        return self.warpgroups_m * _BLOCK_ROWS
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of a stage of weights: those of one step."""
-        return self.parts * self.units * self.warpgroups_m * _BLOCK_ROWS * _UNIT_BYTES
+        return self.parts * self.units * self.rows * _UNIT_BYTES
 
     @property
     def spots(self) -> int:
@@ -320,10 +336,15 @@ class Plan:
         return self.patch * math.prod(self.unit) // self.wide
 
     @property
+    def vector_loads(self) -> bool:
+        """Whether units are vectors in memory."""
+        return self.channels_last and self.in_channels % self.element_units == 0
+
+    @property
     def batches(self) -> int:
         """How often a thread waits for its loads of a patch."""
         units, words = 1 if self.channels_last else 2, self.element_units  # at a time, and registers of a unit
-        if self.channels_last and self.in_channels % self.element_units == 0:
+        if self.vector_loads:
             words = 4
         elif self.wide * self.itemsize > 4:
             words *= self.wide
@@ -333,9 +354,8 @@ class Plan:
     @property
     def _other_bytes(self) -> int:
         """Bytes beside the stages: two barriers, places of a patch in the input, outputs that are turned round."""
-        inner = 1 if self.pairing == PAIR_NONE else 2
-        lines = 8 * self.blocks * 2 // inner if self.staged else 0  # of each of 8 warps
-        outputs = 8 * lines * (32 + 8 * inner) * self.itemsize
+        lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
+        outputs = 8 * lines * (32 + 8 * self.inner) * self.itemsize
         return 2 * _BARRIER_BYTES + self.spots * _PLACE_BYTES + outputs
 
     @cached_property
@@ -359,8 +379,7 @@ class Plan:
     def lead(self) -> int:
         """Steps by which one warpgroup is ahead of the other: fewer than stages hold, or both would wait for ever."""
         assert self.stages is not None
-        fewest = min(sum(map(len, self.steps[i : i + self.blocks])) for i in range(0, len(self.steps), self.blocks))
-        return max(0, min(self.stages[1], self.stages[0] * fewest) - 1)
+        return max(0, min(self.stages[1], self.stages[0] * min(self.set_steps)) - 1)
 
     @property
     def packed_bytes(self) -> int:
@@ -388,10 +407,9 @@ class Plan:
         steps = sum(map(len, self.steps)) / self.phase_sets * self.chunks  # of an item
         busy = 2 * steps * (products * self.columns * _CYCLES_A_COLUMN / _EFFICIENCY + _STEP_CYCLES)
         loaded = self.chunks * self.patch_bytes / self.parts * math.prod(self.unit) + steps * self.weight_bytes
-        stored: float = self.tile * self.warpgroups_m * _BLOCK_ROWS * self.blocks * self.itemsize
-        inner = 1 if self.pairing == PAIR_NONE or self.channels_last else 2
+        stored: float = self.tile * self.rows * self.blocks * self.itemsize
         if not self.channels_last:  # sectors that are not stored whole
-            stored *= max(1.0, self.span[1] / inner) * max(1.0, 32 / (8 * self.span[1] * self.itemsize))
+            stored *= max(1.0, self.span[1] / self.inner) * max(1.0, 32 / (8 * self.span[1] * self.itemsize))
         stores = self.blocks * self.columns / 2 * _STORE_CYCLES
         item = max(busy + stores, (loaded + 2 * stored) / _BYTES_A_CYCLE)
         item = max(item, self.chunks * self.batches * _BATCH_CYCLES)
@@ -401,12 +419,11 @@ class Plan:
 @lru_cache(maxsize=1024)
 def _axis_shifts(problem: Problem, direction: Direction, axis: int, phase: int) -> tuple[int, ...]:
     """The shifts from a cell's first input to those that reach one of its outputs."""
-    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
-    taps = range(problem.kernel_size[axis])
+    stride = problem.stride[axis]
     if direction == "input_grad":
-        return tuple(phase * stride - padding + tap * dilation for tap in taps)
-    reaches = (phase + padding - tap * dilation for tap in taps)
-    return tuple(sorted(reach // stride for reach in reaches if reach % stride == 0))
+        first, dilation = phase * stride - problem.padding[axis], problem.dilation[axis]
+        return tuple(first + tap * dilation for tap in range(problem.kernel_size[axis]))
+    return tuple(sorted(shift + phase // stride for shift in phase_shifts(problem, axis)[phase % stride]))
 
 
 @lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -18,11 +18,11 @@ ELEMENT_TYPES = {
 }
 
 
-def why_not_dtype(dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot take an element type, or None."""
-    if dtype in ELEMENT_TYPES:
+def why_not_dtype(dtype: torch.dtype, dtypes: Collection[torch.dtype] = tuple(ELEMENT_TYPES)) -> str | None:
+    """Why kernels for some element types cannot take this one, or None."""
+    if dtype in dtypes:
         return None
-    known = ", ".join(_name(one) for one in ELEMENT_TYPES)
+    known = ", ".join(_name(one) for one in dtypes)
     return f"dtype must be one of {known}, got {_name(dtype)}"
 
 
