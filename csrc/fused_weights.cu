@@ -2,8 +2,8 @@
  *
  *   packed [groups][sets][chunks][steps][parts][UNITS][ROWS] of 16 bytes
  *
- * A set is what a block of fused_wgmma.cu owns at a time: the M blocks of one phase set, for WARPGROUPS_M blocks of
- * output channels. A step has one shift from a cell to an input; for each row of an M block that is (phase, output
+ * A set is what a block of fused_wgmma.cu owns at a time: the M blocks of one phase set, for one block of output channels or
+ * for one of each warpgroup. A step has one shift from a cell to an input; for each row of an M block that is (phase, output
  * channel), and for a unit of input channels, the weight is that of the tap with which the shift reaches the phase:
  *
  *   k = (r + P - shift * S) / D     where that is a tap, and zero elsewhere
@@ -49,7 +49,9 @@ extern "C" __global__ void __launch_bounds__(256) fused_weights_kernel(const __g
     const int end = min(begin + p.slice, steps);
 
     const row_t place = place_of_row(row % 64);
-    const int out = channel_set * (WARPGROUPS_M * CHANNELS) + row / 64 * CHANNELS + place.channel;
+    constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;
+    const int side = row / 64, out = (channel_set * kChannelSides + (PHASE_SIDES == 2 ? 0 : side)) * CHANNELS + place.channel;
+    const int first_block = (phase_set * PHASE_SIDES + (PHASE_SIDES == 2 ? side : 0)) * BLOCKS;
     const bool inside = place.slot < SLOTS && place.channel < CHANNELS && out < OUT_CHANNELS;
     constexpr long long kTaps = KERNEL_H * KERNEL_W, kChannelStride = kTaps * (INPUT_GRAD ? 1 : OUT_CHANNELS);
     const long long first = blockIdx.z * (IN_CHANNELS * OUT_CHANNELS * kTaps);
@@ -64,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256) fused_weights_kernel(const __g
     for (int step = begin; step < end; ++step) {
         int block = 0;
         for (int b = 1; b < BLOCKS; ++b) block += first_step + step >= kStepBegin[phase_set * BLOCKS + b];
-        const int phase = inside ? kPhases[(phase_set * BLOCKS + block) * SLOTS + place.slot] : -1;
+        const int phase = inside ? kPhases[(first_block + block) * SLOTS + place.slot] : -1;
         const int kh = tap_of<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>(phase / PHASE_BASE, kStepShiftH[first_step + step]);
         const int kw = tap_of<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>(phase % PHASE_BASE, kStepShiftW[first_step + step]);
         ELEMENT_T values[kElements] = {};

@@ -28,21 +28,24 @@
  * Values must be finite: an infinite input may make NaN of outputs that a weight of zero by its place, or a part that is
  * zero, keeps from it.
  *
- * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One of
- * its three warpgroups produces (fused_load.cuh): three warps load the inputs of the tile, chunk after chunk of channels,
+ * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One or two
+ * of its warpgroups produce (fused_load.cuh): all warps but one load the inputs of the tile, chunk after chunk of channels,
  * round them and lay them out; one thread copies the weights of each step as fused_weights.cu has laid them out. The other
  * two multiply, each BLOCKS M blocks with COLUMNS positions, and store (fused_store.cuh). Two rings of stages lie between.
+ * Where the weights of a set fit shared memory, they stay there (RESIDENT), and a block takes items of one set alone.
  *
  * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_,
- * SPAN_ with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has output channels of
- * its own; 1: positions of its own); PHASE_SETS (of BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PITCH
+ * SPAN_ with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has M blocks of its
+ * own; 1: positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of
+ * PHASE_SIDES x BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PITCH
  * (even), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST
- * (place of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES; CHAIN (steps, of SPLIT); LEAD (steps
- * by which one warpgroup is ahead); WIDE (inputs that are loaded together), VECTOR_LOADS (units lie aligned in
+ * (place of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT; LOADERS (threads: 96 or 224),
+ * LOADED_WORDS (that one has on their way); CHAIN (steps, of SPLIT); LEAD (steps by which one warpgroup is ahead); WIDE (inputs that are loaded together), VECTOR_LOADS (units lie aligned in
  * channels_last); PAIRING, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
- * the patch's first), PHASES (of each slot of each block of each phase set: row phase * PHASE_BASE + column phase, or -1).
+ * the patch's first), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column
+ * phase, or -1).
  * Chosen by gemmconv/algorithms/fused_plan.py.
  */
 #include "common/fused_load.cuh"
@@ -50,15 +53,19 @@
 
 /* A warpgroup's part of item after item. */
 __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s, int warpgroup) {
-    const int warpgroup_m = WARPGROUPS_M == 2 ? warpgroup : 0, warpgroup_n = WARPGROUPS_M == 2 ? 0 : warpgroup;
+    const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
+    const matrix_t all_weights = matrix_of(s.weights + side * 64, kRows * 16, 128);
+    const matrix_t all_patches = matrix_of(s.patches + place, UNIT_PITCH * 16, 128);
     ring_t<PATCH_STAGES> patches;
     ring_t<WEIGHT_STAGES> weights;
     // One warpgroup begins LEAD steps after the other and stays behind it, so that one multiplies while the other stores.
     int lead = warpgroup == 0 ? LEAD : 0;
+    bool settled = false;  // whether all weights have come, and stay
     if (LEAD > 0 && warpgroup == 1 && blockIdx.x < p.items) barrier_wait(*s.lead, 0);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
+        if (!item.exists()) continue;
         const int phase_set = phase_set_of(item.set);
         float sums[BLOCKS][COLUMNS / 2];
         [[maybe_unused]] float chain[SPLIT ? COLUMNS / 2 : 1];
@@ -72,22 +79,20 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
         // Stages that products in flight may still read.
         int held_weights = -1, held_patch = -1;
         const auto release = [&] {
-            if (speaker && held_weights >= 0) barrier_arrive(s.weight_empty[held_weights]);
+            if (!RESIDENT && speaker && held_weights >= 0) barrier_arrive(s.weight_empty[held_weights]);
             if (speaker && held_patch >= 0) barrier_arrive(s.patch_empty[held_patch]);
             held_weights = held_patch = -1;
         };
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_full[patches.stage], patches.parity);
-            const matrix_t right =
-                matrix_of(s.patches + patches.stage * kPatchUnits + warpgroup_n * COLUMNS, UNIT_PITCH * 16, 128);
+            const matrix_t right = advanced(all_patches, patches.stage * kPatchUnits * 16);
             #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
                 const int begin = first_step(phase_set, block), end = first_step(phase_set, block + 1);
                 for (int step = begin; step < end; ++step) {
-                    const matrix_t left =
-                        matrix_of(s.weights + weights.stage * kWeightUnits + warpgroup_m * 64, kRows * 16, 128);
+                    const matrix_t left = advanced(all_weights, weights.stage * kWeightUnits * 16);
                     const matrix_t shifted = advanced(right, kStepOffset[step] * 16);
-                    barrier_wait(s.weight_full[weights.stage], weights.parity);
+                    if (!settled) barrier_wait(s.weight_full[weights.stage], weights.parity);
                     wgmma_fence();
 #if SPLIT
                     #pragma unroll
@@ -101,8 +106,7 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
                     }
                     wgmma_commit();
                     if (++links == CHAIN || step + 1 == end) {
-                        wgmma_wait<0>();
-                        settle(chain);
+                        wgmma_finish(chain);
                         #pragma unroll
                         for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] += chain[d];
                         links = 0;
@@ -128,22 +132,23 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
             held_patch = patches.stage;
             patches.advance();
         }
-        wgmma_wait<0>();
+        #pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) wgmma_finish(sums[block]);
         release();
         if (lead > 0 && speaker) barrier_arrive(*s.lead);
         lead = 0;
-        #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) settle(sums[block]);
-        store_tile(p, item, sums, item.tile * kTile + warpgroup_n * COLUMNS, warpgroup_m,
+        store_tile(p, item, sums, item.tile * kTile + place, side,
                    s.outputs + (threadIdx.x - kProducers) / 32 * kWarpOutputs);
+        if (RESIDENT) weights = {}, settled = true;
     }
+    if (lead > 0 && speaker) barrier_arrive(*s.lead);  // there was no item
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(const __grid_constant__ fused_params p) {
     const stages_t s = stages();
     if (threadIdx.x == 0) {
         for (int i = 0; i < PATCH_STAGES; ++i) {
-            barrier_init(s.patch_full[i], kLoaders / 32);
+            barrier_init(s.patch_full[i], LOADERS / 32);
             barrier_init(s.patch_empty[i], 8);  // warps that multiply
         }
         for (int i = 0; i < WEIGHT_STAGES; ++i) {
@@ -151,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(con
             barrier_init(s.weight_empty[i], 8);
         }
         barrier_init(*s.lead, 4);
-        barrier_init(*s.placed, kLoaders / 32);
+        barrier_init(*s.placed, LOADERS / 32);
         barrier_init_done();
     }
     __syncthreads();
@@ -161,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(con
         consume(p, s, (thread - kProducers) / 128);
     } else {
         registers_down<kProducerRegisters>();
-        if (thread >= kProducers - kLoaders) produce_patches(p, s, thread - (kProducers - kLoaders));
+        if (thread >= kProducers - LOADERS) produce_patches(p, s, thread - (kProducers - LOADERS));
         else if (thread == 0) produce_weights(p, s);
     }
 }

@@ -33,7 +33,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     On CUDA by their estimates of the time of a call, least first, in the order of ``ALGORITHMS`` where those are equal.
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
-    input channels a group, on tensor cores wherever its weights fit shared memory, about 64 channels a group.
+    input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
+    large tiles, for arithmetic: it comes first where there are more channels.
 
     Elsewhere ``native`` first: there gemm_col2im runs on torch's own product and fold, and oneDNN, which forms no
     columns, has fewer bytes to move.
@@ -131,7 +132,7 @@ def explain(
     >>> explain(problem).algorithm
     'native'
     >>> explain(problem, device="cuda").algorithm
-    'direct'
+    'fused'
     """
     choice("explain", algorithm, NAMES, precision, workspace_limit)
     where = torch.device(device)

@@ -14,6 +14,7 @@ from tests import reference
 from tests.cases import Case
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+CUDA_ONLY = ("direct", "fused")  # algorithms that decline a CPU
 
 
 @dataclass(frozen=True)

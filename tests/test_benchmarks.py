@@ -23,6 +23,7 @@ from gemmconv import ops
 from gemmconv.algorithms.native import Native
 from gemmconv.geometry import Problem
 from tests import reference
+from tests.samples import CUDA_ONLY
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(0.02, dict.fromkeys(PRECISIONS, 0.1))
@@ -208,7 +209,7 @@ def test_rows_have_errors_times_and_ratios():
     assert {row.layout for row in rows} == {"nchw", "channels_last"}
     assert {row.direction for row in rows} == {"forward", "backward", "both"}
     for row in rows:
-        if row.algorithm == "direct":
+        if row.algorithm in CUDA_ONLY:
             assert (row.status, row.reason) == ("refused", "the device must be cuda, got cpu")
             continue
         assert row.status == "ok", row
@@ -252,7 +253,7 @@ def test_gradients_without_autograd_are_those_of_autograd(layer):
     tensors = random_tensors(workload, CPU)
     kept = float64_reference(workload.problem, tensors)
     every = [*contenders.TORCH, *contenders.gemmconv_contenders(("nchw",))]
-    for contender in (one for one in every if not one.unfused and one.name != "direct"):
+    for contender in (one for one in every if not one.unfused and one.name not in CUDA_ONLY):
         found = contender.gradients(workload.problem)(tensors)
         errors = kept.errors(dict(zip(("input", "weight", "bias"), found, strict=False)))
         assert len(errors) == 2 + workload.bias
@@ -527,11 +528,11 @@ def test_command_line_measures_and_goes_on(quick_run, tmp_path, capsys):
     assert (tmp_path / "summary.md").exists()
 
     status, visits = quick_run("--direction", "forward", "--layout", "nchw")
-    assert (status, visits) == (0, ["direct", "gemm_col2im"])
+    assert (status, visits) == (0, ["direct", "fused", "gemm_col2im"])
     assert quick_run("--direction", "forward", "--layout", "nchw")[1] == []
-    assert len(quick_run("--direction", "forward", "--layout", "nchw", "--fresh")[1]) == 7
+    assert len(quick_run("--direction", "forward", "--layout", "nchw", "--fresh")[1]) == 8
     file = Results.load(tmp_path / "layer.json")
-    assert len(file.rows) == 7
+    assert len(file.rows) == 8
     assert len(file.runs) == 3
 
 
@@ -546,9 +547,9 @@ def test_command_line_stops_at_the_budget_and_goes_on(quick_run, monkeypatch, ca
         patch.setattr(time, "monotonic", lambda: clock[0])
         patch.setattr(measure, "replace", step)
         _, visits = quick_run("--direction", "forward", "--budget", "4")
-    assert 0 < len(visits) < 11
+    assert 0 < len(visits) < 13
     assert "run the same command again" in capsys.readouterr().out
-    assert len(quick_run("--direction", "forward")[1]) == 11 - len(visits)
+    assert len(quick_run("--direction", "forward")[1]) == 13 - len(visits)
 
 
 def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):
@@ -568,7 +569,7 @@ def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):
             "argument --precision: must be of fp32, tf32, fp16, bf16, got 'fp8'",
         ),
         (["--suite", "nonsense"], "argument --suite: must be of seeds, public"),
-        (["--device", "cpu", "--algorithms", "x"], "argument --algorithms: must be of direct, gemm_col2im"),
+        (["--device", "cpu", "--algorithms", "x"], "argument --algorithms: must be of direct, fused, gemm_col2im"),
         (["--device", "cpu", "--workload", "x"], "argument --workload: must be of seed0"),
         (["--layer", "n1"], "layer: c, k, h, w missing"),
         (["--check", "nowhere", "nowhere"], "argument --check: must be a result file or a folder"),

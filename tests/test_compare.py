@@ -15,6 +15,7 @@ from gemmconv import compare
 from gemmconv.algorithms.native import Native
 from gemmconv.compare import layers, measure, photo, timing
 from gemmconv.geometry import Problem
+from tests.samples import CUDA_ONLY
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
 pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")
@@ -131,7 +132,7 @@ def test_measure_gives_a_row_for_torch_and_each_algorithm():
     assert len(steps) == measure.steps_per_layer()
     assert sum(row.chosen for row in rows) == 1
     for row in rows:
-        if row.algorithm == "direct":
+        if row.algorithm in CUDA_ONLY:
             assert row.skipped == "the device must be cuda, got cpu"
             continue
         assert row.skipped is None
@@ -155,7 +156,7 @@ def test_measure_puts_the_benchmark_flag_back(monkeypatch):
     monkeypatch.setattr(measure, "medians_ms", record)
     measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert not torch.backends.cudnn.benchmark
-    able = [algorithm for algorithm in measure.ALGORITHMS if algorithm.name != "direct"]  # which needs CUDA
+    able = [algorithm for algorithm in measure.ALGORITHMS if algorithm.name not in CUDA_ONLY]
     assert seen == [True, *[False] * len(able)] * 2
 
 

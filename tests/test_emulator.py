@@ -178,8 +178,7 @@ extern "C" __global__ void __launch_bounds__(128) test_kernel(const __grid_const
     wgmma_fence();
     wgmma<ELEMENT_T, COLUMNS>(d, a, b, numbers[7]);
     wgmma_commit();
-    wgmma_wait<0>();
-    settle(d);
+    wgmma_finish(d);
     for (int i = 0; i < COLUMNS / 2; ++i) p.d[place(i)] = d[i];
 }
 """
@@ -264,8 +263,7 @@ extern "C" __global__ void __launch_bounds__(256) test_kernel(const __grid_const
             wgmma_wait<AHEAD>();
             if (step >= AHEAD && thread % (128 / ARRIVALS) == 0) barrier_arrive(empty[(step - AHEAD) % 2]);
         }
-        wgmma_wait<0>();
-        settle(d);
+        wgmma_finish(d);
         const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
         for (int i = 0; i < COLUMNS / 2; ++i)
             p.d[(16 * warp + g + i / 2 % 2 * 8) * COLUMNS + i / 4 * 8 + 2 * t + i % 2] = d[i];
@@ -319,8 +317,8 @@ PIPELINE_MISTAKES = {
     "copy_misaligned": (r"bulk_copy\(target,", "bulk_copy(target + 8,", f"misaligned bulk copy of {64 * 32} bytes"),
     "copy_of_odd_bytes": (r"kABytes, full", "kABytes - 8, full", f"misaligned bulk copy of {64 * 32 - 8} bytes"),
     "copy_past_the_end": (r"kBBytes, full", "kBBytes + 16, full", "a bulk copy past the end of shared memory"),
-    "wgmma_not_waited_for": (r"wgmma_wait<\w+>\(\);", "", "a wgmma that was never waited for"),
-    "wgmma_waited_for_after_the_result": (r"(wgmma_wait<0>\(\);\s*settle\(d\);)([^}]*;)", r"\2 \1", WRONG),
+    "wgmma_not_waited_for": (r"wgmma_(wait<\w+>\(\)|finish\(d\));", "", "a wgmma that was never waited for"),
+    "wgmma_waited_for_after_the_result": (r"(wgmma_finish\(d\);)([^}]*;)", r"\2 \1", WRONG),
     "wgmma_not_committed": (r"wgmma_commit\(\);", "", "a wgmma that was never waited for"),
     "wgmma_not_fenced": (r"wgmma_fence\(\);", "if (step == 0) wgmma_fence();", "a wgmma without wgmma_fence"),
     "wgmma_not_alike": (r"step > 0\);", "step > thread / 64);", "threads of a warpgroup do not all do alike"),

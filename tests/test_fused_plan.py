@@ -99,6 +99,11 @@ def place_of_row(plan, row):
     return divmod(row, plan.channels)
 
 
+def block_of(plan, phase_set, block, side):
+    """Return which M block is a warpgroup's, as csrc/common/fused.cuh has it."""
+    return (phase_set * plan.phase_sides + side) * plan.blocks + block
+
+
 def output_of_row(plan, block, part, row):
     """Return the (phase, channel) of a row of an M block, of a part of the output channels; None where it is idle."""
     slot, channel = place_of_row(plan, row)
@@ -125,11 +130,11 @@ def gathered(plan, axis):
 def products_of(plan):
     """Return for each step of each M block the (phase, shift, tap) with a weight."""
     found = []
-    for block, steps in zip(plan.phases, plan.steps, strict=True):
-        for shift in steps:
+    for place, steps in enumerate(plan.steps):
+        for side, shift in itertools.product(range(plan.phase_sides), steps):
             taps = {
                 phase: tuple(tap_of(plan, axis, phase[axis], shift[axis]) for axis in (0, 1))
-                for phase in block
+                for phase in plan.phases[block_of(plan, *divmod(place, plan.blocks), side)]
                 if phase is not None
             }
             found.append([(phase, shift, tap) for phase, tap in taps.items() if None not in tap])
@@ -164,8 +169,9 @@ def test_rows_of_m_blocks_are_every_phase_and_output_channel_once(plan):
     assert len(set(rows)) == 64
     assert set(rows) >= {*itertools.product(range(plan.slots), range(plan.channels))}
     assert {channel for _, channel in rows} == {*range(plan.channels)}
-    assert plan.phase_sets * plan.blocks == len(plan.phases)
-    parts = range(plan.channel_sets * plan.warpgroups_m)
+    assert plan.phase_sets * plan.phase_sides * plan.blocks == len(plan.phases)
+    assert plan.warpgroups_m % plan.phase_sides == 0
+    parts = range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides))
     found = Counter(
         output_of_row(plan, block, part, row)
         for block, part, row in itertools.product(range(len(plan.phases)), parts, range(64))
@@ -208,7 +214,7 @@ def cells_at(plan, positions):
 def input_at(plan, first, offsets):
     """Return the pixels of all images at offsets into the patch whose positions begin with `first`; -1 for zeros.
 
-    `plan.wide` inputs are loaded together, in a row of the input: the first of them decides whether they are there.
+    `plan.wide` inputs are loaded together, beside each other in memory: the first decides whether they are there.
     """
     (height, width), (unit_h, unit_w), (origin_h, origin_w) = plan.input_size, plan.unit, plan.origin
     plane, position = np.divmod(offsets, plan.patch)
@@ -277,9 +283,10 @@ def lines_of(plan):
     """
     inner = 1 if plan.pairing == PAIR_NONE else 2
     found = []
-    for phase_set, part, warp, g, outer in itertools.product(
+    for phase_set, side, part, warp, g, outer in itertools.product(
         range(plan.phase_sets),
-        range(plan.channel_sets * plan.warpgroups_m),
+        range(plan.phase_sides),
+        range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides)),
         range(4),
         range(8),
         range(plan.blocks * 2 // inner),
@@ -290,7 +297,7 @@ def lines_of(plan):
             PAIR_ROWS: [(outer, 0), (outer, 1)],
         }[plan.pairing]
         outputs = [
-            output_of_row(plan, phase_set * plan.blocks + block, part, warp * 16 + half * 8 + g)
+            output_of_row(plan, block_of(plan, phase_set, block, side), part, warp * 16 + half * 8 + g)
             for block, half in blocks_and_halves
         ]
         if outputs[0] is None:
@@ -389,10 +396,36 @@ def test_stages_fit_shared_memory(plan):
     assert needed == macros["SHARED_BYTES"] <= SHARED_BYTES
     assert SHARED_BYTES == 227 << 10  # of a block of sm_90
     assert macros["PATCH"] * planes <= macros["UNIT_PITCH"]
-    assert min(macros["PATCH_STAGES"], macros["WEIGHT_STAGES"]) >= 2
+    assert macros["PATCH_STAGES"] >= 2
+    assert macros["WEIGHT_STAGES"] >= (1 if macros["RESIDENT"] else 2)
     # Eight threads that store side by side have the units of some spots.
     spots = range(8 // plan.units)
     assert {(unit * plan.unit_pitch + spot) % 8 for unit in range(plan.units) for spot in spots} == {*range(8)}
+
+
+def tile_of(plan, order):
+    """Return the tile that comes in an order, as csrc/common/fused.cuh has it; None where there is none."""
+    if plan.strips == 1:
+        return order
+    down, across = divmod(order, plan.strips)
+    image, place = divmod(down, plan.strip_tiles)
+    strip, period = image * plan.strips + across, plan.strip_rows * plan.pitch
+    tile = -(-strip * period // plan.tile) + place
+    return tile if tile < -(-(strip + 1) * period // plan.tile) else None
+
+
+@each_plan
+def test_blocks_take_every_tile_once_and_keep_their_set_where_weights_stay(plan):
+    sets = plan.phase_sets * plan.channel_sets * plan.problem.groups
+    tiles = [tile_of(plan, order) for order in range(plan.items // sets)]
+    assert plan.items % sets == 0
+    assert sorted(tile for tile in tiles if tile is not None) == [*range(plan.tiles)]
+    for multiprocessors in (1, 7, 132, 200):
+        blocks = plan.blocks_on(multiprocessors)
+        assert 1 <= blocks <= plan.items
+        if plan.resident:
+            assert blocks % sets == 0
+            assert plan.stages[1] >= max(plan.set_steps) * plan.chunks
 
 
 @each_plan
@@ -414,6 +447,8 @@ def test_chunks_cover_the_channels_and_sums_fit_registers(plan):
     assert plan.columns % 32 == 0 < plan.columns <= 256
     sums = plan.columns // 2
     assert plan.blocks * sums + (sums if plan.split else 0) <= 128
+    # ptxas declines an instruction with more sums where 512 threads leave 128 registers for each.
+    assert plan.columns <= 192 or plan.loaders == 96
 
 
 LARGE = {

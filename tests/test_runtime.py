@@ -143,7 +143,7 @@ def most_registers(source_name, macros):
         threads = 32 * macros["WARPS_M"] * macros["WARPS_N"]
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
     if source_name == "fused_wgmma.cu":
-        return 65_536 // 384 // 8 * 8
+        return 65_536 // (macros["LOADERS"] + 288) // 8 * 8
     return MOST_REGISTERS.get(source_name, 128)
 
 

@@ -2,9 +2,11 @@
 #pragma once
 
 #include "common/index.cuh"
+#include "common/integers.cuh"
 #include "common/mbarrier.cuh"
 #include "common/rows.cuh"
 #include "common/units.cuh"
+#include "common/unroll.cuh"
 #include "common/wgmma.cuh"
 
 #define PAIR_NONE 0
@@ -21,18 +23,25 @@ struct fused_params {
     int strips, strip_rows, strip_cells;  // of an image; rows and cells across, of a strip
     int cells_h;                          // rows of cells that have outputs
     int origin_h, origin_w;               // input, in units, of a strip's first position
-    int tiles, items;
+    int strip_tiles, items;
 };
 
-constexpr int kProducers = 128, kLoaders = 96, kThreads = 384;
-constexpr int kLoadedWords = CHANNELS_LAST ? 56 : 64;  // of registers, that a thread loads at once
-constexpr int kProducerRegisters = 136, kConsumerRegisters = 184;  // a block begins with 168 for each thread
+constexpr int kProducers = LOADERS + 32, kThreads = kProducers + 256;
+// A block begins with kRegisters for each thread, of which those who load give up what those who multiply need. What is asked
+// for beyond that is waited for for ever.
+constexpr int kRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kSums = (BLOCKS + SPLIT) * COLUMNS / 2;
+constexpr int kConsumerRegisters = LOADERS == 96 ? 184 : kSums + 56 < 136 ? 136 : kSums + 56;
+constexpr int kProducerRegisters = (kRegisters * kThreads - 256 * kConsumerRegisters) / kProducers / 8 * 8;
+static_assert(kProducerRegisters <= kRegisters && kRegisters <= kConsumerRegisters, "registers are given up, and taken");
+constexpr int kLoadedWords = LOADED_WORDS;  // of registers, that a thread loads at once
 constexpr int kElements = elements_of_unit<ELEMENT_T>;
 constexpr int kParts = SPLIT ? 2 : 1;
 constexpr int kRows = WARPGROUPS_M * 64;
 constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
 constexpr int kPlanes = UNIT_H * UNIT_W;
 constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
+constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with output channels of their own
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
 static_assert(UNITS % 2 == 0 && PITCH % 2 == 0, "a step of wgmma is two units; a thread's two columns lie in one row");
 
@@ -40,15 +49,14 @@ __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
 __constant__ constexpr int kStepOffset[] = STEP_OFFSET;
 __constant__ constexpr int kPhases[] = PHASES;
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows], outputs
-// [8 warps][kWarpOutputs], barriers, places [2][PATCH * kPlanes / WIDE].
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows],
+// outputs [8 warps][kWarpOutputs], barriers, places [2][PATCH * kPlanes / WIDE].
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
 constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + 2;
-// Outputs that a warp turns round: kOuter * 8 lines of 32.
 constexpr int kInner = PAIRING == PAIR_NONE ? 1 : 2;  // neighbouring outputs of a thread, of a cell; see fused_store.cuh
 constexpr int kOuter = BLOCKS * 2 / kInner;
 constexpr int kLine = 32 + 8 * kInner;  // outputs from one line to the next, so that lines begin in different banks
-constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;
+constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;  // that a warp turns round: kOuter * 8 lines of 32
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
 static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits) * 16 + kBarriers * 8 +
               8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
@@ -85,10 +93,37 @@ template <int STAGES> struct ring_t {
 };
 
 /* What a block works on. */
-struct item_t { int set, tile, group; };
+struct item_t {
+    int set, tile, group;  // no tile: -1
+
+    __device__ __forceinline__ bool exists() const { return tile >= 0; }
+};
+
+/* Blocks that run at the same time have tiles beside each other in all strips of an image, since memory likes to be read and
+ * written in long runs: item after item first goes through the strips, then down the image. `strip_tiles` is the most tiles
+ * that begin in a strip.
+ */
 __device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
-    const int rest = item / kSets;
-    return {item % kSets, rest % p.tiles, rest / p.tiles};
+    const int sets = kSets * p.groups, set = item % sets, order = item / sets;
+    int tile = order;
+    if (p.strips > 1) {
+        const int down = order / p.strips, image = down / p.strip_tiles;
+        const long long period = static_cast<long long>(p.strip_rows) * PITCH, strip = image * p.strips + order % p.strips;
+        const long long first = (strip * period + kTile - 1) / kTile, behind = ((strip + 1) * period + kTile - 1) / kTile;
+        tile = static_cast<int>(first) + down % p.strip_tiles;
+        if (tile >= behind) tile = -1;
+    }
+    return {set % kSets, tile, set / kSets};
 }
 __device__ __forceinline__ int phase_set_of(int set) { return set / CHANNEL_SETS; }
 __device__ __forceinline__ int first_step(int phase_set, int block = 0) { return kStepBegin[phase_set * BLOCKS + block]; }
+
+/* Where the phases of a warpgroup's M block begin in the table; `side` is which of WARPGROUPS_M it is. */
+__device__ __forceinline__ const int* phases_of(int set, int side, int block) {
+    const int place = (phase_set_of(set) * PHASE_SIDES + (PHASE_SIDES == 2 ? side : 0)) * BLOCKS + block;
+    return kPhases + place * SLOTS;
+}
+/* The first output channel of a warpgroup's M blocks, of those of a group. */
+__device__ __forceinline__ int first_channel_of(int set, int side) {
+    return (set % CHANNEL_SETS * kChannelSides + (PHASE_SIDES == 2 ? 0 : side)) * CHANNELS;
+}

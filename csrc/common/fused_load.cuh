@@ -3,11 +3,12 @@
 
 #include "common/fused.cuh"
 
-/* Copies the weights of step after step. One thread. */
+/* Copies the weights of step after step; where they all stay (RESIDENT), those of the first item alone. One thread. */
 __device__ __forceinline__ void produce_weights(const fused_params& p, const stages_t& s) {
     ring_t<WEIGHT_STAGES> ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
+        if (!item.exists()) continue;
         const int phase_set = phase_set_of(item.set), first = first_step(phase_set);
         const int steps = first_step(phase_set + 1) - first;
         const long long matrices_before = static_cast<long long>(item.group) * CHANNEL_SETS * STEPS +
@@ -15,40 +16,40 @@ __device__ __forceinline__ void produce_weights(const fused_params& p, const sta
         const unit_t* source = p.packed + matrices_before * CHUNKS * kWeightUnits;
         #pragma unroll 1
         for (int step = 0; step < steps * CHUNKS; ++step) {
-            barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
+            if (!RESIDENT) barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
             barrier_t& full = s.weight_full[ring.stage];
             barrier_arrive_expecting(full, kWeightUnits * 16);
             bulk_copy(s.weights + ring.stage * kWeightUnits, source, kWeightUnits * 16, full);
             source += kWeightUnits;
             ring.advance();
         }
+        if (RESIDENT) return;
     }
 }
 
-/* How the loaders share a patch. A spot is WIDE inputs that lie beside each other in a row of NCHW and are loaded together:
- * neighbouring positions or, with two inputs a cell, one position in either plane. Neighbours among the threads take
- * neighbouring spots, in channels_last the units of a spot.
+/* How the loaders share a patch. A spot is WIDE inputs that lie beside each other in NCHW and are loaded together:
+ * neighbouring positions or, with two inputs a cell, one position in either plane. Where they are 8 bytes or more, and in
+ * channels_last, neighbours among the threads take the units of a spot; else neighbouring spots.
  */
 constexpr bool kPlanesApart = WIDE == 2 && UNIT_W == 2;
 constexpr int kNext = kPlanesApart ? PATCH : 1;  // from one input of a spot to the next, in the patch
 constexpr int kPlaneSpots = kPlanesApart ? PATCH : PATCH / WIDE;
 constexpr int kSpots = PATCH * kPlanes / WIDE;
-static_assert(kPlanesApart || PATCH % WIDE == 0 && FIRST % WIDE == 0, "a spot begins at a multiple of WIDE");
-constexpr int kSpotUnits = CHANNELS_LAST ? 1 : 2;  // that a thread loads of a spot at once
-constexpr int kAcross = UNITS / kSpotUnits;        // threads that share a spot
-constexpr int kTurns = (kSpots * kAcross + kLoaders - 1) / kLoaders;
+static_assert(kPlanesApart || PATCH % WIDE == 0 && FIRST % WIDE == 0, "a patch is whole spots");
+constexpr int kSpotBytes = WIDE * static_cast<int>(sizeof(ELEMENT_T));  // of a channel
+constexpr bool kUnitsFirst = CHANNELS_LAST || kSpotBytes >= 8;
+constexpr int kTurns = ceil_div(kSpots * UNITS, LOADERS);
 // A thread has as many loads on their way as registers allow, the same number in each batch.
-constexpr int kUnitWords = VECTOR_LOADS ? 4 : kElements * (WIDE * static_cast<int>(sizeof(ELEMENT_T)) > 4 ? WIDE : 1);
-constexpr int kMostTogether = kLoadedWords / (kSpotUnits * kUnitWords);
-constexpr int kBatches = (kTurns + kMostTogether - 1) / kMostTogether;
-constexpr int kTogether = (kTurns + kBatches - 1) / kBatches;
+constexpr int kUnitWords = VECTOR_LOADS ? 4 : kElements * ceil_div(kSpotBytes, 4);
+constexpr int kBatches = ceil_div(kTurns, kLoadedWords / kUnitWords);
+constexpr int kTogether = ceil_div(kTurns, kBatches);
 
-/* What a thread loads in a turn: a spot, and the first of its units. */
+/* What a thread loads in a turn. */
 struct share_t { int spot, unit; };
 __device__ __forceinline__ share_t share_of(int turn, int thread) {
-    const int share = thread + turn * kLoaders;
-    if (CHANNELS_LAST) return {share / kAcross, share % kAcross};
-    return {share % kSpots, share / kSpots * kSpotUnits};
+    const int share = thread + turn * LOADERS;
+    if (kUnitsFirst) return {share / UNITS, share % UNITS};
+    return {share % kSpots, share / kSpots};
 }
 
 struct spot_t { int plane, position; };
@@ -74,8 +75,9 @@ __device__ __forceinline__ index_t place_of(const fused_params& p, int first, sp
 }
 
 /* What a thread has of a spot: a unit of channels, of each its WIDE inputs. */
-using wide_t = vector_t<WIDE>;
-using spot_unit_t = wide_t[kElements];
+template <int BYTES> struct alignas(BYTES) words_t { unsigned word[BYTES / 4]; };
+template <> struct words_t<2> { unsigned short word[1]; };
+struct spot_unit_t { words_t<kSpotBytes> channel[kElements]; };
 
 /* Channels from `channel` on, `stride` bytes apart; zeros beyond the last channel, and where nothing is there. */
 __device__ __forceinline__ void load_spot(
@@ -89,46 +91,51 @@ __device__ __forceinline__ void load_spot(
     #pragma unroll
     for (int e = 0; e < kElements; ++e) {
         const bool full = IN_CHANNELS % (UNITS * kElements) == 0;
-        values[e] = {};
-        if (there && (full || channel + e < IN_CHANNELS)) values[e] = *reinterpret_cast<const wide_t*>(from);
+        values.channel[e] = {};
+        if (there && (full || channel + e < IN_CHANNELS))
+            values.channel[e] = *reinterpret_cast<const words_t<kSpotBytes>*>(from);
         from += stride;
     }
 #endif
 }
 
-/* One of the inputs of a spot, as it is stored. */
-__device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values, bool second) {
-    if constexpr (sizeof(ELEMENT_T) == 2 && WIDE == 2) {
+/* One of the inputs of a spot, as it is stored: input `even` or, where `odd`, the one after it. */
+__device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values, int even, bool odd) {
+    if constexpr (sizeof(ELEMENT_T) == 2 && WIDE > 1) {
         parts_t<kParts> result;
         #pragma unroll
         for (int i = 0; i < 4; ++i)
-            result.part[0].word[i] = halves(reinterpret_cast<const unsigned&>(values[2 * i]),
-                                            reinterpret_cast<const unsigned&>(values[2 * i + 1]), second);
+            result.part[0].word[i] =
+                halves(values.channel[2 * i].word[even / 2], values.channel[2 * i + 1].word[even / 2], odd);
         return result;
     } else {
         ELEMENT_T unit[kElements];
         #pragma unroll
-        for (int e = 0; e < kElements; ++e) unit[e] = second ? values[e].value[WIDE - 1] : values[e].value[0];
+        for (int e = 0; e < kElements; ++e) {
+            const auto word = odd && WIDE > 1 ? values.channel[e].word[even + (WIDE > 1)] : values.channel[e].word[even];
+            unit[e] = element_of<ELEMENT_T>(word);
+        }
         return pack_unit<kParts>(unit);
     }
 }
 
 /* Stores a unit of all inputs of a spot; `target` is the place of the first. */
 __device__ __forceinline__ void store_spot(unit_t* target, const spot_unit_t& values) {
-    // Of 8 lanes that store at once, 4 begin with the second of two neighbours: so they meet different banks.
-    const bool turned = WIDE == 2 && !kPlanesApart && threadIdx.x / 4 % 2;
+    // Of 8 lanes that store at once, 4 exchange neighbours where all would meet the same banks.
+    const bool turned = WIDE > 1 && !kPlanesApart && !(kUnitsFirst && UNITS == 8) && threadIdx.x / 4 % 2;
     #pragma unroll
     for (int w = 0; w < WIDE; ++w) {
-        const bool second = (w == 1) != turned;
-        const parts_t<kParts> parts = pack_input(values, second);
+        const int even = w / 2 * 2;
+        const bool odd = (w % 2 == 1) != turned;
+        const parts_t<kParts> parts = pack_input(values, even, odd);
         #pragma unroll
         for (int part = 0; part < kParts; ++part)
-            target[part * UNITS * UNIT_PITCH + (second ? kNext : 0)] = parts.part[part];
+            target[part * UNITS * UNIT_PITCH + (even + odd) * kNext] = parts.part[part];
     }
 }
 
-/* Loads the patches of tile after tile, chunk after chunk. The places of a tile's spots are worked out once, for all three
- * warps, in one of two tables: nobody is more than a table ahead.
+/* Loads the patches of tile after tile, chunk after chunk. The places of a tile's spots are worked out once, for all warps, in
+ * one of two tables: nobody is more than a table ahead.
  */
 __device__ __forceinline__ void produce_patches(const fused_params& p, const stages_t& s, int thread) {
     const long long stride = (CHANNELS_LAST ? 1ll : 1ll * p.h_in * p.w_in) * sizeof(ELEMENT_T);  // of channels, in bytes
@@ -138,9 +145,10 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
     int placed = 0;  // parity
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
+        if (!item.exists()) continue;
         const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
         index_t* places = s.places + tables.stage * kSpots;
-        for (int spot = thread; spot < kSpots; spot += kLoaders)
+        for (int spot = thread; spot < kSpots; spot += LOADERS)
             places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
         __syncwarp();
         if (lane == 0) barrier_arrive(*s.placed);
@@ -151,7 +159,7 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
             unit_t* patch = s.patches + ring.stage * kPatchUnits;
             #pragma unroll 1
             for (int batch = 0; batch < kBatches; ++batch) {
-                spot_unit_t values[kTogether][kSpotUnits];
+                spot_unit_t values[kTogether];
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
                     const share_t share = share_of(batch * kTogether + k, thread);
@@ -159,9 +167,7 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
                     const index_t place = mine ? places[share.spot] : -1;
                     const int channel = (chunk * UNITS + share.unit) * kElements;
                     const char* from = input + static_cast<long long>(place) * sizeof(ELEMENT_T) + channel * stride;
-                    #pragma unroll
-                    for (int u = 0; u < kSpotUnits; ++u)
-                        load_spot(values[k][u], from + u * kElements * stride, place >= 0, channel + u * kElements, stride);
+                    load_spot(values[k], from, place >= 0, channel, stride);
                 }
                 // The loads are on their way while this waits.
                 if (batch == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
@@ -170,9 +176,7 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
                     const share_t share = share_of(batch * kTogether + k, thread);
                     if (share.spot >= kSpots || share.unit >= UNITS) continue;
                     const spot_t at = spot_at(share.spot);
-                    #pragma unroll
-                    for (int u = 0; u < kSpotUnits; ++u)
-                        store_spot(patch + (share.unit + u) * UNIT_PITCH + at.plane * PATCH + at.position, values[k][u]);
+                    store_spot(patch + share.unit * UNIT_PITCH + at.plane * PATCH + at.position, values[k]);
                 }
             }
             fence_async_proxy();

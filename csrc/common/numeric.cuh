@@ -15,6 +15,10 @@ template <typename T> __device__ __forceinline__ T load_once(const T* address) {
 template <> __device__ __forceinline__ half_t load_once(const half_t* address) { return {__ldg(&address->bits)}; }
 template <> __device__ __forceinline__ bfloat16_t load_once(const bfloat16_t* address) { return {__ldg(&address->bits)}; }
 
+/* The element whose bits these are. */
+template <typename T> __device__ __forceinline__ T element_of(unsigned bits) { return {static_cast<unsigned short>(bits)}; }
+template <> __device__ __forceinline__ float element_of(unsigned bits) { return __uint_as_float(bits); }
+
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ double widen(double value) { return value; }
 __device__ __forceinline__ float widen(half_t value) {

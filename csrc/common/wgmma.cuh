@@ -11,9 +11,10 @@
  *
  * Products run while the threads go on:
  *
- *   wgmma_fence(); wgmma<T, N>(d, a, b, 0); wgmma<T, N>(d, ...); wgmma_commit(); ...; wgmma_wait<0>(); settle(d);
+ *   wgmma_fence(); wgmma<T, N>(d, a, b, 0); wgmma<T, N>(d, ...); wgmma_commit(); ...; wgmma_finish(d);
  *
- * Until they were waited for, nobody may write what they read, and d belongs to them.
+ * Until they were waited for, nobody may write what they read, and d belongs to them: a compiler that keeps d in memory
+ * copies it there too early, so d must be indexed by constants alone (unroll.cuh).
  */
 #pragma once
 
@@ -39,16 +40,13 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 /* The products begun since the last call are a group. */
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 
-/* Wait until all groups but the last PENDING are complete. */
+/* Wait until all groups but the last PENDING are complete. d may not be read yet. */
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
 }
 
-/* After wgmma_wait: keeps the compiler from reading sums before it. */
-template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {
-    #pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
-}
+/* Wait until all products are complete, those of d among them, which may be read from here on. */
+template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COUNT]);
 
 /* Begin D = A B, plus D where `accumulate` is not 0. T is half_t, bfloat16_t or float, N a multiple of 32 up to 256. */
 template <typename T, int N>
@@ -109,6 +107,20 @@ WGMMA(192, 96, 97, 98)
 WGMMA(224, 112, 113, 114)
 WGMMA(256, 128, 129, 130)
 
+// That d goes through the wait keeps the compiler from reading it before.
+#define WGMMA_FINISH(N)                                                                 \
+    template <> __device__ __forceinline__ void wgmma_finish(float (&d)[N / 2]) {       \
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##N : : "memory");       \
+    }
+WGMMA_FINISH(32)
+WGMMA_FINISH(64)
+WGMMA_FINISH(96)
+WGMMA_FINISH(128)
+WGMMA_FINISH(160)
+WGMMA_FINISH(192)
+WGMMA_FINISH(224)
+WGMMA_FINISH(256)
+
 #undef TEXT_32
 #undef TEXT_64
 #undef TEXT_96
@@ -129,3 +141,4 @@ WGMMA(256, 128, 129, 130)
 #undef SUMS_256
 #undef WGMMA_OF
 #undef WGMMA
+#undef WGMMA_FINISH

@@ -2,9 +2,10 @@
 
 from gemmconv.algorithms.base import Algorithm, Config
 from gemmconv.algorithms.direct import Direct
+from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native
 
-ALGORITHMS: tuple[Algorithm, ...] = (Direct(), GemmCol2im(), Native())
+ALGORITHMS: tuple[Algorithm, ...] = (Direct(), Fused(), GemmCol2im(), Native())
 
 __all__ = ["ALGORITHMS", "Algorithm", "Config"]

@@ -5,7 +5,6 @@
     csrc/fused_wgmma.cu    everything else
 
 For layers whose work is arithmetic. The same kernel computes input gradients; weight gradients are left to gemm_col2im.
-Not yet in ``ALGORITHMS``: it has run under the tests' emulator, and on no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LAUNCH_SECONDS = 4e-6
 _WEIGHT_RATE = 2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
-_THREADS = 384
+_OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
 _WEIGHT_THREADS = 256  # of a block that lays weights out
 _WEIGHT_THREADS_AT_ONCE = 1 << 18
 _CHAIN = 2  # steps
@@ -39,7 +38,7 @@ FusedParams = params_struct(
     ("input", "packed", "bias", "output"),
     (
         *("batch", "groups", "h_in", "w_in", "h_out", "w_out", "strips", "strip_rows", "strip_cells", "cells_h"),
-        *("origin_h", "origin_w", "tiles", "items"),
+        *("origin_h", "origin_w", "strip_tiles", "items"),
     ),
 )
 
@@ -75,6 +74,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "BLOCKS": plan.blocks,
         "COLUMNS": plan.columns,
         "WARPGROUPS_M": plan.warpgroups_m,
+        "PHASE_SIDES": plan.phase_sides,
         "PHASE_SETS": plan.phase_sets,
         "CHANNEL_SETS": plan.channel_sets,
         "UNITS": plan.units,
@@ -85,6 +85,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "FIRST": plan.first,
         "PATCH_STAGES": plan.stages[0],
         "WEIGHT_STAGES": plan.stages[1],
+        "RESIDENT": int(plan.resident),
         "CHAIN": _CHAIN,
         "PAIRING": plan.pairing,
         "STAGED": int(plan.staged),
@@ -92,6 +93,8 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "VECTOR_LOADS": int(plan.vector_loads),
         "WIDE": plan.wide,
         "LEAD": plan.lead,
+        "LOADERS": plan.loaders,
+        "LOADED_WORDS": plan.loaded_words,
         "SHARED_BYTES": plan.shared_bytes,
         "PHASE_BASE": PHASE_BASE,
         "STEPS": len(shifts),
@@ -138,10 +141,9 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     sets = plan.phase_sets * plan.channel_sets
     slice_steps = max(1, min(most_steps, rows * most_steps * sets * p.groups // _WEIGHT_THREADS_AT_ONCE))
     pack_grid = (-(-rows * -(-most_steps // slice_steps) // _WEIGHT_THREADS), sets, p.groups)
-    blocks = min(plan.items, MULTIPROCESSORS)
     sizes = (
         *(p.batch, p.groups, *plan.input_size, *plan.output_size),
-        *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.tiles, plan.items),
+        *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.strip_tiles, plan.items),
     )
 
     def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -156,8 +158,9 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         addresses = (input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr())
-        resident = min(blocks, _multiprocessors(config.device)) if config.device.type == "cuda" else blocks
-        kernel.launch((resident, 1, 1), (_THREADS, 1, 1), FusedParams(*addresses, *sizes), shared_bytes)
+        multiprocessors = _multiprocessors(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
+        grid = (plan.blocks_on(multiprocessors), 1, 1)
+        kernel.launch(grid, (plan.loaders + _OTHER_THREADS, 1, 1), FusedParams(*addresses, *sizes), shared_bytes)
         return output
 
     return call

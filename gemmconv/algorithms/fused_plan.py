@@ -22,19 +22,25 @@ _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 _BLOCK_ROWS = 64
 _WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
+_MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
 _PLACE_BYTES = 2 * 8  # in two tables, of at most 64 bits each
-_MOST_STAGES = 16
-_LOADERS = 96  # threads
-_LOADED_WORDS = 64, 56  # of registers, that one loads at once; in channels_last
-_BATCH_CYCLES = 1_100  # that it takes for that
+_MOST_STAGES = 24
+_FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
-_CYCLES_A_COLUMN = 0.5  # of the tensor cores, for 64 rows and two units
-_EFFICIENCY = 0.85  # of the tensor cores, that products reach
-_STEP_CYCLES = 60  # of a warpgroup, between its products
-_START_CYCLES = 3_000  # until the first products of a block begin
-_STORE_CYCLES = 15  # of a thread, for an output
-_BYTES_A_CYCLE = 30  # of a multiprocessor, from the L2 cache
+# Of the estimate; for many loaders and for few.
+_COLUMN_CYCLES = 0.27  # of 64 rows and two units: the tensor cores take 0.5
+_STEP_CYCLES = 12.5
+_BATCH_CYCLES = 660, 1400  # until loads that are on their way together have come
+_LOAD_CYCLES = 1.7, 1.3  # of an instruction of a loading warp
+_WEIGHT_CYCLES = 0.0064  # of a byte
+_STAGED_STORE_CYCLES, _STORE_CYCLES = 11.6, 7.1  # of a warp's instruction
+_OUTPUT_CYCLES = 0.055  # of a byte
+_MEMORY_CYCLES = 0.00058  # of a byte, for all blocks
+_START_CYCLES = 2_850
+
+# Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
+_WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS = range(3)
@@ -55,9 +61,12 @@ class Plan:
         slots: output phases of an M block, which are neighbours in a row of cells.
         blocks: M blocks of a warpgroup, which are neighbouring column phases.
         columns: positions that an M block is multiplied with at a time, a multiple of 32.
-        warpgroups_m: warpgroups with output channels of their own, 1 or 2.
+        warpgroups_m: warpgroups with M blocks of their own, 1 or 2.
+        phase_sides: warpgroups with phases of their own, 1 or 2; where it is 1, they have output channels of their own.
         units: 16-byte units of channels of a chunk: 2, 4 or 8.
         strips: into how many strips an image is cut.
+        wide: inputs beside each other in a row that are loaded together.
+        loaders: threads that load inputs, 96 or 224.
     """
 
     problem: Problem
@@ -70,8 +79,11 @@ class Plan:
     blocks: int
     columns: int
     warpgroups_m: int
+    phase_sides: int
     units: int
     strips: int
+    wide: int
+    loaders: int
 
     # Phases and output channels: the left sides.
 
@@ -104,8 +116,8 @@ class Plan:
 
     @property
     def channel_sets(self) -> int:
-        """Into how many parts, each of ``warpgroups_m`` M blocks, the output channels are cut."""
-        return -(-self.out_channels // (self.channels * self.warpgroups_m))
+        """Into how many parts the output channels are cut, each an M block of one warpgroup or of both."""
+        return -(-self.out_channels // (self.channels * (self.warpgroups_m // self.phase_sides)))
 
     @property
     def phases(self) -> tuple[tuple[Pair | None, ...], ...]:
@@ -114,7 +126,7 @@ class Plan:
 
     @property
     def phase_sets(self) -> int:
-        return len(self.phases) // self.blocks
+        return len(self.phases) // (self.blocks * self.phase_sides)
 
     @property
     def pairing(self) -> int:
@@ -149,15 +161,15 @@ class Plan:
         if self.channels_last:
             return 2 if self.pairing == PAIR_ROWS and self.out_channels % 2 == 0 else 1
         if self.staged:
-            return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 16 // self.itemsize, 4)
+            return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
         return math.gcd(self.inner, width, self.span[1])
 
     # Shifts: the reduced extent.
 
     @property
     def steps(self) -> tuple[tuple[Pair, ...], ...]:
-        """The shifts of each M block: those of any of its phases."""
-        return _steps(self.problem, self.direction, self.phases)
+        """The shifts of each block of each phase set: those of any phase of its M block, or of either side's."""
+        return _steps(self.problem, self.direction, self.phases, self.blocks, self.phase_sides)
 
     def _reach(self, axis: int) -> Pair:
         """The least and the largest shift, in units."""
@@ -207,7 +219,8 @@ class Plan:
         """Cells across of a strip, the last of which may have fewer; even where there are several strips."""
         if self.strips == 1:
             return self.cells[1]
-        return -(-self.cells[1] // (2 * self.strips)) * 2
+        multiple = max(2, self.wide if self._in_a_row else 1)
+        return -(-self.cells[1] // (multiple * self.strips)) * multiple
 
     @cached_property
     def _inputs(self) -> Pair:
@@ -223,7 +236,8 @@ class Plan:
             least = self.strip_cells + last - self.origin[1]
         else:  # what lies beyond either end of a row is the same gap
             least = max(self._inputs[1] - min(0, first), self.cells[1] + max(0, last))
-        return -(-least // 2) * 2
+        multiple = self.wide if self._in_a_row and least != self.input_size[1] else 1
+        return -(-least // max(2, multiple)) * max(2, multiple)
 
     @cached_property
     def strip_rows(self) -> int:
@@ -232,14 +246,25 @@ class Plan:
         return max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
 
     @property
-    def wide(self) -> int:
-        """Inputs beside each other in a row that are loaded together."""
-        return 2 if not self.channels_last and self.unit[1] <= 2 and self.input_size[1] % 2 == 0 else 1
+    def _in_a_row(self) -> bool:
+        """Whether inputs that are loaded together are neighbouring positions, and not those of neighbouring planes."""
+        return self.unit[1] == 1
 
     @property
-    def _even(self) -> bool:
-        """Whether inputs that are loaded together are neighbouring positions, the first of which is even."""
-        return self.wide == 2 and self.unit[1] == 1
+    def aligned(self) -> bool:
+        """Whether inputs that are loaded together lie aligned in memory, all of them in the image or none."""
+        if self.wide == 1:
+            return True
+        if self.channels_last or self.unit[1] > 2:
+            return False
+        height, width = self.input_size
+        if not self._in_a_row:
+            return self.wide == 2 and width % 2 == 0
+        if width % self.wide == 0:
+            return True
+        # Rows follow each other without gaps: an image is one long row.
+        one_row = self.strips == 1 and self.unit[0] == 1 and self.pitch == width
+        return one_row and height * width % self.wide == 0 and self.strip_rows * width % self.wide == 0
 
     @property
     def origin(self) -> Pair:
@@ -247,7 +272,7 @@ class Plan:
         if self.strips == 1:
             return 0, 0
         first = self._reach(1)[0]
-        return 0, first // 2 * 2 if self._even else first
+        return 0, first // self.wide * self.wide if self._in_a_row else first
 
     def _place(self, shift: Pair) -> int:
         """Positions from a cell to the input at a shift, in its plane."""
@@ -271,13 +296,14 @@ class Plan:
     @property
     def first(self) -> int:
         """The first position of a tile's inputs, relative to its first cell."""
-        return self.places[0] // 2 * 2 if self._even else self.places[0]
+        place = self.places[0]
+        return place // self.wide * self.wide if self._in_a_row else place
 
     @cached_property
     def patch(self) -> int:
         """Positions of a tile's inputs, of each plane."""
         positions = self.tile + self.places[1] - self.first
-        return -(-positions // 2) * 2 if self._even else positions
+        return -(-positions // self.wide) * self.wide if self._in_a_row else positions
 
     @property
     def unit_pitch(self) -> int:
@@ -305,9 +331,15 @@ class Plan:
         return -(-self.positions // self.tile)
 
     @property
+    def strip_tiles(self) -> int:
+        """The most tiles that begin in a strip."""
+        return -(-self.strip_rows * self.pitch // self.tile)
+
+    @property
     def items(self) -> int:
-        """What blocks take one after the other."""
-        return self.tiles * self.phase_sets * self.channel_sets * self.problem.groups
+        """What blocks take one after the other; some have no tile where there are several strips."""
+        tiles = self.tiles if self.strips == 1 else self.strip_tiles * self.strips * self.problem.batch
+        return tiles * self._sets
 
     # Stages in shared memory.
 
@@ -343,13 +375,38 @@ class Plan:
     @property
     def batches(self) -> int:
         """How often a thread waits for its loads of a patch."""
-        units, words = 1 if self.channels_last else 2, self.element_units  # at a time, and registers of a unit
+        turns = -(-self.spots * self.units // self.loaders)
+        return -(-turns // (self.loaded_words // self._unit_words))
+
+    @property
+    def _unit_words(self) -> int:
+        """Registers of a unit of a spot."""
+        return 4 if self.vector_loads else self.element_units * -(-self.wide * self.itemsize // 4)
+
+    @property
+    def _load_instructions(self) -> int:
+        """Roughly the instructions of a thread for a unit of a spot."""
         if self.vector_loads:
-            words = 4
-        elif self.wide * self.itemsize > 4:
-            words *= self.wide
-        turns = -(-self.spots * self.units // units // _LOADERS)
-        return -(-turns // (_LOADED_WORDS[self.channels_last] // (units * words)))
+            return 4 + 6 * self.parts
+        return 3 * self.element_units + self.wide * (5 * self.parts + self.itemsize // 4 * 4)
+
+    @property
+    def _sums(self) -> int:
+        """Registers of a thread for sums."""
+        return (self.blocks + self.split) * self.columns // 2
+
+    @property
+    def loaded_words(self) -> int:
+        """Words that a thread loads at once, of the registers that those who multiply leave."""
+        if self.loaders == _FEW_LOADERS:
+            return 56 if self.vector_loads or self.split else 64
+        others = 64 if self.split else 40 if self._load_registers == 72 else 56
+        return min(40 if self.vector_loads else 64, self._load_registers - others)
+
+    @property
+    def _load_registers(self) -> int:
+        """Registers of a thread that loads: those that two warpgroups with sums leave."""
+        return 136 if self.loaders == _FEW_LOADERS else 256 - max(136, self._sums + 56)
 
     @property
     def _other_bytes(self) -> int:
@@ -361,12 +418,31 @@ class Plan:
     @cached_property
     def stages(self) -> Pair | None:
         """Stages of inputs and of weights; None where two and three do not fit."""
-        for patches in (3, 2):
+        most = max(self.set_steps) * self.chunks
+        for patches in (4, 3, 2):
             left = SHARED_BYTES - self._other_bytes - patches * (self.patch_bytes + 2 * _BARRIER_BYTES)
-            weights = min(_MOST_STAGES, left // (self.weight_bytes + 2 * _BARRIER_BYTES))
-            if weights >= (4 if patches == 3 else 3):
-                return patches, weights
+            weights = left // (self.weight_bytes + 2 * _BARRIER_BYTES)
+            if weights >= most and self._sets <= MULTIPROCESSORS:
+                return patches, max(1, most)
+            if weights >= {4: _MOST_STAGES, 3: 8, 2: 3}[patches]:
+                return patches, min(_MOST_STAGES, weights)
         return None
+
+    @property
+    def resident(self) -> bool:
+        """Whether a block keeps the weights of its set."""
+        assert self.stages is not None
+        return self._sets <= MULTIPROCESSORS and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
+
+    @property
+    def _sets(self) -> int:
+        """Sets of all groups."""
+        return self.phase_sets * self.channel_sets * self.problem.groups
+
+    def blocks_on(self, multiprocessors: int) -> int:
+        """Thread blocks of the launch: at most one a multiprocessor; where weights stay, so that each has one set."""
+        blocks = min(self.items, multiprocessors)
+        return max(blocks // self._sets, 1) * self._sets if self.resident else blocks
 
     @property
     def shared_bytes(self) -> int:
@@ -379,7 +455,10 @@ class Plan:
     def lead(self) -> int:
         """Steps by which one warpgroup is ahead of the other: fewer than stages hold, or both would wait for ever."""
         assert self.stages is not None
-        return max(0, min(self.stages[1], self.stages[0] * min(self.set_steps)) - 1)
+        patches, weights = self.stages
+        item = min(self.set_steps) * self.chunks
+        held = min(item if self.resident else weights, (patches - 1) * min(self.set_steps))
+        return max(0, min(held - 1, item // 2))
 
     @property
     def packed_bytes(self) -> int:
@@ -392,6 +471,8 @@ class Plan:
         """Whether registers, shared memory and tables hold it."""
         return (
             (self.blocks + self.split) * self.columns <= _WIDEST
+            and (self._sums > 96 if self.loaders == _FEW_LOADERS else self.columns <= _MOST_COLUMNS)
+            and self._unit_words <= min(self.loaded_words, self._load_registers // 3)
             and self.span[1] <= PHASE_BASE
             and 2 * sum(map(len, self.steps)) + (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
             and self.stages is not None
@@ -399,21 +480,36 @@ class Plan:
 
     @property
     def cycles(self) -> float:
-        """Roughly the cycles of the launch; not yet measured.
+        """Roughly the cycles of the launch.
 
-        A block's tensor cores are busy, or its loads take longer, or its stores; blocks take the same number of items.
+        Fitted to 1393 measured plans of 124 layers, types and layouts (benchmarks.choices, H200): 21% off, as the root
+        mean square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
+        mean). What a block multiplies, loads and stores adds up: they overlap, but hold each other up.
         """
         products = self.units // 2 * (3 if self.split else 1)
         steps = sum(map(len, self.steps)) / self.phase_sets * self.chunks  # of an item
-        busy = 2 * steps * (products * self.columns * _CYCLES_A_COLUMN / _EFFICIENCY + _STEP_CYCLES)
-        loaded = self.chunks * self.patch_bytes / self.parts * math.prod(self.unit) + steps * self.weight_bytes
-        stored: float = self.tile * self.rows * self.blocks * self.itemsize
-        if not self.channels_last:  # sectors that are not stored whole
-            stored *= max(1.0, self.span[1] / self.inner) * max(1.0, 32 / (8 * self.span[1] * self.itemsize))
-        stores = self.blocks * self.columns / 2 * _STORE_CYCLES
-        item = max(busy + stores, (loaded + 2 * stored) / _BYTES_A_CYCLE)
-        item = max(item, self.chunks * self.batches * _BATCH_CYCLES)
-        return _START_CYCLES + -(-self.items // MULTIPROCESSORS) * item
+        multiplied = 2 * steps * (products * self.columns * _COLUMN_CYCLES + _STEP_CYCLES)
+        few = self.loaders == _FEW_LOADERS
+        loaded: float = self.chunks * self.batches * _BATCH_CYCLES[few]
+        loaded += self.chunks * self.spots * self.units / 32 * self._load_instructions * _LOAD_CYCLES[few]
+        if not self.resident:
+            loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
+        outputs = 2 * self.blocks * self.columns * _BLOCK_ROWS
+        if self.staged:
+            stored = outputs / 32 / self.vector * _STAGED_STORE_CYCLES
+        else:
+            stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * _STORE_CYCLES
+        stored += outputs * self.itemsize * _OUTPUT_CYCLES
+        items = -(-self.tiles * self._sets // self.blocks_on(MULTIPROCESSORS))
+        least = self.problem.least_bytes(self.itemsize) * _MEMORY_CYCLES
+        return _START_CYCLES + max(items * (multiplied + loaded + stored), least)
+
+    @property
+    def _sector_share(self) -> float:
+        """How much of the 32 bytes that memory takes at a time a warp stores at once, from registers."""
+        if self.channels_last:
+            return min(1.0, self.inner * 8 * self.itemsize / 32)
+        return min(1.0, self.inner / self.span[1]) * min(1.0, 8 * self.span[1] * self.itemsize / 32)
 
 
 @lru_cache(maxsize=1024)
@@ -445,16 +541,17 @@ def _phases(span: Pair, slots: int) -> tuple[tuple[Pair | None, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _steps(
-    problem: Problem, direction: Direction, phases: tuple[tuple[Pair | None, ...], ...]
+    problem: Problem, direction: Direction, phases: tuple[tuple[Pair | None, ...], ...], blocks: int, sides: int
 ) -> tuple[tuple[Pair, ...], ...]:
     found = []
-    for block in phases:
-        shifts: set[Pair] = set()
-        for phase in block:
-            if phase is not None:
-                rows, columns = (_axis_shifts(problem, direction, axis, phase[axis]) for axis in (0, 1))
-                shifts.update(itertools.product(rows, columns))
-        found.append(tuple(sorted(shifts)))
+    for first in range(0, len(phases), blocks * sides):
+        for block in range(first, first + blocks):
+            shifts: set[Pair] = set()
+            for phase in itertools.chain(*phases[block : block + blocks * (sides - 1) + 1 : blocks]):
+                if phase is not None:
+                    rows, columns = (_axis_shifts(problem, direction, axis, phase[axis]) for axis in (0, 1))
+                    shifts.update(itertools.product(rows, columns))
+            found.append(tuple(sorted(shifts)))
     return tuple(found)
 
 
@@ -467,27 +564,57 @@ def plan_of(problem: Problem, direction: Direction, itemsize: int, split: bool, 
 
 def plans_of(problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool) -> Iterator[Plan]:
     """The plans that a problem may have: those that fit registers, shared memory and constant memory."""
-    smallest = Plan(problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 2, 1)
+    found = False
+    for plan in _plans_of(problem, direction, itemsize, split, channels_last, _WIDTHS):
+        found = True
+        yield plan
+    if not found:
+        yield from _plans_of(problem, direction, itemsize, split, channels_last, _NARROW_WIDTHS)
+
+
+def _plans_of(
+    problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool, widths: tuple[int, ...]
+) -> Iterator[Plan]:
+    smallest = Plan(problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, _MANY_LOADERS)
     channels = smallest.out_channels
     for multiple, slots, blocks in _left_sides(smallest.span[1], channels):
-        cells = replace(smallest, multiple=multiple).cells[1]
-        strips = {1, *(-(-cells // width) for width in (14, 30, 62, 94, 126, 254) if width < cells)}
-        beside = (1, 2) if slots == 1 and channels > _BLOCK_ROWS else (1,)
-        for columns, warpgroups_m, units, strip in itertools.product(
-            range(32, _WIDEST // blocks + 1, 32), beside, (2, 4, 8), strips
-        ):
-            plan = replace(
-                smallest,
-                multiple=multiple,
-                slots=slots,
-                blocks=blocks,
-                columns=columns,
-                warpgroups_m=warpgroups_m,
-                units=units,
-                strips=strip,
-            )
-            if plan.possible:
-                yield plan
+        left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
+        cells = left.cells[1]
+        strips = {1, *(-(-cells // width) for width in widths if width < cells)}
+        sides = [(1, 1)]
+        if slots == 1 and channels > _BLOCK_ROWS:
+            sides.append((2, 1))
+        if len(left.phases) % (2 * blocks) == 0:
+            both = replace(left, warpgroups_m=2, phase_sides=2)
+            if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
+                sides.append((2, 2))
+        for strip, wide in itertools.product(strips, _wides(itemsize)):
+            right = replace(left, strips=strip, wide=wide)
+            if not right.aligned or (wide == 1 and replace(right, wide=2).aligned):
+                continue
+            for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
+                range(32, _WIDEST // blocks + 1, 32), sides, _units(smallest), (_MANY_LOADERS, _FEW_LOADERS)
+            ):
+                plan = replace(
+                    right,
+                    columns=columns,
+                    warpgroups_m=warpgroups_m,
+                    phase_sides=phase_sides,
+                    units=units,
+                    loaders=loaders,
+                )
+                if plan.possible:
+                    yield plan
+
+
+def _wides(itemsize: int) -> tuple[int, ...]:
+    """Inputs that may be loaded together: up to 16 bytes."""
+    return tuple(wide for wide in (1, 2, 4, 8) if wide * itemsize <= _UNIT_BYTES)
+
+
+def _units(plan: Plan) -> tuple[int, ...]:
+    """Units of a chunk: two where they leave fewer channels of the last chunk empty than four."""
+    return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
 
 
 def _left_sides(span: int, channels: int) -> Iterator[tuple[Pair, int, int]]:

@@ -53,6 +53,7 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
         std="c++17",
         define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
         include_path=str(sources.directory()),
+        device_as_default_execution_space=True,  # of lambdas
         ptxas_options=["-v"],
     )
     key = None

@@ -21,7 +21,7 @@ __device__ __forceinline__ matrix_t advanced(matrix_t matrix, int bytes) { retur
 __device__ __forceinline__ void wgmma_fence() { emulator_wgmma_fence(); }
 __device__ __forceinline__ void wgmma_commit() { emulator_wgmma_commit(); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() { emulator_wgmma_wait(PENDING); }
-template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {}
+template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COUNT]) { emulator_wgmma_wait(0); }
 
 template <typename T> constexpr int kEmulatorType = -1;
 template <> constexpr int kEmulatorType<half_t> = EMULATOR_HALF;
