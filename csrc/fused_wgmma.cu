@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(con
             barrier_init(s.weight_empty[i], 8);
         }
         barrier_init(*s.lead, 4);
-        barrier_init(*s.placed, LOADERS / 32);
+        barrier_init(*s.placed, LOADERS);
         barrier_init_done();
     }
     __syncthreads();

@@ -482,6 +482,13 @@ def test_plan_of_is_the_fastest_of_the_plans(plan):
     assert plan_of(*arguments) == min(plans_of(*arguments), key=lambda other: other.cycles)
 
 
+def test_plan_of_an_empty_batch_has_nothing_to_do():
+    plan = plan_of(Problem(0, 8, 8, 1, (4, 4), (3, 3)), "forward", 4, False, False)
+    assert plan.items == 0
+    assert plan.blocks_on(132) >= 1
+    assert plan.cycles > 0
+
+
 def test_plan_of_declines_a_patch_that_fits_no_block():
     problem = Problem(1, 8, 8, 1, (8, 64), (2, 1), dilation=(8000, 1))
     assert plan_of(problem, "forward", 2, False, False) is None

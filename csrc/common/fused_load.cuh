@@ -150,8 +150,7 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
         index_t* places = s.places + tables.stage * kSpots;
         for (int spot = thread; spot < kSpots; spot += LOADERS)
             places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
-        __syncwarp();
-        if (lane == 0) barrier_arrive(*s.placed);
+        barrier_arrive(*s.placed);
         barrier_wait(*s.placed, placed);
         placed ^= 1;
         tables.advance();

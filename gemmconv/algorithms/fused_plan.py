@@ -441,7 +441,7 @@ class Plan:
 
     def blocks_on(self, multiprocessors: int) -> int:
         """Thread blocks of the launch: at most one a multiprocessor; where weights stay, so that each has one set."""
-        blocks = min(self.items, multiprocessors)
+        blocks = max(1, min(self.items, multiprocessors))
         return max(blocks // self._sets, 1) * self._sets if self.resident else blocks
 
     @property
