@@ -141,26 +141,28 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     sets = plan.phase_sets * plan.channel_sets
     slice_steps = max(1, min(most_steps, rows * most_steps * sets * p.groups // _WEIGHT_THREADS_AT_ONCE))
     pack_grid = (-(-rows * -(-most_steps // slice_steps) // _WEIGHT_THREADS), sets, p.groups)
+    items, packed_bytes, threads = plan.items, plan.packed_bytes, plan.loaders + _OTHER_THREADS
+    blocks_on = functools.cache(plan.blocks_on)
     sizes = (
         *(p.batch, p.groups, *plan.input_size, *plan.output_size),
-        *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.strip_tiles, plan.items),
+        *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.strip_tiles, items),
     )
 
     def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output = input.new_empty_strided(output_shape, strides)
-        if plan.items == 0:
+        if items == 0:
             return output
         input, weight = with_strides(input, input_strides), weight.contiguous()
         if input.data_ptr() % 16:  # the kernel loads vectors
             input = input.clone(memory_format=torch.preserve_format)
-        packed = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=input.device)
+        packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
         weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr(), slice_steps)
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         addresses = (input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr())
         multiprocessors = _multiprocessors(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
-        grid = (plan.blocks_on(multiprocessors), 1, 1)
-        kernel.launch(grid, (plan.loaders + _OTHER_THREADS, 1, 1), FusedParams(*addresses, *sizes), shared_bytes)
+        grid = (blocks_on(multiprocessors), 1, 1)
+        kernel.launch(grid, (threads, 1, 1), FusedParams(*addresses, *sizes), shared_bytes)
         return output
 
     return call
