@@ -29,15 +29,25 @@ _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
 # Of the estimate; for many loaders and for few.
-_COLUMN_CYCLES = 0.27  # of 64 rows and two units: the tensor cores take 0.5
-_STEP_CYCLES = 12.5
-_BATCH_CYCLES = 660, 1400  # until loads that are on their way together have come
-_LOAD_CYCLES = 1.7, 1.3  # of an instruction of a loading warp
-_WEIGHT_CYCLES = 0.0064  # of a byte
-_STAGED_STORE_CYCLES, _STORE_CYCLES = 11.6, 7.1  # of a warp's instruction
-_OUTPUT_CYCLES = 0.055  # of a byte
-_MEMORY_CYCLES = 0.00058  # of a byte, for all blocks
-_START_CYCLES = 2_850
+_COLUMN_CYCLES = 0.29  # of 64 rows and two units: the tensor cores take 0.5
+_STEP_CYCLES = 20.7
+_BATCH_CYCLES = 290, 475  # until loads that are on their way together have come
+_LOAD_FACTOR = 1.0, 1.2
+# Of a warp's units that are loaded and laid out, by bytes of an element, parts of it and inputs loaded together.
+_UNIT_CYCLES = {
+    (2, 1): {1: 57, 2: 17.5, 4: 19.4, 8: 12.4},
+    (4, 1): {1: 44, 2: 23.7, 4: 15.9},
+    (4, 2): {1: 60, 2: 32.3, 4: 27.8},
+}
+_VECTOR_UNIT_CYCLES = 19, 30  # of one part and of two, where a unit is a vector in memory
+_TWO_STAGES_FACTOR = 1.12  # where loads have only two stages to go to
+_WEIGHT_CYCLES = 0.0071  # of a byte
+_STAGED_STORE_CYCLES, _STORE_CYCLES = 5.8, 6.9  # of a warp's instruction
+_OUTPUT_CYCLES = 0.046  # of a byte
+_RUN_CYCLES = 0.32  # of a run of inputs or outputs that ends with a strip
+_STRIPS_FACTOR = 1.07  # of loads and stores, where images are cut into strips
+_MEMORY_CYCLES = 0.00042  # of a byte, for all blocks
+_START_CYCLES = 10_200
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
@@ -103,7 +113,7 @@ class Plan:
         """Output channels of a group."""
         return self._channels[1]
 
-    @property
+    @cached_property
     def _channels(self) -> Pair:
         p = self.problem
         first, second = p.in_channels // p.groups, p.out_channels // p.groups
@@ -119,7 +129,7 @@ class Plan:
         """Into how many parts the output channels are cut, each an M block of one warpgroup or of both."""
         return -(-self.out_channels // (self.channels * (self.warpgroups_m // self.phase_sides)))
 
-    @property
+    @cached_property
     def phases(self) -> tuple[tuple[Pair | None, ...], ...]:
         """The phases of each M block, those of a phase set one after the other; None where a slot is left over."""
         return _phases(self.span, self.slots)
@@ -166,7 +176,7 @@ class Plan:
 
     # Shifts: the reduced extent.
 
-    @property
+    @cached_property
     def steps(self) -> tuple[tuple[Pair, ...], ...]:
         """The shifts of each block of each phase set: those of any phase of its M block, or of either side's."""
         return _steps(self.problem, self.direction, self.phases, self.blocks, self.phase_sides)
@@ -180,7 +190,7 @@ class Plan:
         """Elements of a unit."""
         return _UNIT_BYTES // self.itemsize
 
-    @property
+    @cached_property
     def set_steps(self) -> list[int]:
         """Steps of each phase set, of a chunk."""
         return [sum(map(len, self.steps[i : i + self.blocks])) for i in range(0, len(self.steps), self.blocks)]
@@ -375,8 +385,12 @@ class Plan:
     @property
     def batches(self) -> int:
         """How often a thread waits for its loads of a patch."""
-        turns = -(-self.spots * self.units // self.loaders)
-        return -(-turns // (self.loaded_words // self._unit_words))
+        return -(-self._turns // (self.loaded_words // self._unit_words))
+
+    @property
+    def _turns(self) -> int:
+        """Units of spots that a thread loads of a patch, at most."""
+        return -(-self.spots * self.units // self.loaders)
 
     @property
     def _unit_words(self) -> int:
@@ -384,13 +398,13 @@ class Plan:
         return 4 if self.vector_loads else self.element_units * -(-self.wide * self.itemsize // 4)
 
     @property
-    def _load_instructions(self) -> int:
-        """Roughly the instructions of a thread for a unit of a spot."""
+    def _turn_cycles(self) -> float:
+        """Of the estimate: what loading threads take for a unit of a spot, for each 32 of them."""
         if self.vector_loads:
-            return 4 + 6 * self.parts
-        return 3 * self.element_units + self.wide * (5 * self.parts + self.itemsize // 4 * 4)
+            return _VECTOR_UNIT_CYCLES[self.split]
+        return self.wide * _UNIT_CYCLES[self.itemsize, self.parts][self.wide]
 
-    @property
+    @cached_property
     def _sums(self) -> int:
         """Registers of a thread for sums."""
         return (self.blocks + self.split) * self.columns // 2
@@ -482,16 +496,16 @@ class Plan:
     def cycles(self) -> float:
         """Roughly the cycles of the launch.
 
-        Fitted to 1393 measured plans of 124 layers, types and layouts (benchmarks.choices, H200): 21% off, as the root
-        mean square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
+        Fitted to 2861 measured plans of 132 layers, types and layouts (benchmarks.choices, H200): 19% off, as the root
+        mean square of the logarithm, and the plans it chooses take 3% longer than the best of those measured (geometric
         mean). What a block multiplies, loads and stores adds up: they overlap, but hold each other up.
         """
         products = self.units // 2 * (3 if self.split else 1)
         steps = sum(map(len, self.steps)) / self.phase_sets * self.chunks  # of an item
         multiplied = 2 * steps * (products * self.columns * _COLUMN_CYCLES + _STEP_CYCLES)
-        few = self.loaders == _FEW_LOADERS
+        few, cut = self.loaders == _FEW_LOADERS, self.strips > 1
         loaded: float = self.chunks * self.batches * _BATCH_CYCLES[few]
-        loaded += self.chunks * self.spots * self.units / 32 * self._load_instructions * _LOAD_CYCLES[few]
+        loaded += self.chunks * self._turns * self.loaders / 32 * self._turn_cycles * _LOAD_FACTOR[few]
         if not self.resident:
             loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
         outputs = 2 * self.blocks * self.columns * _BLOCK_ROWS
@@ -500,9 +514,16 @@ class Plan:
         else:
             stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * _STORE_CYCLES
         stored += outputs * self.itemsize * _OUTPUT_CYCLES
+        if cut:
+            inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
+            loaded += inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES
+            stored += outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES
+        if self.stages is not None and self.stages[0] == 2:
+            loaded *= _TWO_STAGES_FACTOR
         items = -(-self.tiles * self._sets // self.blocks_on(MULTIPROCESSORS))
+        moved = (loaded + stored) * (_STRIPS_FACTOR if cut else 1)
         least = self.problem.least_bytes(self.itemsize) * _MEMORY_CYCLES
-        return _START_CYCLES + max(items * (multiplied + loaded + stored), least)
+        return _START_CYCLES + max(items * (multiplied + moved), least)
 
     @property
     def _sector_share(self) -> float:

@@ -17,6 +17,7 @@ so 16-bit results are rounded once, and every sum has one order, so results repe
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Protocol
 
@@ -40,6 +41,7 @@ _LAUNCH_SECONDS = 8e-6
 # What the kernels here reach on an H200, not what its data sheet says. Choices depend on the ratios, which other GPUs
 # since Ampere share roughly.
 _COPY_RATE = 3.5e12  # bytes a second
+_CACHE_RATE = 10e12  # of what stays in the L2 cache
 _FFMA_RATE = 30e12  # float32 operations a second on CUDA cores
 _TENSOR_RATE = 200e12  # operations a second of products whose extents are those of convolutions
 
@@ -111,7 +113,7 @@ class GemmCol2im:
         return columns + (_partials(config, chunks) * _partial_bytes(config) if direction == "weight_grad" else 0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """The columns written and read, the product, two launches a chunk."""
+        """The columns written and read, the product, the weights read anew for each image, two launches a chunk."""
         problem = config.problem
         if direction == "forward":
             chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
@@ -121,7 +123,8 @@ class GemmCol2im:
         traffic = 2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
         tensor_cores = config.dtype.itemsize == 2 or config.precision == "tf32"
         product = problem.useful_flops / (_TENSOR_RATE if tensor_cores else _FFMA_RATE)
-        return launches * _LAUNCH_SECONDS + traffic / _COPY_RATE + product
+        weights = problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _CACHE_RATE
+        return launches * _LAUNCH_SECONDS + traffic / _COPY_RATE + product + weights
 
     def forward(self, config: Config) -> Forward:
         problem, engine = config.problem, _engine(config)
