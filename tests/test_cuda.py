@@ -355,7 +355,9 @@ def test_conv_transpose2d_keeps_no_memory_after_the_call(case, algorithm):
     before = torch.cuda.memory_allocated()
     step(data, case, algorithm=algorithm)
     gc.collect()
-    assert torch.cuda.memory_allocated() == before
+    assert (
+        torch.cuda.memory_allocated() <= before
+    )  # less where a thread of autograd let go of an earlier test's last tensor
 
 
 # float32 precision. Errors are measured against float64 on data with long mantissas.

@@ -106,8 +106,6 @@ FUSED = [
     ("stylegan_up256", "float32", "nhwc"),
     ("stylegan_up256", "float16", "nchw"),
 ]
-# Bytes that two variants keep in memory while they load, with the newest NVRTC: to be mended where it can be timed.
-SPILLS = {"fused_wgmma-forward-nchw-pose3-bfloat16": 24, "fused_wgmma-forward-nchw-stylegan_up256-float16": 24}
 BOTH_DIRECTIONS = ("asymmetric", "kb71", "pose3", "unet4")
 
 
@@ -164,7 +162,7 @@ def test_compile_builds_every_kernel_for_every_architecture_without_spills(varia
     source_name, macros = VARIANTS[variant]
     compiled = compilations[variant, arch].result()
     assert compiled.cubin[:4] == b"\x7fELF"
-    assert compiled.spill_bytes <= SPILLS.get(variant, 0), compiled.log
+    assert compiled.spill_bytes == 0, compiled.log
     assert 0 < compiled.registers <= most_registers(source_name, macros), compiled.log
     assert "warning" not in compiled.log, compiled.log
 

@@ -29,25 +29,26 @@ _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
 # Of the estimate; for many loaders and for few.
-_COLUMN_CYCLES = 0.29  # of 64 rows and two units: the tensor cores take 0.5
-_STEP_CYCLES = 20.7
-_BATCH_CYCLES = 290, 475  # until loads that are on their way together have come
-_LOAD_FACTOR = 1.0, 1.2
+_LOAD_FACTOR = 1.0, 1.4
+_BATCH_CYCLES = 300, 375  # until loads that are on their way together have come
+# Of the estimate; for float32 as one part and as two.
+_COLUMN_CYCLES = 0.28, 0.27  # of 64 rows and two units: the tensor cores take 0.5
+_STEP_CYCLES = 20, 78  # the sums of a chain are waited for
 # Of a warp's units that are loaded and laid out, by bytes of an element, parts of it and inputs loaded together.
 _UNIT_CYCLES = {
-    (2, 1): {1: 57, 2: 17.5, 4: 19.4, 8: 12.4},
-    (4, 1): {1: 44, 2: 23.7, 4: 15.9},
-    (4, 2): {1: 60, 2: 32.3, 4: 27.8},
+    (2, 1): {1: 57, 2: 17.3, 4: 19.1, 8: 12.4},
+    (4, 1): {1: 44, 2: 23.6, 4: 16.1},
+    (4, 2): {1: 50, 2: 22.9, 4: 19.4},
 }
-_VECTOR_UNIT_CYCLES = 19, 30  # of one part and of two, where a unit is a vector in memory
-_TWO_STAGES_FACTOR = 1.12  # where loads have only two stages to go to
-_WEIGHT_CYCLES = 0.0071  # of a byte
-_STAGED_STORE_CYCLES, _STORE_CYCLES = 5.8, 6.9  # of a warp's instruction
+_VECTOR_UNIT_CYCLES = 19, 25  # of one part and of two, where a unit is a vector in memory
+_TWO_STAGES_FACTOR = 1.16  # where loads have only two stages to go to
+_WEIGHT_CYCLES = 0.0062  # of a byte
+_STAGED_STORE_CYCLES, _STORE_CYCLES = 6.1, 7.0  # of a warp's instruction
 _OUTPUT_CYCLES = 0.046  # of a byte
-_RUN_CYCLES = 0.32  # of a run of inputs or outputs that ends with a strip
-_STRIPS_FACTOR = 1.07  # of loads and stores, where images are cut into strips
-_MEMORY_CYCLES = 0.00042  # of a byte, for all blocks
-_START_CYCLES = 10_200
+_RUN_CYCLES = 0.37  # of a run of inputs or outputs that ends with a strip
+_STRIPS_FACTOR = 1.065  # of loads and stores, where images are cut into strips
+_MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
+_START_CYCLES = 10_500
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
@@ -414,8 +415,8 @@ class Plan:
         """Words that a thread loads at once, of the registers that those who multiply leave."""
         if self.loaders == _FEW_LOADERS:
             return 56 if self.vector_loads or self.split else 64
-        others = 64 if self.split else 40 if self._load_registers == 72 else 56
-        return min(40 if self.vector_loads else 64, self._load_registers - others)
+        others = 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
+        return min(40 if self.vector_loads else 64, self._load_registers // 2, self._load_registers - others)
 
     @property
     def _load_registers(self) -> int:
@@ -496,13 +497,13 @@ class Plan:
     def cycles(self) -> float:
         """Roughly the cycles of the launch.
 
-        Fitted to 2861 measured plans of 132 layers, types and layouts (benchmarks.choices, H200): 19% off, as the root
+        Fitted to 2861 measured plans of 132 layers, types and layouts (benchmarks.choices, H200): 18% off, as the root
         mean square of the logarithm, and the plans it chooses take 3% longer than the best of those measured (geometric
         mean). What a block multiplies, loads and stores adds up: they overlap, but hold each other up.
         """
         products = self.units // 2 * (3 if self.split else 1)
         steps = sum(map(len, self.steps)) / self.phase_sets * self.chunks  # of an item
-        multiplied = 2 * steps * (products * self.columns * _COLUMN_CYCLES + _STEP_CYCLES)
+        multiplied = 2 * steps * (products * self.columns * _COLUMN_CYCLES[self.split] + _STEP_CYCLES[self.split])
         few, cut = self.loaders == _FEW_LOADERS, self.strips > 1
         loaded: float = self.chunks * self.batches * _BATCH_CYCLES[few]
         loaded += self.chunks * self._turns * self.loaders / 32 * self._turn_cycles * _LOAD_FACTOR[few]
