@@ -34,8 +34,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
-    large tiles, for arithmetic: it comes first where there are more channels. native has an estimate for gradients
-    without groups alone: most weight gradients of many channels come to it, for which there is no kernel here but
+    large tiles, for arithmetic: it comes first where there are more channels. native has an estimate for gradients in
+    TF32 and 16 bits, without groups, alone: most weight gradients of many channels come to it, for which there is no kernel here but
     gemm_col2im's.
 
     Elsewhere ``native`` first: there gemm_col2im runs on torch's own product and fold, and oneDNN, which forms no

@@ -1,13 +1,15 @@
 """``native``: torch's own operator (cuDNN on CUDA, oneDNN on the CPU). The baseline, and the fallback.
 
-Its gradients come from cuDNN's deterministic kernels: ``auto`` may take them, and gives the same bits on every run. In
-TF32 and 16 bits those take as long as the others, in float32 1.3 times (public and models, H200, geometric mean).
+In TF32 and 16 bits its gradients come from cuDNN's deterministic kernels: ``auto`` may take them, and gives the same bits
+on every run. They take as long as the others (public and models, H200, geometric mean). In float32 they take 1.3 times as
+long and lose more than twice as much, so there the gradients are those of torch's settings, and ``auto`` leaves them alone.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from contextlib import nullcontext
 
 import torch
 
@@ -15,10 +17,16 @@ from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strid
 
 # Fitted to cuDNN 9.19's backward passes of the suites public and models.
 _LAUNCH_SECONDS = 35e-6
-_RATES = {torch.float32: 18e12, torch.float16: 450e12, torch.bfloat16: 450e12}  # operations a second
-_TF32_RATE = 250e12
-_CHANNELS = 45  # below which that rate falls
+_TF32_RATE, _HALF_RATE = 250e12, 450e12  # operations a second
+_CHANNELS = 45  # below which these fall
 _COPY_RATE = 1e12  # bytes a second
+
+
+def _rate(config: Config) -> float | None:
+    """Operations a second of gradients that ``auto`` may take, None of others."""
+    if config.dtype in (torch.float16, torch.bfloat16):
+        return _HALF_RATE
+    return _TF32_RATE if config.dtype == torch.float32 and config.precision == "tf32" else None
 
 
 class Native:
@@ -46,10 +54,9 @@ class Native:
         Which kernels cuDNN takes, and how long they run, it does not say beforehand. A forward call, and one with
         groups, is left to the others; a gradient may be one that they are slow at.
         """
-        p = config.problem
-        if direction == "forward" or p.groups > 1 or config.dtype not in _RATES:
+        p, rate = config.problem, _rate(config)
+        if direction == "forward" or p.groups > 1 or rate is None:
             return math.inf
-        rate = _TF32_RATE if config.precision == "tf32" else _RATES[config.dtype]
         used = min(1.0, p.in_channels / _CHANNELS) * min(1.0, p.out_channels / _CHANNELS)
         moved = p.least_bytes(config.dtype.itemsize) / _COPY_RATE
         return _LAUNCH_SECONDS + p.useful_flops / (rate * used) + moved
@@ -113,7 +120,7 @@ def _backward(
 ) -> torch.Tensor:
     p = config.problem
     geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
-    with _deterministic:
+    with _deterministic if _rate(config) else nullcontext():
         gradients = torch.ops.aten.convolution_backward(
             grad_output, input, weight, None, *geometry, [which == 0, which == 1, False]
         )
