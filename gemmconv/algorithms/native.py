@@ -2,7 +2,7 @@
 
 In TF32 and 16 bits its gradients come from cuDNN's deterministic kernels: ``auto`` may take them, and gives the same
 bits on every run. They take as long as the others (public and models, H200, geometric mean). In float32 they take 1.3
-times as long and lose more than twice as much, so there the gradients are those of torch's settings, and ``auto`` leaves
+times as long and lose more than twice as much, so there the gradients follow torch's settings, and ``auto`` leaves
 them alone.
 """
 
