@@ -1,0 +1,69 @@
+"""What ``auto`` takes on CUDA, as estimates have it; no GPU is touched."""
+
+import threading
+
+import pytest
+import torch
+
+from gemmconv.algorithms import Config
+from gemmconv.algorithms.native import _Deterministic
+from gemmconv.geometry import Problem
+from gemmconv.selection import choose
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="fused is for Hopper"
+)
+
+DENSE = Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))  # DCGAN 2
+GROUPED = Problem(16, 32, 64, 4, (64, 64), (3, 3), stride=(2, 2))
+FEW_PIXELS = Problem(128, 100, 512, 1, (1, 1), (4, 4))  # DCGAN 1
+
+
+def taken(problem, dtype, precision, direction, torch_precision=None):
+    config = Config(problem, dtype, torch.device("cuda", 0), precision, torch_precision=torch_precision or precision)
+    return choose(config, "auto", "test", direction).name
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "tf32"), (torch.float16, "ieee")], ids=str)
+def test_auto_takes_weight_gradients_of_many_channels_from_native(dtype, precision):
+    assert taken(DENSE, dtype, precision, "weight_grad") == "native"
+    assert taken(DENSE, dtype, precision, "forward") == "fused"
+    assert taken(GROUPED, dtype, precision, "weight_grad") != "native"
+
+
+def test_auto_leaves_float32_gradients_of_native_alone():
+    for direction in ("input_grad", "weight_grad"):
+        assert taken(DENSE, torch.float32, "ieee", direction) != "native"
+
+
+def test_auto_takes_no_native_that_would_round_otherwise():
+    assert taken(DENSE, torch.float32, "tf32", "weight_grad", torch_precision="ieee") != "native"
+
+
+def test_auto_takes_fused_where_a_product_would_read_the_weights_for_each_image():
+    assert taken(FEW_PIXELS, torch.float32, "tf32", "forward") == "fused"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_deterministic_puts_the_setting_back_after_the_last_thread(before):
+    setting, deterministic = torch.backends.cudnn.deterministic, _Deterministic()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with deterministic:
+            inside.set()
+            leave.wait(10)
+
+    try:
+        torch.backends.cudnn.deterministic = before
+        thread = threading.Thread(target=other)
+        with deterministic:
+            thread.start()
+            assert inside.wait(10)
+        assert torch.backends.cudnn.deterministic  # the other thread is still inside
+        leave.set()
+        thread.join(10)
+        assert torch.backends.cudnn.deterministic is before
+    finally:
+        leave.set()
+        torch.backends.cudnn.deterministic = setting
