@@ -497,7 +497,7 @@ class Plan:
     def cycles(self) -> float:
         """Roughly the cycles of the launch.
 
-        Fitted to 2861 measured plans of 132 layers, types and layouts (benchmarks.choices, H200): 18% off, as the root
+        Fitted to 2861 measured plans of 126 layers, types and layouts (benchmarks.choices, H200): 18% off, as the root
         mean square of the logarithm, and the plans it chooses take 3% longer than the best of those measured (geometric
         mean). What a block multiplies, loads and stores adds up: they overlap, but hold each other up.
         """
