@@ -130,7 +130,7 @@ def explain(
         ValueError: an unknown algorithm or precision, or a workspace limit below 1 byte.
         NotImplementedError: the algorithm cannot serve the problem.
 
-    >>> problem = Problem(1, 64, 32, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1))
+    >>> problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     >>> explain(problem).algorithm
     'native'
     >>> explain(problem, device="cuda").algorithm

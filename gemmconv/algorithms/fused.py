@@ -45,6 +45,8 @@ FusedParams = params_struct(
 
 def plan_for(config: Config, direction: Direction) -> Plan | None:
     """The plan for a configuration, None where the kernel is not for it."""
+    if config.dtype not in _DTYPES:
+        return None
     split = config.dtype == torch.float32 and config.precision == "ieee"
     channels_last = config.memory_format is torch.channels_last
     return plan_of(config.problem, direction, config.dtype.itemsize, split, channels_last)
