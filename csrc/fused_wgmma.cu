@@ -29,10 +29,15 @@
  * zero, keeps from it.
  *
  * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One or two
- * of its warpgroups produce (fused_load.cuh): all warps but one load the inputs of the tile, chunk after chunk of channels,
- * round them and lay them out; one thread copies the weights of each step as fused_weights.cu has laid them out. The other
- * two multiply, each BLOCKS M blocks with COLUMNS positions, and store (fused_store.cuh). Two rings of stages lie between.
- * Where the weights of a set fit shared memory, they stay there (RESIDENT), and a block takes items of one set alone.
+ * of its warpgroups produce: all warps but one load the inputs of the tile, chunk after chunk of channels, round them and lay
+ * them out, from where they land in shared memory (fused_land.cuh) or through registers (fused_load.cuh); one thread copies
+ * the weights of each step as fused_weights.cu has laid them out. The other two multiply, each BLOCKS M blocks with COLUMNS
+ * positions, and store (fused_store.cuh). Two rings of stages lie between. Where the weights of a set fit shared memory, they
+ * stay there (RESIDENT), and a block takes items of one set alone.
+ *
+ * What limits it are chains of instructions: of each warp few are on their way at a time, and no unit is busy for more than
+ * three quarters of the time. So steps are unrolled, what all threads of a warp share stays in uniform registers, and loaders
+ * work out addresses once an item.
  *
  * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_,
  * SPAN_ with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has M blocks of its
@@ -40,18 +45,48 @@
  * PHASE_SIDES x BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PITCH
  * (even), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST
  * (place of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT; LOADERS (threads: 96 or 224),
- * LOADED_WORDS (that one has on their way); CHAIN (steps, of SPLIT); LEAD (steps by which one warpgroup is ahead); WIDE (inputs that are loaded together), VECTOR_LOADS (units lie aligned in
- * channels_last); PAIRING, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
+ * LOADED_WORDS (that one has on their way); LANDING_UNITS (0 without), LANDING_STAGES, RUN_PITCH, WHOLE_IMAGES, PARTIAL_PIECES
+ * (see fused_land.cuh); CHAIN (steps, of SPLIT); LEAD (steps by which one warpgroup is ahead); WIDE (inputs that are taken
+ * together), VECTOR_LOADS (units lie aligned in channels_last); PAIRING, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES,
+ * INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
  * the patch's first), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column
  * phase, or -1).
  * Chosen by gemmconv/algorithms/fused_plan.py.
  */
+#if LANDING_UNITS > 0
+#include "common/fused_land.cuh"
+#else
 #include "common/fused_load.cuh"
+#endif
 #include "common/fused_store.cuh"
 
-/* A warpgroup's part of item after item. */
+/* Copies the weights of step after step; where they all stay (RESIDENT), those of the first item alone. One thread. */
+__device__ __forceinline__ void produce_weights(const fused_params& p, const stages_t& s) {
+    ring_t<WEIGHT_STAGES> ring;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const item_t item = item_of(p, i);
+        if (!item.exists()) continue;
+        const int phase_set = phase_set_of(item.set), first = first_step(phase_set);
+        const int steps = first_step(phase_set + 1) - first;
+        const long long matrices_before = static_cast<long long>(item.group) * CHANNEL_SETS * STEPS +
+                                          first * CHANNEL_SETS + item.set % CHANNEL_SETS * steps;
+        const unit_t* source = p.packed + matrices_before * CHUNKS * kWeightUnits;
+        #pragma unroll 1
+        for (int step = 0; step < steps * CHUNKS; ++step) {
+            if (!RESIDENT) barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
+            barrier_t& full = s.weight_full[ring.stage];
+            barrier_arrive_expecting(full, kWeightUnits * 16);
+            bulk_copy(s.weights + ring.stage * kWeightUnits, source, kWeightUnits * 16, full);
+            source += kWeightUnits;
+            ring.advance();
+        }
+        if (RESIDENT) return;
+    }
+}
+
+/* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
 __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s, int warpgroup) {
     const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
@@ -69,47 +104,51 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
         const int phase_set = phase_set_of(item.set);
         float sums[BLOCKS][COLUMNS / 2];
         [[maybe_unused]] float chain[SPLIT ? COLUMNS / 2 : 1];
-        [[maybe_unused]] int links = 0;
         #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
             if (!SPLIT && first_step(phase_set, block) < first_step(phase_set, block + 1)) continue;
             #pragma unroll
             for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] = 0.0f;
         }
-        // Stages that products in flight may still read.
+        // Stages that products in flight may still read; -1 for none.
         int held_weights = -1, held_patch = -1;
-        const auto release = [&] {
-            if (!RESIDENT && speaker && held_weights >= 0) barrier_arrive(s.weight_empty[held_weights]);
+        const auto release_patch = [&] {
             if (speaker && held_patch >= 0) barrier_arrive(s.patch_empty[held_patch]);
-            held_weights = held_patch = -1;
+            held_patch = -1;
         };
+        const auto release_weights = [&] {
+            if (!RESIDENT && speaker) barrier_arrive(s.weight_empty[held_weights]);
+        };
+        #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_full[patches.stage], patches.parity);
             const matrix_t right = advanced(all_patches, patches.stage * kPatchUnits * 16);
             #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
-                const int begin = first_step(phase_set, block), end = first_step(phase_set, block + 1);
-                for (int step = begin; step < end; ++step) {
+                const int begin = first_step(phase_set, block), steps = first_step(phase_set, block + 1) - begin;
+                #pragma unroll (kUnrolledSteps)
+                for (int step = 0; step < kMostSteps; ++step) {
+                    if (step >= steps) break;
                     const matrix_t left = advanced(all_weights, weights.stage * kWeightUnits * 16);
-                    const matrix_t shifted = advanced(right, kStepOffset[step] * 16);
+                    const matrix_t shifted = advanced(right, kStepOffset[begin + step] * 16);
                     if (!settled) barrier_wait(s.weight_full[weights.stage], weights.parity);
                     wgmma_fence();
 #if SPLIT
+                    const bool first = step % CHAIN == 0;  // of a chain
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k) {
                         constexpr int kLeftPart = UNITS * kRows * 16, kRightPart = UNITS * UNIT_PITCH * 16;
                         const int l = k * 2 * kRows * 16, r = k * 2 * UNIT_PITCH * 16;
                         const matrix_t left_part = advanced(left, l), right_part = advanced(shifted, r);
-                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advanced(shifted, r + kRightPart), k > 0 || links > 0);
+                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advanced(shifted, r + kRightPart), k > 0 || !first);
                         wgmma<ELEMENT_T, COLUMNS>(chain, advanced(left, l + kLeftPart), right_part, 1);
                         wgmma<ELEMENT_T, COLUMNS>(chain, left_part, right_part, 1);
                     }
                     wgmma_commit();
-                    if (++links == CHAIN || step + 1 == end) {
+                    if ((step + 1) % CHAIN == 0 || step + 1 == steps) {
                         wgmma_finish(chain);
                         #pragma unroll
                         for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] += chain[d];
-                        links = 0;
                     } else {
                         wgmma_wait<1>();
                     }
@@ -118,23 +157,25 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
                     for (int k = 0; k < kSteps; ++k)
                         wgmma<ELEMENT_T, COLUMNS>(
                             sums[block], advanced(left, k * 2 * kRows * 16), advanced(shifted, k * 2 * UNIT_PITCH * 16),
-                            k > 0 || chunk > 0 || step > begin);
+                            k > 0 || step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();
 #endif
-                    release();
+                    if (step == 0) release_patch();
+                    if (step > 0 || held_weights >= 0) release_weights();
                     held_weights = weights.stage;
                     weights.advance();
                     if (lead > 0 && --lead == 0 && speaker) barrier_arrive(*s.lead);
                 }
             }
-            if (speaker && held_patch >= 0) barrier_arrive(s.patch_empty[held_patch]);  // a chunk without steps
+            release_patch();  // of a chunk before one without steps
             held_patch = patches.stage;
             patches.advance();
         }
         #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) wgmma_finish(sums[block]);
-        release();
+        release_patch();
+        if (held_weights >= 0) release_weights();
         if (lead > 0 && speaker) barrier_arrive(*s.lead);
         lead = 0;
         store_tile(p, item, sums, item.tile * kTile + place, side,
@@ -156,14 +197,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(con
             barrier_init(s.weight_empty[i], 8);
         }
         barrier_init(*s.lead, 4);
-        barrier_init(*s.placed, LOADERS);
         barrier_init_done();
     }
     __syncthreads();
     const int thread = threadIdx.x;
     if (thread >= kProducers) {
         registers_up<kConsumerRegisters>();
-        consume(p, s, (thread - kProducers) / 128);
+        consume(p, s, __shfl_sync(0xffffffffu, (thread - kProducers) / 128, 0));
     } else {
         registers_down<kProducerRegisters>();
         if (thread >= kProducers - LOADERS) produce_patches(p, s, thread - (kProducers - LOADERS));

@@ -31,6 +31,10 @@ LARGE_CASES = [
     Case(2, 64, 32, (64, 64), (2, 2), (2, 2)),
     Case(2, 45, 53, (37, 61), (3, 4), (2, 3), (2, 1), (1, 0)),
     Case(1, 2048, 80, (7, 9), (3, 3), (1, 1), (1, 1)),
+    Case(2, 40, 72, (24, 200), (3, 3), (1, 1), (1, 1)),
+    Case(3, 48, 40, (40, 6), (4, 4), (2, 2), (1, 1)),
+    Case(3, 64, 96, (1, 152), (1, 10), (1, 5)),
+    Case(2, 33, 70, (3, 64), (1, 16), (1, 8), (0, 4)),
 ]
 NUMERICS = {
     "ieee": (torch.float32, "ieee"),
@@ -68,8 +72,9 @@ class Run:
             return [plan for direction in DIRECTIONS if (plan := fused.plan_for(config, direction)) is not None]
         channels_last, chosen = self.layout == "channels_last", []
         for direction in DIRECTIONS:
-            found = fused_plan.plans_of(config.problem, direction, config.dtype.itemsize, split, channels_last)
-            chosen += Random(str(self)).sample(found := [*found], min(2, len(found)))
+            found = [*fused_plan.plans_of(config.problem, direction, config.dtype.itemsize, split, channels_last)]
+            for kind in ([plan for plan in found if plan.landing], [plan for plan in found if not plan.landing]):
+                chosen += Random(str(self)).sample(kind, min(2, len(kind)))
         return chosen
 
 

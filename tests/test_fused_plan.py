@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -273,6 +274,72 @@ def test_patches_hold_the_inputs_of_all_positions_of_a_tile(plan):
         assert first + plan.tile - 1 < plan.patch
 
 
+def landings(plan, tile):
+    """Return what lands of a tile: the pixel of all images at each element of a channel, -1 for zeros.
+
+    And where the inputs of the patch are looked for, by plane and position; as csrc/common/fused_land.cuh has it.
+    """
+    elements, (unit_h, unit_w), (height, width) = plan.element_units, plan.unit, plan.input_size
+    run_pieces = plan.pieces // unit_h
+    run, skipped = divmod(tile * plan.tile + plan.first + plan.strip_rows * plan.pitch, plan.run_pitch)
+    assert run >= 0
+    run -= 1 if plan.whole_images else plan.strip_rows
+
+    def run_of(number, plane_row):
+        if plan.whole_images:
+            return (number if 0 <= number < plan.problem.batch else None), 0, 0, height * width
+        strip, row = divmod(number, plan.strip_rows)
+        image, across = divmod(strip, plan.strips)
+        row = (row + plan.origin[0]) * unit_h + plane_row
+        if not (0 <= image < plan.problem.batch and 0 <= row < height):
+            return None, 0, 0, 0
+        first = (across * plan.strip_cells + plan.origin[1]) * unit_w
+        return image, row * width + first, row * width, row * width + width
+
+    def landed(i, origin):
+        before = i * plan.run_pitch - skipped
+        piece = max(before, 0) * unit_w // elements + 2 * i
+        return piece, (origin + max(-before, 0) * unit_w) // elements * elements
+
+    content = np.full(plan.pieces * elements, -1)
+    for piece in range(plan.pieces):
+        plane_row, own = divmod(piece, run_pieces)
+        i = ((own + 1) * elements + skipped * unit_w - 1) // (plan.run_pitch * unit_w + 2 * elements)
+        image, origin, begin, end = run_of(run + i, plane_row)
+        first, pixel = landed(i, origin)
+        pixel += (own - first) * elements
+        wanted = min(plan.run_pitch, skipped + plan.patch - i * plan.run_pitch) * unit_w
+        last = min(end, origin + wanted)
+        count = min(elements, last - pixel if plan.partial_pieces or pixel >= last else elements)
+        if image is not None and count > 0 and pixel + elements > begin:
+            assert pixel % elements == 0
+            assert 0 <= pixel <= pixel + count <= height * width
+            content[piece * elements : piece * elements + count] = image * height * width + pixel + np.arange(count)
+    places = np.empty((unit_h * unit_w, plan.patch), int)
+    for plane, position in np.ndindex(*places.shape):
+        (plane_row, plane_column), (i, column) = divmod(plane, unit_w), divmod(skipped + position, plan.run_pitch)
+        _, origin, _, _ = run_of(run + i, plane_row)
+        piece, pixel = landed(i, origin)
+        places[plane, position] = (
+            (plane_row * run_pieces + piece) * elements + origin + column * unit_w + plane_column - pixel
+        )
+    return content, places
+
+
+@settings(max_examples=EXAMPLES)
+@given(plans(most_outputs=30_000), st.data())
+def test_what_lands_is_where_it_is_looked_for(plan, data):
+    if not plan.may_land:
+        return
+    plan = replace(plan, landing=True, wide=2 if replace(plan, wide=2).aligned else 1)
+    tile = data.draw(st.integers(0, plan.tiles - 1))
+    content, places = landings(plan, tile)
+    planes = np.arange(math.prod(plan.unit))[:, None]
+    wanted = input_at(plan, tile * plan.tile + plan.first, planes * plan.patch + np.arange(plan.patch))
+    assert (content[places] == wanted).all()
+    assert (places[:, ::2] % plan.wide == 0).all() or plan.unit[1] > 1
+
+
 # Outputs
 
 
@@ -281,7 +348,8 @@ def lines_of(plan):
 
     A run is of neighbours: columns of the output, or channels in channels_last.
     """
-    inner = 1 if plan.pairing == PAIR_NONE else 2
+    inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: plan.blocks}[plan.pairing]
+    assert plan.inner == inner
     found = []
     for phase_set, side, part, warp, g, outer in itertools.product(
         range(plan.phase_sets),
@@ -293,7 +361,7 @@ def lines_of(plan):
     ):
         blocks_and_halves = {
             PAIR_NONE: [divmod(outer, 2)],
-            PAIR_BLOCKS: [(0, outer), (1, outer)],
+            PAIR_BLOCKS: [(block, outer) for block in range(plan.blocks)],
             PAIR_ROWS: [(outer, 0), (outer, 1)],
         }[plan.pairing]
         outputs = [
@@ -304,7 +372,8 @@ def lines_of(plan):
             assert set(outputs) == {None}
             continue
         ((row, column), channel), *others = (output for output in outputs if output is not None)
-        assert others in ([], [((row, column), channel + 1) if plan.channels_last else ((row, column + 1), channel)])
+        for i, other in enumerate(others, 1):
+            assert other == (((row, column), channel + i) if plan.channels_last else ((row, column + i), channel))
         found.append((row, column, channel, 1 + len(others)))
     return np.array(found).T
 
@@ -313,12 +382,13 @@ def staged_runs_of(plan):
     """As runs_of, where a warp's outputs are turned round: a thread stores some of a line's 32."""
     channels, pixels, vector = plan.out_channels * plan.problem.groups, math.prod(plan.output_size), plan.vector
     (height, width), (span_h, inner) = plan.output_size, plan.span
-    assert inner == (1 if plan.pairing == PAIR_NONE else 2)
+    assert inner == plan.inner
     row_phase, column_phase, channel, present = lines_of(plan)
     assert (column_phase == 0).all()
     assert (present == inner).all()
-    lines = plan.tiles * plan.tile * inner // 32
-    outputs = (np.arange(lines)[:, None] * 32 + np.arange(0, 32, vector)).reshape(-1, 1)
+    width_of_line = inner * (32 // inner if inner <= 2 else 8)
+    lines = plan.tiles * plan.tile * inner // width_of_line
+    outputs = (np.arange(lines)[:, None] * width_of_line + np.arange(0, width_of_line, vector)).reshape(-1, 1)
     image, row, cell, _, there = cells_at(plan, outputs // inner)
     oh, ow = row * span_h + row_phase, cell * inner + outputs % inner
     stored = there & (oh < height) & (ow < width)
@@ -387,14 +457,20 @@ def test_stages_fit_shared_memory(plan):
     patch_units = parts * macros["UNITS"] * macros["UNIT_PITCH"]
     weight_units = parts * macros["UNITS"] * macros["WARPGROUPS_M"] * 64
     stages = macros["PATCH_STAGES"] * patch_units + macros["WEIGHT_STAGES"] * weight_units
-    barriers = 2 * (macros["PATCH_STAGES"] + macros["WEIGHT_STAGES"]) + 2
+    barriers = 2 * (macros["PATCH_STAGES"] + macros["WEIGHT_STAGES"]) + 1
     places, outputs = 2 * (macros["PATCH"] * planes // macros["WIDE"]), 0
     if macros["STAGED"]:
-        inner = 1 if macros["PAIRING"] == PAIR_NONE else 2
-        outputs = 8 * (macros["BLOCKS"] * 2 // inner * 8) * (32 + 8 * inner)
-    needed = stages * 16 + outputs * plan.itemsize + barriers * 8 + places * 8
+        inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: macros["BLOCKS"]}[macros["PAIRING"]]
+        line = inner * (32 // inner if inner <= 2 else 8) + (16 if inner == 2 else 8)
+        outputs = 8 * (macros["BLOCKS"] * 2 // inner * 8) * line
+    landing = macros["LANDING_STAGES"] * macros["LANDING_UNITS"] * (16 // plan.itemsize) * plan.pieces
+    place_bytes = 4 if plan.landing else 8
+    needed = (stages + landing) * 16 + outputs * plan.itemsize + barriers * 8 + places * place_bytes
     assert needed == macros["SHARED_BYTES"] <= SHARED_BYTES
     assert SHARED_BYTES == 227 << 10  # of a block of sm_90
+    if plan.landing:
+        assert macros["LANDING_STAGES"] >= 2
+        assert macros["UNITS"] % macros["LANDING_UNITS"] == 0
     assert macros["PATCH"] * planes <= macros["UNIT_PITCH"]
     assert macros["PATCH_STAGES"] >= 2
     assert macros["WEIGHT_STAGES"] >= (1 if macros["RESIDENT"] else 2)

@@ -65,6 +65,12 @@ FUSED_PATHS = {
     "pairs_of_inputs": lambda plan: plan.wide == 2,
     "pairs_of_inputs_of_a_cell": lambda plan: plan.wide == 2 and plan.unit[1] == 2,
     "widest": lambda plan: plan.columns * plan.blocks == 256,
+    "rows_of_a_cell": lambda plan: plan.blocks > 2,
+    "landing": lambda plan: plan.landing,
+    "landing_whole_images": lambda plan: plan.landing and plan.whole_images,
+    "landing_partial_pieces": lambda plan: plan.landing and plan.partial_pieces,
+    "landing_strips": lambda plan: plan.landing and plan.strips > 1,
+    "landing_cells_of_several_inputs": lambda plan: plan.landing and plan.unit > (1, 1),
 }
 
 
@@ -216,6 +222,13 @@ FUSED_RUNS += [
             ("eight_units", "channels_last", CHANNELS),
             ("widest", "contiguous", CHANNELS),
             ("staged", "contiguous", CASES[15]),  # pairs of columns in rows of odd length
+            ("rows_of_a_cell", "contiguous", Case(2, 9, 20, (3, 7), (2, 6), (1, 5), (0, 1))),
+            ("rows_of_a_cell", "contiguous", Case(2, 9, 70, (3, 16), (1, 8), (1, 4), (0, 2))),
+            ("landing", "contiguous", TILED_CASES[3]),
+            ("landing_whole_images", "contiguous", Case(3, 20, 40, (6, 12), (2, 2), (2, 2))),
+            ("landing_partial_pieces", "contiguous", Case(3, 20, 40, (8, 6), (4, 4), (2, 2), (1, 1))),
+            ("landing_strips", "contiguous", Case(2, 20, 24, (4, 200), (3, 3), (1, 1), (1, 1))),
+            ("landing_cells_of_several_inputs", "contiguous", Case(2, 40, 8, (6, 24), (3, 3), (1, 1), (1, 1))),
         ]
     )
 ]
@@ -233,8 +246,20 @@ FUSED = Run(
         if plan.columns == 32 and plan.units == 4 and not plan.resident
     ),
 )
+LANDED = Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1))
+FUSED_LANDED = Run(
+    "fused",
+    LANDED,
+    torch.float16,
+    multiprocessors=0,
+    choice=next(
+        plan
+        for plan in plans_of(problem_of(LANDED), "forward", 2, False, False)
+        if plan.columns == 32 and plan.units == 4 and plan.landing
+    ),
+)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
-FUSED_RUNS += [FUSED, FUSED_SPLIT, Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0)]
+FUSED_RUNS += [FUSED, FUSED_LANDED, FUSED_SPLIT, Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0)]
 # Sums of 864 products, which float32 as three products has to keep below the bar of float32.
 LONG_SUMS = Run("fused", Case(1, 96, 24, (5, 9), (3, 3), (1, 1), (1, 1)))
 FUSED_RUNS += [replace(LONG_SUMS, layout=layout) for layout in FORMATS]
@@ -546,7 +571,29 @@ MISTAKES = {
     ),
     "fused_places_not_waited_for": (
         FUSED,
-        emulator.Edit("common/fused_load.cuh", r"barrier_(arrive|wait)\(\*s\.placed[^;]*;", ""),
+        emulator.Edit("common/fused_load.cuh", r"meet<1, LOADERS>\(\);", ""),
+        "relative error",
+    ),
+    "fused_landing_not_waited_for": (
+        FUSED_LANDED,
+        emulator.Edit("common/fused_land.cuh", r"wait_for_groups<[^;]*;", ""),
+        "relative error",
+    ),
+    "fused_landing_waited_for_too_little": (
+        FUSED_LANDED,
+        emulator.Edit(
+            "common/fused_land.cuh", r"wait_for_groups<LANDING_STAGES - 2>", "wait_for_groups<LANDING_STAGES - 1>"
+        ),
+        "relative error",
+    ),
+    "fused_landing_of_others_not_waited_for": (
+        FUSED_LANDED,
+        emulator.Edit("common/fused_land.cuh", r"meet<1, LOADERS>\(\);", ""),
+        "relative error|a misaligned address",
+    ),
+    "fused_landing_overwritten": (
+        FUSED_LANDED,
+        emulator.Edit("common/fused_land.cuh", r"i < LANDING_STAGES; \+\+i", "i <= LANDING_STAGES; ++i"),
         "relative error",
     ),
     "fused_outputs_turned_round_without_a_barrier": (
@@ -556,12 +603,14 @@ MISTAKES = {
     ),
     "fused_weights_released_too_early": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"release\(\);\s*(held_weights = [^;]*;)", r"\1 release();"),
+        emulator.Edit(
+            "fused_wgmma.cu", r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)", r"\1 release_weights();"
+        ),
         "relative error",
     ),
     "fused_patch_released_too_early": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"(held_patch = patches[^;]*;)", r"\1 release();"),
+        emulator.Edit("fused_wgmma.cu", r"(held_patch = patches[^;]*;)", r"\1 release_patch();"),
         "relative error",
     ),
     "fused_patch_not_free": (

@@ -1,6 +1,7 @@
 /* What the parts of fused_wgmma.cu share: parameters, tables, shared memory. The macros are those of the kernel. */
 #pragma once
 
+#include "common/divide.cuh"
 #include "common/index.cuh"
 #include "common/integers.cuh"
 #include "common/mbarrier.cuh"
@@ -18,6 +19,7 @@ struct fused_params {
     const unit_t* __restrict__ packed;
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
+    unsigned long long by_strips, by_strip_rows, by_strip_tiles, by_sets;  // reciprocals, for divide.cuh
     int batch, groups;
     int h_in, w_in, h_out, w_out;
     int strips, strip_rows, strip_cells;  // of an image; rows and cells across, of a strip
@@ -31,7 +33,9 @@ constexpr int kProducers = LOADERS + 32, kThreads = kProducers + 256;
 // for beyond that is waited for for ever.
 constexpr int kRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kSums = (BLOCKS + SPLIT) * COLUMNS / 2;
-constexpr int kConsumerRegisters = LOADERS == 96 ? 184 : kSums + 56 < 136 ? 136 : kSums + 56;
+constexpr int kLeastRegisters = BLOCKS > 2 ? 144 : 136;
+constexpr int kSumRegisters = kSums + (SPLIT ? 48 : 56);
+constexpr int kConsumerRegisters = LOADERS == 96 ? 184 : kSumRegisters < kLeastRegisters ? kLeastRegisters : kSumRegisters;
 constexpr int kProducerRegisters = (kRegisters * kThreads - 256 * kConsumerRegisters) / kProducers / 8 * 8;
 static_assert(kProducerRegisters <= kRegisters && kRegisters <= kConsumerRegisters, "registers are given up, and taken");
 constexpr int kLoadedWords = LOADED_WORDS;  // of registers, that a thread loads at once
@@ -49,18 +53,42 @@ __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
 __constant__ constexpr int kStepOffset[] = STEP_OFFSET;
 __constant__ constexpr int kPhases[] = PHASES;
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows],
-// outputs [8 warps][kWarpOutputs], barriers, places [2][PATCH * kPlanes / WIDE].
+/* The most steps of a block of a phase set. */
+__device__ constexpr int most_steps() {
+    int most = 0;
+    for (int i = 0; i < PHASE_SETS * BLOCKS; ++i) {
+        const int steps = kStepBegin[i + 1] - kStepBegin[i];
+        most = steps > most ? steps : most;
+    }
+    return most;
+}
+constexpr int kMostSteps = most_steps();
+constexpr int kUnrolledSteps = SPLIT ? CHAIN : kMostSteps * BLOCKS <= 28 ? kMostSteps : 1;
+
+// How inputs land; see fused_land.cuh.
+constexpr int kPiece = 16 / static_cast<int>(sizeof(ELEMENT_T));  // elements
+constexpr int kRuns = (RUN_PITCH + PATCH - 2) / RUN_PITCH + 1;    // that a patch has parts of, at most
+constexpr int kRunPieces = ceil_div(PATCH * UNIT_W, kPiece) + 2 * kRuns - 1;
+constexpr int kPieces = UNIT_H * kRunPieces;
+constexpr int kLandingChannels = LANDING_UNITS * kElements;
+constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_load.cuh
+
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows], landing
+// [LANDING_STAGES][kLandingChannels][kPieces], outputs [8 warps][kWarpOutputs], barriers, places [2][kSpots], in the landing
+// where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
-constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + 2;
-constexpr int kInner = PAIRING == PAIR_NONE ? 1 : 2;  // neighbouring outputs of a thread, of a cell; see fused_store.cuh
-constexpr int kOuter = BLOCKS * 2 / kInner;
-constexpr int kLine = 32 + 8 * kInner;  // outputs from one line to the next, so that lines begin in different banks
-constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;  // that a warp turns round: kOuter * 8 lines of 32
+constexpr int kLandingUnits = kLandingChannels * kPieces;
+constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + 1;
+// Neighbouring outputs of a thread, of a cell; see fused_store.cuh.
+constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
+// Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
+constexpr int kLineCells = kInner <= 2 ? 32 / kInner : 8;
+constexpr int kLine = kLineCells * kInner + (kInner == 2 ? 16 : 8);
+constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
-static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits) * 16 + kBarriers * 8 +
-              8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
-              2 * (PATCH * kPlanes / WIDE) * static_cast<int>(sizeof(index_t)) <= SHARED_BYTES,
+static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + LANDING_STAGES * kLandingUnits) * 16 +
+              kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
+              2 * kSpots * static_cast<int>(LANDING_UNITS > 0 ? sizeof(int) : sizeof(index_t)) <= SHARED_BYTES,
               "the tile does not fit the shared memory of the launch");
 extern __shared__ __align__(128) unsigned char shared[];
 
@@ -69,19 +97,22 @@ template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMEN
 struct stages_t {
     unit_t* patches;
     unit_t* weights;
+    unit_t* landing;
     ELEMENT_T* outputs;
-    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *lead, *placed;
+    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *lead;
     index_t* places;  // of a tile's spots in the input, twice
+    int* landed;      // or where they land, in bytes, twice
 };
 
 __device__ __forceinline__ stages_t stages() {
     unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + PATCH_STAGES * kPatchUnits;
-    ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(weights + WEIGHT_STAGES * kWeightUnits);
+    unit_t* landing = weights + WEIGHT_STAGES * kWeightUnits;
+    ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(landing + LANDING_STAGES * kLandingUnits);
     barrier_t* full = reinterpret_cast<barrier_t*>(outputs + 8 * kWarpOutputs);
     barrier_t* weight_full = full + 2 * PATCH_STAGES;
     index_t* places = reinterpret_cast<index_t*>(full + kBarriers);
-    return {patches, weights, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
-            full + kBarriers - 2, full + kBarriers - 1, places};
+    return {patches, weights, landing, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
+            full + kBarriers - 1, places, reinterpret_cast<int*>(places)};
 }
 
 /* A place in a ring of stages, and the parity of the round. */
@@ -104,13 +135,13 @@ struct item_t {
  * that begin in a strip.
  */
 __device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
-    const int sets = kSets * p.groups, set = item % sets, order = item / sets;
+    const int order = divided(item, p.by_sets), set = item - order * kSets * p.groups;
     int tile = order;
     if (p.strips > 1) {
-        const int down = order / p.strips, image = down / p.strip_tiles;
-        const long long period = static_cast<long long>(p.strip_rows) * PITCH, strip = image * p.strips + order % p.strips;
-        const long long first = (strip * period + kTile - 1) / kTile, behind = ((strip + 1) * period + kTile - 1) / kTile;
-        tile = static_cast<int>(first) + down % p.strip_tiles;
+        const int down = divided(order, p.by_strips), image = divided(down, p.by_strip_tiles);
+        const int period = p.strip_rows * PITCH, strip = image * p.strips + order - down * p.strips;
+        const int first = (strip * period + kTile - 1) / kTile, behind = ((strip + 1) * period + kTile - 1) / kTile;
+        tile = first + down - image * p.strip_tiles;
         if (tile >= behind) tile = -1;
     }
     return {set % kSets, tile, set / kSets};

@@ -4,7 +4,7 @@
 #include "common/fused.cuh"
 
 /* How a thread's outputs lie beside each other. In a row of the output, or along the channels in channels_last, it has
- * kInner neighbours: of two M blocks (PAIR_BLOCKS), of rows g and g + 8 (PAIR_ROWS), or one (PAIR_NONE). Where those of its
+ * kInner neighbours: of its M blocks (PAIR_BLOCKS), of rows g and g + 8 (PAIR_ROWS), or one (PAIR_NONE). Where those of its
  * two cells follow each other, so do those of all cells of a warp's row, and they go by way of shared memory (STAGED): stored
  * from registers, 32 bytes a row at a time, they took longer (KernelBench 57 in fp16: 2.1 ms against 1.4), as they did from a
  * warp that does nothing else (1.9).
@@ -23,37 +23,49 @@ struct cell_t {
     __device__ __forceinline__ bool exists(const fused_params& p) const {
         return row < p.cells_h && column < p.strip_cells && image < p.batch;
     }
-    template <int POSITIONS> __device__ __forceinline__ void advance(const fused_params& p) {
-        column += POSITIONS;
+    __device__ __forceinline__ void advance(const fused_params& p, int positions) {
+        column += positions;
         while (column >= PITCH) {
             column -= PITCH;
             if (++row == p.strip_rows) {
                 row = 0;
                 if (++strip == p.strips) strip = 0, ++image;
             }
-            if (POSITIONS <= PITCH) break;
+            if (PITCH >= 32) break;  // more than positions
         }
     }
 };
 __device__ __forceinline__ cell_t cell_at(const fused_params& p, int position) {
-    const int row = position / PITCH, strip = row / p.strip_rows;
-    return {position % PITCH, row % p.strip_rows, strip % p.strips, strip / p.strips};
+    const int above = position / PITCH, strip = divided(above, p.by_strip_rows), image = divided(strip, p.by_strips);
+    return {position % PITCH, above - strip * p.strip_rows, strip - image * p.strips, image};
 }
 
 #if STAGED
+/* A line is what a warp has of a channel at kLineCells positions. Its VECTOR neighbours that a thread stores together are a
+ * piece; a warp stores 32 pieces in a turn. Those of a line follow each other; but where two lines are read at once, kApart
+ * lines lie between them, so that lines of 64 bytes lie in different banks.
+ */
+constexpr int kLines = kOuter * 8, kLinePieces = kLineCells * kInner / VECTOR, kTurnsOfPart = kLines * kLinePieces / 32;
+constexpr int kApart = sizeof(ELEMENT_T) == 2 && VECTOR > 1 && kInner <= 2 ? 4 / kInner : 1;
+__device__ constexpr int line_of(int piece) {
+    const int line = piece / kLinePieces, pair = line / 2;
+    return pair / kApart * 2 * kApart + pair % kApart + line % 2 * kApart;
+}
+// In how many turns a thread is at other places of lines; then it begins again, in lines as far apart as everybody's.
+constexpr int kOwnPlaces = kLinePieces / gcd(32, kLinePieces);
+static_assert(kTurnsOfPart % kOwnPlaces == 0, "a part is whole lines");
+
 /* Adds the bias and stores, by way of shared memory: a thread has two positions of a row, 8 rows a warp, and a row of the
- * output wants 32 neighbours stored together. A line is what a warp has of a channel at 32 / kInner positions; its lines are
- * channels that follow each other. `stage` is the warp's own.
+ * output wants what a warp has of it stored together. A warp's lines are channels that follow each other. `stage` is its own.
  */
 __device__ __forceinline__ void store_tile(
     const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
     ELEMENT_T* stage) {
     static_assert(SPAN_W == kInner && SLOTS <= 2, "the outputs of a row of cells are neighbours");
-    constexpr int kPositions = 32 / kInner, kLines = kOuter * 8;
-    // A line is stored by kLanes lanes, VECTOR outputs each, and VECTOR lines at a time.
-    constexpr int kLanes = 32 / VECTOR, kTurns = kLines / VECTOR;
+    constexpr int kRun = 2 * kInner;  // a thread's outputs of two cells
+    constexpr int kWord = gcd(kRun, 16 / static_cast<int>(sizeof(ELEMENT_T)));  // of which it writes so many together
     constexpr bool kFull = CHANNELS == 4 * kLines && OUT_CHANNELS % (CHANNELS * kChannelSides) == 0;
-    using values_t = vector_t<VECTOR>;
+    using piece_t = vector_t<VECTOR>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     const int warp_channel = warp * kLines, first_channel = first_channel_of(item.set, side) + warp_channel;
     const int lines = min(CHANNELS - warp_channel, OUT_CHANNELS - first_channel);  // that there are
@@ -65,43 +77,59 @@ __device__ __forceinline__ void store_tile(
         const bool there = (kFull || line < lines) && p.bias != nullptr;
         bias[outer] = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + first_channel + line)) : 0.0f;
     }
-    const int own = lane % kLanes * VECTOR, own_line = lane / kLanes;
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, channels = p.groups * OUT_CHANNELS;
-    ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel + own_line) * pixels;
-    cell_t at = cell_at(p, first + own / kInner);
-    each<COLUMNS / kPositions>([&](auto part) {
+    ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel) * pixels;
+    // Where the output of a cell begins that is at a place in a line, or null.
+    const auto target_of = [&](const cell_t& at, int place) -> ELEMENT_T* {
+        const int oh = at.row * SPAN_H + row_phase, ow = (at.strip * p.strip_cells + at.column) * SPAN_W + place % kInner;
+        // VECTOR divides the widths of the output and of strips, so all outputs of a piece are there, or none.
+        if (!at.exists(p) || oh >= p.h_out || ow >= p.w_out) return nullptr;
+        return output + (at.image * channels * pixels + static_cast<index_t>(oh) * p.w_out + ow);
+    };
+    int own[kOwnPlaces], own_line[kOwnPlaces];
+    cell_t at[kOwnPlaces];
+    #pragma unroll
+    for (int i = 0; i < kOwnPlaces; ++i) {
+        own[i] = (i * 32 + lane) % kLinePieces * VECTOR;
+        own_line[i] = line_of(i * 32 + lane);
+        at[i] = cell_at(p, first + own[i] / kInner);
+    }
+    each<COLUMNS / kLineCells>([&](auto part) {
         __syncwarp();
-        each<kPositions / 8>([&](auto tile) {
-            constexpr int j = decltype(part)::value * (kPositions / 8) + decltype(tile)::value;
+        each<kLineCells / 8>([&](auto tile) {
+            constexpr int j = decltype(part)::value * (kLineCells / 8) + decltype(tile)::value;
             each<kOuter>([&](auto outer_) {
                 constexpr int outer = decltype(outer_)::value;
-                vector_t<2 * kInner> run;
+                vector_t<kWord> run[kRun / kWord];
                 #pragma unroll
-                for (int i = 0; i < 2 * kInner; ++i) {
+                for (int i = 0; i < kRun; ++i) {
                     const int inner = i % kInner, e = i / kInner;
-                    run.value[i] = narrow<ELEMENT_T>(
+                    run[i / kWord].value[i % kWord] = narrow<ELEMENT_T>(
                         sums[block_of(outer, inner)][4 * j + 2 * half_of(outer, inner) + e] + bias[outer]);
                 }
                 ELEMENT_T* target = stage + (outer * 8 + g) * kLine + (decltype(tile)::value * 8 + 2 * t) * kInner;
-                *reinterpret_cast<vector_t<2 * kInner>*>(target) = run;
+                #pragma unroll
+                for (int word = 0; word < kRun / kWord; ++word)
+                    *reinterpret_cast<vector_t<kWord>*>(target + word * kWord) = run[word];
             });
         });
         __syncwarp();
-        values_t values[kTurns];
         #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn)
-            values[turn] = *reinterpret_cast<const values_t*>(stage + (turn * VECTOR + own_line) * kLine + own);
-        const int oh = at.row * SPAN_H + row_phase, ow = (at.strip * p.strip_cells + at.column) * SPAN_W + own % kInner;
-        // VECTOR divides the widths of the output and of strips, so all of a thread's outputs are there, or none.
-        if (at.exists(p) && oh < p.h_out && ow < p.w_out) {
-            ELEMENT_T* target = output + (at.image * channels * pixels + static_cast<index_t>(oh) * p.w_out + ow);
+        for (int i = 0; i < kOwnPlaces; ++i) {
+            piece_t pieces[kTurnsOfPart / kOwnPlaces];
             #pragma unroll
-            for (int turn = 0; turn < kTurns; ++turn) {
-                if (kFull || turn * VECTOR + own_line < lines) *reinterpret_cast<values_t*>(target) = values[turn];
-                target += VECTOR * pixels;
+            for (int turn = 0; turn < kTurnsOfPart; turn += kOwnPlaces)
+                pieces[turn / kOwnPlaces] =
+                    *reinterpret_cast<const piece_t*>(stage + (line_of(turn * 32) + own_line[i]) * kLine + own[i]);
+            if (ELEMENT_T* target = target_of(at[i], own[i])) {
+                target += own_line[i] * pixels;
+                #pragma unroll
+                for (int turn = 0; turn < kTurnsOfPart; turn += kOwnPlaces)
+                    if (kFull || line_of(turn * 32) + own_line[i] < lines)
+                        *reinterpret_cast<piece_t*>(target + line_of(turn * 32) * pixels) = pieces[turn / kOwnPlaces];
             }
+            at[i].advance(p, kLineCells);
         }
-        at.advance<kPositions>(p);
     });
 }
 #else
@@ -175,7 +203,7 @@ __device__ __forceinline__ void store_tile(
                 }
             });
         }
-        at.advance<8>(p);
+        at.advance(p, 8);
     });
 }
 #endif

@@ -9,13 +9,9 @@
 #pragma once
 
 #include "common/index.cuh"
+#include "common/keep.cuh"
 
 template <typename T, int COUNT> struct alignas(COUNT * sizeof(T)) vector_of { T value[COUNT]; };
-
-/* Keeps a running offset a running offset, where the compiler would rather compute each anew. */
-template <typename T> __device__ __forceinline__ void keep(T*& address) { asm("" : "+l"(address)); }
-__device__ __forceinline__ void keep(int& offset) { asm("" : "+r"(offset)); }
-__device__ __forceinline__ void keep(long long& offset) { asm("" : "+l"(offset)); }
 
 /* A line: where in the output it starts, and how many elements of it there are. */
 struct line_t { index_t first; int elements; };

@@ -16,7 +16,7 @@ import torch
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, PHASE_BASE, SHARED_BYTES, Plan, plan_of
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
-from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
+from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
 from gemmconv.geometry import Shape4
 
@@ -40,6 +40,7 @@ FusedParams = params_struct(
         *("batch", "groups", "h_in", "w_in", "h_out", "w_out", "strips", "strip_rows", "strip_cells", "cells_h"),
         *("origin_h", "origin_w", "strip_tiles", "items"),
     ),
+    ("by_strips", "by_strip_rows", "by_strip_tiles", "by_sets"),
 )
 
 
@@ -93,6 +94,11 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "STAGED": int(plan.staged),
         "VECTOR": plan.vector,
         "VECTOR_LOADS": int(plan.vector_loads),
+        "RUN_PITCH": plan.run_pitch,
+        "WHOLE_IMAGES": int(plan.whole_images),
+        "PARTIAL_PIECES": int(plan.partial_pieces),
+        "LANDING_UNITS": plan.landing_units,
+        "LANDING_STAGES": plan.landing_stages,
         "WIDE": plan.wide,
         "LEAD": plan.lead,
         "LOADERS": plan.loaders,
@@ -146,6 +152,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     items, packed_bytes, threads = plan.items, plan.packed_bytes, plan.loaders + _OTHER_THREADS
     blocks_on = functools.cache(plan.blocks_on)
     sizes = (
+        *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles, sets * p.groups)),
         *(p.batch, p.groups, *plan.input_size, *plan.output_size),
         *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.strip_tiles, items),
     )

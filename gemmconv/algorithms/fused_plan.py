@@ -23,35 +23,47 @@ _UNIT_BYTES = 16
 _BLOCK_ROWS = 64
 _WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
 _MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
-_PLACE_BYTES = 2 * 8  # in two tables, of at most 64 bits each
-_MOST_STAGES = 24
+_PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits each, and of 32
+_LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possible, and that a stage has at most
+_MOST_LANDINGS = 6
+_LONGEST_RUN = 1 << 30  # inputs
+_MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
-# Of the estimate; for many loaders and for few.
+# Of the estimate, in cycles. Products, for float32 as one part and as two:
+_COLUMN_CYCLES, _PRODUCT_CYCLES = (0.267, 0.274), 1.9  # of 64 rows and two units; the tensor cores take 0.5 a column
+_STEP_CYCLES = 14.5, 53  # the sums of a chain are waited for
+_MANY_BLOCKS_FACTOR, _LANDING_FACTOR = 1.11, 1.28  # of more than two blocks, and beside inputs that land
+# Inputs that are loaded into registers; for many loaders and for few.
 _LOAD_FACTOR = 1.0, 1.4
-_BATCH_CYCLES = 300, 375  # until loads that are on their way together have come
-# Of the estimate; for float32 as one part and as two.
-_COLUMN_CYCLES = 0.28, 0.27  # of 64 rows and two units: the tensor cores take 0.5
-_STEP_CYCLES = 20, 78  # the sums of a chain are waited for
-# Of a warp's units that are loaded and laid out, by bytes of an element, parts of it and inputs loaded together.
+_BATCH_CYCLES = 293, 366  # until loads that are on their way together have come
+# Of a warp's units that are loaded and laid out, by bytes of an element, parts of it and inputs taken together.
 _UNIT_CYCLES = {
-    (2, 1): {1: 57, 2: 17.3, 4: 19.1, 8: 12.4},
-    (4, 1): {1: 44, 2: 23.6, 4: 16.1},
-    (4, 2): {1: 50, 2: 22.9, 4: 19.4},
+    (2, 1): {1: 45, 2: 21.4, 4: 27.7, 8: 18.6},
+    (4, 1): {1: 35, 2: 29.2, 4: 23.4},
+    (4, 2): {1: 40, 2: 28.3, 4: 28.2},
 }
-_VECTOR_UNIT_CYCLES = 19, 25  # of one part and of two, where a unit is a vector in memory
-_TWO_STAGES_FACTOR = 1.16  # where loads have only two stages to go to
-_WEIGHT_CYCLES = 0.0062  # of a byte
-_STAGED_STORE_CYCLES, _STORE_CYCLES = 6.1, 7.0  # of a warp's instruction
-_OUTPUT_CYCLES = 0.046  # of a byte
-_RUN_CYCLES = 0.37  # of a run of inputs or outputs that ends with a strip
-_STRIPS_FACTOR = 1.065  # of loads and stores, where images are cut into strips
+_VECTOR_UNIT_CYCLES = 24, 31  # of one part and of two, where a unit is a vector in memory
+_TWO_STAGES_FACTOR = 1.07  # where loads have only two stages to go to
+_FEW_STAGES_FACTOR = 1.11  # of all that an item takes, where weights that come again and again have few as well
+# Inputs that land: of an item and a landing; of a turn of copies, and of taking up; of a byte.
+_ITEM_CYCLES, _LANDING_CYCLES, _COPY_CYCLES, _LANDED_BYTE_CYCLES = 608, 355, 18.6, 0.0234
+_TURN_CYCLES = {(2, 1): 65, (4, 1): 64, (4, 2): 137}
+_FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
+_WEIGHT_CYCLES = 0.0051  # of a byte
+_STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
+_OUTPUT_CYCLES = 0.04  # of a byte
+_RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
+_STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
+_OVERLAP = 1.03, 1.26  # of inputs that are loaded into registers, and that land: 1 if nothing hides behind anything
 _MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
-_START_CYCLES = 10_500
+_START_CYCLES = 4_290
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
+
+_MOST_BLOCKS = 8  # of 32 columns
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS = range(3)
@@ -76,7 +88,8 @@ class Plan:
         phase_sides: warpgroups with phases of their own, 1 or 2; where it is 1, they have output channels of their own.
         units: 16-byte units of channels of a chunk: 2, 4 or 8.
         strips: into how many strips an image is cut.
-        wide: inputs beside each other in a row that are loaded together.
+        wide: inputs beside each other in a row that are taken together.
+        landing: whether inputs land in shared memory as they lie in memory.
         loaders: threads that load inputs, 96 or 224.
     """
 
@@ -94,6 +107,7 @@ class Plan:
     units: int
     strips: int
     wide: int
+    landing: bool
     loaders: int
 
     # Phases and output channels: the left sides.
@@ -144,14 +158,14 @@ class Plan:
         """Where a thread has neighbouring outputs."""
         if self.channels_last:
             return PAIR_ROWS if self.channels % 2 == 0 else PAIR_NONE
-        if self.blocks == 2:
+        if self.blocks > 1:
             return PAIR_BLOCKS
         return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
 
     @property
     def inner(self) -> int:
         """Neighbouring outputs of a thread, of a cell."""
-        return 1 if self.pairing == PAIR_NONE else 2
+        return {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: self.blocks}[self.pairing]
 
     @property
     def row_order(self) -> int:
@@ -273,9 +287,12 @@ class Plan:
             return self.wide == 2 and width % 2 == 0
         if width % self.wide == 0:
             return True
-        # Rows follow each other without gaps: an image is one long row.
-        one_row = self.strips == 1 and self.unit[0] == 1 and self.pitch == width
-        return one_row and height * width % self.wide == 0 and self.strip_rows * width % self.wide == 0
+        return self.whole_images and height * width % self.wide == 0 and self.strip_rows * width % self.wide == 0
+
+    @property
+    def whole_images(self) -> bool:
+        """Whether rows follow each other without gaps: an image is one long row."""
+        return self.strips == 1 and self.unit == (1, 1) and self.pitch == self.input_size[1]
 
     @property
     def origin(self) -> Pair:
@@ -352,6 +369,50 @@ class Plan:
         tiles = self.tiles if self.strips == 1 else self.strip_tiles * self.strips * self.problem.batch
         return tiles * self._sets
 
+    # What lands.
+
+    @property
+    def may_land(self) -> bool:
+        """Whether planes, and rows of strips, are whole pieces of 16 bytes."""
+        height, width = self.input_size
+        rows = self.strips == 1 or width % self.element_units == 0
+        small = self.run_pitch * self.unit[1] < _LONGEST_RUN
+        return not self.channels_last and rows and small and height * width % self.element_units == 0
+
+    @property
+    def partial_pieces(self) -> bool:
+        """Whether a run may end within a piece."""
+        return not self.whole_images and self.input_size[1] % self.element_units != 0
+
+    @property
+    def run_pitch(self) -> int:
+        """Positions from one run of inputs that lie in one piece in memory to the next."""
+        return self.strip_rows * self.pitch if self.whole_images else self.pitch
+
+    @cached_property
+    def pieces(self) -> int:
+        """Pieces of 16 bytes that the inputs of a channel land as."""
+        runs = (self.run_pitch + self.patch - 2) // self.run_pitch + 1
+        return self.unit[0] * (-(-self.patch * self.unit[1] // self.element_units) + 2 * runs - 1)
+
+    @cached_property
+    def landing_units(self) -> int:
+        """Units of channels that land together, 0 where none do."""
+        if not self.landing:
+            return 0
+        unit = self.element_units * self.pieces * _UNIT_BYTES
+        return max((units for units in (2, 4, 8) if units <= self.units and units * unit <= _LANDING_BYTES), default=2)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of a stage of what lands."""
+        return self.landing_units * self.element_units * self.pieces * _UNIT_BYTES
+
+    @cached_property
+    def landing_stages(self) -> int:
+        """Stages of what lands: one is read, and the others are on their way."""
+        return min(_MOST_LANDINGS, 1 + -(-_LANDING_BYTES // self.landing_bytes)) if self.landing else 0
+
     # Stages in shared memory.
 
     @property
@@ -421,14 +482,21 @@ class Plan:
     @property
     def _load_registers(self) -> int:
         """Registers of a thread that loads: those that two warpgroups with sums leave."""
-        return 136 if self.loaders == _FEW_LOADERS else 256 - max(136, self._sums + 56)
+        if self.loaders == _FEW_LOADERS:
+            return 136
+        return 256 - max(144 if self.blocks > 2 else 136, self._sums + (48 if self.split else 56))
 
     @property
     def _other_bytes(self) -> int:
-        """Bytes beside the stages: two barriers, places of a patch in the input, outputs that are turned round."""
+        """Bytes beside the stages: a barrier, places of inputs, what lands, outputs that are turned round."""
         lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
-        outputs = 8 * lines * (32 + 8 * self.inner) * self.itemsize
-        return 2 * _BARRIER_BYTES + self.spots * _PLACE_BYTES + outputs
+        line = {1: 40, 2: 48}.get(self.inner, 8 * self.inner + 8)
+        outputs = 8 * lines * line * self.itemsize
+        if self.landing:
+            places = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
+        else:
+            places = self.spots * _PLACE_BYTES
+        return _BARRIER_BYTES + places + outputs
 
     @cached_property
     def stages(self) -> Pair | None:
@@ -487,7 +555,7 @@ class Plan:
         return (
             (self.blocks + self.split) * self.columns <= _WIDEST
             and (self._sums > 96 if self.loaders == _FEW_LOADERS else self.columns <= _MOST_COLUMNS)
-            and self._unit_words <= min(self.loaded_words, self._load_registers // 3)
+            and (self.landing or self._unit_words <= min(self.loaded_words, self._load_registers // 3))
             and self.span[1] <= PHASE_BASE
             and 2 * sum(map(len, self.steps)) + (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
             and self.stages is not None
@@ -497,16 +565,16 @@ class Plan:
     def cycles(self) -> float:
         """Roughly the cycles of the launch.
 
-        Fitted to 2861 measured plans of 126 layers, types and layouts (benchmarks.choices, H200): 18% off, as the root
-        mean square of the logarithm, and the plans it chooses take 3% longer than the best of those measured (geometric
-        mean). What a block multiplies, loads and stores adds up: they overlap, but hold each other up.
+        Fitted to 1692 measured plans of 37 layers in three types (benchmarks.choices, H200): 21% off, as the root mean
+        square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
+        mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up.
         """
         products = self.units // 2 * (3 if self.split else 1)
         steps = sum(map(len, self.steps)) / self.phase_sets * self.chunks  # of an item
-        multiplied = 2 * steps * (products * self.columns * _COLUMN_CYCLES[self.split] + _STEP_CYCLES[self.split])
-        few, cut = self.loaders == _FEW_LOADERS, self.strips > 1
-        loaded: float = self.chunks * self.batches * _BATCH_CYCLES[few]
-        loaded += self.chunks * self._turns * self.loaders / 32 * self._turn_cycles * _LOAD_FACTOR[few]
+        multiplied = products * (self.columns * _COLUMN_CYCLES[self.split] + _PRODUCT_CYCLES)
+        multiplied = 2 * steps * (multiplied + _STEP_CYCLES[self.split])
+        multiplied *= (_MANY_BLOCKS_FACTOR if self.blocks > 2 else 1) * (_LANDING_FACTOR if self.landing else 1)
+        loaded = self._landing_cycles if self.landing else self._loading_cycles
         if not self.resident:
             loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
         outputs = 2 * self.blocks * self.columns * _BLOCK_ROWS
@@ -515,16 +583,38 @@ class Plan:
         else:
             stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * _STORE_CYCLES
         stored += outputs * self.itemsize * _OUTPUT_CYCLES
-        if cut:
+        if self.strips > 1:
             inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
-            loaded += inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES
-            stored += outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES
-        if self.stages is not None and self.stages[0] == 2:
-            loaded *= _TWO_STAGES_FACTOR
+            loaded = (loaded + inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
+            stored = (stored + outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
+        overlap = _OVERLAP[self.landing]
+        item = (multiplied**overlap + loaded**overlap + stored**overlap) ** (1 / overlap)
+        assert self.stages is not None
+        if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
+            item *= _FEW_STAGES_FACTOR
         items = -(-self.tiles * self._sets // self.blocks_on(MULTIPROCESSORS))
-        moved = (loaded + stored) * (_STRIPS_FACTOR if cut else 1)
         least = self.problem.least_bytes(self.itemsize) * _MEMORY_CYCLES
-        return _START_CYCLES + max(items * (multiplied + moved), least)
+        return _START_CYCLES + max(items * item, least)
+
+    @property
+    def _loading_cycles(self) -> float:
+        """Of loading the inputs of an item into registers and laying them out."""
+        few = self.loaders == _FEW_LOADERS
+        laid_out = self._turns * self.loaders / 32 * self._turn_cycles * _LOAD_FACTOR[few]
+        cycles = self.chunks * (self.batches * _BATCH_CYCLES[few] + laid_out)
+        assert self.stages is not None
+        return cycles * (_TWO_STAGES_FACTOR if self.stages[0] == 2 else 1)
+
+    @property
+    def _landing_cycles(self) -> float:
+        """Of landing the inputs of an item and laying them out."""
+        sharers = max(1, self.loaders // self.pieces)
+        copies = -(-self.pieces // self.loaders) * -(-self.landing_units * self.element_units // sharers)
+        turns = -(-self.spots * self.landing_units // self.loaders)
+        busy = copies * _COPY_CYCLES + turns * _TURN_CYCLES[self.itemsize, self.parts]
+        busy *= _FEW_TURNS_FACTOR if self.loaders == _FEW_LOADERS else 1
+        landings = self.chunks * self.units // self.landing_units
+        return _ITEM_CYCLES + landings * (_LANDING_CYCLES + busy + self.landing_bytes * _LANDED_BYTE_CYCLES)
 
     @property
     def _sector_share(self) -> float:
@@ -597,9 +687,11 @@ def plans_of(problem: Problem, direction: Direction, itemsize: int, split: bool,
 def _plans_of(
     problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool, widths: tuple[int, ...]
 ) -> Iterator[Plan]:
-    smallest = Plan(problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, _MANY_LOADERS)
+    smallest = Plan(
+        problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, False, _MANY_LOADERS
+    )
     channels = smallest.out_channels
-    for multiple, slots, blocks in _left_sides(smallest.span[1], channels):
+    for multiple, slots, blocks in _left_sides(smallest.span[1], channels, channels_last):
         left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
         cells = left.cells[1]
         strips = {1, *(-(-cells // width) for width in widths if width < cells)}
@@ -610,10 +702,14 @@ def _plans_of(
             both = replace(left, warpgroups_m=2, phase_sides=2)
             if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
                 sides.append((2, 2))
-        for strip, wide in itertools.product(strips, _wides(itemsize)):
-            right = replace(left, strips=strip, wide=wide)
+        for strip, wide, landing in itertools.product(strips, _wides(itemsize), (False, True)):
+            right = replace(left, strips=strip, wide=wide, landing=landing)
             if not right.aligned or (wide == 1 and replace(right, wide=2).aligned):
                 continue
+            if landing and not (wide <= 2 and right.may_land):
+                continue
+            if not landing and itemsize == 2 and wide > 2 and right.may_land:
+                continue  # landing is faster
             for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
                 range(32, _WIDEST // blocks + 1, 32), sides, _units(smallest), (_MANY_LOADERS, _FEW_LOADERS)
             ):
@@ -639,16 +735,19 @@ def _units(plan: Plan) -> tuple[int, ...]:
     return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
 
 
-def _left_sides(span: int, channels: int) -> Iterator[tuple[Pair, int, int]]:
+def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
     """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup.
 
     Args:
         span: outputs across of the smallest cell.
         channels: output channels of a group.
+        channels_last: format; without it, a warpgroup may have all columns of a cell, to store rows of them.
     """
     yield (1, 1), 1, 1
     if span % 2 == 0:
         yield (1, 1), 1, 2
+    if 3 <= span <= _MOST_BLOCKS and not channels_last:
+        yield (1, 1), 1, span
     for slots in (2, 3, 4):
         if slots * channels > _BLOCK_ROWS:
             break

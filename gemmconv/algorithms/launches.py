@@ -24,3 +24,8 @@ def plane_grid(x: int, planes: int) -> tuple[int, int, int]:
     """A grid of ``x`` blocks for each of many planes, at least one, which run over y and z."""
     y = min(planes, MAX_GRID_Y)
     return x, y, -(-planes // y)
+
+
+def reciprocal(divisor: int) -> int:
+    """What csrc/common/divide.cuh multiplies with to divide by a positive 32-bit integer."""
+    return -(-(1 << 63) // divisor)

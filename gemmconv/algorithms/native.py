@@ -15,6 +15,7 @@ from contextlib import nullcontext
 import torch
 
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
+from gemmconv.geometry import Shape4
 
 # Fitted to cuDNN 9.19's backward passes of the suites public and models.
 _LAUNCH_SECONDS = 35e-6
@@ -78,7 +79,7 @@ class Native:
         strides = strides_of(config.problem.input_shape, config.memory_format)
 
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
+            input = _of_shape(grad_output, config.problem.input_shape, strides)
             return with_strides(_backward(config, grad_output, input, weight, 0), strides)
 
         return call
@@ -87,10 +88,25 @@ class Native:
         strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-            weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
+            weight = _of_shape(grad_output, config.problem.weight_shape, strides)
             return with_strides(_backward(config, grad_output, input, weight, 1), strides)
 
         return call
+
+
+def _of_shape(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of which only the shape and the format are used: by its input's format torch computes the gradient.
+
+    It lies in the memory of ``tensor``, where that suffices.
+    """
+    if math.prod(shape) <= tensor.numel() and _is_dense(tensor):
+        return tensor.detach().as_strided(shape, strides)
+    return tensor.new_empty_strided(shape, strides)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    formats = (torch.contiguous_format, torch.channels_last)
+    return any(tensor.is_contiguous(memory_format=one) for one in formats)
 
 
 class _Deterministic:

@@ -45,7 +45,9 @@ unsigned short emulator_float_to_half(float value);
 unsigned short emulator_float_to_bfloat16(float value);
 unsigned emulator_float_to_tf32(float value);
 void emulator_copy_async(unsigned target, const void* source, int bytes, int source_bytes);
-void emulator_wait_for_copies();
+void emulator_commit_copies();
+void emulator_wait_for_copies(int pending);
+void emulator_barrier(int number, int threads);
 }
 
 #define threadIdx (emulator_now.thread->index)

@@ -35,16 +35,18 @@ constexpr size_t kGuardBytes = 512;          // behind shared memory, where noth
 constexpr size_t kMostArrays = 8;
 constexpr unsigned char kUnwritten = 0xff;
 constexpr unsigned kWarpgroup = 128;
+constexpr int kNamedBarriers = 16;          // with that of the whole block, number 0
 constexpr unsigned kTurns = 8;                 // by fewer than these a thread falls behind others, where it may
 constexpr int kMostInBarrier = (1 << 20) - 1;  // arrivals, or bytes
 
-enum state_t { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, AT_WGMMA_WAIT, AT_MBARRIER, DONE };
+enum state_t { READY, AT_BLOCK_BARRIER, AT_NAMED_BARRIER, AT_WARP_BARRIER, AT_WGMMA_WAIT, AT_MBARRIER, DONE };
 
 /* A cp.async. */
 struct copy_t {
     void* target;
     const void* source;
     int bytes, source_bytes;
+    unsigned group = 0;  // that it is committed with
 
     void run() const {
         memset(target, 0, bytes);
@@ -100,6 +102,8 @@ using step_t = std::array<unsigned long long, 5>;
 struct fiber_t {
     emulator_thread_t thread;  // first, so that emulator_now.thread leads to its fiber
     std::vector<copy_t> copies;  // that it has to wait for
+    unsigned copy_groups;        // committed
+    int named_barrier, expected; // that it waits at, and for how many threads
     std::vector<product_t> products;  // likewise
     unsigned groups;           // of wgmmas, committed
     bool fenced;               // whether wgmma_fence was called since the last wait
@@ -179,6 +183,7 @@ void prepare(fiber_t& fiber) {
     fiber.state = READY;
     fiber.turns = 0;
     fiber.copies.clear();
+    fiber.copy_groups = 0;
     fiber.products.clear();
     fiber.groups = 0;
     fiber.fenced = false;
@@ -219,6 +224,21 @@ bool release_block() {
     return waiting > 0;
 }
 
+/* Lets go on who waits at a named barrier, where all have come. */
+void release_named() {
+    for (int number = 1; number < kNamedBarriers; ++number) {
+        int waiting = 0, expected = 0;
+        for (unsigned i = 0; i < thread_count; ++i) {
+            if (fibers[i].state != AT_NAMED_BARRIER || fibers[i].named_barrier != number) continue;
+            ++waiting;
+            expected = fibers[i].expected;
+        }
+        if (waiting == 0 || waiting < expected) continue;
+        for (unsigned i = 0; i < thread_count; ++i)
+            if (fibers[i].state == AT_NAMED_BARRIER && fibers[i].named_barrier == number) fibers[i].state = READY;
+    }
+}
+
 /* Lets a warpgroup go on after its wgmmas. */
 void release_warpgroup(fiber_t* warpgroup) {
     for (unsigned i = 0; i < kWarpgroup; ++i)
@@ -248,6 +268,7 @@ bool release() {
         release_warp(fibers + first, thread_count - first < 32 ? thread_count - first : 32);
     for (unsigned first = 0; first + kWarpgroup <= thread_count; first += kWarpgroup)
         release_warpgroup(fibers + first);
+    release_named();
     bool ready = false, waiting = false;
     for (unsigned i = 0; i < thread_count; ++i) {
         fiber_t& fiber = fibers[i];
@@ -264,9 +285,9 @@ void check_end() {
     for (unsigned i = 0; i < thread_count; ++i) ++count[fibers[i].state];
     if (count[DONE] < thread_count)
         snprintf(message, sizeof(message),
-                 "deadlock: %u threads at a block barrier, %u at a warp barrier, %u at wgmma_wait, %u at an mbarrier, "
-                 "%u returned",
-                 count[AT_BLOCK_BARRIER], count[AT_WARP_BARRIER], count[AT_WGMMA_WAIT], count[AT_MBARRIER],
+                 "deadlock: %u threads at a block barrier, %u at one with a number, %u at a warp barrier, %u at "
+                 "wgmma_wait, %u at an mbarrier, %u returned",
+                 count[AT_BLOCK_BARRIER], count[AT_NAMED_BARRIER], count[AT_WARP_BARRIER], count[AT_WGMMA_WAIT], count[AT_MBARRIER],
                  count[DONE]);
     for (const barrier_t& barrier : barriers)
         if (!message[0] && barrier.seen < barrier.copied)
@@ -463,14 +484,33 @@ void* emulator_shared_array(int declaration, unsigned long bytes) {
 void emulator_copy_async(unsigned target, const void* source, int bytes, int source_bytes) {
     if (target % bytes != 0 || reinterpret_cast<uintptr_t>(source) % bytes != 0)
         fail("a misaligned copy of %d bytes", bytes);
-    const copy_t copy = {emulator_dynamic_shared + target, source, bytes, source_bytes};
+    if (source_bytes < 0 || source_bytes > bytes) fail("a copy of %d bytes of %d", source_bytes, bytes);
+    const copy_t copy = {emulator_dynamic_shared + target, source, bytes, source_bytes, current().copy_groups};
     if (current().thread.index.x % 2) copy.run();
     else current().copies.push_back(copy);
 }
 
-void emulator_wait_for_copies() {
-    for (const copy_t& copy : current().copies) copy.run();
-    current().copies.clear();
+void emulator_commit_copies() { ++current().copy_groups; }
+
+/* Completes all groups but the last so many; where that is negative, all copies. */
+void emulator_wait_for_copies(int pending) {
+    fiber_t& fiber = current();
+    size_t count = 0;
+    for (; count < fiber.copies.size(); ++count) {
+        if (pending >= 0 && fiber.copies[count].group + pending >= fiber.copy_groups) break;
+        fiber.copies[count].run();
+    }
+    fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + count);
+}
+
+/* bar.sync: waits for threads of whole warps. */
+void emulator_barrier(int number, int threads) {
+    if (number < 1 || number >= kNamedBarriers || threads % 32 != 0 || threads < 32) fail("a barrier of %d threads", threads);
+    fiber_t& fiber = current();
+    fiber.state = AT_NAMED_BARRIER;
+    fiber.named_barrier = number;
+    fiber.expected = threads;
+    leave();
 }
 
 void emulator_barrier_init(void* barrier, int arrivals) {

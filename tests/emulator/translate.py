@@ -30,7 +30,14 @@ _INSTRUCTIONS = {
     "cvt.rna.tf32.f32 %0, %1;": "{0} = emulator_float_to_tf32({1});",
     "cp.async.ca.shared.global [%0], [%1], %2, %3;": "emulator_copy_async({0}, {1}, {2}, {3});",
     "prmt.b32 %0, %1, %2, %3;": "{0} = emulator_permute({1}, {2}, {3});",
-    "cp.async.wait_all;": "emulator_wait_for_copies();",
+    "cp.async.cg.shared.global [%0], [%1], 16, %2;": "emulator_copy_async({0}, {1}, 16, {2});",
+    "{ .reg .pred outside; setp.eq.s32 outside, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, outside; }": (
+        "emulator_copy_async({0}, {1}, 16, {2} != 0 ? 16 : 0);"
+    ),
+    "cp.async.commit_group;": "emulator_commit_copies();",
+    "cp.async.wait_group %0;": "emulator_wait_for_copies({0});",
+    "cp.async.wait_all;": "emulator_wait_for_copies(-1);",
+    "bar.sync %0, %1;": "emulator_barrier({0}, {1});",
     f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_half_word"),
     f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_bfloat16_word"),
     f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_tf32_word"),
@@ -47,7 +54,7 @@ def translate(source_name: str, read: Read) -> str:
     Raises:
         NotImplementedError: an inline assembly instruction that the emulator does not know.
     """
-    text = _with_includes(source_name, read, set())
+    text = _with_includes(source_name, read)
     exports = "\n".join(f"EMULATOR_EXPORT({name}, {bounds})" for bounds, name in _KERNEL.findall(text))
     text = _DYNAMIC_SHARED.sub(r"static \1* const \2 = emulator_dynamic_shared;", text)
     text = _STATIC_SHARED.sub(
@@ -56,19 +63,18 @@ def translate(source_name: str, read: Read) -> str:
     return f"{_ASSEMBLY.sub(_instruction, text)}\n{exports}\n"
 
 
-def _with_includes(name: str, read: Read, seen: set[str]) -> str:
-    """A file with the files it includes in their places, each once, as ``#pragma once`` asks."""
-    seen.add(name)
+def _with_includes(name: str, read: Read) -> str:
+    """A file with the files it includes in their places, each taken once, as ``#pragma once`` asks."""
     text = TWINS[name].read_text() if name in TWINS else read(name)
+    guard = f"INCLUDED_{re.sub(r'[^a-z0-9]', '_', name)}"
     text = text.replace("#pragma once\n", "\n")
-    parts, line, position = [f'#line 1 "{name}"\n'], 1, 0
+    parts, line, position = [f'#ifndef {guard}\n#define {guard}\n#line 1 "{name}"\n'], 1, 0
     for include in _INCLUDE.finditer(text):
         parts.append(text[position : include.start()])
         line += text.count("\n", position, include.start())
         position = include.end()
-        if (other := str(PurePosixPath(include[1]))) not in seen:
-            parts.append(f'{_with_includes(other, read, seen)}\n#line {line} "{name}"\n')
-    return "".join([*parts, text[position:]])
+        parts.append(f'{_with_includes(str(PurePosixPath(include[1])), read)}\n#line {line} "{name}"\n')
+    return "".join([*parts, text[position:], "\n#endif\n"])
 
 
 def _instruction(match: re.Match[str]) -> str:

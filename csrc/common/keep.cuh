@@ -1,0 +1,6 @@
+#pragma once
+
+/* Keeps a value, such as a running offset, where the compiler would rather work it out anew each time. */
+template <typename T> __device__ __forceinline__ void keep(T*& address) { asm("" : "+l"(address)); }
+__device__ __forceinline__ void keep(int& offset) { asm("" : "+r"(offset)); }
+__device__ __forceinline__ void keep(long long& offset) { asm("" : "+l"(offset)); }

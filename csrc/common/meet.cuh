@@ -1,0 +1,7 @@
+/* A barrier of some warps of a block. */
+#pragma once
+
+/* Wait until THREADS threads, of whole warps, have come to barrier BARRIER (1 to 15; 0 is that of __syncthreads). */
+template <int BARRIER, int THREADS> __device__ __forceinline__ void meet() {
+    asm volatile("bar.sync %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");
+}
