@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from gemmconv.algorithms import Config
+from gemmconv.algorithms.direct import Direct
+from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import _Deterministic
 from gemmconv.geometry import Problem
 from gemmconv.selection import choose
@@ -19,9 +21,19 @@ GROUPED = Problem(16, 32, 64, 4, (64, 64), (3, 3), stride=(2, 2))
 FEW_PIXELS = Problem(128, 100, 512, 1, (1, 1), (4, 4))  # DCGAN 1
 
 
-def taken(problem, dtype, precision, direction, torch_precision=None):
-    config = Config(problem, dtype, torch.device("cuda", 0), precision, torch_precision=torch_precision or precision)
-    return choose(config, "auto", "test", direction).name
+def config_of(problem, dtype, precision, torch_precision=None, memory_format=torch.contiguous_format):
+    return Config(
+        problem,
+        dtype,
+        torch.device("cuda", 0),
+        precision,
+        torch_precision=torch_precision or precision,
+        memory_format=memory_format,
+    )
+
+
+def taken(problem, dtype, precision, direction, **options):
+    return choose(config_of(problem, dtype, precision, **options), "auto", "test", direction).name
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "tf32"), (torch.float16, "ieee")], ids=str)
@@ -29,6 +41,22 @@ def test_auto_takes_weight_gradients_of_many_channels_from_native(dtype, precisi
     assert taken(DENSE, dtype, precision, "weight_grad") == "native"
     assert taken(DENSE, dtype, precision, "forward") == "fused"
     assert taken(GROUPED, dtype, precision, "weight_grad") != "native"
+
+
+def test_auto_takes_gradients_in_channels_last_from_what_turns_nothing():
+    pointwise = Problem(4, 64, 128, 1, (248, 216), (1, 1))  # PointPillars 1
+    assert taken(pointwise, torch.float16, "ieee", "weight_grad", memory_format=torch.channels_last) == "native"
+    for algorithm, directions in (
+        (GemmCol2im(), ("forward", "input_grad", "weight_grad")),
+        (Direct(), ("input_grad", "weight_grad")),
+    ):
+        for direction in directions:
+            nchw, channels_last = (
+                algorithm.estimate(config_of(pointwise, torch.float16, "ieee", memory_format=one), direction)
+                for one in (torch.contiguous_format, torch.channels_last)
+            )
+            turned = pointwise.batch * pointwise.in_pixels * (64 + 128)
+            assert channels_last - nchw == pytest.approx(turned * 13e-12)
 
 
 def test_auto_leaves_float32_gradients_of_native_alone():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from gemmconv.algorithms import direct_ffma, direct_mma
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, turning_seconds
 from gemmconv.algorithms.macros import why_not_dtype
 
 _INT32_MAX = 2**31 - 1
@@ -89,7 +89,8 @@ class Direct:
         double = 2 if config.dtype == torch.float64 else 1
         arithmetic, moved = p.useful_flops / _GRADIENT_FFMA_RATE * double, p.least_bytes(config.dtype.itemsize)
         steps = p.taps * p.out_channels // p.groups  # that a block goes through one after the other
-        return _LAUNCH_SECONDS + arithmetic + moved / _GRADIENT_COPY_RATE + steps * _GRADIENT_STEP_SECONDS
+        seconds = _LAUNCH_SECONDS + arithmetic + moved / _GRADIENT_COPY_RATE + steps * _GRADIENT_STEP_SECONDS
+        return seconds if direction == "forward" else seconds + turning_seconds(config)
 
     def forward(self, config: Config) -> Forward:
         tile, tensor_core_tile = _tiles(config)

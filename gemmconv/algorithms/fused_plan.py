@@ -35,9 +35,12 @@ PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
 _COLUMN_CYCLES, _PRODUCT_CYCLES = (0.267, 0.274), 1.9  # of 64 rows and two units; the tensor cores take 0.5 a column
 _STEP_CYCLES = 14.5, 53  # the sums of a chain are waited for
 _MANY_BLOCKS_FACTOR, _LANDING_FACTOR = 1.11, 1.28  # of more than two blocks, and beside inputs that land
-# Inputs that are loaded into registers; for many loaders and for few.
-_LOAD_FACTOR = 1.0, 1.4
-_BATCH_CYCLES = 293, 366  # until loads that are on their way together have come
+# Inputs that are loaded into registers.
+_LOAD_FACTOR, _VECTOR_LOAD_FACTOR = (
+    1.4,
+    1.3,
+)  # of few loaders; of what is a vector in memory they have more on their way
+_BATCH_CYCLES = 293, 366  # of many loaders and of few, until loads that are on their way together have come
 # Of a warp's units that are loaded and laid out, by bytes of an element, parts of it and inputs taken together.
 _UNIT_CYCLES = {
     (2, 1): {1: 45, 2: 21.4, 4: 27.7, 8: 18.6},
@@ -600,7 +603,8 @@ class Plan:
     def _loading_cycles(self) -> float:
         """Of loading the inputs of an item into registers and laying them out."""
         few = self.loaders == _FEW_LOADERS
-        laid_out = self._turns * self.loaders / 32 * self._turn_cycles * _LOAD_FACTOR[few]
+        factor = (_VECTOR_LOAD_FACTOR if self.vector_loads else _LOAD_FACTOR) if few else 1
+        laid_out = self._turns * self.loaders / 32 * self._turn_cycles * factor
         cycles = self.chunks * (self.batches * _BATCH_CYCLES[few] + laid_out)
         assert self.stages is not None
         return cycles * (_TWO_STAGES_FACTOR if self.stages[0] == 2 else 1)

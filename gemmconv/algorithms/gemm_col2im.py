@@ -30,6 +30,7 @@ from gemmconv.algorithms.base import (
     Gradient,
     accumulator_dtype,
     strides_of,
+    turning_seconds,
     with_strides,
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
@@ -113,7 +114,10 @@ class GemmCol2im:
         return columns + (_partials(config, chunks) * _partial_bytes(config) if direction == "weight_grad" else 0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """The columns written and read, the product, the weights read anew for each image, two launches a chunk."""
+        """The columns written and read, the product, the weights read anew for each image, two launches a chunk.
+
+        In channels_last, turning what is there too.
+        """
         problem = config.problem
         if direction == "forward":
             chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
@@ -124,7 +128,7 @@ class GemmCol2im:
         tensor_cores = config.dtype.itemsize == 2 or config.precision == "tf32"
         product = problem.useful_flops / (_TENSOR_RATE if tensor_cores else _FFMA_RATE)
         weights = problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _CACHE_RATE
-        return launches * _LAUNCH_SECONDS + traffic / _COPY_RATE + product + weights
+        return launches * _LAUNCH_SECONDS + traffic / _COPY_RATE + product + weights + turning_seconds(config)
 
     def forward(self, config: Config) -> Forward:
         problem, engine = config.problem, _engine(config)
