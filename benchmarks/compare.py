@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks import check, environment, first_call, summary
+from benchmarks import check, environment, first_call, several, summary
 from benchmarks.contenders import (
     LAYOUTS,
     PRECISIONS,
@@ -25,7 +25,8 @@ from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, rows
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.report import write_beside
-from benchmarks.results import Results, Row
+from benchmarks.results import Key, Results, Row
+from benchmarks.several import Part
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
 
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", type=_names, metavar="P", help=f"of {', '.join(PRECISIONS)} (default: all; on a CPU fp32)")
     add("--direction", type=_names, metavar="D", help=f"of {', '.join(DIRECTIONS)} (default: forward,backward)")
     add("--layout", type=_names, metavar="L", help=f"of gemmconv's rows, of {', '.join(LAYOUTS)} (default: all)")
-    add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one); of several the workloads are shared")
     add("--quick", action="store_true", help="a few workloads, fewer samples; on a GPU in tf32 and bf16")
     add("--full-size", action="store_true", help="do not make layers smaller on a CPU; may take hours")
     add("--budget", type=float, metavar="SECONDS", help="stop cleanly after this; the same command then goes on")
@@ -113,7 +114,7 @@ def _chosen(flag: str, given: Sequence[str] | None, known: Iterable[str], defaul
 class _Request:
     """What the command line asks for."""
 
-    device: torch.device
+    devices: tuple[torch.device, ...]
     workloads: list[Workload]
     contenders: list[Contender]
     precisions: tuple[str, ...]
@@ -125,10 +126,19 @@ class _Request:
     deadline: float
     charts: bool
 
+    @property
+    def device(self) -> torch.device:
+        """The device, or one of those of its kind."""
+        return self.devices[0]
+
 
 def _request(arguments: argparse.Namespace) -> _Request:
     began = time.monotonic()
-    device = environment.pick_device(arguments.device)
+    devices = tuple(map(environment.pick_device, _names(arguments.device) if arguments.device else (None,)))
+    kinds = {environment.describe(device)["gpu"] for device in devices}
+    if len(kinds) > 1:
+        raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
+    device = devices[0]
     on_cpu = device.type == "cpu"
     quick = arguments.quick or (on_cpu and not (arguments.suite or arguments.layer or arguments.workload))
     workloads = _workloads(arguments, quick)
@@ -154,7 +164,7 @@ def _request(arguments: argparse.Namespace) -> _Request:
     if out is None and (arguments.suite or arguments.workload or not arguments.layer):
         out = RESULTS / environment.slug(device)
     return _Request(
-        device,
+        devices,
         workloads,
         [c for c in theirs if c.name in baselines] + [c for c in ours if c.name in wanted],
         precisions,
@@ -212,37 +222,33 @@ def _run(request: _Request) -> int:
     )
     missing = files.missing(plan)
     if missing:
-        plan = replace(plan, ceilings=measure_ceilings(device, request.precisions))
-        print(_ceilings_line(plan.ceilings), flush=True)
         _compile_ahead(request)
     print(f"{missing} rows to measure, at least", flush=True)
 
-    lane, lost = Lane(), None
-    complete = True
+    lost = ""
     with Progress(missing) as progress:
         try:
-            for workload in request.workloads:
-                if not files.missing(plan, [workload]):
-                    continue
-                began = time.monotonic()
-                try:
-                    for row in rows_of(workload, files.begin(plan, workload), lane):
-                        files.add(row)
-                        progress.step(f"{row.workload} {row.precision}", row.mode == "eager")
-                        if row.status in ("wrong", "failed"):
-                            progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
-                finally:
+            for part in _measured(request, plan, files) if missing else ():
+                workload = part.workload
+                if files.is_new(part):
+                    progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
+                for row in part.rows:
+                    files.add(row, part)
+                    progress.step(f"{row.workload} {row.precision}", row.mode == "eager")
+                    if row.status in ("wrong", "failed"):
+                        progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
+                if part.seconds is not None:
                     files.save(workload.suite)
-                progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {time.monotonic() - began:.1f} s")
-                if files.missing(plan, [workload]):
-                    complete = False
+                    progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
+                if part.lost:
+                    lost = part.lost
                     break
-        except DeviceLost as error:
-            lost = str(error)
         except KeyboardInterrupt:
-            complete = False
             print("\ninterrupted", flush=True)
-    if complete and lost is None and missing:
+        finally:
+            files.save_all()
+    complete = not files.missing(plan)
+    if complete and not lost and missing:
         _first_calls(request, files)
 
     rows = files.rows(request)
@@ -257,7 +263,33 @@ def _run(request: _Request) -> int:
         left = files.missing(plan)
         print(f"stopped with {left} rows to measure; run the same command again for the rest")
     wrong = any(row.status == "wrong" and not row.is_torch for row in rows)
-    return int(wrong or lost is not None)
+    return int(wrong or bool(lost))
+
+
+def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
+    """What is measured of the workloads, until all is or the deadline comes."""
+    workloads = [workload for workload in request.workloads if files.missing(plan, [workload])]
+    if len(request.devices) > 1:
+        tasks = [
+            several.Task(workload, _plan_for(plan, workload).directions, files.done_of(workload))
+            for workload in workloads
+        ]
+        yield from several.measure(
+            request.devices, request.precisions, request.contenders, request.effort, request.deadline, tasks
+        )
+        return
+    device, lane = str(request.device), Lane()
+    plan = replace(plan, ceilings=measure_ceilings(request.device, request.precisions), done=files.done)
+    for workload in workloads:
+        began, lost = time.monotonic(), ""
+        if began > request.deadline:
+            return
+        try:
+            for row in rows_of(workload, _plan_for(plan, workload), lane):
+                yield Part(workload, device, plan.ceilings, [row])
+        except DeviceLost as error:
+            lost = str(error)
+        yield Part(workload, device, plan.ceilings, seconds=time.monotonic() - began, lost=lost)
 
 
 def _compile_ahead(request: _Request) -> None:
@@ -282,7 +314,7 @@ class _Files:
     def __init__(self, request: _Request, about: dict[str, str]) -> None:
         self._request, self._about = request, about
         self._results: dict[str, Results] = {}
-        self._runs: dict[str, int] = {}
+        self._runs: dict[tuple[str, str], int] = {}  # by suite and device
         self._measured: set[tuple[str, ...]] = set()
         for suite in dict.fromkeys(workload.suite for workload in request.workloads):
             path = self._path(suite)
@@ -305,15 +337,28 @@ class _Files:
         chosen = self._request.workloads if workloads is None else workloads
         return sum(self.done(key) is None for one in chosen for key in expected_keys(one, _plan_for(plan, one)))
 
-    def begin(self, plan: Plan, workload: Workload) -> Plan:
-        """The plan for a workload, whose rows belong to a run in its suite's file."""
-        if workload.suite not in self._runs:
-            self._runs[workload.suite] = self._results[workload.suite].begin(self._about, plan.ceilings.as_dict())
-        return replace(_plan_for(plan, workload), run=self._runs[workload.suite], done=self.done)
+    def done_of(self, workload: Workload) -> dict[Key, Row]:
+        """The rows of a workload that need not be measured again."""
+        rows = self._results[workload.suite].rows
+        return {key: row for key in rows if key[1] == workload.name and (row := self.done(key)) is not None}
 
-    def add(self, row: Row) -> None:
-        self._results[row.suite].add(row)
+    def is_new(self, part: Part) -> bool:
+        """Whether nothing of its device was added yet."""
+        return part.device not in {device for _, device in self._runs}
+
+    def add(self, row: Row, part: Part) -> None:
+        """Add a row of a part, to the run of its device in the suite's file."""
+        run = self._runs.get((row.suite, part.device))
+        if run is None:
+            run = self._results[row.suite].begin(self._about, part.ceilings.as_dict())
+            self._runs[row.suite, part.device] = run
+        self._results[row.suite].add(replace(row, run=run))
         self._measured.add(row.key)
+
+    def save_all(self) -> None:
+        """Write the files of all suites that have new rows."""
+        for suite in dict.fromkeys(suite for suite, _ in self._runs):
+            self.save(suite)
 
     def save(self, suite: str) -> None:
         path = self._path(suite)

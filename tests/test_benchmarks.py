@@ -11,7 +11,19 @@ import torch
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
 
-from benchmarks import check, compare, contenders, environment, first_call, measure, plot, report, results, summary
+from benchmarks import (
+    check,
+    compare,
+    contenders,
+    environment,
+    first_call,
+    measure,
+    plot,
+    report,
+    results,
+    several,
+    summary,
+)
 from benchmarks.contenders import PRECISIONS, Contender, Lane
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import random_tensors
@@ -550,6 +562,29 @@ def test_command_line_stops_at_the_budget_and_goes_on(quick_run, monkeypatch, ca
     assert 0 < len(visits) < 13
     assert "run the same command again" in capsys.readouterr().out
     assert len(quick_run("--direction", "forward")[1]) == 13 - len(visits)
+
+
+def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
+    layers = [TINY, TINY.replace("n2", "n1"), TINY.replace("n2", "n3")]
+    flags = [flag for layer in layers for flag in ("--layer", layer)]
+    flags += ["--direction", "forward", "--baselines", "torch_nchw", "--algorithms", "native", "--layout", "nchw"]
+    assert compare.main(["--device", "cpu,cpu", "--out", str(tmp_path), *flags]) == 0
+    assert "6 rows to measure" in capsys.readouterr().out
+    file = Results.load(tmp_path / "layer.json")
+    assert {(row.layer, row.algorithm, row.status) for row in file.rows.values()} == {
+        (layer, algorithm, "ok") for layer in layers for algorithm in ("torch_nchw", "native")
+    }
+    assert len(file.runs) <= 2  # a quick device may do all
+    for layer in layers:  # ratios and floors are those of one device
+        assert len({row.run for row in file.rows.values() if row.layer == layer}) == 1
+    assert compare.main(["--device", "cpu,cpu", "--out", str(tmp_path), *flags]) == 0
+    assert "0 rows to measure" in capsys.readouterr().out
+
+
+def test_devices_that_end_are_told():
+    tasks = [several.Task(custom(TINY), ("forward",), {})]
+    with pytest.raises(RuntimeError, match="the process that measures on cpu ended with 1"):
+        list(several.measure([torch.device("cpu")], ["no such precision"], [], BLINK, math.inf, tasks))
 
 
 def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):
