@@ -23,6 +23,7 @@
  * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, CELL_ROWS,
  * CELL_W (STRIDE_W or 1), INDEX_64.
  */
+#include "common/keep.cuh"
 #include "common/numeric.cuh"
 #include "common/phase.cuh"
 #include "common/plane.cuh"
@@ -52,9 +53,6 @@ constexpr int kTapsW = (KERNEL_W + kStepW - 1) / kStepW;
 // Enough independent loads in flight for the memory system, no more code than that.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollH = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;
-
-/* Keeps a running address a running address: two additions a load, where the compiler would make five of it. */
-template <typename T> __device__ __forceinline__ void keep(const T*& address) { asm("" : "+l"(address)); }
 
 extern "C" __global__ void __launch_bounds__(256) col2im_kernel(const __grid_constant__ col2im_params p) {
     const index_t cell = item_of_thread();

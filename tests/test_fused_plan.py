@@ -31,6 +31,7 @@ from gemmconv.algorithms.fused_plan import (
     plan_of,
     plans_of,
 )
+from gemmconv.algorithms.launches import reciprocal
 from tests.test_geometry import scattered
 
 VECTOR_BYTES = 16  # the most that a thread stores at once
@@ -326,18 +327,41 @@ def landings(plan, tile):
     return content, places
 
 
+@functools.cache
+def landing_plan(seed):
+    """Any plan whose inputs land, of an image that is often wide enough to be cut into strips."""
+    random, found = Random(seed), []
+    while not found:
+        problem = random_problem(random, 30_000)
+        if random.random() < 0.7:
+            size = (random.randint(1, 4), random.choice((64, 72, 100, 136, 200)))
+            problem = replace(problem, input_size=size, batch=random.randint(1, 2))
+        arguments = problem, random.choice(DIRECTIONS), *random.choice(PRECISIONS), False
+        found = [plan for plan in plans_of(*arguments) if plan.landing] if min(problem.output_size) > 0 else []
+    strips = random.choice(sorted({plan.strips for plan in found}))
+    return random.choice([plan for plan in found if plan.strips == strips])
+
+
+def test_landing_plans_are_of_all_kinds():
+    found = [landing_plan(seed) for seed in range(EXAMPLES)]
+    for name in ("whole_images", "partial_pieces"):
+        assert {getattr(plan, name) for plan in found} == {True, False}, name
+    assert {plan.strips > 1 for plan in found} == {True, False}
+    assert {plan.origin[1] < 0 for plan in found} == {True, False}
+
+
 @settings(max_examples=EXAMPLES)
-@given(plans(most_outputs=30_000), st.data())
+@given(st.integers(0, EXAMPLES - 1).map(landing_plan), st.data())
 def test_what_lands_is_where_it_is_looked_for(plan, data):
-    if not plan.may_land:
-        return
-    plan = replace(plan, landing=True, wide=2 if replace(plan, wide=2).aligned else 1)
     tile = data.draw(st.integers(0, plan.tiles - 1))
     content, places = landings(plan, tile)
     planes = np.arange(math.prod(plan.unit))[:, None]
     wanted = input_at(plan, tile * plan.tile + plan.first, planes * plan.patch + np.arange(plan.patch))
     assert (content[places] == wanted).all()
-    assert (places[:, ::2] % plan.wide == 0).all() or plan.unit[1] > 1
+    if plan.unit[1] == 1:
+        assert (places[:, :: plan.wide] % plan.wide == 0).all()
+    elif plan.wide == 2:  # inputs of a cell
+        assert (places[::2] % 2 == 0).all()
 
 
 # Outputs
@@ -379,7 +403,7 @@ def lines_of(plan):
 
 
 def staged_runs_of(plan):
-    """As runs_of, where a warp's outputs are turned round: a thread stores some of a line's 32."""
+    """As runs_of, where a warp's outputs are turned round: a thread stores some of a line."""
     channels, pixels, vector = plan.out_channels * plan.problem.groups, math.prod(plan.output_size), plan.vector
     (height, width), (span_h, inner) = plan.output_size, plan.span
     assert inner == plan.inner
@@ -563,6 +587,26 @@ def test_plan_of_an_empty_batch_has_nothing_to_do():
     assert plan.items == 0
     assert plan.blocks_on(132) >= 1
     assert plan.cycles > 0
+
+
+def test_inputs_land_only_where_the_kernel_adds_them_up_in_32_bits():
+    problem = Problem(1, 1, 1, 1, (3, 178_956_969), (1, 41), (1, 4), (0, 17), (0, 1))
+    assert 2**31 - 64 < math.prod(problem.output_size) < 2**31
+    plan = plan_of(problem, "input_grad", 2, False, False)
+    assert plan is not None
+    assert not plan.landing
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 1000, 46_341, 2**30 + 1, 2**31 - 1])
+def test_reciprocals_divide_all_integers(divisor):
+    """As csrc/common/divide.cuh multiplies."""
+    mask, number = 2**32 - 1, reciprocal(divisor)
+    assert number < 2**64
+    multiples = [k * divisor + i for k in (1, 2, (2**31 - 1) // divisor) for i in (-1, 0, 1)]
+    for n in (0, 1, 2**30, 2**31 - 2, 2**31 - 1, *(n for n in multiples if 0 <= n < 2**31)):
+        low = 2 * n * (number & mask)
+        assert (2 * n * (number >> 32) + (low >> 32)) >> 32 == n // divisor
+        assert 2 * n <= mask
 
 
 def test_plan_of_declines_a_patch_that_fits_no_block():

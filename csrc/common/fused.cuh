@@ -63,15 +63,16 @@ __device__ constexpr int most_steps() {
     return most;
 }
 constexpr int kMostSteps = most_steps();
+// Long ones would fill the instruction cache.
 constexpr int kUnrolledSteps = SPLIT ? CHAIN : kMostSteps * BLOCKS <= 28 ? kMostSteps : 1;
 
 // How inputs land; see fused_land.cuh.
-constexpr int kPiece = 16 / static_cast<int>(sizeof(ELEMENT_T));  // elements
+constexpr int kPiece = kElements;  // elements of 16 bytes
 constexpr int kRuns = (RUN_PITCH + PATCH - 2) / RUN_PITCH + 1;    // that a patch has parts of, at most
 constexpr int kRunPieces = ceil_div(PATCH * UNIT_W, kPiece) + 2 * kRuns - 1;
 constexpr int kPieces = UNIT_H * kRunPieces;
 constexpr int kLandingChannels = LANDING_UNITS * kElements;
-constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_load.cuh
+constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.cuh
 
 // Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows], landing
 // [LANDING_STAGES][kLandingChannels][kPieces], outputs [8 warps][kWarpOutputs], barriers, places [2][kSpots], in the landing

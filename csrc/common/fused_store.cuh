@@ -31,7 +31,7 @@ struct cell_t {
                 row = 0;
                 if (++strip == p.strips) strip = 0, ++image;
             }
-            if (PITCH >= 32) break;  // more than positions
+            if (PITCH >= 32) break;  // at least as many as positions
         }
     }
 };

@@ -26,6 +26,7 @@
 
 #include "common/index.cuh"
 #include "common/integers.cuh"
+#include "common/keep.cuh"
 #include "common/numeric.cuh"
 
 using accumulate_t = accumulator_t<ELEMENT_T>;
@@ -137,9 +138,6 @@ __device__ __forceinline__ void store_patch(accumulate_t* patch, const pack_t (&
         }
     }
 }
-
-/* Keeps a running address a running address, where the compiler would rather compute each anew. */
-template <typename T> __device__ __forceinline__ void keep(T*& address) { asm("" : "+l"(address)); }
 
 /* Offset in the patch of what a tap reads, from the place of the thread's first row and column. */
 __device__ constexpr int tap_place(int row, int tap_h, int tap_w) {

@@ -26,7 +26,6 @@ _MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 t
 _PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits each, and of 32
 _LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possible, and that a stage has at most
 _MOST_LANDINGS = 6
-_LONGEST_RUN = 1 << 30  # inputs
 _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
@@ -43,7 +42,7 @@ _LOAD_FACTOR, _VECTOR_LOAD_FACTOR = (
 _BATCH_CYCLES = 293, 366  # of many loaders and of few, until loads that are on their way together have come
 # Of a warp's units that are loaded and laid out, by bytes of an element, parts of it and inputs taken together.
 _UNIT_CYCLES = {
-    (2, 1): {1: 45, 2: 21.4, 4: 27.7, 8: 18.6},
+    (2, 1): {1: 45, 2: 21.4, 4: 27.7},
     (4, 1): {1: 35, 2: 29.2, 4: 23.4},
     (4, 2): {1: 40, 2: 28.3, 4: 28.2},
 }
@@ -66,7 +65,13 @@ _START_CYCLES = 4_290
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 
-_MOST_BLOCKS = 8  # of 32 columns
+_ALL_COLUMNS = (
+    3,
+    4,
+    5,
+    6,
+    8,
+)  # phases of a row that a warpgroup may have, all of them; with 7, storing runs out of registers
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS = range(3)
@@ -379,7 +384,7 @@ class Plan:
         """Whether planes, and rows of strips, are whole pieces of 16 bytes."""
         height, width = self.input_size
         rows = self.strips == 1 or width % self.element_units == 0
-        small = self.run_pitch * self.unit[1] < _LONGEST_RUN
+        small = height * width + self.run_pitch * self.unit[1] < 1 << 31  # what the kernel adds up
         return not self.channels_last and rows and small and height * width % self.element_units == 0
 
     @property
@@ -730,8 +735,8 @@ def _plans_of(
 
 
 def _wides(itemsize: int) -> tuple[int, ...]:
-    """Inputs that may be loaded together: up to 16 bytes."""
-    return tuple(wide for wide in (1, 2, 4, 8) if wide * itemsize <= _UNIT_BYTES)
+    """Inputs that may be taken together. Where eight of 16-bit types are aligned, they land."""
+    return tuple(wide for wide in (1, 2, 4) if wide * itemsize <= _UNIT_BYTES)
 
 
 def _units(plan: Plan) -> tuple[int, ...]:
@@ -750,7 +755,7 @@ def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple
     yield (1, 1), 1, 1
     if span % 2 == 0:
         yield (1, 1), 1, 2
-    if 3 <= span <= _MOST_BLOCKS and not channels_last:
+    if span in _ALL_COLUMNS and not channels_last:
         yield (1, 1), 1, span
     for slots in (2, 3, 4):
         if slots * channels > _BLOCK_ROWS:

@@ -79,7 +79,7 @@ class Native:
         strides = strides_of(config.problem.input_shape, config.memory_format)
 
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            input = _of_shape(grad_output, config.problem.input_shape, strides)
+            input = _of_format(grad_output, config.problem.input_shape, config.memory_format)
             return with_strides(_backward(config, grad_output, input, weight, 0), strides)
 
         return call
@@ -88,25 +88,23 @@ class Native:
         strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-            weight = _of_shape(grad_output, config.problem.weight_shape, strides)
+            weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
             return with_strides(_backward(config, grad_output, input, weight, 1), strides)
 
         return call
 
 
-def _of_shape(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of which only the shape and the format are used: by its input's format torch computes the gradient.
+def _of_format(tensor: torch.Tensor, shape: Shape4, memory_format: torch.memory_format) -> torch.Tensor:
+    """A tensor of which only the shape and the format are used: in its input's format torch computes the gradient.
 
-    It lies in the memory of ``tensor``, where that suffices.
+    In channels_last it lies in the memory of ``tensor``, or in memory of its own where that is too small.
     """
-    if math.prod(shape) <= tensor.numel() and _is_dense(tensor):
+    if memory_format is not torch.channels_last:
+        return tensor.new_empty(1).expand(shape)
+    strides = strides_of(shape, memory_format)
+    if math.prod(shape) <= tensor.numel() and tensor.is_contiguous(memory_format=memory_format):
         return tensor.detach().as_strided(shape, strides)
     return tensor.new_empty_strided(shape, strides)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    formats = (torch.contiguous_format, torch.channels_last)
-    return any(tensor.is_contiguous(memory_format=one) for one in formats)
 
 
 class _Deterministic:
