@@ -21,7 +21,7 @@ from benchmarks.contenders import (
     torch_contenders,
 )
 from benchmarks.floor import Ceilings, measure_ceilings
-from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, rows_of
+from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.report import write_beside
@@ -135,10 +135,9 @@ class _Request:
 def _request(arguments: argparse.Namespace) -> _Request:
     began = time.monotonic()
     devices = tuple(map(environment.pick_device, _names(arguments.device) if arguments.device else (None,)))
-    kinds = {environment.describe(device)["gpu"] for device in devices}
-    if len(kinds) > 1:
-        raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
     device = devices[0]
+    if len(set(devices)) > 1 and len(kinds := set(map(environment.slug, devices))) > 1:
+        raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
     on_cpu = device.type == "cpu"
     quick = arguments.quick or (on_cpu and not (arguments.suite or arguments.layer or arguments.workload))
     workloads = _workloads(arguments, quick)
@@ -229,20 +228,19 @@ def _run(request: _Request) -> int:
     with Progress(missing) as progress:
         try:
             for part in _measured(request, plan, files) if missing else ():
-                workload = part.workload
-                if files.is_new(part):
-                    progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
-                for row in part.rows:
-                    files.add(row, part)
-                    progress.step(f"{row.workload} {row.precision}", row.mode == "eager")
-                    if row.status in ("wrong", "failed"):
-                        progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
-                if part.seconds is not None:
+                row, workload = part.row, part.workload
+                if row is None:
                     files.save(workload.suite)
                     progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
-                if part.lost:
-                    lost = part.lost
-                    break
+                    continue
+                if files.is_new(part):
+                    progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
+                files.add(row, part)
+                progress.step(f"{row.workload} {row.precision}", row.mode == "eager")
+                if row.status in ("wrong", "failed"):
+                    progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
+        except DeviceLost as error:
+            lost = str(error)
         except KeyboardInterrupt:
             print("\ninterrupted", flush=True)
         finally:
@@ -274,22 +272,14 @@ def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
             several.Task(workload, _plan_for(plan, workload).directions, files.done_of(workload))
             for workload in workloads
         ]
-        yield from several.measure(
-            request.devices, request.precisions, request.contenders, request.effort, request.deadline, tasks
-        )
+        yield from several.measure(plan, request.devices, tasks)
         return
-    device, lane = str(request.device), Lane()
     plan = replace(plan, ceilings=measure_ceilings(request.device, request.precisions), done=files.done)
+    lane = Lane()
     for workload in workloads:
-        began, lost = time.monotonic(), ""
-        if began > request.deadline:
+        if time.monotonic() > request.deadline:
             return
-        try:
-            for row in rows_of(workload, _plan_for(plan, workload), lane):
-                yield Part(workload, device, plan.ceilings, [row])
-        except DeviceLost as error:
-            lost = str(error)
-        yield Part(workload, device, plan.ceilings, seconds=time.monotonic() - began, lost=lost)
+        yield from several.parts_of(workload, _plan_for(plan, workload), lane, str(request.device))
 
 
 def _compile_ahead(request: _Request) -> None:

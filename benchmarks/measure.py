@@ -40,6 +40,10 @@ class DeviceLost(RuntimeError):
     """The GPU answers nothing any more in this process."""
 
 
+def _never(key: Key) -> None:
+    """No row was measured before."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What to measure of every workload.
@@ -64,7 +68,7 @@ class Plan:
     effort: Effort = field(default_factory=Effort)
     run: int = 0
     deadline: float = math.inf
-    done: Callable[[Key], Row | None] = lambda key: None
+    done: Callable[[Key], Row | None] = _never
 
 
 def bar_of(name: str, precision: str, torch_errors: dict[str, float]) -> float:

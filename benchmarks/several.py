@@ -6,16 +6,15 @@ import multiprocessing
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import Contender, Lane
+from benchmarks.contenders import Lane
 from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DeviceLost, Plan, rows_of
 from benchmarks.results import Key, Row
-from benchmarks.timing import Effort
 from benchmarks.workloads import Workload
 
 _PATIENCE_SECONDS = 1.0  # until processes are looked after that say nothing
@@ -41,45 +40,43 @@ class Part:
     """Some of what is measured of a workload.
 
     Attributes:
-        workload: whose rows they are.
-        device: what they were measured on.
+        workload: whose row it is.
+        device: what it was measured on.
         ceilings: of that device.
-        rows: the rows.
-        seconds: what the whole workload took, where this is the last of it.
-        lost: why the device answers nothing any more, or nothing.
+        row: the row; None where the workload is through.
+        seconds: what it took then.
     """
 
     workload: Workload
     device: str
     ceilings: Ceilings
-    rows: list[Row] = field(default_factory=list)
-    seconds: float | None = None
-    lost: str = ""
+    row: Row | None = None
+    seconds: float = 0.0
 
 
-def measure(
-    devices: Sequence[torch.device],
-    precisions: Sequence[str],
-    contenders: Sequence[Contender],
-    effort: Effort,
-    deadline: float,
-    tasks: Sequence[Task],
-) -> Iterator[Part]:
-    """Measure the tasks, those with most work first: a part for each, as they are done.
+def parts_of(workload: Workload, plan: Plan, lane: Lane, device: str) -> Iterator[Part]:
+    """Measure a workload: a part for each row, as it is made, and one at its end. Raises what ``rows_of`` does."""
+    began = time.monotonic()
+    for row in rows_of(workload, plan, lane):
+        yield Part(workload, device, plan.ceilings, row)
+    yield Part(workload, device, plan.ceilings, seconds=time.monotonic() - began)
 
-    Each device's ceilings are its own. Stops cleanly at the deadline, in ``time.monotonic`` seconds.
+
+def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Task]) -> Iterator[Part]:
+    """Measure the tasks, those with most work first, as the plan says; but each device has ceilings of its own.
+
+    Raises:
+        DeviceLost: a contender broke a device's context, or the process of one ended.
     """
     context = multiprocessing.get_context("spawn")
     waiting: Any = context.Queue()
-    parts: Any = context.Queue()  # and numbers of devices that are done
+    answers: Any = context.Queue()  # parts, what is wrong, and numbers of devices that are done
     for task in sorted(tasks, key=lambda task: -task.workload.problem.useful_flops):
         waiting.put(task)
     for _ in devices:
         waiting.put(None)
     processes = [
-        context.Process(
-            target=_work, args=(i, device, precisions, contenders, effort, deadline, waiting, parts), daemon=True
-        )
+        context.Process(target=_work, args=(i, replace(plan, device=device), waiting, answers), daemon=True)
         for i, device in enumerate(devices)
     ]
     for process in processes:
@@ -88,44 +85,34 @@ def measure(
     try:
         while busy:
             try:
-                part = parts.get(timeout=_PATIENCE_SECONDS)
+                answer = answers.get(timeout=_PATIENCE_SECONDS)
             except queue.Empty:
                 for i in busy:
                     if not processes[i].is_alive():
                         status = processes[i].exitcode
-                        raise RuntimeError(f"the process that measures on {devices[i]} ended with {status}") from None
+                        raise DeviceLost(f"the process that measures on {devices[i]} ended with {status}") from None
                 continue
-            if isinstance(part, Part):
-                yield part
+            if isinstance(answer, str):
+                raise DeviceLost(answer)
+            if isinstance(answer, Part):
+                yield answer
             else:
-                busy.remove(part)
+                busy.remove(answer)
     finally:
         for process in processes:
             process.terminate()
             process.join()
 
 
-def _work(
-    number: int,
-    device: torch.device,
-    precisions: Sequence[str],
-    contenders: Sequence[Contender],
-    effort: Effort,
-    deadline: float,
-    waiting: Any,
-    parts: Any,
-) -> None:
+def _work(number: int, plan: Plan, waiting: Any, answers: Any) -> None:
     """Measure one task after the other."""
-    ceilings, lane = measure_ceilings(device, precisions), Lane()
-    while time.monotonic() < deadline and (task := waiting.get()) is not None:
-        plan = Plan(device, precisions, task.directions, contenders, ceilings, effort, 0, deadline, task.done.get)
-        began, rows, lost = time.monotonic(), [], ""
-        try:
-            for row in rows_of(task.workload, plan, lane):
-                rows.append(row)
-        except DeviceLost as error:
-            lost = str(error)
-        parts.put(Part(task.workload, f"{device}#{number}", ceilings, rows, time.monotonic() - began, lost))
-        if lost:
-            break
-    parts.put(number)
+    lane = Lane()
+    plan = replace(plan, ceilings=measure_ceilings(plan.device, plan.precisions))
+    try:
+        while time.monotonic() < plan.deadline and (task := waiting.get()) is not None:
+            own = replace(plan, directions=task.directions, done=task.done.get)
+            for part in parts_of(task.workload, own, lane, f"{plan.device}#{number}"):
+                answers.put(part)
+    except DeviceLost as error:
+        answers.put(str(error))
+    answers.put(number)

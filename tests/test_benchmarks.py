@@ -584,7 +584,7 @@ def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
 def test_devices_that_end_are_told():
     tasks = [several.Task(custom(TINY), ("forward",), {})]
     with pytest.raises(RuntimeError, match="the process that measures on cpu ended with 1"):
-        list(several.measure([torch.device("cpu")], ["no such precision"], [], BLINK, math.inf, tasks))
+        list(several.measure(replace(plan(), precisions=["no such precision"]), [torch.device("cpu")], tasks))
 
 
 def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):

@@ -241,31 +241,18 @@ FUSED_RUNS += [
     )
 ]
 FUSED_RUNS += [Run("fused", CHANNELS, torch.bfloat16, layout) for layout in FORMATS]
-# A block with many items, chunks and steps, whose weights come again and again.
-STREAMED = Case(2, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1))
-FUSED = Run(
-    "fused",
-    STREAMED,
-    torch.float16,
-    multiprocessors=0,
-    choice=next(
-        plan
-        for plan in plans_of(problem_of(STREAMED), "forward", 2, False, False)
-        if plan.columns == 32 and plan.units == 4 and not plan.resident
-    ),
-)
-LANDED = Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1))
-FUSED_LANDED = Run(
-    "fused",
-    LANDED,
-    torch.float16,
-    multiprocessors=0,
-    choice=next(
-        plan
-        for plan in plans_of(problem_of(LANDED), "forward", 2, False, False)
-        if plan.columns == 32 and plan.units == 4 and plan.landing
-    ),
-)
+
+
+def run_of_many_items(case, suits):
+    """A block with many items, chunks and steps, of the first plan of small tiles that suits."""
+    plans = plans_of(problem_of(case), "forward", 2, False, False)
+    choice = next(plan for plan in plans if plan.columns == 32 and plan.units == 4 and suits(plan))
+    return Run("fused", case, torch.float16, multiprocessors=0, choice=choice)
+
+
+# Weights come again and again; inputs land.
+FUSED = run_of_many_items(Case(2, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: not plan.resident)
+FUSED_LANDED = run_of_many_items(Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1)), lambda plan: plan.landing)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
 FUSED_RUNS += [FUSED, FUSED_LANDED, FUSED_SPLIT, Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0)]
 # Sums of 864 products, which float32 as three products has to keep below the bar of float32.

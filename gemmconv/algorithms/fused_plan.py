@@ -65,13 +65,9 @@ _START_CYCLES = 4_290
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 
-_ALL_COLUMNS = (
-    3,
-    4,
-    5,
-    6,
-    8,
-)  # phases of a row that a warpgroup may have, all of them; with 7, storing runs out of registers
+_WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
+# Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
+_ALL_COLUMNS = (3, 4, 5, 6, 8)
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS = range(3)
@@ -408,13 +404,18 @@ class Plan:
         """Units of channels that land together, 0 where none do."""
         if not self.landing:
             return 0
-        unit = self.element_units * self.pieces * _UNIT_BYTES
-        return max((units for units in (2, 4, 8) if units <= self.units and units * unit <= _LANDING_BYTES), default=2)
+        fitting = (units for units in (2, 4, 8) if units <= self.units and units * self._landed_bytes <= _LANDING_BYTES)
+        return max(fitting, default=2)
+
+    @property
+    def _landed_bytes(self) -> int:
+        """Bytes of a unit of channels where it lands."""
+        return self.element_units * self.pieces * _UNIT_BYTES
 
     @property
     def landing_bytes(self) -> int:
         """Bytes of a stage of what lands."""
-        return self.landing_units * self.element_units * self.pieces * _UNIT_BYTES
+        return self.landing_units * self._landed_bytes
 
     @cached_property
     def landing_stages(self) -> int:
@@ -711,7 +712,7 @@ def _plans_of(
             both = replace(left, warpgroups_m=2, phase_sides=2)
             if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
                 sides.append((2, 2))
-        for strip, wide, landing in itertools.product(strips, _wides(itemsize), (False, True)):
+        for strip, wide, landing in itertools.product(strips, _WIDES, (False, True)):
             right = replace(left, strips=strip, wide=wide, landing=landing)
             if not right.aligned or (wide == 1 and replace(right, wide=2).aligned):
                 continue
@@ -732,11 +733,6 @@ def _plans_of(
                 )
                 if plan.possible:
                     yield plan
-
-
-def _wides(itemsize: int) -> tuple[int, ...]:
-    """Inputs that may be taken together. Where eight of 16-bit types are aligned, they land."""
-    return tuple(wide for wide in (1, 2, 4) if wide * itemsize <= _UNIT_BYTES)
 
 
 def _units(plan: Plan) -> tuple[int, ...]:

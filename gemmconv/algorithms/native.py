@@ -79,7 +79,10 @@ class Native:
         strides = strides_of(config.problem.input_shape, config.memory_format)
 
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            input = _of_format(grad_output, config.problem.input_shape, config.memory_format)
+            if config.memory_format is torch.channels_last:
+                input = _in_channels_last(grad_output, config.problem.input_shape, strides)
+            else:
+                input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
             return with_strides(_backward(config, grad_output, input, weight, 0), strides)
 
         return call
@@ -94,15 +97,12 @@ class Native:
         return call
 
 
-def _of_format(tensor: torch.Tensor, shape: Shape4, memory_format: torch.memory_format) -> torch.Tensor:
+def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:
     """A tensor of which only the shape and the format are used: in its input's format torch computes the gradient.
 
-    In channels_last it lies in the memory of ``tensor``, or in memory of its own where that is too small.
+    It lies in the memory of ``tensor``, or in memory of its own where that is too small.
     """
-    if memory_format is not torch.channels_last:
-        return tensor.new_empty(1).expand(shape)
-    strides = strides_of(shape, memory_format)
-    if math.prod(shape) <= tensor.numel() and tensor.is_contiguous(memory_format=memory_format):
+    if math.prod(shape) <= tensor.numel() and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor.detach().as_strided(shape, strides)
     return tensor.new_empty_strided(shape, strides)
 

@@ -287,8 +287,8 @@ void check_end() {
         snprintf(message, sizeof(message),
                  "deadlock: %u threads at a block barrier, %u at one with a number, %u at a warp barrier, %u at "
                  "wgmma_wait, %u at an mbarrier, %u returned",
-                 count[AT_BLOCK_BARRIER], count[AT_NAMED_BARRIER], count[AT_WARP_BARRIER], count[AT_WGMMA_WAIT], count[AT_MBARRIER],
-                 count[DONE]);
+                 count[AT_BLOCK_BARRIER], count[AT_NAMED_BARRIER], count[AT_WARP_BARRIER],
+                 count[AT_WGMMA_WAIT], count[AT_MBARRIER], count[DONE]);
     for (const barrier_t& barrier : barriers)
         if (!message[0] && barrier.seen < barrier.copied)
             snprintf(message, sizeof(message), "a bulk copy that was never waited for");
@@ -505,7 +505,8 @@ void emulator_wait_for_copies(int pending) {
 
 /* bar.sync: waits for threads of whole warps. */
 void emulator_barrier(int number, int threads) {
-    if (number < 1 || number >= kNamedBarriers || threads % 32 != 0 || threads < 32) fail("a barrier of %d threads", threads);
+    if (number < 1 || number >= kNamedBarriers || threads % 32 != 0 || threads < 32)
+        fail("barrier %d of %d threads", number, threads);
     fiber_t& fiber = current();
     fiber.state = AT_NAMED_BARRIER;
     fiber.named_barrier = number;
