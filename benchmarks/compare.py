@@ -15,8 +15,9 @@ from benchmarks import check, environment, first_call, several, summary
 from benchmarks.contenders import (
     LAYOUTS,
     PRECISIONS,
+    SEARCHES,
     Contender,
-    Lane,
+    Lanes,
     gemmconv_contenders,
     torch_contenders,
 )
@@ -275,11 +276,11 @@ def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
         yield from several.measure(plan, request.devices, tasks)
         return
     plan = replace(plan, ceilings=measure_ceilings(request.device, request.precisions), done=files.done)
-    lane = Lane()
+    lanes = Lanes(SEARCHES)
     for workload in workloads:
         if time.monotonic() > request.deadline:
             return
-        yield from several.parts_of(workload, _plan_for(plan, workload), lane, str(request.device))
+        yield from several.parts_of(workload, _plan_for(plan, workload), lanes, str(request.device))
 
 
 def _compile_ahead(request: _Request) -> None:

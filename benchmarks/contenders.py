@@ -2,7 +2,7 @@
 
 torch keeps one cuDNN plan for each convolution it has met, and looks there before it looks at ``cudnn.benchmark``: the
 first call of a shape decides for both settings. It keeps them for each thread, so the benchmark's contenders live in
-a thread of their own (see ``Lane``), and backward passes stay in the thread that calls them.
+threads of their own (see ``Lanes``), and backward passes stay in the thread that calls them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last
 _UNFUSED_BYTES = {"forward": 32 << 30, "backward": 4 << 30, "both": 4 << 30}
 
 
-class Lane:
-    """A thread of its own, with its own cuDNN plans."""
+SEARCHES = 3  # of cudnn.benchmark, where they are short
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1)
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Do the work there and wait for it."""
-        return self._pool.submit(work).result()
+class Lanes:
+    """Threads with cuDNN plans of their own: each makes its own search."""
+
+    def __init__(self, count: int = 1) -> None:
+        self._pools = [ThreadPoolExecutor(max_workers=1) for _ in range(count)]
+
+    def run(self, work: Callable[[], T]) -> Iterator[T]:
+        """What the work gives in each of the threads, one after the other."""
+        for pool in self._pools:
+            yield pool.submit(work).result()
 
 
 @contextmanager

@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.contenders import DEFAULT_TORCH, PRECISIONS, TORCH, Contender, Lane, gemmconv_contenders, torch_settings
+from benchmarks.contenders import (
+    DEFAULT_TORCH,
+    PRECISIONS,
+    TORCH,
+    Contender,
+    Lanes,
+    gemmconv_contenders,
+    torch_settings,
+)
 from benchmarks.reference import random_tensors
 from benchmarks.workloads import custom
 
@@ -80,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precisions", required=True)
     parser.add_argument("layers", nargs="+")
     arguments = parser.parse_args(argv)
-    device, lane = torch.device(arguments.device), Lane()
+    device, lanes = torch.device(arguments.device), Lanes()
     contenders = [*(c for c in TORCH if c.name in _TORCH), *gemmconv_contenders(("nchw",))]
     contenders = [c for c in contenders if c.name not in ("native", "auto")]
     found = []
@@ -92,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return _first_ms(c, layer, precision, device)
 
                 try:
-                    ms = lane.run(visit) if contender.benchmark else visit()
+                    ms = next(lanes.run(visit)) if contender.benchmark else visit()
                 except RuntimeError:  # refused or failed: the row itself says why
                     continue
                 if layer != _WARM_UP:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import Lane
+from benchmarks.contenders import SEARCHES, Lanes
 from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DeviceLost, Plan, rows_of
 from benchmarks.results import Key, Row
@@ -54,10 +54,10 @@ class Part:
     seconds: float = 0.0
 
 
-def parts_of(workload: Workload, plan: Plan, lane: Lane, device: str) -> Iterator[Part]:
+def parts_of(workload: Workload, plan: Plan, lanes: Lanes, device: str) -> Iterator[Part]:
     """Measure a workload: a part for each row, as it is made, and one at its end. Raises what ``rows_of`` does."""
     began = time.monotonic()
-    for row in rows_of(workload, plan, lane):
+    for row in rows_of(workload, plan, lanes):
         yield Part(workload, device, plan.ceilings, row)
     yield Part(workload, device, plan.ceilings, seconds=time.monotonic() - began)
 
@@ -106,12 +106,12 @@ def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Task]) 
 
 def _work(number: int, plan: Plan, waiting: Any, answers: Any) -> None:
     """Measure one task after the other."""
-    lane = Lane()
+    lanes = Lanes(SEARCHES)
     plan = replace(plan, ceilings=measure_ceilings(plan.device, plan.precisions))
     try:
         while time.monotonic() < plan.deadline and (task := waiting.get()) is not None:
             own = replace(plan, directions=task.directions, done=task.done.get)
-            for part in parts_of(task.workload, own, lane, f"{plan.device}#{number}"):
+            for part in parts_of(task.workload, own, lanes, f"{plan.device}#{number}"):
                 answers.put(part)
     except DeviceLost as error:
         answers.put(str(error))

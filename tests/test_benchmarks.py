@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import threading
 import time
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from benchmarks import (
     several,
     summary,
 )
-from benchmarks.contenders import PRECISIONS, Contender, Lane
+from benchmarks.contenders import PRECISIONS, Contender, Lanes
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import random_tensors
 from benchmarks.reference import reference as float64_reference
@@ -57,7 +58,7 @@ def plan(device=CPU, **changes):
 
 
 def rows_of(layer=TINY, **changes):
-    return results.with_ratios(measure.rows_of(custom(layer), plan(**changes), Lane()))
+    return results.with_ratios(measure.rows_of(custom(layer), plan(**changes), Lanes()))
 
 
 # Workloads.
@@ -242,7 +243,7 @@ def test_rows_have_errors_times_and_ratios():
 
 def test_latency_rows_have_calls_and_modules():
     workload = replace(custom(TINY), suite="latency")
-    rows = list(measure.rows_of(workload, plan(contenders=[Contender("native", kind="gemmconv")]), Lane()))
+    rows = list(measure.rows_of(workload, plan(contenders=[Contender("native", kind="gemmconv")]), Lanes()))
     assert [(row.direction, row.mode) for row in rows] == [
         *(("forward", "eager"), ("forward", "call"), ("forward", "module")),
         *(("backward", "eager"), ("backward", "call")),
@@ -416,13 +417,41 @@ def test_effort_bounds_the_samples():
     assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.4, 2.6, 3)
 
 
+def test_searches_run_in_threads_of_their_own():
+    threads = [*Lanes(3).run(threading.get_ident), threading.get_ident()]
+    assert len(set(threads)) == 4
+
+
+def searched(median_ms, first_ms, status="ok"):
+    row = results.Row("s", "w", "l", "tf32", "nchw", "forward", "eager", "a", status=status)
+    return [replace(row, median_ms=median_ms, first_ms=first_ms), replace(row, mode="graph", median_ms=median_ms)]
+
+
+@pytest.mark.parametrize(
+    ("searches", "kept", "made"),
+    [
+        ([(0.3, 90.0), (0.2, 5.0), (0.4, 5.0)], 0.2, 3),
+        ([(0.3, 90.0)], 0.3, 1),  # there is one lane
+        ([(0.3, 900.0), (0.2, 5.0)], 0.3, 1),  # too long to be made again
+        ([(None, 90.0, "wrong"), (0.2, 5.0)], None, 1),
+        ([(0.3, 90.0), (None, 5.0, "failed")], 0.3, 2),
+    ],
+)
+def test_the_fastest_search_counts(searches, kept, made):
+    left = iter([searched(*one) for one in searches])
+    rows = measure.fastest_search(left)
+    assert [row.median_ms for row in rows] == [kept, kept]
+    assert rows[0].first_ms == searches[0][1]  # what the first call cost
+    assert len([*left]) == len(searches) - made
+
+
 @pytest.mark.gpu
 def test_rows_on_the_gpu():
     """Every precision, contender and mode, on a layer small enough for graphs."""
     device = torch.device("cuda", torch.cuda.current_device())
     workload = replace(custom("n2 c16x32 k4 h16 w16 s2 p1 bias"), suite="latency")
     one = plan(device, precisions=tuple(PRECISIONS))
-    rows = results.with_ratios(measure.rows_of(workload, one, Lane()))
+    rows = results.with_ratios(measure.rows_of(workload, one, Lanes()))
     assert {row.mode for row in rows} == {"eager", "graph", "call", "module"}
     bad = [(row.key, row.reason) for row in rows if row.status != "ok"]
     assert not bad

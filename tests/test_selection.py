@@ -8,7 +8,7 @@ import torch
 from gemmconv.algorithms import Config
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
-from gemmconv.algorithms.native import _Deterministic
+from gemmconv.algorithms.native import Native, _Deterministic
 from gemmconv.geometry import Problem
 from gemmconv.selection import choose
 
@@ -57,6 +57,32 @@ def test_auto_takes_gradients_in_channels_last_from_what_turns_nothing():
             )
             turned = pointwise.batch * pointwise.in_pixels * (64 + 128)
             assert channels_last - nchw == pytest.approx(turned * 13e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_auto_takes_forward_passes_of_cudnns_own_format_from_native(dtype):
+    wide = Problem(32, 2048, 256, 1, (8, 6), (4, 4), stride=(2, 2), padding=(1, 1))  # SimpleBaseline 1
+    assert taken(wide, dtype, "ieee", "forward", memory_format=torch.channels_last) == "native"
+    assert taken(wide, dtype, "ieee", "forward") == "fused"
+    assert taken(wide, torch.float32, "tf32", "forward", memory_format=torch.channels_last) == "fused"
+    few = Problem(16, 64, 32, 1, (128, 128), (2, 2), stride=(2, 2))  # SAM 2
+    assert taken(few, dtype, "ieee", "forward", memory_format=torch.channels_last) != "native"
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_native_is_deterministic_where_auto_may_take_its_forward_pass(monkeypatch, memory_format):
+    seen = []
+
+    def conv_transpose2d(*arguments):
+        seen.append(torch.backends.cudnn.deterministic)
+        return plain(*arguments)
+
+    plain = torch.conv_transpose2d
+    monkeypatch.setattr(torch, "conv_transpose2d", conv_transpose2d)
+    config = config_of(Problem(1, 64, 64, 1, (3, 3), (2, 2)), torch.bfloat16, "ieee", memory_format=memory_format)
+    input = torch.ones(config.problem.input_shape, dtype=config.dtype).contiguous(memory_format=memory_format)
+    Native().forward(config)(input, torch.ones(config.problem.weight_shape, dtype=config.dtype), None)
+    assert seen == [memory_format is torch.channels_last]
 
 
 def test_auto_leaves_float32_gradients_of_native_alone():

@@ -1,9 +1,9 @@
 """``native``: torch's own operator (cuDNN on CUDA, oneDNN on the CPU). The baseline, and the fallback.
 
-In TF32 and 16 bits its gradients come from cuDNN's deterministic kernels: ``auto`` may take them, and gives the same
-bits on every run. They take as long as the others (public and models, H200, geometric mean). In float32 they take 1.3
-times as long and lose more than twice as much, so there the gradients follow torch's settings, and ``auto`` leaves
-them alone.
+What ``auto`` may take of it comes from cuDNN's deterministic kernels, the same bits on every run: gradients in TF32 and
+16 bits, and the forward pass in 16 bits in channels_last, cuDNN's own format. They take as long as the others (public
+and models, H200, geometric mean). For gradients in float32 they take 1.3 times as long and lose more than twice as
+much, so there all follows torch's settings, and ``auto`` leaves it alone.
 """
 
 from __future__ import annotations
@@ -23,12 +23,35 @@ _TF32_RATE, _HALF_RATE = 250e12, 450e12  # operations a second
 _CHANNELS = 45  # below which these fall
 _COPY_RATE = 1e12  # bytes a second
 
+# And to its forward passes in channels_last in 16 bits: 12% from what was measured (geometric mean of 40 layers).
+_FORWARD_LAUNCH_SECONDS = 10e-6
+_FORWARD_RATE, _FORWARD_COPY_RATE = 650e12, 3.2e12
+_FORWARD_CHANNELS, _FORWARD_EXPONENT = 128, 0.8  # how the rate falls below that many output channels
+_LEAST_CHANNELS = 64  # below which, and with longer strides, cuDNN takes up to twice as long
+_LARGEST_STRIDE_AREA = 4
+
 
 def _rate(config: Config) -> float | None:
     """Operations a second of gradients that ``auto`` may take, None of others."""
     if config.dtype in (torch.float16, torch.bfloat16):
         return _HALF_RATE
     return _TF32_RATE if config.dtype == torch.float32 and config.precision == "tf32" else None
+
+
+def _forward_seconds(config: Config) -> float | None:
+    """What cuDNN takes for a forward pass that ``auto`` may leave to it, None of others. A bias costs another pass."""
+    p = config.problem
+    channels = p.in_channels, p.out_channels
+    if config.memory_format is not torch.channels_last or config.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if p.groups > 1 or max(p.dilation) > 1 or math.prod(p.stride) > _LARGEST_STRIDE_AREA or p.in_pixels == 1:
+        return None
+    if min(channels) < _LEAST_CHANNELS or any(count % 8 for count in channels):
+        return None
+    used = min(1.0, p.out_channels / _FORWARD_CHANNELS) ** _FORWARD_EXPONENT
+    moved = p.batch * (p.in_channels * p.in_pixels + p.out_channels * p.out_pixels) * config.dtype.itemsize
+    arithmetic = p.useful_flops / (_FORWARD_RATE * used)
+    return _FORWARD_LAUNCH_SECONDS + math.hypot(arithmetic, moved / _FORWARD_COPY_RATE)
 
 
 class Native:
@@ -51,13 +74,16 @@ class Native:
         return 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """Of a gradient: half of what cuDNN takes for both on an H200, within a factor of 1.5. Else infinite.
+        """Of a gradient: half of what cuDNN takes for both on an H200, within a factor of 1.5.
 
-        Which kernels cuDNN takes, and how long they run, it does not say beforehand. A forward call, and one with
-        groups, is left to the others; a gradient may be one that they are slow at.
+        Which kernels cuDNN takes, and how long they run, it does not say beforehand. Infinite for what is left to the
+        others: layers with groups, and most forward passes.
         """
+        if direction == "forward":
+            seconds = _forward_seconds(config)
+            return math.inf if seconds is None else seconds
         p, rate = config.problem, _rate(config)
-        if direction == "forward" or p.groups > 1 or rate is None:
+        if p.groups > 1 or rate is None:
             return math.inf
         used = min(1.0, p.in_channels / _CHANNELS) * min(1.0, p.out_channels / _CHANNELS)
         moved = p.least_bytes(config.dtype.itemsize) / _COPY_RATE
@@ -66,11 +92,13 @@ class Native:
     def forward(self, config: Config) -> Forward:
         p = config.problem
         strides = strides_of(p.output_shape, config.memory_format)
+        reproducible = _forward_seconds(config) is not None
 
         def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            output = torch.conv_transpose2d(
-                input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
-            )
+            with _deterministic if reproducible else nullcontext():
+                output = torch.conv_transpose2d(
+                    input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
+                )
             return with_strides(output, strides)
 
         return call
