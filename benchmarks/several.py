@@ -1,4 +1,4 @@
-"""Workloads shared by several devices of one kind: a process for each, which takes one workload after the other."""
+"""Workloads shared by several devices of one kind: a process for each, which measures one workload after the other."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from benchmarks.results import Key, Row
 from benchmarks.workloads import Workload
 
 _PATIENCE_SECONDS = 1.0  # until processes are looked after that say nothing
+
+# What a workload of public and models takes on an H200, roughly.
+_SECONDS_EACH, _SECONDS_A_FLOP = 8.0, 0.19e-9
 
 
 @dataclass(frozen=True)
@@ -62,22 +65,32 @@ def parts_of(workload: Workload, plan: Plan, lanes: Lanes, device: str) -> Itera
     yield Part(workload, device, plan.ceilings, seconds=time.monotonic() - began)
 
 
+def shares(tasks: Sequence[Task], count: int) -> list[list[Task]]:
+    """The tasks of each of ``count`` devices, those with most work first.
+
+    They are shared beforehand, so that a run made again measures each on the same device, after the same others:
+    devices of one kind differ by up to 10%.
+    """
+    found: list[list[Task]] = [[] for _ in range(count)]
+    seconds = [0.0] * count
+    for task in sorted(tasks, key=lambda task: -task.workload.problem.useful_flops):
+        least = min(range(count), key=seconds.__getitem__)
+        found[least].append(task)
+        seconds[least] += _SECONDS_EACH + _SECONDS_A_FLOP * task.workload.problem.useful_flops
+    return found
+
+
 def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Task]) -> Iterator[Part]:
-    """Measure the tasks, those with most work first, as the plan says; but each device has ceilings of its own.
+    """Measure the tasks as the plan says; but each device has ceilings of its own.
 
     Raises:
         DeviceLost: a contender broke a device's context, or the process of one ended.
     """
     context = multiprocessing.get_context("spawn")
-    waiting: Any = context.Queue()
     answers: Any = context.Queue()  # parts, what is wrong, and numbers of devices that are done
-    for task in sorted(tasks, key=lambda task: -task.workload.problem.useful_flops):
-        waiting.put(task)
-    for _ in devices:
-        waiting.put(None)
     processes = [
-        context.Process(target=_work, args=(i, replace(plan, device=device), waiting, answers), daemon=True)
-        for i, device in enumerate(devices)
+        context.Process(target=_work, args=(i, replace(plan, device=device), share, answers), daemon=True)
+        for i, (device, share) in enumerate(zip(devices, shares(tasks, len(devices)), strict=True))
     ]
     for process in processes:
         process.start()
@@ -104,12 +117,14 @@ def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Task]) 
             process.join()
 
 
-def _work(number: int, plan: Plan, waiting: Any, answers: Any) -> None:
+def _work(number: int, plan: Plan, tasks: Sequence[Task], answers: Any) -> None:
     """Measure one task after the other."""
     lanes = Lanes(SEARCHES)
     plan = replace(plan, ceilings=measure_ceilings(plan.device, plan.precisions))
     try:
-        while time.monotonic() < plan.deadline and (task := waiting.get()) is not None:
+        for task in tasks:
+            if time.monotonic() > plan.deadline:
+                break
             own = replace(plan, directions=task.directions, done=task.done.get)
             for part in parts_of(task.workload, own, lanes, f"{plan.device}#{number}"):
                 answers.put(part)

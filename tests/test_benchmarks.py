@@ -603,11 +603,21 @@ def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
     assert {(row.layer, row.algorithm, row.status) for row in file.rows.values()} == {
         (layer, algorithm, "ok") for layer in layers for algorithm in ("torch_nchw", "native")
     }
-    assert len(file.runs) <= 2  # a quick device may do all
+    assert len(file.runs) == 2
     for layer in layers:  # ratios and floors are those of one device
         assert len({row.run for row in file.rows.values() if row.layer == layer}) == 1
     assert compare.main(["--device", "cpu,cpu", "--out", str(tmp_path), *flags]) == 0
     assert "0 rows to measure" in capsys.readouterr().out
+
+
+def test_devices_have_the_same_share_in_every_run():
+    layers = ["n8 c64x64 k3 h512 w512", *(f"n{count} c8x8 k3 h64 w64" for count in (1, 2, 3, 4, 5))]
+    tasks = [several.Task(custom(layer), ("forward",), {}) for layer in layers]
+    first, second = several.shares(tasks, 2)
+    assert {id(task) for task in (*first, *second)} == {id(task) for task in tasks}
+    assert first[0] is tasks[0]  # the large one has a device to itself, as long as the others are few
+    assert len(second) == 5
+    assert several.shares(tasks[::-1], 2) == [first, second]
 
 
 def test_devices_that_end_are_told():
