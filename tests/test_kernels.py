@@ -21,7 +21,7 @@ from tests.test_fused_plan import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import direct_mma, fold_kernels, fused
+from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.chunking import input_rows_of
 from gemmconv.algorithms.direct import Direct
@@ -285,6 +285,23 @@ def test_col2im_kernel_matches_reference(run, calls, poison):
 def test_direct_forward_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
+
+
+@pytest.mark.parametrize("channels", [20, 36])
+def test_depthwise_blocks_take_tile_after_tile(channels, folder, monkeypatch, poison):
+    monkeypatch.setattr(direct_ffma, "_BUSY_BLOCKS", 0)
+    direct_ffma.tile_of.cache_clear()
+    case = Case(2, channels, channels, (75, 11), (4, 4), (2, 2), (1, 1), groups=channels)
+    try:
+        tile = direct_ffma.tile_of(problem_of(case), torch.float16, True)
+        assert tile.depthwise
+        assert 1 < tile.turns * tile.rows < 75 < 4 * tile.turns * tile.rows
+        run = Run("forward", case, torch.float16, "channels_last")
+        with emulator.install(folder):
+            poison("cpu")
+            run.check(run.prepare())
+    finally:
+        direct_ffma.tile_of.cache_clear()
 
 
 @pytest.mark.parametrize("run", MMA_RUNS, ids=str)

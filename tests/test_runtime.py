@@ -19,7 +19,7 @@ from tests.samples import problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
-from gemmconv.algorithms import direct_ffma, direct_gradients, direct_mma, fold_kernels, fused, fused_plan
+from gemmconv.algorithms import direct_ffma, direct_gradients, direct_mma, fold_kernels, fused, fused_plan, turning
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -68,6 +68,10 @@ def kernel_variants():
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct_mma.cu", macros)
+    for channels, pixels, itemsize in ((96, 4096, 2), (3, 4096, 2), (21, 67, 2), (64, 1024, 4), (70, 1 << 31, 8)):
+        for to_last in (False, True):
+            macros = turning.turn_macros(channels, pixels, to_last, itemsize)
+            variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn.cu", macros)
     return {**variants, **fused_variants()}
 
 

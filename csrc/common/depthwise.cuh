@@ -7,7 +7,8 @@
  *
  * In NCHW neighbouring threads are neighbouring cells. Where the block's rows allow it (kVectorLoads), the CELLS inputs
  * of the cells themselves are one vector and only the halo is read by element. In channels_last neighbouring threads
- * are neighbouring planes, whose values of a pixel are one vector.
+ * are neighbouring planes, whose values of a pixel are one vector; weights of so many planes are as much as the outputs of
+ * a tile, so a block takes TURNS tiles, one below the other.
  *
  * Small windows (kHolds) are held in registers whole, so that phases and rows share what they read, and all loads are
  * in flight at once; else a thread loads one window row for each tap row.
@@ -155,69 +156,83 @@ __device__ __forceinline__ void store_row(
 #endif
 }
 
+/* Lay out the weights of the block's planes. */
+__device__ __forceinline__ void stage_weights(const direct_params& p, int first_plane) {
+    accumulate_t* weights = reinterpret_cast<accumulate_t*>(shared);
+    const int first_group = first_plane % p.groups;
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < TILE_PLANES * KERNEL_H * KERNEL_W; i += kThreads) {
+        const int tap = i % (KERNEL_H * KERNEL_W), of_plane = i / (KERNEL_H * KERNEL_W);
+        // In channels_last a block's planes are of one image.
+        const int group = CHANNELS_LAST ? first_group + of_plane : (first_group + of_plane) % p.groups;
+        const index_t source = static_cast<index_t>(group) * (KERNEL_H * KERNEL_W) + tap;
+        weights[(of_plane / PLANE_VECTOR * kPlaneQuads + tap / KERNEL_W * kQuads) * 4 + tap % KERNEL_W * PLANE_VECTOR +
+                of_plane % PLANE_VECTOR] = widen(load_once(p.weight + source));
+    }
+}
+
 template <bool VECTORS> __device__ __forceinline__ void depthwise_block(const direct_params& p) {
     // Index decode.
     const int first_plane = static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES;
-    const int cell_row0 = blockIdx.x / p.tiles_w * TILE_H, cell_column0 = blockIdx.x % p.tiles_w * kTileW;
+    int cell_row0 = blockIdx.x / p.tiles_w * (TURNS * TILE_H);
+    const int cell_column0 = blockIdx.x % p.tiles_w * kTileW;
     const place_t place = place_of(threadIdx.x);
     const int plane = first_plane + place.plane, group = plane % p.groups;
     const bool valid = plane < p.planes;
-    const int in_row = cell_row0 + place.row * ROWS + kFirstH, in_column = cell_column0 + place.lane * CELLS + kFirstW;
+    const int in_column = cell_column0 + place.lane * CELLS + kFirstW;
     const long long in_pixels = static_cast<index_t>(p.h_in) * p.w_in;
     const index_t pixel_stride = CHANNELS_LAST ? p.groups : 1;
     const ELEMENT_T* __restrict__ plane_input =
         p.input + (CHANNELS_LAST ? plane / p.groups * in_pixels * p.groups + group : plane * in_pixels);
     const weight_quad_t* __restrict__ quads =
         reinterpret_cast<const weight_quad_t*>(shared) + place.plane / PLANE_VECTOR * kPlaneQuads;
-
-    // Load.
-    window_row_t windows[kHolds ? kWindowRows : 1];
-    if (kHolds)
-        #pragma unroll
-        for (int row = 0; row < kWindowRows; ++row)
-            load_window_row<VECTORS>(
-                p, plane_input, pixel_stride, valid, in_row + row, in_column, windows[kHolds ? row : 0]);
-    accumulate_t* weights = reinterpret_cast<accumulate_t*>(shared);
-    #pragma unroll 1
-    for (int i = threadIdx.x; i < TILE_PLANES * KERNEL_H * KERNEL_W; i += kThreads) {
-        const int tap = i % (KERNEL_H * KERNEL_W), of_plane = i / (KERNEL_H * KERNEL_W);
-        const int of_group = TILE_PLANES == 1 ? group : (first_plane + of_plane) % p.groups;
-        const index_t source = static_cast<index_t>(of_group) * (KERNEL_H * KERNEL_W) + tap;
-        weights[(of_plane / PLANE_VECTOR * kPlaneQuads + tap / KERNEL_W * kQuads) * 4 + tap % KERNEL_W * PLANE_VECTOR +
-                of_plane % PLANE_VECTOR] = widen(load_once(p.weight + source));
-    }
     accumulate_t bias[PLANE_VECTOR];
     #pragma unroll
     for (int v = 0; v < PLANE_VECTOR; ++v)
         bias[v] = p.bias != nullptr ? widen(load_once(p.bias + group + v)) : accumulate_t(0);
-    __syncthreads();
 
-    // Compute and store.
-    #pragma unroll (kHolds ? ROWS : 1)
-    for (int row = 0; row < ROWS; ++row)
-        #pragma unroll (kHolds ? STRIDE_H : 1)
-        for (int rh = 0; rh < STRIDE_H; ++rh) {
-            const int phase = kRowPhases.of[rh];
-            sums_t sum;
+    #pragma unroll 1
+    for (int turn = 0; turn < TURNS; ++turn, cell_row0 += TILE_H) {
+        // Load.
+        const int in_row = cell_row0 + place.row * ROWS + kFirstH;
+        window_row_t windows[kHolds ? kWindowRows : 1];
+        if (kHolds)
             #pragma unroll
-            for (int i = 0; i < CELLS * axis_w::kPhases * PLANE_VECTOR; ++i)
-                sum[i / PLANE_VECTOR][i % PLANE_VECTOR] = bias[i % PLANE_VECTOR];
-            if (kHolds) {
-                #pragma unroll
-                for (int tap = 0; tap < KERNEL_H; ++tap)
-                    if (tap % axis_h::kStep == phase)
-                        add_tap_row(
-                            sum, windows[kHolds ? row + axis_h::shift(tap) - kFirstH : 0], quads + tap * kQuads);
-            } else if (phase != kNone) {
-                #pragma unroll 1
-                for (int tap = phase; tap < KERNEL_H; tap += axis_h::kStep) {
-                    const int ih = in_row + row + axis_h::shift(tap) - kFirstH;
-                    load_window_row<VECTORS>(p, plane_input, pixel_stride, valid, ih, in_column, windows[0]);
-                    add_tap_row(sum, windows[0], quads + tap * kQuads);
-                }
-            }
-            store_row(p, sum, bias, first_plane, cell_row0, cell_column0, row, rh);
+            for (int row = 0; row < kWindowRows; ++row)
+                load_window_row<VECTORS>(
+                    p, plane_input, pixel_stride, valid, in_row + row, in_column, windows[kHolds ? row : 0]);
+        if (turn == 0) {
+            stage_weights(p, first_plane);
+            __syncthreads();
         }
+
+        // Compute and store.
+        #pragma unroll (kHolds ? ROWS : 1)
+        for (int row = 0; row < ROWS; ++row)
+            #pragma unroll (kHolds ? STRIDE_H : 1)
+            for (int rh = 0; rh < STRIDE_H; ++rh) {
+                const int phase = kRowPhases.of[rh];
+                sums_t sum;
+                #pragma unroll
+                for (int i = 0; i < CELLS * axis_w::kPhases * PLANE_VECTOR; ++i)
+                    sum[i / PLANE_VECTOR][i % PLANE_VECTOR] = bias[i % PLANE_VECTOR];
+                if (kHolds) {
+                    #pragma unroll
+                    for (int tap = 0; tap < KERNEL_H; ++tap)
+                        if (tap % axis_h::kStep == phase)
+                            add_tap_row(
+                                sum, windows[kHolds ? row + axis_h::shift(tap) - kFirstH : 0], quads + tap * kQuads);
+                } else if (phase != kNone) {
+                    #pragma unroll 1
+                    for (int tap = phase; tap < KERNEL_H; tap += axis_h::kStep) {
+                        const int ih = in_row + row + axis_h::shift(tap) - kFirstH;
+                        load_window_row<VECTORS>(p, plane_input, pixel_stride, valid, ih, in_column, windows[0]);
+                        add_tap_row(sum, windows[0], quads + tap * kQuads);
+                    }
+                }
+                store_row(p, sum, bias, first_plane, cell_row0, cell_column0, row, rh);
+            }
+    }
 }
 
 __device__ __forceinline__ void direct_block(const direct_params& p) {

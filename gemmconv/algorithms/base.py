@@ -32,6 +32,7 @@ class Config:
         workspace_limit: bytes of temporary memory that a call may take.
         torch_precision: the precision that torch's own convolutions use at this moment.
         memory_format: format of the output and of the input gradient; weight gradients are contiguous.
+        bias: whether a forward call has one.
     """
 
     problem: Problem
@@ -41,6 +42,7 @@ class Config:
     workspace_limit: int = DEFAULT_WORKSPACE_LIMIT
     torch_precision: Precision = "ieee"
     memory_format: torch.memory_format = torch.contiguous_format
+    bias: bool = False
 
 
 class Algorithm(Protocol):
@@ -87,21 +89,6 @@ class Algorithm(Protocol):
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-_TURN_SECONDS = 13e-12  # of an element, by torch's own copy on an H200
-
-
-def turning_seconds(config: Config) -> float:
-    """What turning input and output takes, for an algorithm that computes in NCHW alone.
-
-    >>> turning_seconds(Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0)))
-    0.0
-    """
-    if config.memory_format is not torch.channels_last:
-        return 0.0
-    p = config.problem
-    return p.batch * (p.in_channels * p.in_pixels + p.out_channels * p.out_pixels) * _TURN_SECONDS
 
 
 def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:

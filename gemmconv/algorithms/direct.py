@@ -14,8 +14,9 @@ from __future__ import annotations
 import torch
 
 from gemmconv.algorithms import direct_ffma, direct_mma
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, turning_seconds
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient
 from gemmconv.algorithms.macros import why_not_dtype
+from gemmconv.algorithms.turning import turning_seconds
 
 _INT32_MAX = 2**31 - 1
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers

@@ -26,6 +26,7 @@ LONGEST_SUM = _MOST_SPLIT * _LONGEST_SUM
 _REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blocks of 128 in a multiprocessor
 _OTHER_REGISTERS = 32  # beside sums and window
 _MULTIPROCESSORS = 132  # of an H200; the choice of tiles depends on it, results do not
+_MOST_TURNS, _BUSY_BLOCKS = 8, 6 * _MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Tile:
         channels_out: output channels.
         split: threads that share the input channels of an output.
         rows_each, planes_each: cell rows and planes of a thread, where it is depthwise.
+        turns: tiles that a block goes over, one below the other, where it is depthwise.
     """
 
     depthwise: bool
@@ -55,6 +57,7 @@ class Tile:
     split: int = 1
     rows_each: int = 1
     planes_each: int = 1
+    turns: int = 1
 
     @property
     def threads(self) -> int:
@@ -150,6 +153,8 @@ class _Layer:
             tile = replace(tile, planes=tile.planes // 2)
             while tile.threads % 32:
                 tile = replace(tile, rows=tile.rows * 2)
+        while self.channels_last and tile.turns < _MOST_TURNS and self.blocks(tile) >= 2 * _BUSY_BLOCKS:
+            tile = replace(tile, turns=2 * tile.turns)
         if self.shared_bytes(tile) <= SHARED_BYTES:
             yield tile
 
@@ -214,7 +219,7 @@ class _Layer:
         return max(1, 65_536 // (tile.threads * bound))
 
     def blocks(self, tile: Tile) -> int:
-        spatial = -(-self.cells_h // tile.rows) * -(-self.cells_w // (tile.lanes_w * tile.cells))
+        spatial = -(-self.cells_h // (tile.rows * tile.turns)) * -(-self.cells_w // (tile.lanes_w * tile.cells))
         return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
 
     def patch_elements(self, tile: Tile) -> int:
@@ -322,6 +327,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool) ->
         "SPLIT_IN": tile.split,
         "ROWS": tile.rows_each,
         "PLANE_VECTOR": tile.planes_each,
+        "TURNS": tile.turns,
         "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
         "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
@@ -347,7 +353,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     input_strides = strides_of(p.input_shape, config.memory_format)
     cells_h, cells_w = cells_of(p)
     tiles_w = -(-cells_w // (tile.lanes_w * tile.cells))
-    tiles = tiles_w * -(-cells_h // tile.rows) * -(-(p.out_channels // p.groups) // tile.channels_out)
+    tiles = tiles_w * -(-cells_h // (tile.rows * tile.turns)) * -(-(p.out_channels // p.groups) // tile.channels_out)
     planes = p.batch * p.groups
     plane_blocks = -(-planes // tile.planes)
     grid = plane_grid(tiles, max(1, plane_blocks))

@@ -18,6 +18,7 @@ from gemmconv.algorithms.base import Config, Gradient, accumulator_dtype, stride
 from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, plane_grid
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.algorithms.turning import turn_to
 from gemmconv.geometry import Problem
 
 _INT32_MAX = 2**31 - 1
@@ -25,7 +26,7 @@ _MULTIPROCESSORS = 132  # of the H200; fewer only means more blocks in a row
 _REGISTERS = 65_536  # of a multiprocessor
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 _SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocessor
-_VECTOR_BYTES, _LONGEST_VECTOR = 16, 4  # longer ones of 16-bit elements take too many registers to convert
+_VECTOR_BYTES = 16
 _WIDEST_TAPS = 16  # kernel columns that the kernels unroll
 _MOST_STEPS = 8  # vectors of a patch row that a thread loads
 _UNROLLED = 512  # multiply-adds of a thread for one staged channel: bounds the code
@@ -93,7 +94,7 @@ class Patch:
         if compact or math.gcd(problem.stride[1], problem.dilation[1]) > 1 or self.taps[1] < problem.kernel_size[1]:
             return 1
         step = self.tile[1] * problem.stride[1]
-        return math.gcd(min(_VECTOR_BYTES // self.itemsize, _LONGEST_VECTOR), problem.output_size[1], step)
+        return math.gcd(_VECTOR_BYTES // self.itemsize, problem.output_size[1], step)
 
     @property
     def vectors(self) -> int:
@@ -167,11 +168,10 @@ class InputGradTile:
         elements = self.patch(problem, itemsize).elements + self.weights(self.chunk_channels)
         return elements * _sum_bytes(itemsize)
 
-    def resident(self, itemsize: int, prefetch: bool, wide_index: bool) -> int:
+    def resident(self, itemsize: int, wide_index: bool) -> int:
         """Blocks that a multiprocessor is to have registers for."""
         few = not wide_index and self.rows * self.channels * _sum_bytes(itemsize) // 4 <= 16
-        converted = prefetch and itemsize == 2  # which takes registers beside those of the loads
-        return min(6, 768 // self.threads) if few and not converted else min(4, 512 // self.threads)
+        return min(6, 768 // self.threads) if few else min(4, 512 // self.threads)
 
     def blocks(self, problem: Problem) -> int:
         return math.prod(self.grid(problem)[:2])
@@ -244,6 +244,13 @@ def input_grad_tile(problem: Problem, itemsize: int) -> InputGradTile:
 
 
 def _prefetches(tile: InputGradTile, problem: Problem, itemsize: int) -> bool:
+    """Whether a chunk's loads go on while the one before is computed.
+
+    Not those of 16-bit elements: converting them takes registers beside those of the loads. KernelBench 75 takes 504 us
+    with, 395 without.
+    """
+    if itemsize == 2:
+        return False
     patch = tile.patch(problem, itemsize)
     sums = tile.rows * tile.channels * _sum_bytes(itemsize) // 4
     return patch.words(patch.passes) <= min(_PREFETCH_WORDS, 64 - sums)
@@ -272,7 +279,7 @@ def input_grad_macros(problem: Problem, dtype: torch.dtype) -> Macros:
         "TAPS_H": tile.taps[0],
         "TAPS_W": tile.taps[1],
         "WEIGHTS_ONCE": int(weights_once),
-        "MIN_BLOCKS": tile.resident(itemsize, prefetch, "INDEX_64" in geometry),
+        "MIN_BLOCKS": tile.resident(itemsize, "INDEX_64" in geometry),
         **tile.patch(problem, itemsize).macros(prefetch, _BATCH_WORDS),
         **geometry,
     }
@@ -294,13 +301,15 @@ def prepare_input_grad(config: Config) -> Gradient:
     grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
     sizes = (problem.batch * problem.groups, problem.groups, *problem.input_size, *problem.output_size, tiles_w)
     alignment = int(macros["VECTOR"]) * dtype.itemsize
+    turned = turn_to(config, problem.output_shape, torch.contiguous_format)
+    turned_back = turn_to(config, shape, config.memory_format)
 
     def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         grad_input = grad_output.new_empty(shape)
-        grad_output, weight = _aligned(grad_output, alignment), weight.contiguous()
+        grad_output, weight = _aligned(turned(grad_output), alignment), weight.contiguous()
         params = InputGradParams(grad_output.data_ptr(), weight.data_ptr(), grad_input.data_ptr(), *sizes)
         kernel.launch(grid, block, params)
-        return with_strides(grad_input, strides)
+        return turned_back(grad_input)
 
     return call
 
@@ -524,11 +533,13 @@ def prepare_weight_grad(config: Config) -> Gradient:
     sum_grid = (-(-elements // 32), 1, 1)
     sum_dtype = accumulator_dtype(dtype)
     alignment = int(macros["VECTOR"]) * dtype.itemsize
+    turned = turn_to(config, problem.output_shape, torch.contiguous_format)
+    turned_input = turn_to(config, problem.input_shape, torch.contiguous_format)
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad_weight = grad_output.new_empty(shape)
         partials = grad_weight if sum_kernel is None else grad_output.new_empty((slices, elements), dtype=sum_dtype)
-        grad_output, input = _aligned(grad_output, alignment), input.contiguous()
+        grad_output, input = _aligned(turned(grad_output), alignment), turned_input(input)
         addresses = (grad_output.data_ptr(), input.data_ptr(), partials.data_ptr())
         kernel.launch(grid, block, WeightGradParams(*addresses, *sizes, *cut))
         if sum_kernel is not None:
@@ -607,6 +618,5 @@ def _smaller(tile: _Tile) -> _Tile:
 
 
 def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
-    """A contiguous tensor whose rows may be loaded as vectors."""
-    tensor = tensor.contiguous()
+    """A contiguous tensor, where its rows may be loaded as vectors; else a copy."""
     return tensor.clone() if tensor.data_ptr() % alignment else tensor

@@ -1,0 +1,102 @@
+"""Turning tensors from NCHW to channels_last and back, for algorithms that compute in NCHW alone: host side of
+csrc/turn.cu, several times as fast as torch's own copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from gemmconv.algorithms.base import Config, strides_of, with_strides
+from gemmconv.algorithms.integers import power_of_two
+from gemmconv.algorithms.launches import params_struct, plane_grid
+from gemmconv.algorithms.macros import Macros
+from gemmconv.geometry import Shape4
+
+_INT32_MAX = 2**31 - 1
+_THREADS = 256
+_TILE = 4096  # elements of a tile
+_MOST_CHANNELS = 64  # of a tile
+_SHORTEST, _LONGEST = 32, 1024  # pixels of a tile
+_LAUNCH_SECONDS = 3e-6
+_BYTE_SECONDS = 1 / 1.2e12  # of what is turned, which is read and written
+
+Turn = Callable[[torch.Tensor], torch.Tensor]
+
+TurnParams = params_struct("turn_params", ("source", "target"), ("matrices", "rows", "columns", "tiles_columns"))
+
+
+def turning_seconds(config: Config) -> float:
+    """What turning input and output takes, for an algorithm that computes in NCHW alone.
+
+    >>> from gemmconv.geometry import Problem
+    >>> turning_seconds(Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0)))
+    0.0
+    """
+    if config.memory_format is not torch.channels_last:
+        return 0.0
+    p = config.problem
+    elements = p.batch * (p.in_channels * p.in_pixels + p.out_channels * p.out_pixels)
+    return 2 * _LAUNCH_SECONDS + elements * config.dtype.itemsize * _BYTE_SECONDS
+
+
+def turn_to(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Turn:
+    """Prepare what gives a tensor of this shape the strides of a memory format.
+
+    A tensor that has them comes back as it is. One in the other format is turned by csrc/turn.cu, where ``config`` is
+    in channels_last on a GPU; of any other torch makes a copy.
+    """
+    differs = min(shape[0], shape[1] - 1, math.prod(shape[2:]) - 1) > 0
+    if differs and config.device.type == "cuda" and config.memory_format is torch.channels_last:
+        return prepare_turn(config, shape, memory_format)
+    strides = strides_of(shape, memory_format)
+    return lambda tensor: with_strides(tensor, strides)
+
+
+def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Turn:
+    """As :func:`turn_to`, always with the kernel. The shape has images, and several channels and pixels."""
+    from gemmconv.runtime.launch import load
+
+    strides = strides_of(shape, memory_format)
+    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
+    to_last = memory_format is torch.channels_last
+    other = strides_of(shape, torch.contiguous_format if to_last else torch.channels_last)
+    rows, columns = (channels, pixels) if to_last else (pixels, channels)
+    macros = turn_macros(channels, pixels, to_last, config.dtype.itemsize)
+    kernel = load("turn.cu", "turn_kernel", macros, config.device.index)
+    tiles_rows, tiles_columns = -(-rows // int(macros["TILE_ROWS"])), -(-columns // int(macros["TILE_COLUMNS"]))
+    grid, block = plane_grid(tiles_rows * tiles_columns, images), (_THREADS, 1, 1)
+    alignment = 4 if macros["PAIRS"] else config.dtype.itemsize
+
+    def turn(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.stride() != other or tensor.data_ptr() % alignment:
+            return with_strides(tensor, strides)
+        turned = tensor.new_empty_strided(shape, strides)
+        kernel.launch(
+            grid, block, TurnParams(tensor.data_ptr(), turned.data_ptr(), images, rows, columns, tiles_columns)
+        )
+        return turned
+
+    return turn
+
+
+def turn_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros:
+    """Macros that specialise csrc/turn.cu. A tile has all channels or an even share of them.
+
+    >>> turn_macros(96, 4096, True, 2)
+    {'ELEMENT_BYTES': 2, 'PAIRS': 1, 'TILE_ROWS': 48, 'TILE_COLUMNS': 64}
+    """
+    pairs = itemsize == 2 and channels % 2 == pixels % 2 == 0
+    tile_channels = -(-channels // -(-channels // _MOST_CHANNELS))
+    tile_channels += tile_channels % 2 if pairs else 0
+    tile_pixels = min(max(_SHORTEST, power_of_two(_TILE // tile_channels + 1) // 2), _LONGEST, power_of_two(pixels))
+    macros: Macros = {
+        "ELEMENT_BYTES": itemsize,
+        "PAIRS": int(pairs),
+        "TILE_ROWS": tile_channels if to_last else tile_pixels,
+        "TILE_COLUMNS": tile_pixels if to_last else tile_channels,
+    }
+    if _LONGEST * max(channels, pixels) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
