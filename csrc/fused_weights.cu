@@ -14,6 +14,7 @@
  * Macros: those of fused_wgmma.cu; INPUT_GRAD; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; STEP_SHIFT_H, STEP_SHIFT_W
  * (tables: the shift of each step).
  */
+#include "common/dependent.cuh"
 #include "common/rows.cuh"
 #include "common/units.cuh"
 
@@ -41,6 +42,7 @@ template <int KERNEL, int STRIDE, int PADDING, int DILATION> __device__ __forcei
  * steps of its slice: taps lie beside each other in memory, so what one step loads is in the cache for the next.
  */
 extern "C" __global__ void __launch_bounds__(256) fused_weights_kernel(const __grid_constant__ fused_weights_params p) {
+    allow_next_launch();
     constexpr int kUnits = UNITS * CHUNKS;
     const int phase_set = blockIdx.y / CHANNEL_SETS, channel_set = blockIdx.y % CHANNEL_SETS;
     const int first_step = kStepBegin[phase_set * BLOCKS], steps = kStepBegin[(phase_set + 1) * BLOCKS] - first_step;

@@ -55,6 +55,7 @@
  * phase, or -1).
  * Chosen by gemmconv/algorithms/fused_plan.py.
  */
+#include "common/dependent.cuh"
 #if LANDING_UNITS > 0
 #include "common/fused_land.cuh"
 #else
@@ -64,6 +65,7 @@
 
 /* Copies the weights of step after step; where they all stay (RESIDENT), those of the first item alone. One thread. */
 __device__ __forceinline__ void produce_weights(const fused_params& p, const stages_t& s) {
+    wait_for_previous_launch();  // which lays them out; all else may begin before
     ring_t<WEIGHT_STAGES> ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);

@@ -23,7 +23,9 @@ _load_lock = threading.Lock()
 class _Thread(threading.local):
     """What is known of the current thread."""
 
-    devices: frozenset[int] = frozenset()  # whose context it has
+    def __init__(self) -> None:
+        self.devices: frozenset[int] = frozenset()  # whose context it has
+        self.configs: dict[tuple[Extent3, Extent3, int], Any] = {}  # of launches that may overlap
 
 
 _thread = _Thread()
@@ -45,8 +47,19 @@ class Kernel:
         self._device_index = device_index
         self._current_stream = torch._C._cuda_getCurrentRawStream  # torch has it only where it is built for CUDA
 
-    def launch(self, grid: Extent3, block: Extent3, params: ctypes.Structure, shared_bytes: int = 0) -> None:
-        """Enqueue one launch on torch's current stream; ``params`` is copied before this returns."""
+    def launch(
+        self,
+        grid: Extent3,
+        block: Extent3,
+        params: ctypes.Structure,
+        shared_bytes: int = 0,
+        overlaps: bool = False,
+    ) -> None:
+        """Enqueue one launch on torch's current stream; ``params`` is copied before this returns.
+
+        With ``overlaps`` it may begin before the launch before it has ended, where that allows it; see
+        csrc/common/dependent.cuh.
+        """
         if self._device_index not in _thread.devices:
             # A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has no context.
             Device(self._device_index).set_current()
@@ -54,12 +67,33 @@ class Kernel:
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = self._current_stream(self._device_index)
         address = ctypes.addressof(argument)
-        (status,) = driver.cuLaunchKernel(self._function, *grid, *block, shared_bytes, stream, address, 0)
+        if overlaps:
+            config = _overlapping(grid, block, shared_bytes)
+            config.hStream = driver.CUstream(stream)
+            (status,) = driver.cuLaunchKernelEx(config, self._function, address, 0)
+        else:
+            (status,) = driver.cuLaunchKernel(self._function, *grid, *block, shared_bytes, stream, address, 0)
         if status:
             raise RuntimeError(
                 f"{self.name}: launch failed with {status.name}; grid {grid}, block {block}, "
                 f"{shared_bytes} bytes of shared memory"
             )
+
+
+def _overlapping(grid: Extent3, block: Extent3, shared_bytes: int) -> Any:
+    """The launch configuration of this thread, but for its stream. Making one takes longer than a launch."""
+    config = _thread.configs.get((grid, block, shared_bytes))
+    if config is None:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = shared_bytes
+        config.attrs, config.numAttrs = [attribute], 1
+        _thread.configs[grid, block, shared_bytes] = config
+    return config
 
 
 def architecture(device_index: int) -> str:

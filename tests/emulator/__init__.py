@@ -73,9 +73,14 @@ class Kernel:
         return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(library, f"emulated_{self.name}")))
 
     def launch(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], params: ctypes.Structure, shared_bytes: int = 0
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        params: ctypes.Structure,
+        shared_bytes: int = 0,
+        overlaps: bool = False,
     ) -> None:
-        """Run all blocks.
+        """Run all blocks, after those of all launches before.
 
         Raises:
             RuntimeError: the compiler refused the kernel, or something was noticed while it ran.

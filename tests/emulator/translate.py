@@ -37,6 +37,8 @@ _INSTRUCTIONS = {
     "cp.async.commit_group;": "emulator_commit_copies();",
     "cp.async.wait_group %0;": "emulator_wait_for_copies({0});",
     "cp.async.wait_all;": "emulator_wait_for_copies(-1);",
+    "griddepcontrol.launch_dependents;": ";",  # launches do not overlap here
+    "griddepcontrol.wait;": ";",
     "bar.sync %0, %1;": "emulator_barrier({0}, {1});",
     f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_half_word"),
     f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_bfloat16_word"),
