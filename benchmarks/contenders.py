@@ -33,6 +33,12 @@ PRECISIONS = {
 }
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 
+PASSES: dict[str, tuple[Direction, ...]] = {
+    "forward": ("forward",),
+    "backward": ("input_grad", "weight_grad"),
+    "both": ("forward", "input_grad", "weight_grad"),
+}
+
 # The unfused path writes all columns; a backward pass of it holds them three times.
 _UNFUSED_BYTES = {"forward": 32 << 30, "backward": 4 << 30, "both": 4 << 30}
 
@@ -105,30 +111,27 @@ class Contender:
                 return "no algorithm can serve it"
         return None
 
-    def config(self, problem: Problem, precision: str, device: torch.device) -> Config:
+    def config(self, problem: Problem, precision: str, device: torch.device, bias: bool = False) -> Config:
         """What gemmconv decides on."""
         dtype = PRECISIONS[precision]
         rounding: Precision = selection.torch_precision(dtype, device)
-        return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, LAYOUTS[self.layout])
+        return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, LAYOUTS[self.layout], bias)
 
-    def algorithm(self, problem: Problem, precision: str, device: torch.device) -> str:
-        """The algorithm that gemmconv takes."""
-        return selection.choose(self.config(problem, precision, device), self.name, "benchmarks").name
+    def took(self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False) -> str:
+        """The algorithms that gemmconv takes for the passes of a direction, as ``fused`` or ``fused+native``."""
+        config = self.config(problem, precision, device, bias)
+        names = [selection.choose(config, self.name, "benchmarks", one).name for one in PASSES[direction]]
+        return "+".join(dict.fromkeys(names))
 
     def workspace_bytes(self, problem: Problem, precision: str, device: torch.device, direction: str) -> int | None:
         """Temporary memory that the algorithm promises to stay within; None where torch manages it."""
         if self.kind == "torch":
             return None
         config = self.config(problem, precision, device)
-        chosen = selection.choose(config, self.name, "benchmarks")
-        if chosen.name == "native":
+        chosen = {one: selection.choose(config, self.name, "benchmarks", one) for one in PASSES[direction]}
+        if any(algorithm.name == "native" for algorithm in chosen.values()):
             return None
-        passes: dict[str, Sequence[Direction]] = {
-            "forward": ("forward",),
-            "backward": ("input_grad", "weight_grad"),
-            "both": ("forward", "input_grad", "weight_grad"),
-        }
-        return max(chosen.workspace_bytes(config, one) for one in passes[direction])
+        return max(algorithm.workspace_bytes(config, one) for one, algorithm in chosen.items())
 
     def forward(self, problem: Problem) -> Forward:
         """The layer as a function of input, weight and bias."""

@@ -212,7 +212,7 @@ class _Bench:
         bias = self._workload.bias
         row = replace(
             row,
-            took=contender.algorithm(problem, row.precision, device) if contender.name == "auto" else "",
+            took=contender.took(problem, row.precision, device, direction, bias) if contender.name == "auto" else "",
             workspace_bytes=contender.workspace_bytes(problem, row.precision, device, direction),
             floor_ms=self._plan.ceilings.floor_ms(problem, row.precision, direction, bias),
             flops=work(problem, direction),

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.contenders import LAYOUTS, PRECISIONS
+from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
 from benchmarks.workloads import Workload
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.algorithms.base import Precision
@@ -20,12 +20,6 @@ from gemmconv.geometry import Problem
 T = TypeVar("T")
 Result = TypeVar("Result")
 Job = tuple[Problem, str, str, tuple[str, ...], str]  # geometry, precision, layout, passes, architecture
-
-_PASSES = {
-    "forward": ("forward",),
-    "backward": ("input_grad", "weight_grad"),
-    "both": ("forward", "input_grad", "weight_grad"),
-}
 
 
 def compile_ahead(
@@ -39,7 +33,7 @@ def compile_ahead(
     from gemmconv.runtime.launch import architecture
 
     arch = architecture(device.index or 0)
-    passes = tuple(dict.fromkeys(itertools.chain(*(_PASSES[one] for one in directions))))
+    passes = tuple(dict.fromkeys(itertools.chain(*(PASSES[one] for one in directions))))
     jobs: list[Job] = [
         (workload.problem, precision, layout, passes, arch)
         for workload, precision, layout in itertools.product(workloads, precisions, layouts)

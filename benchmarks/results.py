@@ -36,7 +36,7 @@ class Row:
             row) or module (call, through the module).
         algorithm: gemmconv's algorithms, ``auto``, or a setting of torch.
         status: ok, wrong (no time), refused or failed (``reason`` says why).
-        took: the algorithm that ``auto`` chose.
+        took: the algorithms that ``auto`` chose for the passes, in their order, as ``fused+native``.
         error_output, error_input, error_weight, error_bias: relative to float64, of the output and of gradients.
         error, bar: the error that came closest to its bar, and that bar.
         median_ms, p20_ms, p80_ms, repeats: of the time.

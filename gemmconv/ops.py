@@ -194,6 +194,7 @@ def _compute(entry: _Entry, tensors: Tensors, sizes: Any, arguments: Arguments) 
             DEFAULT_WORKSPACE_LIMIT if options.workspace_limit is None else options.workspace_limit,
             current,
             _memory_format(first, second),
+            bias=len(tensors) > 2 and tensors[2] is not None,
         )
         algorithm = selection.choose(config, options.algorithm, entry.where, entry.direction)
         return getattr(algorithm, entry.direction)(config)

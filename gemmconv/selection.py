@@ -94,7 +94,7 @@ class Explanation:
         dtype = str(c.dtype).removeprefix("torch.")
         lines = [
             f"conv_transpose2d {list(p.input_shape)} x {list(p.weight_shape)} -> {list(p.output_shape)}, "
-            f"{dtype} ({c.precision}) on {c.device}",
+            f"{dtype} ({c.precision}) on {c.device}{', channels_last' * (c.memory_format is torch.channels_last)}",
             f"  work     {p.useful_flops:,} flops, at least {p.least_bytes(itemsize):,} bytes moved, "
             f"{p.useful_flops / max(1, p.least_bytes(itemsize)):.1f} flops a byte",
             f"  columns  {p.column_bytes(itemsize):,} bytes if all were written at once, {p.gemm_batch} products of "
@@ -115,6 +115,8 @@ def explain(
     algorithm: str = "auto",
     precision: Precision | None = None,
     workspace_limit: int | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    bias: bool = False,
 ) -> Explanation:
     """Say which algorithm a forward call takes for a problem, and why.
 
@@ -125,9 +127,11 @@ def explain(
         algorithm: what the call asks for.
         precision: ``"ieee"``, ``"tf32"``, or None for torch's setting.
         workspace_limit: bytes; None for 64 MiB.
+        memory_format: of input and output, ``torch.contiguous_format`` or ``torch.channels_last``.
+        bias: whether the call has one.
 
     Raises:
-        ValueError: an unknown algorithm or precision, or a workspace limit below 1 byte.
+        ValueError: an unknown algorithm, precision or memory format, or a workspace limit below 1 byte.
         NotImplementedError: the algorithm cannot serve the problem.
 
     >>> problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
@@ -137,6 +141,9 @@ def explain(
     'fused'
     """
     choice("explain", algorithm, NAMES, precision, workspace_limit)
+    if memory_format not in (torch.contiguous_format, torch.channels_last):
+        known = "torch.contiguous_format or torch.channels_last"
+        raise ValueError(f"explain: memory_format must be {known}, got {memory_format}")
     where = torch.device(device)
     current = torch_precision(dtype, where)
     config = Config(
@@ -146,6 +153,8 @@ def explain(
         precision or current,
         DEFAULT_WORKSPACE_LIMIT if workspace_limit is None else workspace_limit,
         current,
+        memory_format,
+        bias,
     )
     chosen = choose(config, algorithm, "explain")
     reasons = {}

@@ -9,6 +9,7 @@ from gemmconv.algorithms import Config
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
+from gemmconv.algorithms.turning import turning_seconds
 from gemmconv.geometry import Problem
 from gemmconv.selection import choose
 
@@ -21,7 +22,7 @@ GROUPED = Problem(16, 32, 64, 4, (64, 64), (3, 3), stride=(2, 2))
 FEW_PIXELS = Problem(128, 100, 512, 1, (1, 1), (4, 4))  # DCGAN 1
 
 
-def config_of(problem, dtype, precision, torch_precision=None, memory_format=torch.contiguous_format):
+def config_of(problem, dtype, precision, torch_precision=None, memory_format=torch.contiguous_format, bias=False):
     return Config(
         problem,
         dtype,
@@ -29,6 +30,7 @@ def config_of(problem, dtype, precision, torch_precision=None, memory_format=tor
         precision,
         torch_precision=torch_precision or precision,
         memory_format=memory_format,
+        bias=bias,
     )
 
 
@@ -55,8 +57,9 @@ def test_auto_takes_gradients_in_channels_last_from_what_turns_nothing():
                 algorithm.estimate(config_of(pointwise, torch.float16, "ieee", memory_format=one), direction)
                 for one in (torch.contiguous_format, torch.channels_last)
             )
-            turned = pointwise.batch * pointwise.in_pixels * (64 + 128)
-            assert channels_last - nchw == pytest.approx(turned * 13e-12)
+            config = config_of(pointwise, torch.float16, "ieee", memory_format=torch.channels_last)
+            assert channels_last - nchw == pytest.approx(turning_seconds(config))
+            assert turning_seconds(config) > pointwise.batch * pointwise.in_pixels * (64 + 128) * 2 / 4e12
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -83,6 +86,23 @@ def test_native_is_deterministic_where_auto_may_take_its_forward_pass(monkeypatc
     input = torch.ones(config.problem.input_shape, dtype=config.dtype).contiguous(memory_format=memory_format)
     Native().forward(config)(input, torch.ones(config.problem.weight_shape, dtype=config.dtype), None)
     assert seen == [memory_format is torch.channels_last]
+
+
+def test_a_bias_makes_native_dearer_and_no_other():
+    upsampling = Problem(4, 512, 256, 1, (64, 64), (2, 2), stride=(2, 2))  # U-Net 2
+    chosen = {
+        bias: choose(
+            config_of(upsampling, torch.float16, "ieee", memory_format=torch.channels_last, bias=bias), "auto", "test"
+        ).name
+        for bias in (False, True)
+    }
+    assert chosen == {False: "native", True: "fused"}
+
+
+def test_auto_takes_input_gradients_of_few_channels_in_tf32_from_others():
+    for out_channels, name in ((32, "fused"), (64, "native")):
+        layer = Problem(16, 64, out_channels, 1, (128, 128), (2, 2), stride=(2, 2))  # SAM 2
+        assert taken(layer, torch.float32, "tf32", "input_grad", memory_format=torch.channels_last) == name
 
 
 def test_auto_leaves_float32_gradients_of_native_alone():

@@ -326,7 +326,12 @@ PROBLEM = gemmconv.Problem(2, 4, 6, 1, (5, 6), (3, 3))
 
 @pytest.mark.parametrize(
     ("options", "value"),
-    [({"algorithm": "fastest"}, "fastest"), ({"precision": "fp16"}, "fp16"), ({"workspace_limit": -1}, "-1")],
+    [
+        ({"algorithm": "fastest"}, "fastest"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"workspace_limit": -1}, "-1"),
+        ({"memory_format": torch.preserve_format}, "must be .* got torch.preserve_format"),
+    ],
 )
 def test_explain_rejects_unknown_options(options, value):
     with pytest.raises(ValueError, match=value):

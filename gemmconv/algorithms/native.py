@@ -11,47 +11,84 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
 from gemmconv.geometry import Shape4
 
-# Fitted to cuDNN 9.19's backward passes of the suites public and models.
-_LAUNCH_SECONDS = 35e-6
-_TF32_RATE, _HALF_RATE = 250e12, 450e12  # operations a second
-_CHANNELS = 45  # below which these fall
-_COPY_RATE = 1e12  # bytes a second
-
-# And to its forward passes in channels_last in 16 bits: 12% from what was measured (geometric mean of 40 layers).
-_FORWARD_LAUNCH_SECONDS = 10e-6
-_FORWARD_RATE, _FORWARD_COPY_RATE = 650e12, 3.2e12
-_FORWARD_CHANNELS, _FORWARD_EXPONENT = 128, 0.8  # how the rate falls below that many output channels
-_LEAST_CHANNELS = 64  # below which, and with longer strides, cuDNN takes up to twice as long
-_LARGEST_STRIDE_AREA = 4
+_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def _rate(config: Config) -> float | None:
-    """Operations a second of gradients that ``auto`` may take, None of others."""
-    if config.dtype in (torch.float16, torch.bfloat16):
-        return _HALF_RATE
-    return _TF32_RATE if config.dtype == torch.float32 and config.precision == "tf32" else None
+@dataclass(frozen=True)
+class _Cost:
+    """What cuDNN takes for a pass, fitted on an H200.
+
+    Attributes:
+        launch: seconds.
+        tf32, half: operations a second of many channels, in TF32 and in 16 bits.
+        copy: bytes a second.
+        in_exponent, out_exponent: how the operations fall with the channels below ``many``, of input and output.
+    """
+
+    launch: float
+    tf32: float
+    half: float
+    copy: float
+    in_exponent: float
+    out_exponent: float
+    many: int = 64
+
+    def seconds(self, config: Config) -> float:
+        p = config.problem
+        elements = p.batch * (p.in_channels * p.in_pixels + p.out_channels * p.out_pixels)
+        rate = self.half if config.dtype in _HALF_TYPES else self.tf32
+        rate *= min(1.0, p.in_channels / self.many) ** self.in_exponent
+        rate *= min(1.0, p.out_channels / self.many) ** self.out_exponent
+        return self.launch + math.hypot(p.useful_flops / rate, elements * config.dtype.itemsize / self.copy)
 
 
-def _forward_seconds(config: Config) -> float | None:
-    """What cuDNN takes for a forward pass that ``auto`` may leave to it, None of others. A bias costs another pass."""
-    p = config.problem
+# Gradients of 58 layers, cuDNN 9.19: 18 to 30% from what was measured (geometric mean). In NCHW it turns tensors round,
+# but for kernels of one tap.
+_GRADIENTS_NCHW = {
+    "input_grad": _Cost(21e-6, 210e12, 305e12, 1.2e12, 1.0, 0.6),
+    "weight_grad": _Cost(25e-6, 125e12, 325e12, 0.92e12, 1.2, 0.8),
+}
+_GRADIENTS = {
+    "input_grad": _Cost(15e-6, 260e12, 500e12, 6e12, 0.55, 0.8),
+    "weight_grad": _Cost(23e-6, 140e12, 505e12, 6e12, 1.3, 0.9),
+}
+_LEAST_OUT_CHANNELS_TF32 = 64  # of an input gradient in channels_last, below which it takes several times as long
+
+# Forward passes in channels_last in 16 bits of 40 layers: 12%. Of fewer channels, or longer strides, they take up to
+# twice as long.
+_FORWARD = _Cost(10e-6, math.nan, 650e12, 3.2e12, 0.0, 0.8, many=128)
+_LEAST_CHANNELS, _LARGEST_STRIDE_AREA = 64, 4
+_BIAS_RATE = 1.6e12  # bytes a second of the pass that adds it
+
+
+def _seconds(config: Config, direction: Direction) -> float | None:
+    """What cuDNN takes for a pass that ``auto`` may leave to it, None of others."""
+    p, channels_last = config.problem, config.memory_format is torch.channels_last
+    half = config.dtype in _HALF_TYPES
+    if p.groups > 1 or not (half or (config.dtype == torch.float32 and config.precision == "tf32")):
+        return None
+    if direction != "forward":
+        pointwise = p.taps == 1 and max(p.stride) == 1
+        few = p.out_channels < _LEAST_OUT_CHANNELS_TF32
+        if channels_last and not half and few and direction == "input_grad":
+            return None
+        return (_GRADIENTS if channels_last or pointwise else _GRADIENTS_NCHW)[direction].seconds(config)
+    if not (channels_last and half) or p.in_pixels == 1:
+        return None
     channels = p.in_channels, p.out_channels
-    if config.memory_format is not torch.channels_last or config.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    if p.groups > 1 or max(p.dilation) > 1 or math.prod(p.stride) > _LARGEST_STRIDE_AREA or p.in_pixels == 1:
-        return None
     if min(channels) < _LEAST_CHANNELS or any(count % 8 for count in channels):
         return None
-    used = min(1.0, p.out_channels / _FORWARD_CHANNELS) ** _FORWARD_EXPONENT
-    moved = p.batch * (p.in_channels * p.in_pixels + p.out_channels * p.out_pixels) * config.dtype.itemsize
-    arithmetic = p.useful_flops / (_FORWARD_RATE * used)
-    return _FORWARD_LAUNCH_SECONDS + math.hypot(arithmetic, moved / _FORWARD_COPY_RATE)
+    if max(p.dilation) > 1 or math.prod(p.stride) > _LARGEST_STRIDE_AREA:
+        return None
+    bias_bytes = 2 * p.batch * p.out_channels * p.out_pixels * config.dtype.itemsize if config.bias else 0
+    return _FORWARD.seconds(config) + bias_bytes / _BIAS_RATE
 
 
 class Native:
@@ -74,25 +111,17 @@ class Native:
         return 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """Of a gradient: half of what cuDNN takes for both on an H200, within a factor of 1.5.
+        """What cuDNN takes on an H200, roughly; infinite for what is left to the others.
 
-        Which kernels cuDNN takes, and how long they run, it does not say beforehand. Infinite for what is left to the
-        others: layers with groups, and most forward passes.
+        Which kernels cuDNN takes, and how long they run, it does not say beforehand.
         """
-        if direction == "forward":
-            seconds = _forward_seconds(config)
-            return math.inf if seconds is None else seconds
-        p, rate = config.problem, _rate(config)
-        if p.groups > 1 or rate is None:
-            return math.inf
-        used = min(1.0, p.in_channels / _CHANNELS) * min(1.0, p.out_channels / _CHANNELS)
-        moved = p.least_bytes(config.dtype.itemsize) / _COPY_RATE
-        return _LAUNCH_SECONDS + p.useful_flops / (rate * used) + moved
+        seconds = _seconds(config, direction)
+        return math.inf if seconds is None else seconds
 
     def forward(self, config: Config) -> Forward:
         p = config.problem
         strides = strides_of(p.output_shape, config.memory_format)
-        reproducible = _forward_seconds(config) is not None
+        reproducible = _seconds(config, "forward") is not None
 
         def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             with _deterministic if reproducible else nullcontext():
@@ -111,7 +140,7 @@ class Native:
                 input = _in_channels_last(grad_output, config.problem.input_shape, strides)
             else:
                 input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
-            return with_strides(_backward(config, grad_output, input, weight, 0), strides)
+            return with_strides(_backward(config, "input_grad", grad_output, input, weight), strides)
 
         return call
 
@@ -120,7 +149,7 @@ class Native:
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
             weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
-            return with_strides(_backward(config, grad_output, input, weight, 1), strides)
+            return with_strides(_backward(config, "weight_grad", grad_output, input, weight), strides)
 
         return call
 
@@ -159,12 +188,12 @@ _deterministic = _Deterministic()
 
 
 def _backward(
-    config: Config, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, which: int
+    config: Config, direction: Direction, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    p = config.problem
+    p, of_input = config.problem, direction == "input_grad"
     geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
-    with _deterministic if _rate(config) else nullcontext():
+    with nullcontext() if _seconds(config, direction) is None else _deterministic:
         gradients = torch.ops.aten.convolution_backward(
-            grad_output, input, weight, None, *geometry, [which == 0, which == 1, False]
+            grad_output, input, weight, None, *geometry, [of_input, not of_input, False]
         )
-    return gradients[which]
+    return gradients[0 if of_input else 1]
