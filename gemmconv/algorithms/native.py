@@ -1,9 +1,9 @@
 """``native``: torch's own operator (cuDNN on CUDA, oneDNN on the CPU). The baseline, and the fallback.
 
 What ``auto`` may take of it comes from cuDNN's deterministic kernels, the same bits on every run: gradients in TF32 and
-16 bits, and the forward pass in 16 bits in channels_last, cuDNN's own format. They take as long as the others (public
-and models, H200, geometric mean). For gradients in float32 they take 1.3 times as long and lose more than twice as
-much, so there all follows torch's settings, and ``auto`` leaves it alone.
+16 bits, and the forward pass in 16 bits in channels_last, cuDNN's own format, or of one tap. They take as long as the
+others (public and models, H200, geometric mean). For gradients in float32 they take 1.3 times as long and lose more
+than twice as much, so there all follows torch's settings, and ``auto`` leaves it alone.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _GRADIENTS = {
 }
 _LEAST_OUT_CHANNELS_TF32 = 64  # of an input gradient in channels_last, below which it takes several times as long
 
-# Forward passes in channels_last in 16 bits of 40 layers: 12%. Of fewer channels, or longer strides, they take up to
-# twice as long.
+# Forward passes in 16 bits, in channels_last or of one tap, of 40 layers: 12%. Of fewer channels, or longer strides,
+# they take up to twice as long.
 _FORWARD = _Cost(10e-6, math.nan, 650e12, 3.2e12, 0.0, 0.8, many=128)
 _LEAST_CHANNELS, _LARGEST_STRIDE_AREA = 64, 4
 _BIAS_RATE = 1.6e12  # bytes a second of the pass that adds it
@@ -74,13 +74,13 @@ def _seconds(config: Config, direction: Direction) -> float | None:
     half = config.dtype in _HALF_TYPES
     if p.groups > 1 or not (half or (config.dtype == torch.float32 and config.precision == "tf32")):
         return None
+    turns_nothing = channels_last or (p.taps == 1 and max(p.stride) == 1)
     if direction != "forward":
-        pointwise = p.taps == 1 and max(p.stride) == 1
         few = p.out_channels < _LEAST_OUT_CHANNELS_TF32
         if channels_last and not half and few and direction == "input_grad":
             return None
-        return (_GRADIENTS if channels_last or pointwise else _GRADIENTS_NCHW)[direction].seconds(config)
-    if not (channels_last and half) or p.in_pixels == 1:
+        return (_GRADIENTS if turns_nothing else _GRADIENTS_NCHW)[direction].seconds(config)
+    if not (turns_nothing and half) or p.in_pixels == 1:
         return None
     channels = p.in_channels, p.out_channels
     if min(channels) < _LEAST_CHANNELS or any(count % 8 for count in channels):
