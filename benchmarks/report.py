@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,15 @@ def made_with(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[str]:
     return list(found)
 
 
+def current_and_older(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Row]]:
+    """The rows, those of gemmconv at older commits than its newest apart. Rows of torch do not grow old."""
+    own = [row for row in rows if not row.is_torch]
+    newest = max((runs[row.run] for row in own), key=lambda run: run["date"], default=None)
+    older = [row for row in own if newest is not None and runs[row.run]["commit"] != newest["commit"]]
+    left_out = {row.key for row in older}
+    return [row for row in rows if row.key not in left_out], older
+
+
 def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, charts: Sequence[str]) -> str:
     """The results section in Markdown.
 
@@ -70,6 +80,15 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
         'above 1x means that `algorithm="auto"` is faster. The floor is max(useful flops / matrix product rate, '
         "least bytes / copy bandwidth), both measured in the same run. Wrong results have no time."
     )
+    rows, older = current_and_older(rows, runs)
+    if older:
+        counts = Counter((row.suite, runs[row.run]["commit"][:7]) for row in older)
+        suites = ", ".join(f"{count} of {suite} ({commit})" for (suite, commit), count in counts.items())
+        slower, total = summary.losing(older), len(summary.compared(older))
+        parts.append(
+            f"Not in the tables here, since an older gemmconv was measured: {suites}. Of those that are compared "
+            f"{len(slower)} of {total} lose; [summary.md]({link}/summary.md) has them all."
+        )
     slower, total = summary.losing(rows), len(summary.compared(rows))
     parts.append(f"**Slower than the best torch setting in {len(slower)} of {total} rows.**")
     if slower:

@@ -777,6 +777,25 @@ def test_report_writes_between_the_markers(tmp_path, capsys):
     assert readme.read_text() == again
 
 
+def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
+    older, newer = (
+        {"commit": commit, "date": date} for commit, date in (("0123456789", "2026-01-01"), ("f", "2026-01-02"))
+    )
+    runs = [{**ABOUT, **run, "ceilings": {}} for run in (older, newer)]
+    torch_row = row_of(algorithm="torch_nchw", median_ms=2.0, took="")
+    rows = results.with_ratios(
+        [torch_row, row_of(median_ms=8.0), replace(row_of(median_ms=4.0, layout="channels_last"), run=1)]
+    )
+    current, left_out = report.current_and_older(rows, runs)
+    assert [row.median_ms for row in current] == [2.0, 4.0]
+    assert [row.median_ms for row in left_out] == [8.0]
+    text = report.section(rows, runs, "results", [])
+    assert "an older gemmconv was measured: 1 of public (0123456). Of those that are compared 1 of 1 lose" in text
+    assert "| kb57 | tf32 | forward |" not in text
+    assert "| kb57 | tf32 | forward |" in report.full(rows, runs)
+    assert "older" not in report.section(rows, [runs[1], runs[1]], "results", [])
+
+
 def test_report_wants_markers(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
