@@ -25,8 +25,7 @@ _CLOCK_RATE = 1.755e9  # cycles a second, of an H200
 _LAUNCH_SECONDS = 4e-6
 _TENSOR_CORE_SECONDS, _TENSOR_CORE_FACTOR = 8e-6, 1.15  # beside fused: its launch, and what its tile is estimated at
 _TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
-# What the kernels of the gradients reach, fitted to 616 backward passes of 77 layers on an H200: with these, auto takes
-# 3% longer than the better of direct and gemm_col2im (geometric mean).
+# What input gradients and depthwise layers reach on an H200.
 _GRADIENT_FFMA_RATE, _GRADIENT_COPY_RATE, _GRADIENT_STEP_SECONDS = 22e12, 2.1e12, 35e-9
 
 
@@ -87,6 +86,10 @@ class Direct:
                 channels_last = config.memory_format is torch.channels_last
                 cycles = direct_ffma.cycles_of(p, config.dtype, channels_last, tile)
                 return _LAUNCH_SECONDS + cycles / _CLOCK_RATE
+        if direction == "weight_grad":
+            from gemmconv.algorithms.direct_gradients import weight_grad_seconds
+
+            return weight_grad_seconds(config) + turning_seconds(config)
         double = 2 if config.dtype == torch.float64 else 1
         arithmetic, moved = p.useful_flops / _GRADIENT_FFMA_RATE * double, p.least_bytes(config.dtype.itemsize)
         steps = p.taps * p.out_channels // p.groups  # that a block goes through one after the other

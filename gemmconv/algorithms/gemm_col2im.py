@@ -40,9 +40,10 @@ from gemmconv.geometry import Problem
 _LAUNCH_SECONDS = {"forward": 6.8e-6, "input_grad": 5.1e-6, "weight_grad": 11e-6}  # of a kernel, what small ones take
 _COPY_RATE = 4.2e12  # bytes a second; columns stay in the L2 cache in part
 _WEIGHTS_RATE = {"forward": 8e12, "input_grad": 8e12, "weight_grad": 1.9e12}  # their gradients are added up
-_FFMA_RATE = 30e12  # float32 operations a second of a weight gradient; of the others more
+_FFMA_RATE = {"forward": 30e12, "input_grad": 30e12, "weight_grad": 38e12}  # float32 operations a second
 _TF32_RATE = {"forward": 250e12, "input_grad": 400e12, "weight_grad": 400e12}
 _HALF_RATE = 700e12
+_MANY_WEIGHTS = 5e4  # of a group, below which products that give their gradients are slower, by their root
 _UNALIGNED_FACTOR = 3.0  # of products where rows of pixels are not whole 16 bytes
 
 _INT32_MAX = 2**31 - 1
@@ -127,7 +128,9 @@ class GemmCol2im:
         if config.dtype.itemsize == 2:
             rate = _HALF_RATE
         else:
-            rate = _TF32_RATE[direction] if config.precision == "tf32" else _FFMA_RATE
+            rate = (_TF32_RATE if config.precision == "tf32" else _FFMA_RATE)[direction]
+        if direction == "weight_grad":
+            rate *= min(1.0, problem.gemm_m * problem.gemm_k / _MANY_WEIGHTS) ** 0.5
         if problem.in_pixels * config.dtype.itemsize % 16:
             rate /= _UNALIGNED_FACTOR
         weights = problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
