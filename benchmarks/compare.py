@@ -270,8 +270,12 @@ def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
     workloads = [workload for workload in request.workloads if files.missing(plan, [workload])]
     if len(request.devices) > 1:
         tasks = [
-            several.Task(workload, _plan_for(plan, workload).directions, files.done_of(workload))
-            for workload in workloads
+            [
+                several.Task(workload, _plan_for(plan, workload).directions, files.done_of(workload))
+                for workload in share
+                if workload in workloads
+            ]
+            for share in several.shares(request.workloads, len(request.devices))
         ]
         yield from several.measure(plan, request.devices, tasks)
         return

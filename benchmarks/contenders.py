@@ -123,11 +123,13 @@ class Contender:
         names = [selection.choose(config, self.name, "benchmarks", one).name for one in PASSES[direction]]
         return "+".join(dict.fromkeys(names))
 
-    def workspace_bytes(self, problem: Problem, precision: str, device: torch.device, direction: str) -> int | None:
+    def workspace_bytes(
+        self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
+    ) -> int | None:
         """Temporary memory that the algorithm promises to stay within; None where torch manages it."""
         if self.kind == "torch":
             return None
-        config = self.config(problem, precision, device)
+        config = self.config(problem, precision, device, bias)
         chosen = {one: selection.choose(config, self.name, "benchmarks", one) for one in PASSES[direction]}
         if any(algorithm.name == "native" for algorithm in chosen.values()):
             return None

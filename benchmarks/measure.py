@@ -115,24 +115,29 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     if time.monotonic() > plan.deadline:
                         return
                     visit = partial(bench.visit, contender, precision, direction)
-                    rows = fastest_search(lanes.run(visit)) if contender.benchmark else visit()
+                    rows, failed = fastest_search(lanes.run(visit)) if contender.benchmark else (visit(), [])
                     yield from rows
-                    for row in rows:
+                    for row in (*rows, *failed):
                         if row.status == "failed":
                             _recover(plan.device, row)
 
 
-def fastest_search(searches: Iterator[list[Row]]) -> list[Row]:
-    """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel. Of each the eager row comes first.
+def fastest_search(searches: Iterator[list[Row]]) -> tuple[list[Row], list[Row]]:
+    """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel, and rows of others that failed.
 
-    A search times each kernel once, so chance decides between close ones. Only short searches are made more than once;
-    ``first_ms`` is that of the first.
+    Of each search the eager row comes first, and decides. A search times each kernel once, so chance decides between
+    close ones. Only short searches are made more than once; ``first_ms`` is that of the first, and ``reason`` says what
+    was wrong with others.
     """
-    found = next(searches)
-    first = found[0]
+    found = [next(searches)]
+    first = found[0][0]
     if first.status == "ok" and (first.first_ms or 0.0) < _SHORT_SEARCH_MS:
-        found = min([found, *searches], key=lambda rows: math.inf if rows[0].median_ms is None else rows[0].median_ms)
-    return [replace(found[0], first_ms=first.first_ms), *found[1:]]
+        found += searches
+    best = min(found, key=lambda rows: math.inf if rows[0].median_ms is None else rows[0].median_ms)
+    bad = [row for rows in found if rows is not best for row in rows if row.status in ("wrong", "failed")]
+    reason = "; ".join([best[0].reason, *(f"another search: {row.status}: {row.reason}" for row in bad)]).strip("; ")
+    rows = [replace(best[0], first_ms=first.first_ms, reason=reason), *best[1:]]
+    return rows, [row for row in bad if row.status == "failed"]
 
 
 def expected_keys(workload: Workload, plan: Plan) -> list[Key]:
@@ -213,7 +218,7 @@ class _Bench:
         row = replace(
             row,
             took=contender.took(problem, row.precision, device, direction, bias) if contender.name == "auto" else "",
-            workspace_bytes=contender.workspace_bytes(problem, row.precision, device, direction),
+            workspace_bytes=contender.workspace_bytes(problem, row.precision, device, direction, bias),
             floor_ms=self._plan.ceilings.floor_ms(problem, row.precision, direction, bias),
             flops=work(problem, direction),
             least_bytes=least_bytes(problem, self._dtype.itemsize, direction, bias),

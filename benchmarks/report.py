@@ -52,12 +52,20 @@ def made_with(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def current_and_older(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Row]]:
-    """The rows, those of gemmconv at older commits than its newest apart. Rows of torch do not grow old."""
+    """The rows, those of gemmconv from older sources than its newest apart. Rows of torch do not grow old."""
     own = [row for row in rows if not row.is_torch]
     newest = max((runs[row.run] for row in own), key=lambda run: run["date"], default=None)
-    older = [row for row in own if newest is not None and runs[row.run]["commit"] != newest["commit"]]
+    older = [row for row in own if newest is not None and runs[row.run]["source"] != newest["source"]]
     left_out = {row.key for row in older}
     return [row for row in rows if row.key not in left_out], older
+
+
+def _about_older(older: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
+    """How many rows of which suites they are, and how many of them lose."""
+    counts = Counter((row.suite, runs[row.run]["commit"][:7]) for row in older)
+    suites = ", ".join(f"{count} of {suite} ({commit})" for (suite, commit), count in counts.items())
+    slower, total = summary.losing(older), len(summary.compared(older))
+    return f"{suites}. Of those that are compared {len(slower)} of {total} lose"
 
 
 def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, charts: Sequence[str]) -> str:
@@ -82,12 +90,9 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
     )
     rows, older = current_and_older(rows, runs)
     if older:
-        counts = Counter((row.suite, runs[row.run]["commit"][:7]) for row in older)
-        suites = ", ".join(f"{count} of {suite} ({commit})" for (suite, commit), count in counts.items())
-        slower, total = summary.losing(older), len(summary.compared(older))
         parts.append(
-            f"Not in the tables here, since an older gemmconv was measured: {suites}. Of those that are compared "
-            f"{len(slower)} of {total} lose; [summary.md]({link}/summary.md) has them all."
+            f"Not in the tables here, since an older gemmconv was measured: {_about_older(older, runs)}; "
+            f"[summary.md]({link}/summary.md) has them all."
         )
     slower, total = summary.losing(rows), len(summary.compared(rows))
     parts.append(f"**Slower than the best torch setting in {len(slower)} of {total} rows.**")
@@ -112,6 +117,8 @@ def full(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
     """summary.md: every losing row, every line of every algorithm and layout, everything wrong or refused."""
     names = sorted({row.algorithm for row in rows if not row.is_torch}, key=lambda name: (name != "auto", name))
     parts = ["# Results", "; ".join(made_with(rows, runs)) + "."]
+    if older := current_and_older(rows, runs)[1]:
+        parts.append(f"Among these are rows that an older gemmconv was measured for: {_about_older(older, runs)}.")
     slower, total = summary.losing(rows), len(summary.compared(rows))
     parts.append(
         f"## Rows that lose\n\n`auto` in NCHW against torch's best setting of any layout: {len(slower)} of {total}."

@@ -65,23 +65,23 @@ def parts_of(workload: Workload, plan: Plan, lanes: Lanes, device: str) -> Itera
     yield Part(workload, device, plan.ceilings, seconds=time.monotonic() - began)
 
 
-def shares(tasks: Sequence[Task], count: int) -> list[list[Task]]:
-    """The tasks of each of ``count`` devices, those with most work first.
+def shares(workloads: Sequence[Workload], count: int) -> list[list[Workload]]:
+    """The workloads of each of ``count`` devices, those with most work first.
 
-    They are shared beforehand, so that a run made again measures each on the same device, after the same others:
-    devices of one kind differ by up to 10%.
+    They are shared beforehand, all that a command is for, so that a run made again, or one that goes on, measures each
+    on the same device: devices of one kind differ by up to 10%.
     """
-    found: list[list[Task]] = [[] for _ in range(count)]
+    found: list[list[Workload]] = [[] for _ in range(count)]
     seconds = [0.0] * count
-    for task in sorted(tasks, key=lambda task: -task.workload.problem.useful_flops):
+    for workload in sorted(workloads, key=lambda workload: -workload.problem.useful_flops):
         least = min(range(count), key=seconds.__getitem__)
-        found[least].append(task)
-        seconds[least] += _SECONDS_EACH + _SECONDS_A_FLOP * task.workload.problem.useful_flops
+        found[least].append(workload)
+        seconds[least] += _SECONDS_EACH + _SECONDS_A_FLOP * workload.problem.useful_flops
     return found
 
 
-def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Task]) -> Iterator[Part]:
-    """Measure the tasks as the plan says; but each device has ceilings of its own.
+def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Sequence[Task]]) -> Iterator[Part]:
+    """Measure the tasks of each device as the plan says; but each device has ceilings of its own.
 
     Raises:
         DeviceLost: a contender broke a device's context, or the process of one ended.
@@ -90,7 +90,7 @@ def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Task]) 
     answers: Any = context.Queue()  # parts, what is wrong, and numbers of devices that are done
     processes = [
         context.Process(target=_work, args=(i, replace(plan, device=device), share, answers), daemon=True)
-        for i, (device, share) in enumerate(zip(devices, shares(tasks, len(devices)), strict=True))
+        for i, (device, share) in enumerate(zip(devices, tasks, strict=True))
     ]
     for process in processes:
         process.start()

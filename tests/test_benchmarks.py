@@ -435,14 +435,29 @@ def searched(median_ms, first_ms, status="ok"):
         ([(0.3, 900.0), (0.2, 5.0)], 0.3, 1),  # too long to be made again
         ([(None, 90.0, "wrong"), (0.2, 5.0)], None, 1),
         ([(0.3, 90.0), (None, 5.0, "failed")], 0.3, 2),
+        ([(0.3, 90.0), (None, 5.0, "wrong"), (0.2, 5.0)], 0.2, 3),
     ],
 )
 def test_the_fastest_search_counts(searches, kept, made):
     left = iter([searched(*one) for one in searches])
-    rows = measure.fastest_search(left)
+    rows, failed = measure.fastest_search(left)
     assert [row.median_ms for row in rows] == [kept, kept]
     assert rows[0].first_ms == searches[0][1]  # what the first call cost
     assert len([*left]) == len(searches) - made
+    others = [status for _, _, status in (one for one in searches[1:] if len(one) == 3)]
+    assert [row.status for row in failed[:1]] == [status for status in others if status == "failed"]
+    for status in others:
+        assert f"another search: {status}" in rows[0].reason
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_auto_took_and_its_workspace_are_of_one_choice(bias):
+    """A bias makes native dearer, whose workspace nobody knows."""
+    auto = Contender("auto", "channels_last", "gemmconv")
+    (unet2,) = (workload for workload in SUITES["models"] if workload.name == "unet2")
+    arguments = (unet2.problem, "fp16", torch.device("cuda", 0), "forward")
+    assert auto.took(*arguments, bias) == ("fused" if bias else "native")
+    assert (auto.workspace_bytes(*arguments, bias) is None) is not bias
 
 
 @pytest.mark.gpu
@@ -612,18 +627,17 @@ def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
 
 def test_devices_have_the_same_share_in_every_run():
     layers = ["n8 c64x64 k3 h512 w512", *(f"n{count} c8x8 k3 h64 w64" for count in (1, 2, 3, 4, 5))]
-    tasks = [several.Task(custom(layer), ("forward",), {}) for layer in layers]
-    first, second = several.shares(tasks, 2)
-    assert {id(task) for task in (*first, *second)} == {id(task) for task in tasks}
-    assert first[0] is tasks[0]  # the large one has a device to itself, as long as the others are few
-    assert len(second) == 5
-    assert several.shares(tasks[::-1], 2) == [first, second]
+    workloads = [custom(layer) for layer in layers]
+    first, second = several.shares(workloads, 2)
+    assert first == workloads[:1]  # the large one has a device to itself, as long as the others are few
+    assert second == workloads[:0:-1]
+    assert several.shares(workloads[::-1], 2) == [first, second]
 
 
 def test_devices_that_end_are_told():
     tasks = [several.Task(custom(TINY), ("forward",), {})]
     with pytest.raises(RuntimeError, match="the process that measures on cpu ended with 1"):
-        list(several.measure(replace(plan(), precisions=["no such precision"]), [torch.device("cpu")], tasks))
+        list(several.measure(replace(plan(), precisions=["no such precision"]), [torch.device("cpu")], [tasks]))
 
 
 def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):
@@ -779,7 +793,8 @@ def test_report_writes_between_the_markers(tmp_path, capsys):
 
 def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
     older, newer = (
-        {"commit": commit, "date": date} for commit, date in (("0123456789", "2026-01-01"), ("f", "2026-01-02"))
+        {"commit": commit, "source": commit, "date": date}
+        for commit, date in (("0123456789", "2026-01-01"), ("f", "2026-01-02"))
     )
     runs = [{**ABOUT, **run, "ceilings": {}} for run in (older, newer)]
     torch_row = row_of(algorithm="torch_nchw", median_ms=2.0, took="")

@@ -287,9 +287,21 @@ def test_direct_forward_kernel_matches_reference(run, calls, poison):
     run.check(calls[run])
 
 
+@pytest.mark.parametrize(
+    ("batch", "channels", "side", "most"),
+    [(256, 1024, 7, 3), (128, 512, 14, 4), (4096, 32, 1, 1), (32, 256, 56, 16), (16, 128, 64, 20), (1, 16, 64, 66)],
+)
+def test_depthwise_blocks_take_few_tiles_below_the_image(batch, channels, side, most):
+    problem = problem_of(Case(batch, channels, channels, (side, side), (3, 3), groups=channels))
+    tile = direct_ffma.tile_of(problem, torch.float16, True)
+    assert tile.depthwise
+    below = -(-(side + 2) // tile.rows)
+    assert -(-below // tile.turns) * tile.turns <= most
+
+
 @pytest.mark.parametrize("channels", [20, 36])
 def test_depthwise_blocks_take_tile_after_tile(channels, folder, monkeypatch, poison):
-    monkeypatch.setattr(direct_ffma, "_BUSY_BLOCKS", 0)
+    monkeypatch.setattr(direct_ffma, "_BUSY_BLOCKS", 1)
     direct_ffma.tile_of.cache_clear()
     case = Case(2, channels, channels, (75, 11), (4, 4), (2, 2), (1, 1), groups=channels)
     try:

@@ -68,7 +68,13 @@ def kernel_variants():
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct_mma.cu", macros)
-    for channels, pixels, itemsize in ((96, 4096, 2), (3, 4096, 2), (21, 67, 2), (64, 1024, 4), (70, 1 << 31, 8)):
+    for channels, pixels, itemsize in (
+        (96, 4096, 2),
+        (3, 4096, 2),
+        (21, 67, 2),
+        (64, 1024, 4),
+        (70, (1 << 31) - 1025, 8),
+    ):
         for to_last in (False, True):
             macros = turning.turn_macros(channels, pixels, to_last, itemsize)
             variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn.cu", macros)

@@ -79,15 +79,17 @@ def test_native_is_deterministic_where_auto_may_take_its_forward_pass(monkeypatc
     seen = []
 
     def conv_transpose2d(*arguments):
-        seen.append(torch.backends.cudnn.deterministic)
+        seen.append((torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark))
         return plain(*arguments)
 
     plain = torch.conv_transpose2d
     monkeypatch.setattr(torch, "conv_transpose2d", conv_transpose2d)
     config = config_of(Problem(1, 64, 64, 1, (3, 3), (2, 2)), torch.bfloat16, "ieee", memory_format=memory_format)
     input = torch.ones(config.problem.input_shape, dtype=config.dtype).contiguous(memory_format=memory_format)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     Native().forward(config)(input, torch.ones(config.problem.weight_shape, dtype=config.dtype), None)
-    assert seen == [memory_format is torch.channels_last]
+    assert seen == [(True, False) if memory_format is torch.channels_last else (False, True)]
+    assert torch.backends.cudnn.benchmark
 
 
 def test_a_bias_makes_native_dearer_and_no_other():

@@ -13,7 +13,7 @@ from tests.samples import offset, offset_channels_last, transposed
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import turning
+from gemmconv.algorithms import launches, turning
 from gemmconv.algorithms.base import Config, strides_of
 from gemmconv.geometry import Problem
 from gemmconv.runtime import launch
@@ -61,16 +61,25 @@ def test_turn_kernel_in_64_bits(folder, monkeypatch):
 
 
 @needs_compiler
-def test_turn_leaves_what_it_cannot_take_to_torch(folder):
+def test_turn_leaves_what_it_cannot_take_to_torch(folder, monkeypatch):
     shape = (2, 6, 4, 3)
     with emulator.install(folder):
         turns = {one: turning.prepare_turn(config_of(torch.float16, "cpu"), shape, one) for one in FORMATS}
     tensor = random_tensor(shape, torch.float16)
-    for memory_format in FORMATS:  # none of these launches the kernel
+    monkeypatch.setattr(emulator.Kernel, "launch", None)
+    for memory_format, arrange in zip(FORMATS, (offset_channels_last, offset), strict=True):
         as_it_is = tensor.contiguous(memory_format=memory_format)
         assert turns[memory_format](as_it_is) is as_it_is
-        for arranged in (offset(tensor), offset_channels_last(tensor), transposed(tensor), tensor[:1].expand(shape)):
+        for arranged in (arrange(tensor), transposed(tensor), tensor[:1].expand(shape)):
             check(turns[memory_format], arranged, memory_format)
+
+
+@needs_compiler
+def test_turn_takes_more_images_than_a_grid_axis_holds(folder, monkeypatch):
+    monkeypatch.setattr(launches, "MAX_GRID_Y", 3)
+    tensor = random_tensor((7, 6, 4, 3), torch.float16)
+    with emulator.install(folder):
+        check(turning.prepare_turn(config_of(torch.float16, "cpu"), tensor.shape, FORMATS[1]), tensor, FORMATS[1])
 
 
 @needs_compiler
@@ -91,20 +100,44 @@ def test_emulator_notices_a_mistake_in_turn(folder, mistake, poison):
             check(turn, random_tensor(shape, torch.float16), torch.channels_last)
 
 
-def test_nothing_is_compiled_where_there_is_nothing_to_turn(monkeypatch):
-    monkeypatch.setattr(launch, "load", None)
-    for device, memory_format, shape in (
+@pytest.mark.parametrize(
+    ("device", "memory_format", "shape"),
+    [
         ("cuda:0", torch.contiguous_format, (2, 3, 4, 5)),
         ("cpu", torch.channels_last, (2, 3, 4, 5)),
         ("cuda:0", torch.channels_last, (0, 3, 4, 5)),
         ("cuda:0", torch.channels_last, (2, 1, 4, 5)),
         ("cuda:0", torch.channels_last, (2, 3, 1, 1)),
-    ):
-        turn = turning.turn_to(config_of(torch.float32, device, memory_format), shape, torch.channels_last)
-        check(turn, torch.ones(shape), torch.channels_last)
+    ],
+    ids=str,
+)
+def test_nothing_is_compiled_where_there_is_nothing_to_turn(device, memory_format, shape, monkeypatch):
+    monkeypatch.setattr(launch, "load", None)
+    config = config_of(torch.float32, device, memory_format)
+    check(turning.from_nchw(config, shape), torch.ones(shape), memory_format)
+    slices = torch.ones(shape[0], 2 * shape[1], *shape[2:])[:, : shape[1]]
+    assert turning.to_nchw(config, shape)(slices).is_contiguous()
 
 
-@given(st.integers(2, 5000), st.integers(2, 1 << 40), st.booleans(), st.sampled_from([2, 4, 8]))
+def test_a_channel_slice_of_one_image_is_contiguous_as_it_is(monkeypatch):
+    monkeypatch.setattr(launch, "load", lambda *arguments: None)
+    one = torch.ones(1, 8, 4, 5)[:, :4]
+    for memory_format in FORMATS:
+        assert turning.to_nchw(config_of(torch.float32, "cuda:0", memory_format), one.shape)(one) is one
+
+
+def test_planes_that_the_kernels_integers_do_not_reach_are_left_to_torch(monkeypatch):
+    """23171 x 23171 inputs of stride 2 have outputs of 2^31 pixels and some: 8 GB in 16 bits."""
+    monkeypatch.setattr(launch, "load", None)
+    config = config_of(torch.float16, "cuda:0")
+    for shape in ((1, 2, 46342, 46342), (1, 2, 2**31 - 1024, 1), (1, 2**31 - 1024, 2, 1)):
+        assert turning.to_nchw(config, shape) is torch.Tensor.contiguous
+        turning.from_nchw(config, shape)
+    with pytest.raises(TypeError):  # which would load the kernel
+        turning.to_nchw(config, (1, 2, 2**31 - 1025, 1))
+
+
+@given(st.integers(2, 5000), st.integers(2, (1 << 31) - 1025), st.booleans(), st.sampled_from([2, 4, 8]))
 def test_tiles_fit_shared_memory_and_waste_little(channels, pixels, to_last, itemsize):
     macros = turning.turn_macros(channels, pixels, to_last, itemsize)
     rows, columns, step = macros["TILE_ROWS"], macros["TILE_COLUMNS"], 1 + macros["PAIRS"]
@@ -124,7 +157,7 @@ def test_turn_on_the_gpu(shape, dtype, poison):
     tensor = random_tensor(shape, dtype, "cuda")
     config = config_of(dtype, f"cuda:{torch.cuda.current_device()}")
     for memory_format, other in zip(FORMATS, FORMATS[::-1], strict=True):
-        turn = turning.turn_to(config, shape, memory_format)
+        turn = turning.prepare_turn(config, shape, memory_format)
         arranged = tensor.contiguous(memory_format=other)
         poison("cuda")
         check(turn, arranged, memory_format)

@@ -153,10 +153,16 @@ class _Layer:
             tile = replace(tile, planes=tile.planes // 2)
             while tile.threads % 32:
                 tile = replace(tile, rows=tile.rows * 2)
-        while self.channels_last and tile.turns < _MOST_TURNS and self.blocks(tile) >= 2 * _BUSY_BLOCKS:
-            tile = replace(tile, turns=2 * tile.turns)
+        if self.channels_last:
+            tile = replace(tile, turns=self.turns(tile))
         if self.shared_bytes(tile) <= SHARED_BYTES:
             yield tile
+
+    def turns(self, tile: Tile) -> int:
+        """Tiles that a depthwise block in channels_last goes over. Laying out its weights costs as much as one."""
+        below = -(-self.cells_h // tile.rows)
+        most = max(1, min(_MOST_TURNS, below, self.blocks(tile) // _BUSY_BLOCKS))
+        return min(range(most, 0, -1), key=lambda turns: -(-below // turns) * (turns + 1))
 
     def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
         """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""

@@ -18,7 +18,7 @@ from gemmconv.algorithms.base import Config, Gradient, accumulator_dtype, stride
 from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, plane_grid
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.algorithms.turning import turn_to
+from gemmconv.algorithms.turning import from_nchw, to_nchw
 from gemmconv.geometry import Problem
 
 _INT32_MAX = 2**31 - 1
@@ -305,8 +305,8 @@ def prepare_input_grad(config: Config) -> Gradient:
     grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
     sizes = (problem.batch * problem.groups, problem.groups, *problem.input_size, *problem.output_size, tiles_w)
     alignment = int(macros["VECTOR"]) * dtype.itemsize
-    turned = turn_to(config, problem.output_shape, torch.contiguous_format)
-    turned_back = turn_to(config, shape, config.memory_format)
+    turned = to_nchw(config, problem.output_shape)
+    turned_back = from_nchw(config, shape)
 
     def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         grad_input = grad_output.new_empty(shape)
@@ -554,8 +554,8 @@ def prepare_weight_grad(config: Config) -> Gradient:
     sum_grid = (-(-elements // 32), 1, 1)
     sum_dtype = accumulator_dtype(dtype)
     alignment = int(macros["VECTOR"]) * dtype.itemsize
-    turned = turn_to(config, problem.output_shape, torch.contiguous_format)
-    turned_input = turn_to(config, problem.input_shape, torch.contiguous_format)
+    turned = to_nchw(config, problem.output_shape)
+    turned_input = to_nchw(config, problem.input_shape)
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad_weight = grad_output.new_empty(shape)

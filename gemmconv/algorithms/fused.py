@@ -165,6 +165,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         if input.data_ptr() % 16:  # the kernel loads vectors
             input = input.clone(memory_format=torch.preserve_format)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
         packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
         weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr(), slice_steps)
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)

@@ -72,7 +72,11 @@ def _seconds(config: Config, direction: Direction) -> float | None:
     """What cuDNN takes for a pass that ``auto`` may leave to it, None of others."""
     p, channels_last = config.problem, config.memory_format is torch.channels_last
     half = config.dtype in _HALF_TYPES
-    if p.groups > 1 or not (half or (config.dtype == torch.float32 and config.precision == "tf32")):
+    if (
+        config.device.type != "cuda"
+        or p.groups > 1
+        or not (half or (config.dtype == torch.float32 and config.precision == "tf32"))
+    ):
         return None
     turns_nothing = channels_last or (p.taps == 1 and max(p.stride) == 1)
     if direction != "forward":
@@ -165,23 +169,26 @@ def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, .
 
 
 class _Deterministic:
-    """Has cuDNN take deterministic kernels while any thread is inside, and puts torch's setting back after the last."""
+    """Has cuDNN take deterministic kernels, always the same, while any thread is inside, and puts torch's settings back
+    after the last. A search of ``cudnn.benchmark`` could find others in the next process."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, False
+        self._lock, self._inside, self._before = threading.Lock(), 0, (False, False)
 
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._before = torch._C._get_cudnn_deterministic()
+                self._before = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
                 torch._C._set_cudnn_deterministic(True)
+                torch._C._set_cudnn_benchmark(False)
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                torch._C._set_cudnn_deterministic(self._before)
+                torch._C._set_cudnn_deterministic(self._before[0])
+                torch._C._set_cudnn_benchmark(self._before[1])
 
 
 _deterministic = _Deterministic()

@@ -41,27 +41,41 @@ def turning_seconds(config: Config) -> float:
     return 2 * _LAUNCH_SECONDS + elements * config.dtype.itemsize * _BYTE_SECONDS
 
 
-def turn_to(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Turn:
-    """Prepare what gives a tensor of this shape the strides of a memory format.
+def to_nchw(config: Config, shape: Shape4) -> Turn:
+    """Prepare what gives a tensor of this shape, an argument of any strides, contiguous in NCHW.
 
-    A tensor that has them comes back as it is. One in the other format is turned by csrc/turn.cu, where ``config`` is
-    in channels_last on a GPU; of any other torch makes a copy.
+    One that is so comes back as it is. One in channels_last is turned by csrc/turn.cu, where ``config`` is in
+    channels_last on a GPU; of any other torch makes a copy.
     """
-    differs = min(shape[0], shape[1] - 1, math.prod(shape[2:]) - 1) > 0
-    if differs and config.device.type == "cuda" and config.memory_format is torch.channels_last:
-        return prepare_turn(config, shape, memory_format)
-    strides = strides_of(shape, memory_format)
+    if _takes_the_kernel(config, shape):
+        return prepare_turn(config, shape, torch.contiguous_format)
+    return torch.Tensor.contiguous
+
+
+def from_nchw(config: Config, shape: Shape4) -> Turn:
+    """Prepare what gives a result of this shape, made in NCHW, the strides of the configuration's memory format."""
+    if _takes_the_kernel(config, shape):
+        return prepare_turn(config, shape, config.memory_format)
+    strides = strides_of(shape, config.memory_format)
     return lambda tensor: with_strides(tensor, strides)
 
 
+def _takes_the_kernel(config: Config, shape: Shape4) -> bool:
+    """Whether there is anything to turn, on a GPU, of extents that the kernel's integers reach."""
+    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
+    if config.device.type != "cuda" or config.memory_format is not torch.channels_last:
+        return False
+    return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _LONGEST <= _INT32_MAX
+
+
 def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Turn:
-    """As :func:`turn_to`, always with the kernel. The shape has images, and several channels and pixels."""
+    """As :func:`to_nchw` and :func:`from_nchw`, always with the kernel."""
     from gemmconv.runtime.launch import load
 
     strides = strides_of(shape, memory_format)
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     to_last = memory_format is torch.channels_last
-    other = strides_of(shape, torch.contiguous_format if to_last else torch.channels_last)
+    other = torch.contiguous_format if to_last else torch.channels_last
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
     macros = turn_macros(channels, pixels, to_last, config.dtype.itemsize)
     kernel = load("turn.cu", "turn_kernel", macros, config.device.index)
@@ -70,7 +84,9 @@ def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_form
     alignment = 4 if macros["PAIRS"] else config.dtype.itemsize
 
     def turn(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.stride() != other or tensor.data_ptr() % alignment:
+        if tensor.is_contiguous(memory_format=memory_format):
+            return tensor
+        if not tensor.is_contiguous(memory_format=other) or tensor.data_ptr() % alignment:
             return with_strides(tensor, strides)
         turned = tensor.new_empty_strided(shape, strides)
         kernel.launch(

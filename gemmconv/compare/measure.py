@@ -137,7 +137,7 @@ def measure_layer(
     """Measure torch and every algorithm on one layer.
 
     Torch's layer runs first, with cuDNN's benchmark mode on. torch keeps what that finds, so ``native`` is timed
-    with the same cuDNN kernels.
+    with the same cuDNN kernels, but for forward passes that take deterministic ones.
 
     Args:
         layer: the layer, at the size to measure.
@@ -150,7 +150,7 @@ def measure_layer(
         A row for torch, then one for each entry of ``ALGORITHMS``, in their order.
     """
     current = torch_precision(dtype, device)
-    config = Config(layer.problem, dtype, device, precision or current, torch_precision=current)
+    config = Config(layer.problem, dtype, device, precision or current, torch_precision=current, bias=layer.bias)
     chosen = choose(config, "auto", "compare").name
     with _restored_benchmark_flag():
         step("input and reference")

@@ -58,7 +58,8 @@ class Kernel:
         """Enqueue one launch on torch's current stream; ``params`` is copied before this returns.
 
         With ``overlaps`` it may begin before the launch before it has ended, where that allows it; see
-        csrc/common/dependent.cuh.
+        csrc/common/dependent.cuh. What it reads before it waits must have been there when that launch began: this must
+        be an ordinary one, and nothing may be enqueued between the two that it reads.
         """
         if self._device_index not in _thread.devices:
             # A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has no context.
