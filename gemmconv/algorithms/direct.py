@@ -25,8 +25,10 @@ _CLOCK_RATE = 1.755e9  # cycles a second, of an H200
 _LAUNCH_SECONDS = 4e-6
 _TENSOR_CORE_SECONDS, _TENSOR_CORE_FACTOR = 8e-6, 1.15  # beside fused: its launch, and what its tile is estimated at
 _TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
-# What input gradients and depthwise layers reach on an H200.
-_GRADIENT_FFMA_RATE, _GRADIENT_COPY_RATE, _GRADIENT_STEP_SECONDS = 22e12, 2.1e12, 35e-9
+# What forward passes of depthwise layers, and input gradients, reach on an H200: operations and bytes a second, and
+# seconds of a tap and channel that a block goes through.
+_DEPTHWISE = 22e12, 2.1e12, 35e-9
+_INPUT_GRAD = 31e12, 4.8e12, 60e-9
 
 
 def _tiles(config: Config) -> tuple[direct_ffma.Tile, direct_mma.Tile | None]:
@@ -76,7 +78,7 @@ class Direct:
         return weight_grad_workspace_bytes(config)
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """Forward, what its tile is estimated at; backward, arithmetic, bytes and steps."""
+        """Forward, what its tile is estimated at; else arithmetic, bytes and steps, or tiles of a weight gradient."""
         p = config.problem
         if direction == "forward":
             tile, tensor_core_tile = _tiles(config)
@@ -91,9 +93,10 @@ class Direct:
 
             return weight_grad_seconds(config) + turning_seconds(config)
         double = 2 if config.dtype == torch.float64 else 1
-        arithmetic, moved = p.useful_flops / _GRADIENT_FFMA_RATE * double, p.least_bytes(config.dtype.itemsize)
+        ffma_rate, copy_rate, step_seconds = _DEPTHWISE if direction == "forward" else _INPUT_GRAD
+        arithmetic, moved = p.useful_flops / ffma_rate * double, p.least_bytes(config.dtype.itemsize)
         steps = p.taps * p.out_channels // p.groups  # that a block goes through one after the other
-        seconds = _LAUNCH_SECONDS + arithmetic + moved / _GRADIENT_COPY_RATE + steps * _GRADIENT_STEP_SECONDS
+        seconds = _LAUNCH_SECONDS + arithmetic + moved / copy_rate + steps * step_seconds
         return seconds if direction == "forward" else seconds + turning_seconds(config)
 
     def forward(self, config: Config) -> Forward:
