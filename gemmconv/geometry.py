@@ -165,8 +165,11 @@ class Problem:
         """Floating-point operations, a multiplication and an addition for each tap, channel pair and input pixel."""
         return 2 * self.column_elements * self.gemm_k
 
+    def image_bytes(self, itemsize: int) -> int:
+        """Bytes of input and output."""
+        return itemsize * self.batch * (self.in_channels * self.in_pixels + self.out_channels * self.out_pixels)
+
     def least_bytes(self, itemsize: int, bias: bool = False) -> int:
         """Bytes that any algorithm moves: input and weight (and bias) read once, output written once."""
         weight = self.in_channels * self.gemm_m
-        image = self.in_channels * self.in_pixels + self.out_channels * self.out_pixels
-        return itemsize * (self.batch * image + weight + (self.out_channels if bias else 0))
+        return self.image_bytes(itemsize) + itemsize * (weight + (self.out_channels if bias else 0))

@@ -43,6 +43,14 @@ def _tiles(config: Config) -> tuple[direct_ffma.Tile, direct_mma.Tile | None]:
     return tile, other
 
 
+def _seconds(config: Config, ffma_rate: float, copy_rate: float, step_seconds: float) -> float:
+    """A launch, arithmetic, bytes, and the steps that a block goes through one after the other."""
+    p = config.problem
+    double = 2 if config.dtype == torch.float64 else 1
+    arithmetic, moved = p.useful_flops / ffma_rate * double, p.least_bytes(config.dtype.itemsize)
+    return _LAUNCH_SECONDS + arithmetic + moved / copy_rate + p.taps * p.out_channels // p.groups * step_seconds
+
+
 class Direct:
     """See the module."""
 
@@ -79,25 +87,20 @@ class Direct:
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """Forward, what its tile is estimated at; else arithmetic, bytes and steps, or tiles of a weight gradient."""
-        p = config.problem
         if direction == "forward":
             tile, tensor_core_tile = _tiles(config)
             if tensor_core_tile is not None:
                 return _TENSOR_CORE_SECONDS + _TENSOR_CORE_FACTOR * tensor_core_tile.cycles / _CLOCK_RATE
             if not tile.depthwise:
                 channels_last = config.memory_format is torch.channels_last
-                cycles = direct_ffma.cycles_of(p, config.dtype, channels_last, tile)
+                cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile)
                 return _LAUNCH_SECONDS + cycles / _CLOCK_RATE
-        if direction == "weight_grad":
-            from gemmconv.algorithms.direct_gradients import weight_grad_seconds
+            return _seconds(config, *_DEPTHWISE)
+        if direction == "input_grad":
+            return _seconds(config, *_INPUT_GRAD) + turning_seconds(config)
+        from gemmconv.algorithms.direct_gradients import weight_grad_seconds
 
-            return weight_grad_seconds(config) + turning_seconds(config)
-        double = 2 if config.dtype == torch.float64 else 1
-        ffma_rate, copy_rate, step_seconds = _DEPTHWISE if direction == "forward" else _INPUT_GRAD
-        arithmetic, moved = p.useful_flops / ffma_rate * double, p.least_bytes(config.dtype.itemsize)
-        steps = p.taps * p.out_channels // p.groups  # that a block goes through one after the other
-        seconds = _LAUNCH_SECONDS + arithmetic + moved / copy_rate + steps * step_seconds
-        return seconds if direction == "forward" else seconds + turning_seconds(config)
+        return weight_grad_seconds(config) + turning_seconds(config)
 
     def forward(self, config: Config) -> Forward:
         tile, tensor_core_tile = _tiles(config)

@@ -60,6 +60,11 @@ class Tile:
     turns: int = 1
 
     @property
+    def height(self) -> int:
+        """Cell rows of a block."""
+        return self.rows * self.turns
+
+    @property
     def threads(self) -> int:
         return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
 
@@ -225,7 +230,7 @@ class _Layer:
         return max(1, 65_536 // (tile.threads * bound))
 
     def blocks(self, tile: Tile) -> int:
-        spatial = -(-self.cells_h // (tile.rows * tile.turns)) * -(-self.cells_w // (tile.lanes_w * tile.cells))
+        spatial = -(-self.cells_h // tile.height) * -(-self.cells_w // (tile.lanes_w * tile.cells))
         return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
 
     def patch_elements(self, tile: Tile) -> int:
@@ -359,7 +364,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     input_strides = strides_of(p.input_shape, config.memory_format)
     cells_h, cells_w = cells_of(p)
     tiles_w = -(-cells_w // (tile.lanes_w * tile.cells))
-    tiles = tiles_w * -(-cells_h // (tile.rows * tile.turns)) * -(-(p.out_channels // p.groups) // tile.channels_out)
+    tiles = tiles_w * -(-cells_h // tile.height) * -(-(p.out_channels // p.groups) // tile.channels_out)
     planes = p.batch * p.groups
     plane_blocks = -(-planes // tile.planes)
     grid = plane_grid(tiles, max(1, plane_blocks))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,11 +43,10 @@ class _Cost:
 
     def seconds(self, config: Config) -> float:
         p = config.problem
-        elements = p.batch * (p.in_channels * p.in_pixels + p.out_channels * p.out_pixels)
         rate = self.half if config.dtype in _HALF_TYPES else self.tf32
         rate *= min(1.0, p.in_channels / self.many) ** self.in_exponent
         rate *= min(1.0, p.out_channels / self.many) ** self.out_exponent
-        return self.launch + math.hypot(p.useful_flops / rate, elements * config.dtype.itemsize / self.copy)
+        return self.launch + math.hypot(p.useful_flops / rate, p.image_bytes(config.dtype.itemsize) / self.copy)
 
 
 # Gradients of 58 layers, cuDNN 9.19: 18 to 30% from what was measured (geometric mean). In NCHW it turns tensors round,
@@ -125,10 +125,10 @@ class Native:
     def forward(self, config: Config) -> Forward:
         p = config.problem
         strides = strides_of(p.output_shape, config.memory_format)
-        reproducible = _seconds(config, "forward") is not None
+        settings = _settings(config, "forward")
 
         def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            with _deterministic if reproducible else nullcontext():
+            with settings:
                 output = torch.conv_transpose2d(
                     input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
                 )
@@ -138,22 +138,24 @@ class Native:
 
     def input_grad(self, config: Config) -> Gradient:
         strides = strides_of(config.problem.input_shape, config.memory_format)
+        backward = _backward(config, "input_grad")
 
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if config.memory_format is torch.channels_last:
                 input = _in_channels_last(grad_output, config.problem.input_shape, strides)
             else:
                 input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
-            return with_strides(_backward(config, "input_grad", grad_output, input, weight), strides)
+            return with_strides(backward(grad_output, input, weight), strides)
 
         return call
 
     def weight_grad(self, config: Config) -> Gradient:
         strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
+        backward = _backward(config, "weight_grad")
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
             weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
-            return with_strides(_backward(config, "weight_grad", grad_output, input, weight), strides)
+            return with_strides(backward(grad_output, input, weight), strides)
 
         return call
 
@@ -194,13 +196,23 @@ class _Deterministic:
 _deterministic = _Deterministic()
 
 
+def _settings(config: Config, direction: Direction) -> AbstractContextManager[object]:
+    """cuDNN's settings for a pass: torch's own, but for those that ``auto`` may take."""
+    return nullcontext() if _seconds(config, direction) is None else _deterministic
+
+
 def _backward(
-    config: Config, direction: Direction, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    p, of_input = config.problem, direction == "input_grad"
+    config: Config, direction: Direction
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Prepare a gradient from grad_output, input and weight."""
+    p, of_input, settings = config.problem, direction == "input_grad", _settings(config, direction)
     geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
-    with nullcontext() if _seconds(config, direction) is None else _deterministic:
-        gradients = torch.ops.aten.convolution_backward(
-            grad_output, input, weight, None, *geometry, [of_input, not of_input, False]
-        )
-    return gradients[0 if of_input else 1]
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with settings:
+            gradients = torch.ops.aten.convolution_backward(
+                grad_output, input, weight, None, *geometry, [of_input, not of_input, False]
+            )
+        return gradients[0 if of_input else 1]
+
+    return call

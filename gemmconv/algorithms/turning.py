@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from gemmconv.algorithms.base import Config, strides_of, with_strides
-from gemmconv.algorithms.integers import power_of_two
+from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import params_struct, plane_grid
 from gemmconv.algorithms.macros import Macros
 from gemmconv.geometry import Shape4
@@ -36,9 +36,7 @@ def turning_seconds(config: Config) -> float:
     """
     if config.memory_format is not torch.channels_last:
         return 0.0
-    p = config.problem
-    elements = p.batch * (p.in_channels * p.in_pixels + p.out_channels * p.out_pixels)
-    return 2 * _LAUNCH_SECONDS + elements * config.dtype.itemsize * _BYTE_SECONDS
+    return 2 * _LAUNCH_SECONDS + config.problem.image_bytes(config.dtype.itemsize) * _BYTE_SECONDS
 
 
 def to_nchw(config: Config, shape: Shape4) -> Turn:
@@ -104,7 +102,7 @@ def turn_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Mac
     {'ELEMENT_BYTES': 2, 'PAIRS': 1, 'TILE_ROWS': 48, 'TILE_COLUMNS': 64}
     """
     pairs = itemsize == 2 and channels % 2 == pixels % 2 == 0
-    tile_channels = -(-channels // -(-channels // _MOST_CHANNELS))
+    tile_channels = even_share(channels, _MOST_CHANNELS)
     tile_channels += tile_channels % 2 if pairs else 0
     tile_pixels = min(max(_SHORTEST, power_of_two(_TILE // tile_channels + 1) // 2), _LONGEST, power_of_two(pixels))
     macros: Macros = {
