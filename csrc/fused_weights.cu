@@ -11,22 +11,30 @@
  *
  * float32 is rounded to TF32, or split into two parts of TF32 whose sum it is but for its last two bits.
  *
+ * Weights are read where they lie beside each other, taps of a channel and channels of an input channel (of an output channel
+ * in an input gradient), and written in pieces of kRowsAlong rows. So neighbouring threads have the same few rows, and step
+ * after step.
+ *
  * Macros: those of fused_wgmma.cu; INPUT_GRAD; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; STEP_SHIFT_H, STEP_SHIFT_W
  * (tables: the shift of each step).
  */
 #include "common/dependent.cuh"
+#include "common/integers.cuh"
 #include "common/rows.cuh"
 #include "common/units.cuh"
 
 struct fused_weights_params {
     const ELEMENT_T* __restrict__ weight;
     unit_t* __restrict__ packed;
-    int slice;  // steps of a thread
 };
 
+constexpr int kThreads = 256;
 constexpr int kElements = elements_of_unit<ELEMENT_T>;
 constexpr int kParts = SPLIT ? 2 : 1;
-constexpr int kRows = WARPGROUPS_M * 64;
+constexpr int kRows = WARPGROUPS_M * 64, kUnits = UNITS * CHUNKS;
+constexpr int kRowsAlong = 4;                  // 64 bytes
+constexpr int kStepsAlong = least(STEPS, 32);  // of a block
+constexpr int kSidePhases = PHASE_SIDES * SLOTS;
 __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
 __constant__ constexpr int kStepShiftH[] = STEP_SHIFT_H;
 __constant__ constexpr int kStepShiftW[] = STEP_SHIFT_W;
@@ -38,48 +46,78 @@ template <int KERNEL, int STRIDE, int PADDING, int DILATION> __device__ __forcei
     return reach >= 0 && reach % DILATION == 0 && reach / DILATION < KERNEL ? reach / DILATION : -1;
 }
 
-/* A grid of (rows and units of all chunks, and slices of the steps; sets; groups). A thread has one row and one unit for all
- * steps of its slice: taps lie beside each other in memory, so what one step loads is in the cache for the next.
- */
-extern "C" __global__ void __launch_bounds__(256) fused_weights_kernel(const __grid_constant__ fused_weights_params p) {
-    allow_next_launch();
-    constexpr int kUnits = UNITS * CHUNKS;
-    const int phase_set = blockIdx.y / CHANNEL_SETS, channel_set = blockIdx.y % CHANNEL_SETS;
-    const int first_step = kStepBegin[phase_set * BLOCKS], steps = kStepBegin[(phase_set + 1) * BLOCKS] - first_step;
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    const int row = i % kRows, unit = i / kRows % kUnits, begin = i / (kRows * kUnits) * p.slice;
-    const int end = min(begin + p.slice, steps);
+/* The tap that reaches a phase with a step's shift, or -1. */
+__device__ __forceinline__ int tap_of_step(int step, int phase) {
+    const int kh = tap_of<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>(phase / PHASE_BASE, kStepShiftH[step]);
+    const int kw = tap_of<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>(phase % PHASE_BASE, kStepShiftW[step]);
+    return phase >= 0 && kh >= 0 && kw >= 0 ? kh * KERNEL_W + kw : -1;
+}
 
+/* The last place of the table STEP_BEGIN that is not beyond a step: the block of a phase set that has it. */
+__device__ __forceinline__ int block_of(int step) {
+    int place = 0, behind = PHASE_SETS * BLOCKS;
+    while (behind - place > 1) {
+        const int middle = (place + behind) / 2;
+        if (kStepBegin[middle] <= step) place = middle;
+        else behind = middle;
+    }
+    return place;
+}
+
+/* A step of a block. */
+struct step_t {
+    long long matrix;       // of the first chunk
+    int matrices;           // to that of the next chunk
+    int taps[kSidePhases];  // of each phase of a side's M block, or -1
+};
+
+/* A grid of (rows and units of all chunks; blocks of steps, and channel sets; groups). A thread has one row and one unit of a
+ * step.
+ */
+extern "C" __global__ void __launch_bounds__(kThreads) fused_weights_kernel(const __grid_constant__ fused_weights_params p) {
+    allow_next_launch();
+    __shared__ step_t block_steps[kStepsAlong];
+    const int channel_set = blockIdx.y % CHANNEL_SETS, first = blockIdx.y / CHANNEL_SETS * kStepsAlong;
+    const int along = least(kStepsAlong, STEPS - first);
+    if (threadIdx.x < along) {
+        const int step = first + threadIdx.x, place = block_of(step), phase_set = place / BLOCKS;
+        const int set_first = kStepBegin[phase_set * BLOCKS], steps = kStepBegin[(phase_set + 1) * BLOCKS] - set_first;
+        const long long matrices_before =
+            static_cast<long long>(blockIdx.z) * CHANNEL_SETS * STEPS + set_first * CHANNEL_SETS + channel_set * steps;
+        step_t& own = block_steps[threadIdx.x];
+        own.matrix = matrices_before * CHUNKS + step - set_first;
+        own.matrices = steps;
+        for (int i = 0; i < kSidePhases; ++i) {
+            const int block = (phase_set * PHASE_SIDES + i / SLOTS) * BLOCKS + place % BLOCKS;
+            own.taps[i] = tap_of_step(step, kPhases[block * SLOTS + i % SLOTS]);
+        }
+    }
+    __syncthreads();
+
+    const int i = blockIdx.x * kThreads + threadIdx.x;
+    const int along_steps = i / kRowsAlong % kStepsAlong, rows = i / (kRowsAlong * kStepsAlong);
+    const int row = rows % (kRows / kRowsAlong) * kRowsAlong + i % kRowsAlong, unit = rows / (kRows / kRowsAlong);
+    if (along_steps >= along || unit >= kUnits) return;
+    const step_t& step = block_steps[along_steps];
     const row_t place = place_of_row(row % 64);
     constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;
     const int side = row / 64, out = (channel_set * kChannelSides + (PHASE_SIDES == 2 ? 0 : side)) * CHANNELS + place.channel;
-    const int first_block = (phase_set * PHASE_SIDES + (PHASE_SIDES == 2 ? side : 0)) * BLOCKS;
     const bool inside = place.slot < SLOTS && place.channel < CHANNELS && out < OUT_CHANNELS;
-    constexpr long long kTaps = KERNEL_H * KERNEL_W, kChannelStride = kTaps * (INPUT_GRAD ? 1 : OUT_CHANNELS);
-    const long long first = blockIdx.z * (IN_CHANNELS * OUT_CHANNELS * kTaps);
-    const ELEMENT_T* __restrict__ source =
-        p.weight + first + unit * kElements * kChannelStride + out * (INPUT_GRAD ? IN_CHANNELS * kTaps : kTaps);
-    const long long sets_before = static_cast<long long>(blockIdx.z) * CHANNEL_SETS;
-    const long long steps_before = sets_before * STEPS + first_step * CHANNEL_SETS + channel_set * steps;
-    const long long matrix = steps_before * CHUNKS + unit / UNITS * steps;
-    unit_t* target = p.packed + (matrix * kParts * UNITS + unit % UNITS) * kRows + row;
+    const int tap = inside ? step.taps[(PHASE_SIDES == 2 ? side : 0) * SLOTS + place.slot] : -1;
 
-    #pragma unroll 2
-    for (int step = begin; step < end; ++step) {
-        int block = 0;
-        for (int b = 1; b < BLOCKS; ++b) block += first_step + step >= kStepBegin[phase_set * BLOCKS + b];
-        const int phase = inside ? kPhases[(first_block + block) * SLOTS + place.slot] : -1;
-        const int kh = tap_of<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>(phase / PHASE_BASE, kStepShiftH[first_step + step]);
-        const int kw = tap_of<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>(phase % PHASE_BASE, kStepShiftW[first_step + step]);
-        ELEMENT_T values[kElements] = {};
-        if (phase >= 0 && kh >= 0 && kw >= 0) {
-            #pragma unroll
-            for (int e = 0; e < kElements; ++e)
-                if (unit * kElements + e < IN_CHANNELS)
-                    values[e] = load_once(source + e * kChannelStride + kh * KERNEL_W + kw);
-        }
-        const parts_t<kParts> parts = pack_unit<kParts>(values);
+    ELEMENT_T values[kElements] = {};
+    if (tap >= 0) {
+        constexpr long long kTaps = KERNEL_H * KERNEL_W, kChannelStride = kTaps * (INPUT_GRAD ? 1 : OUT_CHANNELS);
+        const ELEMENT_T* __restrict__ source = p.weight + blockIdx.z * (kTaps * IN_CHANNELS * OUT_CHANNELS) +
+                                               unit * kElements * kChannelStride +
+                                               out * (INPUT_GRAD ? IN_CHANNELS * kTaps : kTaps) + tap;
         #pragma unroll
-        for (int part = 0; part < kParts; ++part) target[(step * kParts + part) * (UNITS * kRows)] = parts.part[part];
+        for (int e = 0; e < kElements; ++e)
+            if (unit * kElements + e < IN_CHANNELS) values[e] = load_once(source + e * kChannelStride);
     }
+    const parts_t<kParts> parts = pack_unit<kParts>(values);
+    const long long matrix = step.matrix + static_cast<long long>(unit / UNITS) * step.matrices;
+    unit_t* target = p.packed + (matrix * (kParts * UNITS) + unit % UNITS) * kRows + row;
+    #pragma unroll
+    for (int part = 0; part < kParts; ++part) target[part * (UNITS * kRows)] = parts.part[part];
 }

@@ -156,7 +156,6 @@ class Run:
             if self.operation in ("fused", "fused_input_grad"):
                 if self.multiprocessors is not None:
                     patch.setattr(fused, "MULTIPROCESSORS", self.multiprocessors or 1)
-                    patch.setattr(fused, "_WEIGHT_THREADS_AT_ONCE", 1 << 10)
                 return getattr(fused, f"prepare_{self.direction}")(self.config, self.plan)
             if self.operation != "forward_mma":
                 patch.setattr(direct_mma, "tile_for", lambda config: None)

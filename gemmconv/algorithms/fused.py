@@ -28,11 +28,10 @@ _WEIGHT_RATE = 2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
-_WEIGHT_THREADS = 256  # of a block that lays weights out
-_WEIGHT_THREADS_AT_ONCE = 1 << 18
+_WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/fused_weights.cu
 _CHAIN = 2  # steps
 
-FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("slice",))
+FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ())
 FusedParams = params_struct(
     "fused_params",
     ("input", "packed", "bias", "output"),
@@ -144,11 +143,8 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     kernel = load("fused_wgmma.cu", "fused_wgmma_kernel", macros, config.device.index, shared_bytes)
     strides = strides_of(output_shape, config.memory_format)
     input_strides = strides_of(input_shape, config.memory_format)
-    most_steps = max(plan.set_steps)
-    rows = plan.chunks * plan.units * plan.rows
     sets = plan.phase_sets * plan.channel_sets
-    slice_steps = max(1, min(most_steps, rows * most_steps * sets * p.groups // _WEIGHT_THREADS_AT_ONCE))
-    pack_grid = (-(-rows * -(-most_steps // slice_steps) // _WEIGHT_THREADS), sets, p.groups)
+    pack_grid = _weights_grid(plan)
     items, packed_bytes, threads = plan.items, plan.packed_bytes, plan.loaders + _OTHER_THREADS
     blocks_on = functools.cache(plan.blocks_on)
     sizes = (
@@ -167,7 +163,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
         packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
-        weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr(), slice_steps)
+        weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr())
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
         addresses = (input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr())
         multiprocessors = _multiprocessors(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
@@ -232,11 +228,19 @@ def _own_plan(config: Config, direction: Direction) -> Plan | None:
     return None if plan is None or _too_large(plan) else plan
 
 
+def _weights_grid(plan: Plan) -> tuple[int, int, int]:
+    """Blocks that lay the weights out: of rows and units; of steps and channel sets; of groups."""
+    steps = sum(plan.set_steps)
+    along = min(steps, _WEIGHT_STEPS)
+    threads = plan.chunks * plan.units * plan.rows * along
+    return -(-threads // _WEIGHT_THREADS), -(-steps // along) * plan.channel_sets, plan.problem.groups
+
+
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
     p = plan.problem
     if max(plan.last_position, plan.items + MULTIPROCESSORS, p.in_pixels, p.out_pixels) > _INT32_MAX:
         return "images must have less than 2**31 pixels in all"
-    if max(p.groups, plan.phase_sets * plan.channel_sets) > MAX_GRID_Y:
+    if max(p.groups, _weights_grid(plan)[1]) > MAX_GRID_Y:
         return f"groups and blocks of output channels must be at most {MAX_GRID_Y} each"
     return None
