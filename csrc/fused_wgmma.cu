@@ -30,8 +30,9 @@
  *
  * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One or two
  * of its warpgroups produce: all warps but one load the inputs of the tile, chunk after chunk of channels, round them and lay
- * them out, from where they land in shared memory (fused_land.cuh) or through registers (fused_load.cuh); one thread copies
- * the weights of each step as fused_weights.cu has laid them out. The other two multiply, each BLOCKS M blocks with COLUMNS
+ * them out, from where they land in shared memory (fused_land.cuh) or through registers (fused_load.cuh); where there is nothing
+ * to be done to them, one thread copies them (fused_boxes.cuh). One thread copies the weights of each step as fused_weights.cu
+ * has laid them out. The other two multiply, each BLOCKS M blocks with COLUMNS
  * positions, and store (fused_store.cuh). Two rings of stages lie between. Where the weights of a set fit shared memory, they
  * stay there (RESIDENT), and a block takes items of one set alone.
  *
@@ -45,8 +46,8 @@
  * PHASE_SIDES x BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PITCH
  * (even), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST
  * (place of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT; LOADERS (threads: 96 or 224),
- * LOADED_WORDS (that one has on their way); LANDING_UNITS (0 without), LANDING_STAGES, RUN_PITCH, WHOLE_IMAGES, PARTIAL_PIECES
- * (see fused_land.cuh); CHAIN (steps, of SPLIT); LEAD (steps by which one warpgroup is ahead); WIDE (inputs that are taken
+ * BOXED, BOX_BLOCKS (see fused_boxes.cuh); LANDING_BOX (see fused_land.cuh); LOADED_WORDS (that one has on their way); LANDING_UNITS (0 without), LANDING_STAGES, RUN_PITCH, WHOLE_IMAGES, PARTIAL_PIECES
+ * (see fused_land.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken
  * together), VECTOR_LOADS (units lie aligned in channels_last); PAIRING, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES,
  * INDEX_64.
  *
@@ -56,7 +57,9 @@
  * Chosen by gemmconv/algorithms/fused_plan.py.
  */
 #include "common/dependent.cuh"
-#if LANDING_UNITS > 0
+#if BOXED
+#include "common/fused_boxes.cuh"
+#elif LANDING_UNITS > 0
 #include "common/fused_land.cuh"
 #else
 #include "common/fused_load.cuh"
@@ -93,13 +96,14 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
     const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     const matrix_t all_weights = matrix_of(s.weights + side * 64, kRows * 16, 128);
-    const matrix_t all_patches = matrix_of(s.patches + place, UNIT_PITCH * 16, 128);
+    // From one unit of a patch to the next, in units.
+    constexpr int kUnitPitch = BOXED ? kSwizzled : UNIT_PITCH;
+    const matrix_t all_patches =
+        BOXED ? swizzled_matrix_of(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16)
+              : matrix_of(s.patches + place, kUnitPitch * 16, 128);
     ring_t<PATCH_STAGES> patches;
     ring_t<WEIGHT_STAGES> weights;
-    // One warpgroup begins LEAD steps after the other and stays behind it, so that one multiplies while the other stores.
-    int lead = warpgroup == 0 ? LEAD : 0;
     bool settled = false;  // whether all weights have come, and stay
-    if (LEAD > 0 && warpgroup == 1 && blockIdx.x < p.items) barrier_wait(*s.lead, 0);
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         if (!item.exists()) continue;
@@ -157,8 +161,8 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
 #else
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k)
-                        wgmma<ELEMENT_T, COLUMNS>(
-                            sums[block], advanced(left, k * 2 * kRows * 16), advanced(shifted, k * 2 * UNIT_PITCH * 16),
+                        wgmma<ELEMENT_T, COLUMNS, BOXED>(
+                            sums[block], advanced(left, k * 2 * kRows * 16), advanced(shifted, k * 2 * kUnitPitch * 16),
                             k > 0 || step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();
@@ -167,7 +171,6 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
                     if (step > 0 || held_weights >= 0) release_weights();
                     held_weights = weights.stage;
                     weights.advance();
-                    if (lead > 0 && --lead == 0 && speaker) barrier_arrive(*s.lead);
                 }
             }
             release_patch();  // of a chunk before one without steps
@@ -178,27 +181,24 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
         for (int block = 0; block < BLOCKS; ++block) wgmma_finish(sums[block]);
         release_patch();
         if (held_weights >= 0) release_weights();
-        if (lead > 0 && speaker) barrier_arrive(*s.lead);
-        lead = 0;
         store_tile(p, item, sums, item.tile * kTile + place, side,
                    s.outputs + (threadIdx.x - kProducers) / 32 * kWarpOutputs);
         if (RESIDENT) weights = {}, settled = true;
     }
-    if (lead > 0 && speaker) barrier_arrive(*s.lead);  // there was no item
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(const __grid_constant__ fused_params p) {
     const stages_t s = stages();
     if (threadIdx.x == 0) {
         for (int i = 0; i < PATCH_STAGES; ++i) {
-            barrier_init(s.patch_full[i], LOADERS / 32);
+            barrier_init(s.patch_full[i], BOXED ? 1 : LOADERS / 32);
             barrier_init(s.patch_empty[i], 8);  // warps that multiply
         }
         for (int i = 0; i < WEIGHT_STAGES; ++i) {
             barrier_init(s.weight_full[i], 1);
             barrier_init(s.weight_empty[i], 8);
         }
-        barrier_init(*s.lead, 4);
+        for (int i = 0; LANDING_BOX && i < LANDING_STAGES; ++i) barrier_init(s.landed_full[i], 1);
         barrier_init_done();
     }
     __syncthreads();

@@ -36,6 +36,13 @@ LARGE_CASES = [
     Case(3, 64, 96, (1, 152), (1, 10), (1, 5)),
     Case(2, 33, 70, (3, 64), (1, 16), (1, 8), (0, 4)),
 ]
+# Images that are whole boxes of a tensor map, or patches.
+BOX_CASES = [
+    Case(5, 200, 130, (8, 8), (2, 2), (2, 2)),
+    Case(3, 72, 70, (16, 48), (2, 4), (2, 4)),
+    Case(7, 128, 128, (4, 16), (3, 2), (3, 2), groups=2),
+    Case(2, 64, 40, (32, 64), (1, 1), (1, 1)),
+]
 NUMERICS = {
     "ieee": (torch.float32, "ieee"),
     "tf32": (torch.float32, "tf32"),
@@ -73,7 +80,10 @@ class Run:
         channels_last, chosen = self.layout == "channels_last", []
         for direction in DIRECTIONS:
             found = [*fused_plan.plans_of(config.problem, direction, config.dtype.itemsize, split, channels_last)]
-            for kind in ([plan for plan in found if plan.landing], [plan for plan in found if not plan.landing]):
+            kinds = {}
+            for plan in found:
+                kinds.setdefault((plan.landing, plan.landing_box, plan.boxed), []).append(plan)
+            for kind in kinds.values():
                 chosen += Random(str(self)).sample(kind, min(2, len(kind)))
         return chosen
 
@@ -87,7 +97,7 @@ RUNS = [
 ]
 RUNS += [
     Run(case, numerics, layout, others=True)
-    for case in (*TILED_CASES[:7], *LARGE_CASES)
+    for case in (*TILED_CASES[:7], *LARGE_CASES, *BOX_CASES)
     for numerics in ("ieee", "tf32", "float16")
     for layout in FORMATS
 ]

@@ -337,7 +337,8 @@ def landing_plan(seed):
             size = (random.randint(1, 4), random.choice((64, 72, 100, 136, 200)))
             problem = replace(problem, input_size=size, batch=random.randint(1, 2))
         arguments = problem, random.choice(DIRECTIONS), *random.choice(PRECISIONS), False
-        found = [plan for plan in plans_of(*arguments) if plan.landing] if min(problem.output_size) > 0 else []
+        found = [*plans_of(*arguments)] if min(problem.output_size) > 0 else []
+        found = [plan for plan in found if plan.landing and not plan.landing_box]
     strips = random.choice(sorted({plan.strips for plan in found}))
     return random.choice([plan for plan in found if plan.strips == strips])
 
@@ -471,6 +472,56 @@ def test_runs_of_outputs_are_aligned(plan):
     assert behind % vector == 0
 
 
+# Boxes of tensor maps
+
+
+@functools.cache
+def box_plan(seed):
+    """Any plan whose inputs come, or land, as boxes."""
+    random, found = Random(seed), []
+    while not found:
+        groups, stride = random.choice((1, 1, 2)), (random.randint(1, 3), random.randint(1, 4))
+        problem = Problem(
+            batch=random.randint(1, 5),
+            in_channels=groups * random.choice((8, 20, 32, 64, 72, 128)),
+            out_channels=groups * random.choice((1, 8, 20, 64, 130)),
+            groups=groups,
+            input_size=(random.randint(1, 16), random.choice((2, 4, 8, 16, 24, 64))),
+            kernel_size=(random.randint(1, stride[0]), random.randint(1, stride[1])),
+            stride=stride,
+        )
+        plans = plans_of(problem, "forward", *random.choice(PRECISIONS), False)
+        found = [plan for plan in plans if plan.boxed or plan.landing_box]
+    return random.choice(found)
+
+
+def test_box_plans_are_of_all_kinds():
+    found = [box_plan(seed) for seed in range(EXAMPLES)]
+    assert {plan.boxed for plan in found} == {True, False}
+    assert {plan.box_blocks > 1 for plan in found if plan.boxed} == {True, False}
+    assert {plan.problem.groups > 1 for plan in found} == {True, False}
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_boxes_are_what_a_tensor_map_takes_and_hold_the_inputs_of_a_tile(seed):
+    plan = box_plan(seed)
+    itemsize, sizes, strides, box, swizzled = fused._boxes(plan)
+    pixels, per_image = math.prod(plan.input_size), plan.strip_rows * plan.pitch
+    assert per_image == pixels
+    assert all(stride % 16 == 0 < stride for stride in strides)
+    assert 0 < max(box) <= 256
+    assert math.prod(sizes) == plan.problem.batch * plan.problem.in_channels * pixels
+    assert swizzled == plan.boxed == (box[0] * itemsize == 128 and plan.boxed)
+    assert box[1] == (plan.units if plan.boxed else plan.landing_units) * 16 // itemsize
+    if plan.problem.groups > 1:  # nothing of the next group
+        assert plan.in_channels % box[1] == 0
+    stretch = box[0] * box[2]
+    assert plan.tile % stretch == 0
+    for first in range(0, plan.tiles * plan.tile, stretch):
+        assert first * itemsize % 16 == 0
+        assert first // pixels == (first + stretch - 1) // pixels  # all of it is of one image, or of none
+
+
 # Stages
 
 
@@ -481,14 +532,18 @@ def test_stages_fit_shared_memory(plan):
     patch_units = parts * macros["UNITS"] * macros["UNIT_PITCH"]
     weight_units = parts * macros["UNITS"] * macros["WARPGROUPS_M"] * 64
     stages = macros["PATCH_STAGES"] * patch_units + macros["WEIGHT_STAGES"] * weight_units
-    barriers = 2 * (macros["PATCH_STAGES"] + macros["WEIGHT_STAGES"]) + 1
+    barriers = 2 * (macros["PATCH_STAGES"] + macros["WEIGHT_STAGES"])
     places, outputs = 2 * (macros["PATCH"] * planes // macros["WIDE"]), 0
     if macros["STAGED"]:
         inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: macros["BLOCKS"]}[macros["PAIRING"]]
         line = inner * (32 // inner if inner <= 2 else 8) + (16 if inner == 2 else 8)
         outputs = 8 * (macros["BLOCKS"] * 2 // inner * 8) * line
-    landing = macros["LANDING_STAGES"] * macros["LANDING_UNITS"] * (16 // plan.itemsize) * plan.pieces
-    place_bytes = 4 if plan.landing else 8
+    landed = plan.patch * plan.itemsize // 16 if plan.landing_box else plan.pieces  # of a channel
+    landing = macros["LANDING_STAGES"] * macros["LANDING_UNITS"] * (16 // plan.itemsize) * landed
+    if plan.landing_box:  # has a barrier for each stage, and begins at a multiple of 128 bytes
+        barriers += macros["LANDING_STAGES"] + 112 // 8
+        assert landing * 16 % (128 * macros["LANDING_STAGES"]) == 0
+    place_bytes = 0 if plan.boxed else 4 if plan.landing else 8
     needed = (stages + landing) * 16 + outputs * plan.itemsize + barriers * 8 + places * place_bytes
     assert needed == macros["SHARED_BYTES"] <= SHARED_BYTES
     assert SHARED_BYTES == 227 << 10  # of a block of sm_90
@@ -498,6 +553,9 @@ def test_stages_fit_shared_memory(plan):
     assert macros["PATCH"] * planes <= macros["UNIT_PITCH"]
     assert macros["PATCH_STAGES"] >= 2
     assert macros["WEIGHT_STAGES"] >= (1 if macros["RESIDENT"] else 2)
+    if plan.boxed:
+        assert patch_units * 16 % 1024 == 0
+        return
     # Eight threads that store side by side have the units of some spots.
     spots = range(8 // plan.units)
     assert {(unit * plan.unit_pitch + spot) % 8 for unit in range(plan.units) for spot in spots} == {*range(8)}
@@ -526,18 +584,6 @@ def test_blocks_take_every_tile_once_and_keep_their_set_where_weights_stay(plan)
         if plan.resident:
             assert blocks % sets == 0
             assert plan.stages[1] >= max(plan.set_steps) * plan.chunks
-
-
-@each_plan
-def test_stages_hold_the_steps_by_which_a_warpgroup_is_ahead(plan):
-    """Only both warpgroups together give a stage back; after its first item the one that is ahead no longer waits."""
-    patches, weights = plan.stages
-    for block in range(0, len(plan.steps), plan.blocks):
-        steps = sum(map(len, plan.steps[block : block + plan.blocks]))  # of a chunk
-        ahead = min(plan.lead, steps * plan.chunks)
-        assert ahead <= weights
-        assert ahead <= steps * patches
-        assert steps > 0 or plan.lead == 0
 
 
 @each_plan

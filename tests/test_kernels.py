@@ -66,8 +66,15 @@ FUSED_PATHS = {
     "pairs_of_inputs_of_a_cell": lambda plan: plan.wide == 2 and plan.unit[1] == 2,
     "widest": lambda plan: plan.columns * plan.blocks == 256,
     "rows_of_a_cell": lambda plan: plan.blocks > 2,
+    "boxed": lambda plan: plan.boxed,
+    "boxed_patches": lambda plan: plan.boxed and plan.box_blocks > 1,
+    "boxed_blocks": lambda plan: plan.boxed and plan.box_blocks == 1 and plan.tile > 64,
+    "boxed_positions_shared": lambda plan: plan.boxed and plan.warpgroups_m == 1,
+    "boxed_rows_shared": lambda plan: plan.boxed and plan.warpgroups_m == 2,
     "landing": lambda plan: plan.landing,
     "landing_whole_images": lambda plan: plan.landing and plan.whole_images,
+    "landing_box": lambda plan: plan.landing_box,
+    "landing_whole_images_in_pieces": lambda plan: plan.landing and plan.whole_images and not plan.landing_box,
     "landing_partial_pieces": lambda plan: plan.landing and plan.partial_pieces,
     "landing_strips": lambda plan: plan.landing and plan.strips > 1,
     "landing_cells_of_several_inputs": lambda plan: plan.landing and plan.unit > (1, 1),
@@ -236,24 +243,50 @@ FUSED_RUNS += [
             ("landing_beside_most_sums", "contiguous", Case(2, 20, 40, (16, 16), (2, 2), (2, 2))),
             ("landing_more_pieces_than_loaders", "contiguous", Case(2, 20, 24, (4, 200), (3, 3), (1, 1), (1, 1))),
             ("landing_cells_of_several_inputs", "contiguous", Case(2, 40, 8, (6, 24), (3, 3), (1, 1), (1, 1))),
+            ("landing_box", "contiguous", Case(3, 20, 40, (8, 16), (2, 2), (2, 2))),
+            ("landing_box", "contiguous", Case(5, 36, 40, (4, 16), (2, 2), (2, 2))),
+            ("landing_box", "contiguous", Case(3, 64, 48, (8, 16), (1, 3), (1, 3), groups=2)),
+            ("landing_whole_images_in_pieces", "contiguous", Case(3, 20, 40, (6, 12), (3, 2), (1, 2), (1, 0))),
         ]
     )
 ]
 FUSED_RUNS += [Run("fused", CHANNELS, torch.bfloat16, layout) for layout in FORMATS]
+FUSED_RUNS += [
+    Run("fused", case, (torch.float16, torch.bfloat16)[i % 2], "contiguous", i % 2, choice=path)
+    for i, (path, case) in enumerate(
+        [
+            ("boxed", Case(3, 20, 40, (4, 16), (2, 2), (2, 2))),
+            ("boxed", Case(5, 128, 48, (8, 8), (1, 1), (1, 1), groups=2)),
+            ("boxed_patches", Case(3, 36, 40, (16, 16), (2, 2), (2, 2))),
+            ("boxed_blocks", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
+            ("boxed_positions_shared", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
+            ("boxed_rows_shared", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
+        ]
+    )
+]
 
 
-def run_of_many_items(case, suits):
+def run_of_many_items(case, suits, columns=32):
     """A block with many items, chunks and steps, of the first plan of small tiles that suits."""
     plans = plans_of(problem_of(case), "forward", 2, False, False)
-    choice = next(plan for plan in plans if plan.columns == 32 and plan.units == 4 and suits(plan))
+    choice = next(plan for plan in plans if plan.columns == columns and plan.units == 4 and suits(plan))
     return Run("fused", case, torch.float16, multiprocessors=0, choice=choice)
 
 
 # Weights come again and again; inputs land.
 FUSED = run_of_many_items(Case(2, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: not plan.resident)
 FUSED_LANDED = run_of_many_items(Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1)), lambda plan: plan.landing)
+FUSED_LANDED_BOX = run_of_many_items(Case(3, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.landing_box)
+FUSED_BOXED = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
-FUSED_RUNS += [FUSED, FUSED_LANDED, FUSED_SPLIT, Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0)]
+FUSED_RUNS += [
+    FUSED,
+    FUSED_LANDED,
+    FUSED_LANDED_BOX,
+    FUSED_BOXED,
+    FUSED_SPLIT,
+    Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0),
+]
 # Sums of 864 products, which float32 as three products has to keep below the bar of float32.
 LONG_SUMS = Run("fused", Case(1, 96, 24, (5, 9), (3, 3), (1, 1), (1, 1)))
 FUSED_RUNS += [replace(LONG_SUMS, layout=layout) for layout in FORMATS]
@@ -597,10 +630,30 @@ MISTAKES = {
         emulator.Edit("common/fused_load.cuh", r"meet<1, LOADERS>\(\);", ""),
         "relative error",
     ),
+    "fused_boxes_not_waited_for": (
+        FUSED_BOXED,
+        emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.patch_full[^;]*;", ""),
+        "relative error|arrivals in a phase|never waited for",
+    ),
+    "fused_boxes_into_what_is_read": (
+        FUSED_BOXED,
+        emulator.Edit("common/fused_boxes.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "fused_boxes_of_other_images": (
+        FUSED_BOXED,
+        emulator.Edit("common/fused_boxes.cuh", r"block - image \* image_blocks", "block"),
+        "relative error",
+    ),
     "fused_landing_not_waited_for": (
         FUSED_LANDED,
-        emulator.Edit("common/fused_land.cuh", r"wait_for_groups<[^;]*;", ""),
+        emulator.Edit("common/fused_land.cuh", r"wait_for_groups<[^;]*;", ";"),
         "relative error",
+    ),
+    "fused_landing_box_not_waited_for": (
+        FUSED_LANDED_BOX,
+        emulator.Edit("common/fused_land.cuh", r"barrier_wait\(s\.landed_full[^;]*;", ";"),
+        "relative error|arrivals in a phase|never waited for",
     ),
     "fused_landing_waited_for_too_little": (
         FUSED_LANDED,
@@ -650,11 +703,6 @@ MISTAKES = {
         FUSED,
         emulator.Edit("fused_wgmma.cu", r"wgmma_finish\(sums[^;]*;", ";"),
         "a wgmma that was never waited for",
-    ),
-    "fused_leads_too_far": (
-        LONG_SUMS,
-        emulator.Edit("fused_wgmma.cu", r"\? LEAD", "? LEAD + 99"),
-        "deadlock: .* at an mbarrier",
     ),
     "fused_border_column": (
         FUSED,

@@ -5,6 +5,9 @@
 #include "common/index.cuh"
 #include "common/integers.cuh"
 #include "common/mbarrier.cuh"
+#if BOXED || LANDING_BOX
+#include "common/tensor_map.cuh"
+#endif
 #include "common/rows.cuh"
 #include "common/units.cuh"
 #include "common/unroll.cuh"
@@ -15,6 +18,9 @@
 #define PAIR_ROWS 2
 
 struct fused_params {
+#if BOXED || LANDING_BOX
+    tensor_map_t map;  // of the input: see fused_boxes.cuh, fused_land.cuh
+#endif
     const ELEMENT_T* __restrict__ input;
     const unit_t* __restrict__ packed;
     const ELEMENT_T* __restrict__ bias;  // or null
@@ -46,6 +52,7 @@ constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
 constexpr int kPlanes = UNIT_H * UNIT_W;
 constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
 constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with output channels of their own
+constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block; see fused_boxes.cuh
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
 static_assert(UNITS % 2 == 0 && PITCH % 2 == 0, "a step of wgmma is two units; a thread's two columns lie in one row");
 
@@ -78,8 +85,11 @@ constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.c
 // [LANDING_STAGES][kLandingChannels][kPieces], outputs [8 warps][kWarpOutputs], barriers, places [2][kSpots], in the landing
 // where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
-constexpr int kLandingUnits = kLandingChannels * kPieces;
-constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + 1;
+constexpr int kLandedChannel = LANDING_BOX ? PATCH * static_cast<int>(sizeof(ELEMENT_T)) : kPieces * 16;  // bytes
+constexpr int kLandingUnits = kLandingChannels * kLandedChannel / 16;
+// Boxes land at multiples of 128 bytes.
+constexpr int kLandingGap = LANDING_BOX ? 7 - (PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + 7) % 8 : 0;
+constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + (LANDING_BOX ? LANDING_STAGES : 0);
 // Neighbouring outputs of a thread, of a cell; see fused_store.cuh.
 constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
 // Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
@@ -87,11 +97,11 @@ constexpr int kLineCells = kInner <= 2 ? 32 / kInner : 8;
 constexpr int kLine = kLineCells * kInner + (kInner == 2 ? 16 : 8);
 constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
-static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + LANDING_STAGES * kLandingUnits) * 16 +
+static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + kLandingGap + LANDING_STAGES * kLandingUnits) * 16 +
               kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
-              2 * kSpots * static_cast<int>(LANDING_UNITS > 0 ? sizeof(int) : sizeof(index_t)) <= SHARED_BYTES,
+              (BOXED ? 0 : 2 * kSpots * static_cast<int>(LANDING_UNITS > 0 ? sizeof(int) : sizeof(index_t))) <= SHARED_BYTES,
               "the tile does not fit the shared memory of the launch");
-extern __shared__ __align__(128) unsigned char shared[];
+extern __shared__ __align__(1024) unsigned char shared[];
 
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
@@ -100,20 +110,20 @@ struct stages_t {
     unit_t* weights;
     unit_t* landing;
     ELEMENT_T* outputs;
-    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *lead;
+    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *landed_full;
     index_t* places;  // of a tile's spots in the input, twice
     int* landed;      // or where they land, in bytes, twice
 };
 
 __device__ __forceinline__ stages_t stages() {
     unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + PATCH_STAGES * kPatchUnits;
-    unit_t* landing = weights + WEIGHT_STAGES * kWeightUnits;
+    unit_t* landing = weights + WEIGHT_STAGES * kWeightUnits + kLandingGap;
     ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(landing + LANDING_STAGES * kLandingUnits);
     barrier_t* full = reinterpret_cast<barrier_t*>(outputs + 8 * kWarpOutputs);
     barrier_t* weight_full = full + 2 * PATCH_STAGES;
     index_t* places = reinterpret_cast<index_t*>(full + kBarriers);
     return {patches, weights, landing, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
-            full + kBarriers - 1, places, reinterpret_cast<int*>(places)};
+            weight_full + 2 * WEIGHT_STAGES, places, reinterpret_cast<int*>(places)};
 }
 
 /* A place in a ring of stages, and the parity of the round. */

@@ -8,6 +8,10 @@
  *
  *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][kRunPieces] of 16 bytes
  *
+ * Where patches are whole stretches of images, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to copy:
+ *
+ *   landing [LANDING_STAGES][LANDING_UNITS units of channels][PATCH] values
+ *
  * What is left of the image may be read from a piece before a run's first input: nobody uses it. Zeros land for the rest of
  * a run that is right of the image, and of a piece, where not all rows are whole pieces (PARTIAL_PIECES).
  */
@@ -74,6 +78,7 @@ __device__ __forceinline__ index_t place_of(const fused_params& p, const start_t
 
 /* Where a spot lands, in bytes. */
 __device__ __forceinline__ int landed_spot(const fused_params& p, const start_t& start, spot_t spot) {
+    if (LANDING_BOX) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
     const int row = spot.plane / UNIT_W, position = start.skipped + spot.position;
     const int i = position / RUN_PITCH, column = position % RUN_PITCH;
     const run_t run = run_of(p, start.run + i, row);
@@ -152,6 +157,16 @@ struct own_pieces_t {
     }
 };
 
+/* Begins to copy the box of a landing whose channels begin with `first`. */
+__device__ __forceinline__ void copy_landing(
+    const fused_params& p, const item_t& item, unit_t* target, int first, barrier_t& landed) {
+#if LANDING_BOX
+    barrier_arrive_expecting(landed, kLandingUnits * 16);
+    const start_t start = start_of(p, item.tile);
+    copy_box(target, p.map, start.skipped, item.group * IN_CHANNELS + first, 0, start.run, landed);
+#endif
+}
+
 /* Spots that a loader makes units of: where they land, in bytes. */
 constexpr int kShares = kSpots * LANDING_UNITS, kTurns = ceil_div(kShares, LOADERS);
 constexpr bool kRoom = kProducerRegisters > 72;  // for what a thread has taken up, while it begins to copy
@@ -165,7 +180,7 @@ struct own_spots_t {
         #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) {
             const int share = thread + turn * LOADERS, spot = share % kSpots, unit = share / kSpots;
-            from[turn] = landed[spot] + unit * (kElements * kPieces * 16);
+            from[turn] = landed[spot] + unit * (kElements * kLandedChannel);
         }
     }
     /* Takes up what has landed for turns from `first` on. */
@@ -178,7 +193,7 @@ struct own_spots_t {
             const char* source = reinterpret_cast<const char*>(landing) + from[turn];
             #pragma unroll
             for (int e = 0; e < kElements; ++e)
-                values[k].channel[e] = *reinterpret_cast<const words_t<kSpotBytes>*>(source + e * kPieces * 16);
+                values[k].channel[e] = *reinterpret_cast<const words_t<kSpotBytes>*>(source + e * kLandedChannel);
         }
     }
     /* Lays it out as units of a patch. */
@@ -206,15 +221,18 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
     own_pieces_t pieces;
     own_spots_t spots;
     const auto place = [&] {
-        if (!begun.ended(p) && begun.landing == 0) pieces.place(p, begun.item, thread);
+        if (!LANDING_BOX && !begun.ended(p) && begun.landing == 0) pieces.place(p, begun.item, thread);
     };
     const auto begin = [&] {
         if (!begun.ended(p)) {
-            pieces.copy(p, s.landing + to.stage * kLandingUnits, begun.landing * kLandingChannels, thread);
+            unit_t* target = s.landing + to.stage * kLandingUnits;
+            const int first = begun.landing * kLandingChannels;
+            if (!LANDING_BOX) pieces.copy(p, target, first, thread);
+            else if (thread == 0) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
             begun.advance(p);
             to.advance();
         }
-        commit_copies();
+        if (!LANDING_BOX) commit_copies();
     };
     #pragma unroll 1
     for (int i = 1; i < LANDING_STAGES; ++i) {
@@ -230,7 +248,8 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
             tables.advance();
         }
         place();
-        wait_for_groups<LANDING_STAGES - 2>();
+        if (LANDING_BOX) barrier_wait(s.landed_full[from.stage], from.parity);
+        else wait_for_groups<LANDING_STAGES - 2>();
         meet<1, LOADERS>();
         if (read.landing == 0) spots.place(landed, thread);
         const unit_t* landing = s.landing + from.stage * kLandingUnits;

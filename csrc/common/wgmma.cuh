@@ -7,6 +7,12 @@
  *
  *   r / 8 * stride_bytes + k / 16 * leading_bytes + r % 8 * 16 + k % 16
  *
+ * B of 16-bit values may lie the other way round, as columns of a value of K (SWIZZLED), 64 of them in a line of 128 bytes
+ * whose pieces of 16 bytes are in another order: piece i of line j is at i ^ j % 8, where line 0 begins at a multiple of 1024
+ * bytes. Column c, value k is in piece c % 64 / 8 of line k % 8 of
+ *
+ *   c / 64 * leading_bytes + k / 8 * stride_bytes
+ *
  * With w = warp % 4, g = lane / 4, t = lane % 4 a thread's d[4j + 2h + e] is row 16w + g + 8h, column 8j + 2t + e.
  *
  * Products run while the threads go on:
@@ -20,13 +26,17 @@
 
 #include "common/numeric.cuh"
 
-/* Where a matrix lies: bits 0-13 address, 16-29 leading bytes, 32-45 stride bytes, all in units of 16; no swizzle. */
+/* Where a matrix lies: bits 0-13 address, 16-29 leading bytes, 32-45 stride bytes, all in units of 16; bit 62 swizzled. */
 using matrix_t = unsigned long long;
 
 __device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     const unsigned low = (address >> 4 & 0x3fff) | static_cast<unsigned>(leading_bytes) >> 4 << 16;
     return static_cast<matrix_t>(static_cast<unsigned>(stride_bytes) >> 4) << 32 | low;
+}
+
+__device__ __forceinline__ matrix_t swizzled_matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
+    return matrix_of(shared, leading_bytes, stride_bytes) | 1ull << 62;
 }
 
 /* The same matrix so many bytes (a multiple of 16) further on. */
@@ -49,7 +59,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COUNT]);
 
 /* Begin D = A B, plus D where `accumulate` is not 0. T is half_t, bfloat16_t or float, N a multiple of 32 up to 256. */
-template <typename T, int N>
+template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate);
 
 /* The registers that a thread of the warpgroup may have from here on: more, once others gave some up, or fewer. */
@@ -83,9 +93,9 @@ template <int REGISTERS> __device__ __forceinline__ void registers_down() {
 #define SUMS_256 SUMS_224, SUMS_16(112)
 
 // A, B and ACCUMULATE: numbers of the operands after those of d. LAST: 0, 0 says that both matrices are K-major.
-#define WGMMA_OF(T, N, KIND, LAST, A, B, ACCUMULATE)                                                               \
-    template <>                                                                                                    \
-    __device__ __forceinline__ void wgmma<T, N>(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) {       \
+#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, A, B, ACCUMULATE)                                                         \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) { \
         asm volatile("{\n"                                                                                         \
                      ".reg .pred sum;\n"                                                                           \
                      "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                     \
@@ -93,10 +103,12 @@ template <int REGISTERS> __device__ __forceinline__ void registers_down() {
                      ";\n}"                                                                                        \
                      : SUMS_##N : "l"(a), "l"(b), "r"(accumulate));                                                \
     }
-#define WGMMA(N, ...)                                                   \
-    WGMMA_OF(half_t, N, "k16.f32.f16.f16", ", 0, 0", __VA_ARGS__)       \
-    WGMMA_OF(bfloat16_t, N, "k16.f32.bf16.bf16", ", 0, 0", __VA_ARGS__) \
-    WGMMA_OF(float, N, "k8.f32.tf32.tf32", "", __VA_ARGS__)
+#define WGMMA(N, ...)                                                          \
+    WGMMA_OF(half_t, N, false, "k16.f32.f16.f16", ", 0, 0", __VA_ARGS__)       \
+    WGMMA_OF(half_t, N, true, "k16.f32.f16.f16", ", 0, 1", __VA_ARGS__)        \
+    WGMMA_OF(bfloat16_t, N, false, "k16.f32.bf16.bf16", ", 0, 0", __VA_ARGS__) \
+    WGMMA_OF(bfloat16_t, N, true, "k16.f32.bf16.bf16", ", 0, 1", __VA_ARGS__)  \
+    WGMMA_OF(float, N, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)
 
 WGMMA(32, 16, 17, 18)
 WGMMA(64, 32, 33, 34)

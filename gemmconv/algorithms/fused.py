@@ -9,12 +9,14 @@ For layers whose work is arithmetic. The same kernel computes input gradients; w
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 
 import torch
 
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, PHASE_BASE, SHARED_BYTES, Plan, plan_of
+from gemmconv.algorithms.fused_plan import BLOCK_POSITIONS, MULTIPROCESSORS, PHASE_BASE, SHARED_BYTES, Plan, plan_of
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
@@ -24,7 +26,7 @@ _HOPPER = (9, 0)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
-_WEIGHT_RATE = 2e12  # bytes a second, of laying weights out
+_WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
@@ -41,6 +43,16 @@ FusedParams = params_struct(
     ),
     ("by_strips", "by_strip_rows", "by_strip_tiles", "by_sets"),
 )
+
+
+class FusedBoxedParams(ctypes.Structure):
+    """The mirror of the kernel's params where inputs come as boxes: a tensor map before the others, aligned like it."""
+
+    _fields_ = (
+        ("map", ctypes.c_ulonglong * 16),
+        ("others", FusedParams),
+        ("padding", ctypes.c_char * (-ctypes.sizeof(FusedParams) % 64)),
+    )
 
 
 def plan_for(config: Config, direction: Direction) -> Plan | None:
@@ -96,10 +108,12 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "RUN_PITCH": plan.run_pitch,
         "WHOLE_IMAGES": int(plan.whole_images),
         "PARTIAL_PIECES": int(plan.partial_pieces),
+        "BOXED": int(plan.boxed),
+        "BOX_BLOCKS": plan.box_blocks,
+        "LANDING_BOX": int(plan.landing_box),
         "LANDING_UNITS": plan.landing_units,
         "LANDING_STAGES": plan.landing_stages,
         "WIDE": plan.wide,
-        "LEAD": plan.lead,
         "LOADERS": plan.loaders,
         "LOADED_WORDS": plan.loaded_words,
         "SHARED_BYTES": plan.shared_bytes,
@@ -135,6 +149,7 @@ def prepare_input_grad(config: Config, plan: Plan) -> Gradient:
 
 def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shape4) -> Forward:
     """Prepare outputs gathered from inputs."""
+    from gemmconv.runtime import tensor_map
     from gemmconv.runtime.launch import load
 
     p, shared_bytes = config.problem, plan.shared_bytes
@@ -147,6 +162,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     pack_grid = _weights_grid(plan)
     items, packed_bytes, threads = plan.items, plan.packed_bytes, plan.loaders + _OTHER_THREADS
     blocks_on = functools.cache(plan.blocks_on)
+    boxes = _boxes(plan) if plan.boxed or plan.landing_box else None
     sizes = (
         *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles, sets * p.groups)),
         *(p.batch, p.groups, *plan.input_size, *plan.output_size),
@@ -165,10 +181,14 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
         weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr())
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
-        addresses = (input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr())
+        params: ctypes.Structure = FusedParams(
+            input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr(), *sizes
+        )
+        if boxes is not None:
+            params = FusedBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), params)
         multiprocessors = _multiprocessors(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
         grid = (blocks_on(multiprocessors), 1, 1)
-        kernel.launch(grid, (threads, 1, 1), FusedParams(*addresses, *sizes), shared_bytes, overlaps=True)
+        kernel.launch(grid, (threads, 1, 1), params, shared_bytes, overlaps=True)
         return output
 
     return call
@@ -226,6 +246,22 @@ def _own_plan(config: Config, direction: Direction) -> Plan | None:
     """The plan for a pass that the kernel computes, None where gemm_col2im does."""
     plan = None if direction == "weight_grad" else plan_for(config, direction)
     return None if plan is None or _too_large(plan) else plan
+
+
+def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, bool]:
+    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
+
+    The input is [positions][channels][blocks of positions][images] where products read it as it comes, with one block
+    otherwise.
+    """
+    p, pixels = plan.problem, math.prod(plan.input_size)
+    channels, positions, units = plan.in_channels * p.groups, pixels, plan.landing_units
+    if plan.boxed:
+        positions, units = BLOCK_POSITIONS, plan.units
+    sizes = positions, channels, pixels // positions, p.batch
+    strides = pixels * plan.itemsize, positions * plan.itemsize, channels * pixels * plan.itemsize
+    box = (positions if plan.boxed else plan.patch), units * plan.element_units, plan.box_blocks, 1
+    return plan.itemsize, sizes, strides, box, plan.boxed
 
 
 def _weights_grid(plan: Plan) -> tuple[int, int, int]:

@@ -27,6 +27,10 @@ _PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits ea
 _LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possible, and that a stage has at most
 _MOST_LANDINGS = 6
 _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
+# Stages of inputs, and the fewest of weights that come again and again beside them.
+_STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 2}
+_BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
+BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
@@ -51,7 +55,10 @@ _TWO_STAGES_FACTOR = 1.07  # where loads have only two stages to go to
 _FEW_STAGES_FACTOR = 1.11  # of all that an item takes, where weights that come again and again have few as well
 # Inputs that land: of an item and a landing; of a turn of copies, and of taking up; of a byte.
 _ITEM_CYCLES, _LANDING_CYCLES, _COPY_CYCLES, _LANDED_BYTE_CYCLES = 608, 355, 18.6, 0.0234
+_LANDING_BOX_FACTOR = 0.5
 _TURN_CYCLES = {(2, 1): 65, (4, 1): 64, (4, 2): 137}
+# Inputs that come as boxes: of a box, and of a byte.
+_BOX_CYCLES, _BOX_BYTE_CYCLES, _BOXED_OVERLAP = 250, 0.03, 1.4
 _FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
 _WEIGHT_CYCLES = 0.0051  # of a byte
 _STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
@@ -94,6 +101,7 @@ class Plan:
         strips: into how many strips an image is cut.
         wide: inputs beside each other in a row that are taken together.
         landing: whether inputs land in shared memory as they lie in memory.
+        boxed: whether they come as boxes of a tensor map, straight to where products read them.
         loaders: threads that load inputs, 96 or 224.
     """
 
@@ -112,6 +120,7 @@ class Plan:
     strips: int
     wide: int
     landing: bool
+    boxed: bool
     loaders: int
 
     # Phases and output channels: the left sides.
@@ -340,6 +349,8 @@ class Plan:
     @property
     def unit_pitch(self) -> int:
         """Positions from one unit of a patch to the next: neighbouring units begin in different banks."""
+        if self.boxed:
+            return self.patch
         positions, apart = self.patch * math.prod(self.unit), 8 // self.units
         return positions + (apart - positions) % 8
 
@@ -373,7 +384,28 @@ class Plan:
         tiles = self.tiles if self.strips == 1 else self.strip_tiles * self.strips * self.problem.batch
         return tiles * self._sets
 
-    # What lands.
+    # What comes as boxes, or lands.
+
+    @property
+    def may_be_boxed(self) -> bool:
+        """Whether products can read inputs as they lie in memory: nothing is shifted, and images are whole blocks."""
+        blocks = math.prod(self.input_size) % BLOCK_POSITIONS == 0
+        return self.itemsize == 2 and not self.channels_last and self._unshifted and blocks
+
+    @property
+    def _unshifted(self) -> bool:
+        """Whether each cell sees the input at its own place alone, and positions are those of images alone."""
+        return self.whole_images and self.places == (0, 0) and self.strip_rows == self.input_size[0]
+
+    @property
+    def _whole_chunks(self) -> bool:
+        """Whether a chunk has no channels of another group."""
+        return self.problem.groups == 1 or self.in_channels % (self.units * self.element_units) == 0
+
+    @property
+    def box_blocks(self) -> int:
+        """Blocks of a box: those of a patch, or one where patches may go from one image to the next, or inputs land."""
+        return self.tile // BLOCK_POSITIONS if self.boxed and math.prod(self.input_size) % self.tile == 0 else 1
 
     @property
     def may_land(self) -> bool:
@@ -400,6 +432,13 @@ class Plan:
         return self.unit[0] * (-(-self.patch * self.unit[1] // self.element_units) + 2 * runs - 1)
 
     @cached_property
+    def landing_box(self) -> bool:
+        """Whether what lands is a box of a tensor map: a stretch of one image."""
+        pixels = math.prod(self.input_size)
+        stretch = self._unshifted and pixels % self.tile == 0 and self.tile <= _LONGEST_BOX
+        return self.landing and stretch and self._whole_chunks
+
+    @cached_property
     def landing_units(self) -> int:
         """Units of channels that land together, 0 where none do."""
         if not self.landing:
@@ -410,6 +449,8 @@ class Plan:
     @property
     def _landed_bytes(self) -> int:
         """Bytes of a unit of channels where it lands."""
+        if self.landing_box:
+            return self.element_units * self.patch * self.itemsize
         return self.element_units * self.pieces * _UNIT_BYTES
 
     @property
@@ -497,26 +538,30 @@ class Plan:
 
     @property
     def _other_bytes(self) -> int:
-        """Bytes beside the stages: a barrier, places of inputs, what lands, outputs that are turned round."""
+        """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
         lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
         line = {1: 40, 2: 48}.get(self.inner, 8 * self.inner + 8)
         outputs = 8 * lines * line * self.itemsize
+        if self.boxed:
+            return outputs
         if self.landing:
             places = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
+            if self.landing_box:
+                places += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
         else:
             places = self.spots * _PLACE_BYTES
-        return _BARRIER_BYTES + places + outputs
+        return places + outputs
 
     @cached_property
     def stages(self) -> Pair | None:
-        """Stages of inputs and of weights; None where two and three do not fit."""
+        """Stages of inputs and of weights; None where the fewest do not fit."""
         most = max(self.set_steps) * self.chunks
-        for patches in (4, 3, 2):
+        for patches, least in (_BOXED_STAGES if self.boxed else _STAGES).items():
             left = SHARED_BYTES - self._other_bytes - patches * (self.patch_bytes + 2 * _BARRIER_BYTES)
             weights = left // (self.weight_bytes + 2 * _BARRIER_BYTES)
             if weights >= most and self._sets <= MULTIPROCESSORS:
                 return patches, max(1, most)
-            if weights >= {4: _MOST_STAGES, 3: 8, 2: 3}[patches]:
+            if weights >= least:
                 return patches, min(_MOST_STAGES, weights)
         return None
 
@@ -544,15 +589,6 @@ class Plan:
         return stages + self._other_bytes
 
     @property
-    def lead(self) -> int:
-        """Steps by which one warpgroup is ahead of the other: fewer than stages hold, or both would wait for ever."""
-        assert self.stages is not None
-        patches, weights = self.stages
-        item = min(self.set_steps) * self.chunks
-        held = min(item if self.resident else weights, (patches - 1) * min(self.set_steps))
-        return max(0, min(held - 1, item // 2))
-
-    @property
     def packed_bytes(self) -> int:
         """Bytes of the weights as they are laid out."""
         matrices = sum(map(len, self.steps)) * self.channel_sets * self.chunks * self.problem.groups
@@ -561,10 +597,15 @@ class Plan:
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
+        if self.boxed:
+            loads = self.loaders == _FEW_LOADERS and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
+        else:
+            words = min(self.loaded_words, self._load_registers // 3)
+            loads = self._sums > 96 if self.loaders == _FEW_LOADERS else self.columns <= _MOST_COLUMNS
+            loads = loads and (self.landing or self._unit_words <= words)
         return (
-            (self.blocks + self.split) * self.columns <= _WIDEST
-            and (self._sums > 96 if self.loaders == _FEW_LOADERS else self.columns <= _MOST_COLUMNS)
-            and (self.landing or self._unit_words <= min(self.loaded_words, self._load_registers // 3))
+            loads
+            and (self.blocks + self.split) * self.columns <= _WIDEST
             and self.span[1] <= PHASE_BASE
             and 2 * sum(map(len, self.steps)) + (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
             and self.stages is not None
@@ -583,7 +624,7 @@ class Plan:
         multiplied = products * (self.columns * _COLUMN_CYCLES[self.split] + _PRODUCT_CYCLES)
         multiplied = 2 * steps * (multiplied + _STEP_CYCLES[self.split])
         multiplied *= (_MANY_BLOCKS_FACTOR if self.blocks > 2 else 1) * (_LANDING_FACTOR if self.landing else 1)
-        loaded = self._landing_cycles if self.landing else self._loading_cycles
+        loaded = self._boxed_cycles if self.boxed else self._landing_cycles if self.landing else self._loading_cycles
         if not self.resident:
             loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
         outputs = 2 * self.blocks * self.columns * _BLOCK_ROWS
@@ -596,7 +637,7 @@ class Plan:
             inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
             loaded = (loaded + inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
             stored = (stored + outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
-        overlap = _OVERLAP[self.landing]
+        overlap = _BOXED_OVERLAP if self.boxed else _OVERLAP[self.landing]
         item = (multiplied**overlap + loaded**overlap + stored**overlap) ** (1 / overlap)
         assert self.stages is not None
         if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
@@ -616,15 +657,22 @@ class Plan:
         return cycles * (_TWO_STAGES_FACTOR if self.stages[0] == 2 else 1)
 
     @property
+    def _boxed_cycles(self) -> float:
+        """Of bringing the inputs of an item as boxes."""
+        boxes = self.tile // BLOCK_POSITIONS // self.box_blocks
+        return self.chunks * max(boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
+
+    @property
     def _landing_cycles(self) -> float:
         """Of landing the inputs of an item and laying them out."""
         sharers = max(1, self.loaders // self.pieces)
         copies = -(-self.pieces // self.loaders) * -(-self.landing_units * self.element_units // sharers)
         turns = -(-self.spots * self.landing_units // self.loaders)
-        busy = copies * _COPY_CYCLES + turns * _TURN_CYCLES[self.itemsize, self.parts]
+        busy = (not self.landing_box) * copies * _COPY_CYCLES + turns * _TURN_CYCLES[self.itemsize, self.parts]
         busy *= _FEW_TURNS_FACTOR if self.loaders == _FEW_LOADERS else 1
         landings = self.chunks * self.units // self.landing_units
-        return _ITEM_CYCLES + landings * (_LANDING_CYCLES + busy + self.landing_bytes * _LANDED_BYTE_CYCLES)
+        copied = self.landing_bytes * _LANDED_BYTE_CYCLES * (_LANDING_BOX_FACTOR if self.landing_box else 1)
+        return _ITEM_CYCLES + landings * (_LANDING_CYCLES + busy + copied)
 
     @property
     def _sector_share(self) -> float:
@@ -698,7 +746,7 @@ def _plans_of(
     problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool, widths: tuple[int, ...]
 ) -> Iterator[Plan]:
     smallest = Plan(
-        problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, False, _MANY_LOADERS
+        problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, False, False, _MANY_LOADERS
     )
     channels = smallest.out_channels
     for multiple, slots, blocks in _left_sides(smallest.span[1], channels, channels_last):
@@ -706,33 +754,43 @@ def _plans_of(
         cells = left.cells[1]
         strips = {1, *(-(-cells // width) for width in widths if width < cells)}
         sides = [(1, 1)]
-        if slots == 1 and channels > _BLOCK_ROWS:
-            sides.append((2, 1))
         if len(left.phases) % (2 * blocks) == 0:
             both = replace(left, warpgroups_m=2, phase_sides=2)
             if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
-                sides.append((2, 2))
-        for strip, wide, landing in itertools.product(strips, _WIDES, (False, True)):
-            right = replace(left, strips=strip, wide=wide, landing=landing)
-            if not right.aligned or (wide == 1 and replace(right, wide=2).aligned):
-                continue
-            if landing and not (wide <= 2 and right.may_land):
-                continue
-            if not landing and itemsize == 2 and wide > 2 and right.may_land:
-                continue  # landing is faster
-            for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
-                range(32, _WIDEST // blocks + 1, 32), sides, _units(smallest), (_MANY_LOADERS, _FEW_LOADERS)
-            ):
-                plan = replace(
-                    right,
-                    columns=columns,
-                    warpgroups_m=warpgroups_m,
-                    phase_sides=phase_sides,
-                    units=units,
-                    loaders=loaders,
-                )
-                if plan.possible:
-                    yield plan
+                sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
+        if slots == 1 and channels > _BLOCK_ROWS:
+            sides.append((2, 1))
+        for strip in strips:
+            for right in _right_sides(replace(left, strips=strip)):
+                for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
+                    range(32, _WIDEST // blocks + 1, 32), sides, _units(smallest), (_MANY_LOADERS, _FEW_LOADERS)
+                ):
+                    plan = replace(
+                        right,
+                        columns=columns,
+                        warpgroups_m=warpgroups_m,
+                        phase_sides=phase_sides,
+                        units=units,
+                        loaders=loaders,
+                    )
+                    if plan.possible:
+                        yield plan
+
+
+def _right_sides(plan: Plan) -> Iterator[Plan]:
+    """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
+    boxed = replace(plan, boxed=True)
+    if boxed.may_be_boxed:
+        yield boxed
+    for wide, landing in itertools.product(_WIDES, (False, True)):
+        loaded = replace(plan, wide=wide, landing=landing)
+        if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):
+            continue
+        if landing and not (wide <= 2 and loaded.may_land):
+            continue
+        if not landing and plan.itemsize == 2 and wide > 2 and loaded.may_land:
+            continue  # landing is faster
+        yield loaded
 
 
 def _units(plan: Plan) -> tuple[int, ...]:

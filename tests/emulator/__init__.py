@@ -103,7 +103,7 @@ def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
         folder: where compiled kernels are kept.
         edit: a change of the sources to make first.
     """
-    from gemmconv.runtime import launch, sources
+    from gemmconv.runtime import launch, sources, tensor_map
 
     assert edit is None or edit.file not in TWINS, f"{edit.file} has a twin, which is compiled in its place"
 
@@ -121,13 +121,32 @@ def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
         return Kernel(builder, builder.kernel(source_name, macros, read), kernel_name, shared_bytes)
 
     builder = Builder(folder)
-    original = launch.load
+    original, encode = launch.load, tensor_map.encode
     _replace_everywhere(original, load)
+    tensor_map.encode = _tensor_map  # type: ignore[assignment]
     try:
         yield
     finally:
+        tensor_map.encode = encode
         _replace_everywhere(load, original)
         builder.close()
+
+
+def _tensor_map(
+    address: int,
+    itemsize: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool,
+) -> ctypes.Array:
+    """Stands in for gemmconv.runtime.tensor_map.encode; scheduler.cpp reads it."""
+    assert address % 16 == 0, "a misaligned tensor"
+    assert not any(stride % 16 for stride in strides), "strides of misaligned lines"
+    assert not swizzled or box[0] * itemsize == 128, "swizzled lines that have not 128 bytes"
+    assert max(box) <= 256, "a box that is too large"
+    assert box[0] * itemsize % 16 == 0, "a box of misaligned lines"
+    return (ctypes.c_ulonglong * 16)(address, *sizes, *strides, *box, itemsize, swizzled)
 
 
 def _replace_everywhere(old: object, new: object) -> None:

@@ -134,7 +134,9 @@ inline void emulator_mma(
 
 // What a source exports of its kernels; see build.py.
 template <typename P> void emulator_call(void (*kernel)(P), const void* params) {
-    kernel(*static_cast<const P*>(params));
+    P aligned;  // as the host's may not be
+    __builtin_memcpy(static_cast<void*>(&aligned), params, sizeof(P));
+    kernel(aligned);
 }
 template <typename P> constexpr unsigned long emulator_params_bytes(void (*)(P)) { return sizeof(P); }
 constexpr int emulator_most_threads(int threads, int /* blocks of a multiprocessor */ = 1) { return threads; }

@@ -11,6 +11,7 @@
  */
 #include "cuda.h"
 
+#include <deque>
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -86,7 +87,7 @@ struct bulk_copy_t {
 
 /* A wgmma of one thread: its part of D. */
 struct product_t {
-    int type, columns;
+    int type, columns, swizzled;
     float* d;
     unsigned long long a, b;
     bool accumulate;
@@ -141,6 +142,7 @@ alignas(1024) unsigned char static_shared[kStaticBytes + kMostArrays * (kGuardBy
 std::vector<shared_array_t> shared_arrays;
 std::vector<barrier_t> barriers;
 std::vector<bulk_copy_t> bulk_copies;  // to be done
+std::deque<std::vector<unsigned char>> boxes;  // that were copied from
 std::vector<step_t> steps[kMostThreads / kWarpgroup];
 
 uint32_t draw() {
@@ -304,6 +306,7 @@ void run_block() {
     shared_arrays.clear();
     barriers.clear();
     bulk_copies.clear();
+    boxes.clear();
     for (std::vector<step_t>& of_warpgroup : steps) of_warpgroup.clear();
     memset(emulator_dynamic_shared, kUnwritten, dynamic_bytes + kGuardBytes);
     static unsigned order[kMostThreads];
@@ -353,7 +356,7 @@ size_t barrier_at(const void* place) {
 
 // wgmma. A matrix is what csrc/common/wgmma.cuh says.
 
-constexpr unsigned long long kMatrixBits = 0x3fff'3fff'3fff;
+constexpr unsigned long long kMatrixBits = 0x3fff'3fff'3fff, kSwizzledBit = 1ull << 62;
 size_t address_of(unsigned long long matrix) { return (matrix & 0x3fff) * 16; }
 size_t leading_of(unsigned long long matrix) { return (matrix >> 16 & 0x3fff) * 16; }
 size_t stride_of(unsigned long long matrix) { return (matrix >> 32 & 0x3fff) * 16; }
@@ -391,6 +394,19 @@ template <int TYPE> struct piece_t {
     }
 };
 
+/* A column of a swizzled B, as one that is not. */
+struct swizzled_column_t {
+    unsigned char bytes[32];
+
+    swizzled_column_t(unsigned long long matrix, int column) {
+        for (int k = 0; k < 16; ++k) {
+            const size_t line = address_of(matrix) + column / 64 * leading_of(matrix) + k / 8 * stride_of(matrix) + k % 8 * 128;
+            const size_t piece = column % 64 / 8 ^ line / 128 % 8;
+            memcpy(bytes + 2 * k, emulator_dynamic_shared + line + piece * 16 + column % 8 * 2, 2);
+        }
+    }
+};
+
 /* A row of a matrix; of B, a column. */
 template <int TYPE> struct row_t {
     piece_t<TYPE> first, second;
@@ -414,7 +430,8 @@ template <int TYPE> void multiply(const product_t& product, int thread) {
     float* d = product.d;
     for (int column = thread % 4 * 2; column < product.columns; column += 8, d += 4)
         for (int e = 0; e < 2; ++e) {
-            const row_t<TYPE> other(product.b, column + e);
+            const row_t<TYPE> other = product.swizzled ? row_t<TYPE>(swizzled_column_t(product.b, column + e).bytes, 16)
+                                                       : row_t<TYPE>(product.b, column + e);
             for (int h = 0; h < 2; ++h)
                 d[2 * h + e] = (product.accumulate ? d[2 * h + e] : 0) + rows[h].times(other);
         }
@@ -434,6 +451,13 @@ void do_alike(const step_t& step) {
     std::vector<step_t>& of_warpgroup = steps[fiber.thread.index.x / kWarpgroup];
     if (fiber.steps == of_warpgroup.size()) of_warpgroup.push_back(step);
     if (of_warpgroup[fiber.steps++] != step) fail("a wgmma that the threads of a warpgroup do not all do alike");
+}
+
+void check_swizzled_matrix(unsigned long long matrix, int columns) {
+    if ((matrix & ~kMatrixBits) != kSwizzledBit) fail("%016llx for a swizzled matrix of wgmma", matrix);
+    if ((address_of(matrix) | leading_of(matrix) | stride_of(matrix)) % 1024 != 0) fail("a misaligned swizzled matrix");
+    if (address_of(matrix) + (columns - 1) / 64 * leading_of(matrix) + stride_of(matrix) + 1024 > dynamic_bytes)
+        fail("a matrix of wgmma past the end of shared memory");
 }
 
 void check_matrix(unsigned long long matrix, int rows) {
@@ -564,6 +588,35 @@ void emulator_bulk_copy(void* target, const void* source, int bytes, void* place
     else bulk_copies.push_back(bulk);
 }
 
+/* A box of a tensor map of tests/emulator/__init__.py: comes as a bulk copy does. */
+void emulator_copy_box(void* target, const void* map, int i, int j, int k, int l, void* place) {
+    const auto* words = static_cast<const unsigned long long*>(map);
+    const unsigned long long *sizes = words + 1, *strides = words + 5, *box = words + 8;
+    const size_t item = words[12], line_bytes = box[0] * item, lines = box[1] * box[2] * box[3];
+    const bool swizzled = words[13] != 0;
+    const auto* base = reinterpret_cast<const unsigned char*>(words[0]);
+    if ((static_cast<unsigned char*>(target) - emulator_dynamic_shared) % (swizzled ? 1024 : 128) != 0) fail("a misaligned box");
+    if (i * static_cast<long long>(item) % 16 != 0) fail("a box that begins between pieces of 16 bytes");
+    boxes.emplace_back(lines * line_bytes);
+    const long long first[4] = {i, j, k, l};
+    for (size_t line = 0; line < lines; ++line)
+        for (size_t e = 0; e < box[0]; ++e) {
+            const size_t offsets[4] = {e, line % box[1], line / box[1] % box[2], line / (box[1] * box[2])};
+            bool inside = true;
+            const unsigned char* element = base + (i + static_cast<long long>(e)) * item;
+            for (int axis = 0; axis < 4; ++axis) {
+                const long long at = first[axis] + static_cast<long long>(offsets[axis]);
+                inside &= at >= 0 && at < static_cast<long long>(sizes[axis]);
+                if (axis > 0) element += at * strides[axis - 1];
+            }
+            const size_t byte = e * item, piece = byte / 16 ^ (swizzled ? line % 8 : 0);
+            unsigned char* to = boxes.back().data() + line * line_bytes + piece * 16 + byte % 16;
+            if (inside) memcpy(to, element, item);
+            else memset(to, 0, item);
+        }
+    emulator_bulk_copy(target, boxes.back().data(), lines * line_bytes, place);
+}
+
 unsigned long long emulator_matrix(const void* shared, int leading_bytes, int stride_bytes) {
     const size_t address = static_cast<const unsigned char*>(shared) - emulator_dynamic_shared;
     if (address > dynamic_bytes) fail("a matrix of wgmma outside of dynamic shared memory");
@@ -581,14 +634,16 @@ void emulator_wgmma_fence() { current().fenced = true; }
 void emulator_wgmma_commit() { ++current().groups; }
 
 /* Happens at any time until the thread waits for it: here at once for odd warps, and in the end for even ones. */
-void emulator_wgmma(int type, int columns, float* d, unsigned long long a, unsigned long long b, int accumulate) {
+void emulator_wgmma(
+    int type, int columns, int swizzled, float* d, unsigned long long a, unsigned long long b, int accumulate) {
     fiber_t& fiber = current();
     do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), a, b, accumulate != 0});
+    if (swizzled) check_swizzled_matrix(b, columns);
     check_matrix(a, 64);
-    check_matrix(b, columns);
+    if (!swizzled) check_matrix(b, columns);
     if (!fiber.fenced) fail("a wgmma without wgmma_fence");
     const bool early = fiber.thread.index.x / 32 % 2;
-    fiber.products.push_back({type, columns, d, a, b, accumulate != 0, fiber.groups, early});
+    fiber.products.push_back({type, columns, swizzled, d, a, b, accumulate != 0, fiber.groups, early});
     if (early) fiber.products.back().run(fiber.thread.index.x);
 }
 

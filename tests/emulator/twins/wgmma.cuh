@@ -11,11 +11,14 @@ matrix_t emulator_advanced(matrix_t matrix, int bytes);
 void emulator_wgmma_fence();
 void emulator_wgmma_commit();
 void emulator_wgmma_wait(int pending);
-void emulator_wgmma(int type, int columns, float* d, matrix_t a, matrix_t b, int accumulate);
+void emulator_wgmma(int type, int columns, int swizzled, float* d, matrix_t a, matrix_t b, int accumulate);
 }
 
 __device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
     return emulator_matrix(shared, leading_bytes, stride_bytes);
+}
+__device__ __forceinline__ matrix_t swizzled_matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
+    return matrix_of(shared, leading_bytes, stride_bytes) | 1ull << 62;
 }
 __device__ __forceinline__ matrix_t advanced(matrix_t matrix, int bytes) { return emulator_advanced(matrix, bytes); }
 __device__ __forceinline__ void wgmma_fence() { emulator_wgmma_fence(); }
@@ -28,10 +31,11 @@ template <> constexpr int kEmulatorType<half_t> = EMULATOR_HALF;
 template <> constexpr int kEmulatorType<bfloat16_t> = EMULATOR_BFLOAT16;
 template <> constexpr int kEmulatorType<float> = EMULATOR_TF32;
 
-template <typename T, int N>
+template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) {
     static_assert(kEmulatorType<T> >= 0 && N % 32 == 0 && 0 < N && N <= 256, "no such wgmma");
-    emulator_wgmma(kEmulatorType<T>, N, d, a, b, accumulate);
+    static_assert(!SWIZZLED || sizeof(T) == 2, "only 16-bit values may lie the other way round");
+    emulator_wgmma(kEmulatorType<T>, N, SWIZZLED, d, a, b, accumulate);
 }
 
 template <int REGISTERS> __device__ __forceinline__ void registers_up() {

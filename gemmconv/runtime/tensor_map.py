@@ -1,0 +1,56 @@
+"""Tensor maps: what csrc/common/tensor_map.cuh copies boxes by."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+from cuda.bindings import driver
+
+_Opaque = ctypes.c_ulonglong * 16
+_TYPES = {
+    2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+    4: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+}
+_SWIZZLES = {
+    False: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+    True: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+}
+
+
+@lru_cache(maxsize=1024)
+def encode(
+    address: int, itemsize: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzled: bool
+) -> ctypes.Array[ctypes.c_ulonglong]:
+    """The map of a tensor and the boxes that are copied of it; tensor_map_t in C++.
+
+    It says where memory lies, nothing of what is there, so it may be kept.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        itemsize: bytes of an element, 2 or 4.
+        sizes: elements of each dimension, the innermost first.
+        strides: bytes from one element to the next, of all dimensions but the innermost; multiples of 16.
+        box: elements of a box, of each dimension, at most 256.
+        swizzled: whether boxes, whose lines then have 128 bytes, lie as csrc/common/wgmma.cuh says.
+
+    Raises:
+        RuntimeError: CUDA refuses them.
+    """
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        _TYPES[itemsize],
+        len(sizes),
+        address,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        _SWIZZLES[swizzled],
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise RuntimeError(f"a tensor map of {sizes}, strides {strides}, boxes {box} refused with {status.name}")
+    return _Opaque(*map(int, encoded.opaque))
