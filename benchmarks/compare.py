@@ -35,6 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 
 # A CPU measures a layer's forward pass in some tens of milliseconds below these.
 _CPU_FLOPS, _CPU_BYTES = 400_000_000, 32 << 20
+_SECOND_LOOK_MS = 0.05
 _QUICK_GPU = ("tf32", "bf16")
 
 
@@ -219,6 +220,7 @@ def _run(request: _Request) -> int:
         Ceilings(1.0, {}),
         request.effort,
         deadline=request.deadline,
+        second_look_ms=_SECOND_LOOK_MS if device.type == "cuda" and request.effort is not QUICK else float("inf"),
     )
     missing = files.missing(plan)
     if missing:
@@ -236,8 +238,8 @@ def _run(request: _Request) -> int:
                     continue
                 if files.is_new(part):
                     progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
-                files.add(row, part)
-                progress.step(f"{row.workload} {row.precision}", row.mode == "eager")
+                is_first = files.add(row, part)
+                progress.step(f"{row.workload} {row.precision}", is_first and row.mode == "eager")
                 if row.status in ("wrong", "failed"):
                     progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
         except DeviceLost as error:
@@ -341,14 +343,16 @@ class _Files:
         """Whether nothing of its device was added yet."""
         return part.device not in {device for _, device in self._runs}
 
-    def add(self, row: Row, part: Part) -> None:
-        """Add a row of a part, to the run of its device in the suite's file."""
+    def add(self, row: Row, part: Part) -> bool:
+        """Add a row of a part, to the run of its device in the suite's file; whether it is the first of its key."""
         run = self._runs.get((row.suite, part.device))
         if run is None:
             run = self._results[row.suite].begin(self._about, part.ceilings.as_dict())
             self._runs[row.suite, part.device] = run
         self._results[row.suite].add(replace(row, run=run))
+        is_first = row.key not in self._measured
         self._measured.add(row.key)
+        return is_first
 
     def save_all(self) -> None:
         """Write the files of all suites that have new rows."""

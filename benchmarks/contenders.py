@@ -57,6 +57,10 @@ class Lanes:
         for pool in self._pools:
             yield pool.submit(work).result()
 
+    def run_in(self, lane: int, work: Callable[[], T]) -> T:
+        """What the work gives in one of the threads."""
+        return self._pools[lane].submit(work).result()
+
 
 @contextmanager
 def torch_settings(precision: str, benchmark: bool = False, deterministic: bool = False) -> Iterator[None]:

@@ -61,6 +61,9 @@ class Plan:
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that need not be measured again, or None.
+        second_look_ms: eager rows that take longer are timed again once all of their workload and element type were,
+            and come again: what slows a device down for a while, or makes it take one of two speeds, seldom meets a
+            row twice, and the faster time counts.
     """
 
     device: torch.device
@@ -72,6 +75,7 @@ class Plan:
     run: int = 0
     deadline: float = math.inf
     done: Callable[[Key], Row | None] = _never
+    second_look_ms: float = math.inf
 
 
 def bar_of(name: str, precision: str, torch_errors: dict[str, float]) -> float:
@@ -107,6 +111,7 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
     for dtype in dict.fromkeys(PRECISIONS[precision] for precision in plan.precisions):
         precisions = [precision for precision in plan.precisions if PRECISIONS[precision] == dtype]
         bench = _Bench(workload, dtype, plan)
+        long: list[tuple[Row, Contender, int]] = []
         for precision in precisions:
             for contender in plan.contenders:
                 for direction in plan.directions:
@@ -115,15 +120,25 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     if time.monotonic() > plan.deadline:
                         return
                     visit = partial(bench.visit, contender, precision, direction)
-                    rows, failed = fastest_search(lanes.run(visit)) if contender.benchmark else (visit(), [])
+                    rows, failed, lane = fastest_search(lanes.run(visit)) if contender.benchmark else (visit(), [], 0)
                     yield from rows
+                    if (rows[0].median_ms or 0.0) > plan.second_look_ms:
+                        long.append((rows[0], contender, lane))
                     for row in (*rows, *failed):
                         if row.status == "failed":
                             _recover(plan.device, row)
+        for row, contender, lane in long:
+            if time.monotonic() > plan.deadline:
+                return
+            look = partial(bench.look_again, row, contender)
+            row = lanes.run_in(lane, look) if contender.benchmark else look()
+            yield row
+            if row.status == "failed":
+                _recover(plan.device, row)
 
 
-def fastest_search(searches: Iterator[list[Row]]) -> tuple[list[Row], list[Row]]:
-    """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel, and rows of others that failed.
+def fastest_search(searches: Iterator[list[Row]]) -> tuple[list[Row], list[Row], int]:
+    """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel, failed rows of others, and its lane.
 
     Of each search the eager row comes first, and decides. A search times each kernel once, so chance decides between
     close ones. Only short searches are made more than once; ``first_ms`` is that of the first, and ``reason`` says what
@@ -137,7 +152,7 @@ def fastest_search(searches: Iterator[list[Row]]) -> tuple[list[Row], list[Row]]
     bad = [row for rows in found if rows is not best for row in rows if row.status in ("wrong", "failed")]
     reason = "; ".join([best[0].reason, *(f"another search: {row.status}: {row.reason}" for row in bad)]).strip("; ")
     rows = [replace(best[0], first_ms=first.first_ms, reason=reason), *best[1:]]
-    return rows, [row for row in bad if row.status == "failed"]
+    return rows, [row for row in bad if row.status == "failed"], next(i for i, one in enumerate(found) if one is best)
 
 
 def expected_keys(workload: Workload, plan: Plan) -> list[Key]:
@@ -197,17 +212,31 @@ class _Bench:
     def visit(self, contender: Contender, precision: str, direction: str) -> list[Row]:
         """The rows of one contender and direction: the eager one first, then those of other modes."""
         row = replace(_row(self._workload, precision, contender, direction), run=self._plan.run)
+        with self._settings(contender, precision):
+            try:
+                return self._measure(row, contender)
+            except Exception as error:  # whatever breaks one row must not end the run; the row says what it was
+                return [_failed(row, error)]
+
+    def look_again(self, row: Row, contender: Contender) -> Row:
+        """The eager row of a contender, timed once more: the faster of both."""
+        assert row.median_ms is not None
+        with self._settings(contender, row.precision):
+            try:
+                times = time_run(self._run(contender, row.direction), self._device, self._plan.effort)
+            except Exception as error:  # as in visit
+                return _failed(row, error)
+        return _timed(row, times) if times.median < row.median_ms else row
+
+    @contextmanager
+    def _settings(self, contender: Contender, precision: str) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch_settings(precision, contender.benchmark, contender.deterministic))
             # Backward passes stay in this thread, whose cuDNN plans are meant.
             stack.enter_context(torch.autograd.grad_mode.set_multithreading_enabled(False))
             if self._device.type == "cuda":
                 stack.enter_context(torch.cuda.device(self._device))
-            try:
-                return self._measure(row, contender)
-            except Exception as error:  # whatever breaks one row must not end the run; the row says what it was
-                lines = str(error).splitlines() or [""]
-                return [replace(row, status="failed", reason=f"{type(error).__name__}: {lines[0]}"[:300])]
+            yield
 
     def _measure(self, row: Row, contender: Contender) -> list[Row]:
         problem, device, direction = self._problem, self._device, row.direction
@@ -330,8 +359,7 @@ class _Bench:
             try:
                 found = measure(blank, contender, run)
             except Exception as error:  # as in visit
-                lines = str(error).splitlines() or [""]
-                found = replace(blank, status="failed", reason=f"{type(error).__name__}: {lines[0]}"[:300])
+                found = _failed(blank, error)
             if found is not None:
                 rows.append(found)
         return rows
@@ -423,6 +451,13 @@ def _pass(
 
 def _timed(row: Row, times: Times) -> Row:
     return replace(row, median_ms=times.median, p20_ms=times.p20, p80_ms=times.p80, repeats=times.count)
+
+
+def _failed(row: Row, error: Exception) -> Row:
+    """A row that has no times, and says why."""
+    lines = str(error).splitlines() or [""]
+    reason = f"{type(error).__name__}: {lines[0]}"[:300]
+    return replace(row, status="failed", reason=reason, median_ms=None, p20_ms=None, p80_ms=None, repeats=None)
 
 
 def _badness(ratio: float) -> float:

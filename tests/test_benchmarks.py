@@ -241,6 +241,39 @@ def test_rows_have_errors_times_and_ratios():
         }[row.direction]
 
 
+def test_a_second_look_keeps_the_faster_time(monkeypatch):
+    """Rows that take long come again, those of cudnn.benchmark from the thread of their search."""
+    times, threads = iter([3.0, 0.4, 2.0, 1.0, 0.5, 5.0]), []
+
+    def time_run(run, device, effort):
+        run()
+        threads.append(threading.get_ident())
+        median = next(times)
+        return Times(median, median, median, 3)
+
+    monkeypatch.setattr(measure, "time_run", time_run)
+    contenders = [Contender("torch_nchw"), Contender("native", kind="gemmconv"), Contender("searched", benchmark=True)]
+    looked = plan(directions=("forward",), contenders=contenders, second_look_ms=0.5)
+    rows = list(measure.rows_of(custom(TINY), looked, Lanes()))
+    assert [(row.algorithm, row.median_ms) for row in rows] == [
+        *(("torch_nchw", 3.0), ("native", 0.4), ("searched", 2.0)),
+        *(("torch_nchw", 1.0), ("searched", 0.5)),
+    ]
+    assert threads[2] == threads[4] != threads[0]
+    never = replace(looked, second_look_ms=6.0, contenders=contenders[:1])
+    assert [row.median_ms for row in measure.rows_of(custom(TINY), never, Lanes())] == [5.0]
+
+
+def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
+    looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], second_look_ms=0.0)
+    monkeypatch.setattr(
+        measure._Bench, "look_again", lambda self, row, contender: measure._failed(row, OSError("lost"))
+    )
+    first, second = measure.rows_of(custom(TINY), looked, Lanes())
+    assert (first.key, first.status, second.status, second.median_ms) == (second.key, "ok", "failed", None)
+    assert second.reason == "OSError: lost"
+
+
 def test_latency_rows_have_calls_and_modules():
     workload = replace(custom(TINY), suite="latency")
     rows = list(measure.rows_of(workload, plan(contenders=[Contender("native", kind="gemmconv")]), Lanes()))
@@ -440,9 +473,10 @@ def searched(median_ms, first_ms, status="ok"):
 )
 def test_the_fastest_search_counts(searches, kept, made):
     left = iter([searched(*one) for one in searches])
-    rows, failed = measure.fastest_search(left)
+    rows, failed, lane = measure.fastest_search(left)
     assert [row.median_ms for row in rows] == [kept, kept]
     assert rows[0].first_ms == searches[0][1]  # what the first call cost
+    assert searches[lane][0] == kept
     assert len([*left]) == len(searches) - made
     others = [status for _, _, status in (one for one in searches[1:] if len(one) == 3)]
     assert [row.status for row in failed[:1]] == [status for status in others if status == "failed"]

@@ -1,5 +1,5 @@
-/* Loader of fused_wgmma.cu whose inputs need nothing done to them: values of 16 bits in NCHW that come as boxes of a tensor map,
- * straight to where products read them. One thread begins all copies.
+/* Loader of fused_wgmma.cu whose inputs need nothing done to them: values of 16 bits in NCHW that come as boxes of a tensor
+ * map, straight to where products read them. One thread begins all copies.
  *
  * The right side is positions of a channel, the other way round than elsewhere (see wgmma.cuh). So it is only for layers where
  * each cell sees the input at its own place alone, whose images are whole blocks of 64 positions:

@@ -8,7 +8,8 @@
  *
  *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][kRunPieces] of 16 bytes
  *
- * Where patches are whole stretches of images, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to copy:
+ * Where patches are whole stretches of images, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to
+ * copy:
  *
  *   landing [LANDING_STAGES][LANDING_UNITS units of channels][PATCH] values
  *

@@ -617,7 +617,8 @@ class Plan:
 
         Fitted to 1692 measured plans of 37 layers in three types (benchmarks.choices, H200): 21% off, as the root mean
         square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
-        mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up.
+        mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes
+        overlap with the rest; 56 plans of 7 layers: 8% off, the plans chosen 2% longer than the best.
         """
         products = self.units // 2 * (3 if self.split else 1)
         steps = sum(map(len, self.steps)) / self.phase_sets * self.chunks  # of an item

@@ -595,7 +595,8 @@ void emulator_copy_box(void* target, const void* map, int i, int j, int k, int l
     const size_t item = words[12], line_bytes = box[0] * item, lines = box[1] * box[2] * box[3];
     const bool swizzled = words[13] != 0;
     const auto* base = reinterpret_cast<const unsigned char*>(words[0]);
-    if ((static_cast<unsigned char*>(target) - emulator_dynamic_shared) % (swizzled ? 1024 : 128) != 0) fail("a misaligned box");
+    const size_t offset = static_cast<unsigned char*>(target) - emulator_dynamic_shared;
+    if (offset % (swizzled ? 1024 : 128) != 0) fail("a misaligned box");
     if (i * static_cast<long long>(item) % 16 != 0) fail("a box that begins between pieces of 16 bytes");
     boxes.emplace_back(lines * line_bytes);
     const long long first[4] = {i, j, k, l};
