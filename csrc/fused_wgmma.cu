@@ -39,8 +39,9 @@
  * What limits it is how fast inputs come into shared memory, and chains of instructions: of each warp few are on their way at
  * a time, and no unit is busy for more than three quarters of the time. So inputs come as boxes of tensor maps where they can,
  * which bring two to three times as much as copies of 16 bytes; steps are unrolled, what all threads of a warp share stays in
- * uniform registers, and loaders work out addresses once an item. That one warpgroup is ahead of the other gains nothing, nor
- * do weights that come once for two blocks of a cluster; benchmarks/README.md has the measurements.
+ * uniform registers, and loaders work out addresses once an item. That one warpgroup is ahead of the other gains nothing;
+ * weights that come once for two blocks of a cluster do so only where they do not fit the L2 cache. benchmarks/README.md has
+ * the measurements.
  *
  * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_,
  * SPAN_ with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has M blocks of its

@@ -511,14 +511,20 @@ def test_boxes_are_what_a_tensor_map_takes_and_hold_the_inputs_of_a_tile(seed):
     assert all(stride % 16 == 0 < stride for stride in strides)
     assert 0 < max(box) <= 256
     assert math.prod(sizes) == plan.problem.batch * plan.problem.in_channels * pixels
-    assert swizzled == plan.boxed == (box[0] * itemsize == 128 and plan.boxed)
-    assert box[1] == (plan.units if plan.boxed else plan.landing_units) * 16 // itemsize
+    assert swizzled == plan.boxed
+    assert box[0] * itemsize == 128 if plan.boxed else box[0] == plan.patch
+    # What the kernel tells its barriers to expect of a patch, or of a landing.
+    macros = fused.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)
+    expected = (
+        macros["UNITS"] * macros["UNIT_PITCH"] * 16 * plan.box_blocks // (plan.tile // 64) if plan.boxed else None
+    )
+    assert math.prod(box) * itemsize == (expected or macros["LANDING_UNITS"] * 16 * plan.patch)
     if plan.problem.groups > 1:  # nothing of the next group
         assert plan.in_channels % box[1] == 0
     stretch = box[0] * box[2]
     assert plan.tile % stretch == 0
     for first in range(0, plan.tiles * plan.tile, stretch):
-        assert first * itemsize % 16 == 0
+        assert first % pixels * itemsize % 16 == 0
         assert first // pixels == (first + stretch - 1) // pixels  # all of it is of one image, or of none
 
 
@@ -682,3 +688,9 @@ def test_plans_in_channels_last_have_pairs_of_channels(name):
     plan = plan_of(LAYERS[name], "forward", 2, False, True)
     assert (plan.pairing, plan.row_order, plan.vector) == (PAIR_ROWS, ROWS_CHANNELS, 2)
     assert not plan.staged
+
+
+def test_weights_that_no_launch_lays_out_are_refused():
+    config = Config(Problem(1, 5_000_000, 1, 1, (1, 1), (6, 6)), torch.float32, torch.device("cuda", 0))
+    assert "2**31 threads" in fused.Fused().why_not(config)
+    assert fused.Fused().why_not(replace(config, problem=replace(config.problem, in_channels=50_000))) is None

@@ -81,9 +81,9 @@ constexpr int kPieces = UNIT_H * kRunPieces;
 constexpr int kLandingChannels = LANDING_UNITS * kElements;
 constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.cuh
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH], weights [WEIGHT_STAGES][kParts][UNITS][kRows], landing
-// [LANDING_STAGES][kLandingChannels][kPieces], outputs [8 warps][kWarpOutputs], barriers, places [2][kSpots], in the landing
-// where inputs land.
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see fused_boxes.cuh), weights
+// [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
+// [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED), in the landing where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
 constexpr int kLandedChannel = LANDING_BOX ? PATCH * static_cast<int>(sizeof(ELEMENT_T)) : kPieces * 16;  // bytes
 constexpr int kLandingUnits = kLandingChannels * kLandedChannel / 16;

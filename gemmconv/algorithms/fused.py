@@ -277,6 +277,9 @@ def _too_large(plan: Plan) -> str | None:
     p = plan.problem
     if max(plan.last_position, plan.items + MULTIPROCESSORS, p.in_pixels, p.out_pixels) > _INT32_MAX:
         return "images must have less than 2**31 pixels in all"
-    if max(p.groups, _weights_grid(plan)[1]) > MAX_GRID_Y:
+    blocks, channel_blocks, groups = _weights_grid(plan)
+    if max(groups, channel_blocks) > MAX_GRID_Y:
         return f"groups and blocks of output channels must be at most {MAX_GRID_Y} each"
+    if blocks * _WEIGHT_THREADS > _INT32_MAX:
+        return "the weights of a group and a block of its output channels must be laid out by less than 2**31 threads"
     return None

@@ -348,7 +348,7 @@ class Plan:
 
     @property
     def unit_pitch(self) -> int:
-        """Positions from one unit of a patch to the next: neighbouring units begin in different banks."""
+        """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
         if self.boxed:
             return self.patch
         positions, apart = self.patch * math.prod(self.unit), 8 // self.units
