@@ -133,6 +133,11 @@ class _Request:
         """The device, or one of those of its kind."""
         return self.devices[0]
 
+    @property
+    def second_look_ms(self) -> float:
+        """Of :class:`benchmarks.measure.Plan`."""
+        return _SECOND_LOOK_MS if self.device.type == "cuda" and self.effort is not QUICK else float("inf")
+
 
 def _request(arguments: argparse.Namespace) -> _Request:
     began = time.monotonic()
@@ -220,7 +225,7 @@ def _run(request: _Request) -> int:
         Ceilings(1.0, {}),
         request.effort,
         deadline=request.deadline,
-        second_look_ms=_SECOND_LOOK_MS if device.type == "cuda" and request.effort is not QUICK else float("inf"),
+        second_look_ms=request.second_look_ms,
     )
     missing = files.missing(plan)
     if missing:
@@ -324,10 +329,13 @@ class _Files:
         return None if self._request.out is None else self._request.out / f"{suite}.json"
 
     def done(self, key: tuple[str, ...]) -> Row | None:
-        """The row of a key that need not be measured again."""
+        """The row of a key that need not be measured again: not one that lacks its second look."""
         if self._request.fresh and key not in self._measured:
             return None
-        return self._results[key[0]].done(key, self._about, self._request.keep_baselines)
+        row = self._results[key[0]].done(key, self._about, self._request.keep_baselines)
+        if row is None or row.mode != "eager" or row.looks > 1:
+            return row
+        return None if (row.median_ms or 0.0) > self._request.second_look_ms else row
 
     def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
         """How many rows are to be measured, of modes that are known beforehand."""

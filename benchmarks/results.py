@@ -40,6 +40,7 @@ class Row:
         error_output, error_input, error_weight, error_bias: relative to float64, of the output and of gradients.
         error, bar: the error that came closest to its bar, and that bar.
         median_ms, p20_ms, p80_ms, repeats: of the time.
+        looks: how often it was taken, some time apart; the fastest is given.
         speedup_default: time of torch's default settings in NCHW, divided by this time.
         speedup_best: time of torch's best setting, of any layout, divided by this time.
         best_torch: that setting.
@@ -73,6 +74,7 @@ class Row:
     p20_ms: float | None = None
     p80_ms: float | None = None
     repeats: int | None = None
+    looks: int = 1
     speedup_default: float | None = None
     speedup_best: float | None = None
     best_torch: str = ""

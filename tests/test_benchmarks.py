@@ -243,7 +243,7 @@ def test_rows_have_errors_times_and_ratios():
 
 def test_a_second_look_keeps_the_faster_time(monkeypatch):
     """Rows that take long come again, those of cudnn.benchmark from the thread of their search."""
-    times, threads = iter([3.0, 0.4, 2.0, 1.0, 0.5, 5.0]), []
+    times, threads = iter([3.0, 0.4, 2.0, 3.5, 0.5, 5.0]), []
 
     def time_run(run, device, effort):
         run()
@@ -257,8 +257,9 @@ def test_a_second_look_keeps_the_faster_time(monkeypatch):
     rows = list(measure.rows_of(custom(TINY), looked, Lanes()))
     assert [(row.algorithm, row.median_ms) for row in rows] == [
         *(("torch_nchw", 3.0), ("native", 0.4), ("searched", 2.0)),
-        *(("torch_nchw", 1.0), ("searched", 0.5)),
+        *(("torch_nchw", 3.0), ("searched", 0.5)),
     ]
+    assert [row.looks for row in rows] == [1, 1, 1, 2, 2]
     assert threads[2] == threads[4] != threads[0]
     never = replace(looked, second_look_ms=6.0, contenders=contenders[:1])
     assert [row.median_ms for row in measure.rows_of(custom(TINY), never, Lanes())] == [5.0]
@@ -640,6 +641,15 @@ def test_command_line_stops_at_the_budget_and_goes_on(quick_run, monkeypatch, ca
     assert 0 < len(visits) < 13
     assert "run the same command again" in capsys.readouterr().out
     assert len(quick_run("--direction", "forward")[1]) == 13 - len(visits)
+
+
+def test_command_line_measures_rows_anew_that_lack_a_second_look(quick_run, monkeypatch, tmp_path):
+    flags = ("--direction", "forward", "--layout", "nchw", "--algorithms", "native", "--baselines", "torch_nchw")
+    assert quick_run(*flags)[1] == ["torch_nchw", "native"]
+    monkeypatch.setattr(compare._Request, "second_look_ms", 0.0)
+    for visits in (["torch_nchw", "native"], []):
+        assert quick_run(*flags)[1] == visits
+        assert {row.looks for row in Results.load(tmp_path / "layer.json").rows.values()} == {2}
 
 
 def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
