@@ -333,9 +333,7 @@ class _Files:
         if self._request.fresh and key not in self._measured:
             return None
         row = self._results[key[0]].done(key, self._about, self._request.keep_baselines)
-        if row is None or row.mode != "eager" or row.looks > 1:
-            return row
-        return None if (row.median_ms or 0.0) > self._request.second_look_ms else row
+        return None if row is None or row.lacks_second_look(self._request.second_look_ms) else row
 
     def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
         """How many rows are to be measured, of modes that are known beforehand."""

@@ -122,7 +122,7 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     visit = partial(bench.visit, contender, precision, direction)
                     rows, failed, lane = fastest_search(lanes.run(visit)) if contender.benchmark else (visit(), [], 0)
                     yield from rows
-                    if (rows[0].median_ms or 0.0) > plan.second_look_ms:
+                    if rows[0].lacks_second_look(plan.second_look_ms):
                         long.append((rows[0], contender, lane))
                     for row in (*rows, *failed):
                         if row.status == "failed":
@@ -148,11 +148,13 @@ def fastest_search(searches: Iterator[list[Row]]) -> tuple[list[Row], list[Row],
     first = found[0][0]
     if first.status == "ok" and (first.first_ms or 0.0) < _SHORT_SEARCH_MS:
         found += searches
-    best = min(found, key=lambda rows: math.inf if rows[0].median_ms is None else rows[0].median_ms)
+    times = [math.inf if rows[0].median_ms is None else rows[0].median_ms for rows in found]
+    lane = times.index(min(times))
+    best = found[lane]
     bad = [row for rows in found if rows is not best for row in rows if row.status in ("wrong", "failed")]
     reason = "; ".join([best[0].reason, *(f"another search: {row.status}: {row.reason}" for row in bad)]).strip("; ")
     rows = [replace(best[0], first_ms=first.first_ms, reason=reason), *best[1:]]
-    return rows, [row for row in bad if row.status == "failed"], next(i for i, one in enumerate(found) if one is best)
+    return rows, [row for row in bad if row.status == "failed"], lane
 
 
 def expected_keys(workload: Workload, plan: Plan) -> list[Key]:
@@ -226,8 +228,8 @@ class _Bench:
                 times = time_run(self._run(contender, row.direction), self._device, self._plan.effort)
             except Exception as error:  # as in visit
                 return _failed(row, error)
-        again = replace(_timed(row, times), looks=row.looks + 1)
-        return again if times.median < row.median_ms else replace(row, looks=again.looks)
+        fastest = _timed(row, times) if times.median < row.median_ms else row
+        return replace(fastest, looks=row.looks + 1)
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:

@@ -104,6 +104,10 @@ class Row:
         """What rows share that are compared with each other."""
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
+    def lacks_second_look(self, longer_than_ms: float) -> bool:
+        """Whether it is an eager row that takes longer than this, timed once."""
+        return self.mode == "eager" and self.looks < 2 and (self.median_ms or 0.0) > longer_than_ms
+
     @property
     def is_torch(self) -> bool:
         return self.algorithm.startswith("torch_")

@@ -515,10 +515,9 @@ def test_boxes_are_what_a_tensor_map_takes_and_hold_the_inputs_of_a_tile(seed):
     assert box[0] * itemsize == 128 if plan.boxed else box[0] == plan.patch
     # What the kernel tells its barriers to expect of a patch, or of a landing.
     macros = fused.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)
-    expected = (
-        macros["UNITS"] * macros["UNIT_PITCH"] * 16 * plan.box_blocks // (plan.tile // 64) if plan.boxed else None
-    )
-    assert math.prod(box) * itemsize == (expected or macros["LANDING_UNITS"] * 16 * plan.patch)
+    boxes = plan.tile // 64 // plan.box_blocks if plan.boxed else 1
+    units = macros["UNITS"] * macros["UNIT_PITCH"] if plan.boxed else macros["LANDING_UNITS"] * plan.patch
+    assert boxes * math.prod(box) * itemsize == 16 * units
     if plan.problem.groups > 1:  # nothing of the next group
         assert plan.in_channels % box[1] == 0
     stretch = box[0] * box[2]

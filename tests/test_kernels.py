@@ -66,6 +66,7 @@ FUSED_PATHS = {
     "pairs_of_inputs_of_a_cell": lambda plan: plan.wide == 2 and plan.unit[1] == 2,
     "widest": lambda plan: plan.columns * plan.blocks == 256,
     "rows_of_a_cell": lambda plan: plan.blocks > 2,
+    "weights_laid_out_by_blocks_of_steps": lambda plan: sum(plan.set_steps) > fused._WEIGHT_STEPS,
     "boxed": lambda plan: plan.boxed,
     "boxed_patches": lambda plan: plan.boxed and plan.box_blocks > 1,
     "boxed_blocks": lambda plan: plan.boxed and plan.box_blocks == 1 and plan.tile > 64,
