@@ -28,7 +28,7 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks.compare --charts
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --tb=short
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

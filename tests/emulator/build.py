@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import hashlib
 import os
@@ -26,9 +25,9 @@ _KERNEL_OPTIONS = [
     "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
     "-fno-sanitize-recover=all",
 ]
-_SHORTAGES = (errno.EAGAIN, errno.ENOMEM)  # of processes or memory: a busy machine may have some again in a moment
-_SHORTAGE_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory", "Killed signal")
-_PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between tries
+# What a compiler says that was kept from its work, by a shortage of processes or memory mostly.
+_HINDRANCES = ("Resource temporarily unavailable", "Cannot allocate memory", "Killed signal", "cannot execute")
+_PAUSES = (1, 2, 4, 8, 15, 30, 60)  # seconds between tries
 _KEPT_SECONDS = 3 * 24 * 3600  # for libraries that no test has used
 
 
@@ -91,15 +90,20 @@ class Builder:
 
 
 def _run(command: list[str], text: str) -> subprocess.CompletedProcess[str]:
-    """Run a compiler; again, after a while, where the machine was short of processes or memory."""
+    """Run a compiler; again, after a while, where something kept it from its work.
+
+    The compiler was found, so whatever keeps it from starting may be gone in a moment. If it stays, that costs the
+    pauses once: the scheduler, which everything needs, is built first.
+    """
     for pause in (*_PAUSES, None):
         try:
             result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-        except OSError as error:
-            if error.errno not in _SHORTAGES or pause is None:
+        except OSError:
+            if pause is None:
                 raise
         else:
-            if result.returncode == 0 or pause is None or not any(sign in result.stderr for sign in _SHORTAGE_SIGNS):
+            hindered = result.returncode < 0 or any(sign in result.stderr for sign in _HINDRANCES)
+            if result.returncode == 0 or not hindered or pause is None:
                 return result
         time.sleep(pause)
     raise AssertionError("the last try returns or raises")
