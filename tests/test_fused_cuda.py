@@ -36,12 +36,15 @@ LARGE_CASES = [
     Case(3, 64, 96, (1, 152), (1, 10), (1, 5)),
     Case(2, 33, 70, (3, 64), (1, 16), (1, 8), (0, 4)),
 ]
-# Images that are whole boxes of a tensor map, or patches.
+# Images that are whole boxes of a tensor map, or patches; rows of strips that are.
 BOX_CASES = [
     Case(5, 200, 130, (8, 8), (2, 2), (2, 2)),
     Case(3, 72, 70, (16, 48), (2, 4), (2, 4)),
     Case(7, 128, 128, (4, 16), (3, 2), (3, 2), groups=2),
     Case(2, 64, 40, (32, 64), (1, 1), (1, 1)),
+    Case(3, 40, 24, (30, 8), (4, 2), (2, 1), (1, 0)),
+    Case(2, 136, 40, (30, 136), (3, 7), (1, 2), (1, 2)),
+    Case(2, 64, 140, (31, 72), (2, 5), (1, 1), groups=2),
 ]
 NUMERICS = {
     "ieee": (torch.float32, "ieee"),
@@ -82,7 +85,8 @@ class Run:
             found = [*fused_plan.plans_of(config.problem, direction, config.dtype.itemsize, split, channels_last)]
             kinds = {}
             for plan in found:
-                kinds.setdefault((plan.landing, plan.landing_box, plan.boxed), []).append(plan)
+                rows = plan.landing_box and min(plan.box_size[0], 2)
+                kinds.setdefault((plan.landing, rows, plan.boxed), []).append(plan)
             for kind in kinds.values():
                 chosen += Random(str(self)).sample(kind, min(2, len(kind)))
         return chosen

@@ -481,50 +481,90 @@ def box_plan(seed):
     random, found = Random(seed), []
     while not found:
         groups, stride = random.choice((1, 1, 2)), (random.randint(1, 3), random.randint(1, 4))
+        shifted = random.random() < 0.6
         problem = Problem(
             batch=random.randint(1, 5),
             in_channels=groups * random.choice((8, 20, 32, 64, 72, 128)),
             out_channels=groups * random.choice((1, 8, 20, 64, 130)),
             groups=groups,
-            input_size=(random.randint(1, 16), random.choice((2, 4, 8, 16, 24, 64))),
-            kernel_size=(random.randint(1, stride[0]), random.randint(1, stride[1])),
+            input_size=(random.choice((1, 2, 4, 8, 15, 16, 31, 62)), random.choice((2, 4, 8, 14, 16, 24, 64, 72, 200))),
+            kernel_size=tuple(random.randint(1, step + 2 * shifted) for step in stride),
             stride=stride,
+            padding=(random.randint(0, shifted), random.randint(0, 2 * shifted)),
         )
-        plans = plans_of(problem, "forward", *random.choice(PRECISIONS), False)
+        if min(problem.output_size) < 1:
+            continue
+        plans = plans_of(problem, random.choice(DIRECTIONS[: 1 + shifted]), *random.choice(PRECISIONS), False)
         found = [plan for plan in plans if plan.boxed or plan.landing_box]
-    return random.choice(found)
+
+    def kind(plan):
+        return plan.boxed, plan.box_blocks > 1, plan.box_size[0] > 1, plan.strips > 1
+
+    wanted = random.choice(sorted(set(map(kind, found))))
+    return random.choice([plan for plan in found if kind(plan) == wanted])
 
 
 def test_box_plans_are_of_all_kinds():
     found = [box_plan(seed) for seed in range(EXAMPLES)]
     assert {plan.boxed for plan in found} == {True, False}
     assert {plan.box_blocks > 1 for plan in found if plan.boxed} == {True, False}
+    assert {plan.box_size[0] > 1 for plan in found if plan.landing} == {True, False}
+    assert {plan.strips > 1 for plan in found if plan.landing} == {True, False}
     assert {plan.problem.groups > 1 for plan in found} == {True, False}
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
-def test_boxes_are_what_a_tensor_map_takes_and_hold_the_inputs_of_a_tile(seed):
+def test_boxes_are_what_a_tensor_map_takes(seed):
     plan = box_plan(seed)
     itemsize, sizes, strides, box, swizzled = fused._boxes(plan)
-    pixels, per_image = math.prod(plan.input_size), plan.strip_rows * plan.pitch
-    assert per_image == pixels
     assert all(stride % 16 == 0 < stride for stride in strides)
     assert 0 < max(box) <= 256
-    assert math.prod(sizes) == plan.problem.batch * plan.problem.in_channels * pixels
+    assert box[0] * itemsize % 16 == 0
+    assert math.prod(sizes) == plan.problem.batch * plan.in_channels * plan.problem.groups * math.prod(plan.input_size)
     assert swizzled == plan.boxed
-    assert box[0] * itemsize == 128 if plan.boxed else box[0] == plan.patch
+    assert not plan.boxed or box[0] * itemsize == 128
     # What the kernel tells its barriers to expect of a patch, or of a landing.
     macros = fused.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)
     boxes = plan.tile // 64 // plan.box_blocks if plan.boxed else 1
-    units = macros["UNITS"] * macros["UNIT_PITCH"] if plan.boxed else macros["LANDING_UNITS"] * plan.patch
+    landed = macros["LANDING_UNITS"] * macros["BOX_ROWS"] * macros["BOX_WIDTH"]
+    units = macros["UNITS"] * macros["UNIT_PITCH"] if plan.boxed else landed
     assert boxes * math.prod(box) * itemsize == 16 * units
     if plan.problem.groups > 1:  # nothing of the next group
-        assert plan.in_channels % box[1] == 0
-    stretch = box[0] * box[2]
-    assert plan.tile % stretch == 0
-    for first in range(0, plan.tiles * plan.tile, stretch):
-        assert first % pixels * itemsize % 16 == 0
-        assert first // pixels == (first + stretch - 1) // pixels  # all of it is of one image, or of none
+        channels = box[1] if plan.boxed else box[2]
+        assert plan.in_channels % channels == 0
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_boxes_hold_the_inputs_of_a_tile(seed):
+    plan = box_plan(seed)
+    (height, width), period, (rows, columns) = plan.input_size, plan.strip_rows * plan.pitch, plan.box_size
+    if plan.boxed or rows == 1:  # stretches of images
+        stretch = 64 * plan.box_blocks if plan.boxed else columns
+        assert period == height * width
+        assert plan.tile % stretch == 0
+        for first in range(0, plan.tiles * plan.tile, stretch):
+            assert first % period * plan.itemsize % 16 == 0
+            assert first // period == (first + stretch - 1) // period  # all of it is of one image, or of none
+        return
+    assert period % plan.tile == 0  # each tile is of one strip
+    for tile in range(plan.tiles):
+        # As csrc/common/fused_land.cuh has it.
+        strip, number = divmod(tile, period // plan.tile)
+        image, across = divmod(strip, plan.strips)
+        row, skipped = divmod(number * plan.tile + plan.first, plan.pitch)
+        column = across * plan.strip_cells + plan.origin[1]
+        skew = column % plan.element_units
+        ih = row + plan.origin[0] + np.arange(rows)[:, None]
+        iw = column - skew + np.arange(columns)
+        there = (image < plan.problem.batch) & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+        box = np.where(there, (image * height + ih) * width + iw, -1)
+        down, along = np.divmod(skipped + np.arange(plan.patch), plan.pitch)
+        found, wanted = box[down, along + skew], input_at(plan, tile * plan.tile + plan.first, np.arange(plan.patch))
+        assert (found[wanted < 0] < 0).all()
+        cells = np.flatnonzero(cells_at(plan, tile * plan.tile + np.arange(plan.tile))[-1])
+        for shift in set().union(*plan.steps):
+            assert (found[cells + plan.offset(shift)] == wanted[cells + plan.offset(shift)]).all()
+        assert ((down * columns + along + skew)[:: plan.wide] % plan.wide == 0).all()  # taken together
 
 
 # Stages
@@ -543,7 +583,7 @@ def test_stages_fit_shared_memory(plan):
         inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: macros["BLOCKS"]}[macros["PAIRING"]]
         line = inner * (32 // inner if inner <= 2 else 8) + (16 if inner == 2 else 8)
         outputs = 8 * (macros["BLOCKS"] * 2 // inner * 8) * line
-    landed = plan.patch * plan.itemsize // 16 if plan.landing_box else plan.pieces  # of a channel
+    landed = math.prod(plan.box_size) * plan.itemsize // 16 if plan.landing_box else plan.pieces  # of a channel
     landing = macros["LANDING_STAGES"] * macros["LANDING_UNITS"] * (16 // plan.itemsize) * landed
     if plan.landing_box:  # has a barrier for each stage, and begins at a multiple of 128 bytes
         barriers += macros["LANDING_STAGES"] + 112 // 8

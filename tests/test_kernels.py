@@ -74,7 +74,9 @@ FUSED_PATHS = {
     "boxed_rows_shared": lambda plan: plan.boxed and plan.warpgroups_m == 2,
     "landing": lambda plan: plan.landing,
     "landing_whole_images": lambda plan: plan.landing and plan.whole_images,
-    "landing_box": lambda plan: plan.landing_box,
+    "landing_box": lambda plan: plan.landing_box and plan.box_size[0] == 1,
+    "landing_rows": lambda plan: plan.landing_box and plan.box_size[0] > 1,
+    "landing_rows_of_strips": lambda plan: plan.landing_box and plan.strips > 1,
     "landing_whole_images_in_pieces": lambda plan: plan.landing and plan.whole_images and not plan.landing_box,
     "landing_partial_pieces": lambda plan: plan.landing and plan.partial_pieces,
     "landing_strips": lambda plan: plan.landing and plan.strips > 1,
@@ -267,6 +269,12 @@ FUSED_RUNS += [
             ("landing_box", "contiguous", Case(5, 36, 40, (4, 16), (2, 2), (2, 2))),
             ("landing_box", "contiguous", Case(3, 64, 48, (8, 16), (1, 3), (1, 3), groups=2)),
             ("landing_whole_images_in_pieces", "contiguous", Case(3, 20, 40, (6, 12), (3, 2), (1, 2), (1, 0))),
+            ("landing_rows", "contiguous", Case(3, 20, 40, (31, 12), (3, 4), (1, 2), (1, 1))),
+            ("landing_rows", "contiguous", Case(2, 40, 24, (30, 8), (4, 2), (2, 1), (1, 0))),
+            ("landing_rows", "contiguous", Case(2, 64, 24, (31, 16), (2, 3), (1, 1), groups=2)),
+            ("landing_rows_of_strips", "contiguous", Case(2, 20, 24, (15, 200), (3, 3), (1, 1), (1, 1))),
+            ("landing_rows_of_strips", "contiguous", Case(2, 36, 40, (30, 136), (3, 7), (1, 2), (1, 2))),
+            ("landing_rows_of_strips", "contiguous", Case(1, 20, 70, (31, 72), (2, 5), (1, 1))),
         ]
     )
 ]

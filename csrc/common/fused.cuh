@@ -85,7 +85,8 @@ constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.c
 // [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
 // [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED), in the landing where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
-constexpr int kLandedChannel = LANDING_BOX ? PATCH * static_cast<int>(sizeof(ELEMENT_T)) : kPieces * 16;  // bytes
+// Of a channel, in bytes.
+constexpr int kLandedChannel = LANDING_BOX ? BOX_ROWS * BOX_WIDTH * static_cast<int>(sizeof(ELEMENT_T)) : kPieces * 16;
 constexpr int kLandingUnits = kLandingChannels * kLandedChannel / 16;
 // Boxes land at multiples of 128 bytes.
 constexpr int kLandingGap = LANDING_BOX ? 7 - (PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + 7) % 8 : 0;

@@ -8,10 +8,10 @@
  *
  *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][kRunPieces] of 16 bytes
  *
- * Where patches are whole stretches of images, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to
- * copy:
+ * Where each patch has parts of one strip alone, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to
+ * copy: rows of the strip, zeros where there is no image or, where positions are those of images alone, a stretch of an image:
  *
- *   landing [LANDING_STAGES][LANDING_UNITS units of channels][PATCH] values
+ *   landing [LANDING_STAGES][LANDING_UNITS units of channels][BOX_ROWS][BOX_WIDTH] values
  *
  * What is left of the image may be read from a piece before a run's first input: nobody uses it. Zeros land for the rest of
  * a run that is right of the image, and of a piece, where not all rows are whole pieces (PARTIAL_PIECES).
@@ -77,15 +77,35 @@ __device__ __forceinline__ index_t place_of(const fused_params& p, const start_t
     return run.image * (p.groups * IN_CHANNELS * pixels) + pixel + count - 1;
 }
 
+/* Where the box of a patch begins; after how many positions of its first row the patch does, and after how many columns of
+ * each row its strip.
+ */
+struct box_t { int image, row, column, skipped, skew; };
+__device__ __forceinline__ box_t box_of(const fused_params& p, int tile) {
+    const int strip = divided(tile, p.by_strip_tiles), position = (tile - strip * p.strip_tiles) * kTile + FIRST;
+    const int image = divided(strip, p.by_strips), across = strip - image * p.strips;
+    if (BOX_ROWS == 1) return {image, 0, position, 0, 0};
+    constexpr int kAbove = ceil_div(FIRST < 0 ? -FIRST : 0, PITCH);  // rows
+    const int row = (position + kAbove * PITCH) / PITCH - kAbove;
+    const int column = across * p.strip_cells + p.origin_w, aligned = column & -kPiece;
+    return {image, row + p.origin_h, aligned, position - row * PITCH, column - aligned};
+}
+
 /* Where a spot lands, in bytes. */
 __device__ __forceinline__ int landed_spot(const fused_params& p, const start_t& start, spot_t spot) {
-    if (LANDING_BOX) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
     const int row = spot.plane / UNIT_W, position = start.skipped + spot.position;
     const int i = position / RUN_PITCH, column = position % RUN_PITCH;
     const run_t run = run_of(p, start.run + i, row);
     const landed_t at = landed(start, i, run.origin);
     const int pixel = run.origin + column * UNIT_W + spot.plane % UNIT_W;
     return ((row * kRunPieces + at.piece) * kPiece + pixel - at.pixel) * static_cast<int>(sizeof(ELEMENT_T));
+}
+
+/* The same in a box. */
+__device__ __forceinline__ int boxed_spot(const box_t& box, spot_t spot) {
+    if (BOX_ROWS == 1) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
+    const int position = box.skipped + spot.position;
+    return (position / PITCH * BOX_WIDTH + position % PITCH + box.skew) * static_cast<int>(sizeof(ELEMENT_T));
 }
 
 /* A loader's way through the landings of item after item. */
@@ -163,8 +183,8 @@ __device__ __forceinline__ void copy_landing(
     const fused_params& p, const item_t& item, unit_t* target, int first, barrier_t& landed) {
 #if LANDING_BOX
     barrier_arrive_expecting(landed, kLandingUnits * 16);
-    const start_t start = start_of(p, item.tile);
-    copy_box(target, p.map, start.skipped, item.group * IN_CHANNELS + first, 0, start.run, landed);
+    const box_t box = box_of(p, item.tile);
+    copy_box(target, p.map, box.column, box.row, item.group * IN_CHANNELS + first, box.image, landed);
 #endif
 }
 
@@ -244,8 +264,13 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
     for (; !read.ended(p); read.advance(p)) {
         int* landed = s.landed + tables.stage * kSpots;
         if (read.landing == 0) {
-            const start_t start = start_of(p, read.item.tile);
-            for (int i = thread; i < kSpots; i += LOADERS) landed[i] = landed_spot(p, start, spot_at(i));
+            if (LANDING_BOX) {
+                const box_t box = box_of(p, read.item.tile);
+                for (int i = thread; i < kSpots; i += LOADERS) landed[i] = boxed_spot(box, spot_at(i));
+            } else {
+                const start_t start = start_of(p, read.item.tile);
+                for (int i = thread; i < kSpots; i += LOADERS) landed[i] = landed_spot(p, start, spot_at(i));
+            }
             tables.advance();
         }
         place();

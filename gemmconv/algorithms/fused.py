@@ -111,6 +111,8 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "BOXED": int(plan.boxed),
         "BOX_BLOCKS": plan.box_blocks,
         "LANDING_BOX": int(plan.landing_box),
+        "BOX_ROWS": plan.box_size[0],
+        "BOX_WIDTH": plan.box_size[1],
         "LANDING_UNITS": plan.landing_units,
         "LANDING_STAGES": plan.landing_stages,
         "WIDE": plan.wide,
@@ -251,17 +253,20 @@ def _own_plan(config: Config, direction: Direction) -> Plan | None:
 def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, bool]:
     """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
 
-    The input is [positions][channels][blocks of positions][images] where products read it as it comes, with one block
-    otherwise.
+    The input is [positions][channels][blocks of positions][images] where products read it as it comes, and
+    [columns][rows][channels][images] where it lands, all of an image in one row where it lands as stretches.
     """
-    p, pixels = plan.problem, math.prod(plan.input_size)
-    channels, positions, units = plan.in_channels * p.groups, pixels, plan.landing_units
+    p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
+    channels = plan.in_channels * p.groups
     if plan.boxed:
-        positions, units = BLOCK_POSITIONS, plan.units
-    sizes = positions, channels, pixels // positions, p.batch
-    strides = pixels * plan.itemsize, positions * plan.itemsize, channels * pixels * plan.itemsize
-    box = (positions if plan.boxed else plan.patch), units * plan.element_units, plan.box_blocks, 1
-    return plan.itemsize, sizes, strides, box, plan.boxed
+        sizes = BLOCK_POSITIONS, channels, pixels // BLOCK_POSITIONS, p.batch
+        strides = pixels * itemsize, BLOCK_POSITIONS * itemsize, channels * pixels * itemsize
+        return itemsize, sizes, strides, (BLOCK_POSITIONS, plan.units * plan.element_units, plan.box_blocks, 1), True
+    rows, width = plan.box_size
+    columns = pixels if rows == 1 else plan.input_size[1]
+    sizes = columns, pixels // columns, channels, p.batch
+    strides = columns * itemsize, pixels * itemsize, channels * pixels * itemsize
+    return itemsize, sizes, strides, (width, rows, plan.landing_units * plan.element_units, 1), False
 
 
 def _weights_grid(plan: Plan) -> tuple[int, int, int]:

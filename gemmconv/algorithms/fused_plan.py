@@ -30,6 +30,7 @@ _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 # Stages of inputs, and the fewest of weights that come again and again beside them.
 _STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 2}
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
+_MOST_ROWS = 1.06  # of a strip, beside those that it needs
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
@@ -279,9 +280,14 @@ class Plan:
 
     @cached_property
     def strip_rows(self) -> int:
-        """Rows of positions from one strip to the next."""
+        """Rows of positions from one strip to the next: a few more where patches then have parts of one strip alone."""
         first, last = self._reach(0)
-        return max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
+        rows = max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
+        if not self._rows_may_land:
+            return rows
+        multiple = self.tile // math.gcd(self.tile, self.pitch)
+        whole = -(-rows // multiple) * multiple
+        return whole if whole <= rows * _MOST_ROWS else rows
 
     @property
     def _in_a_row(self) -> bool:
@@ -433,10 +439,25 @@ class Plan:
 
     @cached_property
     def landing_box(self) -> bool:
-        """Whether what lands is a box of a tensor map: a stretch of one image."""
-        pixels = math.prod(self.input_size)
-        stretch = self._unshifted and pixels % self.tile == 0 and self.tile <= _LONGEST_BOX
-        return self.landing and stretch and self._whole_chunks
+        """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
+        if not (self.landing and self._whole_chunks and self.strip_rows * self.pitch % self.tile == 0):
+            return False
+        return max(self.box_size) <= _LONGEST_BOX and (self._unshifted or self._rows_may_land)
+
+    @cached_property
+    def box_size(self) -> Pair:
+        """Rows and columns of a box that lands; one row where it is a stretch of an image."""
+        if self._unshifted:
+            return 1, self.patch
+        skew = 0 if self.strips == 1 else self.element_units - max(2, self.wide)
+        width = -(-(self.pitch + skew) // self.element_units) * self.element_units
+        return (self.patch + self.pitch - 2) // self.pitch + 1, width
+
+    @property
+    def _rows_may_land(self) -> bool:
+        """Whether rows of inputs are whole pieces of 16 bytes, and a cell has one."""
+        rows = self.unit == (1, 1) and self.input_size[1] * self.itemsize % _UNIT_BYTES == 0
+        return self.landing and rows and not self.whole_images and self._whole_chunks
 
     @cached_property
     def landing_units(self) -> int:
@@ -450,7 +471,7 @@ class Plan:
     def _landed_bytes(self) -> int:
         """Bytes of a unit of channels where it lands."""
         if self.landing_box:
-            return self.element_units * self.patch * self.itemsize
+            return self.element_units * math.prod(self.box_size) * self.itemsize
         return self.element_units * self.pieces * _UNIT_BYTES
 
     @property
