@@ -59,7 +59,9 @@
  * Chosen by gemmconv/algorithms/fused_plan.py.
  */
 #include "common/dependent.cuh"
-#if BOXED
+#if BOXED && CHANNELS_LAST
+#include "common/fused_lines.cuh"
+#elif BOXED
 #include "common/fused_boxes.cuh"
 #elif LANDING_UNITS > 0
 #include "common/fused_land.cuh"
@@ -98,11 +100,6 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
     const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     const matrix_t all_weights = matrix_of(s.weights + side * 64, kRows * 16, 128);
-    // From one unit of a patch to the next, in units.
-    constexpr int kUnitPitch = BOXED ? kSwizzled : UNIT_PITCH;
-    const matrix_t all_patches =
-        BOXED ? swizzled_matrix_of(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16)
-              : matrix_of(s.patches + place, kUnitPitch * 16, 128);
     ring_t<PATCH_STAGES> patches;
     ring_t<WEIGHT_STAGES> weights;
     bool settled = false;  // whether all weights have come, and stay
@@ -110,6 +107,7 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
         const item_t item = item_of(p, i);
         if (!item.exists()) continue;
         const int phase_set = phase_set_of(item.set);
+        const matrix_t all_patches = patches_of(p, s, item.tile, place);
         float sums[BLOCKS][COLUMNS / 2];
         [[maybe_unused]] float chain[SPLIT ? COLUMNS / 2 : 1];
         #pragma unroll
@@ -138,7 +136,7 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
                 for (int step = 0; step < kMostSteps; ++step) {
                     if (step >= steps) break;
                     const matrix_t left = advanced(all_weights, weights.stage * kWeightUnits * 16);
-                    const matrix_t shifted = advanced(right, kStepOffset[begin + step] * 16);
+                    const matrix_t shifted = advanced(right, kStepOffset[begin + step] * kPositionBytes);
                     if (!settled) barrier_wait(s.weight_full[weights.stage], weights.parity);
                     wgmma_fence();
 #if SPLIT
@@ -163,8 +161,8 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
 #else
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k)
-                        wgmma<ELEMENT_T, COLUMNS, BOXED>(
-                            sums[block], advanced(left, k * 2 * kRows * 16), advanced(shifted, k * 2 * kUnitPitch * 16),
+                        wgmma<ELEMENT_T, COLUMNS, kBoxedBlocks>(
+                            sums[block], advanced(left, k * 2 * kRows * 16), advanced(shifted, k * kStepBytes),
                             k > 0 || step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();

@@ -494,11 +494,13 @@ def box_plan(seed):
         )
         if min(problem.output_size) < 1:
             continue
-        plans = plans_of(problem, random.choice(DIRECTIONS[: 1 + shifted]), *random.choice(PRECISIONS), False)
+        kind_of_plans = (2, False, True) if random.random() < 0.4 else (*random.choice(PRECISIONS), False)
+        plans = plans_of(problem, random.choice(DIRECTIONS[: 1 + shifted]), *kind_of_plans)
         found = [plan for plan in plans if plan.boxed or plan.landing_box]
 
     def kind(plan):
-        return plan.boxed, plan.box_blocks > 1, plan.box_size[0] > 1, plan.strips > 1
+        images = plan.boxed_lines and plan.line_box[0] > 1
+        return plan.boxed, plan.box_blocks > 1, images, plan.box_size[0] > 1, plan.strips > 1
 
     wanted = random.choice(sorted(set(map(kind, found))))
     return random.choice([plan for plan in found if kind(plan) == wanted])
@@ -507,9 +509,13 @@ def box_plan(seed):
 def test_box_plans_are_of_all_kinds():
     found = [box_plan(seed) for seed in range(EXAMPLES)]
     assert {plan.boxed for plan in found} == {True, False}
+    assert {plan.channels_last for plan in found} == {True, False}
     assert {plan.box_blocks > 1 for plan in found if plan.boxed} == {True, False}
-    assert {plan.box_size[0] > 1 for plan in found if plan.landing} == {True, False}
-    assert {plan.strips > 1 for plan in found if plan.landing} == {True, False}
+    for of_kind in ([plan for plan in found if plan.landing], [plan for plan in found if plan.boxed_lines]):
+        assert {plan.box_size[0] > 1 for plan in of_kind} == {True, False}
+        assert {plan.strips > 1 for plan in of_kind} == {True, False}
+    assert {plan.line_box[0] > 1 for plan in found if plan.boxed_lines} == {True, False}
+    assert {plan.whole_images for plan in found if plan.boxed_lines} == {True, False}
     assert {plan.problem.groups > 1 for plan in found} == {True, False}
 
 
@@ -522,22 +528,64 @@ def test_boxes_are_what_a_tensor_map_takes(seed):
     assert box[0] * itemsize % 16 == 0
     assert math.prod(sizes) == plan.problem.batch * plan.in_channels * plan.problem.groups * math.prod(plan.input_size)
     assert swizzled == plan.boxed
-    assert not plan.boxed or box[0] * itemsize == 128
+    assert not plan.boxed or box[0] * itemsize in ((64, 128) if plan.channels_last else (128,))
     # What the kernel tells its barriers to expect of a patch, or of a landing.
     macros = fused.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)
-    boxes = plan.tile // 64 // plan.box_blocks if plan.boxed else 1
-    landed = macros["LANDING_UNITS"] * macros["BOX_ROWS"] * macros["BOX_WIDTH"]
-    units = macros["UNITS"] * macros["UNIT_PITCH"] if plan.boxed else landed
+    boxes = macros["BOXES"] if plan.boxed else 1
+    positions = macros["BOX_IMAGES"] * macros["BOX_ROWS"] * macros["BOX_WIDTH"]
+    if plan.boxed_lines:
+        assert boxes <= 32
+        assert boxes * positions <= macros["UNIT_PITCH"]
+        units = macros["UNITS"] * boxes * positions
+    else:
+        units = macros["UNITS"] * macros["UNIT_PITCH"] if plan.boxed else macros["LANDING_UNITS"] * positions
     assert boxes * math.prod(box) * itemsize == 16 * units
     if plan.problem.groups > 1:  # nothing of the next group
-        channels = box[1] if plan.boxed else box[2]
+        channels = box[0] if plan.channels_last else box[1] if plan.boxed else box[2]
         assert plan.in_channels % channels == 0
+
+
+def lines_of_tile(plan, tile):
+    """Return the pixels of all images that come as lines for a tile, -1 for zeros, from the patch's first on.
+
+    As csrc/common/fused_lines.cuh has it.
+    """
+    (height, width), (images, rows, columns), found = plan.input_size, plan.line_box, []
+    in_box, period = images * rows * columns, plan.strip_rows * plan.pitch
+    first, skipped = divmod(tile * plan.tile + plan.first + images * period, in_box)
+    assert first >= 0
+    for number in range(first, first + plan.boxes):
+        if images > 1:
+            assert plan.strips == 1
+            corner = plan.origin[1], plan.origin[0], (number - 1) * images
+        else:
+            assert period % in_box == 0
+            strip, own = divmod(number, period // in_box)
+            image, across = divmod(strip - 1, plan.strips)
+            row, column = (0, own * columns) if plan.whole_images else (own * rows, across * plan.strip_cells)
+            corner = column + plan.origin[1], row + plan.origin[0], image
+        size = (height * width, 1) if plan.whole_images else (width, height)
+        image, row, column = (
+            corner[2 - axis] + np.arange(count).reshape([-1 if i == axis else 1 for i in range(3)])
+            for axis, count in enumerate(plan.line_box)
+        )
+        there = (image >= 0) & (image < plan.problem.batch) & (row >= 0) & (row < size[1])
+        there = there & (column >= 0) & (column < size[0])
+        found.append(np.where(there, image * (height * width) + row * size[0] + column, -1).reshape(-1))
+    lines = np.concatenate(found)[skipped:]
+    assert len(lines) >= plan.patch
+    return lines[: plan.patch]
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
 def test_boxes_hold_the_inputs_of_a_tile(seed):
     plan = box_plan(seed)
     (height, width), period, (rows, columns) = plan.input_size, plan.strip_rows * plan.pitch, plan.box_size
+    if plan.boxed_lines:
+        for tile in range(plan.tiles):
+            wanted = input_at(plan, tile * plan.tile + plan.first, np.arange(plan.patch))
+            assert (lines_of_tile(plan, tile) == wanted).all()
+        return
     if plan.boxed or rows == 1:  # stretches of images
         stretch = 64 * plan.box_blocks if plan.boxed else columns
         assert period == height * width
@@ -599,7 +647,7 @@ def test_stages_fit_shared_memory(plan):
     assert macros["PATCH_STAGES"] >= 2
     assert macros["WEIGHT_STAGES"] >= (1 if macros["RESIDENT"] else 2)
     if plan.boxed:
-        assert patch_units * 16 % 1024 == 0
+        assert patch_units * 16 % (128 * plan.units if plan.channels_last else 1024) == 0
         return
     # Eight threads that store side by side have the units of some spots.
     spots = range(8 // plan.units)

@@ -72,6 +72,13 @@ FUSED_PATHS = {
     "boxed_blocks": lambda plan: plan.boxed and plan.box_blocks == 1 and plan.tile > 64,
     "boxed_positions_shared": lambda plan: plan.boxed and plan.warpgroups_m == 1,
     "boxed_rows_shared": lambda plan: plan.boxed and plan.warpgroups_m == 2,
+    "boxed_lines": lambda plan: plan.boxed_lines,
+    "boxed_half_lines": lambda plan: plan.boxed_lines and plan.units == 4,
+    "boxed_lines_of_images": lambda plan: plan.boxed_lines and plan.line_box[0] > 1,
+    "boxed_lines_of_rows": lambda plan: plan.boxed_lines and plan.line_box[1] > 1,
+    "boxed_lines_of_strips": lambda plan: plan.boxed_lines and plan.strips > 1,
+    "boxed_lines_of_parts": lambda plan: plan.boxed_lines and plan.line_box[2] < plan.pitch * plan.strip_rows > 64,
+    "boxed_lines_shared": lambda plan: plan.boxed_lines and plan.warpgroups_m == 1,
     "landing": lambda plan: plan.landing,
     "landing_whole_images": lambda plan: plan.landing and plan.whole_images,
     "landing_box": lambda plan: plan.landing_box and plan.box_size[0] == 1,
@@ -280,31 +287,45 @@ FUSED_RUNS += [
 ]
 FUSED_RUNS += [Run("fused", CHANNELS, torch.bfloat16, layout) for layout in FORMATS]
 FUSED_RUNS += [
-    Run("fused", case, (torch.float16, torch.bfloat16)[i % 2], "contiguous", i % 2, choice=path)
-    for i, (path, case) in enumerate(
+    Run("fused", case, (torch.float16, torch.bfloat16)[i % 2], layout, i % 2, choice=path)
+    for i, (path, layout, case) in enumerate(
         [
-            ("boxed", Case(3, 20, 40, (4, 16), (2, 2), (2, 2))),
-            ("boxed", Case(5, 128, 48, (8, 8), (1, 1), (1, 1), groups=2)),
-            ("boxed_patches", Case(3, 36, 40, (16, 16), (2, 2), (2, 2))),
-            ("boxed_blocks", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
-            ("boxed_positions_shared", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
-            ("boxed_rows_shared", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
+            ("boxed", "contiguous", Case(3, 20, 40, (4, 16), (2, 2), (2, 2))),
+            ("boxed", "contiguous", Case(5, 128, 48, (8, 8), (1, 1), (1, 1), groups=2)),
+            ("boxed_patches", "contiguous", Case(3, 36, 40, (16, 16), (2, 2), (2, 2))),
+            ("boxed_blocks", "contiguous", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
+            ("boxed_positions_shared", "contiguous", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
+            ("boxed_rows_shared", "contiguous", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
+            ("boxed_lines", "channels_last", Case(3, 40, 40, (5, 9), (3, 4), (1, 2), (1, 1))),
+            ("boxed_lines", "channels_last", Case(2, 128, 140, (6, 7), (2, 3), (1, 1), groups=2)),
+            ("boxed_lines_of_images", "channels_last", Case(7, 72, 40, (3, 4), (4, 4), (2, 2), (1, 1))),
+            ("boxed_lines_of_rows", "channels_last", Case(2, 136, 24, (15, 8), (3, 5), (2, 1), (0, 2))),
+            ("boxed_lines_of_strips", "channels_last", Case(2, 72, 24, (6, 150), (3, 3), (1, 1), (1, 1))),
+            ("boxed_lines_of_strips", "channels_last", Case(1, 24, 70, (5, 136), (2, 7), (1, 2), (1, 2))),
+            ("boxed_lines_of_parts", "channels_last", Case(3, 72, 40, (12, 14), (2, 2), (2, 2))),
+            ("boxed_lines_of_parts", "channels_last", Case(2, 40, 40, (9, 16), (3, 2), (1, 2))),
+            ("boxed_half_lines", "channels_last", Case(3, 24, 40, (5, 9), (3, 3), (1, 1), (1, 1))),
+            ("boxed_half_lines", "channels_last", Case(5, 64, 24, (1, 40), (1, 8), (1, 4), (0, 2), groups=2)),
+            ("boxed_lines_shared", "channels_last", Case(3, 72, 40, (6, 12), (2, 4), (2, 2), (0, 1))),
         ]
     )
 ]
 
 
-def run_of_many_items(case, suits, columns=32):
+def run_of_many_items(case, suits, columns=32, layout="contiguous"):
     """A block with many items, chunks and steps, of the first plan of small tiles that suits."""
-    plans = plans_of(problem_of(case), "forward", 2, False, False)
+    plans = plans_of(problem_of(case), "forward", 2, False, layout == "channels_last")
     choice = next(plan for plan in plans if plan.columns == columns and plan.units == 4 and suits(plan))
-    return Run("fused", case, torch.float16, multiprocessors=0, choice=choice)
+    return Run("fused", case, torch.float16, layout, multiprocessors=0, choice=choice)
 
 
 # Weights come again and again; inputs land.
 FUSED = run_of_many_items(Case(2, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: not plan.resident)
 FUSED_LANDED = run_of_many_items(Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1)), lambda plan: plan.landing)
 FUSED_LANDED_BOX = run_of_many_items(Case(3, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.landing_box)
+FUSED_LINES = run_of_many_items(
+    Case(5, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: plan.boxed, layout="channels_last"
+)
 FUSED_BOXED = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
 FUSED_RUNS += [
@@ -312,6 +333,7 @@ FUSED_RUNS += [
     FUSED_LANDED,
     FUSED_LANDED_BOX,
     FUSED_BOXED,
+    FUSED_LINES,
     FUSED_SPLIT,
     Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0),
 ]
@@ -671,6 +693,16 @@ MISTAKES = {
     "fused_boxes_of_other_images": (
         FUSED_BOXED,
         emulator.Edit("common/fused_boxes.cuh", r"block - image \* image_blocks", "block"),
+        "relative error",
+    ),
+    "fused_lines_into_what_is_read": (
+        FUSED_LINES,
+        emulator.Edit("common/fused_lines.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "fused_lines_of_other_images": (
+        FUSED_LINES,
+        emulator.Edit("common/fused_lines.cuh", r"\(box - 1\) \* BOX_IMAGES", "box * BOX_IMAGES"),
         "relative error",
     ),
     "fused_landing_not_waited_for": (

@@ -52,7 +52,13 @@ constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
 constexpr int kPlanes = UNIT_H * UNIT_W;
 constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
 constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with output channels of their own
-constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block; see fused_boxes.cuh
+// How a patch lies; see fused_boxes.cuh and fused_lines.cuh.
+constexpr bool kBoxedBlocks = BOXED && !CHANNELS_LAST, kBoxedLines = BOXED && CHANNELS_LAST;
+constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block
+constexpr int kUnitPitch = kBoxedBlocks ? kSwizzled : UNIT_PITCH;  // from one unit of a patch to the next, in units
+constexpr int kLineBytes = UNITS * 16;
+constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16, kStepBytes = kBoxedLines ? 32 : 2 * kUnitPitch * 16;
+constexpr int kBoxPositions = BOX_IMAGES * BOX_ROWS * BOX_WIDTH;  // of lines
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
 static_assert(UNITS % 2 == 0 && PITCH % 2 == 0, "a step of wgmma is two units; a thread's two columns lie in one row");
 
@@ -81,7 +87,7 @@ constexpr int kPieces = UNIT_H * kRunPieces;
 constexpr int kLandingChannels = LANDING_UNITS * kElements;
 constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.cuh
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see fused_boxes.cuh), weights
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see fused_boxes.cuh, fused_lines.cuh), weights
 // [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
 // [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED), in the landing where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
@@ -169,4 +175,22 @@ __device__ __forceinline__ const int* phases_of(int set, int side, int block) {
 /* The first output channel of a warpgroup's M blocks, of those of a group. */
 __device__ __forceinline__ int first_channel_of(int set, int side) {
     return (set % CHANNEL_SETS * kChannelSides + (PHASE_SIDES == 2 ? 0 : side)) * CHANNELS;
+}
+
+/* Where a tile's patch begins: its first position, from one strip or, where boxes have several images, one box before the
+ * first.
+ */
+__device__ __forceinline__ int first_position_of(const fused_params& p, int tile) {
+    return tile * kTile + FIRST + (kBoxedLines ? BOX_IMAGES : 1) * p.strip_rows * PITCH;
+}
+
+/* The right sides of the first stage, from a place of the patch of a tile on. */
+__device__ __forceinline__ matrix_t patches_of(const fused_params& p, const stages_t& s, int tile, int place) {
+#if BOXED && CHANNELS_LAST
+    return lines_of<kLineBytes>(s.patches + (place + first_position_of(p, tile) % kBoxPositions) * UNITS);
+#elif BOXED
+    return swizzled_matrix_of(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16);
+#else
+    return matrix_of(s.patches + place, kUnitPitch * 16, 128);
+#endif
 }

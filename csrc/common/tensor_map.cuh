@@ -7,8 +7,9 @@
 struct alignas(64) tensor_map_t { unsigned long long opaque[16]; };
 
 /* Begin to copy the box whose first element has these coordinates, the innermost first; zeros for what is not in the tensor.
- * `b` learns of all its bytes. The map is a parameter of the kernel; the target lies at a multiple of 128 bytes, of 1024 where
- * boxes are swizzled.
+ * `b` learns of all its bytes. The map is a parameter of the kernel; the target lies at a multiple of 128 bytes.
+ * Where boxes are swizzled, in lines of 64 or 128 bytes, their pieces of 16 lie in another order, which depends on the address:
+ * see wgmma.cuh.
  */
 __device__ __forceinline__ void copy_box(void* target, const tensor_map_t& map, int i, int j, int k, int l, barrier_t& b) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

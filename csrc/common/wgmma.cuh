@@ -13,6 +13,13 @@
  *
  *   c / 64 * leading_bytes + k / 8 * stride_bytes
  *
+ * Either may also lie K-major as lines of 128 or 64 bytes, a row each (in_lines), whose pieces are in another order too: of the
+ * address of a piece, bits 4 to 6 are changed by bits 7 to 9, or 4 and 5 by 7 and 8. Row r begins at
+ *
+ *   r / 8 * stride_bytes + r % 8 * line bytes
+ *
+ * and a step along K goes 32 bytes on in the line.
+ *
  * With w = warp % 4, g = lane / 4, t = lane % 4 a thread's d[4j + 2h + e] is row 16w + g + 8h, column 8j + 2t + e.
  *
  * Products run while the threads go on:
@@ -26,7 +33,9 @@
 
 #include "common/numeric.cuh"
 
-/* Where a matrix lies: bits 0-13 address, 16-29 leading bytes, 32-45 stride bytes, all in units of 16; bit 62 swizzled. */
+/* Where a matrix lies: bits 0-13 address, 16-29 leading bytes, 32-45 stride bytes, all in units of 16; 62-63 swizzled: 1 in
+ * lines of 128 bytes, 2 of 64.
+ */
 using matrix_t = unsigned long long;
 
 __device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
@@ -37,6 +46,12 @@ __device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_by
 
 __device__ __forceinline__ matrix_t swizzled_matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
     return matrix_of(shared, leading_bytes, stride_bytes) | 1ull << 62;
+}
+
+/* A matrix in lines of 64 or 128 bytes. */
+template <int LINE_BYTES> __device__ __forceinline__ matrix_t lines_of(const void* shared) {
+    static_assert(LINE_BYTES == 64 || LINE_BYTES == 128, "other lines are not for wgmma");
+    return matrix_of(shared, 16, 8 * LINE_BYTES) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
 }
 
 /* The same matrix so many bytes (a multiple of 16) further on. */

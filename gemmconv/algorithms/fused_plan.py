@@ -30,6 +30,7 @@ _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 # Stages of inputs, and the fewest of weights that come again and again beside them.
 _STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 2}
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
+_MOST_BOXES = 32  # of lines, of a patch: a lane has one
 _MOST_ROWS = 1.06  # of a strip, beside those that it needs
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
@@ -355,6 +356,8 @@ class Plan:
     @property
     def unit_pitch(self) -> int:
         """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
+        if self.boxed_lines:
+            return -(-self.boxes * self._box_positions // 8) * 8
         if self.boxed:
             return self.patch
         positions, apart = self.patch * math.prod(self.unit), 8 // self.units
@@ -394,9 +397,42 @@ class Plan:
 
     @property
     def may_be_boxed(self) -> bool:
-        """Whether products can read inputs as they lie in memory: nothing is shifted, and images are whole blocks."""
-        blocks = math.prod(self.input_size) % BLOCK_POSITIONS == 0
-        return self.itemsize == 2 and not self.channels_last and self._unshifted and blocks
+        """Whether products can read inputs as they lie in memory.
+
+        In NCHW nothing is shifted, and images are whole blocks. In channels_last a pixel is whole pieces of 16 bytes.
+        """
+        if self.itemsize != 2:
+            return False
+        if not self.channels_last:
+            return self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
+        pieces = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
+        return pieces and self.unit == (1, 1) and (self.whole_images or self.pitch <= _LONGEST_BOX)
+
+    @property
+    def boxed_lines(self) -> bool:
+        """Whether inputs come as boxes whose positions are lines of channels."""
+        return self.boxed and self.channels_last
+
+    @cached_property
+    def line_box(self) -> tuple[int, int, int]:
+        """Images, rows and positions of a row of a box of lines: rows of one strip, or all those of several images.
+
+        Where rows follow each other without gaps, an image is one row, of which boxes are equal parts.
+        """
+        rows, pitch = (1, self.strip_rows * self.pitch) if self.whole_images else (self.strip_rows, self.pitch)
+        images, line = self.problem.batch if self.strips == 1 else 1, self.units * _UNIT_BYTES
+        return _line_box(self.tile, self.first, self.patch, images, rows, pitch, self.whole_images, line)
+
+    @property
+    def _box_positions(self) -> int:
+        return math.prod(self.line_box)
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a patch."""
+        if self.boxed_lines:
+            return _boxes_of(self.tile, self.first, self.patch, self._box_positions)
+        return self.tile // BLOCK_POSITIONS // self.box_blocks
 
     @property
     def _unshifted(self) -> bool:
@@ -411,7 +447,8 @@ class Plan:
     @property
     def box_blocks(self) -> int:
         """Blocks of a box: those of a patch, or one where patches may go from one image to the next, or inputs land."""
-        return self.tile // BLOCK_POSITIONS if self.boxed and math.prod(self.input_size) % self.tile == 0 else 1
+        whole = self.boxed and not self.channels_last and math.prod(self.input_size) % self.tile == 0
+        return self.tile // BLOCK_POSITIONS if whole else 1
 
     @property
     def may_land(self) -> bool:
@@ -446,8 +483,10 @@ class Plan:
 
     @cached_property
     def box_size(self) -> Pair:
-        """Rows and columns of a box that lands; one row where it is a stretch of an image."""
-        if self._unshifted:
+        """Rows and columns of a box of lines, or that lands; one row where it is a stretch of an image."""
+        if self.boxed_lines:
+            return self.line_box[1:]
+        if self._unshifted or not self.landing:
             return 1, self.patch
         skew = 0 if self.strips == 1 else self.element_units - max(2, self.wide)
         width = -(-(self.pitch + skew) // self.element_units) * self.element_units
@@ -619,7 +658,8 @@ class Plan:
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
         if self.boxed:
-            loads = self.loaders == _FEW_LOADERS and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
+            whole = self.units > 2 and self.boxes <= _MOST_BOXES if self.channels_last else self.columns % 64 == 0
+            loads = self.loaders == _FEW_LOADERS and whole and self._whole_chunks
         else:
             words = min(self.loaded_words, self._load_registers // 3)
             loads = self._sums > 96 if self.loaders == _FEW_LOADERS else self.columns <= _MOST_COLUMNS
@@ -681,8 +721,7 @@ class Plan:
     @property
     def _boxed_cycles(self) -> float:
         """Of bringing the inputs of an item as boxes."""
-        boxes = self.tile // BLOCK_POSITIONS // self.box_blocks
-        return self.chunks * max(boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
+        return self.chunks * max(self.boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
 
     @property
     def _landing_cycles(self) -> float:
@@ -702,6 +741,42 @@ class Plan:
         if self.channels_last:
             return min(1.0, self.inner * 8 * self.itemsize / 32)
         return min(1.0, self.inner / self.span[1]) * min(1.0, 8 * self.span[1] * self.itemsize / 32)
+
+
+def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
+    """The most boxes of so many positions that the patch of a tile has parts of."""
+    apart = math.gcd(tile, positions)
+    last_start = positions - apart + first % apart  # in its first box
+    return (last_start + patch - 1) // positions + 1
+
+
+@lru_cache(maxsize=1024)
+def _line_box(
+    tile: int, first: int, patch: int, images: int, rows: int, pitch: int, divisible: bool, line: int
+) -> tuple[int, int, int]:
+    """The images, rows and positions of a row of a box that a patch comes the fastest with.
+
+    Args:
+        tile, first, patch: positions of a tile, to the first of its patch, and of the patch.
+        images: of how many a box may have all rows.
+        rows, pitch: of an image, or a strip; positions of a row.
+        divisible: whether a box may have a part of a row.
+        line: bytes of a position.
+    """
+
+    def cost(box: tuple[int, int, int]) -> tuple[float, int]:
+        positions = math.prod(box)
+        boxes = _boxes_of(tile, first, patch, positions)
+        return max(boxes * _BOX_CYCLES, boxes * positions * line * _BOX_BYTE_CYCLES), boxes * positions
+
+    widths = [width for width in range(2, _LONGEST_BOX + 1, 2) if pitch % width == 0] if divisible else [pitch]
+    found = [(1, 1, width) for width in widths]
+    if pitch <= _LONGEST_BOX:
+        found += [(1, count, pitch) for count in range(2, min(rows, _LONGEST_BOX) + 1) if rows % count == 0]
+        if rows <= _LONGEST_BOX:
+            most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
+            found += [(count, rows, pitch) for count in range(2, most + 1)]
+    return min(found, key=cost)
 
 
 @lru_cache(maxsize=1024)

@@ -13,9 +13,9 @@ _TYPES = {
     2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
     4: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
 }
-_SWIZZLES = {
-    False: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-    True: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+_SWIZZLES = {  # of lines of so many bytes
+    64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+    128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
 }
 
 
@@ -33,7 +33,7 @@ def encode(
         sizes: elements of each dimension, the innermost first.
         strides: bytes from one element to the next, of all dimensions but the innermost; multiples of 16.
         box: elements of a box, of each dimension, at most 256.
-        swizzled: whether boxes, whose lines then have 128 bytes, lie as csrc/common/wgmma.cuh says.
+        swizzled: whether boxes, whose lines then have 64 or 128 bytes, lie as csrc/common/wgmma.cuh says.
 
     Raises:
         RuntimeError: CUDA refuses them.
@@ -47,7 +47,7 @@ def encode(
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        _SWIZZLES[swizzled],
+        _SWIZZLES[box[0] * itemsize] if swizzled else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

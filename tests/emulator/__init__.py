@@ -143,7 +143,7 @@ def _tensor_map(
     """Stands in for gemmconv.runtime.tensor_map.encode; scheduler.cpp reads it."""
     assert address % 16 == 0, "a misaligned tensor"
     assert not any(stride % 16 for stride in strides), "strides of misaligned lines"
-    assert not swizzled or box[0] * itemsize == 128, "swizzled lines that have not 128 bytes"
+    assert not swizzled or box[0] * itemsize in (64, 128), "swizzled lines that have neither 64 nor 128 bytes"
     assert max(box) <= 256, "a box that is too large"
     assert box[0] * itemsize % 16 == 0, "a box of misaligned lines"
     return (ctypes.c_ulonglong * 16)(address, *sizes, *strides, *box, itemsize, swizzled)

@@ -357,9 +357,12 @@ size_t barrier_at(const void* place) {
 // wgmma. A matrix is what csrc/common/wgmma.cuh says.
 
 constexpr unsigned long long kMatrixBits = 0x3fff'3fff'3fff, kSwizzledBit = 1ull << 62;
+constexpr unsigned long long kLines128 = 1, kLines64 = 2;  // bits 62-63
 size_t address_of(unsigned long long matrix) { return (matrix & 0x3fff) * 16; }
 size_t leading_of(unsigned long long matrix) { return (matrix >> 16 & 0x3fff) * 16; }
 size_t stride_of(unsigned long long matrix) { return (matrix >> 32 & 0x3fff) * 16; }
+/* Of a matrix in lines; 0 for others. */
+size_t line_bytes_of(unsigned long long matrix) { return matrix >> 62 == kLines128 ? 128 : matrix >> 62 == kLines64 ? 64 : 0; }
 
 using floats_t = float __attribute__((vector_size(16)));
 using words_t = uint32_t __attribute__((vector_size(16)));
@@ -394,6 +397,11 @@ template <int TYPE> struct piece_t {
     }
 };
 
+/* Where a byte of swizzled lines is, which would be at `address`. */
+size_t swizzled(size_t address, size_t line_bytes) {
+    return address ^ (address / 128 % (line_bytes == 128 ? 8 : 4)) * 16;
+}
+
 /* A column of a swizzled B, as one that is not. */
 struct swizzled_column_t {
     unsigned char bytes[32];
@@ -411,10 +419,13 @@ struct swizzled_column_t {
 template <int TYPE> struct row_t {
     piece_t<TYPE> first, second;
 
-    row_t(unsigned long long matrix, int row) : row_t(place_of(matrix, row), leading_of(matrix)) {}
+    row_t(unsigned long long matrix, int row)
+        : first(place_of(matrix, row, 0)), second(place_of(matrix, row, 1)) {}
     row_t(const unsigned char* place, size_t leading) : first(place), second(place + leading) {}
-    static const unsigned char* place_of(unsigned long long matrix, int row) {
-        return emulator_dynamic_shared + address_of(matrix) + row / 8 * stride_of(matrix) + row % 8 * 16;
+    static const unsigned char* place_of(unsigned long long matrix, int row, int piece) {
+        const size_t group = address_of(matrix) + row / 8 * stride_of(matrix), line_bytes = line_bytes_of(matrix);
+        if (line_bytes > 0) return emulator_dynamic_shared + swizzled(group + row % 8 * line_bytes + piece * 16, line_bytes);
+        return emulator_dynamic_shared + group + piece * leading_of(matrix) + row % 8 * 16;
     }
     float times(const row_t& other) const {
         floats_t sums = first.values[0] * other.first.values[0] + second.values[0] * other.second.values[0];
@@ -461,8 +472,14 @@ void check_swizzled_matrix(unsigned long long matrix, int columns) {
 }
 
 void check_matrix(unsigned long long matrix, int rows) {
-    if ((matrix & ~kMatrixBits) != 0) fail("%016llx for a matrix of wgmma", matrix);
-    if (address_of(matrix) + (rows / 8 - 1) * stride_of(matrix) + leading_of(matrix) + 128 > dynamic_bytes)
+    const size_t line_bytes = line_bytes_of(matrix);
+    if ((matrix & ~kMatrixBits) != matrix >> 62 << 62 || matrix >> 62 == 3) fail("%016llx for a matrix of wgmma", matrix);
+    if (line_bytes > 0) {
+        if (address_of(matrix) % line_bytes > line_bytes - 32) fail("a line of wgmma that goes on in the next");
+        if (stride_of(matrix) % 512 != 0) fail("lines of wgmma that are not in the same order");
+        if (address_of(matrix) / line_bytes * line_bytes + (rows / 8 - 1) * stride_of(matrix) + 8 * line_bytes > dynamic_bytes)
+            fail("a matrix of wgmma past the end of shared memory");
+    } else if (address_of(matrix) + (rows / 8 - 1) * stride_of(matrix) + leading_of(matrix) + 128 > dynamic_bytes)
         fail("a matrix of wgmma past the end of shared memory");
 }
 
@@ -593,10 +610,9 @@ void emulator_copy_box(void* target, const void* map, int i, int j, int k, int l
     const auto* words = static_cast<const unsigned long long*>(map);
     const unsigned long long *sizes = words + 1, *strides = words + 5, *box = words + 8;
     const size_t item = words[12], line_bytes = box[0] * item, lines = box[1] * box[2] * box[3];
-    const bool swizzled = words[13] != 0;
     const auto* base = reinterpret_cast<const unsigned char*>(words[0]);
     const size_t offset = static_cast<unsigned char*>(target) - emulator_dynamic_shared;
-    if (offset % (swizzled ? 1024 : 128) != 0) fail("a misaligned box");
+    if (offset % 128 != 0) fail("a misaligned box");
     if (i * static_cast<long long>(item) % 16 != 0) fail("a box that begins between pieces of 16 bytes");
     boxes.emplace_back(lines * line_bytes);
     const long long first[4] = {i, j, k, l};
@@ -610,8 +626,8 @@ void emulator_copy_box(void* target, const void* map, int i, int j, int k, int l
                 inside &= at >= 0 && at < static_cast<long long>(sizes[axis]);
                 if (axis > 0) element += at * strides[axis - 1];
             }
-            const size_t byte = e * item, piece = byte / 16 ^ (swizzled ? line % 8 : 0);
-            unsigned char* to = boxes.back().data() + line * line_bytes + piece * 16 + byte % 16;
+            const size_t place = offset + line * line_bytes + e * item;
+            unsigned char* to = boxes.back().data() + ((words[13] != 0 ? swizzled(place, line_bytes) : place) - offset);
             if (inside) memcpy(to, element, item);
             else memset(to, 0, item);
         }

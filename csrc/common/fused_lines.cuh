@@ -1,0 +1,48 @@
+/* Loader of fused_wgmma.cu whose inputs need nothing done to them: values of 16 bits in channels_last that come as boxes of a
+ * tensor map, straight to where products read them.
+ *
+ * The right side is K-major as elsewhere, but a position is a line of all UNITS (see wgmma.cuh), so that any place of an input
+ * relative to its cell is a whole line:
+ *
+ *   patch [BOXES][BOX_IMAGES][BOX_ROWS][BOX_WIDTH positions] of UNITS * 16 bytes, swizzled
+ *
+ * A box has rows of one strip or, where images are small, all rows of several; a part of an image where nothing lies between
+ * rows (WHOLE_IMAGES). It reaches beyond the image as positions do, and is zero there, so that boxes one after the other are
+ * positions one after the other. Boxes begin at multiples of kBoxPositions, and a patch somewhere in its first box. Channels
+ * beyond the last are zeros. A lane has a box of its own.
+ */
+#pragma once
+
+#include "common/fused.cuh"
+
+static_assert(BOXES <= 32 && BOXES * kBoxPositions <= UNIT_PITCH && UNIT_PITCH % 8 == 0, "a patch is what a warp copies");
+
+/* Where a box begins, of those from the position on that first_position_of counts from. */
+struct corner_t { int column, row, image; };
+__device__ __forceinline__ corner_t corner_of(const fused_params& p, int box) {
+    if (BOX_IMAGES > 1) return {p.origin_w, p.origin_h, (box - 1) * BOX_IMAGES};
+    const int boxes = p.strip_rows * PITCH / kBoxPositions, strip = box / boxes - 1, own = box - (strip + 1) * boxes;
+    const int image = strip < 0 ? -1 : strip / p.strips, across = strip - image * p.strips;
+    if (WHOLE_IMAGES) return {own * BOX_WIDTH, 0, image};
+    return {across * p.strip_cells + p.origin_w, own * BOX_ROWS + p.origin_h, image};
+}
+
+__device__ __forceinline__ void produce_patches(const fused_params& p, const stages_t& s, int thread) {
+    if (thread >= 32) return;
+    ring_t<PATCH_STAGES> ring;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const item_t item = item_of(p, i);
+        if (!item.exists()) continue;
+        const corner_t corner = corner_of(p, first_position_of(p, item.tile) / kBoxPositions + thread);
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            barrier_t& full = s.patch_full[ring.stage];
+            barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
+            if (thread == 0) barrier_arrive_expecting(full, BOXES * kBoxPositions * kLineBytes);
+            __syncwarp();
+            unit_t* to = s.patches + ring.stage * kPatchUnits + thread * (kBoxPositions * UNITS);
+            const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
+            if (thread < BOXES) copy_box(to, p.map, channel, corner.column, corner.row, corner.image, full);
+            ring.advance();
+        }
+    }
+}
