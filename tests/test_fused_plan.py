@@ -499,7 +499,7 @@ def box_plan(seed):
         found = [plan for plan in plans if plan.boxed or plan.landing_box]
 
     def kind(plan):
-        images = plan.boxed_lines and plan.line_box[0] > 1
+        images = plan.way == "lines" and plan.line_box[0] > 1
         return plan.boxed, plan.box_blocks > 1, images, plan.box_size[0] > 1, plan.strips > 1
 
     wanted = random.choice(sorted(set(map(kind, found))))
@@ -511,11 +511,11 @@ def test_box_plans_are_of_all_kinds():
     assert {plan.boxed for plan in found} == {True, False}
     assert {plan.channels_last for plan in found} == {True, False}
     assert {plan.box_blocks > 1 for plan in found if plan.boxed} == {True, False}
-    for of_kind in ([plan for plan in found if plan.landing], [plan for plan in found if plan.boxed_lines]):
+    for of_kind in ([plan for plan in found if plan.landing], [plan for plan in found if plan.way == "lines"]):
         assert {plan.box_size[0] > 1 for plan in of_kind} == {True, False}
         assert {plan.strips > 1 for plan in of_kind} == {True, False}
-    assert {plan.line_box[0] > 1 for plan in found if plan.boxed_lines} == {True, False}
-    assert {plan.whole_images for plan in found if plan.boxed_lines} == {True, False}
+    assert {plan.line_box[0] > 1 for plan in found if plan.way == "lines"} == {True, False}
+    assert {plan.whole_images for plan in found if plan.way == "lines"} == {True, False}
     assert {plan.problem.groups > 1 for plan in found} == {True, False}
 
 
@@ -533,7 +533,7 @@ def test_boxes_are_what_a_tensor_map_takes(seed):
     macros = fused.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)
     boxes = macros["BOXES"] if plan.boxed else 1
     positions = macros["BOX_IMAGES"] * macros["BOX_ROWS"] * macros["BOX_WIDTH"]
-    if plan.boxed_lines:
+    if plan.way == "lines":
         assert boxes <= 32
         assert boxes * positions <= macros["UNIT_PITCH"]
         units = macros["UNITS"] * boxes * positions
@@ -581,7 +581,7 @@ def lines_of_tile(plan, tile):
 def test_boxes_hold_the_inputs_of_a_tile(seed):
     plan = box_plan(seed)
     (height, width), period, (rows, columns) = plan.input_size, plan.strip_rows * plan.pitch, plan.box_size
-    if plan.boxed_lines:
+    if plan.way == "lines":
         for tile in range(plan.tiles):
             wanted = input_at(plan, tile * plan.tile + plan.first, np.arange(plan.patch))
             assert (lines_of_tile(plan, tile) == wanted).all()

@@ -67,18 +67,18 @@ FUSED_PATHS = {
     "widest": lambda plan: plan.columns * plan.blocks == 256,
     "rows_of_a_cell": lambda plan: plan.blocks > 2,
     "weights_laid_out_by_blocks_of_steps": lambda plan: sum(plan.set_steps) > fused._WEIGHT_STEPS,
-    "boxed": lambda plan: plan.boxed,
-    "boxed_patches": lambda plan: plan.boxed and plan.box_blocks > 1,
-    "boxed_blocks": lambda plan: plan.boxed and plan.box_blocks == 1 and plan.tile > 64,
-    "boxed_positions_shared": lambda plan: plan.boxed and plan.warpgroups_m == 1,
-    "boxed_rows_shared": lambda plan: plan.boxed and plan.warpgroups_m == 2,
-    "boxed_lines": lambda plan: plan.boxed_lines,
-    "boxed_half_lines": lambda plan: plan.boxed_lines and plan.units == 4,
-    "boxed_lines_of_images": lambda plan: plan.boxed_lines and plan.line_box[0] > 1,
-    "boxed_lines_of_rows": lambda plan: plan.boxed_lines and plan.line_box[1] > 1,
-    "boxed_lines_of_strips": lambda plan: plan.boxed_lines and plan.strips > 1,
-    "boxed_lines_of_parts": lambda plan: plan.boxed_lines and plan.line_box[2] < plan.pitch * plan.strip_rows > 64,
-    "boxed_lines_shared": lambda plan: plan.boxed_lines and plan.warpgroups_m == 1,
+    "blocks": lambda plan: plan.way == "blocks",
+    "blocks_of_patches": lambda plan: plan.way == "blocks" and plan.box_blocks > 1,
+    "blocks_of_their_own": lambda plan: plan.way == "blocks" and plan.box_blocks == 1 and plan.tile > 64,
+    "blocks_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 1,
+    "blocks_of_rows_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 2,
+    "lines": lambda plan: plan.way == "lines",
+    "half_lines": lambda plan: plan.way == "lines" and plan.units == 4,
+    "lines_of_images": lambda plan: plan.way == "lines" and plan.line_box[0] > 1,
+    "lines_of_rows": lambda plan: plan.way == "lines" and plan.line_box[1] > 1,
+    "lines_of_strips": lambda plan: plan.way == "lines" and plan.strips > 1,
+    "lines_of_parts": lambda plan: plan.way == "lines" and plan.whole_images,
+    "lines_shared": lambda plan: plan.way == "lines" and plan.warpgroups_m == 1,
     "landing": lambda plan: plan.landing,
     "landing_whole_images": lambda plan: plan.landing and plan.whole_images,
     "landing_box": lambda plan: plan.landing_box and plan.box_size[0] == 1,
@@ -290,23 +290,23 @@ FUSED_RUNS += [
     Run("fused", case, (torch.float16, torch.bfloat16)[i % 2], layout, i % 2, choice=path)
     for i, (path, layout, case) in enumerate(
         [
-            ("boxed", "contiguous", Case(3, 20, 40, (4, 16), (2, 2), (2, 2))),
-            ("boxed", "contiguous", Case(5, 128, 48, (8, 8), (1, 1), (1, 1), groups=2)),
-            ("boxed_patches", "contiguous", Case(3, 36, 40, (16, 16), (2, 2), (2, 2))),
-            ("boxed_blocks", "contiguous", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
-            ("boxed_positions_shared", "contiguous", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
-            ("boxed_rows_shared", "contiguous", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
-            ("boxed_lines", "channels_last", Case(3, 40, 40, (5, 9), (3, 4), (1, 2), (1, 1))),
-            ("boxed_lines", "channels_last", Case(2, 128, 140, (6, 7), (2, 3), (1, 1), groups=2)),
-            ("boxed_lines_of_images", "channels_last", Case(7, 72, 40, (3, 4), (4, 4), (2, 2), (1, 1))),
-            ("boxed_lines_of_rows", "channels_last", Case(2, 136, 24, (15, 8), (3, 5), (2, 1), (0, 2))),
-            ("boxed_lines_of_strips", "channels_last", Case(2, 72, 24, (6, 150), (3, 3), (1, 1), (1, 1))),
-            ("boxed_lines_of_strips", "channels_last", Case(1, 24, 70, (5, 136), (2, 7), (1, 2), (1, 2))),
-            ("boxed_lines_of_parts", "channels_last", Case(3, 72, 40, (12, 14), (2, 2), (2, 2))),
-            ("boxed_lines_of_parts", "channels_last", Case(2, 40, 40, (9, 16), (3, 2), (1, 2))),
-            ("boxed_half_lines", "channels_last", Case(3, 24, 40, (5, 9), (3, 3), (1, 1), (1, 1))),
-            ("boxed_half_lines", "channels_last", Case(5, 64, 24, (1, 40), (1, 8), (1, 4), (0, 2), groups=2)),
-            ("boxed_lines_shared", "channels_last", Case(3, 72, 40, (6, 12), (2, 4), (2, 2), (0, 1))),
+            ("blocks", "contiguous", Case(3, 20, 40, (4, 16), (2, 2), (2, 2))),
+            ("blocks", "contiguous", Case(5, 128, 48, (8, 8), (1, 1), (1, 1), groups=2)),
+            ("blocks_of_patches", "contiguous", Case(3, 36, 40, (16, 16), (2, 2), (2, 2))),
+            ("blocks_of_their_own", "contiguous", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
+            ("blocks_shared", "contiguous", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
+            ("blocks_of_rows_shared", "contiguous", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
+            ("lines", "channels_last", Case(3, 40, 40, (5, 9), (3, 4), (1, 2), (1, 1))),
+            ("lines", "channels_last", Case(2, 128, 140, (6, 7), (2, 3), (1, 1), groups=2)),
+            ("lines_of_images", "channels_last", Case(7, 72, 40, (3, 4), (4, 4), (2, 2), (1, 1))),
+            ("lines_of_rows", "channels_last", Case(2, 136, 24, (15, 8), (3, 5), (2, 1), (0, 2))),
+            ("lines_of_strips", "channels_last", Case(2, 72, 24, (6, 150), (3, 3), (1, 1), (1, 1))),
+            ("lines_of_strips", "channels_last", Case(1, 24, 70, (5, 136), (2, 7), (1, 2), (1, 2))),
+            ("lines_of_parts", "channels_last", Case(3, 72, 40, (12, 14), (2, 2), (2, 2))),
+            ("lines_of_parts", "channels_last", Case(2, 40, 40, (9, 16), (3, 2), (1, 2))),
+            ("half_lines", "channels_last", Case(3, 24, 40, (5, 9), (3, 3), (1, 1), (1, 1))),
+            ("half_lines", "channels_last", Case(5, 64, 24, (1, 40), (1, 8), (1, 4), (0, 2), groups=2)),
+            ("lines_shared", "channels_last", Case(3, 72, 40, (6, 12), (2, 4), (2, 2), (0, 1))),
         ]
     )
 ]
@@ -326,13 +326,13 @@ FUSED_LANDED_BOX = run_of_many_items(Case(3, 224, 24, (8, 8), (2, 2), (2, 2)), l
 FUSED_LINES = run_of_many_items(
     Case(5, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: plan.boxed, layout="channels_last"
 )
-FUSED_BOXED = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
+FUSED_BLOCKS = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
 FUSED_RUNS += [
     FUSED,
     FUSED_LANDED,
     FUSED_LANDED_BOX,
-    FUSED_BOXED,
+    FUSED_BLOCKS,
     FUSED_LINES,
     FUSED_SPLIT,
     Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0),
@@ -680,19 +680,19 @@ MISTAKES = {
         emulator.Edit("common/fused_load.cuh", r"meet<1, LOADERS>\(\);", ""),
         "relative error",
     ),
-    "fused_boxes_not_waited_for": (
-        FUSED_BOXED,
+    "fused_blocks_not_waited_for": (
+        FUSED_BLOCKS,
         emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.patch_full[^;]*;", ""),
         "relative error|arrivals in a phase|never waited for",
     ),
-    "fused_boxes_into_what_is_read": (
-        FUSED_BOXED,
-        emulator.Edit("common/fused_boxes.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+    "fused_blocks_into_what_is_read": (
+        FUSED_BLOCKS,
+        emulator.Edit("common/fused_blocks.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
-    "fused_boxes_of_other_images": (
-        FUSED_BOXED,
-        emulator.Edit("common/fused_boxes.cuh", r"block - image \* image_blocks", "block"),
+    "fused_blocks_of_other_images": (
+        FUSED_BLOCKS,
+        emulator.Edit("common/fused_blocks.cuh", r"block - image \* image_blocks", "block"),
         "relative error",
     ),
     "fused_lines_into_what_is_read": (

@@ -19,7 +19,7 @@
 
 struct fused_params {
 #if BOXED || LANDING_BOX
-    tensor_map_t map;  // of the input: see fused_boxes.cuh, fused_land.cuh
+    tensor_map_t map;  // of the input: see fused_blocks.cuh, fused_land.cuh
 #endif
     const ELEMENT_T* __restrict__ input;
     const unit_t* __restrict__ packed;
@@ -52,7 +52,7 @@ constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
 constexpr int kPlanes = UNIT_H * UNIT_W;
 constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
 constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with output channels of their own
-// How a patch lies; see fused_boxes.cuh and fused_lines.cuh.
+// How a patch lies; see fused_blocks.cuh and fused_lines.cuh.
 constexpr bool kBoxedBlocks = BOXED && !CHANNELS_LAST, kBoxedLines = BOXED && CHANNELS_LAST;
 constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block
 constexpr int kUnitPitch = kBoxedBlocks ? kSwizzled : UNIT_PITCH;  // from one unit of a patch to the next, in units
@@ -87,7 +87,7 @@ constexpr int kPieces = UNIT_H * kRunPieces;
 constexpr int kLandingChannels = LANDING_UNITS * kElements;
 constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.cuh
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see fused_boxes.cuh, fused_lines.cuh), weights
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see fused_blocks.cuh, fused_lines.cuh), weights
 // [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
 // [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED), in the landing where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;

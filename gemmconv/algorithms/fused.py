@@ -112,7 +112,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "BOX_BLOCKS": plan.box_blocks,
         "LANDING_BOX": int(plan.landing_box),
         "BOXES": plan.boxes,
-        "BOX_IMAGES": plan.line_box[0] if plan.boxed_lines else 1,
+        "BOX_IMAGES": plan.line_box[0] if plan.way == "lines" else 1,
         "BOX_ROWS": plan.box_size[0],
         "BOX_WIDTH": plan.box_size[1],
         "LANDING_UNITS": plan.landing_units,
@@ -255,13 +255,13 @@ def _own_plan(config: Config, direction: Direction) -> Plan | None:
 def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, bool]:
     """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
 
-    The input is [positions][channels][blocks of positions][images] where products read it as it comes, and
-    [columns][rows][channels][images] where it lands, all of an image in one row where it lands as stretches. In
-    channels_last it is [channels][columns][rows][images], likewise where rows follow each other without gaps.
+    The input is [positions][channels][blocks of positions][images] where products read blocks as they come, and
+    [channels][columns][rows][images] where they read lines, all of an image in one row where nothing lies between rows.
+    It is [columns][rows][channels][images] where it lands, all of an image in one row where it lands as stretches.
     """
     p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
     channels = plan.in_channels * p.groups
-    if plan.boxed_lines:
+    if plan.way == "lines":
         images, rows, columns = plan.line_box
         width = pixels if plan.whole_images else plan.input_size[1]
         sizes = channels, width, pixels // width, p.batch

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Literal
 
 from gemmconv.algorithms.base import Direction
 from gemmconv.algorithms.cells import phase_shifts
@@ -82,6 +83,9 @@ PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS = range(3)
 
 
+Way = Literal["loaded", "landing", "blocks", "lines"]
+
+
 @dataclass(frozen=True)
 class Plan:
     """One way to go about a problem.
@@ -102,8 +106,9 @@ class Plan:
         units: 16-byte units of channels of a chunk: 2, 4 or 8.
         strips: into how many strips an image is cut.
         wide: inputs beside each other in a row that are taken together.
-        landing: whether inputs land in shared memory as they lie in memory.
-        boxed: whether they come as boxes of a tensor map, straight to where products read them.
+        way: how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory, to
+            be laid out by threads. Or as boxes of a tensor map, straight to where products read them: "blocks" of
+            positions of NCHW, or "lines" of channels_last.
         loaders: threads that load inputs, 96 or 224.
     """
 
@@ -121,9 +126,17 @@ class Plan:
     units: int
     strips: int
     wide: int
-    landing: bool
-    boxed: bool
+    way: Way
     loaders: int
+
+    @property
+    def landing(self) -> bool:
+        return self.way == "landing"
+
+    @property
+    def boxed(self) -> bool:
+        """Whether inputs come as boxes to where products read them."""
+        return self.way not in ("loaded", "landing")
 
     # Phases and output channels: the left sides.
 
@@ -331,9 +344,8 @@ class Plan:
     def places(self) -> Pair:
         """The least and the largest place of an input relative to its cell."""
         # Every row shift goes with every column shift, if not for the same phase.
-        first, last = (
-            (self._reach(0)[end] - self.origin[0]) * self.pitch + self._reach(1)[end] - self.origin[1] for end in (0, 1)
-        )
+        reaches = zip(self._reach(0), self._reach(1), strict=True)
+        first, last = (self._place((row * self.unit[0], column * self.unit[1])) for row, column in reaches)
         return first, last
 
     @property
@@ -356,7 +368,7 @@ class Plan:
     @property
     def unit_pitch(self) -> int:
         """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
-        if self.boxed_lines:
+        if self.way == "lines":
             return -(-self.boxes * self._box_positions // 8) * 8
         if self.boxed:
             return self.patch
@@ -397,21 +409,16 @@ class Plan:
 
     @property
     def may_be_boxed(self) -> bool:
-        """Whether products can read inputs as they lie in memory.
+        """Whether products can read inputs as they lie in memory, this way.
 
-        In NCHW nothing is shifted, and images are whole blocks. In channels_last a pixel is whole pieces of 16 bytes.
+        As blocks, nothing is shifted, and images are whole blocks. As lines, pixels are whole pieces of 16 bytes.
         """
-        if self.itemsize != 2:
+        if self.itemsize != 2 or self.channels_last != (self.way == "lines"):
             return False
-        if not self.channels_last:
+        if self.way == "blocks":
             return self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
         pieces = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
         return pieces and self.unit == (1, 1) and (self.whole_images or self.pitch <= _LONGEST_BOX)
-
-    @property
-    def boxed_lines(self) -> bool:
-        """Whether inputs come as boxes whose positions are lines of channels."""
-        return self.boxed and self.channels_last
 
     @cached_property
     def line_box(self) -> tuple[int, int, int]:
@@ -430,9 +437,9 @@ class Plan:
     @property
     def boxes(self) -> int:
         """Boxes of a patch."""
-        if self.boxed_lines:
+        if self.way == "lines":
             return _boxes_of(self.tile, self.first, self.patch, self._box_positions)
-        return self.tile // BLOCK_POSITIONS // self.box_blocks
+        return self.tile // BLOCK_POSITIONS // self.box_blocks if self.way == "blocks" else 1
 
     @property
     def _unshifted(self) -> bool:
@@ -446,8 +453,8 @@ class Plan:
 
     @property
     def box_blocks(self) -> int:
-        """Blocks of a box: those of a patch, or one where patches may go from one image to the next, or inputs land."""
-        whole = self.boxed and not self.channels_last and math.prod(self.input_size) % self.tile == 0
+        """Blocks of a box: those of a patch, or one where patches may go from one image to the next."""
+        whole = self.way == "blocks" and math.prod(self.input_size) % self.tile == 0
         return self.tile // BLOCK_POSITIONS if whole else 1
 
     @property
@@ -484,7 +491,7 @@ class Plan:
     @cached_property
     def box_size(self) -> Pair:
         """Rows and columns of a box of lines, or that lands; one row where it is a stretch of an image."""
-        if self.boxed_lines:
+        if self.way == "lines":
             return self.line_box[1:]
         if self._unshifted or not self.landing:
             return 1, self.patch
@@ -657,9 +664,11 @@ class Plan:
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
-        if self.boxed:
-            whole = self.units > 2 and self.boxes <= _MOST_BOXES if self.channels_last else self.columns % 64 == 0
-            loads = self.loaders == _FEW_LOADERS and whole and self._whole_chunks
+        if self.way == "lines":
+            fits = self.units > 2 and self.boxes <= _MOST_BOXES
+            loads = self.loaders == _FEW_LOADERS and fits and self._whole_chunks
+        elif self.way == "blocks":
+            loads = self.loaders == _FEW_LOADERS and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
         else:
             words = min(self.loaded_words, self._load_registers // 3)
             loads = self._sums > 96 if self.loaders == _FEW_LOADERS else self.columns <= _MOST_COLUMNS
@@ -696,8 +705,9 @@ class Plan:
             stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * _STORE_CYCLES
         stored += outputs * self.itemsize * _OUTPUT_CYCLES
         if self.strips > 1:
-            inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
-            loaded = (loaded + inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
+            if not self.boxed:
+                inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
+                loaded = (loaded + inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
             stored = (stored + outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
         overlap = _BOXED_OVERLAP if self.boxed else _OVERLAP[self.landing]
         item = (multiplied**overlap + loaded**overlap + stored**overlap) ** (1 / overlap)
@@ -843,7 +853,7 @@ def _plans_of(
     problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool, widths: tuple[int, ...]
 ) -> Iterator[Plan]:
     smallest = Plan(
-        problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, False, False, _MANY_LOADERS
+        problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, "loaded", _MANY_LOADERS
     )
     channels = smallest.out_channels
     for multiple, slots, blocks in _left_sides(smallest.span[1], channels, channels_last):
@@ -876,11 +886,11 @@ def _plans_of(
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
-    boxed = replace(plan, boxed=True)
+    boxed = replace(plan, way="lines" if plan.channels_last else "blocks")
     if boxed.may_be_boxed:
         yield boxed
     for wide, landing in itertools.product(_WIDES, (False, True)):
-        loaded = replace(plan, wide=wide, landing=landing)
+        loaded = replace(plan, wide=wide, way="landing" if landing else "loaded")
         if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):
             continue
         if landing and not (wide <= 2 and loaded.may_land):
