@@ -219,7 +219,7 @@ def input_at(plan, first, offsets):
     `plan.wide` inputs are loaded together, beside each other in memory: the first decides whether they are there.
     """
     (height, width), (unit_h, unit_w), (origin_h, origin_w) = plan.input_size, plan.unit, plan.origin
-    plane, position = np.divmod(offsets, plan.patch)
+    plane, position = np.divmod(offsets, plan.plane_pitch)
     if unit_w == 2:
         plane, behind = plane // plan.wide * plan.wide, plane % plan.wide
     else:
@@ -270,7 +270,7 @@ def test_patches_hold_the_inputs_of_all_positions_of_a_tile(plan):
     """Also of those without outputs: what they read is in the plane of the shift."""
     for shift in set().union(*plan.steps):
         plane = shift[0] % plan.unit[0] * plan.unit[1] + shift[1] % plan.unit[1]
-        first = plan.offset(shift) - plane * plan.patch
+        first = plan.offset(shift) - plane * plan.plane_pitch
         assert first >= 0
         assert first + plan.tile - 1 < plan.patch
 
@@ -514,6 +514,7 @@ def test_box_plans_are_of_all_kinds():
     for of_kind in ([plan for plan in found if plan.landing], [plan for plan in found if plan.way == "lines"]):
         assert {plan.box_size[0] > 1 for plan in of_kind} == {True, False}
         assert {plan.strips > 1 for plan in of_kind} == {True, False}
+    assert {plan.unit > (1, 1) for plan in found if plan.way == "lines"} == {True, False}
     assert {plan.line_box[0] > 1 for plan in found if plan.way == "lines"} == {True, False}
     assert {plan.whole_images for plan in found if plan.way == "lines"} == {True, False}
     assert {plan.problem.groups > 1 for plan in found} == {True, False}
@@ -522,16 +523,18 @@ def test_box_plans_are_of_all_kinds():
 @pytest.mark.parametrize("seed", range(EXAMPLES))
 def test_boxes_are_what_a_tensor_map_takes(seed):
     plan = box_plan(seed)
-    itemsize, sizes, strides, box, swizzled = fused._boxes(plan)
+    itemsize, sizes, strides, box, steps, swizzled = fused._boxes(plan)
     assert all(stride % 16 == 0 < stride for stride in strides)
-    assert 0 < max(box) <= 256
+    assert min(box) > 0
+    assert max(np.multiply(box, steps)) <= 256
+    assert steps[0] == 1 <= max(steps) <= 8
     assert box[0] * itemsize % 16 == 0
     assert math.prod(sizes) == plan.problem.batch * plan.in_channels * plan.problem.groups * math.prod(plan.input_size)
     assert swizzled == plan.boxed
     assert not plan.boxed or box[0] * itemsize in ((64, 128) if plan.channels_last else (128,))
     # What the kernel tells its barriers to expect of a patch, or of a landing.
     macros = fused.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)
-    boxes = macros["BOXES"] if plan.boxed else 1
+    boxes = macros["BOXES"] * math.prod(plan.unit) if plan.boxed else 1
     positions = macros["BOX_IMAGES"] * macros["BOX_ROWS"] * macros["BOX_WIDTH"]
     if plan.way == "lines":
         assert boxes <= 32
@@ -546,35 +549,36 @@ def test_boxes_are_what_a_tensor_map_takes(seed):
 
 
 def lines_of_tile(plan, tile):
-    """Return the pixels of all images that come as lines for a tile, -1 for zeros, from the patch's first on.
+    """Return the pixels of all images that come as lines for a tile, -1 for zeros, from the patch's first on, by plane.
 
     As csrc/common/fused_lines.cuh has it.
     """
-    (height, width), (images, rows, columns), found = plan.input_size, plan.line_box, []
-    in_box, period = images * rows * columns, plan.strip_rows * plan.pitch
+    (height, width), (unit_h, unit_w), (images, rows, columns) = plan.input_size, plan.unit, plan.line_box
+    found, in_box, period = [], images * rows * columns, plan.strip_rows * plan.pitch
     first, skipped = divmod(tile * plan.tile + plan.first + images * period, in_box)
     assert first >= 0
-    for number in range(first, first + plan.boxes):
+    for plane, number in itertools.product(range(unit_h * unit_w), range(first, first + plan.boxes)):
+        image, row, column = (number - 1) * images, *plan.origin
         if images > 1:
             assert plan.strips == 1
-            corner = plan.origin[1], plan.origin[0], (number - 1) * images
         else:
             assert period % in_box == 0
             strip, own = divmod(number, period // in_box)
             image, across = divmod(strip - 1, plan.strips)
-            row, column = (0, own * columns) if plan.whole_images else (own * rows, across * plan.strip_cells)
-            corner = column + plan.origin[1], row + plan.origin[0], image
+            row += 0 if plan.whole_images else own * rows
+            column += own * columns if plan.whole_images else across * plan.strip_cells
+        corner = image, row * unit_h + plane // unit_w, column * unit_w + plane % unit_w
         size = (height * width, 1) if plan.whole_images else (width, height)
         image, row, column = (
-            corner[2 - axis] + np.arange(count).reshape([-1 if i == axis else 1 for i in range(3)])
-            for axis, count in enumerate(plan.line_box)
+            begin + step * np.arange(count).reshape([-1 if i == axis else 1 for i in range(3)])
+            for axis, (begin, step, count) in enumerate(zip(corner, (1, unit_h, unit_w), plan.line_box, strict=True))
         )
         there = (image >= 0) & (image < plan.problem.batch) & (row >= 0) & (row < size[1])
         there = there & (column >= 0) & (column < size[0])
         found.append(np.where(there, image * (height * width) + row * size[0] + column, -1).reshape(-1))
-    lines = np.concatenate(found)[skipped:]
-    assert len(lines) >= plan.patch
-    return lines[: plan.patch]
+    lines = np.reshape(found, (unit_h * unit_w, plan.plane_pitch))[:, skipped:]
+    assert lines.shape[1] >= plan.patch
+    return lines[:, : plan.patch]
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
@@ -583,8 +587,8 @@ def test_boxes_hold_the_inputs_of_a_tile(seed):
     (height, width), period, (rows, columns) = plan.input_size, plan.strip_rows * plan.pitch, plan.box_size
     if plan.way == "lines":
         for tile in range(plan.tiles):
-            wanted = input_at(plan, tile * plan.tile + plan.first, np.arange(plan.patch))
-            assert (lines_of_tile(plan, tile) == wanted).all()
+            places = np.arange(math.prod(plan.unit))[:, None] * plan.plane_pitch + np.arange(plan.patch)
+            assert (lines_of_tile(plan, tile) == input_at(plan, tile * plan.tile + plan.first, places)).all()
         return
     if plan.boxed or rows == 1:  # stretches of images
         stretch = 64 * plan.box_blocks if plan.boxed else columns

@@ -78,6 +78,7 @@ FUSED_PATHS = {
     "lines_of_rows": lambda plan: plan.way == "lines" and plan.line_box[1] > 1,
     "lines_of_strips": lambda plan: plan.way == "lines" and plan.strips > 1,
     "lines_of_parts": lambda plan: plan.way == "lines" and plan.whole_images,
+    "lines_of_planes": lambda plan: plan.way == "lines" and plan.unit > (1, 1),
     "lines_shared": lambda plan: plan.way == "lines" and plan.warpgroups_m == 1,
     "landing": lambda plan: plan.landing,
     "landing_whole_images": lambda plan: plan.landing and plan.whole_images,
@@ -302,6 +303,8 @@ FUSED_RUNS += [
             ("lines_of_rows", "channels_last", Case(2, 136, 24, (15, 8), (3, 5), (2, 1), (0, 2))),
             ("lines_of_strips", "channels_last", Case(2, 72, 24, (6, 150), (3, 3), (1, 1), (1, 1))),
             ("lines_of_strips", "channels_last", Case(1, 24, 70, (5, 136), (2, 7), (1, 2), (1, 2))),
+            ("lines_of_planes", "channels_last", Case(2, 24, 16, (6, 20), (3, 3), (1, 1), (1, 1))),
+            ("lines_of_planes", "channels_last", Case(3, 72, 8, (5, 136), (2, 5), (2, 1), (0, 2))),
             ("lines_of_parts", "channels_last", Case(3, 72, 40, (12, 14), (2, 2), (2, 2))),
             ("lines_of_parts", "channels_last", Case(2, 40, 40, (9, 16), (3, 2), (1, 2))),
             ("half_lines", "channels_last", Case(3, 24, 40, (5, 9), (3, 3), (1, 1), (1, 1))),
@@ -429,6 +432,15 @@ FUSED_RUNS += [
 FUSED_RUNS += [
     Run("fused_input_grad", case, layout=layout, choice="several_slots", **FUSED_TYPES[i])
     for i, (layout, case) in enumerate([("contiguous", ROW), ("channels_last", WIDE_ROW), ("contiguous", WIDE_ROW)])
+]
+FUSED_RUNS += [
+    Run("fused_input_grad", case, dtype, "channels_last", i, choice="lines_of_planes")
+    for i, (dtype, case) in enumerate(
+        [
+            (torch.float16, Case(3, 20, 72, (6, 7), (4, 3), (2, 3), (1, 0))),
+            (torch.bfloat16, Case(2, 70, 128, (5, 9), (2, 2), (2, 2), groups=2)),
+        ]
+    )
 ]
 
 

@@ -4,7 +4,7 @@
  * The right side is K-major as elsewhere, but a position is a line of all UNITS (see wgmma.cuh), so that any place of an input
  * relative to its cell is a whole line:
  *
- *   patch [BOXES][BOX_IMAGES][BOX_ROWS][BOX_WIDTH positions] of UNITS * 16 bytes, swizzled
+ *   patch [planes][BOXES][BOX_IMAGES][BOX_ROWS][BOX_WIDTH positions] of UNITS * 16 bytes, swizzled
  *
  * A box has rows of one strip or, where images are small, all rows of several; a part of an image where nothing lies between
  * rows (WHOLE_IMAGES). It reaches beyond the image as positions do, and is zero there, so that boxes one after the other are
@@ -15,16 +15,18 @@
 
 #include "common/fused.cuh"
 
-static_assert(BOXES <= 32 && BOXES * kBoxPositions <= UNIT_PITCH && UNIT_PITCH % 8 == 0, "a patch is what a warp copies");
+constexpr int kBoxes = kPlanes * BOXES;
+static_assert(kBoxes <= 32 && kBoxes * kBoxPositions <= UNIT_PITCH && UNIT_PITCH % 8 == 0, "a patch is what a warp copies");
 
-/* Where a box begins, of those from the position on that first_position_of counts from. */
+/* Where a box of a plane begins, of those from the position on that first_position_of counts from. */
 struct corner_t { int column, row, image; };
-__device__ __forceinline__ corner_t corner_of(const fused_params& p, int box) {
-    if (BOX_IMAGES > 1) return {p.origin_w, p.origin_h, (box - 1) * BOX_IMAGES};
+__device__ __forceinline__ corner_t corner_of(const fused_params& p, int plane, int box) {
+    const int row = p.origin_h * UNIT_H + plane / UNIT_W, column = p.origin_w * UNIT_W + plane % UNIT_W;
+    if (BOX_IMAGES > 1) return {column, row, (box - 1) * BOX_IMAGES};
     const int boxes = p.strip_rows * PITCH / kBoxPositions, strip = box / boxes - 1, own = box - (strip + 1) * boxes;
     const int image = strip < 0 ? -1 : strip / p.strips, across = strip - image * p.strips;
     if (WHOLE_IMAGES) return {own * BOX_WIDTH, 0, image};
-    return {across * p.strip_cells + p.origin_w, own * BOX_ROWS + p.origin_h, image};
+    return {across * p.strip_cells * UNIT_W + column, own * BOX_ROWS * UNIT_H + row, image};
 }
 
 __device__ __forceinline__ void produce_patches(const fused_params& p, const stages_t& s, int thread) {
@@ -33,15 +35,15 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         if (!item.exists()) continue;
-        const corner_t corner = corner_of(p, first_position_of(p, item.tile) / kBoxPositions + thread);
+        const corner_t corner = corner_of(p, thread / BOXES, first_position_of(p, item.tile) / kBoxPositions + thread % BOXES);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_t& full = s.patch_full[ring.stage];
             barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
-            if (thread == 0) barrier_arrive_expecting(full, BOXES * kBoxPositions * kLineBytes);
+            if (thread == 0) barrier_arrive_expecting(full, kBoxes * kBoxPositions * kLineBytes);
             __syncwarp();
             unit_t* to = s.patches + ring.stage * kPatchUnits + thread * (kBoxPositions * UNITS);
             const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
-            if (thread < BOXES) copy_box(to, p.map, channel, corner.column, corner.row, corner.image, full);
+            if (thread < kBoxes) copy_box(to, p.map, channel, corner.column, corner.row, corner.image, full);
             ring.advance();
         }
     }

@@ -252,30 +252,32 @@ def _own_plan(config: Config, direction: Direction) -> Plan | None:
     return None if plan is None or _too_large(plan) else plan
 
 
-def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, bool]:
+def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, Shape4, bool]:
     """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
 
     The input is [positions][channels][blocks of positions][images] where products read blocks as they come, and
     [channels][columns][rows][images] where they read lines, all of an image in one row where nothing lies between rows.
-    It is [columns][rows][channels][images] where it lands, all of an image in one row where it lands as stretches.
+    A box has lines of one plane. The input is [columns][rows][channels][images] where it lands, all of an image in one
+    row where it lands as stretches.
     """
     p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
     channels = plan.in_channels * p.groups
     if plan.way == "lines":
         images, rows, columns = plan.line_box
-        width = pixels if plan.whole_images else plan.input_size[1]
+        width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
         sizes = channels, width, pixels // width, p.batch
         strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
-        return itemsize, sizes, strides, (plan.units * plan.element_units, columns, rows, images), True
+        return itemsize, sizes, strides, (plan.units * plan.element_units, columns, rows, images), steps, True
     if plan.boxed:
         sizes = BLOCK_POSITIONS, channels, pixels // BLOCK_POSITIONS, p.batch
         strides = pixels * itemsize, BLOCK_POSITIONS * itemsize, channels * pixels * itemsize
-        return itemsize, sizes, strides, (BLOCK_POSITIONS, plan.units * plan.element_units, plan.box_blocks, 1), True
+        box = BLOCK_POSITIONS, plan.units * plan.element_units, plan.box_blocks, 1
+        return itemsize, sizes, strides, box, (1, 1, 1, 1), True
     rows, width = plan.box_size
     columns = pixels if rows == 1 else plan.input_size[1]
     sizes = columns, pixels // columns, channels, p.batch
     strides = columns * itemsize, pixels * itemsize, channels * pixels * itemsize
-    return itemsize, sizes, strides, (width, rows, plan.landing_units * plan.element_units, 1), False
+    return itemsize, sizes, strides, (width, rows, plan.landing_units * plan.element_units, 1), (1, 1, 1, 1), False
 
 
 def _weights_grid(plan: Plan) -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 # Stages of inputs, and the fewest of weights that come again and again beside them.
 _STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 2}
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
-_MOST_BOXES = 32  # of lines, of a patch: a lane has one
+_MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _MOST_ROWS = 1.06  # of a strip, beside those that it needs
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
@@ -106,8 +106,8 @@ class Plan:
         units: 16-byte units of channels of a chunk: 2, 4 or 8.
         strips: into how many strips an image is cut.
         wide: inputs beside each other in a row that are taken together.
-        way: how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory, to
-            be laid out by threads. Or as boxes of a tensor map, straight to where products read them: "blocks" of
+        way: how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory,
+            to be laid out by threads. Or as boxes of a tensor map, straight to where products read them: "blocks" of
             positions of NCHW, or "lines" of channels_last.
         loaders: threads that load inputs, 96 or 224.
     """
@@ -369,7 +369,7 @@ class Plan:
     def unit_pitch(self) -> int:
         """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
         if self.way == "lines":
-            return -(-self.boxes * self._box_positions // 8) * 8
+            return -(-math.prod(self.unit) * self.plane_pitch // 8) * 8
         if self.boxed:
             return self.patch
         positions, apart = self.patch * math.prod(self.unit), 8 // self.units
@@ -378,7 +378,12 @@ class Plan:
     def offset(self, shift: Pair) -> int:
         """Positions from the first of a patch to a tile's first cell's input at a shift."""
         plane = shift[0] % self.unit[0] * self.unit[1] + shift[1] % self.unit[1]
-        return plane * self.patch + self._place(shift) - self.first
+        return plane * self.plane_pitch + self._place(shift) - self.first
+
+    @property
+    def plane_pitch(self) -> int:
+        """Positions from one plane of a patch to the next."""
+        return self.boxes * self._box_positions if self.way == "lines" else self.patch
 
     @property
     def positions(self) -> int:
@@ -418,17 +423,19 @@ class Plan:
         if self.way == "blocks":
             return self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
         pieces = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
-        return pieces and self.unit == (1, 1) and (self.whole_images or self.pitch <= _LONGEST_BOX)
+        fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
+        return pieces and (self.whole_images or fits)
 
     @cached_property
     def line_box(self) -> tuple[int, int, int]:
-        """Images, rows and positions of a row of a box of lines: rows of one strip, or all those of several images.
+        """Images, rows and positions of a row of a box of lines of a plane: rows of a strip, or all of several images.
 
         Where rows follow each other without gaps, an image is one row, of which boxes are equal parts.
         """
         rows, pitch = (1, self.strip_rows * self.pitch) if self.whole_images else (self.strip_rows, self.pitch)
         images, line = self.problem.batch if self.strips == 1 else 1, self.units * _UNIT_BYTES
-        return _line_box(self.tile, self.first, self.patch, images, rows, pitch, self.whole_images, line)
+        most = _LONGEST_BOX // self.unit[0]
+        return _line_box(self.tile, self.first, self.patch, images, rows, most, pitch, self.whole_images, line)
 
     @property
     def _box_positions(self) -> int:
@@ -436,7 +443,7 @@ class Plan:
 
     @property
     def boxes(self) -> int:
-        """Boxes of a patch."""
+        """Boxes of a plane of a patch."""
         if self.way == "lines":
             return _boxes_of(self.tile, self.first, self.patch, self._box_positions)
         return self.tile // BLOCK_POSITIONS // self.box_blocks if self.way == "blocks" else 1
@@ -665,7 +672,7 @@ class Plan:
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
         if self.way == "lines":
-            fits = self.units > 2 and self.boxes <= _MOST_BOXES
+            fits = self.units > 2 and self.boxes * math.prod(self.unit) <= _MOST_BOXES
             loads = self.loaders == _FEW_LOADERS and fits and self._whole_chunks
         elif self.way == "blocks":
             loads = self.loaders == _FEW_LOADERS and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
@@ -731,7 +738,8 @@ class Plan:
     @property
     def _boxed_cycles(self) -> float:
         """Of bringing the inputs of an item as boxes."""
-        return self.chunks * max(self.boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
+        boxes = self.boxes * math.prod(self.unit)
+        return self.chunks * max(boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
 
     @property
     def _landing_cycles(self) -> float:
@@ -762,7 +770,7 @@ def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _line_box(
-    tile: int, first: int, patch: int, images: int, rows: int, pitch: int, divisible: bool, line: int
+    tile: int, first: int, patch: int, images: int, rows: int, most_rows: int, pitch: int, divisible: bool, line: int
 ) -> tuple[int, int, int]:
     """The images, rows and positions of a row of a box that a patch comes the fastest with.
 
@@ -770,6 +778,7 @@ def _line_box(
         tile, first, patch: positions of a tile, to the first of its patch, and of the patch.
         images: of how many a box may have all rows.
         rows, pitch: of an image, or a strip; positions of a row.
+        most_rows: of a box.
         divisible: whether a box may have a part of a row.
         line: bytes of a position.
     """
@@ -782,8 +791,8 @@ def _line_box(
     widths = [width for width in range(2, _LONGEST_BOX + 1, 2) if pitch % width == 0] if divisible else [pitch]
     found = [(1, 1, width) for width in widths]
     if pitch <= _LONGEST_BOX:
-        found += [(1, count, pitch) for count in range(2, min(rows, _LONGEST_BOX) + 1) if rows % count == 0]
-        if rows <= _LONGEST_BOX:
+        found += [(1, count, pitch) for count in range(2, min(rows, most_rows) + 1) if rows % count == 0]
+        if rows <= most_rows:
             most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
             found += [(count, rows, pitch) for count in range(2, most + 1)]
     return min(found, key=cost)

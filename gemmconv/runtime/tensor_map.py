@@ -21,7 +21,13 @@ _SWIZZLES = {  # of lines of so many bytes
 
 @lru_cache(maxsize=1024)
 def encode(
-    address: int, itemsize: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzled: bool
+    address: int,
+    itemsize: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    steps: Sequence[int],
+    swizzled: bool,
 ) -> ctypes.Array[ctypes.c_ulonglong]:
     """The map of a tensor and the boxes that are copied of it; tensor_map_t in C++.
 
@@ -32,7 +38,8 @@ def encode(
         itemsize: bytes of an element, 2 or 4.
         sizes: elements of each dimension, the innermost first.
         strides: bytes from one element to the next, of all dimensions but the innermost; multiples of 16.
-        box: elements of a box, of each dimension, at most 256.
+        box: elements of a box, of each dimension; times its step, at most 256.
+        steps: from one element of a box to the next, in elements, of each dimension; 1 of the innermost.
         swizzled: whether boxes, whose lines then have 64 or 128 bytes, lie as csrc/common/wgmma.cuh says.
 
     Raises:
@@ -44,13 +51,14 @@ def encode(
         address,
         [driver.cuuint64_t(size) for size in sizes],
         [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(size) for size in box],
-        [driver.cuuint32_t(1)] * len(sizes),
+        [driver.cuuint32_t(size * step) for size, step in zip(box, steps, strict=True)],
+        [driver.cuuint32_t(step) for step in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         _SWIZZLES[box[0] * itemsize] if swizzled else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
-        raise RuntimeError(f"a tensor map of {sizes}, strides {strides}, boxes {box} refused with {status.name}")
+        what = f"a tensor map of {sizes}, strides {strides}, boxes {box}, steps {steps}"
+        raise RuntimeError(f"{what} refused with {status.name}")
     return _Opaque(*map(int, encoded.opaque))

@@ -138,15 +138,17 @@ def _tensor_map(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
+    steps: tuple[int, ...],
     swizzled: bool,
 ) -> ctypes.Array:
     """Stands in for gemmconv.runtime.tensor_map.encode; scheduler.cpp reads it."""
     assert address % 16 == 0, "a misaligned tensor"
     assert not any(stride % 16 for stride in strides), "strides of misaligned lines"
     assert not swizzled or box[0] * itemsize in (64, 128), "swizzled lines that have neither 64 nor 128 bytes"
-    assert max(box) <= 256, "a box that is too large"
+    assert max(size * step for size, step in zip(box, steps, strict=True)) <= 256, "a box that is too large"
+    assert steps[0] == steps[3] == 1, "steps that are not emulated"
     assert box[0] * itemsize % 16 == 0, "a box of misaligned lines"
-    return (ctypes.c_ulonglong * 16)(address, *sizes, *strides, *box, itemsize, swizzled)
+    return (ctypes.c_ulonglong * 16)(address, *sizes, *strides, *box, itemsize, swizzled, *steps[1:3])
 
 
 def _replace_everywhere(old: object, new: object) -> None:

@@ -615,14 +615,14 @@ void emulator_copy_box(void* target, const void* map, int i, int j, int k, int l
     if (offset % 128 != 0) fail("a misaligned box");
     if (i * static_cast<long long>(item) % 16 != 0) fail("a box that begins between pieces of 16 bytes");
     boxes.emplace_back(lines * line_bytes);
-    const long long first[4] = {i, j, k, l};
+    const long long first[4] = {i, j, k, l}, steps[4] = {1, static_cast<long long>(words[14]), static_cast<long long>(words[15]), 1};
     for (size_t line = 0; line < lines; ++line)
         for (size_t e = 0; e < box[0]; ++e) {
             const size_t offsets[4] = {e, line % box[1], line / box[1] % box[2], line / (box[1] * box[2])};
             bool inside = true;
             const unsigned char* element = base + (i + static_cast<long long>(e)) * item;
             for (int axis = 0; axis < 4; ++axis) {
-                const long long at = first[axis] + static_cast<long long>(offsets[axis]);
+                const long long at = first[axis] + steps[axis] * static_cast<long long>(offsets[axis]);
                 inside &= at >= 0 && at < static_cast<long long>(sizes[axis]);
                 if (axis > 0) element += at * strides[axis - 1];
             }
