@@ -245,7 +245,7 @@ def test_cells_are_at_one_position_each(plan):
     there &= cell < plan.cells[1]
     places = (image[there] * plan.cells[0] + row[there]) * plan.cells[1] + cell[there]
     assert sorted(places) == [*range(plan.problem.batch * math.prod(plan.cells))]
-    assert plan.pitch % 2 == 0
+    assert plan.pitch % 2 == 0 or plan.way == "lines"
     assert plan.strips == 1 or plan.strip_cells % 2 == 0
 
 
@@ -431,10 +431,11 @@ def runs_of(plan):
     channels, pixels = plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
     (height, width), (span_h, span_w) = plan.output_size, plan.span
     row_phase, column_phase, channel, present = lines_of(plan)
-    image, row, cell, _, there = cells_at(plan, np.arange(0, plan.tiles * plan.tile, 2))
+    in_row = 2 if plan.pitch % 2 == 0 else 1  # of a thread's two cells
+    image, row, cell, _, there = cells_at(plan, np.arange(0, plan.tiles * plan.tile, in_row))
     image, row, cell = (values[there][:, None] for values in (image, row, cell))
     places, counts = [], []
-    for cell_of_run in range(2):
+    for cell_of_run in range(in_row):
         oh, ow = row * span_h + row_phase, (cell + cell_of_run) * span_w + column_phase
         count = np.where(ow < width, present, 0) if plan.channels_last else np.minimum(present, width - ow)
         stored = (oh < height) & (count > 0)
@@ -487,14 +488,19 @@ def box_plan(seed):
             in_channels=groups * random.choice((8, 20, 32, 64, 72, 128)),
             out_channels=groups * random.choice((1, 8, 20, 64, 130)),
             groups=groups,
-            input_size=(random.choice((1, 2, 4, 8, 15, 16, 31, 62)), random.choice((2, 4, 8, 14, 16, 24, 64, 72, 200))),
+            input_size=(
+                random.choice((1, 2, 4, 7, 8, 15, 16, 31, 62)),
+                random.choice((2, 4, 7, 8, 14, 16, 24, 64, 72, 200)),
+            ),
             kernel_size=tuple(random.randint(1, step + 2 * shifted) for step in stride),
             stride=stride,
             padding=(random.randint(0, shifted), random.randint(0, 2 * shifted)),
         )
         if min(problem.output_size) < 1:
             continue
-        kind_of_plans = (2, False, True) if random.random() < 0.4 else (*random.choice(PRECISIONS), False)
+        kind_of_plans = random.choice(
+            [*((*precision, False) for precision in PRECISIONS), (2, False, False), (2, False, True)]
+        )
         plans = plans_of(problem, random.choice(DIRECTIONS[: 1 + shifted]), *kind_of_plans)
         found = [plan for plan in plans if plan.boxed or plan.landing_box]
 

@@ -60,7 +60,7 @@ constexpr int kLineBytes = UNITS * 16;
 constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16, kStepBytes = kBoxedLines ? 32 : 2 * kUnitPitch * 16;
 constexpr int kBoxPositions = BOX_IMAGES * BOX_ROWS * BOX_WIDTH;  // of lines
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
-static_assert(UNITS % 2 == 0 && PITCH % 2 == 0, "a step of wgmma is two units; a thread's two columns lie in one row");
+static_assert(UNITS % 2 == 0, "a step of wgmma is two units");
 
 __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
 __constant__ constexpr int kStepOffset[] = STEP_OFFSET;

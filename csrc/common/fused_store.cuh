@@ -62,6 +62,7 @@ __device__ __forceinline__ void store_tile(
     const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
     ELEMENT_T* stage) {
     static_assert(SPAN_W == kInner && SLOTS <= 2, "the outputs of a row of cells are neighbours");
+    static_assert(PITCH % 2 == 0, "a thread's two positions lie in one row");
     constexpr int kRun = 2 * kInner;  // a thread's outputs of two cells
     constexpr int kWord = gcd(kRun, 16 / static_cast<int>(sizeof(ELEMENT_T)));  // of which it writes so many together
     constexpr bool kFull = CHANNELS == 4 * kLines && OUT_CHANNELS % (CHANNELS * kChannelSides) == 0;
@@ -178,32 +179,40 @@ __device__ __forceinline__ void store_tile(
                                         : static_cast<index_t>(channel) * p.h_out * p.w_out + pixel;
         }
     }
-    cell_t at = cell_at(p, first + 2 * t);
+    constexpr int kCells = PITCH % 2 == 0 ? 2 : 1;  // of a thread's two, that are known to lie in one row
+    cell_t cells[2 / kCells];
+    #pragma unroll
+    for (int i = 0; i < 2 / kCells; ++i) cells[i] = cell_at(p, first + 2 * t + i);
     each<COLUMNS / 8>([&](auto j) {
-        if (at.exists(p)) {
-            const int cell = at.strip * p.strip_cells + at.column;
-            const index_t pixel = static_cast<index_t>(at.row) * SPAN_H * p.w_out + cell * SPAN_W;
-            const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out;
-            ELEMENT_T* target =
-                p.output + (CHANNELS_LAST ? (at.image * pixels + pixel) * channels : at.image * channels * pixels + pixel);
-            const index_t next_cell = static_cast<index_t>(SPAN_W) * (CHANNELS_LAST ? channels : 1);
-            each<kOuter>([&](auto outer_) {
-                constexpr int outer = decltype(outer_)::value;
-                if (at.row * SPAN_H + row_phase[outer] >= p.h_out) return;
-                #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float values[kInner];
+        #pragma unroll
+        for (int i = 0; i < 2 / kCells; ++i) {
+            cell_t& at = cells[i];
+            if (at.exists(p)) {
+                const int cell = at.strip * p.strip_cells + at.column;
+                const index_t pixel = static_cast<index_t>(at.row) * SPAN_H * p.w_out + cell * SPAN_W;
+                const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out;
+                ELEMENT_T* target =
+                    p.output + (CHANNELS_LAST ? (at.image * pixels + pixel) * channels : at.image * channels * pixels + pixel);
+                const index_t next_cell = static_cast<index_t>(SPAN_W) * (CHANNELS_LAST ? channels : 1);
+                each<kOuter>([&](auto outer_) {
+                    constexpr int outer = decltype(outer_)::value;
+                    if (at.row * SPAN_H + row_phase[outer] >= p.h_out) return;
                     #pragma unroll
-                    for (int i = 0; i < kInner; ++i)
-                        values[i] = sums[block_of(outer, i)][4 * decltype(j)::value + 2 * half_of(outer, i) + e] + bias[outer][i];
-                    // Outputs of the run that there are: channels, or columns.
-                    const int left = p.w_out - ((cell + e) * SPAN_W + column_phase[outer]);
-                    const int count = CHANNELS_LAST ? (left > 0 ? present[outer] : 0) : min(present[outer], left);
-                    store_run(target + line[outer] + e * next_cell, values, count);
-                }
-            });
+                    for (int e = 0; e < kCells; ++e) {
+                        float values[kInner];
+                        #pragma unroll
+                        for (int v = 0; v < kInner; ++v)
+                            values[v] = sums[block_of(outer, v)][4 * decltype(j)::value + 2 * half_of(outer, v) + i + e] +
+                                        bias[outer][v];
+                        // Outputs of the run that there are: channels, or columns.
+                        const int left = p.w_out - ((cell + e) * SPAN_W + column_phase[outer]);
+                        const int count = CHANNELS_LAST ? (left > 0 ? present[outer] : 0) : min(present[outer], left);
+                        store_run(target + line[outer] + e * next_cell, values, count);
+                    }
+                });
+            }
+            at.advance(p, 8);
         }
-        at.advance(p, 8);
     });
 }
 #endif

@@ -289,6 +289,8 @@ class Plan:
             least = self.strip_cells + last - self.origin[1]
         else:  # what lies beyond either end of a row is the same gap
             least = max(self._inputs[1] - min(0, first), self.cells[1] + max(0, last))
+        if self.way == "lines":
+            return least
         multiple = self.wide if self._in_a_row and least != self.input_size[1] else 1
         return -(-least // max(2, multiple)) * max(2, multiple)
 
@@ -672,7 +674,9 @@ class Plan:
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
         if self.way == "lines":
-            fits = self.units > 2 and self.boxes * math.prod(self.unit) <= _MOST_BOXES
+            boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
+            aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
+            fits = self.units > 2 and boxes <= _MOST_BOXES and aligned
             loads = self.loaders == _FEW_LOADERS and fits and self._whole_chunks
         elif self.way == "blocks":
             loads = self.loaders == _FEW_LOADERS and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
@@ -788,14 +792,15 @@ def _line_box(
         boxes = _boxes_of(tile, first, patch, positions)
         return max(boxes * _BOX_CYCLES, boxes * positions * line * _BOX_BYTE_CYCLES), boxes * positions
 
-    widths = [width for width in range(2, _LONGEST_BOX + 1, 2) if pitch % width == 0] if divisible else [pitch]
+    widths = [width for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0] if divisible else [pitch]
     found = [(1, 1, width) for width in widths]
     if pitch <= _LONGEST_BOX:
         found += [(1, count, pitch) for count in range(2, min(rows, most_rows) + 1) if rows % count == 0]
         if rows <= most_rows:
             most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
             found += [(count, rows, pitch) for count in range(2, most + 1)]
-    return min(found, key=cost)
+    aligned = [box for box in found if math.prod(box) * line % _BOX_ALIGNMENT == 0]
+    return min(aligned or found, key=cost)
 
 
 @lru_cache(maxsize=1024)
