@@ -145,7 +145,7 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k) {
                         constexpr int kLeftPart = UNITS * kRows * 16, kRightPart = UNITS * UNIT_PITCH * 16;
-                        const int l = k * 2 * kRows * 16, r = k * 2 * UNIT_PITCH * 16;
+                        const int l = k * 2 * kRows * 16, r = k * kStepBytes;
                         const matrix_t left_part = advanced(left, l), right_part = advanced(shifted, r);
                         wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advanced(shifted, r + kRightPart), k > 0 || !first);
                         wgmma<ELEMENT_T, COLUMNS>(chain, advanced(left, l + kLeftPart), right_part, 1);
@@ -192,14 +192,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_wgmma_kernel(con
     const stages_t s = stages();
     if (threadIdx.x == 0) {
         for (int i = 0; i < PATCH_STAGES; ++i) {
-            barrier_init(s.patch_full[i], BOXED ? 1 : LOADERS / 32);
+            barrier_init(s.patch_full[i], kRounded ? kRounders / 32 : BOXED ? 1 : LOADERS / 32);
             barrier_init(s.patch_empty[i], 8);  // warps that multiply
         }
         for (int i = 0; i < WEIGHT_STAGES; ++i) {
             barrier_init(s.weight_full[i], 1);
             barrier_init(s.weight_empty[i], 8);
         }
-        for (int i = 0; LANDING_BOX && i < LANDING_STAGES; ++i) barrier_init(s.landed_full[i], 1);
+        for (int i = 0; i < kLandedStages; ++i) barrier_init(s.landed_full[i], 1);
         barrier_init_done();
     }
     __syncthreads();

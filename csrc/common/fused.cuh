@@ -58,6 +58,8 @@ constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions,
 constexpr int kUnitPitch = kBoxedBlocks ? kSwizzled : UNIT_PITCH;  // from one unit of a patch to the next, in units
 constexpr int kLineBytes = UNITS * 16;
 constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16, kStepBytes = kBoxedLines ? 32 : 2 * kUnitPitch * 16;
+constexpr bool kRounded = BOXED && sizeof(ELEMENT_T) == 4;  // where they lie, by all loaders but a warp
+constexpr int kRounders = LOADERS - 32;
 constexpr int kBoxPositions = BOX_IMAGES * BOX_ROWS * BOX_WIDTH;  // of lines
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
 static_assert(UNITS % 2 == 0, "a step of wgmma is two units");
@@ -96,7 +98,8 @@ constexpr int kLandedChannel = LANDING_BOX ? BOX_ROWS * BOX_WIDTH * static_cast<
 constexpr int kLandingUnits = kLandingChannels * kLandedChannel / 16;
 // Boxes land at multiples of 128 bytes.
 constexpr int kLandingGap = LANDING_BOX ? 7 - (PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + 7) % 8 : 0;
-constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + (LANDING_BOX ? LANDING_STAGES : 0);
+constexpr int kLandedStages = LANDING_BOX ? LANDING_STAGES : kRounded ? PATCH_STAGES : 0;  // that barriers tell of
+constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + kLandedStages;
 // Neighbouring outputs of a thread, of a cell; see fused_store.cuh.
 constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
 // Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.

@@ -1,5 +1,5 @@
-/* Loader of fused_wgmma.cu whose inputs need nothing done to them: values of 16 bits in channels_last that come as boxes of a
- * tensor map, straight to where products read them.
+/* Loader of fused_wgmma.cu whose inputs come as boxes of a tensor map, straight to where products read them: channels_last.
+ * Nothing needs to be done to values of 16 bits; those of float32 are rounded, and split, where they lie.
  *
  * The right side is K-major as elsewhere, but a position is a line of all UNITS (see wgmma.cuh), so that any place of an input
  * relative to its cell is a whole line:
@@ -9,7 +9,7 @@
  * A box has rows of one strip or, where images are small, all rows of several; a part of an image where nothing lies between
  * rows (WHOLE_IMAGES). It reaches beyond the image as positions do, and is zero there, so that boxes one after the other are
  * positions one after the other. Boxes begin at multiples of kBoxPositions, and a patch somewhere in its first box. Channels
- * beyond the last are zeros. A lane has a box of its own.
+ * beyond the last are zeros. A warp copies, each lane a box of its own; it is the last of the loaders where the others round.
  */
 #pragma once
 
@@ -29,22 +29,61 @@ __device__ __forceinline__ corner_t corner_of(const fused_params& p, int plane, 
     return {across * p.strip_cells * UNIT_W + column, own * BOX_ROWS * UNIT_H + row, image};
 }
 
-__device__ __forceinline__ void produce_patches(const fused_params& p, const stages_t& s, int thread) {
-    if (thread >= 32) return;
+/* Copies the patches of tile after tile, chunk after chunk; one warp. `full` of a stage learns of it. */
+__device__ __forceinline__ void copy_patches(const fused_params& p, const stages_t& s, barrier_t* full, int lane) {
     ring_t<PATCH_STAGES> ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         if (!item.exists()) continue;
-        const corner_t corner = corner_of(p, thread / BOXES, first_position_of(p, item.tile) / kBoxPositions + thread % BOXES);
+        const corner_t corner = corner_of(p, lane / BOXES, first_position_of(p, item.tile) / kBoxPositions + lane % BOXES);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            barrier_t& full = s.patch_full[ring.stage];
             barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
-            if (thread == 0) barrier_arrive_expecting(full, kBoxes * kBoxPositions * kLineBytes);
+            if (lane == 0) barrier_arrive_expecting(full[ring.stage], kBoxes * kBoxPositions * kLineBytes);
             __syncwarp();
-            unit_t* to = s.patches + ring.stage * kPatchUnits + thread * (kBoxPositions * UNITS);
+            unit_t* to = s.patches + ring.stage * kPatchUnits + lane * (kBoxPositions * UNITS);
             const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
-            if (thread < kBoxes) copy_box(to, p.map, channel, corner.column, corner.row, corner.image, full);
+            if (lane < kBoxes) copy_box(to, p.map, channel, corner.column, corner.row, corner.image, full[ring.stage]);
             ring.advance();
         }
     }
+}
+
+/* Rounds patch after patch where it lies, and lays its second part beside it; all loaders but the last warp. */
+__device__ __forceinline__ void round_patches(const fused_params& p, const stages_t& s, int thread) {
+    constexpr int kUnits = kBoxes * kBoxPositions * UNITS, kTogether = 4;
+    ring_t<PATCH_STAGES> ring;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        if (!item_of(p, i).exists()) continue;
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            unit_t* patch = s.patches + ring.stage * kPatchUnits;
+            barrier_wait(s.landed_full[ring.stage], ring.parity);
+            #pragma unroll 1
+            for (int first = thread; first < kUnits; first += kTogether * kRounders) {
+                unit_t units[kTogether];
+                #pragma unroll
+                for (int k = 0; k < kTogether; ++k)
+                    if (first + k * kRounders < kUnits) units[k] = patch[first + k * kRounders];
+                #pragma unroll
+                for (int k = 0; k < kTogether; ++k) {
+                    if (first + k * kRounders >= kUnits) continue;
+                    ELEMENT_T values[kElements];
+                    #pragma unroll
+                    for (int e = 0; e < kElements; ++e) values[e] = element_of<ELEMENT_T>(units[k].word[e]);
+                    const parts_t<kParts> parts = pack_unit<kParts>(values);
+                    #pragma unroll
+                    for (int part = 0; part < kParts; ++part)
+                        patch[part * UNITS * UNIT_PITCH + first + k * kRounders] = parts.part[part];
+                }
+            }
+            fence_async_proxy();
+            __syncwarp();
+            if (thread % 32 == 0) barrier_arrive(s.patch_full[ring.stage]);
+            ring.advance();
+        }
+    }
+}
+
+__device__ __forceinline__ void produce_patches(const fused_params& p, const stages_t& s, int thread) {
+    if (kRounded && thread < kRounders) round_patches(p, s, thread);
+    else if (kRounded || thread < 32) copy_patches(p, s, kRounded ? s.landed_full : s.patch_full, thread % 32);
 }

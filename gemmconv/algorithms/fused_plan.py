@@ -62,6 +62,7 @@ _LANDING_BOX_FACTOR = 0.5
 _TURN_CYCLES = {(2, 1): 65, (4, 1): 64, (4, 2): 137}
 # Inputs that come as boxes: of a box, and of a byte.
 _BOX_CYCLES, _BOX_BYTE_CYCLES, _BOXED_OVERLAP = 250, 0.03, 1.4
+_ROUNDING_CYCLES = {1: 30, 2: 45}  # of a turn of all threads, by parts; a guess
 _FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
 _WEIGHT_CYCLES = 0.0051  # of a byte
 _STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
@@ -418,12 +419,14 @@ class Plan:
     def may_be_boxed(self) -> bool:
         """Whether products can read inputs as they lie in memory, this way.
 
-        As blocks, nothing is shifted, and images are whole blocks. As lines, pixels are whole pieces of 16 bytes.
+        As blocks, nothing is shifted, and images are whole blocks of 16 bits. As lines, pixels are whole pieces of 16
+        bytes.
         """
-        if self.itemsize != 2 or self.channels_last != (self.way == "lines"):
+        if self.channels_last != (self.way == "lines"):
             return False
         if self.way == "blocks":
-            return self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
+            blocks = math.prod(self.input_size) % BLOCK_POSITIONS == 0
+            return self.itemsize == 2 and self._unshifted and blocks
         pieces = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
         fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
         return pieces and (self.whole_images or fits)
@@ -551,6 +554,16 @@ class Plan:
         return self.parts * self.units * self.unit_pitch * _UNIT_BYTES
 
     @property
+    def rounded(self) -> bool:
+        """Whether threads round what has come as boxes to where products read it."""
+        return self.boxed and self.itemsize == 4
+
+    @property
+    def _patch_barriers(self) -> int:
+        """Barriers of a stage of inputs."""
+        return 3 if self.rounded else 2
+
+    @property
     def rows(self) -> int:
         """Rows of the weights of a step."""
         return self.warpgroups_m * _BLOCK_ROWS
@@ -633,7 +646,9 @@ class Plan:
         """Stages of inputs and of weights; None where the fewest do not fit."""
         most = max(self.set_steps) * self.chunks
         for patches, least in (_BOXED_STAGES if self.boxed else _STAGES).items():
-            left = SHARED_BYTES - self._other_bytes - patches * (self.patch_bytes + 2 * _BARRIER_BYTES)
+            left = (
+                SHARED_BYTES - self._other_bytes - patches * (self.patch_bytes + self._patch_barriers * _BARRIER_BYTES)
+            )
             weights = left // (self.weight_bytes + 2 * _BARRIER_BYTES)
             if weights >= most and self._sets <= MULTIPROCESSORS:
                 return patches, max(1, most)
@@ -661,8 +676,8 @@ class Plan:
     def shared_bytes(self) -> int:
         assert self.stages is not None
         patches, weights = self.stages
-        stages = patches * (self.patch_bytes + 2 * _BARRIER_BYTES) + weights * (self.weight_bytes + 2 * _BARRIER_BYTES)
-        return stages + self._other_bytes
+        inputs = patches * (self.patch_bytes + self._patch_barriers * _BARRIER_BYTES)
+        return inputs + weights * (self.weight_bytes + 2 * _BARRIER_BYTES) + self._other_bytes
 
     @property
     def packed_bytes(self) -> int:
@@ -673,16 +688,19 @@ class Plan:
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
+        few = self.loaders == _FEW_LOADERS
         if self.way == "lines":
             boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
             aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
             fits = self.units > 2 and boxes <= _MOST_BOXES and aligned
-            loads = self.loaders == _FEW_LOADERS and fits and self._whole_chunks
+            loads = (
+                fits and self._whole_chunks and (few if self.itemsize == 2 else few or self.columns <= _MOST_COLUMNS)
+            )
         elif self.way == "blocks":
-            loads = self.loaders == _FEW_LOADERS and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
+            loads = few and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
         else:
             words = min(self.loaded_words, self._load_registers // 3)
-            loads = self._sums > 96 if self.loaders == _FEW_LOADERS else self.columns <= _MOST_COLUMNS
+            loads = self._sums > 96 if few else self.columns <= _MOST_COLUMNS
             loads = loads and (self.landing or self._unit_words <= words)
         return (
             loads
@@ -720,7 +738,7 @@ class Plan:
                 inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
                 loaded = (loaded + inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
             stored = (stored + outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
-        overlap = _BOXED_OVERLAP if self.boxed else _OVERLAP[self.landing]
+        overlap = _OVERLAP[self.landing] if not self.boxed else _OVERLAP[True] if self.rounded else _BOXED_OVERLAP
         item = (multiplied**overlap + loaded**overlap + stored**overlap) ** (1 / overlap)
         assert self.stages is not None
         if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
@@ -743,7 +761,11 @@ class Plan:
     def _boxed_cycles(self) -> float:
         """Of bringing the inputs of an item as boxes."""
         boxes = self.boxes * math.prod(self.unit)
-        return self.chunks * max(boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
+        cycles = max(boxes * _BOX_CYCLES, self.patch_bytes / self.parts * _BOX_BYTE_CYCLES)
+        if self.rounded:
+            turns = -(-self.unit_pitch * self.units // (self.loaders - 32))
+            cycles = max(cycles, turns * _ROUNDING_CYCLES[self.parts])
+        return self.chunks * cycles
 
     @property
     def _landing_cycles(self) -> float:
