@@ -45,6 +45,8 @@ BOX_CASES = [
     Case(3, 40, 24, (30, 8), (4, 2), (2, 1), (1, 0)),
     Case(2, 136, 40, (30, 136), (3, 7), (1, 2), (1, 2)),
     Case(2, 64, 140, (31, 72), (2, 5), (1, 1), groups=2),
+    Case(9, 136, 72, (4, 4), (4, 4), (2, 2), (1, 1)),
+    Case(3, 32, 32, (17, 50), (3, 3), (1, 1), (1, 1)),
 ]
 NUMERICS = {
     "ieee": (torch.float32, "ieee"),
@@ -86,7 +88,7 @@ class Run:
             kinds = {}
             for plan in found:
                 rows = plan.landing_box and min(plan.box_size[0], 2)
-                kinds.setdefault((plan.landing, rows, plan.boxed), []).append(plan)
+                kinds.setdefault((plan.way, rows), []).append(plan)
             for kind in kinds.values():
                 chosen += Random(str(self)).sample(kind, min(2, len(kind)))
         return chosen
