@@ -421,13 +421,43 @@ def staged_runs_of(plan):
     return place[stored], np.full(stored.sum(), vector), vector
 
 
+def pixel_runs_of(plan):
+    """As runs_of, where a warp's outputs are turned round in channels_last: a thread stores channels of a pixel."""
+    channels, pixels = plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
+    height, width = plan.output_size
+    image, row, cell, _, there = cells_at(plan, np.arange(plan.tiles * plan.tile))
+    image, row, cell = (values[there] for values in (image, row, cell))
+    places = []
+    for phase_set, side, part, warp, block, piece in itertools.product(
+        range(plan.phase_sets),
+        range(plan.phase_sides),
+        range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides)),
+        range(4),
+        range(plan.blocks),
+        range(0, 16, plan.vector),
+    ):
+        # As the thread has them that writes two channels at a time: rows g and g + 8.
+        rows = [warp * 16 + half * 8 + g for g in range(8) for half in range(2)][piece : piece + plan.vector]
+        outputs = [output_of_row(plan, block_of(plan, phase_set, block, side), part, row) for row in rows]
+        if outputs[0] is None:
+            assert set(outputs) == {None}
+            continue
+        (row_phase, column_phase), channel = outputs[0]
+        assert outputs == [(outputs[0][0], channel + i) for i in range(plan.vector)]
+        oh, ow = row * plan.span[0] + row_phase, cell * plan.span[1] + column_phase
+        stored = (oh < height) & (ow < width)
+        places.append(((image * pixels + oh * width + ow) * channels + channel)[stored])
+    places = np.concatenate(places)
+    return places, np.full(len(places), plan.vector), plan.vector
+
+
 def runs_of(plan):
     """Return where in the output the runs begin that the kernel stores for the first group, and the outputs of each.
 
     Also the outputs of a whole run.
     """
     if plan.staged:
-        return staged_runs_of(plan)
+        return pixel_runs_of(plan) if plan.channels_last else staged_runs_of(plan)
     channels, pixels = plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
     (height, width), (span_h, span_w) = plan.output_size, plan.span
     row_phase, column_phase, channel, present = lines_of(plan)
@@ -636,7 +666,9 @@ def test_stages_fit_shared_memory(plan):
     stages = macros["PATCH_STAGES"] * patch_units + macros["WEIGHT_STAGES"] * weight_units
     barriers = 2 * (macros["PATCH_STAGES"] + macros["WEIGHT_STAGES"])
     places, outputs = 2 * (macros["PATCH"] * planes // macros["WIDE"]), 0
-    if macros["STAGED"]:
+    if macros["STAGED"] and plan.channels_last:
+        outputs = 8 * 32 * 24
+    elif macros["STAGED"]:
         inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: macros["BLOCKS"]}[macros["PAIRING"]]
         line = inner * (32 // inner if inner <= 2 else 8) + (16 if inner == 2 else 8)
         outputs = 8 * (macros["BLOCKS"] * 2 // inner * 8) * line
@@ -783,9 +815,11 @@ def test_plans_of_real_layers_leave_no_row_idle_and_join_columns(name, split):
 
 @pytest.mark.parametrize("name", ["kb57", "kb71", "sam2", "unet4"])
 def test_plans_in_channels_last_have_pairs_of_channels(name):
-    plan = plan_of(LAYERS[name], "forward", 2, False, True)
-    assert (plan.pairing, plan.row_order, plan.vector) == (PAIR_ROWS, ROWS_CHANNELS, 2)
-    assert not plan.staged
+    for itemsize, vector in ((2, 8), (4, 2)):
+        plan = plan_of(LAYERS[name], "forward", itemsize, False, True)
+        assert (plan.pairing, plan.row_order, plan.vector) == (PAIR_ROWS, ROWS_CHANNELS, vector)
+        assert plan.staged == (itemsize == 2)
+        assert plan.way == "lines"
 
 
 def test_weights_that_no_launch_lays_out_are_refused():

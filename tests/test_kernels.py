@@ -53,6 +53,9 @@ FUSED_PATHS = {
     "paired_slots": lambda plan: plan.row_order == ROWS_SLOTS,
     "paired_channels": lambda plan: plan.row_order == ROWS_CHANNELS,
     "staged": lambda plan: plan.staged,
+    "staged_pixels": lambda plan: plan.staged and plan.channels_last,
+    "staged_pixels_of_slots": lambda plan: plan.staged and plan.channels_last and plan.slots > 1,
+    "staged_pixels_of_blocks": lambda plan: plan.staged and plan.channels_last and plan.blocks > 1,
     "vectors": lambda plan: plan.vector > 1,
     "channels_shared": lambda plan: plan.warpgroups_m > 1,
     "several_channel_sets": lambda plan: plan.channel_sets > 1,
@@ -307,6 +310,10 @@ FUSED_RUNS += [
             ("lines_of_planes", "channels_last", Case(2, 24, 16, (6, 20), (3, 3), (1, 1), (1, 1))),
             ("lines_of_planes", "channels_last", Case(3, 72, 8, (5, 136), (2, 5), (2, 1), (0, 2))),
             ("lines_of_parts", "channels_last", Case(3, 72, 40, (12, 14), (2, 2), (2, 2))),
+            ("staged_pixels", "channels_last", Case(2, 40, 136, (5, 9), (3, 3), (1, 1), (1, 1))),
+            ("staged_pixels", "channels_last", Case(2, 20, 48, (5, 9), (3, 4), (2, 2), (1, 1))),
+            ("staged_pixels_of_slots", "channels_last", Case(2, 40, 16, (5, 9), (3, 4), (1, 2), (1, 1))),
+            ("staged_pixels_of_blocks", "channels_last", Case(2, 40, 64, (5, 9), (2, 2), (2, 2))),
             ("lines_of_odd_rows", "channels_last", Case(5, 72, 24, (3, 4), (4, 4), (2, 2), (1, 1))),
             ("lines_of_odd_rows", "channels_last", Case(3, 64, 35, (4, 7), (2, 2), (1, 2))),
             ("lines_of_parts", "channels_last", Case(2, 40, 40, (9, 16), (3, 2), (1, 2))),
@@ -329,6 +336,9 @@ def run_of_many_items(case, suits, columns=32, layout="contiguous"):
 FUSED = run_of_many_items(Case(2, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: not plan.resident)
 FUSED_LANDED = run_of_many_items(Case(2, 224, 24, (5, 16), (3, 3), (1, 1), (1, 1)), lambda plan: plan.landing)
 FUSED_LANDED_BOX = run_of_many_items(Case(3, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.landing_box)
+FUSED_PIXELS = Run(
+    "fused", Case(2, 20, 48, (5, 9), (3, 4), (2, 2), (1, 1)), torch.float16, "channels_last", choice="staged_pixels"
+)
 FUSED_LINES = run_of_many_items(
     Case(5, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: plan.boxed, layout="channels_last"
 )
@@ -749,6 +759,11 @@ MISTAKES = {
     ),
     "fused_outputs_turned_round_without_a_barrier": (
         Run("fused", CASES[12]),
+        emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
+        "relative error",
+    ),
+    "fused_pixels_turned_round_without_a_barrier": (
+        FUSED_PIXELS,
         emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
         "relative error",
     ),

@@ -105,7 +105,8 @@ constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 
 // Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
 constexpr int kLineCells = kInner <= 2 ? 32 / kInner : 8;
 constexpr int kLine = kLineCells * kInner + (kInner == 2 ? 16 : 8);
-constexpr int kWarpOutputs = STAGED ? kOuter * 8 * kLine : 0;
+constexpr int kPixel = 24;  // of channels_last: see fused_store.cuh
+constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 32 * kPixel : kOuter * 8 * kLine;
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
 static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + kLandingGap + LANDING_STAGES * kLandingUnits) * 16 +
               kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +

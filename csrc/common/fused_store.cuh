@@ -7,7 +7,7 @@
  * kInner neighbours: of its M blocks (PAIR_BLOCKS), of rows g and g + 8 (PAIR_ROWS), or one (PAIR_NONE). Where those of its
  * two cells follow each other, so do those of all cells of a warp's row, and they go by way of shared memory (STAGED): stored
  * from registers, 32 bytes a row at a time, they took longer (KernelBench 57 in fp16: 2.1 ms against 1.4), as they did from a
- * warp that does nothing else (1.9).
+ * warp that does nothing else (1.9). So do values of 16 bits in channels_last, of which a warp has 16 channels.
  */
 __device__ constexpr int block_of(int outer, int inner) {
     return PAIRING == PAIR_BLOCKS ? inner : PAIRING == PAIR_ROWS ? outer : outer / 2;
@@ -40,7 +40,75 @@ __device__ __forceinline__ cell_t cell_at(const fused_params& p, int position) {
     return {position % PITCH, above - strip * p.strip_rows, strip - image * p.strips, image};
 }
 
-#if STAGED
+#if STAGED && CHANNELS_LAST
+/* Adds the bias and stores, by way of shared memory: a thread has two channels of two positions, and stores eight of one. A warp
+ * has 16 channels of a phase of each of its M blocks, at so many positions at a time. `stage` is its own:
+ *
+ *   stage [BLOCKS][kPart positions][kPixel], of which 16 are used, so that banks differ
+ */
+__device__ __forceinline__ void store_tile(
+    const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
+    ELEMENT_T* stage) {
+    static_assert(sizeof(ELEMENT_T) == 2 && PAIRING == PAIR_ROWS && BLOCKS <= 2, "what lies beside each other");
+    static_assert(CHANNELS % 16 == 0 && OUT_CHANNELS % 8 == 0, "pieces of 8 channels are there, or not, and aligned");
+    using piece_t = vector_t<8>;
+    constexpr int kPart = 32 / BLOCKS, kRounds = 2;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    const row_t rows = place_of_row(warp * 16);
+    const int first_channel = first_channel_of(item.set, side) + rows.channel;
+    float bias[2];
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int channel = first_channel + 2 * g + half;
+        const bool there = channel < OUT_CHANNELS && p.bias != nullptr;
+        bias[half] = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + channel)) : 0.0f;
+    }
+    // Of 8 lanes that read together, all read the same channels, since those of neighbouring positions lie in other banks.
+    const int own = lane % 16, channel = lane / 16 * 8;
+    const bool mine = rows.slot < SLOTS && first_channel + channel < OUT_CHANNELS;
+    int row_phase[BLOCKS], column_phase[BLOCKS];
+    #pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        const int phase = mine ? phases_of(item.set, side, block)[rows.slot] : -1;
+        row_phase[block] = phase < 0 ? p.h_out : phase / PHASE_BASE;  // no such row
+        column_phase[block] = phase % PHASE_BASE;
+    }
+    const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, channels = p.groups * OUT_CHANNELS;
+    ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel + channel);
+    cell_t at = cell_at(p, first + own);
+    each<COLUMNS / kPart>([&](auto part) {
+        __syncwarp();
+        each<kPart / 8>([&](auto tile) {
+            constexpr int j = decltype(part)::value * (kPart / 8) + decltype(tile)::value;
+            each<BLOCKS * 2>([&](auto which) {
+                constexpr int block = decltype(which)::value / 2, e = decltype(which)::value % 2;
+                vector_t<2> pair;
+                #pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    pair.value[half] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias[half]);
+                const int place = block * kPart + decltype(tile)::value * 8 + 2 * t + e;
+                *reinterpret_cast<vector_t<2>*>(stage + place * kPixel + 2 * g) = pair;
+            });
+        });
+        __syncwarp();
+        piece_t pieces[kRounds];
+        #pragma unroll
+        for (int round = 0; round < kRounds; ++round)
+            pieces[round] = *reinterpret_cast<const piece_t*>(stage + (round * 16 + own) * kPixel + channel);
+        #pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+            const int block = BLOCKS == 2 ? round : 0;
+            const int oh = at.row * SPAN_H + row_phase[block];
+            const int ow = (at.strip * p.strip_cells + at.column) * SPAN_W + column_phase[block];
+            if (at.exists(p) && oh < p.h_out && ow < p.w_out) {
+                const index_t pixel = at.image * pixels + static_cast<index_t>(oh) * p.w_out + ow;
+                *reinterpret_cast<piece_t*>(output + pixel * channels) = pieces[round];
+            }
+            if (BLOCKS == 1 || round == kRounds - 1) at.advance(p, 16);
+        }
+    });
+}
+#elif STAGED
 /* A line is what a warp has of a channel at kLineCells positions. Its VECTOR neighbours that a thread stores together are a
  * piece; a warp stores 32 pieces in a turn. Those of a line follow each other; but where two lines are read at once, kApart
  * lines lie between them, so that lines of 64 bytes lie in different banks.

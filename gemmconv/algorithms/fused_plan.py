@@ -66,6 +66,8 @@ _ROUNDING_CYCLES = {1: 30, 2: 45}  # of a turn of all threads, by parts; a guess
 _FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
 _WEIGHT_CYCLES = 0.0051  # of a byte
 _STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
+_PIXEL_STORE_CYCLES = 20  # the same of channels_last; a guess
+_PIECE_CHANNELS = 8  # that a thread stores together, of 16 bits
 _OUTPUT_CYCLES = 0.04  # of a byte
 _RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
 _STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
@@ -205,14 +207,18 @@ class Plan:
 
     @property
     def staged(self) -> bool:
-        """Whether the outputs of a row of cells are neighbours in a warp: then they are stored as whole stretches."""
-        return not self.channels_last and self.span[1] == self.inner
+        """Whether a warp has neighbours, of a row of cells or 16 channels: outputs go by way of shared memory then."""
+        if not self.channels_last:
+            return self.span[1] == self.inner
+        return self.itemsize == 2 and self.channels % 16 == 0 and self.out_channels % _PIECE_CHANNELS == 0
 
     @property
     def vector(self) -> int:
         """Outputs that a thread stores together."""
         width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.channels_last:
+            if self.staged:
+                return _PIECE_CHANNELS
             return 2 if self.pairing == PAIR_ROWS and self.out_channels % 2 == 0 else 1
         if self.staged:
             return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
@@ -631,6 +637,8 @@ class Plan:
         lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
         line = {1: 40, 2: 48}.get(self.inner, 8 * self.inner + 8)
         outputs = 8 * lines * line * self.itemsize
+        if self.staged and self.channels_last:
+            outputs = 8 * 32 * 24 * self.itemsize
         if self.boxed:
             return outputs
         if self.landing:
@@ -729,7 +737,8 @@ class Plan:
             loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
         outputs = 2 * self.blocks * self.columns * _BLOCK_ROWS
         if self.staged:
-            stored = outputs / 32 / self.vector * _STAGED_STORE_CYCLES
+            cycles = _PIXEL_STORE_CYCLES if self.channels_last else _STAGED_STORE_CYCLES
+            stored = outputs / 32 / self.vector * cycles
         else:
             stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * _STORE_CYCLES
         stored += outputs * self.itemsize * _OUTPUT_CYCLES
