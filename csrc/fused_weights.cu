@@ -11,9 +11,9 @@
  *
  * float32 is rounded to TF32, or split into two parts of TF32 whose sum it is but for its last two bits.
  *
- * Weights are read where they lie beside each other, taps of a channel and channels of an input channel (of an output channel
- * in an input gradient), and written in pieces of kRowsAlong rows. So neighbouring threads have the same few rows, and step
- * after step.
+ * Weights are read where they lie beside each other, and written in pieces of kRowsAlong rows or more. In NCHW those are taps
+ * of a channel, and channels of an input channel (of an output channel in an input gradient): neighbouring threads have the
+ * same few rows, and step after step. In channels_last they are output channels: neighbouring threads have row after row.
  *
  * Macros: those of fused_wgmma.cu; INPUT_GRAD; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; STEP_SHIFT_H, STEP_SHIFT_W
  * (tables: the shift of each step).
@@ -26,13 +26,14 @@
 struct fused_weights_params {
     const ELEMENT_T* __restrict__ weight;
     unit_t* __restrict__ packed;
+    int channels_last;  // how the weights lie
 };
 
 constexpr int kThreads = 256;
 constexpr int kElements = elements_of_unit<ELEMENT_T>;
 constexpr int kParts = SPLIT ? 2 : 1;
 constexpr int kRows = WARPGROUPS_M * 64, kUnits = UNITS * CHUNKS;
-constexpr int kRowsAlong = 4;                  // 64 bytes
+constexpr int kRowsAlong = 4;                  // 64 bytes; of weights in NCHW
 constexpr int kStepsAlong = least(STEPS, 32);  // of a block
 constexpr int kSidePhases = PHASE_SIDES * SLOTS;
 __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
@@ -95,8 +96,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) fused_weights_kernel(cons
     __syncthreads();
 
     const int i = blockIdx.x * kThreads + threadIdx.x;
-    const int along_steps = i / kRowsAlong % kStepsAlong, rows = i / (kRowsAlong * kStepsAlong);
-    const int row = rows % (kRows / kRowsAlong) * kRowsAlong + i % kRowsAlong, unit = rows / (kRows / kRowsAlong);
+    int row = i % kRows, along_steps = i / kRows % kStepsAlong;
+    const int unit = i / (kRows * kStepsAlong);
+    if (!p.channels_last) {
+        const int rows = i / (kRowsAlong * kStepsAlong) % (kRows / kRowsAlong);
+        row = rows * kRowsAlong + i % kRowsAlong;
+        along_steps = i / kRowsAlong % kStepsAlong;
+    }
     if (along_steps >= along || unit >= kUnits) return;
     const step_t& step = block_steps[along_steps];
     const row_t place = place_of_row(row % 64);
@@ -107,13 +113,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) fused_weights_kernel(cons
 
     ELEMENT_T values[kElements] = {};
     if (tap >= 0) {
-        constexpr long long kTaps = KERNEL_H * KERNEL_W, kChannelStride = kTaps * (INPUT_GRAD ? 1 : OUT_CHANNELS);
+        // The layer's own: [input channels][output channels][taps], or [input channels][taps][output channels].
+        constexpr long long kTaps = KERNEL_H * KERNEL_W, kLayerOut = INPUT_GRAD ? IN_CHANNELS : OUT_CHANNELS;
+        // From one input channel to the next, and from one output channel.
+        const long long far = kTaps * kLayerOut, near = p.channels_last ? 1 : kTaps;
+        const long long stride = INPUT_GRAD ? near : far;
         const ELEMENT_T* __restrict__ source = p.weight + blockIdx.z * (kTaps * IN_CHANNELS * OUT_CHANNELS) +
-                                               unit * kElements * kChannelStride +
-                                               out * (INPUT_GRAD ? IN_CHANNELS * kTaps : kTaps) + tap;
+                                               unit * kElements * stride + out * (INPUT_GRAD ? far : near) +
+                                               tap * (p.channels_last ? kLayerOut : 1);
         #pragma unroll
         for (int e = 0; e < kElements; ++e)
-            if (unit * kElements + e < IN_CHANNELS) values[e] = load_once(source + e * kChannelStride);
+            if (unit * kElements + e < IN_CHANNELS) values[e] = load_once(source + e * stride);
     }
     const parts_t<kParts> parts = pack_unit<kParts>(values);
     const long long matrix = step.matrix + static_cast<long long>(unit / UNITS) * step.matrices;

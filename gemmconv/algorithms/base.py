@@ -109,3 +109,12 @@ def with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     if result.stride() == strides:
         return result
     return result.new_empty_strided(result.shape, strides).copy_(result)
+
+
+def either_format(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A weight as it lies in memory, and whether that is channels_last; a contiguous copy where it is neither."""
+    if weight.is_contiguous():
+        return weight, False
+    if weight.is_contiguous(memory_format=torch.channels_last):
+        return weight, True
+    return weight.contiguous(), False

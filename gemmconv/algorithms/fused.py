@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, either_format, strides_of, with_strides
 from gemmconv.algorithms.fused_plan import BLOCK_POSITIONS, MULTIPROCESSORS, PHASE_BASE, SHARED_BYTES, Plan, plan_of
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, reciprocal
@@ -33,7 +33,7 @@ _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warp
 _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/fused_weights.cu
 _CHAIN = 2  # steps
 
-FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ())
+FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("channels_last",))
 FusedParams = params_struct(
     "fused_params",
     ("input", "packed", "bias", "output"),
@@ -177,13 +177,13 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         output = input.new_empty_strided(output_shape, strides)
         if items == 0:
             return output
-        input, weight = with_strides(input, input_strides), weight.contiguous()
+        input, (weight, weights_last) = with_strides(input, input_strides), either_format(weight)
         if input.data_ptr() % 16:  # the kernel loads vectors
             input = input.clone(memory_format=torch.preserve_format)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
         packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
-        weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr())
+        weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr(), weights_last)
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
         params: ctypes.Structure = FusedParams(
             input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr(), *sizes

@@ -32,7 +32,7 @@ _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 _STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 2}
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
-_MOST_ROWS = 1.06  # of a strip, beside those that it needs
+_MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 _FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
@@ -303,14 +303,24 @@ class Plan:
 
     @cached_property
     def strip_rows(self) -> int:
-        """Rows of positions from one strip to the next: a few more where patches then have parts of one strip alone."""
+        """Rows of positions from one strip to the next: a few more where what comes as boxes then is less."""
         first, last = self._reach(0)
         rows = max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
+        if self.way == "lines":
+            return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cycles_of_rows)
         if not self._rows_may_land:
             return rows
-        multiple = self.tile // math.gcd(self.tile, self.pitch)
+        multiple = self.tile // math.gcd(self.tile, self.pitch)  # patches have parts of one strip alone
         whole = -(-rows // multiple) * multiple
         return whole if whole <= rows * _MOST_ROWS else rows
+
+    def _cycles_of_rows(self, rows: int) -> float:
+        """Of the estimate: in proportion to what an image takes whose strips have so many rows of positions."""
+        box = self._line_box_of(rows)
+        boxes = _boxes_of(self.tile, self.first, self.patch, math.prod(box)) * math.prod(self.unit)
+        loaded = _cycles_of_boxes(boxes, boxes * math.prod(box) * self.units * _UNIT_BYTES)
+        multiplied = self._multiplied_cycles / self.chunks
+        return rows * (multiplied**_BOXED_OVERLAP + loaded**_BOXED_OVERLAP) ** (1 / _BOXED_OVERLAP)
 
     @property
     def _in_a_row(self) -> bool:
@@ -443,7 +453,10 @@ class Plan:
 
         Where rows follow each other without gaps, an image is one row, of which boxes are equal parts.
         """
-        rows, pitch = (1, self.strip_rows * self.pitch) if self.whole_images else (self.strip_rows, self.pitch)
+        return self._line_box_of(self.strip_rows)
+
+    def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
+        rows, pitch = (1, strip_rows * self.pitch) if self.whole_images else (strip_rows, self.pitch)
         images, line = self.problem.batch if self.strips == 1 else 1, self.units * _UNIT_BYTES
         most = _LONGEST_BOX // self.unit[0]
         return _line_box(self.tile, self.first, self.patch, images, rows, most, pitch, self.whole_images, line)
@@ -513,15 +526,20 @@ class Plan:
             return self.line_box[1:]
         if self._unshifted or not self.landing:
             return 1, self.patch
+        return (self.patch + self.pitch - 2) // self.pitch + 1, self._landed_width
+
+    @property
+    def _landed_width(self) -> int:
+        """Columns of a box of rows that lands: whole pieces, the first of which a strip may begin within."""
         skew = 0 if self.strips == 1 else self.element_units - max(2, self.wide)
-        width = -(-(self.pitch + skew) // self.element_units) * self.element_units
-        return (self.patch + self.pitch - 2) // self.pitch + 1, width
+        return -(-(self.pitch + skew) // self.element_units) * self.element_units
 
     @property
     def _rows_may_land(self) -> bool:
-        """Whether rows of inputs are whole pieces of 16 bytes, and a cell has one."""
+        """Whether rows of inputs may land as a box: they are whole pieces of 16 bytes, and a cell has one input."""
         rows = self.unit == (1, 1) and self.input_size[1] * self.itemsize % _UNIT_BYTES == 0
-        return self.landing and rows and not self.whole_images and self._whole_chunks
+        fits = self.landing and rows and self._landed_width <= _LONGEST_BOX
+        return fits and not self.whole_images and self._whole_chunks
 
     @cached_property
     def landing_units(self) -> int:
@@ -727,11 +745,7 @@ class Plan:
         mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes
         overlap with the rest; 56 plans of 7 layers: 8% off, the plans chosen 2% longer than the best.
         """
-        products = self.units // 2 * (3 if self.split else 1)
-        steps = sum(map(len, self.steps)) / self.phase_sets * self.chunks  # of an item
-        multiplied = products * (self.columns * _COLUMN_CYCLES[self.split] + _PRODUCT_CYCLES)
-        multiplied = 2 * steps * (multiplied + _STEP_CYCLES[self.split])
-        multiplied *= (_MANY_BLOCKS_FACTOR if self.blocks > 2 else 1) * (_LANDING_FACTOR if self.landing else 1)
+        steps, multiplied = self._item_steps, self._multiplied_cycles
         loaded = self._boxed_cycles if self.boxed else self._landing_cycles if self.landing else self._loading_cycles
         if not self.resident:
             loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
@@ -757,6 +771,19 @@ class Plan:
         return _START_CYCLES + max(items * item, least)
 
     @property
+    def _item_steps(self) -> float:
+        """Steps of an item."""
+        return sum(map(len, self.steps)) / self.phase_sets * self.chunks
+
+    @cached_property
+    def _multiplied_cycles(self) -> float:
+        """Of the products of an item."""
+        products = self.units // 2 * (3 if self.split else 1)
+        step = products * (self.columns * _COLUMN_CYCLES[self.split] + _PRODUCT_CYCLES) + _STEP_CYCLES[self.split]
+        multiplied = 2 * self._item_steps * step
+        return multiplied * (_MANY_BLOCKS_FACTOR if self.blocks > 2 else 1) * (_LANDING_FACTOR if self.landing else 1)
+
+    @property
     def _loading_cycles(self) -> float:
         """Of loading the inputs of an item into registers and laying them out."""
         few = self.loaders == _FEW_LOADERS
@@ -770,7 +797,7 @@ class Plan:
     def _boxed_cycles(self) -> float:
         """Of bringing the inputs of an item as boxes."""
         boxes = self.boxes * math.prod(self.unit)
-        cycles = max(boxes * _BOX_CYCLES, self.patch_bytes / self.parts * _BOX_BYTE_CYCLES)
+        cycles = _cycles_of_boxes(boxes, self.patch_bytes / self.parts)
         if self.rounded:
             turns = -(-self.unit_pitch * self.units // (self.loaders - 32))
             cycles = max(cycles, turns * _ROUNDING_CYCLES[self.parts])
@@ -794,6 +821,11 @@ class Plan:
         if self.channels_last:
             return min(1.0, self.inner * 8 * self.itemsize / 32)
         return min(1.0, self.inner / self.span[1]) * min(1.0, 8 * self.span[1] * self.itemsize / 32)
+
+
+def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
+    """Of the estimate: of so many boxes, and their bytes together."""
+    return max(boxes * _BOX_CYCLES, box_bytes * _BOX_BYTE_CYCLES)
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
@@ -821,7 +853,7 @@ def _line_box(
     def cost(box: tuple[int, int, int]) -> tuple[float, int]:
         positions = math.prod(box)
         boxes = _boxes_of(tile, first, patch, positions)
-        return max(boxes * _BOX_CYCLES, boxes * positions * line * _BOX_BYTE_CYCLES), boxes * positions
+        return _cycles_of_boxes(boxes, boxes * positions * line), boxes * positions
 
     widths = [width for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0] if divisible else [pitch]
     found = [(1, 1, width) for width in widths]
