@@ -590,12 +590,16 @@ def lines_of_tile(plan, tile):
     """
     (height, width), (unit_h, unit_w), (images, rows, columns) = plan.input_size, plan.unit, plan.line_box
     found, in_box, period = [], images * rows * columns, plan.strip_rows * plan.pitch
-    first, skipped = divmod(tile * plan.tile + plan.first + images * period, in_box)
+    before = 0 if plan.flat else images * period
+    first, skipped = divmod(tile * plan.tile + plan.first + before, in_box)
     assert first >= 0
     for plane, number in itertools.product(range(unit_h * unit_w), range(first, first + plan.boxes)):
         image, row, column = (number - 1) * images, *plan.origin
         if images > 1:
             assert plan.strips == 1
+        elif plan.flat:
+            assert skipped == 0
+            image, column = 0, number * columns
         else:
             assert period % in_box == 0
             strip, own = divmod(number, period // in_box)
@@ -604,6 +608,8 @@ def lines_of_tile(plan, tile):
             column += own * columns if plan.whole_images else across * plan.strip_cells
         corner = image, row * unit_h + plane // unit_w, column * unit_w + plane % unit_w
         size = (height * width, 1) if plan.whole_images else (width, height)
+        if plan.flat:
+            size = (plan.problem.batch * height * width, 1)
         image, row, column = (
             begin + step * np.arange(count).reshape([-1 if i == axis else 1 for i in range(3)])
             for axis, (begin, step, count) in enumerate(zip(corner, (1, unit_h, unit_w), plan.line_box, strict=True))

@@ -80,7 +80,8 @@ FUSED_PATHS = {
     "lines_of_images": lambda plan: plan.way == "lines" and plan.line_box[0] > 1,
     "lines_of_rows": lambda plan: plan.way == "lines" and plan.line_box[1] > 1,
     "lines_of_strips": lambda plan: plan.way == "lines" and plan.strips > 1,
-    "lines_of_parts": lambda plan: plan.way == "lines" and plan.whole_images,
+    "lines_of_parts": lambda plan: plan.way == "lines" and plan.whole_images and not plan.flat,
+    "flat_lines": lambda plan: plan.flat,
     "lines_of_planes": lambda plan: plan.way == "lines" and plan.unit > (1, 1),
     "lines_of_odd_rows": lambda plan: plan.way == "lines" and plan.pitch % 2 == 1,
     "lines_shared": lambda plan: plan.way == "lines" and plan.warpgroups_m == 1,
@@ -309,7 +310,7 @@ FUSED_RUNS += [
             ("lines_of_strips", "channels_last", Case(1, 24, 70, (5, 136), (2, 7), (1, 2), (1, 2))),
             ("lines_of_planes", "channels_last", Case(2, 24, 16, (6, 20), (3, 3), (1, 1), (1, 1))),
             ("lines_of_planes", "channels_last", Case(3, 72, 8, (5, 136), (2, 5), (2, 1), (0, 2))),
-            ("lines_of_parts", "channels_last", Case(3, 72, 40, (12, 14), (2, 2), (2, 2))),
+            ("flat_lines", "channels_last", Case(3, 72, 40, (5, 14), (2, 2), (2, 2))),
             ("staged_pixels", "channels_last", Case(2, 40, 136, (5, 9), (3, 3), (1, 1), (1, 1))),
             ("staged_pixels", "channels_last", Case(2, 20, 48, (5, 9), (3, 4), (2, 2), (1, 1))),
             ("staged_pixels_of_slots", "channels_last", Case(2, 40, 16, (5, 9), (3, 4), (1, 2), (1, 1))),
@@ -340,7 +341,9 @@ FUSED_PIXELS = Run(
     "fused", Case(2, 20, 48, (5, 9), (3, 4), (2, 2), (1, 1)), torch.float16, "channels_last", choice="staged_pixels"
 )
 FUSED_LINES = run_of_many_items(
-    Case(5, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)), lambda plan: plan.boxed, layout="channels_last"
+    Case(5, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)),
+    lambda plan: plan.boxed and plan.line_box[0] > 1,
+    layout="channels_last",
 )
 FUSED_BLOCKS = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)

@@ -68,9 +68,9 @@ def test_auto_takes_forward_passes_of_cudnns_own_format_from_native(dtype):
     assert taken(wide, dtype, "ieee", "forward", memory_format=torch.channels_last) == "native"
     assert taken(wide, dtype, "ieee", "forward") == "fused"
     assert taken(wide, torch.float32, "tf32", "forward", memory_format=torch.channels_last) == "fused"
-    pointwise = Problem(4, 64, 128, 1, (248, 216), (1, 1))  # PointPillars 1
-    assert taken(pointwise, dtype, "ieee", "forward", memory_format=torch.channels_last) == "native"
-    assert taken(pointwise, dtype, "ieee", "forward") == "fused"
+    last = Problem(32, 256, 256, 1, (32, 24), (4, 4), stride=(2, 2), padding=(1, 1))  # SimpleBaseline 3
+    assert taken(last, dtype, "ieee", "forward", memory_format=torch.channels_last) == "native"
+    assert taken(last, dtype, "ieee", "forward") == "fused"
     few = Problem(16, 64, 32, 1, (128, 128), (2, 2), stride=(2, 2))  # SAM 2
     assert taken(few, dtype, "ieee", "forward", memory_format=torch.channels_last) != "native"
 

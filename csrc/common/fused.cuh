@@ -154,12 +154,12 @@ struct item_t {
 
 /* Blocks that run at the same time have tiles beside each other in all strips of an image, since memory likes to be read and
  * written in long runs: item after item first goes through the strips, then down the image. `strip_tiles` is the most tiles
- * that begin in a strip.
+ * that begin in a strip; where it is one, tiles are as long as strips, and come one after the other.
  */
 __device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
     const int order = divided(item, p.by_sets), set = item - order * kSets * p.groups;
     int tile = order;
-    if (p.strips > 1) {
+    if (p.strips > 1 && p.strip_tiles > 1) {
         const int down = divided(order, p.by_strips), image = divided(down, p.by_strip_tiles);
         const int period = p.strip_rows * PITCH, strip = image * p.strips + order - down * p.strips;
         const int first = (strip * period + kTile - 1) / kTile, behind = ((strip + 1) * period + kTile - 1) / kTile;
@@ -182,10 +182,10 @@ __device__ __forceinline__ int first_channel_of(int set, int side) {
 }
 
 /* Where a tile's patch begins: its first position, from one strip or, where boxes have several images, one box before the
- * first.
+ * first; where it can begin before the first.
  */
 __device__ __forceinline__ int first_position_of(const fused_params& p, int tile) {
-    return tile * kTile + FIRST + (kBoxedLines ? BOX_IMAGES : 1) * p.strip_rows * PITCH;
+    return tile * kTile + FIRST + (FLAT ? 0 : (kBoxedLines ? BOX_IMAGES : 1) * p.strip_rows * PITCH);
 }
 
 /* The right sides of the first stage, from a place of the patch of a tile on. */

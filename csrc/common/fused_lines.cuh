@@ -7,9 +7,10 @@
  *   patch [planes][BOXES][BOX_IMAGES][BOX_ROWS][BOX_WIDTH positions] of UNITS * 16 bytes, swizzled
  *
  * A box has rows of one strip or, where images are small, all rows of several; a part of an image where nothing lies between
- * rows (WHOLE_IMAGES). It reaches beyond the image as positions do, and is zero there, so that boxes one after the other are
- * positions one after the other. Boxes begin at multiples of kBoxPositions, and a patch somewhere in its first box. Channels
- * beyond the last are zeros. A warp copies, each lane a box of its own; it is the last of the loaders where the others round.
+ * rows (WHOLE_IMAGES), of all images one after the other where nothing is shifted either (FLAT). It reaches beyond the image
+ * as positions do, and is zero there, so that boxes one after the other are positions one after the other. Boxes begin at
+ * multiples of kBoxPositions, and a patch somewhere in its first box. Channels beyond the last are zeros. A warp copies, each
+ * lane a box of its own; it is the last of the loaders where the others round.
  */
 #pragma once
 
@@ -22,6 +23,7 @@ static_assert(kBoxes <= 32 && kBoxes * kBoxPositions <= UNIT_PITCH && UNIT_PITCH
 struct corner_t { int column, row, image; };
 __device__ __forceinline__ corner_t corner_of(const fused_params& p, int plane, int box) {
     const int row = p.origin_h * UNIT_H + plane / UNIT_W, column = p.origin_w * UNIT_W + plane % UNIT_W;
+    if (FLAT) return {box * BOX_WIDTH, 0, 0};
     if (BOX_IMAGES > 1) return {column, row, (box - 1) * BOX_IMAGES};
     const int boxes = p.strip_rows * PITCH / kBoxPositions, strip = box / boxes - 1, own = box - (strip + 1) * boxes;
     const int image = strip < 0 ? -1 : strip / p.strips, across = strip - image * p.strips;

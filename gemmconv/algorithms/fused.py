@@ -112,6 +112,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "BOX_BLOCKS": plan.box_blocks,
         "LANDING_BOX": int(plan.landing_box),
         "BOXES": plan.boxes,
+        "FLAT": int(plan.flat),
         "BOX_IMAGES": plan.line_box[0] if plan.way == "lines" else 1,
         "BOX_ROWS": plan.box_size[0],
         "BOX_WIDTH": plan.box_size[1],
@@ -256,16 +257,16 @@ def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, Shape
     """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
 
     The input is [positions][channels][blocks of positions][images] where products read blocks as they come, and
-    [channels][columns][rows][images] where they read lines, all of an image in one row where nothing lies between rows.
-    A box has lines of one plane. The input is [columns][rows][channels][images] where it lands, all of an image in one
-    row where it lands as stretches.
+    [channels][columns][rows][images] where they read lines, all of an image in one row where nothing lies between rows,
+    or of all images. A box has lines of one plane. The input is [columns][rows][channels][images] where it lands, all
+    of an image in one row where it lands as stretches.
     """
     p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
     channels = plan.in_channels * p.groups
     if plan.way == "lines":
         images, rows, columns = plan.line_box
         width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
-        sizes = channels, width, pixels // width, p.batch
+        sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
         strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
         return itemsize, sizes, strides, (plan.units * plan.element_units, columns, rows, images), steps, True
     if plan.boxed:

@@ -29,7 +29,7 @@ _LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possi
 _MOST_LANDINGS = 6
 _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 # Stages of inputs, and the fewest of weights that come again and again beside them.
-_STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 2}
+_STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 3}
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
@@ -60,13 +60,17 @@ _FEW_STAGES_FACTOR = 1.11  # of all that an item takes, where weights that come 
 _ITEM_CYCLES, _LANDING_CYCLES, _COPY_CYCLES, _LANDED_BYTE_CYCLES = 608, 355, 18.6, 0.0234
 _LANDING_BOX_FACTOR = 0.5
 _TURN_CYCLES = {(2, 1): 65, (4, 1): 64, (4, 2): 137}
-# Inputs that come as boxes: of a box, and of a byte.
-_BOX_CYCLES, _BOX_BYTE_CYCLES, _BOXED_OVERLAP = 250, 0.03, 1.4
-_ROUNDING_CYCLES = {1: 30, 2: 45}  # of a turn of all threads, by parts; a guess
+# Inputs that come as blocks: of a box, and of a byte.
+_BOX_CYCLES, _BOX_BYTE_CYCLES, _BLOCKS_OVERLAP = 250, 0.03, 1.4
+# As lines, where products take what tensor cores do: of a column; of a box and of a byte; of a turn of all threads that
+# round, by parts; of a chunk, for all stages. How much hides behind other things, by bytes of an element and parts.
+_LINE_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES, _ROUNDING_CYCLES = 0.5, 260, 0.054, {1: 30, 2: 99}
+_LINES_WAIT_CYCLES = 3_000
+_LINES_OVERLAP = {(2, 1): 2.15, (4, 1): 1.72, (4, 2): 1.67}
 _FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
 _WEIGHT_CYCLES = 0.0051  # of a byte
 _STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
-_PIXEL_STORE_CYCLES = 20  # the same of channels_last; a guess
+_PIXEL_STORE_CYCLES, _LINES_STORE_CYCLES = 29, 8.6  # the same of channels_last, and of lines that are not staged
 _PIECE_CHANNELS = 8  # that a thread stores together, of 16 bits
 _OUTPUT_CYCLES = 0.04  # of a byte
 _RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
@@ -319,8 +323,8 @@ class Plan:
         box = self._line_box_of(rows)
         boxes = _boxes_of(self.tile, self.first, self.patch, math.prod(box)) * math.prod(self.unit)
         loaded = _cycles_of_boxes(boxes, boxes * math.prod(box) * self.units * _UNIT_BYTES)
-        multiplied = self._multiplied_cycles / self.chunks
-        return rows * (multiplied**_BOXED_OVERLAP + loaded**_BOXED_OVERLAP) ** (1 / _BOXED_OVERLAP)
+        overlap = _LINES_OVERLAP[self.itemsize, self.parts]
+        return rows * ((self._multiplied_cycles / self.chunks) ** overlap + loaded**overlap) ** (1 / overlap)
 
     @property
     def _in_a_row(self) -> bool:
@@ -425,9 +429,9 @@ class Plan:
 
     @property
     def items(self) -> int:
-        """What blocks take one after the other; some have no tile where there are several strips."""
-        tiles = self.tiles if self.strips == 1 else self.strip_tiles * self.strips * self.problem.batch
-        return tiles * self._sets
+        """What blocks take one after the other; some have no tile where strips have several."""
+        in_order = self.strips == 1 or self.strip_tiles == 1
+        return (self.tiles if in_order else self.strip_tiles * self.strips * self.problem.batch) * self._sets
 
     # What comes as boxes, or lands.
 
@@ -451,15 +455,26 @@ class Plan:
     def line_box(self) -> tuple[int, int, int]:
         """Images, rows and positions of a row of a box of lines of a plane: rows of a strip, or all of several images.
 
-        Where rows follow each other without gaps, an image is one row, of which boxes are equal parts.
+        Where rows follow each other without gaps, an image is one row, of which boxes are equal parts; where images do
+        as well, a tile is.
         """
         return self._line_box_of(self.strip_rows)
 
     def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
+        if self._flat_of(strip_rows):
+            return 1, 1, self.tile // -(-self.tile // _LONGEST_BOX)
         rows, pitch = (1, strip_rows * self.pitch) if self.whole_images else (strip_rows, self.pitch)
         images, line = self.problem.batch if self.strips == 1 else 1, self.units * _UNIT_BYTES
         most = _LONGEST_BOX // self.unit[0]
         return _line_box(self.tile, self.first, self.patch, images, rows, most, pitch, self.whole_images, line)
+
+    @property
+    def flat(self) -> bool:
+        """Whether pixels of all images are one row for boxes of lines: positions are those of images alone."""
+        return self.way == "lines" and self._flat_of(self.strip_rows)
+
+    def _flat_of(self, strip_rows: int) -> bool:
+        return self.whole_images and self.places == (0, 0) and strip_rows == self.input_size[0]
 
     @property
     def _box_positions(self) -> int:
@@ -475,7 +490,7 @@ class Plan:
     @property
     def _unshifted(self) -> bool:
         """Whether each cell sees the input at its own place alone, and positions are those of images alone."""
-        return self.whole_images and self.places == (0, 0) and self.strip_rows == self.input_size[0]
+        return self._flat_of(self.strip_rows)
 
     @property
     def _whole_chunks(self) -> bool:
@@ -743,9 +758,11 @@ class Plan:
         Fitted to 1692 measured plans of 37 layers in three types (benchmarks.choices, H200): 21% off, as the root mean
         square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
         mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes
-        overlap with the rest; 56 plans of 7 layers: 8% off, the plans chosen 2% longer than the best.
+        overlap with the rest. Blocks, 56 plans of 7 layers: 8% off, those chosen 2% longer than the best; lines, 380
+        plans of 30 layers: 12% off, those chosen 2%.
         """
-        steps, multiplied = self._item_steps, self._multiplied_cycles
+        assert self.stages is not None
+        lines, steps = self.way == "lines", self._item_steps
         loaded = self._boxed_cycles if self.boxed else self._landing_cycles if self.landing else self._loading_cycles
         if not self.resident:
             loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
@@ -754,21 +771,29 @@ class Plan:
             cycles = _PIXEL_STORE_CYCLES if self.channels_last else _STAGED_STORE_CYCLES
             stored = outputs / 32 / self.vector * cycles
         else:
-            stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * _STORE_CYCLES
+            cycles = _LINES_STORE_CYCLES if lines else _STORE_CYCLES
+            stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * cycles
         stored += outputs * self.itemsize * _OUTPUT_CYCLES
-        if self.strips > 1:
+        if self.strips > 1 and not lines:
             if not self.boxed:
                 inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
                 loaded = (loaded + inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
             stored = (stored + outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
-        overlap = _OVERLAP[self.landing] if not self.boxed else _OVERLAP[True] if self.rounded else _BOXED_OVERLAP
-        item = (multiplied**overlap + loaded**overlap + stored**overlap) ** (1 / overlap)
-        assert self.stages is not None
+        waited = self.chunks * _LINES_WAIT_CYCLES / self.stages[0] if lines else 0
+        parts = (self._multiplied_cycles, loaded, stored, waited)
+        item = sum(part**self._overlap for part in parts) ** (1 / self._overlap)
         if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
             item *= _FEW_STAGES_FACTOR
         items = -(-self.tiles * self._sets // self.blocks_on(MULTIPROCESSORS))
         least = self.problem.least_bytes(self.itemsize) * _MEMORY_CYCLES
         return _START_CYCLES + max(items * item, least)
+
+    @property
+    def _overlap(self) -> float:
+        """Of the estimate: 1 if nothing hides behind anything."""
+        if self.way == "lines":
+            return _LINES_OVERLAP[self.itemsize, self.parts]
+        return _BLOCKS_OVERLAP if self.boxed else _OVERLAP[self.landing]
 
     @property
     def _item_steps(self) -> float:
@@ -779,7 +804,8 @@ class Plan:
     def _multiplied_cycles(self) -> float:
         """Of the products of an item."""
         products = self.units // 2 * (3 if self.split else 1)
-        step = products * (self.columns * _COLUMN_CYCLES[self.split] + _PRODUCT_CYCLES) + _STEP_CYCLES[self.split]
+        column = _LINE_COLUMN_CYCLES if self.way == "lines" else _COLUMN_CYCLES[self.split]
+        step = products * (self.columns * column + _PRODUCT_CYCLES) + _STEP_CYCLES[self.split]
         multiplied = 2 * self._item_steps * step
         return multiplied * (_MANY_BLOCKS_FACTOR if self.blocks > 2 else 1) * (_LANDING_FACTOR if self.landing else 1)
 
@@ -797,6 +823,8 @@ class Plan:
     def _boxed_cycles(self) -> float:
         """Of bringing the inputs of an item as boxes."""
         boxes = self.boxes * math.prod(self.unit)
+        if self.way == "blocks":
+            return self.chunks * max(boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
         cycles = _cycles_of_boxes(boxes, self.patch_bytes / self.parts)
         if self.rounded:
             turns = -(-self.unit_pitch * self.units // (self.loaders - 32))
@@ -824,8 +852,8 @@ class Plan:
 
 
 def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
-    """Of the estimate: of so many boxes, and their bytes together."""
-    return max(boxes * _BOX_CYCLES, box_bytes * _BOX_BYTE_CYCLES)
+    """Of the estimate: of so many boxes of lines, and their bytes together."""
+    return max(boxes * _LINE_BOX_CYCLES, box_bytes * _LINE_BYTE_CYCLES)
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
