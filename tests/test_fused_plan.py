@@ -25,6 +25,7 @@ from gemmconv.algorithms.fused_plan import (
     PAIR_NONE,
     PAIR_ROWS,
     ROWS_CHANNELS,
+    ROWS_LINES,
     ROWS_PLAIN,
     ROWS_SLOTS,
     SHARED_BYTES,
@@ -98,6 +99,10 @@ def place_of_row(plan, row):
         return pair // plan.channels * 2 + half, pair % plan.channels
     if plan.row_order == ROWS_CHANNELS:
         return pair // (plan.channels // 2), pair % (plan.channels // 2) * 2 + half
+    if plan.row_order == ROWS_LINES:
+        of_warp = 16 // plan.slots
+        channel, slot = divmod(row % 8 * 2 + half if plan.slots % 2 == 0 else row % 16, plan.slots)
+        return slot if channel < of_warp else plan.slots, row // 16 * of_warp + channel
     return divmod(row, plan.channels)
 
 
@@ -403,15 +408,42 @@ def lines_of(plan):
     return np.array(found).T
 
 
+def channels_of_lines(plan):
+    """Return the row phase and the channel of each line that warps with whole rows of cells turn round."""
+    found = []
+    for phase_set, side, part, warp in itertools.product(
+        range(plan.phase_sets),
+        range(plan.phase_sides),
+        range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides)),
+        range(4),
+    ):
+        outputs = Counter(
+            output_of_row(plan, block_of(plan, phase_set, block, side), part, row)
+            for block, row in itertools.product(range(plan.blocks), range(warp * 16, warp * 16 + 16))
+        )
+        del outputs[None]
+        channels = sorted({channel for _, channel in outputs})
+        ((row_phase, _), _) = min(outputs) if outputs else ((0, 0), 0)
+        phases = itertools.product(channels, range(plan.span[1]))
+        assert outputs == {((row_phase, phase), channel): 1 for channel, phase in phases}
+        assert len(channels) <= 16 // plan.slots
+        found += [(row_phase, channel) for channel in channels]
+    return np.array(found).T
+
+
 def staged_runs_of(plan):
     """As runs_of, where a warp's outputs are turned round: a thread stores some of a line."""
     channels, pixels, vector = plan.out_channels * plan.problem.groups, math.prod(plan.output_size), plan.vector
     (height, width), (span_h, inner) = plan.output_size, plan.span
-    assert inner == plan.inner
-    row_phase, column_phase, channel, present = lines_of(plan)
-    assert (column_phase == 0).all()
-    assert (present == inner).all()
-    width_of_line = inner * (32 // inner if inner <= 2 else 8)
+    if plan.lined:
+        row_phase, channel = channels_of_lines(plan)
+        width_of_line = inner * (16 // plan.blocks)
+    else:
+        assert inner == plan.inner
+        row_phase, column_phase, channel, present = lines_of(plan)
+        assert (column_phase == 0).all()
+        assert (present == inner).all()
+        width_of_line = inner * (32 // inner if inner <= 2 else 8)
     lines = plan.tiles * plan.tile * inner // width_of_line
     outputs = (np.arange(lines)[:, None] * width_of_line + np.arange(0, width_of_line, vector)).reshape(-1, 1)
     image, row, cell, _, there = cells_at(plan, outputs // inner)
@@ -674,6 +706,9 @@ def test_stages_fit_shared_memory(plan):
     places, outputs = 2 * (macros["PATCH"] * planes // macros["WIDE"]), 0
     if macros["STAGED"] and plan.channels_last:
         outputs = 8 * 32 * 24
+    elif plan.lined:
+        pad = -(-macros["SLOTS"] // 4) * 4
+        outputs = 8 * (16 // macros["SLOTS"]) * (16 // macros["BLOCKS"] * macros["SPAN_W"] + pad)
     elif macros["STAGED"]:
         inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: macros["BLOCKS"]}[macros["PAIRING"]]
         line = inner * (32 // inner if inner <= 2 else 8) + (16 if inner == 2 else 8)

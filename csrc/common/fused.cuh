@@ -103,10 +103,12 @@ constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + kLandedStages;
 // Neighbouring outputs of a thread, of a cell; see fused_store.cuh.
 constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
 // Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
-constexpr int kLineCells = kInner <= 2 ? 32 / kInner : 8;
-constexpr int kLine = kLineCells * kInner + (kInner == 2 ? 16 : 8);
+constexpr bool kLined = ROW_ORDER == ROWS_LINES;  // kWarpChannels lines, of all phases of a row of cells
+constexpr int kWarpChannels = 16 / SLOTS;
+constexpr int kLineCells = kLined ? 16 / BLOCKS : kInner <= 2 ? 32 / kInner : 8;
+constexpr int kLine = kLined ? kLineCells * SPAN_W + ceil_div(SLOTS, 4) * 4 : kLineCells * kInner + (kInner == 2 ? 16 : 8);
 constexpr int kPixel = 24;  // of channels_last: see fused_store.cuh
-constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 32 * kPixel : kOuter * 8 * kLine;
+constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 32 * kPixel : (kLined ? kWarpChannels : kOuter * 8) * kLine;
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
 static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + kLandingGap + LANDING_STAGES * kLandingUnits) * 16 +
               kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +

@@ -41,8 +41,8 @@ __device__ __forceinline__ cell_t cell_at(const fused_params& p, int position) {
 }
 
 #if STAGED && CHANNELS_LAST
-/* Adds the bias and stores, by way of shared memory: a thread has two channels of two positions, and stores eight of one. A warp
- * has 16 channels of a phase of each of its M blocks, at so many positions at a time. `stage` is its own:
+/* Adds the bias and stores, by way of shared memory: a thread has two channels of two positions, and stores eight of one. A
+ * warp has 16 channels of a phase of each of its M blocks, at so many positions at a time. `stage` is its own:
  *
  *   stage [BLOCKS][kPart positions][kPixel], of which 16 are used, so that banks differ
  */
@@ -109,6 +109,81 @@ __device__ __forceinline__ void store_tile(
     });
 }
 #elif STAGED
+/* Where the output of a cell begins that is at a place in a line, or null. `output` is the line's channel of image 0. */
+__device__ __forceinline__ ELEMENT_T* target_of_piece(
+    const fused_params& p, ELEMENT_T* output, const cell_t& at, int row_phase, int place, index_t image_stride) {
+    const int oh = at.row * SPAN_H + row_phase, ow = (at.strip * p.strip_cells + at.column) * SPAN_W + place % SPAN_W;
+    // VECTOR divides the widths of the output and of strips, so all outputs of a piece are there, or none.
+    if (!at.exists(p) || oh >= p.h_out || ow >= p.w_out) return nullptr;
+    return output + (at.image * image_stride + static_cast<index_t>(oh) * p.w_out + ow);
+}
+
+#if ROW_ORDER == ROWS_LINES
+constexpr int kLinePieces = kLineCells * SPAN_W / VECTOR, kPieceTurns = ceil_div(kWarpChannels * kLinePieces, 32);
+
+/* Adds the bias and stores, by way of shared memory: a warp has all phases of a row of cells, of a few channels, each a line.
+ * VECTOR neighbours of a line, which a thread stores together, are a piece. `stage` is its own:
+ *
+ *   stage [kWarpChannels][kLine outputs]
+ *
+ * The other way to store rows of many phases, an M block for each (PAIR_BLOCKS), has but 32 or 64 columns for each of them,
+ * which feeds the tensor cores worse.
+ */
+__device__ __forceinline__ void store_tile(
+    const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
+    ELEMENT_T* stage) {
+    static_assert(SPAN_W == SLOTS * BLOCKS, "a warp has whole rows of cells");
+    static_assert(kLineCells % 8 == 0 && COLUMNS % kLineCells == 0, "a part is whole tiles of the accumulators");
+    constexpr int kTogether = SLOTS % 2 == 0 ? 2 : 1;  // rows g and g + 8
+    using piece_t = vector_t<VECTOR>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    const int warp_channel = warp * kWarpChannels, first_channel = first_channel_of(item.set, side) + warp_channel;
+    const int row_phase = phases_of(item.set, side, 0)[0] / PHASE_BASE;
+    row_t rows[2];
+    float bias[2];
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows[half] = place_of_row(warp * 16 + half * 8 + g);
+        rows[half].channel -= warp_channel;
+        const int channel = first_channel + rows[half].channel;
+        const bool there = rows[half].slot < SLOTS && channel < OUT_CHANNELS && p.bias != nullptr;
+        bias[half] = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + channel)) : 0.0f;
+    }
+    const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, image_stride = p.groups * OUT_CHANNELS * pixels;
+    ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel) * pixels;
+    cell_t first_cell = cell_at(p, first);  // of a part
+    each<COLUMNS / kLineCells>([&](auto part) {
+        __syncwarp();
+        each<kLineCells / 8>([&](auto tile) {
+            constexpr int j = decltype(part)::value * (kLineCells / 8) + decltype(tile)::value;
+            each<BLOCKS * 2 * (2 / kTogether)>([&](auto which) {
+                constexpr int block = decltype(which)::value / (4 / kTogether), e = decltype(which)::value % 2;
+                constexpr int half = decltype(which)::value / 2 % (2 / kTogether);
+                vector_t<kTogether> outputs;
+                #pragma unroll
+                for (int i = 0; i < kTogether; ++i)
+                    outputs.value[i] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * (half + i) + e] + bias[half + i]);
+                const int cell = decltype(tile)::value * 8 + 2 * t + e;
+                const int place = rows[half].channel * kLine + cell * SPAN_W + block * SLOTS + rows[half].slot;
+                if (rows[half].slot < SLOTS) *reinterpret_cast<vector_t<kTogether>*>(stage + place) = outputs;
+            });
+        });
+        __syncwarp();
+        // Worked out anew for each piece: many places would not fit the registers.
+        #pragma unroll (kPieceTurns <= 2 ? 2 : 1)
+        for (int i = 0; i < kPieceTurns; ++i) {
+            const int line = (i * 32 + lane) / kLinePieces, place = (i * 32 + lane) % kLinePieces * VECTOR;
+            cell_t at = first_cell;
+            at.advance(p, place / SPAN_W);
+            ELEMENT_T* target = target_of_piece(p, output, at, row_phase, place, image_stride);
+            if (target != nullptr && line < kWarpChannels && first_channel + line < OUT_CHANNELS)
+                *reinterpret_cast<piece_t*>(target + line * pixels) =
+                    *reinterpret_cast<const piece_t*>(stage + line * kLine + place);
+        }
+        first_cell.advance(p, kLineCells);
+    });
+}
+#else
 /* A line is what a warp has of a channel at kLineCells positions. Its VECTOR neighbours that a thread stores together are a
  * piece; a warp stores 32 pieces in a turn. Those of a line follow each other; but where two lines are read at once, kApart
  * lines lie between them, so that lines of 64 bytes lie in different banks.
@@ -148,12 +223,8 @@ __device__ __forceinline__ void store_tile(
     }
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, channels = p.groups * OUT_CHANNELS;
     ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel) * pixels;
-    // Where the output of a cell begins that is at a place in a line, or null.
-    const auto target_of = [&](const cell_t& at, int place) -> ELEMENT_T* {
-        const int oh = at.row * SPAN_H + row_phase, ow = (at.strip * p.strip_cells + at.column) * SPAN_W + place % kInner;
-        // VECTOR divides the widths of the output and of strips, so all outputs of a piece are there, or none.
-        if (!at.exists(p) || oh >= p.h_out || ow >= p.w_out) return nullptr;
-        return output + (at.image * channels * pixels + static_cast<index_t>(oh) * p.w_out + ow);
+    const auto target_of = [&](const cell_t& at, int place) {
+        return target_of_piece(p, output, at, row_phase, place, channels * pixels);
     };
     int own[kOwnPlaces], own_line[kOwnPlaces];
     cell_t at[kOwnPlaces];
@@ -201,6 +272,7 @@ __device__ __forceinline__ void store_tile(
         }
     });
 }
+#endif
 #else
 /* Stores the first `count` values of a run; whole runs as vectors. */
 __device__ __forceinline__ void store_run(ELEMENT_T* target, const float (&values)[kInner], int count) {

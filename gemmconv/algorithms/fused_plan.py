@@ -21,7 +21,7 @@ SHARED_BYTES = 227 << 10
 MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items to take
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
-_BLOCK_ROWS = 64
+_BLOCK_ROWS, _WARP_ROWS = 64, 16
 _WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
 _MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
 _PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits each, and of 32
@@ -86,8 +86,19 @@ _WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit t
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
 
+# Slots and blocks of warps that have whole rows of so many outputs a cell: of 16 rows few are left over.
+_LINED = {
+    3: [(3, 1)],
+    4: [(4, 1), (2, 2)],
+    5: [(5, 1)],
+    6: [(3, 2)],
+    7: [(7, 1)],
+    8: [(8, 1), (4, 2)],
+    16: [(16, 1), (8, 2)],
+}
+
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
-ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS = range(3)
+ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES = range(4)
 
 
 Way = Literal["loaded", "landing", "blocks", "lines"]
@@ -172,7 +183,14 @@ class Plan:
     @property
     def channels(self) -> int:
         """Output channels of an M block."""
+        if self.lined:
+            return 4 * (_WARP_ROWS // self.slots)
         return self.out_channels if self.slots > 1 else min(_BLOCK_ROWS, self.out_channels)
+
+    @property
+    def lined(self) -> bool:
+        """Whether warps have whole rows of cells, since no M block has all channels of several phases."""
+        return not self.channels_last and self.slots > 1 and self.slots * self.out_channels > _BLOCK_ROWS
 
     @property
     def channel_sets(self) -> int:
@@ -193,6 +211,8 @@ class Plan:
         """Where a thread has neighbouring outputs."""
         if self.channels_last:
             return PAIR_ROWS if self.channels % 2 == 0 else PAIR_NONE
+        if self.lined:
+            return PAIR_NONE
         if self.blocks > 1:
             return PAIR_BLOCKS
         return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
@@ -205,6 +225,8 @@ class Plan:
     @property
     def row_order(self) -> int:
         """What rows g and g + 8 of an M block are to each other."""
+        if self.lined:
+            return ROWS_LINES
         if self.pairing != PAIR_ROWS:
             return ROWS_PLAIN
         return ROWS_CHANNELS if self.channels_last else ROWS_SLOTS
@@ -213,7 +235,7 @@ class Plan:
     def staged(self) -> bool:
         """Whether a warp has neighbours, of a row of cells or 16 channels: outputs go by way of shared memory then."""
         if not self.channels_last:
-            return self.span[1] == self.inner
+            return self.lined or self.span[1] == self.inner
         return self.itemsize == 2 and self.channels % 16 == 0 and self.out_channels % _PIECE_CHANNELS == 0
 
     @property
@@ -669,9 +691,11 @@ class Plan:
         """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
         lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
         line = {1: 40, 2: 48}.get(self.inner, 8 * self.inner + 8)
-        outputs = 8 * lines * line * self.itemsize
         if self.staged and self.channels_last:
-            outputs = 8 * 32 * 24 * self.itemsize
+            lines, line = 32, 24
+        elif self.lined:
+            lines, line = _WARP_ROWS // self.slots, 16 // self.blocks * self.span[1] + -(-self.slots // 4) * 4
+        outputs = 8 * lines * line * self.itemsize
         if self.boxed:
             return outputs
         if self.landing:
@@ -784,7 +808,10 @@ class Plan:
         item = sum(part**self._overlap for part in parts) ** (1 / self._overlap)
         if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
             item *= _FEW_STAGES_FACTOR
-        items = -(-self.tiles * self._sets // self.blocks_on(MULTIPROCESSORS))
+        blocks = self.blocks_on(MULTIPROCESSORS)
+        items = -(-self.tiles * self._sets // blocks)
+        if lines:  # those without a tile are not spread evenly
+            items = min(items + 1, -(-self.items // blocks))
         least = self.problem.least_bytes(self.itemsize) * _MEMORY_CYCLES
         return _START_CYCLES + max(items * item, least)
 
@@ -970,7 +997,7 @@ def _plans_of(
             both = replace(left, warpgroups_m=2, phase_sides=2)
             if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
                 sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
-        if slots == 1 and channels > _BLOCK_ROWS:
+        if (slots == 1 or left.lined) and channels > left.channels:
             sides.append((2, 1))
         for strip in strips:
             for right in _right_sides(replace(left, strips=strip)):
@@ -1023,6 +1050,8 @@ def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple
         yield (1, 1), 1, 2
     if span in _ALL_COLUMNS and not channels_last:
         yield (1, 1), 1, span
+    if not channels_last and span in _LINED:
+        yield from (((1, 1), slots, blocks) for slots, blocks in _LINED[span] if slots * channels > _BLOCK_ROWS)
     for slots in (2, 3, 4):
         if slots * channels > _BLOCK_ROWS:
             break
