@@ -53,6 +53,7 @@ struct direct_params {
     int planes, groups;                  // planes = N * groups
     int h_in, w_in, h_out, w_out;
     int tiles_w;  // blockIdx.x = (tile row * tiles_w + tile column) * channel tiles + channel tile
+    int weight_channel, weight_tap;  // elements of the weight, from an output channel or a tap to the next
 };
 
 using accumulate_t = accumulator_t<ELEMENT_T>;

@@ -27,11 +27,12 @@
 
 struct direct_input_grad_params {
     const ELEMENT_T* __restrict__ grad_output;  // [planes, CO, H_out, W_out]
-    const ELEMENT_T* __restrict__ weight;       // [groups, CI, CO, K_H, K_W]
+    const ELEMENT_T* __restrict__ weight;       // [groups, CI, CO, K_H, K_W], or taps first
     ELEMENT_T* __restrict__ grad_input;         // [planes, CI, H_in, W_in]
     int planes, groups;                         // planes = images * groups
     int h_in, w_in, h_out, w_out;
     int tiles_w;
+    int weight_channel, weight_tap;  // elements of the weight, from an output channel or a tap to the next
 };
 
 constexpr int kBlockChannels = CHANNEL_THREADS * CHANNELS;
@@ -120,9 +121,9 @@ direct_input_grad_kernel(const __grid_constant__ direct_input_grad_params p) {
             const int group = PLANES == 1 ? first_group : (first_group + weight_plane) % p.groups;
             accumulate_t value = 0;
             if (ci < CI && weights_co + co < CO && first_kh + kh < KERNEL_H && first_kw + kw < KERNEL_W) {
-                const long long matrix = static_cast<long long>(group * CI + ci) * CO + weights_co + co;
-                value = widen(load_once(p.weight + matrix * (KERNEL_H * KERNEL_W) +
-                                        (first_kh + kh) * KERNEL_W + first_kw + kw));
+                const long long matrix = static_cast<long long>(group * CI + ci) * (CO * KERNEL_H * KERNEL_W);
+                const int tap = (first_kh + kh) * KERNEL_W + first_kw + kw;
+                value = widen(load_once(p.weight + matrix + (weights_co + co) * p.weight_channel + tap * p.weight_tap));
             }
             const int tap = ((weight_plane * kWeightChannels + co) * TAPS_H + kh) * TAPS_W + kw;
             weights[tap * kTapPitch + c / CHANNELS * kWeightPitch + c % CHANNELS] = value;

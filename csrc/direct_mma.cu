@@ -48,6 +48,7 @@ struct direct_mma_params {
     int h_in, w_in, h_out, w_out;
     int tiles_h, tiles_w, tiles;               // of an image, and in all
     int step_image, step_tile_h, step_tile_w;  // from one tile of a block to its next
+    int weight_channel, weight_tap;            // elements of the weight, from an output channel or a tap to the next
 };
 
 using words = mma_words<ELEMENT_T>;
@@ -177,7 +178,7 @@ __device__ __forceinline__ void stage_weights(
             if (line < kLines && out < OUT_CHANNELS && shift >= 0 && kh >= 0 && kw >= 0) {
                 const long long first = static_cast<long long>(group) * IN_CHANNELS * OUT_CHANNELS;
                 const ELEMENT_T* __restrict__ source =
-                    p.weight + (first + out) * (KERNEL_H * KERNEL_W) + kh * KERNEL_W + kw;
+                    p.weight + first * (KERNEL_H * KERNEL_W) + out * p.weight_channel + (kh * KERNEL_W + kw) * p.weight_tap;
                 values.value[part] =
                     load_word(source, channel_word(step, word) * kElements, IN_CHANNELS, OUT_CHANNELS * KERNEL_H * KERNEL_W);
             }

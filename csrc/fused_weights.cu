@@ -16,7 +16,7 @@
  * same few rows, and step after step. In channels_last they are output channels: neighbouring threads have row after row.
  *
  * Macros: those of fused_wgmma.cu; INPUT_GRAD; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; STEP_SHIFT_H, STEP_SHIFT_W
- * (tables: the shift of each step).
+ * (tables: the shift of each step); TOGETHER.
  */
 #include "common/dependent.cuh"
 #include "common/integers.cuh"
@@ -72,8 +72,8 @@ struct step_t {
     int taps[kSidePhases];  // of each phase of a side's M block, or -1
 };
 
-/* A grid of (rows and units of all chunks; blocks of steps, and channel sets; groups). A thread has one row and one unit of a
- * step.
+/* A grid of (rows and units of all chunks; blocks of steps, and channel sets; groups). A thread has TOGETHER units of a row of
+ * a step, whose loads are on their way together.
  */
 extern "C" __global__ void __launch_bounds__(kThreads) fused_weights_kernel(const __grid_constant__ fused_weights_params p) {
     allow_next_launch();
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) fused_weights_kernel(cons
         row = rows * kRowsAlong + i % kRowsAlong;
         along_steps = i / kRowsAlong % kStepsAlong;
     }
-    if (along_steps >= along || unit >= kUnits) return;
+    if (along_steps >= along || unit >= kUnits / TOGETHER) return;
     const step_t& step = block_steps[along_steps];
     const row_t place = place_of_row(row % 64);
     constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) fused_weights_kernel(cons
     const bool inside = place.slot < SLOTS && place.channel < CHANNELS && out < OUT_CHANNELS;
     const int tap = inside ? step.taps[(PHASE_SIDES == 2 ? side : 0) * SLOTS + place.slot] : -1;
 
-    ELEMENT_T values[kElements] = {};
+    ELEMENT_T values[TOGETHER][kElements] = {};
     if (tap >= 0) {
         // The layer's own: [input channels][output channels][taps], or [input channels][taps][output channels].
         constexpr long long kTaps = KERNEL_H * KERNEL_W, kLayerOut = INPUT_GRAD ? IN_CHANNELS : OUT_CHANNELS;
@@ -119,15 +119,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) fused_weights_kernel(cons
         const long long far = kTaps * kLayerOut, near = p.channels_last ? 1 : kTaps;
         const long long stride = INPUT_GRAD ? near : far;
         const ELEMENT_T* __restrict__ source = p.weight + blockIdx.z * (kTaps * IN_CHANNELS * OUT_CHANNELS) +
-                                               unit * kElements * stride + out * (INPUT_GRAD ? far : near) +
+                                               unit * (TOGETHER * kElements) * stride + out * (INPUT_GRAD ? far : near) +
                                                tap * (p.channels_last ? kLayerOut : 1);
         #pragma unroll
-        for (int e = 0; e < kElements; ++e)
-            if (unit * kElements + e < IN_CHANNELS) values[e] = load_once(source + e * stride);
+        for (int e = 0; e < TOGETHER * kElements; ++e)
+            if (unit * (TOGETHER * kElements) + e < IN_CHANNELS)
+                values[e / kElements][e % kElements] = load_once(source + e * stride);
     }
-    const parts_t<kParts> parts = pack_unit<kParts>(values);
-    const long long matrix = step.matrix + static_cast<long long>(unit / UNITS) * step.matrices;
-    unit_t* target = p.packed + (matrix * (kParts * UNITS) + unit % UNITS) * kRows + row;
+    // TOGETHER divides UNITS.
+    const long long matrix = step.matrix + static_cast<long long>(unit / (UNITS / TOGETHER)) * step.matrices;
+    unit_t* target = p.packed + (matrix * (kParts * UNITS) + unit % (UNITS / TOGETHER) * TOGETHER) * kRows + row;
     #pragma unroll
-    for (int part = 0; part < kParts; ++part) target[part * (UNITS * kRows)] = parts.part[part];
+    for (int i = 0; i < TOGETHER; ++i) {
+        const parts_t<kParts> parts = pack_unit<kParts>(values[i]);
+        #pragma unroll
+        for (int part = 0; part < kParts; ++part) target[part * (UNITS * kRows) + i * kRows] = parts.part[part];
+    }
 }

@@ -47,6 +47,8 @@ BOX_CASES = [
     Case(2, 64, 140, (31, 72), (2, 5), (1, 1), groups=2),
     Case(9, 136, 72, (4, 4), (4, 4), (2, 2), (1, 1)),
     Case(3, 32, 32, (17, 50), (3, 3), (1, 1), (1, 1)),
+    Case(3, 40, 64, (9, 20), (3, 8), (3, 8), (0, 1)),
+    Case(2, 64, 40, (6, 12), (4, 8), (4, 4), (1, 2)),
 ]
 NUMERICS = {
     "ieee": (torch.float32, "ieee"),
@@ -56,6 +58,15 @@ NUMERICS = {
 }
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 DIRECTIONS = ("forward", "input_grad")
+
+
+def kind_of(plan):
+    """Return what makes plans take other paths of the kernel."""
+    if plan.way != "lines":
+        return plan.way, plan.lined, plan.landing_box and min(plan.box_size[0], 2)
+    images, rows, _ = plan.line_box
+    box = "flat" if plan.flat else (images > 1, rows > 1, plan.whole_images)
+    return plan.way, plan.units, max(plan.unit) > 1, plan.strips > 1, box, plan.pitch % 2
 
 
 @dataclass(frozen=True)
@@ -87,10 +98,9 @@ class Run:
             found = [*fused_plan.plans_of(config.problem, direction, config.dtype.itemsize, split, channels_last)]
             kinds = {}
             for plan in found:
-                rows = plan.landing_box and min(plan.box_size[0], 2)
-                kinds.setdefault((plan.way, rows), []).append(plan)
-            for kind in kinds.values():
-                chosen += Random(str(self)).sample(kind, min(2, len(kind)))
+                kinds.setdefault(kind_of(plan), []).append(plan)
+            for kind, plans in kinds.items():
+                chosen += Random(str(self)).sample(plans, min(1 if "lines" in kind else 2, len(plans)))
         return chosen
 
 

@@ -100,9 +100,8 @@ def place_of_row(plan, row):
     if plan.row_order == ROWS_CHANNELS:
         return pair // (plan.channels // 2), pair % (plan.channels // 2) * 2 + half
     if plan.row_order == ROWS_LINES:
-        of_warp = 16 // plan.slots
-        channel, slot = divmod(row % 8 * 2 + half if plan.slots % 2 == 0 else row % 16, plan.slots)
-        return slot if channel < of_warp else plan.slots, row // 16 * of_warp + channel
+        channel, slot = divmod(pair * 2 + half, plan.slots)
+        return slot, channel
     return divmod(row, plan.channels)
 
 
@@ -707,7 +706,7 @@ def test_stages_fit_shared_memory(plan):
     if macros["STAGED"] and plan.channels_last:
         outputs = 8 * 32 * 24
     elif plan.lined:
-        pad = -(-macros["SLOTS"] // 4) * 4
+        pad = max(4, macros["SLOTS"])
         outputs = 8 * (16 // macros["SLOTS"]) * (16 // macros["BLOCKS"] * macros["SPAN_W"] + pad)
     elif macros["STAGED"]:
         inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: macros["BLOCKS"]}[macros["PAIRING"]]

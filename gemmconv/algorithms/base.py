@@ -118,3 +118,10 @@ def either_format(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
     if weight.is_contiguous(memory_format=torch.channels_last):
         return weight, True
     return weight.contiguous(), False
+
+
+def in_either_format(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    """As :func:`either_format`, and the elements from one output channel of a group to the next, and from one tap."""
+    weight, channels_last = either_format(weight)
+    _, channels, height, width = weight.shape
+    return weight, (1, channels) if channels_last else (height * width, 1)

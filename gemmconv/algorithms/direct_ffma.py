@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gemmconv.algorithms.base import Config, Forward, accumulator_dtype, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Forward, accumulator_dtype, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.cells import cells_of, reach_of
 from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import params_struct, plane_grid
@@ -72,7 +72,7 @@ class Tile:
 DirectParams = params_struct(
     "direct_params",
     ("input", "weight", "bias", "output"),
-    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w"),
+    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "weight_channel", "weight_tap"),
 )
 
 
@@ -377,12 +377,12 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         output = input.new_empty_strided(p.output_shape, strides)
         if planes == 0:
             return output
-        input, weight = with_strides(input, input_strides), weight.contiguous()
+        input, (weight, steps) = with_strides(input, input_strides), in_either_format(weight)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         kernel.launch(
             grid,
             block,
-            DirectParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes),
+            DirectParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps),
             shared_bytes,
         )
         return output

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from gemmconv.algorithms.base import Config, Gradient, accumulator_dtype, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Gradient, accumulator_dtype, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, plane_grid
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
@@ -46,7 +46,7 @@ _WEIGHT_GRAD_RATE, _STAGED_RATE, _COPY_RATE = 50e12, 3.05e12, 9.3e12  # operatio
 InputGradParams = params_struct(
     "direct_input_grad_params",
     ("grad_output", "weight", "grad_input"),
-    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w"),
+    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "weight_channel", "weight_tap"),
 )
 WeightGradParams = params_struct(
     "direct_weight_grad_params",
@@ -310,8 +310,8 @@ def prepare_input_grad(config: Config) -> Gradient:
 
     def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         grad_input = grad_output.new_empty(shape)
-        grad_output, weight = _aligned(turned(grad_output), alignment), weight.contiguous()
-        params = InputGradParams(grad_output.data_ptr(), weight.data_ptr(), grad_input.data_ptr(), *sizes)
+        grad_output, (weight, steps) = _aligned(turned(grad_output), alignment), in_either_format(weight)
+        params = InputGradParams(grad_output.data_ptr(), weight.data_ptr(), grad_input.data_ptr(), *sizes, *steps)
         kernel.launch(grid, block, params)
         return turned_back(grad_input)
 

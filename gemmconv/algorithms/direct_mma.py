@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from gemmconv.algorithms.base import Config, Forward, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Forward, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
 from gemmconv.algorithms.integers import power_of_two
 from gemmconv.algorithms.launches import params_struct
@@ -457,7 +457,7 @@ DirectMmaParams = params_struct(
     ("input", "weight", "bias", "output"),
     (
         *("groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles"),
-        *("step_image", "step_tile_h", "step_tile_w"),
+        *("step_image", "step_tile_h", "step_tile_w", "weight_channel", "weight_tap"),
     ),
 )
 
@@ -486,14 +486,14 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         output = input.new_empty_strided(p.output_shape, strides)
         if tiles == 0:
             return output
-        input, weight = with_strides(input, input_strides), weight.contiguous()
+        input, (weight, steps) = with_strides(input, input_strides), in_either_format(weight)
         if input.data_ptr() % 16:  # the kernel loads vectors
             input = input.clone(memory_format=torch.preserve_format)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         kernel.launch(
             grid,
             block,
-            DirectMmaParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes),
+            DirectMmaParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps),
             shared_bytes,
         )
         return output

@@ -30,7 +30,7 @@ _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
-_WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/fused_weights.cu
+_WEIGHT_THREADS, _WEIGHT_STEPS, _WEIGHT_UNITS = 256, 32, 2  # of a block of csrc/fused_weights.cu, and of a thread
 _CHAIN = 2  # steps
 
 FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("channels_last",))
@@ -112,6 +112,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "BOX_BLOCKS": plan.box_blocks,
         "LANDING_BOX": int(plan.landing_box),
         "BOXES": plan.boxes,
+        "TOGETHER": _units_together(plan),
         "FLAT": int(plan.flat),
         "BOX_IMAGES": plan.line_box[0] if plan.way == "lines" else 1,
         "BOX_ROWS": plan.box_size[0],
@@ -281,11 +282,16 @@ def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, Shape
     return itemsize, sizes, strides, (width, rows, plan.landing_units * plan.element_units, 1), (1, 1, 1, 1), False
 
 
+def _units_together(plan: Plan) -> int:
+    """Units that a thread lays out."""
+    return min(plan.units, _WEIGHT_UNITS)
+
+
 def _weights_grid(plan: Plan) -> tuple[int, int, int]:
     """Blocks that lay the weights out: of rows and units; of steps and channel sets; of groups."""
     steps = sum(plan.set_steps)
     along = min(steps, _WEIGHT_STEPS)
-    threads = plan.chunks * plan.units * plan.rows * along
+    threads = plan.chunks * plan.units // _units_together(plan) * plan.rows * along
     return -(-threads // _WEIGHT_THREADS), -(-steps // along) * plan.channel_sets, plan.problem.groups
 
 

@@ -86,16 +86,10 @@ _WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit t
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
 
-# Slots and blocks of warps that have whole rows of so many outputs a cell: of 16 rows few are left over.
-_LINED = {
-    3: [(3, 1)],
-    4: [(4, 1), (2, 2)],
-    5: [(5, 1)],
-    6: [(3, 2)],
-    7: [(7, 1)],
-    8: [(8, 1), (4, 2)],
-    16: [(16, 1), (8, 2)],
-}
+# Slots and blocks of warps that have whole rows of so many outputs a cell, and how many they store together at least:
+# with fewer, M blocks of all phases are faster.
+_LINED = {4: ((4, 1), (2, 2)), 8: ((8, 1), (4, 2)), 16: ((16, 1), (8, 2))}
+_LINED_VECTOR = 4
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES = range(4)
@@ -184,7 +178,7 @@ class Plan:
     def channels(self) -> int:
         """Output channels of an M block."""
         if self.lined:
-            return 4 * (_WARP_ROWS // self.slots)
+            return _BLOCK_ROWS // self.slots
         return self.out_channels if self.slots > 1 else min(_BLOCK_ROWS, self.out_channels)
 
     @property
@@ -694,7 +688,7 @@ class Plan:
         if self.staged and self.channels_last:
             lines, line = 32, 24
         elif self.lined:
-            lines, line = _WARP_ROWS // self.slots, 16 // self.blocks * self.span[1] + -(-self.slots // 4) * 4
+            lines, line = _WARP_ROWS // self.slots, 16 // self.blocks * self.span[1] + max(4, self.slots)
         outputs = 8 * lines * line * self.itemsize
         if self.boxed:
             return outputs
@@ -754,6 +748,8 @@ class Plan:
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
         few = self.loaders == _FEW_LOADERS
+        if self.lined and self.vector < _LINED_VECTOR:
+            return False
         if self.way == "lines":
             boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
             aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
