@@ -863,6 +863,6 @@ def test_plans_in_channels_last_have_pairs_of_channels(name):
 
 
 def test_weights_that_no_launch_lays_out_are_refused():
-    config = Config(Problem(1, 5_000_000, 1, 1, (1, 1), (6, 6)), torch.float32, torch.device("cuda", 0))
+    config = Config(Problem(1, 10_000_000, 1, 1, (1, 1), (6, 6)), torch.float32, torch.device("cuda", 0))
     assert "2**31 threads" in fused.Fused().why_not(config)
     assert fused.Fused().why_not(replace(config, problem=replace(config.problem, in_channels=50_000))) is None

@@ -30,7 +30,8 @@ _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
-_WEIGHT_THREADS, _WEIGHT_STEPS, _WEIGHT_UNITS = 256, 32, 2  # of a block of csrc/fused_weights.cu, and of a thread
+_WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/fused_weights.cu
+_WEIGHT_ELEMENTS = 8  # of a thread
 _CHAIN = 2  # steps
 
 FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("channels_last",))
@@ -283,8 +284,8 @@ def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, Shape
 
 
 def _units_together(plan: Plan) -> int:
-    """Units that a thread lays out."""
-    return min(plan.units, _WEIGHT_UNITS)
+    """Units that a thread lays out of the weights."""
+    return _WEIGHT_ELEMENTS // plan.element_units
 
 
 def _weights_grid(plan: Plan) -> tuple[int, int, int]:
