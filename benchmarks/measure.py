@@ -30,6 +30,9 @@ _SMALL_MS = 0.1
 # A search of cudnn.benchmark that takes less than this is made in every lane.
 _SHORT_SEARCH_MS = 200.0
 
+# Looks of a row that agree, as a share of its time, and how many there are at most.
+_LOOKS_AGREE, _MOST_LOOKS = 0.02, 4
+
 # What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
 _IEEE_BAR = 1e-6
 
@@ -62,8 +65,8 @@ class Plan:
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that need not be measured again, or None.
         second_look_ms: eager rows that take longer are timed again once all of their workload and element type were,
-            and come again: what slows a device down for a while, or makes it take one of two speeds, seldom meets a
-            row twice, and the faster time counts.
+            and again while the last look and the fastest differ: what slows a device down for a while, or makes it take
+            one of two speeds, seldom meets a row each time, and the fastest counts.
     """
 
     device: torch.device
@@ -127,14 +130,24 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     for row in (*rows, *failed):
                         if row.status == "failed":
                             _recover(plan.device, row)
+        yield from _looks(bench, plan, lanes, long)
+
+
+def _looks(bench: _Bench, plan: Plan, lanes: Lanes, long: list[tuple[Row, Contender, int]]) -> Iterator[Row]:
+    """Further looks at rows, with the lanes of their searches, of those in doubt again and again."""
+    for _ in range(_MOST_LOOKS - 1):
+        doubtful = []
         for row, contender, lane in long:
             if time.monotonic() > plan.deadline:
                 return
             look = partial(bench.look_again, row, contender)
-            row = lanes.run_in(lane, look) if contender.benchmark else look()
+            row, agrees = lanes.run_in(lane, look) if contender.benchmark else look()
             yield row
             if row.status == "failed":
                 _recover(plan.device, row)
+            elif not agrees:
+                doubtful.append((row, contender, lane))
+        long = doubtful
 
 
 def fastest_search(searches: Iterator[list[Row]]) -> tuple[list[Row], list[Row], int]:
@@ -220,16 +233,17 @@ class _Bench:
             except Exception as error:  # whatever breaks one row must not end the run; the row says what it was
                 return [_failed(row, error)]
 
-    def look_again(self, row: Row, contender: Contender) -> Row:
-        """The eager row of a contender, timed once more: the faster of both."""
+    def look_again(self, row: Row, contender: Contender) -> tuple[Row, bool]:
+        """The eager row of a contender, timed once more: the faster of both, and whether they agree."""
         assert row.median_ms is not None
         with self._settings(contender, row.precision):
             try:
                 times = time_run(self._run(contender, row.direction), self._device, self._plan.effort)
             except Exception as error:  # as in visit
-                return _failed(row, error)
+                return _failed(row, error), False
         fastest = _timed(row, times) if times.median < row.median_ms else row
-        return replace(fastest, looks=row.looks + 1)
+        agrees = abs(times.median / row.median_ms - 1) <= _LOOKS_AGREE
+        return replace(fastest, looks=row.looks + 1), agrees
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:

@@ -241,9 +241,9 @@ def test_rows_have_errors_times_and_ratios():
         }[row.direction]
 
 
-def test_a_second_look_keeps_the_faster_time(monkeypatch):
+def test_looks_go_on_until_two_agree_and_keep_the_fastest_time(monkeypatch):
     """Rows that take long come again, those of cudnn.benchmark from the thread of their search."""
-    times, threads = iter([3.0, 0.4, 2.0, 3.5, 0.5, 5.0]), []
+    times, threads = iter([3.0, 0.4, 2.0, 3.5, 0.5, 3.02, 0.7, 0.6, 5.0]), []
 
     def time_run(run, device, effort):
         run()
@@ -258,9 +258,11 @@ def test_a_second_look_keeps_the_faster_time(monkeypatch):
     assert [(row.algorithm, row.median_ms) for row in rows] == [
         *(("torch_nchw", 3.0), ("native", 0.4), ("searched", 2.0)),
         *(("torch_nchw", 3.0), ("searched", 0.5)),
+        *(("torch_nchw", 3.0), ("searched", 0.5)),
+        ("searched", 0.5),
     ]
-    assert [row.looks for row in rows] == [1, 1, 1, 2, 2]
-    assert threads[2] == threads[4] != threads[0]
+    assert [row.looks for row in rows] == [1, 1, 1, 2, 2, 3, 3, 4]
+    assert threads[2] == threads[4] == threads[6] == threads[7] != threads[0]
     never = replace(looked, second_look_ms=6.0, contenders=contenders[:1])
     assert [row.median_ms for row in measure.rows_of(custom(TINY), never, Lanes())] == [5.0]
 
@@ -268,7 +270,7 @@ def test_a_second_look_keeps_the_faster_time(monkeypatch):
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
     looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], second_look_ms=0.0)
     monkeypatch.setattr(
-        measure._Bench, "look_again", lambda self, row, contender: measure._failed(row, OSError("lost"))
+        measure._Bench, "look_again", lambda self, row, contender: (measure._failed(row, OSError("lost")), False)
     )
     first, second = measure.rows_of(custom(TINY), looked, Lanes())
     assert (first.key, first.status, second.status, second.median_ms) == (second.key, "ok", "failed", None)
@@ -649,7 +651,7 @@ def test_command_line_measures_rows_anew_that_lack_a_second_look(quick_run, monk
     monkeypatch.setattr(compare._Request, "second_look_ms", 0.0)
     for visits in (["torch_nchw", "native"], []):
         assert quick_run(*flags)[1] == visits
-        assert {row.looks for row in Results.load(tmp_path / "layer.json").rows.values()} == {2}
+        assert all(2 <= row.looks <= 4 for row in Results.load(tmp_path / "layer.json").rows.values())
 
 
 def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
