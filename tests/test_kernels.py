@@ -37,6 +37,10 @@ ARRANGEMENTS = {
     "contiguous": (torch.Tensor.contiguous, offset),
     "channels_last": (channels_last, offset_channels_last),
 }
+WEIGHT_ARRANGEMENTS = {  # in the same format, and in the other
+    "contiguous": (torch.Tensor.contiguous, offset_channels_last),
+    "channels_last": (channels_last, offset),
+}
 PATHS = {
     "unrolled": lambda tile: tile.unrolled,
     "staged": lambda tile: tile.staged,
@@ -83,6 +87,9 @@ FUSED_PATHS = {
     "lines_of_parts": lambda plan: plan.way == "lines" and plan.whole_images and not plan.flat,
     "lined": lambda plan: plan.lined and plan.blocks == 1,
     "lined_in_halves": lambda plan: plan.lined and plan.blocks == 2,
+    "lined_in_halves_of_eight": lambda plan: plan.lined and plan.blocks == 2 and plan.slots == 8,
+    "lined_strips": lambda plan: plan.lined and plan.strips > 1,
+    "lined_landing": lambda plan: plan.lined and plan.landing,
     "lined_rows_shared": lambda plan: plan.lined and plan.phase_sides == 2,
     "lined_channels_shared": lambda plan: plan.lined and plan.warpgroups_m > plan.phase_sides,
     "flat_lines": lambda plan: plan.flat,
@@ -311,6 +318,9 @@ FUSED_RUNS += [
             ("lined", "contiguous", Case(2, 20, 18, (3, 6), (2, 18), (1, 16), (1, 1))),
             ("lined_in_halves", "contiguous", Case(3, 20, 30, (1, 16), (1, 16), (1, 8), (0, 4))),
             ("lined_in_halves", "contiguous", Case(2, 20, 44, (5, 9), (3, 6), (2, 4), (1, 1))),
+            ("lined_in_halves_of_eight", "contiguous", Case(2, 20, 18, (2, 6), (1, 16), (1, 16))),
+            ("lined_strips", "contiguous", Case(1, 20, 34, (3, 72), (2, 4), (1, 4), (1, 0))),
+            ("lined_landing", "contiguous", Case(3, 24, 20, (3, 16), (1, 8), (1, 4), (0, 2))),
             ("lined_rows_shared", "contiguous", Case(2, 20, 40, (5, 9), (4, 4), (4, 4))),
             ("lined_channels_shared", "contiguous", Case(2, 20, 40, (5, 9), (3, 8), (1, 8), (1, 4))),
             ("lines", "channels_last", Case(3, 40, 40, (5, 9), (3, 4), (1, 2), (1, 1))),
@@ -578,8 +588,8 @@ def check_col2im(call, run):
 def check_direct(call, run):
     """Check the result and its strides, also for tensors that are aligned to nothing."""
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
-    for arrange in ARRANGEMENTS[run.layout]:
-        input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
+    for arrange, arrange_weight in zip(ARRANGEMENTS[run.layout], WEIGHT_ARRANGEMENTS[run.layout], strict=True):
+        input, weight, grad_output = arrange(data.input), arrange_weight(data.weight), arrange(data.grad_output)
         if run.operation in ("forward", "forward_mma", "fused"):
             results = [(call(input, weight, data.bias), exact.output)]
             results += [(call(input, weight, None), exact.output_without_bias)]
@@ -781,6 +791,11 @@ MISTAKES = {
         FUSED_PIXELS,
         emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
         "relative error",
+    ),
+    "fused_lined_without_a_barrier": (
+        FUSED_LINED,
+        emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
+        "relative error|not written",
     ),
     "fused_lined_of_one_place": (
         FUSED_LINED,
