@@ -13,7 +13,8 @@
  *
  * Weights are read where they lie beside each other, and written in pieces of kRowsAlong rows or more. In NCHW those are taps
  * of a channel, and channels of an input channel (of an output channel in an input gradient): neighbouring threads have the
- * same few rows, and step after step. In channels_last they are output channels: neighbouring threads have row after row.
+ * same few rows, and step after step. In channels_last they are output channels: neighbouring threads have row after row (in
+ * an input gradient a thread's own elements are neighbours).
  *
  * Macros: those of fused_wgmma.cu; INPUT_GRAD; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; STEP_SHIFT_H, STEP_SHIFT_W
  * (tables: the shift of each step); TOGETHER.

@@ -28,13 +28,13 @@
  * Values must be finite: an infinite input may make NaN of outputs that a weight of zero by its place, or a part that is
  * zero, keeps from it.
  *
- * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One or two
- * of its warpgroups produce: all warps but one load the inputs of the tile, chunk after chunk of channels, round them and lay
- * them out, from where they land in shared memory (fused_land.cuh) or through registers (fused_load.cuh); where there is
- * nothing to be done to them, they come as boxes of a tensor map (fused_blocks.cuh, fused_lines.cuh). One thread copies the
- * weights of each step as fused_weights.cu has laid them out. The other two multiply, each BLOCKS M blocks with COLUMNS
- * positions, and store (fused_store.cuh). Two rings of stages lie between. Where the weights of a set fit shared memory, they
- * stay there (RESIDENT), and a block takes items of one set alone.
+ * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One or two of
+ * its warpgroups produce: all warps but one load the inputs of the tile, chunk after chunk of channels, round them and lay them
+ * out, from where they land in shared memory (fused_land.cuh) or through registers (fused_load.cuh); or they come as boxes of a
+ * tensor map to where products read them (fused_blocks.cuh, fused_lines.cuh; there float32 is rounded where it lies). One
+ * thread copies the weights of each step as fused_weights.cu has laid them out. The other two multiply, each BLOCKS M blocks
+ * with COLUMNS positions, and store (fused_store.cuh). Two rings of stages lie between. Where the weights of a set fit shared
+ * memory, they stay there (RESIDENT), and a block takes items of one set alone.
  *
  * What limits it is how fast inputs come into shared memory, and chains of instructions: of each warp few are on their way at
  * a time, and no unit is busy for more than three quarters of the time. So inputs come as boxes of tensor maps where they can,

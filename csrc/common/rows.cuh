@@ -4,7 +4,7 @@
  *   ROWS_PLAIN     row = (slot, channel)
  *   ROWS_SLOTS     rows g and g + 8 are slots 2k and 2k + 1 of one channel: neighbouring columns of the output
  *   ROWS_CHANNELS  rows g and g + 8 are channels 2k and 2k + 1 of one slot: neighbours in channels_last
- *   ROWS_LINES     the same, and the slots of a channel are among the same 16 rows: a warp has whole rows of cells
+ *   ROWS_LINES     as ROWS_SLOTS, and all slots of a channel are among the same 16 rows: a warp has whole rows of cells
  */
 #pragma once
 
