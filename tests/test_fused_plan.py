@@ -372,6 +372,12 @@ def test_what_lands_is_where_it_is_looked_for(plan, data):
 # Outputs
 
 
+def warps_of(plan):
+    """Return the (phase set, side, part of the output channels, number in its warpgroup) of all warps of a group."""
+    parts = plan.channel_sets * (plan.warpgroups_m // plan.phase_sides)
+    return itertools.product(range(plan.phase_sets), range(plan.phase_sides), range(parts), range(4))
+
+
 def lines_of(plan):
     """Return the runs that the rows of a group store for a cell: [row phase, column phase, channel, outputs of a cell].
 
@@ -380,13 +386,8 @@ def lines_of(plan):
     inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: plan.blocks}[plan.pairing]
     assert plan.inner == inner
     found = []
-    for phase_set, side, part, warp, g, outer in itertools.product(
-        range(plan.phase_sets),
-        range(plan.phase_sides),
-        range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides)),
-        range(4),
-        range(8),
-        range(plan.blocks * 2 // inner),
+    for (phase_set, side, part, warp), g, outer in itertools.product(
+        warps_of(plan), range(8), range(plan.blocks * 2 // inner)
     ):
         blocks_and_halves = {
             PAIR_NONE: [divmod(outer, 2)],
@@ -410,12 +411,7 @@ def lines_of(plan):
 def channels_of_lines(plan):
     """Return the row phase and the channel of each line that warps with whole rows of cells turn round."""
     found = []
-    for phase_set, side, part, warp in itertools.product(
-        range(plan.phase_sets),
-        range(plan.phase_sides),
-        range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides)),
-        range(4),
-    ):
+    for phase_set, side, part, warp in warps_of(plan):
         outputs = Counter(
             output_of_row(plan, block_of(plan, phase_set, block, side), part, row)
             for block, row in itertools.product(range(plan.blocks), range(warp * 16, warp * 16 + 16))
@@ -459,13 +455,8 @@ def pixel_runs_of(plan):
     image, row, cell, _, there = cells_at(plan, np.arange(plan.tiles * plan.tile))
     image, row, cell = (values[there] for values in (image, row, cell))
     places = []
-    for phase_set, side, part, warp, block, piece in itertools.product(
-        range(plan.phase_sets),
-        range(plan.phase_sides),
-        range(plan.channel_sets * (plan.warpgroups_m // plan.phase_sides)),
-        range(4),
-        range(plan.blocks),
-        range(0, 16, plan.vector),
+    for (phase_set, side, part, warp), block, piece in itertools.product(
+        warps_of(plan), range(plan.blocks), range(0, 16, plan.vector)
     ):
         # As the thread has them that writes two channels at a time: rows g and g + 8.
         rows = [warp * 16 + half * 8 + g for g in range(8) for half in range(2)][piece : piece + plan.vector]

@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_tile(
         });
         __syncwarp();
         // Worked out anew for each piece: many places would not fit the registers.
-        #pragma unroll (kPieceTurns <= 2 ? 2 : 1)
+        #pragma unroll
         for (int i = 0; i < kPieceTurns; ++i) {
             const int line = (i * 32 + lane) / kLinePieces, place = (i * 32 + lane) % kLinePieces * VECTOR;
             cell_t at = first_cell;

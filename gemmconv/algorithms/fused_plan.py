@@ -614,9 +614,10 @@ class Plan:
         return self.boxed and self.itemsize == 4
 
     @property
-    def _patch_barriers(self) -> int:
-        """Barriers of a stage of inputs."""
-        return 3 if self.rounded else 2
+    def _stage_bytes(self) -> Pair:
+        """Bytes of a stage of inputs and of one of weights, with their barriers."""
+        barriers = 3 if self.rounded else 2
+        return self.patch_bytes + barriers * _BARRIER_BYTES, self.weight_bytes + 2 * _BARRIER_BYTES
 
     @property
     def rows(self) -> int:
@@ -706,12 +707,9 @@ class Plan:
     @cached_property
     def stages(self) -> Pair | None:
         """Stages of inputs and of weights; None where the fewest do not fit."""
-        most = max(self.set_steps) * self.chunks
+        most, (patch_bytes, weight_bytes) = max(self.set_steps) * self.chunks, self._stage_bytes
         for patches, least in (_BOXED_STAGES if self.boxed else _STAGES).items():
-            left = (
-                SHARED_BYTES - self._other_bytes - patches * (self.patch_bytes + self._patch_barriers * _BARRIER_BYTES)
-            )
-            weights = left // (self.weight_bytes + 2 * _BARRIER_BYTES)
+            weights = (SHARED_BYTES - self._other_bytes - patches * patch_bytes) // weight_bytes
             if weights >= most and self._sets <= MULTIPROCESSORS:
                 return patches, max(1, most)
             if weights >= least:
@@ -737,9 +735,7 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         assert self.stages is not None
-        patches, weights = self.stages
-        inputs = patches * (self.patch_bytes + self._patch_barriers * _BARRIER_BYTES)
-        return inputs + weights * (self.weight_bytes + 2 * _BARRIER_BYTES) + self._other_bytes
+        return sum(count * size for count, size in zip(self.stages, self._stage_bytes, strict=True)) + self._other_bytes
 
     @property
     def packed_bytes(self) -> int:
@@ -756,10 +752,8 @@ class Plan:
         if self.way == "lines":
             boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
             aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
-            fits = self.units > 2 and boxes <= _MOST_BOXES and aligned
-            loads = (
-                fits and self._whole_chunks and (few if self.itemsize == 2 else few or self.columns <= _MOST_COLUMNS)
-            )
+            loaders = few or (self.rounded and self.columns <= _MOST_COLUMNS)
+            loads = loaders and self._whole_chunks and self.units > 2 and boxes <= _MOST_BOXES and aligned
         elif self.way == "blocks":
             loads = few and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
         else:
