@@ -36,7 +36,7 @@ from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
 from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
-from gemmconv.algorithms import direct_mma, fused, fused_plan
+from gemmconv.algorithms import direct_mma, fused, fused_fold, fused_plan
 from gemmconv.algorithms.base import Config, Forward, Precision
 from gemmconv.algorithms.direct import Direct
 from gemmconv.compare.measure import relative_error
@@ -76,6 +76,14 @@ def _fused_plans(config: Config) -> Iterable[fused_plan.Plan]:
     return fused_plan.plans_of(config.problem, "forward", config.dtype.itemsize, split, channels_last)
 
 
+def _fused_fold_tiles(config: Config) -> Iterable[fused_fold.Tile]:
+    if fused.fold_tile_for(config) is None:
+        return ()
+    split = config.dtype == torch.float32 and config.precision == "ieee"
+    channels_last = config.memory_format is torch.channels_last
+    return fused_fold.tiles_of(config.problem, config.dtype.itemsize, split, channels_last)
+
+
 def _direct_mma_tiles(config: Config) -> Iterable[direct_mma.Tile]:
     if Direct().why_not(config) is not None or direct_mma.tile_for(config) is None:
         return ()
@@ -86,6 +94,7 @@ KERNELS = {
     kernel.name: kernel
     for kernel in (
         Kernel("fused", _fused_plans, fused.prepare_forward),
+        Kernel("fused_fold", _fused_fold_tiles, fused_fold.prepare_forward),
         Kernel("direct_mma", _direct_mma_tiles, direct_mma.prepare_forward),
     )
 }

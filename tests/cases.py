@@ -131,5 +131,18 @@ TILED_CASES = [
     Case(2, 16, 16, (8, 8), (1, 1), (8, 8)),
 ]
 
+# Few output channels, for csrc/fused_fold.cu: whole rows and strips; halos of any size; odd channels and widths.
+FOLD_CASES = [
+    Case(3, 20, 3, (9, 16), (4, 4), (2, 2), (1, 1)),
+    Case(2, 24, 1, (7, 70), (9, 9), (3, 3), (4, 4), (2, 2)),
+    Case(1, 33, 5, (5, 61), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(2, 64, 2, (1, 200), (1, 8), (1, 4), (0, 2)),
+    Case(2, 8, 3, (6, 40), (5, 3), (1, 1), (2, 1), (0, 0), (2, 3)),
+    Case(2, 40, 16, (5, 8), (2, 2), (2, 2)),
+    Case(1, 136, 3, (8, 34), (3, 5), (3, 2), (0, 2), (2, 1)),
+    Case(2, 12, 4, (4, 6), (1, 1)),
+    Case(3, 16, 2, (1, 3), (4, 6), (2, 3), (0, 4), (0, 2)),
+]
+
 # Few enough for tests that try many variants of the call itself.
 FEW_CASES = [CASES[1], CASES[3], CASES[6], CASES[13], CASES[22]]

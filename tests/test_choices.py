@@ -20,6 +20,7 @@ from gemmconv.runtime import compiler, launch
 
 CPU = torch.device("cpu")
 LAYER = "n2 c32x32 k3 h16 w16 s2"
+LAYERS = {"fused": LAYER, "fused_fold": "n2 c32x4 k3 h16 w16 s2", "direct_mma": LAYER}  # that kernels are for
 SMALL, OTHER = "n2 c2x3 k3 h4 w5 s2 p1 bias", "n1 c4x4 k2 h3 w3"
 
 
@@ -135,8 +136,13 @@ def test_sample_takes_what_there_is():
 def test_first_candidate_is_the_kernels_own_choice(name, precision):
     from gemmconv.algorithms import direct_mma, fused
 
-    config = case_of(LAYER, precision, "channels_last").config(torch.device("cuda", 0))
-    choice = fused.plan_for(config, "forward") if name == "fused" else direct_mma.tile_for(config)
+    config = case_of(LAYERS[name], precision, "channels_last").config(torch.device("cuda", 0))
+    choices_of = {
+        "fused": lambda config: fused.plan_for(config, "forward"),
+        "fused_fold": fused.fold_tile_for,
+        "direct_mma": direct_mma.tile_for,
+    }
+    choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
     assert (choice is None) == (name == "direct_mma" and precision == "fp32")
 
@@ -344,7 +350,7 @@ def test_in_processes_keeps_the_order():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_of_the_file_name_their_candidates(name, tmp_path):
-    kernel, case = KERNELS[name], case_of(LAYER, "tf32")
+    kernel, case = KERNELS[name], case_of(LAYERS[name], "tf32")
     candidates = sample(kernel.candidates(case.config(torch.device("cuda", 0))), 6)
     trials = [Trial(case, one, i == 0, "ok", "", float("nan") if i else 1e-4, 2.5) for i, one in enumerate(candidates)]
     choices.save(tmp_path / "x.json", {"device": "H200", "rows": [trial.row(kernel) for trial in trials]})
@@ -356,7 +362,7 @@ def test_rows_of_the_file_name_their_candidates(name, tmp_path):
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()}
         assert type(candidate)(problem, **fields) == candidate
         assert row["estimate"] == candidate.cycles
-        assert (row["layer"], row["precision"], row["layout"], row["kernel"]) == (LAYER, "tf32", "nchw", name)
+        assert (row["layer"], row["precision"], row["layout"], row["kernel"]) == (LAYERS[name], "tf32", "nchw", name)
         assert (row["median_us"], row["status"], row["chosen"]) == (2.5, "ok", candidate is candidates[0])
         assert row["error"] == (1e-4 if candidate is candidates[0] else None)
 

@@ -370,7 +370,7 @@ def test_emulator_takes_no_edit_of_a_header_with_a_twin(folder):
 @needs_compiler
 def test_emulator_wants_whole_warpgroups(folder):
     source = PIPELINE.replace("__launch_bounds__(256)", "__launch_bounds__(288)")
-    with pytest.raises(RuntimeError, match="wgmma in a block that is not of whole warpgroups"):
+    with pytest.raises(RuntimeError, match="wgmma by threads that are no whole warpgroup"):
         check_pipeline(folder, source, threads=288)
 
 

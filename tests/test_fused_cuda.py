@@ -9,12 +9,12 @@ import torch
 from benchmarks.precompile import in_processes, only_compile
 from gemmconv.algorithms.base import Config
 from tests import reference
-from tests.cases import CASES, TILED_CASES, Case
-from tests.samples import channels_last, conv_precision, expected, problem_of, sample
+from tests.cases import CASES, FOLD_CASES, TILED_CASES, Case
+from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused, fused_plan
+from gemmconv.algorithms import fused, fused_fold, fused_plan
 
 HOPPER = (9, 0)
 pytestmark = [
@@ -49,6 +49,13 @@ BOX_CASES = [
     Case(3, 32, 32, (17, 50), (3, 3), (1, 1), (1, 1)),
     Case(3, 40, 64, (9, 20), (3, 8), (3, 8), (0, 1)),
     Case(2, 64, 40, (6, 12), (4, 8), (4, 4), (1, 2)),
+]
+# Few output channels, of more than one item a block.
+LARGE_FOLD_CASES = [
+    Case(64, 64, 3, (32, 32), (4, 4), (2, 2), (1, 1)),
+    Case(1, 56, 1, (200, 512), (9, 9), (3, 3), (4, 4), (2, 2)),
+    Case(9, 128, 3, (40, 128), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(40, 32, 1, (1, 8192), (1, 8), (1, 4), (0, 2)),
 ]
 NUMERICS = {
     "ieee": (torch.float32, "ieee"),
@@ -119,9 +126,35 @@ RUNS += [
 ]
 
 
+@dataclass(frozen=True)
+class FoldRun(Run):
+    """The same for csrc/fused_fold.cu: its own tile and two others."""
+
+    @property
+    def tiles(self):
+        config, problem = self.config, problem_of(self.case)
+        split, channels_last = self.numerics == "ieee", self.layout == "channels_last"
+        found = [*fused_fold.tiles_of(problem, config.dtype.itemsize, split, channels_last)]
+        own = fused_fold.tile_of(problem, config.dtype.itemsize, split, channels_last)
+        return [] if own is None else [own, *Random(str(self)).sample(found, min(2, len(found)))]
+
+
+FOLD_RUNS = [
+    FoldRun(case, numerics, layout)
+    for case in (*FOLD_CASES, *LARGE_FOLD_CASES)
+    for numerics in NUMERICS
+    if numerics != "bfloat16" or case in LARGE_FOLD_CASES
+    for layout in FORMATS
+]
+
+
 def compile_plans(run):
     """In a process of its own: put what a run loads into the kernel cache."""
     only_compile("sm_90a")
+    if isinstance(run, FoldRun):
+        for tile in run.tiles:
+            fused_fold.prepare_forward(run.config, tile)
+        return
     for plan in run.plans:
         getattr(fused, f"prepare_{plan.direction}")(run.config, plan)
 
@@ -152,6 +185,32 @@ def test_fused_matches_reference_to_the_bit_again(run, compiled, poison):
             reference.assert_close(actual, wanted, config.dtype, config.precision)
             poison("cuda")
             assert torch.equal(call(*arguments), actual)
+
+
+@pytest.mark.parametrize("run", FOLD_RUNS, ids=str)
+def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
+    config, case = run.config, run.case
+    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
+    arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
+    input, weight = arrange(data.input), arrange(data.weight)
+    if not run.tiles:
+        pytest.skip("declined: inputs that cannot be copied four bytes at a time")
+    for tile in run.tiles:
+        call = fused_fold.prepare_forward(config, tile)
+        for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
+            poison("cuda")
+            actual = call(input, weight, bias)
+            reference.assert_close(actual, wanted, config.dtype, config.precision)
+            poison("cuda")
+            assert torch.equal(call(input, weight, bias), actual)
+
+
+def test_fused_fold_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):
+    run = FoldRun(FOLD_CASES[0], "float16", "contiguous")
+    data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
+    poison("cuda")
+    output = fused_fold.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
+    reference.assert_close(output, exact.output, torch.float16, "ieee")
 
 
 @pytest.mark.parametrize("layout", FORMATS)

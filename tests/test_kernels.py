@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests import emulator, reference
-from tests.cases import CASES, FEW_CASES, TILED_CASES, Case
+from tests.cases import CASES, FEW_CASES, FOLD_CASES, TILED_CASES, Case
 from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_mma import wide_problems
 from tests.test_fused_plan import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused
+from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused, fused_fold
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.chunking import input_rows_of
 from gemmconv.algorithms.direct import Direct
@@ -117,14 +117,14 @@ class Run:
     """One kernel on one case.
 
     Attributes:
-        operation: "im2col", "col2im", a direction of `direct` on CUDA cores; on tensor cores "forward_mma", "fused" or
-            "fused_input_grad".
+        operation: "im2col", "col2im", a direction of `direct` on CUDA cores; on tensor cores "forward_mma", "fused",
+            "fused_input_grad" or "fused_fold".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
         multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
-        choice: which of the tiles that forward_mma may have, or of fused a plan or the best on one of its paths; None
-            for the one that they take.
+        choice: which of the tiles that forward_mma or fused_fold may have, or of fused a plan or the best on one of its
+            paths; None for the one that they take.
         tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
 
@@ -163,6 +163,15 @@ class Run:
         tiles = [*direct_mma.tiles_of(problem_of(self.case), self.dtype.itemsize, self.layout == "channels_last")]
         return tiles[self.choice % len(tiles)] if tiles else None
 
+    @functools.cached_property
+    def fold_tile(self):
+        """The tile of fused_fold, None where it declines the problem."""
+        problem, split = problem_of(self.case), self.precision == "ieee" and self.dtype == torch.float32
+        tiles = [*fused_fold.tiles_of(problem, self.dtype.itemsize, split, self.layout == "channels_last")]
+        if self.choice is None:
+            return min(tiles, key=lambda tile: tile.cycles, default=None)
+        return tiles[self.choice % len(tiles)] if tiles else None
+
     @property
     def direction(self):
         return "input_grad" if self.operation == "fused_input_grad" else "forward"
@@ -189,6 +198,10 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
                 return self._on_few_multiprocessors(getattr(fused, f"prepare_{self.direction}")(self.config, self.plan))
+            if self.operation == "fused_fold":
+                if self.multiprocessors is not None:
+                    patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
+                return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
             if self.operation != "forward_mma":
                 patch.setattr(direct_mma, "tile_for", lambda config: None)
                 return getattr(Direct(), self.operation)(self.config)
@@ -383,6 +396,29 @@ LONG_SUMS = Run("fused", Case(1, 96, 24, (5, 9), (3, 3), (1, 1), (1, 1)))
 FUSED_RUNS += [replace(LONG_SUMS, layout=layout) for layout in FORMATS]
 
 
+# Each case in each type, in its own tile and in others, which differ in all that they choose; many with few blocks.
+FOLD_RUNS = [
+    Run("fused_fold", case, layout=layout, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, **FUSED_TYPES[j])
+    for i, case in enumerate(FOLD_CASES)
+    for j in range(3)
+    for layout in FORMATS
+    for choice in (None, 37 * i + 101 * j)
+]
+FOLD_RUNS += [Run("fused_fold", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
+
+
+def fold_run_of(case, suits):
+    """A block with many steps, of the first tile that suits."""
+    run = Run("fused_fold", case, torch.float16, multiprocessors=0)
+    tiles = fused_fold.tiles_of(problem_of(case), 2, False, False)
+    return replace(run, choice=next(i for i, tile in enumerate(tiles) if suits(tile)))
+
+
+FOLD = fold_run_of(Case(2, 24, 3, (35, 16), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
+FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 16), (2, 4), (1, 2), (1, 1)), lambda tile: tile.loaders == 32)
+FOLD_RUNS += [FOLD, FOLD_MANY_CHANNELS]
+
+
 @pytest.fixture(scope="module")
 def calls(request, folder):
     """The prepared calls of all tests that are to run: their kernels compile beside each other and beside the tests."""
@@ -498,6 +534,38 @@ def test_runs_of_fused_take_every_path():
     assert {run.plan.items > run.plan.blocks_on(run.multiprocessors or 1) for run in few_blocks} == {True, False}
 
 
+@pytest.mark.parametrize("run", FOLD_RUNS, ids=str)
+def test_fused_fold_kernel_matches_reference(run, calls, poison):
+    if calls[run] is None:
+        pytest.skip("declined: inputs that cannot be copied four bytes at a time")
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_fold_take_every_path():
+    found = [run.fold_tile for run in FOLD_RUNS]
+    assert found.count(None) < len(found) / 10
+    tiles = {tile for tile in found if tile is not None}
+    for path in (
+        lambda tile: tile.whole_rows,
+        lambda tile: tile.left > 0,
+        lambda tile: tile.strips > 1,
+        lambda tile: tile.segments > 1,
+        lambda tile: tile.split,
+        lambda tile: tile.warpgroups == 2,
+        lambda tile: tile.loaders == 64,
+        lambda tile: tile.stages == 3,
+        lambda tile: tile.folded > tile.folders,
+        lambda tile: tile.vector > 1,
+        lambda tile: tile.positions > 64 * tile.warpgroups,
+        lambda tile: tile.steps * 32 > tile.problem.in_channels * tile.itemsize,
+        lambda tile: tile.steps > 8 and not tile.split,
+    ):
+        assert {path(tile) for tile in tiles} == {True, False}
+    assert {tile.copied for tile in tiles} == {4, 8, 16}
+    assert {run.fold_tile.item_steps == 1 for run in FOLD_RUNS if run.fold_tile} == {True, False}
+
+
 @each_run("input_grad", "contiguous", "channels_last")
 def test_direct_input_grad_kernel_matches_reference(run, calls, poison):
     poison("cpu")
@@ -590,7 +658,7 @@ def check_direct(call, run):
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
     for arrange, arrange_weight in zip(ARRANGEMENTS[run.layout], WEIGHT_ARRANGEMENTS[run.layout], strict=True):
         input, weight, grad_output = arrange(data.input), arrange_weight(data.weight), arrange(data.grad_output)
-        if run.operation in ("forward", "forward_mma", "fused"):
+        if run.operation in ("forward", "forward_mma", "fused", "fused_fold"):
             results = [(call(input, weight, data.bias), exact.output)]
             results += [(call(input, weight, None), exact.output_without_bias)]
         elif run.operation in ("input_grad", "fused_input_grad"):
@@ -710,6 +778,51 @@ MISTAKES = {
             "direct_mma.cu", r"target \+ channel \* kPlane \+ pixel", "target + channel * kPlane + pixel + 1"
         ),
         "a misaligned copy of 16 bytes",
+    ),
+    "fold_inputs_of_another_round_waited_for": (
+        FOLD_MANY_CHANNELS,
+        emulator.Edit("fused_fold.cu", r"(barrier_wait\(barriers\.full.*?stage\.parity)", r"\1 ^ 1"),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "fold_copies_not_waited_for": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"wait_for_groups<STAGES - 1>\(\);", ""),
+        "relative error",
+    ),
+    "fold_stages_overwritten": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "fold_columns_not_waited_for": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"barrier_wait\(barriers\.made[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "fold_ring_of_another_round_waited_for": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"half\.parity \^ 1, course", "half.parity, course"),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "fold_weights_read_too_early": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"(wait_for_copies\(\);\s*)meet<1, kOthers>\(\);", r"\1"),
+        "relative error",
+    ),
+    "fold_sums_read_too_early": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"wgmma_finish_rows\(sum\);", ""),
+        "relative error|never waited for|without wgmma_fence",
+    ),
+    "fold_channels_not_cleared": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"channel < kPadded; \+\+channel", "channel < 0; ++channel"),
+        "relative error",
+    ),
+    "fold_past_dynamic_shared": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"(fused_fold_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        "past the end of shared memory",
     ),
     "fused_weights_not_waited_for": (
         FUSED,

@@ -19,7 +19,16 @@ from tests.samples import problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
-from gemmconv.algorithms import direct_ffma, direct_gradients, direct_mma, fold_kernels, fused, fused_plan, turning
+from gemmconv.algorithms import (
+    direct_ffma,
+    direct_gradients,
+    direct_mma,
+    fold_kernels,
+    fused,
+    fused_fold,
+    fused_plan,
+    turning,
+)
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -68,6 +77,8 @@ def kernel_variants():
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct_mma.cu", macros)
+    for label, (macros, _) in FOLD_VARIANTS.items():
+        variants[label] = ("fused_fold.cu", macros)
     for channels, pixels, itemsize in (
         (96, 4096, 2),
         (3, 4096, 2),
@@ -124,7 +135,7 @@ BOTH_DIRECTIONS = ("asymmetric", "kb71", "pose3", "unet4")
 
 def fused_variants():
     """Both sources of fused for the problems above and for layers of full size."""
-    problems = {**{workload.name: workload.problem for suite in SUITES.values() for workload in suite}, **PROBLEMS}
+    problems = problems_by_name()
     variants = {}
     for name, kind, layout in FUSED:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
@@ -137,7 +148,34 @@ def fused_variants():
     return variants
 
 
+# Name, type, layout; the tiles of widths that other tiles may have are checked where they are used.
+FOLDS = [
+    (name, kind, layout)
+    for name in ("dcgan5", "fsrcnn")
+    for kind in ("float32", "tf32", "float16")
+    for layout in ("nchw", "nhwc")
+]
+FOLDS += [("decoder", "bfloat16", "nhwc"), ("vocoder", "tf32", "nchw"), ("plain", "float32", "nchw")]
+FOLDS += [("huge", "float32", "nchw"), ("huge", "tf32", "nhwc"), ("patches", "float16", "nchw")]
+
+
+def fold_variants():
+    """Macros of fused_fold.cu, and the tile that they are for."""
+    variants = {}
+    for name, kind, layout in FOLDS:
+        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
+        tile = fused_fold.tile_of(problems_by_name()[name], dtype.itemsize, kind == "float32", layout == "nhwc")
+        variants[f"fused_fold-{layout}-{name}-{kind}"] = (fused_fold.macros_of(tile, dtype), tile)
+    return variants
+
+
+def problems_by_name():
+    """The problems above, and layers of full size."""
+    return {**{workload.name: workload.problem for suite in SUITES.values() for workload in suite}, **PROBLEMS}
+
+
 MMA_VARIANTS = mma_variants()
+FOLD_VARIANTS = fold_variants()
 VARIANTS = kernel_variants()
 COMPILATIONS = [
     (variant, arch)
@@ -154,6 +192,9 @@ def most_registers(source_name, macros):
     """Return the registers that a thread may take; with tensor cores those that its blocks leave to it."""
     if source_name == "direct_mma.cu":
         threads = 32 * macros["WARPS_M"] * macros["WARPS_N"]
+        return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
+    if source_name == "fused_fold.cu":
+        threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
     if source_name == "fused_wgmma.cu":
         return 65_536 // (macros["LOADERS"] + 288) // 8 * 8
@@ -186,7 +227,12 @@ def test_compile_variants_use_every_source():
 
 
 def test_compile_variants_use_both_offset_widths():
-    for names in ({"direct_mma.cu"}, {"fused_wgmma.cu"}, {source_name for source_name, _ in VARIANTS.values()}):
+    for names in (
+        {"direct_mma.cu"},
+        {"fused_wgmma.cu"},
+        {"fused_fold.cu"},
+        {source_name for source_name, _ in VARIANTS.values()},
+    ):
         found = {"INDEX_64" in macros for source_name, macros in VARIANTS.values() if source_name in names}
         assert found == {True, False}
 

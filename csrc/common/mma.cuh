@@ -11,6 +11,21 @@
 
 #include "common/numeric.cuh"
 
+/* Load four matrices of 8 rows of 16 bytes from shared memory. Lane i has the address of row i % 8 of matrix i / 8; it gets
+ * word t of row g of each. */
+__device__ __forceinline__ void load_matrices(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const void* row) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+
+/* The same, but of values of 16 bits, and of each matrix it gets those of rows 2t and 2t + 1 in column g. */
+__device__ __forceinline__ void load_matrices_turned(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const void* row) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
+}
+
 struct alignas(16) a_words_t { unsigned value[4]; };
 
 /* What words of two 16-bit values have in common. */

@@ -2,9 +2,10 @@
 
     fused_plan.py          how the kernel goes about a problem
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
-    csrc/fused_wgmma.cu    everything else
+    csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
+    fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
 
-For layers whose work is arithmetic. The same kernel computes input gradients; weight gradients are left to gemm_col2im.
+Weight gradients are left to gemm_col2im.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 
 import torch
 
+from gemmconv.algorithms import fused_fold
 from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, either_format, strides_of, with_strides
 from gemmconv.algorithms.fused_plan import BLOCK_POSITIONS, MULTIPROCESSORS, PHASE_BASE, SHARED_BYTES, Plan, plan_of
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
@@ -26,13 +28,13 @@ _HOPPER = (9, 0)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
+_FOLD_CLOCK_RATE = 1.755e9  # where they are not
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
 _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/fused_weights.cu
 _WEIGHT_ELEMENTS = 8  # of a thread
-_CHAIN = 2  # steps
 
 FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("channels_last",))
 FusedParams = params_struct(
@@ -101,7 +103,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PATCH_STAGES": plan.stages[0],
         "WEIGHT_STAGES": plan.stages[1],
         "RESIDENT": int(plan.resident),
-        "CHAIN": _CHAIN,
+        "CHAIN": fused_fold.CHAIN,
         "PAIRING": plan.pairing,
         "STAGED": int(plan.staged),
         "VECTOR": plan.vector,
@@ -217,6 +219,8 @@ class Fused:
             return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
         if (reason := why_not_dtype(config.dtype, _DTYPES)) is not None:
             return reason
+        if fold_tile_for(config) is not None:
+            return None
         plan = plan_for(config, "forward")
         if plan is None:
             window = f"kernel_size={p.kernel_size}, stride={p.stride}, dilation={p.dilation}"
@@ -226,17 +230,21 @@ class Fused:
         return _too_large(plan)
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
+        if direction == "forward" and _folds(config) is not None:
+            return 0
         plan = _own_plan(config, direction)
         return _OTHERWISE.workspace_bytes(config, direction) if plan is None else plan.packed_bytes
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """The cycles of its plan, and the bytes of the weights that are laid out."""
+        """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
+        if direction == "forward" and (tile := _folds(config)) is not None:
+            return tile.cycles / _FOLD_CLOCK_RATE
         plan = _own_plan(config, direction)
-        if plan is None:
-            return _OTHERWISE.estimate(config, direction)
-        return _LAUNCH_SECONDS + plan.cycles / _CLOCK_RATE + 2 * plan.packed_bytes / _WEIGHT_RATE
+        return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
 
     def forward(self, config: Config) -> Forward:
+        if (tile := _folds(config)) is not None:
+            return fused_fold.prepare_forward(config, tile)
         plan = _own_plan(config, "forward")
         assert plan is not None
         return prepare_forward(config, plan)
@@ -247,6 +255,28 @@ class Fused:
 
     def weight_grad(self, config: Config) -> Gradient:
         return _OTHERWISE.weight_grad(config)
+
+
+def fold_tile_for(config: Config) -> fused_fold.Tile | None:
+    """The tile of csrc/fused_fold.cu for a configuration, None where that kernel is not for it."""
+    p = config.problem
+    if config.dtype not in _DTYPES or max(p.in_pixels, p.out_pixels) > _INT32_MAX:
+        return None
+    split = config.dtype == torch.float32 and config.precision == "ieee"
+    tile = fused_fold.tile_of(p, config.dtype.itemsize, split, config.memory_format is torch.channels_last)
+    return None if tile is None or tile.items + MULTIPROCESSORS > _INT32_MAX else tile
+
+
+def _folds(config: Config) -> fused_fold.Tile | None:
+    """The tile of csrc/fused_fold.cu where a forward pass takes it: where the other kernel is slower, or not for it."""
+    tile = fold_tile_for(config)
+    if tile is None or (plan := _own_plan(config, "forward")) is None:
+        return tile
+    return tile if tile.cycles / _FOLD_CLOCK_RATE < _plan_seconds(plan) else None
+
+
+def _plan_seconds(plan: Plan) -> float:
+    return _LAUNCH_SECONDS + plan.cycles / _CLOCK_RATE + 2 * plan.packed_bytes / _WEIGHT_RATE
 
 
 def _own_plan(config: Config, direction: Direction) -> Plan | None:

@@ -91,6 +91,25 @@ inline unsigned emulator_permute(unsigned a, unsigned b, unsigned selector) {
     return result;
 }
 
+/* ldmatrix.x4, as csrc/common/mma.cuh describes it; `row` is the lane's own address in dynamic shared memory. */
+inline void emulator_load_matrices(unsigned row, bool turned, unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
+    const emulator_thread_t& thread = *emulator_now.thread;
+    struct alignas(16) row_t { unsigned short value[8]; };
+    const row_t* const mine = reinterpret_cast<const row_t*>(emulator_dynamic_shared + row);
+    thread.exchange[thread.lane] = reinterpret_cast<unsigned long long>(&mine->value);  // aligned, which is checked
+    emulator_warp_barrier(0xffffffffu);
+    const int g = thread.lane / 4, t = thread.lane % 4;
+    const auto value_of = [&](int matrix, int row, int column) -> unsigned {
+        return reinterpret_cast<const row_t*>(thread.exchange[matrix * 8 + row])->value[column];
+    };
+    unsigned words[4];
+    for (int i = 0; i < 4; ++i)
+        words[i] = turned ? value_of(i, 2 * t, g) | value_of(i, 2 * t + 1, g) << 16
+                          : value_of(i, g, 2 * t) | value_of(i, g, 2 * t + 1) << 16;
+    emulator_warp_barrier(0xffffffffu);
+    a = words[0], b = words[1], c = words[2], d = words[3];
+}
+
 /* The values of a word of a fragment of mma.sync; returns how many. The instruction itself cuts TF32 values off. */
 inline int emulator_half_word(float (&values)[2], unsigned word) {
     for (int e = 0; e < 2; ++e) values[e] = emulator_half_to_float(static_cast<unsigned short>(word >> 16 * e));

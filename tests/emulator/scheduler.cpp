@@ -93,6 +93,8 @@ struct product_t {
     bool accumulate;
     unsigned group;  // that it is committed with
     bool done;
+    bool of_words;  // whether A is not in shared memory, but these, of rows g and g + 8: [t][g or g + 8, and 4 words on]
+    std::array<unsigned, 16> words;
 
     void run(int thread) const;
 };
@@ -435,9 +437,17 @@ template <int TYPE> struct row_t {
     }
 };
 
+/* Row g or g + 8 of A of a thread's warp; `half` says which. */
+template <int TYPE> row_t<TYPE> row_of(const product_t& product, int row, int half) {
+    if (!product.of_words) return {product.a, row};
+    unsigned words[8];
+    for (int i = 0; i < 8; ++i) words[i] = product.words[i % 4 * 4 + i / 4 * 2 + half];
+    return {reinterpret_cast<const unsigned char*>(words), 16};
+}
+
 template <int TYPE> void multiply(const product_t& product, int thread) {
     const int row = thread / 32 % 4 * 16 + thread % 32 / 4;
-    const row_t<TYPE> rows[2] = {{product.a, row}, {product.a, row + 8}};
+    const row_t<TYPE> rows[2] = {row_of<TYPE>(product, row, 0), row_of<TYPE>(product, row + 8, 1)};
     float* d = product.d;
     for (int column = thread % 4 * 2; column < product.columns; column += 8, d += 4)
         for (int e = 0; e < 2; ++e) {
@@ -457,8 +467,9 @@ void product_t::run(int thread) const {
 /* Notes what a thread does, which all threads of its warpgroup do. */
 void do_alike(const step_t& step) {
     const uint3& block = emulator_now.block_dim;
-    if (block.y * block.z != 1 || block.x % kWarpgroup != 0) fail("wgmma in a block that is not of whole warpgroups");
     fiber_t& fiber = current();
+    if (block.y * block.z != 1 || fiber.thread.index.x / kWarpgroup >= block.x / kWarpgroup)
+        fail("wgmma by threads that are no whole warpgroup");
     std::vector<step_t>& of_warpgroup = steps[fiber.thread.index.x / kWarpgroup];
     if (fiber.steps == of_warpgroup.size()) of_warpgroup.push_back(step);
     if (of_warpgroup[fiber.steps++] != step) fail("a wgmma that the threads of a warpgroup do not all do alike");
@@ -649,6 +660,27 @@ unsigned long long emulator_advanced(unsigned long long matrix, int bytes) {
 
 void emulator_wgmma_fence() { current().fenced = true; }
 void emulator_wgmma_commit() { ++current().groups; }
+
+/* As the next, but the words of A come from registers of the warp. Rows g and g + 8 of the warp's 16 are all that a thread
+ * needs of A, and the four lanes of its quad have those.
+ */
+void emulator_wgmma_rows(
+    int type, int columns, float* d, const unsigned* a, unsigned long long b, int accumulate) {
+    fiber_t& fiber = current();
+    do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), ~0ull, b, accumulate != 0});
+    check_matrix(b, columns);
+    if (!fiber.fenced) fail("a wgmma without wgmma_fence");
+    unsigned long long* const slots = fiber.thread.exchange;
+    slots[fiber.thread.lane] = reinterpret_cast<unsigned long long>(a);
+    emulator_warp_barrier(0xffffffffu);
+    std::array<unsigned, 16> words;  // [lane of the quad][word]
+    for (int i = 0; i < 16; ++i)
+        words[i] = reinterpret_cast<const unsigned*>(slots[fiber.thread.lane / 4 * 4 + i / 4])[i % 4];
+    emulator_warp_barrier(0xffffffffu);
+    const bool early = fiber.thread.index.x / 32 % 2;
+    fiber.products.push_back({type, columns, 0, d, 0, b, accumulate != 0, fiber.groups, early, true, words});
+    if (early) fiber.products.back().run(fiber.thread.index.x);
+}
 
 /* Happens at any time until the thread waits for it: here at once for odd warps, and in the end for even ones. */
 void emulator_wgmma(

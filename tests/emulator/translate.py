@@ -22,6 +22,7 @@ _ASSEMBLY = re.compile(r'\basm(?: volatile)?\("([^"]*)"((?:[\s:,]|"[^"]*"(?:\([^
 _OPERAND = re.compile(r'"[^"]*"\(([^()]*)\)')
 _FRAGMENTS = "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
 _PRODUCT = "emulator_mma({}, {{0}}, {{1}}, {{2}}, {{3}}, {{{{{{4}}, {{5}}, {{6}}, {{7}}, {{8}}, {{9}}}}}});"
+_MATRICES = "emulator_load_matrices({{4}}, {}, {{0}}, {{1}}, {{2}}, {{3}});"
 _INSTRUCTIONS = {
     "": "",  # only keeps the compiler from rearranging addresses
     "cvt.f32.f16 %0, %1;": "{0} = emulator_half_to_float({1});",
@@ -40,6 +41,8 @@ _INSTRUCTIONS = {
     "griddepcontrol.launch_dependents;": ";",  # launches do not overlap here
     "griddepcontrol.wait;": ";",
     "bar.sync %0, %1;": "emulator_barrier({0}, {1});",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": _MATRICES.format("false"),
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];": _MATRICES.format("true"),
     f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_half_word"),
     f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_bfloat16_word"),
     f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_tf32_word"),

@@ -1,0 +1,15 @@
+/* Stands in for csrc/common/wgmma_rows.cuh; what the functions do is in scheduler.cpp. */
+#pragma once
+
+#include "common/wgmma.cuh"
+
+extern "C" void emulator_wgmma_rows(
+    int type, int columns, float* d, const unsigned* a, matrix_t b, int accumulate);
+
+template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]) { emulator_wgmma_wait(0); }
+
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], matrix_t b, int accumulate) {
+    static_assert(kEmulatorType<T> >= 0 && N % 16 == 0 && 0 < N && N <= 256, "no such wgmma");
+    emulator_wgmma_rows(kEmulatorType<T>, N, d, a, b, accumulate);
+}
