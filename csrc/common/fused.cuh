@@ -156,12 +156,12 @@ struct item_t {
 
 /* Blocks that run at the same time have tiles beside each other in all strips of an image, since memory likes to be read and
  * written in long runs: item after item first goes through the strips, then down the image. `strip_tiles` is the most tiles
- * that begin in a strip; where it is one, tiles are as long as strips, and come one after the other.
+ * that begin in a strip; where it is one, tiles are as long as strips, and come one after the other (IN_ORDER).
  */
 __device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
     const int order = divided(item, p.by_sets), set = item - order * kSets * p.groups;
     int tile = order;
-    if (p.strips > 1 && p.strip_tiles > 1) {
+    if (!IN_ORDER) {
         const int down = divided(order, p.by_strips), image = divided(down, p.by_strip_tiles);
         const int period = p.strip_rows * PITCH, strip = image * p.strips + order - down * p.strips;
         const int first = (strip * period + kTile - 1) / kTile, behind = ((strip + 1) * period + kTile - 1) / kTile;

@@ -23,7 +23,7 @@ _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
 _CLOCK_RATE = 1.755e9  # cycles a second, of an H200
 _LAUNCH_SECONDS = 4e-6
-_TENSOR_CORE_SECONDS, _TENSOR_CORE_FACTOR = 8e-6, 1.15  # beside fused: its launch, and what its tile is estimated at
+_TENSOR_CORE_SECONDS, _TENSOR_CORE_FACTOR = 12e-6, 0.95  # beside fused: its launch, and what its tile is estimated at
 _TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
 # What forward passes of depthwise layers, and input gradients, reach on an H200: operations and bytes a second, and
 # seconds of a tap and channel that a block goes through.

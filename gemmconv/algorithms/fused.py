@@ -117,6 +117,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "BOXES": plan.boxes,
         "TOGETHER": _units_together(plan),
         "FLAT": int(plan.flat),
+        "IN_ORDER": int(plan.in_order),
         "BOX_IMAGES": plan.line_box[0] if plan.way == "lines" else 1,
         "BOX_ROWS": plan.box_size[0],
         "BOX_WIDTH": plan.box_size[1],

@@ -444,10 +444,14 @@ class Plan:
         return -(-self.strip_rows * self.pitch // self.tile)
 
     @property
+    def in_order(self) -> bool:
+        """Whether items are tiles one after the other; else tiles beside each other in all strips of an image are."""
+        return self.strips == 1 or self.strip_tiles == 1
+
+    @property
     def items(self) -> int:
         """What blocks take one after the other; some have no tile where strips have several."""
-        in_order = self.strips == 1 or self.strip_tiles == 1
-        return (self.tiles if in_order else self.strip_tiles * self.strips * self.problem.batch) * self._sets
+        return (self.tiles if self.in_order else self.strip_tiles * self.strips * self.problem.batch) * self._sets
 
     # What comes as boxes, or lands.
 
@@ -671,10 +675,7 @@ class Plan:
         """Words that a thread loads at once, of the registers that those who multiply leave."""
         if self.loaders == _FEW_LOADERS:
             return 56 if self.vector_loads or self.split else 64
-        if self.split:
-            others = 72 if self._load_registers == 112 else 64  # eight fewer spill, if only with some versions of NVRTC
-        else:
-            others = 48 if self._load_registers == 72 and not self.vector_loads else 56
+        others = 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
         return min(40 if self.vector_loads else 64, self._load_registers // 2, self._load_registers - others)
 
     @property
