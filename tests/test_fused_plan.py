@@ -748,6 +748,9 @@ def test_blocks_take_every_tile_once_and_keep_their_set_where_weights_stay(plan)
     for multiprocessors in (1, 7, 132, 200):
         blocks = plan.blocks_on(multiprocessors)
         assert 1 <= blocks <= plan.items
+        assert plan.resident or not plan.turns
+        if plan.turns:  # a warpgroup's turn ends only if all inputs of an item have a stage
+            assert plan.stages[0] > plan.chunks
         if plan.resident:
             assert blocks % sets == 0
             assert plan.stages[1] >= max(plan.set_steps) * plan.chunks

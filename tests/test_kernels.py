@@ -96,6 +96,8 @@ FUSED_PATHS = {
     "lines_of_planes": lambda plan: plan.way == "lines" and plan.unit > (1, 1),
     "lines_of_odd_rows": lambda plan: plan.way == "lines" and plan.pitch % 2 == 1,
     "lines_shared": lambda plan: plan.way == "lines" and plan.warpgroups_m == 1,
+    "lines_by_turns": lambda plan: plan.way == "lines" and plan.turns,
+    "landing_by_turns": lambda plan: plan.way == "landing" and plan.turns,
     "landing": lambda plan: plan.landing,
     "landing_whole_images": lambda plan: plan.landing and plan.whole_images,
     "landing_box": lambda plan: plan.landing_box and plan.box_size[0] == 1,
@@ -381,6 +383,9 @@ FUSED_LINES = run_of_many_items(
     layout="channels_last",
 )
 FUSED_BLOCKS = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
+FUSED_TURNS = Run(
+    "fused", Case(5, 40, 24, (9, 11), (3, 3), (1, 1), (1, 1)), torch.float16, "channels_last", 0, "lines_by_turns"
+)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
 FUSED_RUNS += [
     FUSED,
@@ -388,6 +393,8 @@ FUSED_RUNS += [
     FUSED_LANDED_BOX,
     FUSED_BLOCKS,
     FUSED_LINES,
+    FUSED_TURNS,
+    replace(FUSED_TURNS, case=TILED_CASES[3], layout="contiguous", choice="landing_by_turns"),
     FUSED_SPLIT,
     Run("fused", MANY_CHANNELS, torch.float16, multiprocessors=0),
 ]
@@ -778,6 +785,18 @@ MISTAKES = {
             "direct_mma.cu", r"target \+ channel \* kPlane \+ pixel", "target + channel * kPlane + pixel + 1"
         ),
         "a misaligned copy of 16 bytes",
+    ),
+    "fused_turn_not_passed_on": (
+        FUSED_TURNS,
+        emulator.Edit("fused_wgmma.cu", r"if \(TURNS && warpgroup == 0\) arrive<kTurnOf1, 256>\(\);", ""),
+        "deadlock",
+    ),
+    "fused_turn_passed_on_twice": (
+        FUSED_TURNS,
+        emulator.Edit(
+            "fused_wgmma.cu", r"(if \(TURNS && warpgroup == 0\) )(arrive<kTurnOf1, 256>\(\);)", r"\1{ \2 \2 }"
+        ),
+        "arrivals and nobody who waits|deadlock",
     ),
     "fold_inputs_of_another_round_waited_for": (
         FOLD_MANY_CHANNELS,

@@ -5,3 +5,8 @@
 template <int BARRIER, int THREADS> __device__ __forceinline__ void meet() {
     asm volatile("bar.sync %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");
 }
+
+/* Come to it, for those who wait there, and go on at once. */
+template <int BARRIER, int THREADS> __device__ __forceinline__ void arrive() {
+    asm volatile("bar.arrive %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");
+}

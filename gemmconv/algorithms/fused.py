@@ -103,6 +103,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PATCH_STAGES": plan.stages[0],
         "WEIGHT_STAGES": plan.stages[1],
         "RESIDENT": int(plan.resident),
+        "TURNS": int(plan.turns),
         "CHAIN": fused_fold.CHAIN,
         "PAIRING": plan.pairing,
         "STAGED": int(plan.staged),

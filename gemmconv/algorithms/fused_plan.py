@@ -724,6 +724,13 @@ class Plan:
         return self._sets <= MULTIPROCESSORS and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
 
     @property
+    def turns(self) -> bool:
+        """Whether the warpgroups multiply by turns: the one stores while the other multiplies."""
+        assert self.stages is not None
+        brought = self.way in ("lines", "landing")
+        return brought and self.resident and not self.split and self.stages[0] > self.chunks
+
+    @property
     def _sets(self) -> int:
         """Sets of all groups."""
         return self.phase_sets * self.channel_sets * self.problem.groups

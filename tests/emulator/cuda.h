@@ -48,6 +48,7 @@ void emulator_copy_async(unsigned target, const void* source, int bytes, int sou
 void emulator_commit_copies();
 void emulator_wait_for_copies(int pending);
 void emulator_barrier(int number, int threads);
+void emulator_barrier_pass(int number, int threads);
 }
 
 #define threadIdx (emulator_now.thread->index)

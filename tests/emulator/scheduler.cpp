@@ -143,6 +143,7 @@ alignas(1024) unsigned char static_shared[kStaticBytes + kMostArrays * (kGuardBy
 // Of the current block.
 std::vector<shared_array_t> shared_arrays;
 std::vector<barrier_t> barriers;
+int passed[kNamedBarriers];  // threads that came to a barrier and went on, since it was last complete
 std::vector<bulk_copy_t> bulk_copies;  // to be done
 std::deque<std::vector<unsigned char>> boxes;  // that were copied from
 std::vector<step_t> steps[kMostThreads / kWarpgroup];
@@ -231,13 +232,14 @@ bool release_block() {
 /* Lets go on who waits at a named barrier, where all have come. */
 void release_named() {
     for (int number = 1; number < kNamedBarriers; ++number) {
-        int waiting = 0, expected = 0;
+        int waiting = passed[number], expected = 0;
         for (unsigned i = 0; i < thread_count; ++i) {
             if (fibers[i].state != AT_NAMED_BARRIER || fibers[i].named_barrier != number) continue;
             ++waiting;
             expected = fibers[i].expected;
         }
-        if (waiting == 0 || waiting < expected) continue;
+        if (expected == 0 || waiting < expected) continue;
+        passed[number] = 0;
         for (unsigned i = 0; i < thread_count; ++i)
             if (fibers[i].state == AT_NAMED_BARRIER && fibers[i].named_barrier == number) fibers[i].state = READY;
     }
@@ -307,6 +309,7 @@ bool written(const unsigned char* begin) {
 void run_block() {
     shared_arrays.clear();
     barriers.clear();
+    memset(passed, 0, sizeof(passed));
     bulk_copies.clear();
     boxes.clear();
     for (std::vector<step_t>& of_warpgroup : steps) of_warpgroup.clear();
@@ -564,6 +567,14 @@ void emulator_barrier(int number, int threads) {
     fiber.named_barrier = number;
     fiber.expected = threads;
     leave();
+}
+
+/* bar.arrive: counts for those who wait. */
+void emulator_barrier_pass(int number, int threads) {
+    if (number < 1 || number >= kNamedBarriers || threads % 32 != 0 || threads < 64)
+        fail("barrier %d of %d threads", number, threads);
+    if (++passed[number] >= threads) fail("barrier %d has %d arrivals and nobody who waits", number, passed[number]);
+    fall_behind();
 }
 
 void emulator_barrier_init(void* barrier, int arrivals) {

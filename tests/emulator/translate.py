@@ -41,6 +41,7 @@ _INSTRUCTIONS = {
     "griddepcontrol.launch_dependents;": ";",  # launches do not overlap here
     "griddepcontrol.wait;": ";",
     "bar.sync %0, %1;": "emulator_barrier({0}, {1});",
+    "bar.arrive %0, %1;": "emulator_barrier_pass({0}, {1});",
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": _MATRICES.format("false"),
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];": _MATRICES.format("true"),
     f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {_FRAGMENTS}": _PRODUCT.format("emulator_half_word"),
