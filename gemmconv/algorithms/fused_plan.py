@@ -77,6 +77,7 @@ _RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
 _STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
 _OVERLAP = 1.03, 1.26  # of inputs that are loaded into registers, and that land: 1 if nothing hides behind anything
 _MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
+_TURNS_FACTOR = 0.95  # of lines, where warpgroups multiply by turns: 0.86 to 1 of 15 plans
 _START_CYCLES = 4_290
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
@@ -809,6 +810,8 @@ class Plan:
         item = sum(part**self._overlap for part in parts) ** (1 / self._overlap)
         if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
             item *= _FEW_STAGES_FACTOR
+        if lines and self.turns:
+            item *= _TURNS_FACTOR
         blocks = self.blocks_on(MULTIPROCESSORS)
         items = -(-self.tiles * self._sets // blocks)
         if lines:  # those without a tile are not spread evenly
