@@ -26,13 +26,15 @@
  * memory. SPLIT: float32 in three products of TF32 (see fused_wgmma.cu), whose sums leave the tensor core, which rounds
  * towards zero, after CHAIN steps. Positions outside of the image count as zeros, not as products with zeros.
  *
+ * What limits it: instructions, alike in all roles; see benchmarks/README.md.
+ *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
- * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, LOADERS; ROWS, COLUMNS
- * (positions of a step; together a multiple of 64), CELLS; ORIGIN (the first strip's first position), LEFT (columns in the
- * ring before a row's first), COLUMN_PITCH (floats from a line of the ring to the next); STAGES; PITCH (elements between
- * channels in a stage, or between positions in channels_last); UNIT (elements that are copied together; divides the input's
- * width, in channels_last IN_CHANNELS), VECTOR (outputs that are stored together); MIN_BLOCKS (blocks that a
- * multiprocessor must have registers for), SHARED_BYTES, INDEX_64. Chosen by gemmconv/algorithms/fused_fold.py.
+ * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, LOADERS;
+ * ROWS, COLUMNS (positions of a step; together a multiple of 64), CELLS; ORIGIN (the first strip's first position), LEFT
+ * (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring to the next); STAGES; PITCH
+ * (elements between channels in a stage, or between positions in channels_last); UNIT (elements that are copied together;
+ * divides the input's width, in channels_last IN_CHANNELS), VECTOR (outputs that are stored together); MIN_BLOCKS (blocks
+ * that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64. Chosen by gemmconv/algorithms/fused_fold.py.
  */
 #include "common/async.cuh"
 #include "common/axis.cuh"
@@ -70,12 +72,14 @@ constexpr int kPadded = CHANNEL_STEPS * 8 * kElements;  // channels
 static_assert(kPositions % 64 == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
 static_assert(COLUMN_PITCH % 8 == 4, "a warp writes columns to different banks");
 
-// Shared memory: barriers; weights [1 + SPLIT][kPadded * kItem / 16][kWholeLines][16 bytes]; ring of columns [kRing][kLines][COLUMN_PITCH],
-// and before that the weights as they come; stages of inputs [STAGES], each [kPadded][PITCH] or in channels_last [kPositions][PITCH].
+// Shared memory: barriers; weights [1 + SPLIT][kPadded * kItem / 16][kWholeLines][16 bytes]; the ring of columns
+// [kRing][kLines][COLUMN_PITCH], and before that the weights as they come; stages of inputs [STAGES], each [kPadded][PITCH],
+// or [kPositions][PITCH] in channels_last.
 constexpr int kStepBytes = 32 * kWholeLines, kWeightBytes = CHANNEL_STEPS * kStepBytes;
 constexpr int kRowFloats = kLines * COLUMN_PITCH, kCame = IN_CHANNELS * kLines * kItem;
 constexpr int kRingBytes = ceil_div(kRing * kRowFloats * 4 < kCame ? kCame : kRing * kRowFloats * 4, 16) * 16;
-constexpr int kBarrierBytes = 128, kFirstRing = kBarrierBytes + (1 + SPLIT) * kWeightBytes, kFirstStage = kFirstRing + kRingBytes;
+constexpr int kBarrierBytes = 128, kFirstRing = kBarrierBytes + (1 + SPLIT) * kWeightBytes;
+constexpr int kFirstStage = kFirstRing + kRingBytes;
 constexpr int kStage = (CHANNELS_LAST ? kPositions : kPadded) * PITCH;  // elements
 static_assert(kFirstStage + STAGES * kStage * kItem <= SHARED_BYTES, "ring and stages do not fit the launch's shared memory");
 extern __shared__ __align__(128) unsigned char shared[];
@@ -285,7 +289,8 @@ __device__ __forceinline__ void fold(const fused_fold_params& p, const float* ri
     constexpr int kEach = CHANNELS_LAST ? OUT_CHANNELS : 1;  // output channels of a thread
     constexpr int kRest = OUT_CHANNELS / kEach;
     constexpr int kNeighbours = STRIDE_W * kEach;
-    const int end = (course.step + 1) * ROWS - kHaloH, first_row = max(0, end - ROWS), rows = min(item.cell_rows, end) - first_row;
+    const int end = (course.step + 1) * ROWS - kHaloH;
+    const int first_row = max(0, end - ROWS), rows = min(item.cell_rows, end) - first_row;
     const int cell0 = item.strip * CELLS;
     const index_t out_pixels = static_cast<index_t>(p.h_out) * p.w_out;
     ELEMENT_T* __restrict__ image = p.output + item.image * static_cast<long long>(out_pixels) * OUT_CHANNELS;
@@ -387,7 +392,7 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
     course_t course;
     course.index = blockIdx.x;
     course.begin(p);
-    turn_t<STAGES> stage;
+    turn_t<STAGES> inputs;
     turn_t<2> half;
 
     if (threadIdx.x >= kOthers) {
@@ -397,9 +402,9 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
         #pragma unroll 1
         for (int turn = 0, passed = 0; turn < STAGES - 1 || passed < begun; ++turn) {
             if (!course.ended(p)) {
-                barrier_wait(barriers.empty[stage.place], stage.parity ^ 1);
-                fetch(p, stages + stage.place * kStage, course);
-                stage.advance();
+                barrier_wait(barriers.empty[inputs.place], inputs.parity ^ 1);
+                fetch(p, stages + inputs.place * kStage, course);
+                inputs.advance();
                 course.advance(p);
                 ++begun;
             }
@@ -420,11 +425,11 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
     if (threadIdx.x < kMultipliers) {
         #pragma unroll 1
         for (; !course.ended(p); course.advance(p)) {
-            barrier_wait(barriers.full[stage.place], stage.parity);
-            multiply(p, weights, ring, stages + stage.place * kStage, barriers.empty[stage.place], barriers.folded[half.place],
-                     half.parity ^ 1, course);
+            barrier_wait(barriers.full[inputs.place], inputs.parity);
+            multiply(p, weights, ring, stages + inputs.place * kStage, barriers.empty[inputs.place],
+                     barriers.folded[half.place], half.parity ^ 1, course);
             barrier_arrive(barriers.made[half.place]);
-            stage.advance();
+            inputs.advance();
             half.advance();
         }
     } else {

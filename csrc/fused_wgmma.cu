@@ -48,9 +48,9 @@
  * positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of PHASE_SIDES x
  * BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PITCH (even but where inputs are lines), PATCH (positions
  * of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST (place of the patch relative to
- * the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT, TURNS; LOADERS (threads: 96 or 224), LOADED_WORDS (that one has on
- * their way); BOXED, BOX_BLOCKS (see fused_blocks.cuh), BOXES, BOX_IMAGES, FLAT (see fused_lines.cuh); BOX_ROWS, BOX_WIDTH
- * (there, and where boxes land); LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, RUN_PITCH, WHOLE_IMAGES,
+ * the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT, TURNS; LOADERS (threads: 96 or 224), LOADED_WORDS (that one
+ * has on their way); BOXED, BOX_BLOCKS (see fused_blocks.cuh), BOXES, BOX_IMAGES, FLAT (see fused_lines.cuh); BOX_ROWS,
+ * BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, RUN_PITCH, WHOLE_IMAGES,
  * PARTIAL_PIECES (see fused_land.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie
  * aligned in channels_last); PAIRING, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
  *

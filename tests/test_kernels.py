@@ -800,7 +800,7 @@ MISTAKES = {
     ),
     "fold_inputs_of_another_round_waited_for": (
         FOLD_MANY_CHANNELS,
-        emulator.Edit("fused_fold.cu", r"(barrier_wait\(barriers\.full.*?stage\.parity)", r"\1 ^ 1"),
+        emulator.Edit("fused_fold.cu", r"(barrier_wait\(barriers\.full.*?inputs\.parity)", r"\1 ^ 1"),
         "relative error|arrivals in a phase|deadlock",
     ),
     "fold_copies_not_waited_for": (
