@@ -114,10 +114,22 @@ def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format):
         replace(LAST_OF_DCGAN, out_channels=17),  # 272 lines
         replace(LAST_OF_DCGAN, stride=(5, 5)),  # a phase without taps
         replace(LAST_OF_DCGAN, input_size=(32, 33)),  # rows of 66 bytes
+        replace(LAST_OF_DCGAN, out_channels=1, kernel_size=(1, 64), stride=(1, 64), padding=(0, 0)),  # 64 sums a thread
+        # The last strip, or cell, ends beyond 2**31; so do the numbers of items.
+        Problem(1, 2, 1, 1, (1, 69_273_666), (1, 31), (1, 31)),
+        Problem(1, 64, 1, 1, (1, 2**29 - 8), (1, 16), (1, 4), (0, 6)),
+        Problem(2**31 - 140, 2, 1, 1, (1, 2), (2, 2), (2, 2)),
     ],
 )
 def test_others_are_declined(problem):
     assert fused.fold_tile_for(config_of(problem)) is None
+
+
+def test_rows_that_end_beyond_the_integers_are_declined():
+    problem = Problem(1, 2, 1, 1, (715_827_883, 1), (3, 1), (3, 1), (1, 0))
+    assert fused.fold_tile_for(config_of(problem, layout=torch.channels_last)) is None
+    smaller = replace(problem, input_size=(715_827_000, 1))
+    assert fused.fold_tile_for(config_of(smaller, layout=torch.channels_last)) is not None
 
 
 def test_float64_is_declined():

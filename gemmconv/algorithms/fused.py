@@ -266,7 +266,9 @@ def fold_tile_for(config: Config) -> fused_fold.Tile | None:
         return None
     split = config.dtype == torch.float32 and config.precision == "ieee"
     tile = fused_fold.tile_of(p, config.dtype.itemsize, split, config.memory_format is torch.channels_last)
-    return None if tile is None or tile.items + MULTIPROCESSORS > _INT32_MAX else tile
+    if tile is None or max(tile.items + fused_fold.blocks_at_once(tile), tile.reaches) > _INT32_MAX:
+        return None
+    return tile
 
 
 def _folds(config: Config) -> fused_fold.Tile | None:

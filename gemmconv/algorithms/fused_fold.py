@@ -1,7 +1,7 @@
 """How ``fused`` goes about layers of few output channels (csrc/fused_fold.cu): tiles, their estimates, the launch.
 
-It is for one group, for phases that all have taps, and for columns of at most 256 lines that fit shared memory;
-``tile_of`` gives None for others.
+It is for one group, for phases that all have taps, for columns of at most 256 lines that fit shared memory, and for
+rows of the input (channels, in channels_last) of whole 4 bytes; ``tile_of`` gives None for others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _REGISTERS = 65_536
 _OTHER_REGISTERS = 56  # of a thread, beside sums and words that are multiplied
 _SPLIT_REGISTERS = 12
 _MULTIPROCESSORS = 132  # of an H200; elsewhere blocks have an item more or less to go over
+_WARPGROUP = 128  # threads; ptxas gives registers to whole ones
 _MOST_LINES = 256  # that the tensor core takes
+_MOST_OUTPUTS = 32  # that a thread folds at a time; with more it has no registers
 _COPIES = 16, 8, 4  # bytes that cp.async takes
 _COLUMNS = 32, 48, 64, 96, 128  # of strips
 _MOST_ROWS, _MOST_POSITIONS = 8, 512  # of a step
@@ -87,12 +89,11 @@ class Tile:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread, about."""
-        return (
-            _OTHER_REGISTERS
-            + _SPLIT_REGISTERS * self.split
-            + (1 + self.split) * (self.whole_lines // 2 + 4 * min(8, self.steps))
-        )
+        """Registers of a thread that multiplies, about."""
+        words = 4 * min(8, self.steps)
+        if self.split:
+            return _OTHER_REGISTERS + _SPLIT_REGISTERS + self.whole_lines + words
+        return _OTHER_REGISTERS + self.whole_lines // 2 + words
 
     @property
     def unit(self) -> int:
@@ -191,6 +192,19 @@ class Tile:
         return p.stride[0] * (1 if self.channels_last else p.out_channels) * self.cells
 
     @property
+    def outputs(self) -> int:
+        """Outputs beside each other that a thread folds at a time."""
+        return self.problem.stride[1] * (self.problem.out_channels if self.channels_last else 1)
+
+    @property
+    def reaches(self) -> int:
+        """The largest row or column that the kernel works out: whole strips, and what a step has beyond the image."""
+        p, (first, last) = self.problem, reach_of(self.problem, 0)
+        rows = cells_of(p)[0] + self.rows + last - first + abs(first) + 1
+        columns = self.strips * self.cells + self.columns + max(map(abs, self.reach))
+        return max(rows * p.stride[0], columns * p.stride[1])
+
+    @property
     def vector(self) -> int:
         """Outputs that are stored together."""
         p = self.problem
@@ -212,7 +226,7 @@ class Tile:
         products = self.steps * self.whole_lines * (3 if self.split else 1)
         rounding = 0 if self.itemsize == 2 else 35 * self.steps if self.split else 17 * self.steps
         multiplying = 130 + self.positions / (64 * self.warpgroups) * (600 + 0.5 * products + rounding)
-        outputs = p.stride[1] * (p.out_channels if self.channels_last else 1)  # of a thread
+        outputs = self.outputs
         added = outputs * p.taps / math.prod(p.stride)
         folding = 390 + -(-self.folded // self.folders) * self.rows * (9.4 * added + 29 * outputs)
         loaded = self.positions * p.in_channels * self.itemsize
@@ -238,8 +252,8 @@ def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) 
     p = problem
     if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES:
         return
-    if not all(all(phase_shifts(p, axis)) for axis in (0, 1)):  # a phase without taps
-        return
+    if any(p.kernel_size[axis] < p.stride[axis] or not all(phase_shifts(p, axis)) for axis in (0, 1)):
+        return  # a phase without taps
     width = p.input_size[1]
     together = math.gcd(16, (p.in_channels if channels_last else width) * itemsize)
     if together not in _COPIES or together < itemsize:
@@ -281,7 +295,9 @@ def _segments(tile: Tile) -> set[int]:
 
 
 def _fits(tile: Tile) -> bool:
-    return tile.registers <= min(255, _REGISTERS // tile.threads) and tile.shared_bytes <= _SHARED_BYTES
+    threads = -(-tile.threads // _WARPGROUP) * _WARPGROUP if tile.split else tile.threads  # most others need fewer
+    most = min(255, _REGISTERS // threads)
+    return tile.registers <= most and tile.outputs <= _MOST_OUTPUTS and tile.shared_bytes <= _SHARED_BYTES
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
