@@ -71,17 +71,11 @@ class Kernel:
 def _fused_plans(config: Config) -> Iterable[fused_plan.Plan]:
     if fused.Fused().why_not(config) is not None:
         return ()
-    split = config.dtype == torch.float32 and config.precision == "ieee"
-    channels_last = config.memory_format is torch.channels_last
-    return fused_plan.plans_of(config.problem, "forward", config.dtype.itemsize, split, channels_last)
+    return fused_plan.plans_of(config.problem, "forward", *fused.variant_of(config))
 
 
 def _fused_fold_tiles(config: Config) -> Iterable[fused_fold.Tile]:
-    if fused.fold_tile_for(config) is None:
-        return ()
-    split = config.dtype == torch.float32 and config.precision == "ieee"
-    channels_last = config.memory_format is torch.channels_last
-    return fused_fold.tiles_of(config.problem, config.dtype.itemsize, split, channels_last)
+    return () if fused.fold_tile_for(config) is None else fused_fold.tiles_of(config.problem, *fused.variant_of(config))
 
 
 def _direct_mma_tiles(config: Config) -> Iterable[direct_mma.Tile]:

@@ -135,8 +135,7 @@ BOTH_DIRECTIONS = ("asymmetric", "kb71", "pose3", "unet4")
 
 def fused_variants():
     """Both sources of fused for the problems above and for layers of full size."""
-    problems = problems_by_name()
-    variants = {}
+    problems, variants = problems_by_name(), {}
     for name, kind, layout in FUSED:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
         for direction in ("forward", "input_grad") if name in BOTH_DIRECTIONS else ("forward",):
@@ -161,10 +160,10 @@ FOLDS += [("huge", "float32", "nchw"), ("huge", "tf32", "nhwc"), ("patches", "fl
 
 def fold_variants():
     """Macros of fused_fold.cu, and the tile that they are for."""
-    variants = {}
+    problems, variants = problems_by_name(), {}
     for name, kind, layout in FOLDS:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile = fused_fold.tile_of(problems_by_name()[name], dtype.itemsize, kind == "float32", layout == "nhwc")
+        tile = fused_fold.tile_of(problems[name], dtype.itemsize, kind == "float32", layout == "nhwc")
         variants[f"fused_fold-{layout}-{name}-{kind}"] = (fused_fold.macros_of(tile, dtype), tile)
     return variants
 

@@ -111,6 +111,11 @@ def with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     return result.new_empty_strided(result.shape, strides).copy_(result)
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that begins at 16 bytes, for kernels that load vectors; a copy where it does not."""
+    return tensor.clone(memory_format=torch.preserve_format) if tensor.data_ptr() % 16 else tensor
+
+
 def either_format(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """A weight as it lies in memory, and whether that is channels_last; a contiguous copy where it is neither."""
     if weight.is_contiguous():

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from gemmconv.algorithms.base import Config, Forward, in_either_format, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
 from gemmconv.algorithms.integers import power_of_two
 from gemmconv.algorithms.launches import params_struct
@@ -486,9 +486,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         output = input.new_empty_strided(p.output_shape, strides)
         if tiles == 0:
             return output
-        input, (weight, steps) = with_strides(input, input_strides), in_either_format(weight)
-        if input.data_ptr() % 16:  # the kernel loads vectors
-            input = input.clone(memory_format=torch.preserve_format)
+        input, (weight, steps) = aligned(with_strides(input, input_strides)), in_either_format(weight)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         kernel.launch(
             grid,

@@ -17,8 +17,25 @@ import math
 import torch
 
 from gemmconv.algorithms import fused_fold
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, either_format, strides_of, with_strides
-from gemmconv.algorithms.fused_plan import BLOCK_POSITIONS, MULTIPROCESSORS, PHASE_BASE, SHARED_BYTES, Plan, plan_of
+from gemmconv.algorithms.base import (
+    Config,
+    Direction,
+    Forward,
+    Gradient,
+    aligned,
+    either_format,
+    strides_of,
+    with_strides,
+)
+from gemmconv.algorithms.fused_plan import (
+    BLOCK_POSITIONS,
+    CHAIN,
+    MULTIPROCESSORS,
+    PHASE_BASE,
+    SHARED_BYTES,
+    Plan,
+    plan_of,
+)
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
@@ -58,13 +75,15 @@ class FusedBoxedParams(ctypes.Structure):
     )
 
 
+def variant_of(config: Config) -> tuple[int, bool, bool]:
+    """What plans and tiles depend on: bytes of an element, whether float32 is three products, whether channels_last."""
+    split = config.dtype == torch.float32 and config.precision == "ieee"
+    return config.dtype.itemsize, split, config.memory_format is torch.channels_last
+
+
 def plan_for(config: Config, direction: Direction) -> Plan | None:
     """The plan for a configuration, None where the kernel is not for it."""
-    if config.dtype not in _DTYPES:
-        return None
-    split = config.dtype == torch.float32 and config.precision == "ieee"
-    channels_last = config.memory_format is torch.channels_last
-    return plan_of(config.problem, direction, config.dtype.itemsize, split, channels_last)
+    return plan_of(config.problem, direction, *variant_of(config)) if config.dtype in _DTYPES else None
 
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
@@ -104,7 +123,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "WEIGHT_STAGES": plan.stages[1],
         "RESIDENT": int(plan.resident),
         "TURNS": int(plan.turns),
-        "CHAIN": fused_fold.CHAIN,
+        "CHAIN": CHAIN,
         "PAIRING": plan.pairing,
         "STAGED": int(plan.staged),
         "VECTOR": plan.vector,
@@ -184,9 +203,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         output = input.new_empty_strided(output_shape, strides)
         if items == 0:
             return output
-        input, (weight, weights_last) = with_strides(input, input_strides), either_format(weight)
-        if input.data_ptr() % 16:  # the kernel loads vectors
-            input = input.clone(memory_format=torch.preserve_format)
+        input, (weight, weights_last) = aligned(with_strides(input, input_strides)), either_format(weight)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
         packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
@@ -264,8 +281,7 @@ def fold_tile_for(config: Config) -> fused_fold.Tile | None:
     p = config.problem
     if config.dtype not in _DTYPES or max(p.in_pixels, p.out_pixels) > _INT32_MAX:
         return None
-    split = config.dtype == torch.float32 and config.precision == "ieee"
-    tile = fused_fold.tile_of(p, config.dtype.itemsize, split, config.memory_format is torch.channels_last)
+    tile = fused_fold.tile_of(p, *variant_of(config))
     if tile is None or max(tile.items + fused_fold.blocks_at_once(tile), tile.reaches) > _INT32_MAX:
         return None
     return tile

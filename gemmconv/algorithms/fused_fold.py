@@ -14,25 +14,23 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from gemmconv.algorithms.base import Config, Forward, in_either_format, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
+from gemmconv.algorithms.fused_plan import CHAIN, MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Pair, Problem
 
-CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
 _INT32_MAX = 2**31 - 1
-_SHARED_BYTES = 227 << 10
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
 _BARRIER_BYTES = 128
 _REGISTERS = 65_536
 _OTHER_REGISTERS = 56  # of a thread, beside sums and words that are multiplied
 _SPLIT_REGISTERS = 12
-_MULTIPROCESSORS = 132  # of an H200; elsewhere blocks have an item more or less to go over
 _WARPGROUP = 128  # threads; ptxas gives registers to whole ones
 _MOST_LINES = 256  # that the tensor core takes
 _MOST_OUTPUTS = 32  # that a thread folds at a time; with more it has no registers
-_COPIES = 16, 8, 4  # bytes that cp.async takes
+_LEAST_COPY, _MOST_COPY = 4, 16  # bytes that cp.async takes
 _COLUMNS = 32, 48, 64, 96, 128  # of strips
 _MOST_ROWS, _MOST_POSITIONS = 8, 512  # of a step
 _MOST_ITEMS = 4  # of a block, where segments are chosen
@@ -70,7 +68,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + self.folders + self.loaders
+        return _WARPGROUP * self.warpgroups + self.folders + self.loaders
 
     @property
     def lines(self) -> int:
@@ -101,13 +99,13 @@ class Tile:
         return self.copied // self.itemsize
 
     @cached_property
-    def reach(self) -> Pair:
-        """Least and largest shift across."""
-        return reach_of(self.problem, 1)
+    def reach(self) -> tuple[Pair, Pair]:
+        """Least and largest shift of either axis."""
+        return reach_of(self.problem, 0), reach_of(self.problem, 1)
 
     @property
     def halo_h(self) -> int:
-        first, last = reach_of(self.problem, 0)
+        first, last = self.reach[0]
         return last - first
 
     @property
@@ -123,24 +121,24 @@ class Tile:
     @property
     def origin(self) -> int:
         """The first strip's first position."""
-        return 0 if self.whole_rows else self.reach[0] // self.position_unit * self.position_unit
+        return 0 if self.whole_rows else self.reach[1][0] // self.position_unit * self.position_unit
 
     @property
     def cells(self) -> int:
         """Cells across of a strip."""
         if self.whole_rows:
             return cells_of(self.problem)[1]
-        return (self.columns - self.reach[1] + self.origin) // self.position_unit * self.position_unit
+        return (self.columns - self.reach[1][1] + self.origin) // self.position_unit * self.position_unit
 
     @property
     def left(self) -> int:
         """Columns in the ring before a row's first."""
-        return max(0, self.origin - self.reach[0])
+        return max(0, self.origin - self.reach[1][0])
 
     @property
     def column_pitch(self) -> int:
         """Floats from a line of the ring to the next: an odd multiple of 4, which spreads lines over banks."""
-        count = self.left + max(self.columns, self.cells + self.reach[1] - self.origin)
+        count = self.left + max(self.columns, self.cells + self.reach[1][1] - self.origin)
         return (count + 3) // 8 * 8 + 4
 
     @property
@@ -166,7 +164,7 @@ class Tile:
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
         by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
-        return max(1, min(by_registers, _SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES), 2048 // self.threads))
+        return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES), 2048 // self.threads))
 
     @property
     def strips(self) -> int:
@@ -199,9 +197,9 @@ class Tile:
     @property
     def reaches(self) -> int:
         """The largest row or column that the kernel works out: whole strips, and what a step has beyond the image."""
-        p, (first, last) = self.problem, reach_of(self.problem, 0)
-        rows = cells_of(p)[0] + self.rows + last - first + abs(first) + 1
-        columns = self.strips * self.cells + self.columns + max(map(abs, self.reach))
+        p, (down, across) = self.problem, self.reach
+        rows = cells_of(p)[0] + self.rows + self.halo_h + abs(down[0]) + 1
+        columns = self.strips * self.cells + self.columns + max(map(abs, across))
         return max(rows * p.stride[0], columns * p.stride[1])
 
     @property
@@ -221,7 +219,7 @@ class Tile:
         geometric).
         """
         p, blocks = self.problem, self.blocks_resident
-        rounds = max(1.0, self.items / (_MULTIPROCESSORS * blocks))
+        rounds = max(1.0, self.items / (MULTIPROCESSORS * blocks))
         rounds = math.ceil(rounds) if rounds < 4 else rounds
         products = self.steps * self.whole_lines * (3 if self.split else 1)
         rounding = 0 if self.itemsize == 2 else 35 * self.steps if self.split else 17 * self.steps
@@ -234,9 +232,7 @@ class Tile:
         wavefronts = (loaded / 1.5 + self.positions * 8 * self.lines) / 128 + loaded / (16 * self.copied)
         moved = loaded + self.positions * math.prod(p.stride) * p.out_channels * self.itemsize
         shared = max(1.9 * products * self.positions / 64, 2.8 * wavefronts, 0.075 * moved) * blocks
-        step = (
-            math.hypot(*(part**2 for part in (multiplying, folding, loading, shared))) ** 0.5
-        )  # the fourth root of fourth powers
+        step = sum(part**4 for part in (multiplying, folding, loading, shared)) ** 0.25
         words = self.steps * 8 * self.whole_lines * (1 + self.split)
         return 12_000 + 4 * words / (self.threads - self.loaders) + rounds * self.item_steps * step
 
@@ -255,8 +251,8 @@ def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) 
     if any(p.kernel_size[axis] < p.stride[axis] or not all(phase_shifts(p, axis)) for axis in (0, 1)):
         return  # a phase without taps
     width = p.input_size[1]
-    together = math.gcd(16, (p.in_channels if channels_last else width) * itemsize)
-    if together not in _COPIES or together < itemsize:
+    together = math.gcd(_MOST_COPY, (p.in_channels if channels_last else width) * itemsize)
+    if together < _LEAST_COPY:
         return
     whole = -(-width // 8) * 8
     widths = {columns for columns in _COLUMNS if columns < width} | ({whole} if whole <= _COLUMNS[-1] else set())
@@ -265,7 +261,7 @@ def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) 
         if rest or rows * columns > _MOST_POSITIONS:
             continue
         # Smaller units waste fewer columns at the ends of strips.
-        least = together if columns >= width or channels_last else max(4, itemsize)
+        least = together if columns >= width or channels_last else _LEAST_COPY
         for copied, warpgroups, loaders, stages in itertools.product({together, least}, (1, 2), _LOADERS, _STAGES):
             tile = Tile(p, itemsize, split, channels_last, rows, columns, warpgroups, 0, loaders, copied, stages)
             if groups % warpgroups or tile.cells <= 0:
@@ -297,7 +293,7 @@ def _segments(tile: Tile) -> set[int]:
 def _fits(tile: Tile) -> bool:
     threads = -(-tile.threads // _WARPGROUP) * _WARPGROUP if tile.split else tile.threads  # most others need fewer
     most = min(255, _REGISTERS // threads)
-    return tile.registers <= most and tile.outputs <= _MOST_OUTPUTS and tile.shared_bytes <= _SHARED_BYTES
+    return tile.registers <= most and tile.outputs <= _MOST_OUTPUTS and tile.shared_bytes <= SHARED_BYTES
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
@@ -345,7 +341,7 @@ FusedFoldParams = params_struct(
 
 def blocks_at_once(tile: Tile) -> int:
     """How many blocks run at once; they share its items evenly."""
-    return _MULTIPROCESSORS * tile.blocks_resident
+    return MULTIPROCESSORS * tile.blocks_resident
 
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
@@ -366,11 +362,8 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
 
     def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output = input.new_empty_strided(p.output_shape, strides)
-        input, (weight, steps) = with_strides(input, input_strides), in_either_format(weight)
-        if input.data_ptr() % 16:  # the kernel copies vectors
-            input = input.clone(memory_format=torch.preserve_format)
-        if weight.data_ptr() % 16:
-            weight = weight.clone(memory_format=torch.preserve_format)
+        input, (weight, steps) = aligned(with_strides(input, input_strides)), in_either_format(weight)
+        weight = aligned(weight)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         kernel.launch(
             grid,

@@ -18,6 +18,7 @@ from gemmconv.algorithms.cells import phase_shifts
 from gemmconv.geometry import Pair, Problem
 
 SHARED_BYTES = 227 << 10
+CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
 MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items to take
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
