@@ -32,6 +32,7 @@
 #pragma once
 
 #include "common/numeric.cuh"
+#include "common/wgmma_operands.cuh"
 
 /* Where a matrix lies: bits 0-13 address, 16-29 leading bytes, 32-45 stride bytes, all in units of 16; 62-63 swizzled: 1 in
  * lines of 128 bytes, 2 of 64.
@@ -85,28 +86,6 @@ template <int REGISTERS> __device__ __forceinline__ void registers_down() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
 
-// The operands of d for each N: 16 registers more than for the N before.
-#define TEXT_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define TEXT_64 TEXT_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TEXT_96 TEXT_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define TEXT_128 TEXT_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define TEXT_160 TEXT_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define TEXT_192 TEXT_160 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define TEXT_224 TEXT_192 \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define TEXT_256 TEXT_224 \
-    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
-#define SUMS_32 SUMS_16(0)
-#define SUMS_64 SUMS_32, SUMS_16(16)
-#define SUMS_96 SUMS_64, SUMS_16(32)
-#define SUMS_128 SUMS_96, SUMS_16(48)
-#define SUMS_160 SUMS_128, SUMS_16(64)
-#define SUMS_192 SUMS_160, SUMS_16(80)
-#define SUMS_224 SUMS_192, SUMS_16(96)
-#define SUMS_256 SUMS_224, SUMS_16(112)
-
 // A, B and ACCUMULATE: numbers of the operands after those of d. LAST: 0, 0 says that both matrices are K-major.
 #define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, A, B, ACCUMULATE)                                                         \
     template <>                                                                                                        \
@@ -148,24 +127,6 @@ WGMMA_FINISH(192)
 WGMMA_FINISH(224)
 WGMMA_FINISH(256)
 
-#undef TEXT_32
-#undef TEXT_64
-#undef TEXT_96
-#undef TEXT_128
-#undef TEXT_160
-#undef TEXT_192
-#undef TEXT_224
-#undef TEXT_256
-#undef SUMS_4
-#undef SUMS_16
-#undef SUMS_32
-#undef SUMS_64
-#undef SUMS_96
-#undef SUMS_128
-#undef SUMS_160
-#undef SUMS_192
-#undef SUMS_224
-#undef SUMS_256
 #undef WGMMA_OF
 #undef WGMMA
 #undef WGMMA_FINISH

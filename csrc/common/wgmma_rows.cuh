@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/wgmma.cuh"
+#include "common/wgmma_operands.cuh"
 
 /* Begin D = A B, plus D where `accumulate` is not 0. */
 template <typename T, int N>
@@ -18,42 +19,6 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
     #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
 }
-
-// The operands of d for each N: 8 registers more than for the N before.
-#define TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define TEXT_32 TEXT_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define TEXT_48 TEXT_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define TEXT_64 TEXT_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define TEXT_80 TEXT_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define TEXT_96 TEXT_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define TEXT_112 TEXT_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define TEXT_128 TEXT_112 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define TEXT_144 TEXT_128 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define TEXT_160 TEXT_144 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define TEXT_176 TEXT_160 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define TEXT_192 TEXT_176 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define TEXT_208 TEXT_192 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define TEXT_224 TEXT_208 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define TEXT_240 TEXT_224 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define TEXT_256 TEXT_240 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
-#define SUMS_16 SUMS_8(0)
-#define SUMS_32 SUMS_16, SUMS_8(8)
-#define SUMS_48 SUMS_32, SUMS_8(16)
-#define SUMS_64 SUMS_48, SUMS_8(24)
-#define SUMS_80 SUMS_64, SUMS_8(32)
-#define SUMS_96 SUMS_80, SUMS_8(40)
-#define SUMS_112 SUMS_96, SUMS_8(48)
-#define SUMS_128 SUMS_112, SUMS_8(56)
-#define SUMS_144 SUMS_128, SUMS_8(64)
-#define SUMS_160 SUMS_144, SUMS_8(72)
-#define SUMS_176 SUMS_160, SUMS_8(80)
-#define SUMS_192 SUMS_176, SUMS_8(88)
-#define SUMS_208 SUMS_192, SUMS_8(96)
-#define SUMS_224 SUMS_208, SUMS_8(104)
-#define SUMS_240 SUMS_224, SUMS_8(112)
-#define SUMS_256 SUMS_240, SUMS_8(120)
 
 // A0 to A3, B and ACCUMULATE: numbers of the operands after those of d. LAST: 0 says that B is K-major.
 #define WGMMA_OF(T, N, KIND, LAST, A0, A1, A2, A3, B, ACCUMULATE)                                                        \
@@ -89,39 +54,5 @@ WGMMA(224, 112, 113, 114, 115, 116, 117)
 WGMMA(240, 120, 121, 122, 123, 124, 125)
 WGMMA(256, 128, 129, 130, 131, 132, 133)
 
-#undef TEXT_16
-#undef TEXT_32
-#undef TEXT_48
-#undef TEXT_64
-#undef TEXT_80
-#undef TEXT_96
-#undef TEXT_112
-#undef TEXT_128
-#undef TEXT_144
-#undef TEXT_160
-#undef TEXT_176
-#undef TEXT_192
-#undef TEXT_208
-#undef TEXT_224
-#undef TEXT_240
-#undef TEXT_256
-#undef SUMS_4
-#undef SUMS_8
-#undef SUMS_16
-#undef SUMS_32
-#undef SUMS_48
-#undef SUMS_64
-#undef SUMS_80
-#undef SUMS_96
-#undef SUMS_112
-#undef SUMS_128
-#undef SUMS_144
-#undef SUMS_160
-#undef SUMS_176
-#undef SUMS_192
-#undef SUMS_208
-#undef SUMS_224
-#undef SUMS_240
-#undef SUMS_256
 #undef WGMMA_OF
 #undef WGMMA

@@ -1,0 +1,39 @@
+/* The operands of the sums d[N / 2] of a wgmma in inline assembly, for N from 16 to 256 in steps of 16: TEXT_N their numbers,
+ * SUMS_N the registers.
+ */
+#pragma once
+
+#define TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TEXT_32 TEXT_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define TEXT_48 TEXT_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define TEXT_64 TEXT_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define TEXT_80 TEXT_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define TEXT_96 TEXT_80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define TEXT_112 TEXT_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define TEXT_128 TEXT_112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define TEXT_144 TEXT_128 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define TEXT_160 TEXT_144 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define TEXT_176 TEXT_160 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define TEXT_192 TEXT_176 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define TEXT_208 TEXT_192 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define TEXT_224 TEXT_208 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define TEXT_240 TEXT_224 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define TEXT_256 TEXT_240 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
+#define SUMS_16 SUMS_8(0)
+#define SUMS_32 SUMS_16, SUMS_8(8)
+#define SUMS_48 SUMS_32, SUMS_8(16)
+#define SUMS_64 SUMS_48, SUMS_8(24)
+#define SUMS_80 SUMS_64, SUMS_8(32)
+#define SUMS_96 SUMS_80, SUMS_8(40)
+#define SUMS_112 SUMS_96, SUMS_8(48)
+#define SUMS_128 SUMS_112, SUMS_8(56)
+#define SUMS_144 SUMS_128, SUMS_8(64)
+#define SUMS_160 SUMS_144, SUMS_8(72)
+#define SUMS_176 SUMS_160, SUMS_8(80)
+#define SUMS_192 SUMS_176, SUMS_8(88)
+#define SUMS_208 SUMS_192, SUMS_8(96)
+#define SUMS_224 SUMS_208, SUMS_8(104)
+#define SUMS_240 SUMS_224, SUMS_8(112)
+#define SUMS_256 SUMS_240, SUMS_8(120)
