@@ -478,6 +478,15 @@ void do_alike(const step_t& step) {
     if (of_warpgroup[fiber.steps++] != step) fail("a wgmma that the threads of a warpgroup do not all do alike");
 }
 
+/* A product happens at any time until the thread waits for it: here at once for odd warps, and in the end for even ones. */
+void begin(product_t product) {
+    fiber_t& fiber = current();
+    if (!fiber.fenced) fail("a wgmma without wgmma_fence");
+    product.done = fiber.thread.index.x / 32 % 2;
+    fiber.products.push_back(product);
+    if (product.done) product.run(fiber.thread.index.x);
+}
+
 void check_swizzled_matrix(unsigned long long matrix, int columns) {
     if ((matrix & ~kMatrixBits) != kSwizzledBit) fail("%016llx for a swizzled matrix of wgmma", matrix);
     if ((address_of(matrix) | leading_of(matrix) | stride_of(matrix)) % 1024 != 0) fail("a misaligned swizzled matrix");
@@ -680,7 +689,6 @@ void emulator_wgmma_rows(
     fiber_t& fiber = current();
     do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), ~0ull, b, accumulate != 0});
     check_matrix(b, columns);
-    if (!fiber.fenced) fail("a wgmma without wgmma_fence");
     unsigned long long* const slots = fiber.thread.exchange;
     slots[fiber.thread.lane] = reinterpret_cast<unsigned long long>(a);
     emulator_warp_barrier(0xffffffffu);
@@ -688,23 +696,16 @@ void emulator_wgmma_rows(
     for (int i = 0; i < 16; ++i)
         words[i] = reinterpret_cast<const unsigned*>(slots[fiber.thread.lane / 4 * 4 + i / 4])[i % 4];
     emulator_warp_barrier(0xffffffffu);
-    const bool early = fiber.thread.index.x / 32 % 2;
-    fiber.products.push_back({type, columns, 0, d, 0, b, accumulate != 0, fiber.groups, early, true, words});
-    if (early) fiber.products.back().run(fiber.thread.index.x);
+    begin({type, columns, 0, d, 0, b, accumulate != 0, fiber.groups, false, true, words});
 }
 
-/* Happens at any time until the thread waits for it: here at once for odd warps, and in the end for even ones. */
 void emulator_wgmma(
     int type, int columns, int swizzled, float* d, unsigned long long a, unsigned long long b, int accumulate) {
-    fiber_t& fiber = current();
     do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), a, b, accumulate != 0});
     if (swizzled) check_swizzled_matrix(b, columns);
     check_matrix(a, 64);
     if (!swizzled) check_matrix(b, columns);
-    if (!fiber.fenced) fail("a wgmma without wgmma_fence");
-    const bool early = fiber.thread.index.x / 32 % 2;
-    fiber.products.push_back({type, columns, swizzled, d, a, b, accumulate != 0, fiber.groups, early});
-    if (early) fiber.products.back().run(fiber.thread.index.x);
+    begin({type, columns, swizzled, d, a, b, accumulate != 0, current().groups});
 }
 
 /* The warpgroup goes on together: one of its threads may then say that what it read may be written again. */
