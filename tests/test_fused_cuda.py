@@ -97,12 +97,12 @@ class Run:
 
     @property
     def plans(self):
-        config, split = self.config, self.numerics == "ieee"
+        config = self.config
         if not self.others:
             return [plan for direction in DIRECTIONS if (plan := fused.plan_for(config, direction)) is not None]
-        channels_last, chosen = self.layout == "channels_last", []
+        chosen = []
         for direction in DIRECTIONS:
-            found = [*fused_plan.plans_of(config.problem, direction, config.dtype.itemsize, split, channels_last)]
+            found = [*fused_plan.plans_of(config.problem, direction, *fused.variant_of(config))]
             kinds = {}
             for plan in found:
                 kinds.setdefault(kind_of(plan), []).append(plan)
@@ -132,10 +132,8 @@ class FoldRun(Run):
 
     @property
     def tiles(self):
-        config, problem = self.config, problem_of(self.case)
-        split, channels_last = self.numerics == "ieee", self.layout == "channels_last"
-        found = [*fused_fold.tiles_of(problem, config.dtype.itemsize, split, channels_last)]
-        own = fused_fold.tile_of(problem, config.dtype.itemsize, split, channels_last)
+        arguments = problem_of(self.case), *fused.variant_of(self.config)
+        found, own = [*fused_fold.tiles_of(*arguments)], fused_fold.tile_of(*arguments)
         return [] if own is None else [own, *Random(str(self)).sample(found, min(2, len(found)))]
 
 

@@ -168,10 +168,10 @@ class Run:
     @functools.cached_property
     def fold_tile(self):
         """The tile of fused_fold, None where it declines the problem."""
-        problem, split = problem_of(self.case), self.precision == "ieee" and self.dtype == torch.float32
-        tiles = [*fused_fold.tiles_of(problem, self.dtype.itemsize, split, self.layout == "channels_last")]
+        arguments = problem_of(self.case), *fused.variant_of(self.config)
         if self.choice is None:
-            return min(tiles, key=lambda tile: tile.cycles, default=None)
+            return fused_fold.tile_of(*arguments)
+        tiles = [*fused_fold.tiles_of(*arguments)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @property
@@ -185,9 +185,7 @@ class Run:
             return fused.plan_for(self.config, self.direction)
         if isinstance(self.choice, Plan):
             return self.choice
-        split = self.dtype == torch.float32 and not self.tf32
-        problem, channels_last = problem_of(self.case), self.layout == "channels_last"
-        found = plans_of(problem, self.direction, self.dtype.itemsize, split, channels_last)
+        found = plans_of(problem_of(self.case), self.direction, *fused.variant_of(self.config))
         return min(filter(FUSED_PATHS[self.choice], found), key=lambda plan: plan.cycles)
 
     def prepare(self):

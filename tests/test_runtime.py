@@ -77,8 +77,6 @@ def kernel_variants():
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct_mma.cu", macros)
-    for label, (macros, _) in FOLD_VARIANTS.items():
-        variants[label] = ("fused_fold.cu", macros)
     for channels, pixels, itemsize in (
         (96, 4096, 2),
         (3, 4096, 2),
@@ -89,7 +87,7 @@ def kernel_variants():
         for to_last in (False, True):
             macros = turning.turn_macros(channels, pixels, to_last, itemsize)
             variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn.cu", macros)
-    return {**variants, **fused_variants()}
+    return {**variants, **fused_variants(), **fold_variants()}
 
 
 def mma_variants():
@@ -147,7 +145,7 @@ def fused_variants():
     return variants
 
 
-# Name, type, layout; the tiles of widths that other tiles may have are checked where they are used.
+# Name of a problem or of a layer to measure, type, layout.
 FOLDS = [
     (name, kind, layout)
     for name in ("dcgan5", "fsrcnn")
@@ -159,12 +157,12 @@ FOLDS += [("huge", "float32", "nchw"), ("huge", "tf32", "nhwc"), ("patches", "fl
 
 
 def fold_variants():
-    """Macros of fused_fold.cu, and the tile that they are for."""
+    """fused_fold.cu for some of the problems above and for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, layout in FOLDS:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
         tile = fused_fold.tile_of(problems[name], dtype.itemsize, kind == "float32", layout == "nhwc")
-        variants[f"fused_fold-{layout}-{name}-{kind}"] = (fused_fold.macros_of(tile, dtype), tile)
+        variants[f"fused_fold-{layout}-{name}-{kind}"] = ("fused_fold.cu", fused_fold.macros_of(tile, dtype))
     return variants
 
 
@@ -174,7 +172,6 @@ def problems_by_name():
 
 
 MMA_VARIANTS = mma_variants()
-FOLD_VARIANTS = fold_variants()
 VARIANTS = kernel_variants()
 COMPILATIONS = [
     (variant, arch)
@@ -194,7 +191,8 @@ def most_registers(source_name, macros):
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
     if source_name == "fused_fold.cu":
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
-        return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
+        warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
+        return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
     if source_name == "fused_wgmma.cu":
         return 65_536 // (macros["LOADERS"] + 288) // 8 * 8
     return MOST_REGISTERS.get(source_name, 128)
