@@ -194,8 +194,7 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
         for (int block = 0; block < BLOCKS; ++block) wgmma_finish(sums[block]);
         release_patch();
         if (held_weights >= 0) release_weights();
-        store_tile(p, item, sums, item.tile * kTile + place, side,
-                   s.outputs + (threadIdx.x - kProducers) / 32 * kWarpOutputs);
+        store_tile(p, item, sums, item.tile * kTile + place, side, s.outputs + warpgroup * 4 * kWarpOutputs);
         if (RESIDENT) weights = {}, settled = true;
     }
 }

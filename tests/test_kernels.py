@@ -919,7 +919,7 @@ MISTAKES = {
     ),
     "fused_pixels_turned_round_without_a_barrier": (
         FUSED_PIXELS,
-        emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
+        emulator.Edit("common/fused_store.cuh", r"meet<128>\(barrier\);(?=\s+piece_t)", ""),
         "relative error",
     ),
     "fused_lined_without_a_barrier": (

@@ -71,8 +71,10 @@ def test_auto_takes_forward_passes_of_cudnns_own_format_from_native(dtype):
     last = Problem(32, 256, 256, 1, (32, 24), (4, 4), stride=(2, 2), padding=(1, 1))  # SimpleBaseline 3
     assert taken(last, dtype, "ieee", "forward", memory_format=torch.channels_last) == "native"
     assert taken(last, dtype, "ieee", "forward") == "fused"
-    few = Problem(16, 64, 32, 1, (128, 128), (2, 2), stride=(2, 2))  # SAM 2
-    assert taken(few, dtype, "ieee", "forward", memory_format=torch.channels_last) != "native"
+    few_channels = Problem(16, 64, 32, 1, (128, 128), (2, 2), stride=(2, 2))  # SAM 2
+    few_pixels = Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))  # DCGAN 2
+    for few in (few_channels, few_pixels):
+        assert taken(few, dtype, "ieee", "forward", memory_format=torch.channels_last) == "fused"
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -94,7 +96,7 @@ def test_native_is_deterministic_where_auto_may_take_its_forward_pass(monkeypatc
 
 
 def test_a_bias_makes_native_dearer_and_no_other():
-    upsampling = Problem(4, 512, 256, 1, (64, 64), (2, 2), stride=(2, 2))  # U-Net 2
+    upsampling = Problem(4, 1024, 512, 1, (32, 32), (2, 2), stride=(2, 2))  # U-Net 1
     chosen = {
         bias: choose(
             config_of(upsampling, torch.float16, "ieee", memory_format=torch.channels_last, bias=bias), "auto", "test"
@@ -106,7 +108,7 @@ def test_a_bias_makes_native_dearer_and_no_other():
 
 def test_auto_takes_input_gradients_of_few_channels_in_tf32_from_others():
     for out_channels, name in ((32, "fused"), (64, "native")):
-        layer = Problem(16, 64, out_channels, 1, (128, 128), (2, 2), stride=(2, 2))  # SAM 2
+        layer = Problem(256, 256, out_channels, 1, (14, 14), (2, 2), stride=(2, 2))  # Mask R-CNN has 256
         assert taken(layer, torch.float32, "tf32", "input_grad", memory_format=torch.channels_last) == name
 
 

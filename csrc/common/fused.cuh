@@ -107,8 +107,10 @@ constexpr bool kLined = ROW_ORDER == ROWS_LINES;  // kWarpChannels lines, of all
 constexpr int kWarpChannels = 16 / SLOTS;
 constexpr int kLineCells = kLined ? 16 / BLOCKS : kInner <= 2 ? 32 / kInner : 8;
 constexpr int kLine = kLined ? kLineCells * SPAN_W + (SLOTS < 4 ? 4 : SLOTS) : kLineCells * kInner + (kInner == 2 ? 16 : 8);
-constexpr int kPixel = 24;  // of channels_last: see fused_store.cuh
-constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 32 * kPixel : (kLined ? kWarpChannels : kOuter * 8) * kLine;
+// Of channels_last, what a warpgroup turns round: see fused_store.cuh.
+constexpr int kPlaces = 64 / static_cast<int>(sizeof(ELEMENT_T)), kPixel = 64 + kElements;
+constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 2 * kPlaces * kPixel / 4
+                                      : (kLined ? kWarpChannels : kOuter * 8) * kLine;
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
 static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + kLandingGap + LANDING_STAGES * kLandingUnits) * 16 +
               kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +

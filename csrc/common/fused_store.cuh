@@ -7,7 +7,7 @@
  * kInner neighbours: of its M blocks (PAIR_BLOCKS), of rows g and g + 8 (PAIR_ROWS), or one (PAIR_NONE). Where those of its
  * two cells follow each other, so do those of all cells of a warp's row, and they go by way of shared memory (STAGED): stored
  * from registers, 32 bytes a row at a time, they took longer (KernelBench 57 in fp16: 2.1 ms against 1.4), as they did from a
- * warp that does nothing else (1.9). So do values of 16 bits in channels_last, of which a warp has 16 channels.
+ * warp that does nothing else (1.9). So do outputs in channels_last, where M blocks have whole pieces of 16 bytes of channels.
  */
 __device__ constexpr int block_of(int outer, int inner) {
     return PAIRING == PAIR_BLOCKS ? inner : PAIRING == PAIR_ROWS ? outer : outer / 2;
@@ -41,31 +41,41 @@ __device__ __forceinline__ cell_t cell_at(const fused_params& p, int position) {
 }
 
 #if STAGED && CHANNELS_LAST
-/* Adds the bias and stores, by way of shared memory: a thread has two channels of two positions, and stores eight of one. A
- * warp has 16 channels of a phase of each of its M blocks, at so many positions at a time. `stage` is its own:
+constexpr int kStoresOf0 = 4;  // a barrier for either warpgroup
+
+/* Adds the bias and stores, by way of shared memory: a thread has two channels of two positions, and stores a piece of 16 bytes
+ * of one, so that a warp stores whole rows of M blocks. What a warpgroup has at a position of a row of one of its M blocks is
+ * a place; a part is kPlaces of them, which threads store while the next part is written. `stage` is the warpgroup's own:
  *
- *   stage [BLOCKS][kPart positions][kPixel], of which 16 are used, so that banks differ
+ *   stage [2][BLOCKS][kPart positions][kPixel], of which 64 are used, so that banks differ
+ *
+ * Warps that stored their 16 rows alone, 32 bytes of 16 positions at a time, took longer: 1043 us against 946 (KernelBench 57,
+ * fp16), 74 against 59 (Mask R-CNN); float32 stored from registers, 64 bytes of 4 positions, 1671 against 1544 (69, TF32).
  */
 __device__ __forceinline__ void store_tile(
     const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
     ELEMENT_T* stage) {
-    static_assert(sizeof(ELEMENT_T) == 2 && PAIRING == PAIR_ROWS && BLOCKS <= 2, "what lies beside each other");
-    static_assert(CHANNELS % 16 == 0 && OUT_CHANNELS % 8 == 0, "pieces of 8 channels are there, or not, and aligned");
-    using piece_t = vector_t<8>;
-    constexpr int kPart = 32 / BLOCKS, kRounds = 2;
+    static_assert(PAIRING == PAIR_ROWS && BLOCKS <= 2, "what lies beside each other");
+    static_assert(CHANNELS % VECTOR == 0 && OUT_CHANNELS % VECTOR == 0, "pieces of channels are there, or not, and aligned");
+    static_assert(VECTOR == kElements, "a piece has 16 bytes");
+    using piece_t = vector_t<VECTOR>;
+    constexpr int kPlacePieces = 64 / VECTOR;
+    constexpr int kPart = kPlaces / BLOCKS, kStored = 128 / kPlacePieces;  // positions that a warpgroup stores together
+    constexpr int kPartCount = COLUMNS / kPart;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
-    const row_t rows = place_of_row(warp * 16);
-    const int first_channel = first_channel_of(item.set, side) + rows.channel;
+    const int barrier = kStoresOf0 + (threadIdx.x - kProducers) / 128;
+    const int first_channel = first_channel_of(item.set, side);
     float bias[2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int channel = first_channel + 2 * g + half;
-        const bool there = channel < OUT_CHANNELS && p.bias != nullptr;
-        bias[half] = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + channel)) : 0.0f;
+        const int out = first_channel + place_of_row(warp * 16 + half * 8 + g).channel;
+        const bool there = out < OUT_CHANNELS && p.bias != nullptr;
+        bias[half] = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + out)) : 0.0f;
     }
-    // Of 8 lanes that read together, all read the same channels, since those of neighbouring positions lie in other banks.
-    const int own = lane % 16, channel = lane / 16 * 8;
-    const bool mine = rows.slot < SLOTS && first_channel + channel < OUT_CHANNELS;
+    // The thread's piece, and its first row: of the 16 rows of a warp, two that are 8 apart are neighbours.
+    const int own = threadIdx.x % 128 / kPlacePieces, channel = threadIdx.x % kPlacePieces * VECTOR;
+    const row_t rows = place_of_row(channel / 16 * 16 + channel % 16 / 2);
+    const bool mine = rows.slot < SLOTS && first_channel + rows.channel < OUT_CHANNELS;
     int row_phase[BLOCKS], column_phase[BLOCKS];
     #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
@@ -74,10 +84,11 @@ __device__ __forceinline__ void store_tile(
         column_phase[block] = phase % PHASE_BASE;
     }
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, channels = p.groups * OUT_CHANNELS;
-    ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel + channel);
+    ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel + rows.channel);
     cell_t at = cell_at(p, first + own);
-    each<COLUMNS / kPart>([&](auto part) {
-        __syncwarp();
+    if (kPartCount % 2 == 1) meet<128>(barrier);  // the last part of the tile before lay where the first of this one will
+    each<kPartCount>([&](auto part) {
+        ELEMENT_T* const turned = stage + decltype(part)::value % 2 * kPlaces * kPixel;
         each<kPart / 8>([&](auto tile) {
             constexpr int j = decltype(part)::value * (kPart / 8) + decltype(tile)::value;
             each<BLOCKS * 2>([&](auto which) {
@@ -87,24 +98,26 @@ __device__ __forceinline__ void store_tile(
                 for (int half = 0; half < 2; ++half)
                     pair.value[half] = narrow<ELEMENT_T>(sums[block][4 * j + 2 * half + e] + bias[half]);
                 const int place = block * kPart + decltype(tile)::value * 8 + 2 * t + e;
-                *reinterpret_cast<vector_t<2>*>(stage + place * kPixel + 2 * g) = pair;
+                *reinterpret_cast<vector_t<2>*>(turned + place * kPixel + warp * 16 + 2 * g) = pair;
             });
         });
-        __syncwarp();
-        piece_t pieces[kRounds];
+        meet<128>(barrier);
+        piece_t pieces[kPlaces / kStored];
         #pragma unroll
-        for (int round = 0; round < kRounds; ++round)
-            pieces[round] = *reinterpret_cast<const piece_t*>(stage + (round * 16 + own) * kPixel + channel);
+        for (int i = 0; i < kPlaces / kStored; ++i)
+            pieces[i] = *reinterpret_cast<const piece_t*>(turned + (i * kStored + own) * kPixel + channel);
         #pragma unroll
-        for (int round = 0; round < kRounds; ++round) {
-            const int block = BLOCKS == 2 ? round : 0;
-            const int oh = at.row * SPAN_H + row_phase[block];
-            const int ow = (at.strip * p.strip_cells + at.column) * SPAN_W + column_phase[block];
-            if (at.exists(p) && oh < p.h_out && ow < p.w_out) {
-                const index_t pixel = at.image * pixels + static_cast<index_t>(oh) * p.w_out + ow;
-                *reinterpret_cast<piece_t*>(output + pixel * channels) = pieces[round];
+        for (int i = 0; i < kPart / kStored; ++i) {
+            #pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) {
+                const int oh = at.row * SPAN_H + row_phase[block];
+                const int ow = (at.strip * p.strip_cells + at.column) * SPAN_W + column_phase[block];
+                if (at.exists(p) && oh < p.h_out && ow < p.w_out) {
+                    const index_t pixel = at.image * pixels + static_cast<index_t>(oh) * p.w_out + ow;
+                    *reinterpret_cast<piece_t*>(output + pixel * channels) = pieces[block * (kPart / kStored) + i];
+                }
             }
-            if (BLOCKS == 1 || round == kRounds - 1) at.advance(p, 16);
+            at.advance(p, kStored);
         }
     });
 }
@@ -131,12 +144,13 @@ constexpr int kLinePieces = kLineCells * SPAN_W / VECTOR, kPieceTurns = kWarpCha
  */
 __device__ __forceinline__ void store_tile(
     const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
-    ELEMENT_T* stage) {
+    ELEMENT_T* outputs) {
     static_assert(SPAN_W == SLOTS * BLOCKS, "a warp has whole rows of cells");
     static_assert(kLineCells % 8 == 0 && COLUMNS % kLineCells == 0, "a part is whole tiles of the accumulators");
     static_assert(kWarpChannels * kLinePieces % 32 == 0, "a warp stores 32 pieces in a turn");
     using piece_t = vector_t<VECTOR>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    ELEMENT_T* const stage = outputs + warp * kWarpOutputs;
     const row_t row = place_of_row(warp * 16 + g);  // and the next slot of its channel
     const int warp_channel = warp * kWarpChannels, first_channel = first_channel_of(item.set, side) + warp_channel;
     const int line = row.channel - warp_channel, row_phase = phases_of(item.set, side, 0)[0] / PHASE_BASE;
@@ -195,7 +209,7 @@ static_assert(kTurnsOfPart % kOwnPlaces == 0, "a part is whole lines");
  */
 __device__ __forceinline__ void store_tile(
     const fused_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
-    ELEMENT_T* stage) {
+    ELEMENT_T* outputs) {
     static_assert(SPAN_W == kInner && SLOTS <= 2, "the outputs of a row of cells are neighbours");
     static_assert(PITCH % 2 == 0, "a thread's two positions lie in one row");
     constexpr int kRun = 2 * kInner;  // a thread's outputs of two cells
@@ -203,6 +217,7 @@ __device__ __forceinline__ void store_tile(
     constexpr bool kFull = CHANNELS == 4 * kLines && OUT_CHANNELS % (CHANNELS * kChannelSides) == 0;
     using piece_t = vector_t<VECTOR>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    ELEMENT_T* const stage = outputs + warp * kWarpOutputs;
     const int warp_channel = warp * kLines, first_channel = first_channel_of(item.set, side) + warp_channel;
     const int lines = min(CHANNELS - warp_channel, OUT_CHANNELS - first_channel);  // that there are
     const int row_phase = phases_of(item.set, side, 0)[0] / PHASE_BASE;

@@ -6,6 +6,11 @@ template <int BARRIER, int THREADS> __device__ __forceinline__ void meet() {
     asm volatile("bar.sync %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");
 }
 
+/* The same, where the barrier is not known when compiling. */
+template <int THREADS> __device__ __forceinline__ void meet(int barrier) {
+    asm volatile("bar.sync %0, %1;" : : "r"(barrier), "n"(THREADS) : "memory");
+}
+
 /* Come to it, for those who wait there, and go on at once. */
 template <int BARRIER, int THREADS> __device__ __forceinline__ void arrive() {
     asm volatile("bar.arrive %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");

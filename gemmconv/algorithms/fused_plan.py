@@ -29,8 +29,11 @@ _PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits ea
 _LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possible, and that a stage has at most
 _MOST_LANDINGS = 6
 _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
-# Stages of inputs, and the fewest of weights that come again and again beside them.
-_STAGES, _BOXED_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}, {6: 6, 5: 5, 4: 4, 3: 3, 2: 3}
+# Stages of inputs, and the fewest of weights that come again and again beside them; of boxes, where chunks have few
+# steps, and where they have many.
+_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}
+_BOXED_STAGES = {6: 6, 5: 5, 4: 4, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
+_MANY_STEPS = 8
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
@@ -64,21 +67,19 @@ _TURN_CYCLES = {(2, 1): 65, (4, 1): 64, (4, 2): 137}
 # Inputs that come as blocks: of a box, and of a byte.
 _BOX_CYCLES, _BOX_BYTE_CYCLES, _BLOCKS_OVERLAP = 250, 0.03, 1.4
 # As lines, where products take what tensor cores do: of a column; of a box and of a byte; of a turn of all threads that
-# round, by parts; of a chunk, for all stages. How much hides behind other things, by bytes of an element and parts.
-_LINE_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES, _ROUNDING_CYCLES = 0.5, 260, 0.054, {1: 30, 2: 99}
-_LINES_WAIT_CYCLES = 3_000
-_LINES_OVERLAP = {(2, 1): 2.15, (4, 1): 1.72, (4, 2): 1.67}
+# round, by parts; of a chunk, for all stages. How much hides behind other things.
+_LINE_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES, _ROUNDING_CYCLES = 0.5, 260, 0.027, {1: 75, 2: 280}
+_LINES_WAIT_CYCLES, _LINES_OVERLAP = 3_500, 2.0
 _FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
 _WEIGHT_CYCLES = 0.0051  # of a byte
 _STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
-_PIXEL_STORE_CYCLES, _LINES_STORE_CYCLES = 29, 8.6  # the same of channels_last, and of lines that are not staged
-_PIECE_CHANNELS = 8  # that a thread stores together, of 16 bits
+_PIXEL_STORE_CYCLES, _LINES_STORE_CYCLES = 16.5, 8.6  # the same of channels_last, and of lines that are not staged
 _OUTPUT_CYCLES = 0.04  # of a byte
 _RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
 _STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
 _OVERLAP = 1.03, 1.26  # of inputs that are loaded into registers, and that land: 1 if nothing hides behind anything
 _MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
-_TURNS_FACTOR = 0.95  # of lines, where warpgroups multiply by turns: 0.86 to 1 of 15 plans
+_TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
 _START_CYCLES = 4_290
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
@@ -229,10 +230,10 @@ class Plan:
 
     @property
     def staged(self) -> bool:
-        """Whether a warp has neighbours, of a row of cells or 16 channels: outputs go by way of shared memory then."""
+        """Whether outputs go by way of shared memory: a warp has runs of a row of cells, or pieces of channels."""
         if not self.channels_last:
             return self.lined or self.span[1] == self.inner
-        return self.itemsize == 2 and self.channels % 16 == 0 and self.out_channels % _PIECE_CHANNELS == 0
+        return self.channels % self.element_units == 0 and self.out_channels % self.element_units == 0
 
     @property
     def vector(self) -> int:
@@ -240,7 +241,7 @@ class Plan:
         width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.channels_last:
             if self.staged:
-                return _PIECE_CHANNELS
+                return self.element_units
             return 2 if self.pairing == PAIR_ROWS and self.out_channels % 2 == 0 else 1
         if self.staged:
             return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
@@ -340,9 +341,9 @@ class Plan:
         """Of the estimate: in proportion to what an image takes whose strips have so many rows of positions."""
         box = self._line_box_of(rows)
         boxes = _boxes_of(self.tile, self.first, self.patch, math.prod(box)) * math.prod(self.unit)
-        loaded = _cycles_of_boxes(boxes, boxes * math.prod(box) * self.units * _UNIT_BYTES)
-        overlap = _LINES_OVERLAP[self.itemsize, self.parts]
-        return rows * ((self._multiplied_cycles / self.chunks) ** overlap + loaded**overlap) ** (1 / overlap)
+        loaded = _cost_of_boxes(boxes, boxes * math.prod(box) * self.units * _UNIT_BYTES)
+        parts = (self._multiplied_cycles / self.chunks, loaded)
+        return rows * sum(part**_LINES_OVERLAP for part in parts) ** (1 / _LINES_OVERLAP)
 
     @property
     def _in_a_row(self) -> bool:
@@ -693,7 +694,7 @@ class Plan:
         lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
         line = {1: 40, 2: 48}.get(self.inner, 8 * self.inner + 8)
         if self.staged and self.channels_last:
-            lines, line = 32, 24
+            lines, line = 32 // self.itemsize, _BLOCK_ROWS + self.element_units  # a quarter of a warpgroup's
         elif self.lined:
             lines, line = _WARP_ROWS // self.slots, 16 // self.blocks * self.span[1] + max(4, self.slots)
         outputs = 8 * lines * line * self.itemsize
@@ -710,8 +711,9 @@ class Plan:
     @cached_property
     def stages(self) -> Pair | None:
         """Stages of inputs and of weights; None where the fewest do not fit."""
-        most, (patch_bytes, weight_bytes) = max(self.set_steps) * self.chunks, self._stage_bytes
-        for patches, least in (_BOXED_STAGES if self.boxed else _STAGES).items():
+        steps, (patch_bytes, weight_bytes) = max(self.set_steps), self._stage_bytes
+        most = steps * self.chunks
+        for patches, least in (_BOXED_STAGES[steps >= _MANY_STEPS] if self.boxed else _STAGES).items():
             weights = (SHARED_BYTES - self._other_bytes - patches * patch_bytes) // weight_bytes
             if weights >= most and self._sets <= MULTIPROCESSORS:
                 return patches, max(1, most)
@@ -785,8 +787,8 @@ class Plan:
         Fitted to 1692 measured plans of 37 layers in three types (benchmarks.choices, H200): 21% off, as the root mean
         square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
         mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes
-        overlap with the rest. Blocks, 56 plans of 7 layers: 8% off, those chosen 2% longer than the best; lines, 380
-        plans of 30 layers: 12% off, those chosen 2%.
+        overlap with the rest. Blocks, 56 plans of 7 layers: 8% off, those chosen 2% longer than the best; lines, 381
+        plans of 32 layers: 11% off, those chosen 1%.
         """
         assert self.stages is not None
         lines, steps = self.way == "lines", self._item_steps
@@ -824,7 +826,7 @@ class Plan:
     def _overlap(self) -> float:
         """Of the estimate: 1 if nothing hides behind anything."""
         if self.way == "lines":
-            return _LINES_OVERLAP[self.itemsize, self.parts]
+            return _LINES_OVERLAP
         return _BLOCKS_OVERLAP if self.boxed else _OVERLAP[self.landing]
 
     @property
@@ -888,6 +890,11 @@ def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
     return max(boxes * _LINE_BOX_CYCLES, box_bytes * _LINE_BYTE_CYCLES)
 
 
+def _cost_of_boxes(boxes: int, box_bytes: float) -> float:
+    """By which boxes are chosen. Bytes count twice: what they take of shared memory is missing for stages."""
+    return _cycles_of_boxes(boxes, 2 * box_bytes)
+
+
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
     """The most boxes of so many positions that the patch of a tile has parts of."""
     apart = math.gcd(tile, positions)
@@ -913,7 +920,7 @@ def _line_box(
     def cost(box: tuple[int, int, int]) -> tuple[float, int]:
         positions = math.prod(box)
         boxes = _boxes_of(tile, first, patch, positions)
-        return _cycles_of_boxes(boxes, boxes * positions * line), boxes * positions
+        return _cost_of_boxes(boxes, boxes * positions * line), boxes * positions
 
     widths = [width for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0] if divisible else [pitch]
     found = [(1, 1, width) for width in widths]

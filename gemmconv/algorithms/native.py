@@ -61,10 +61,10 @@ _GRADIENTS = {
 }
 _LEAST_OUT_CHANNELS_TF32 = 64  # of an input gradient in channels_last, below which it takes several times as long
 
-# Forward passes in 16 bits, in channels_last or of one tap, of 40 layers: 12%. Of fewer channels, or longer strides,
-# they take up to twice as long.
+# Forward passes in 16 bits, in channels_last or of one tap, of 40 layers: 12%. Of fewer channels or pixels, or longer
+# strides, they take up to twice as long.
 _FORWARD = _Cost(10e-6, math.nan, 650e12, 3.2e12, 0.0, 0.8, many=128)
-_LEAST_CHANNELS, _LARGEST_STRIDE_AREA = 64, 4
+_LEAST_CHANNELS, _LEAST_PIXELS, _LARGEST_STRIDE_AREA = 64, 32, 4
 _BIAS_RATE = 1.6e12  # bytes a second of the pass that adds it
 
 
@@ -84,7 +84,7 @@ def _seconds(config: Config, direction: Direction) -> float | None:
         if channels_last and not half and few and direction == "input_grad":
             return None
         return (_GRADIENTS if turns_nothing else _GRADIENTS_NCHW)[direction].seconds(config)
-    if not (turns_nothing and half) or p.in_pixels == 1:
+    if not (turns_nothing and half) or p.in_pixels < _LEAST_PIXELS:
         return None
     channels = p.in_channels, p.out_channels
     if min(channels) < _LEAST_CHANNELS or any(count % 8 for count in channels):
