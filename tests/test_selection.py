@@ -87,7 +87,7 @@ def test_native_is_deterministic_where_auto_may_take_its_forward_pass(monkeypatc
 
     plain = torch.conv_transpose2d
     monkeypatch.setattr(torch, "conv_transpose2d", conv_transpose2d)
-    config = config_of(Problem(1, 64, 64, 1, (3, 3), (2, 2)), torch.bfloat16, "ieee", memory_format=memory_format)
+    config = config_of(Problem(1, 64, 64, 1, (6, 6), (2, 2)), torch.bfloat16, "ieee", memory_format=memory_format)
     input = torch.ones(config.problem.input_shape, dtype=config.dtype).contiguous(memory_format=memory_format)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     Native().forward(config)(input, torch.ones(config.problem.weight_shape, dtype=config.dtype), None)
