@@ -32,7 +32,7 @@ _MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
 # Stages of inputs, and the fewest of weights that come again and again beside them; of boxes, where chunks have few
 # steps, and where they have many.
 _STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}
-_BOXED_STAGES = {6: 6, 5: 5, 4: 4, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
+_BOXED_STAGES = {6: 6, 5: 5, 4: 5, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
 _MANY_STEPS = 8
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
@@ -68,8 +68,9 @@ _TURN_CYCLES = {(2, 1): 65, (4, 1): 64, (4, 2): 137}
 _BOX_CYCLES, _BOX_BYTE_CYCLES, _BLOCKS_OVERLAP = 250, 0.03, 1.4
 # As lines, where products take what tensor cores do: of a column; of a box and of a byte; of a turn of all threads that
 # round, by parts; of a chunk, for all stages. How much hides behind other things.
-_LINE_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES, _ROUNDING_CYCLES = 0.5, 260, 0.027, {1: 75, 2: 280}
-_LINES_WAIT_CYCLES, _LINES_OVERLAP = 3_500, 2.0
+_LINE_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES, _ROUNDING_CYCLES = 0.5, 230, 0.024, {1: 115, 2: 295}
+_FEW_ROUNDERS_FACTOR = 0.65  # a turn of fewer takes less
+_LINES_WAIT_CYCLES, _LINES_OVERLAP = 3_000, 2.05
 _FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
 _WEIGHT_CYCLES = 0.0051  # of a byte
 _STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
@@ -80,6 +81,7 @@ _STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
 _OVERLAP = 1.03, 1.26  # of inputs that are loaded into registers, and that land: 1 if nothing hides behind anything
 _MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
 _TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
+_LINES_STAGES_FACTOR = {3: 1.16, 4: 1.04}  # of so few stages of weights that come again and again, of one part
 _START_CYCLES = 4_290
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
@@ -787,7 +789,7 @@ class Plan:
         Fitted to 1692 measured plans of 37 layers in three types (benchmarks.choices, H200): 21% off, as the root mean
         square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
         mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes
-        overlap with the rest. Blocks, 56 plans of 7 layers: 8% off, those chosen 2% longer than the best; lines, 381
+        overlap with the rest. Blocks, 56 plans of 7 layers: 8% off, those chosen 2% longer than the best; lines, 415
         plans of 32 layers: 11% off, those chosen 1%.
         """
         assert self.stages is not None
@@ -815,6 +817,8 @@ class Plan:
             item *= _FEW_STAGES_FACTOR
         if lines and self.turns:
             item *= _TURNS_FACTOR
+        elif lines and not (self.resident or self.split):
+            item *= _LINES_STAGES_FACTOR.get(self.stages[1], 1)
         blocks = self.blocks_on(MULTIPROCESSORS)
         items = -(-self.tiles * self._sets // blocks)
         if lines:  # those without a tile are not spread evenly
@@ -862,7 +866,8 @@ class Plan:
         cycles = _cycles_of_boxes(boxes, self.patch_bytes / self.parts)
         if self.rounded:
             turns = -(-self.unit_pitch * self.units // (self.loaders - 32))
-            cycles = max(cycles, turns * _ROUNDING_CYCLES[self.parts])
+            turn = _ROUNDING_CYCLES[self.parts] * (_FEW_ROUNDERS_FACTOR if self.loaders == _FEW_LOADERS else 1)
+            cycles = max(cycles, turns * turn)
         return self.chunks * cycles
 
     @property
