@@ -43,7 +43,7 @@ PASSES: dict[str, tuple[Direction, ...]] = {
 _UNFUSED_BYTES = {"forward": 32 << 30, "backward": 4 << 30, "both": 4 << 30}
 
 
-SEARCHES = 3  # of cudnn.benchmark, where they are short
+SEARCHES = 8  # of cudnn.benchmark, where they are short
 
 
 class Lanes:
@@ -52,10 +52,8 @@ class Lanes:
     def __init__(self, count: int = 1) -> None:
         self._pools = [ThreadPoolExecutor(max_workers=1) for _ in range(count)]
 
-    def run(self, work: Callable[[], T]) -> Iterator[T]:
-        """What the work gives in each of the threads, one after the other."""
-        for pool in self._pools:
-            yield pool.submit(work).result()
+    def __len__(self) -> int:
+        return len(self._pools)
 
     def run_in(self, lane: int, work: Callable[[], T]) -> T:
         """What the work gives in one of the threads."""

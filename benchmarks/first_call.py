@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return _first_ms(c, layer, precision, device)
 
                 try:
-                    ms = next(lanes.run(visit)) if contender.benchmark else visit()
+                    ms = lanes.run_in(0, visit) if contender.benchmark else visit()
                 except RuntimeError:  # refused or failed: the row itself says why
                     continue
                 if layer != _WARM_UP:

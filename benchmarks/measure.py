@@ -30,6 +30,8 @@ _SMALL_MS = 0.1
 # A search of cudnn.benchmark that takes less than this is made in every lane.
 _SHORT_SEARCH_MS = 200.0
 
+_GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
+
 # Looks of a row that agree, as a share of its time, and how many there are at most.
 _LOOKS_AGREE, _MOST_LOOKS = 0.02, 4
 
@@ -123,7 +125,11 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     if time.monotonic() > plan.deadline:
                         return
                     visit = partial(bench.visit, contender, precision, direction)
-                    rows, failed, lane = fastest_search(lanes.run(visit)) if contender.benchmark else (visit(), [], 0)
+                    if contender.benchmark:
+                        glance = partial(bench.glance, contender, precision, direction)
+                        rows, failed, lane = fastest_search(lanes, visit, glance)
+                    else:
+                        rows, failed, lane = visit(), [], 0
                     yield from rows
                     if rows[0].lacks_second_look(plan.second_look_ms):
                         long.append((rows[0], contender, lane))
@@ -150,24 +156,38 @@ def _looks(bench: _Bench, plan: Plan, lanes: Lanes, long: list[tuple[Row, Conten
         long = doubtful
 
 
-def fastest_search(searches: Iterator[list[Row]]) -> tuple[list[Row], list[Row], int]:
+def fastest_search(
+    lanes: Lanes, visit: Callable[[], list[Row]], glance: Callable[[], Row]
+) -> tuple[list[Row], list[Row], int]:
     """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel, failed rows of others, and its lane.
 
     Of each search the eager row comes first, and decides. A search times each kernel once, so chance decides between
-    close ones. Only short searches are made more than once; ``first_ms`` is that of the first, and ``reason`` says what
+    close ones. Only short searches are made more than once. A glance is enough to see whether another one found
+    something faster; that is then visited like the first. ``first_ms`` is that of the first, and ``reason`` says what
     was wrong with others.
+
+    Args:
+        lanes: a search is made in each.
+        visit: gives the rows of a lane, after its search.
+        glance: gives the eager row of a lane, of a few samples, its errors not looked at; also after its search.
     """
-    found = [next(searches)]
-    first = found[0][0]
-    if first.status == "ok" and (first.first_ms or 0.0) < _SHORT_SEARCH_MS:
-        found += searches
-    times = [math.inf if rows[0].median_ms is None else rows[0].median_ms for rows in found]
-    lane = times.index(min(times))
-    best = found[lane]
-    bad = [row for rows in found if rows is not best for row in rows if row.status in ("wrong", "failed")]
-    reason = "; ".join([best[0].reason, *(f"another search: {row.status}: {row.reason}" for row in bad)]).strip("; ")
-    rows = [replace(best[0], first_ms=first.first_ms, reason=reason), *best[1:]]
-    return rows, [row for row in bad if row.status == "failed"], lane
+    found, best = lanes.run_in(0, visit), 0
+    first = found[0]
+    if first.status != "ok" or first.median_ms is None or (first.first_ms or 0.0) >= _SHORT_SEARCH_MS:
+        return found, [], best
+    glances = {lane: lanes.run_in(lane, glance) for lane in range(1, len(lanes))}
+    bad = [row for row in glances.values() if row.status == "failed"]
+    times = {lane: row.median_ms for lane, row in glances.items() if row.median_ms is not None}
+    for lane in sorted((lane for lane in times if times[lane] < first.median_ms), key=times.__getitem__):
+        rows = lanes.run_in(lane, visit)
+        if rows[0].status == "ok":
+            if rows[0].median_ms is not None and rows[0].median_ms < first.median_ms:
+                found, best = rows, lane
+            break
+        bad += [row for row in rows if row.status in ("wrong", "failed")]
+    reason = "; ".join([found[0].reason, *(f"another search: {row.status}: {row.reason}" for row in bad)]).strip("; ")
+    rows = [replace(found[0], first_ms=first.first_ms, reason=reason), *found[1:]]
+    return rows, [row for row in bad if row.status == "failed"], best
 
 
 def expected_keys(workload: Workload, plan: Plan) -> list[Key]:
@@ -232,6 +252,17 @@ class _Bench:
                 return self._measure(row, contender)
             except Exception as error:  # whatever breaks one row must not end the run; the row says what it was
                 return [_failed(row, error)]
+
+    def glance(self, contender: Contender, precision: str, direction: str) -> Row:
+        """The eager row of a contender and direction, of a few samples, its errors not looked at."""
+        row = _row(self._workload, precision, contender, direction)
+        with self._settings(contender, precision):
+            try:
+                run = self._run(contender, direction)
+                run()
+                return _timed(row, time_run(run, self._device, _GLANCE))
+            except Exception as error:  # as in visit
+                return _failed(row, error)
 
     def look_again(self, row: Row, contender: Contender) -> tuple[Row, bool]:
         """The eager row of a contender, timed once more: the faster of both, and whether they agree."""
