@@ -52,7 +52,7 @@
  * has on their way); BOXED, BOX_BLOCKS (see fused_blocks.cuh), BOXES, BOX_IMAGES, FLAT (see fused_lines.cuh); BOX_ROWS,
  * BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, RUN_PITCH, WHOLE_IMAGES,
  * PARTIAL_PIECES (see fused_land.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie
- * aligned in channels_last); PAIRING, STAGED, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
+ * aligned in channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
  * the patch's first), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column

@@ -438,7 +438,7 @@ def staged_runs_of(plan):
         row_phase, column_phase, channel, present = lines_of(plan)
         assert (column_phase == 0).all()
         assert (present == inner).all()
-        width_of_line = inner * (32 // inner if inner <= 2 else 8)
+        width_of_line = inner * plan.line_cells
     lines = plan.tiles * plan.tile * inner // width_of_line
     outputs = (np.arange(lines)[:, None] * width_of_line + np.arange(0, width_of_line, vector)).reshape(-1, 1)
     image, row, cell, _, there = cells_at(plan, outputs // inner)
@@ -701,7 +701,7 @@ def test_stages_fit_shared_memory(plan):
         outputs = 8 * (16 // macros["SLOTS"]) * (16 // macros["BLOCKS"] * macros["SPAN_W"] + pad)
     elif macros["STAGED"]:
         inner = {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: macros["BLOCKS"]}[macros["PAIRING"]]
-        line = inner * (32 // inner if inner <= 2 else 8) + (16 if inner == 2 else 8)
+        line = inner * macros["LINE_CELLS"] + (16 if inner == 2 else 8)
         outputs = 8 * (macros["BLOCKS"] * 2 // inner * 8) * line
     landed = math.prod(plan.box_size) * plan.itemsize // 16 if plan.landing_box else plan.pieces  # of a channel
     landing = macros["LANDING_STAGES"] * macros["LANDING_UNITS"] * (16 // plan.itemsize) * landed

@@ -105,7 +105,7 @@ constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 
 // Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
 constexpr bool kLined = ROW_ORDER == ROWS_LINES;  // kWarpChannels lines, of all phases of a row of cells
 constexpr int kWarpChannels = 16 / SLOTS;
-constexpr int kLineCells = kLined ? 16 / BLOCKS : kInner <= 2 ? 32 / kInner : 8;
+constexpr int kLineCells = LINE_CELLS;
 constexpr int kLine = kLined ? kLineCells * SPAN_W + (SLOTS < 4 ? 4 : SLOTS) : kLineCells * kInner + (kInner == 2 ? 16 : 8);
 // Of channels_last, what a warpgroup turns round: see fused_store.cuh.
 constexpr int kPlaces = 64 / static_cast<int>(sizeof(ELEMENT_T)), kPixel = 64 + kElements;

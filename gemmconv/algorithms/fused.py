@@ -126,6 +126,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "CHAIN": CHAIN,
         "PAIRING": plan.pairing,
         "STAGED": int(plan.staged),
+        "LINE_CELLS": plan.line_cells,
         "VECTOR": plan.vector,
         "VECTOR_LOADS": int(plan.vector_loads),
         "RUN_PITCH": plan.run_pitch,

@@ -23,6 +23,9 @@ MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 _BLOCK_ROWS, _WARP_ROWS = 64, 16
+# Of a line that is stored, at least where that is possible; of 16 bits and several neighbours of a thread. Memory takes
+# long where many pieces of it are written together, whatever they have; beside boxes, stages matter more.
+_LINE_BYTES, _LONG_LINE_BYTES = 128, 256
 _WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
 _MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
 _PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits each, and of 32
@@ -236,6 +239,17 @@ class Plan:
         if not self.channels_last:
             return self.lined or self.span[1] == self.inner
         return self.channels % self.element_units == 0 and self.out_channels % self.element_units == 0
+
+    @property
+    def line_cells(self) -> int:
+        """Cells of a line, of what a warp has of a row of the output, which are turned round together."""
+        if self.lined:
+            return _WARP_ROWS // self.blocks
+        long = self.itemsize == 2 and self.inner > 1 and not self.boxed
+        cells, wanted = 8, _LONG_LINE_BYTES if long else _LINE_BYTES
+        while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
+            cells *= 2
+        return cells
 
     @property
     def vector(self) -> int:
@@ -694,11 +708,11 @@ class Plan:
     def _other_bytes(self) -> int:
         """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
         lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
-        line = {1: 40, 2: 48}.get(self.inner, 8 * self.inner + 8)
+        line = self.line_cells * self.inner + (16 if self.inner == 2 else 8)
         if self.staged and self.channels_last:
             lines, line = 32 // self.itemsize, _BLOCK_ROWS + self.element_units  # a quarter of a warpgroup's
         elif self.lined:
-            lines, line = _WARP_ROWS // self.slots, 16 // self.blocks * self.span[1] + max(4, self.slots)
+            lines, line = _WARP_ROWS // self.slots, self.line_cells * self.span[1] + max(4, self.slots)
         outputs = 8 * lines * line * self.itemsize
         if self.boxed:
             return outputs
