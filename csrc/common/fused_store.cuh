@@ -206,6 +206,7 @@ __device__ constexpr int line_of(int piece) {
 // In how many turns a thread is at other places of lines; then it begins again, in lines as far apart as everybody's.
 constexpr int kOwnPlaces = kLinePieces / gcd(32, kLinePieces);
 static_assert(kTurnsOfPart % kOwnPlaces == 0, "a part is whole lines");
+constexpr int kTurnsTogether = 16 / ceil_div(VECTOR * static_cast<int>(sizeof(ELEMENT_T)), 4) * kOwnPlaces;  // turns, in 16 registers
 
 /* Adds the bias and stores, by way of shared memory: a thread has two positions of a row, 8 rows a warp, and a row of the
  * output wants what a warp has of it stored together. A warp's lines are channels that follow each other. `stage` is its own.
@@ -266,17 +267,22 @@ __device__ __forceinline__ void store_tile(
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kOwnPlaces; ++i) {
-            piece_t pieces[kTurnsOfPart / kOwnPlaces];
+            ELEMENT_T* target = target_of(at[i], own[i]);
+            const bool there = target != nullptr;
+            if (there) target += own_line[i] * pixels;
             #pragma unroll
-            for (int turn = 0; turn < kTurnsOfPart; turn += kOwnPlaces)
-                pieces[turn / kOwnPlaces] =
-                    *reinterpret_cast<const piece_t*>(stage + (line_of(turn * 32) + own_line[i]) * kLine + own[i]);
-            if (ELEMENT_T* target = target_of(at[i], own[i])) {
-                target += own_line[i] * pixels;
+            for (int first = 0; first < kTurnsOfPart; first += kTurnsTogether) {
+                piece_t pieces[kTurnsTogether / kOwnPlaces];
                 #pragma unroll
-                for (int turn = 0; turn < kTurnsOfPart; turn += kOwnPlaces)
+                for (int turn = first; turn < least(first + kTurnsTogether, kTurnsOfPart); turn += kOwnPlaces)
+                    pieces[(turn - first) / kOwnPlaces] =
+                        *reinterpret_cast<const piece_t*>(stage + (line_of(turn * 32) + own_line[i]) * kLine + own[i]);
+                if (!there) continue;
+                #pragma unroll
+                for (int turn = first; turn < least(first + kTurnsTogether, kTurnsOfPart); turn += kOwnPlaces)
                     if (kFull || line_of(turn * 32) + own_line[i] < lines)
-                        *reinterpret_cast<piece_t*>(target + line_of(turn * 32) * pixels) = pieces[turn / kOwnPlaces];
+                        *reinterpret_cast<piece_t*>(target + line_of(turn * 32) * pixels) =
+                            pieces[(turn - first) / kOwnPlaces];
             }
             at[i].advance(p, kLineCells);
         }
