@@ -206,7 +206,8 @@ __device__ constexpr int line_of(int piece) {
 // In how many turns a thread is at other places of lines; then it begins again, in lines as far apart as everybody's.
 constexpr int kOwnPlaces = kLinePieces / gcd(32, kLinePieces);
 static_assert(kTurnsOfPart % kOwnPlaces == 0, "a part is whole lines");
-constexpr int kTurnsTogether = 16 / ceil_div(VECTOR * static_cast<int>(sizeof(ELEMENT_T)), 4) * kOwnPlaces;  // turns, in 16 registers
+// Turns of which a thread has the pieces at a time, in 16 registers.
+constexpr int kTurnsTogether = 16 / ceil_div(VECTOR * static_cast<int>(sizeof(ELEMENT_T)), 4) * kOwnPlaces;
 
 /* Adds the bias and stores, by way of shared memory: a thread has two positions of a row, 8 rows a warp, and a row of the
  * output wants what a warp has of it stored together. A warp's lines are channels that follow each other. `stage` is its own.
