@@ -30,6 +30,7 @@ _SMALL_MS = 0.1
 # A search of cudnn.benchmark that takes less than this is made in every lane.
 _SHORT_SEARCH_MS = 200.0
 
+# To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
 
 # Looks of a row that agree, as a share of its time, and how many there are at most.

@@ -100,7 +100,6 @@ __device__ __forceinline__ void produce_weights(const fused_params& p, const sta
 /* Where weights stay, warpgroups multiply by turns (TURNS): the tensor cores do not stand still while one of them stores. For
  * that the inputs of a whole item must fit their stages: the other warpgroup lets go of them in its turn.
  */
-constexpr int kTurnOf0 = 2, kTurnOf1 = 3;  // barriers
 static_assert(!TURNS || (RESIDENT && PATCH_STAGES > CHUNKS), "a turn ends only if all of its inputs have a stage");
 
 /* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */

@@ -857,7 +857,7 @@ MISTAKES = {
     ),
     "fused_places_not_waited_for": (
         FUSED,
-        emulator.Edit("common/fused_load.cuh", r"meet<1, LOADERS>\(\);", ""),
+        emulator.Edit("common/fused_load.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
         "relative error",
     ),
     "fused_blocks_not_waited_for": (
@@ -904,7 +904,7 @@ MISTAKES = {
     ),
     "fused_landing_of_others_not_waited_for": (
         FUSED_LANDED,
-        emulator.Edit("common/fused_land.cuh", r"meet<1, LOADERS>\(\);", ""),
+        emulator.Edit("common/fused_land.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
         "relative error|a misaligned address",
     ),
     "fused_landing_overwritten": (

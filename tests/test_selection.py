@@ -68,7 +68,8 @@ def test_auto_takes_forward_passes_of_cudnns_own_format_from_native(dtype):
     assert taken(wide, dtype, "ieee", "forward", memory_format=torch.channels_last) == "native"
     assert taken(wide, dtype, "ieee", "forward") == "fused"
     assert taken(wide, torch.float32, "tf32", "forward", memory_format=torch.channels_last) == "fused"
-    last = Problem(32, 256, 256, 1, (32, 24), (4, 4), stride=(2, 2), padding=(1, 1))  # SimpleBaseline 3
+    last = Problem(32, 256, 256, 1, (32, 24), (4, 4), stride=(2, 2), padding=(1, 1))  # SimpleBaseline 3: alike
+    assert taken(last, dtype, "ieee", "forward", memory_format=torch.channels_last) == "fused"
     assert taken(last, dtype, "ieee", "forward") == "fused"
     few_channels = Problem(16, 64, 32, 1, (128, 128), (2, 2), stride=(2, 2))  # SAM 2
     few_pixels = Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))  # DCGAN 2

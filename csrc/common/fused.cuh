@@ -120,6 +120,9 @@ extern __shared__ __align__(1024) unsigned char shared[];
 
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
+// Barriers of warps (see meet.cuh): of all loaders; of the turn of either warpgroup; of either alone, when it stores.
+constexpr int kLoadersMeet = 1, kTurnOf0 = 2, kTurnOf1 = 3, kStoresOf0 = 4, kStoresOf1 = 5;
+
 struct stages_t {
     unit_t* patches;
     unit_t* weights;

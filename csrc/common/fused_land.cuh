@@ -276,7 +276,7 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
         place();
         if (LANDING_BOX) barrier_wait(s.landed_full[from.stage], from.parity);
         else wait_for_groups<LANDING_STAGES - 2>();
-        meet<1, LOADERS>();
+        meet<kLoadersMeet, LOADERS>();
         if (read.landing == 0) spots.place(landed, thread);
         const unit_t* landing = s.landing + from.stage * kLandingUnits;
         from.advance();

@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
         index_t* places = s.places + tables.stage * kSpots;
         for (int spot = thread; spot < kSpots; spot += LOADERS)
             places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
-        meet<1, LOADERS>();
+        meet<kLoadersMeet, LOADERS>();
         tables.advance();
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unit_t* patch = s.patches + ring.stage * kPatchUnits;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/fused.cuh"
+#include "common/meet.cuh"
 
 /* How a thread's outputs lie beside each other. In a row of the output, or along the channels in channels_last, it has
  * kInner neighbours: of its M blocks (PAIR_BLOCKS), of rows g and g + 8 (PAIR_ROWS), or one (PAIR_NONE). Where those of its
@@ -15,6 +16,9 @@ __device__ constexpr int block_of(int outer, int inner) {
 __device__ constexpr int half_of(int outer, int inner) {
     return PAIRING == PAIR_BLOCKS ? outer : PAIRING == PAIR_ROWS ? inner : outer % 2;
 }
+
+constexpr int kMostAdvanced = 64;  // positions, at a time
+static_assert(!STAGED || kLineCells <= kMostAdvanced, "cells of a line are gone on by at a time");
 
 /* What is at a position: a cell of a strip, or nothing between rows and strips. */
 struct cell_t {
@@ -31,7 +35,7 @@ struct cell_t {
                 row = 0;
                 if (++strip == p.strips) strip = 0, ++image;
             }
-            if (PITCH >= 64) break;  // at least as many as positions
+            if (PITCH >= kMostAdvanced) break;  // they reach no further than the next row
         }
     }
 };
@@ -41,8 +45,6 @@ __device__ __forceinline__ cell_t cell_at(const fused_params& p, int position) {
 }
 
 #if STAGED && CHANNELS_LAST
-constexpr int kStoresOf0 = 4;  // a barrier for either warpgroup
-
 /* Adds the bias and stores, by way of shared memory: a thread has two channels of two positions, and stores a piece of 16 bytes
  * of one, so that a warp stores whole rows of M blocks. What a warpgroup has at a position of a row of one of its M blocks is
  * a place; a part is kPlaces of them, which threads store while the next part is written. `stage` is the warpgroup's own:
@@ -63,6 +65,7 @@ __device__ __forceinline__ void store_tile(
     constexpr int kPart = kPlaces / BLOCKS, kStored = 128 / kPlacePieces;  // positions that a warpgroup stores together
     constexpr int kPartCount = COLUMNS / kPart;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
+    static_assert(kStoresOf1 == kStoresOf0 + 1, "a warpgroup counts on from the first");
     const int barrier = kStoresOf0 + (threadIdx.x - kProducers) / 128;
     const int first_channel = first_channel_of(item.set, side);
     float bias[2];

@@ -705,15 +705,23 @@ class Plan:
         return 256 - max(144 if self.blocks > 2 else 136, self._sums + (48 if self.split else 56))
 
     @property
-    def _other_bytes(self) -> int:
-        """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
-        lines = 8 * self.blocks * 2 // self.inner if self.staged else 0  # of each of 8 warps
-        line = self.line_cells * self.inner + (16 if self.inner == 2 else 8)
-        if self.staged and self.channels_last:
+    def _turned_bytes(self) -> int:
+        """Bytes of outputs that are turned round: lines of each of 8 warps."""
+        if not self.staged:
+            return 0
+        if self.channels_last:
             lines, line = 32 // self.itemsize, _BLOCK_ROWS + self.element_units  # a quarter of a warpgroup's
         elif self.lined:
             lines, line = _WARP_ROWS // self.slots, self.line_cells * self.span[1] + max(4, self.slots)
-        outputs = 8 * lines * line * self.itemsize
+        else:
+            lines = 8 * self.blocks * 2 // self.inner
+            line = self.line_cells * self.inner + (16 if self.inner == 2 else 8)
+        return 8 * lines * line * self.itemsize
+
+    @property
+    def _other_bytes(self) -> int:
+        """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
+        outputs = self._turned_bytes
         if self.boxed:
             return outputs
         if self.landing:
