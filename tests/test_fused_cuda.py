@@ -29,6 +29,7 @@ LARGE_CASES = [
     Case(4, 96, 160, (30, 47), (3, 3), (1, 1), (1, 1)),
     Case(3, 256, 64, (16, 12), (4, 4), (2, 2), (1, 1)),
     Case(2, 64, 32, (64, 64), (2, 2), (2, 2)),
+    Case(5, 72, 136, (9, 14), (2, 2), (2, 2)),
     Case(2, 45, 53, (37, 61), (3, 4), (2, 3), (2, 1), (1, 0)),
     Case(1, 2048, 80, (7, 9), (3, 3), (1, 1), (1, 1)),
     Case(2, 40, 72, (24, 200), (3, 3), (1, 1), (1, 1)),
@@ -70,7 +71,7 @@ DIRECTIONS = ("forward", "input_grad")
 def kind_of(plan):
     """Return what makes plans take other paths of the kernel."""
     if plan.way != "lines":
-        return plan.way, plan.lined, plan.landing_box and min(plan.box_size[0], 2)
+        return plan.way, plan.lined, plan.down, plan.landing_box and min(plan.box_size[0], 2)
     images, rows, _ = plan.line_box
     box = "flat" if plan.flat else (images > 1, rows > 1, plan.whole_images)
     return plan.way, plan.units, max(plan.unit) > 1, plan.strips > 1, box, plan.pitch % 2

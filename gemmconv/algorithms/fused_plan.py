@@ -90,6 +90,8 @@ _START_CYCLES = 4_290
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 
+_SECTOR_BYTES, _SHORT_ROW_BYTES = 32, 128  # what memory reads and writes at a time
+
 _WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
@@ -119,7 +121,7 @@ class Plan:
         multiple: how many times the smallest cell a cell is, per axis. The smallest has one input, or one output of an
             input gradient, and as many of the other as the stride says.
         slots: output phases of an M block, which are neighbours in a row of cells.
-        blocks: M blocks of a warpgroup, which are neighbouring column phases.
+        blocks: M blocks of a warpgroup, which are neighbouring column phases, or rows of a cell (``down``).
         columns: positions that an M block is multiplied with at a time, a multiple of 32.
         warpgroups_m: warpgroups with M blocks of their own, 1 or 2.
         phase_sides: warpgroups with phases of their own, 1 or 2; where it is 1, they have output channels of their own.
@@ -187,12 +189,26 @@ class Plan:
         """Output channels of an M block."""
         if self.lined:
             return _BLOCK_ROWS // self.slots
-        return self.out_channels if self.slots > 1 else min(_BLOCK_ROWS, self.out_channels)
+        if self.slots == 1 or self.down:
+            return min(_BLOCK_ROWS // self.slots, self.out_channels)
+        return self.out_channels
 
     @property
     def lined(self) -> bool:
         """Whether warps have whole rows of cells, since no M block has all channels of several phases."""
-        return not self.channels_last and self.slots > 1 and self.slots * self.out_channels > _BLOCK_ROWS
+        too_many = self.slots > 1 and self.slots * self.out_channels > _BLOCK_ROWS
+        return not self.channels_last and too_many and not self.down
+
+    @property
+    def down(self) -> bool:
+        """Whether M blocks of a warpgroup are rows of a cell, each with both columns: a warp stores both at once."""
+        return not self.channels_last and self.slots == 2 and self.blocks > 1 and self.span[1] == 2
+
+    @property
+    def short_rows(self) -> bool:
+        """Whether rows of the output are a few sectors of memory, and not whole ones: what one begins the next ends."""
+        row_bytes = self.output_size[1] * self.itemsize
+        return row_bytes <= _SHORT_ROW_BYTES and row_bytes % _SECTOR_BYTES > 0
 
     @property
     def channel_sets(self) -> int:
@@ -215,7 +231,7 @@ class Plan:
             return PAIR_ROWS if self.channels % 2 == 0 else PAIR_NONE
         if self.lined:
             return PAIR_NONE
-        if self.blocks > 1:
+        if self.blocks > 1 and not self.down:
             return PAIR_BLOCKS
         return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
 
@@ -245,6 +261,8 @@ class Plan:
         """Cells of a line, of what a warp has of a row of the output, which are turned round together."""
         if self.lined:
             return _WARP_ROWS // self.blocks
+        if self.down:
+            return _WARP_ROWS * self.vector // self.inner
         long = self.itemsize == 2 and self.inner > 1 and not self.boxed
         cells, wanted = 8, _LONG_LINE_BYTES if long else _LINE_BYTES
         while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
@@ -1027,8 +1045,10 @@ def _plans_of(
         problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, "loaded", _MANY_LOADERS
     )
     channels = smallest.out_channels
-    for multiple, slots, blocks in _left_sides(smallest.span[1], channels, channels_last):
+    for multiple, slots, blocks in _left_sides(smallest.span, channels, channels_last):
         left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
+        if left.down and not (left.short_rows and 2 * sum(map(len, left.steps)) <= sum(map(len, smallest.steps))):
+            continue  # nothing to gain, or columns of other shifts
         cells = left.cells[1]
         strips = {1, *(-(-cells // width) for width in widths if width < cells)}
         sides = [(1, 1)]
@@ -1036,7 +1056,7 @@ def _plans_of(
             both = replace(left, warpgroups_m=2, phase_sides=2)
             if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
                 sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
-        if (slots == 1 or left.lined) and channels > left.channels:
+        if (slots == 1 or left.lined or left.down) and channels > left.channels:
             sides.append((2, 1))
         for strip in strips:
             for right in _right_sides(replace(left, strips=strip)):
@@ -1076,14 +1096,17 @@ def _units(plan: Plan) -> tuple[int, ...]:
     return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
 
 
-def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
+def _left_sides(spans: Pair, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
     """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup.
 
     Args:
-        span: outputs across of the smallest cell.
+        spans: outputs of the smallest cell, down and across.
         channels: output channels of a group.
         channels_last: format; without it, a warpgroup may have all columns of a cell, to store rows of them.
     """
+    height, span = spans
+    if not channels_last and height == span == 2:  # of those of one estimate the first is taken
+        yield (1, 1), 2, 2
     yield (1, 1), 1, 1
     if span % 2 == 0:
         yield (1, 1), 1, 2
