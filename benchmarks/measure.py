@@ -27,8 +27,9 @@ _GRADIENTS = ("input", "weight", "bias")
 # In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
 _SMALL_MS = 0.1
 
-# A search of cudnn.benchmark that takes less than this is made in every lane.
-_SHORT_SEARCH_MS = 200.0
+# Searches of cudnn.benchmark are made in other lanes too where calls take less than the first of these, until they took
+# the second: those of longer calls take seconds each.
+_SEARCHED_MS, _SEARCHES_MS = 1.0, 250.0
 
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
@@ -163,20 +164,25 @@ def fastest_search(
     """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel, failed rows of others, and its lane.
 
     Of each search the eager row comes first, and decides. A search times each kernel once, so chance decides between
-    close ones. Only short searches are made more than once. A glance is enough to see whether another one found
-    something faster; that is then visited like the first. ``first_ms`` is that of the first, and ``reason`` says what
-    was wrong with others.
+    close ones. Only searches of short calls are made more than once, until they took their time. A glance is enough to
+    see whether another one found something faster; that is then visited like the first. ``first_ms`` is that of the
+    first, and ``reason`` says what was wrong with others.
 
     Args:
-        lanes: a search is made in each.
+        lanes: a search is made in each, at most.
         visit: gives the rows of a lane, after its search.
         glance: gives the eager row of a lane, of a few samples, its errors not looked at; also after its search.
     """
     found, best = lanes.run_in(0, visit), 0
     first = found[0]
-    if first.status != "ok" or first.median_ms is None or (first.first_ms or 0.0) >= _SHORT_SEARCH_MS:
+    if first.status != "ok" or first.median_ms is None or first.median_ms >= _SEARCHED_MS:
         return found, [], best
-    glances = {lane: lanes.run_in(lane, glance) for lane in range(1, len(lanes))}
+    glances: dict[int, Row] = {}
+    end = time.monotonic() + 1e-3 * _SEARCHES_MS
+    for lane in range(1, len(lanes)):
+        if time.monotonic() >= end:
+            break
+        glances[lane] = lanes.run_in(lane, glance)
     bad = [row for row in glances.values() if row.status == "failed"]
     times = {lane: row.median_ms for lane, row in glances.items() if row.median_ms is not None}
     for lane in sorted((lane for lane in times if times[lane] < first.median_ms), key=times.__getitem__):
