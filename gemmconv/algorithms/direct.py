@@ -22,6 +22,7 @@ _INT32_MAX = 2**31 - 1
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
 _CLOCK_RATE = 1.755e9  # cycles a second, of an H200
+_CHANNELS_LAST_FACTOR = 1.3  # of what the kernel without tensor cores is estimated at, beside fused
 _LAUNCH_SECONDS = 4e-6
 _TENSOR_CORE_SECONDS, _TENSOR_CORE_FACTOR = 12e-6, 0.95  # beside fused: its launch, and what its tile is estimated at
 _TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
@@ -94,6 +95,7 @@ class Direct:
             if not tile.depthwise:
                 channels_last = config.memory_format is torch.channels_last
                 cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile)
+                cycles *= _CHANNELS_LAST_FACTOR if channels_last else 1
                 return _LAUNCH_SECONDS + cycles / _CLOCK_RATE
             return _seconds(config, *_DEPTHWISE)
         if direction == "input_grad":
