@@ -44,7 +44,7 @@ _FFMA_RATE = {"forward": 30e12, "input_grad": 30e12, "weight_grad": 38e12}  # fl
 _TF32_RATE = {"forward": 250e12, "input_grad": 400e12, "weight_grad": 400e12}
 _HALF_RATE = 700e12
 _MANY_WEIGHTS = 5e4  # of a group, below which products that give their gradients are slower, by their root
-_UNALIGNED_FACTOR = 3.0  # of products where rows of pixels are not whole 16 bytes
+_UNALIGNED_FACTOR = 3.0  # of products of tensor cores where rows of pixels are not whole 16 bytes
 
 _INT32_MAX = 2**31 - 1
 _LONGEST_SUM = 1024  # pixels
@@ -125,13 +125,11 @@ class GemmCol2im:
             chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
         launches = 2 * len(chunks.blocks) * -(-chunks.batch // chunks.images)
         traffic = 2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
-        if config.dtype.itemsize == 2:
-            rate = _HALF_RATE
-        else:
-            rate = (_TF32_RATE if config.precision == "tf32" else _FFMA_RATE)[direction]
+        half, tf32 = config.dtype.itemsize == 2, config.precision == "tf32"
+        rate = _HALF_RATE if half else (_TF32_RATE if tf32 else _FFMA_RATE)[direction]
         if direction == "weight_grad":
             rate *= min(1.0, problem.gemm_m * problem.gemm_k / _MANY_WEIGHTS) ** 0.5
-        if problem.in_pixels * config.dtype.itemsize % 16:
+        if (half or tf32) and problem.in_pixels * config.dtype.itemsize % 16:
             rate /= _UNALIGNED_FACTOR
         weights = problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
         seconds = launches * _LAUNCH_SECONDS[direction] + traffic / _COPY_RATE + problem.useful_flops / rate + weights
