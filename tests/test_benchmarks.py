@@ -267,6 +267,29 @@ def test_looks_go_on_until_two_agree_and_keep_the_fastest_time(monkeypatch):
     assert [row.median_ms for row in measure.rows_of(custom(TINY), never, Lanes())] == [5.0]
 
 
+def test_looks_find_the_same_data_at_other_places(monkeypatch):
+    seen, run_of = [], measure._Bench._run
+
+    def recorded(bench, contender, direction):
+        seen.append(bench._tensors(contender))
+        return run_of(bench, contender, direction)
+
+    monkeypatch.setattr(measure._Bench, "_run", recorded)
+    contenders = [Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")]
+    looked = plan(directions=("forward",), contenders=contenders, second_look_ms=0.0)
+    rows = list(measure.rows_of(custom(TINY), looked, Lanes()))
+    assert {row.status for row in rows} == {"ok"}
+    assert len(rows) == len(seen) >= 4
+    for layout in (torch.contiguous_format, torch.channels_last):
+        first, *others = [one for one in seen if one.x.is_contiguous(memory_format=layout)]
+        for other in others:
+            for name in ("x", "weight", "grad_output"):
+                before, after = getattr(first, name), getattr(other, name)
+                assert torch.equal(after, before)
+                assert after.stride() == before.stride()
+                assert after.data_ptr() != before.data_ptr()
+
+
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
     looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], second_look_ms=0.0)
     monkeypatch.setattr(
