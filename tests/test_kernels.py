@@ -938,7 +938,7 @@ MISTAKES = {
     ),
     "fused_lined_of_one_place": (
         FUSED_LINED,
-        emulator.Edit("common/fused_store.cuh", r"at\.advance\(p, place / SPAN_W\);", ""),
+        emulator.Edit("common/fused_store.cuh", r"at\.advance<kLineCells>\(p, place / SPAN_W\);", ""),
         "relative error|written twice|not written",
     ),
     "fused_weights_released_too_early": (
