@@ -90,7 +90,8 @@ _START_CYCLES = 4_290
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 
-_SECTOR_BYTES, _SHORT_ROW_BYTES = 32, 128  # what memory reads and writes at a time
+_SECTOR_BYTES = 32  # that memory reads and writes at a time
+_SHORT_ROW_BYTES = 128  # of outputs; of longer rows, what begins or ends in a sector of others is little
 
 _WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
@@ -187,11 +188,7 @@ class Plan:
     @property
     def channels(self) -> int:
         """Output channels of an M block."""
-        if self.lined:
-            return _BLOCK_ROWS // self.slots
-        if self.slots == 1 or self.down:
-            return min(_BLOCK_ROWS // self.slots, self.out_channels)
-        return self.out_channels
+        return min(_BLOCK_ROWS // self.slots, self.out_channels)
 
     @property
     def lined(self) -> bool:
@@ -1056,7 +1053,7 @@ def _plans_of(
             both = replace(left, warpgroups_m=2, phase_sides=2)
             if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
                 sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
-        if (slots == 1 or left.lined or left.down) and channels > left.channels:
+        if channels > left.channels:
             sides.append((2, 1))
         for strip in strips:
             for right in _right_sides(replace(left, strips=strip)):
