@@ -166,8 +166,7 @@ __device__ __forceinline__ void fetch(const fused_fold_params& p, ELEMENT_T* sta
 __device__ __forceinline__ unsigned rounded(unsigned word, [[maybe_unused]] unsigned& rest) {
     const unsigned value = words::rounded(word);
 #if SPLIT
-    const float left[1] = {__uint_as_float(word) - __uint_as_float(value)};
-    rest = words::pack(left);
+    rest = words::rest(__uint_as_float(word), value);
 #endif
     return value;
 }
@@ -193,8 +192,7 @@ __device__ __forceinline__ void load_weights(const fused_fold_params& p, unsigne
         unsigned* to = reinterpret_cast<unsigned*>(target) + ((word / 4 * kWholeLines + line) * 4 + word % 4);
         *to = words::pack(values);
 #if SPLIT
-        const float left[1] = {values[0] - __uint_as_float(*to)};
-        to[kWeightBytes / 4] = words::pack(left);
+        to[kWeightBytes / 4] = words::rest(values[0], *to);
 #endif
     }
     meet<1, kOthers>();

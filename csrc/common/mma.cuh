@@ -1,6 +1,6 @@
 /* mma.sync on words: D += A B with A [16 rows, 8 words], B [8 words, 8 columns], D [16 rows, 8 columns] in float32.
  *
- * A word is one float32 value rounded to TF32 (m16n8k8) or two neighbouring 16-bit values (m16n8k16), and in words the
+ * A word is one float32 value of which TF32 multiplies (m16n8k8) or two neighbouring 16-bit values (m16n8k16), and in words the
  * instructions agree on who holds what. With g = lane / 4, t = lane % 4 a lane holds
  *
  *   A  words (row g, word t) (g+8, t) (g, t+4) (g+8, t+4)
@@ -57,16 +57,21 @@ template <> struct mma_words<bfloat16_t> : pairs_of<bfloat16_t> {
 
 template <> struct mma_words<float> {
     static constexpr int kElements = 1;
-    /* Rounds to nearest, ties away from zero: the instruction itself would cut the low bits off. */
+    /* Rounds to nearest, ties away from zero: the instruction cuts the low bits off, so they may stay (cvt.rna.tf32 takes an
+     * instruction more to clear them). A NaN stays one: the largest would overflow to zero. */
     static __device__ __forceinline__ unsigned pack(const float (&values)[1]) {
-        unsigned word;
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(values[0]));
-        return word;
+        const unsigned bits = __float_as_uint(values[0]);
+        return values[0] == values[0] ? bits + kHalf : bits;
     }
     static __device__ __forceinline__ unsigned rounded(unsigned word) {
         const float value[1] = {__uint_as_float(word)};
         return pack(value);
     }
+    /* What a packed value leaves of the value, packed; anything where the value is not finite. */
+    static __device__ __forceinline__ unsigned rest(float value, unsigned packed) {
+        return __float_as_uint(value - __uint_as_float(packed & ~(2 * kHalf - 1))) + kHalf;
+    }
+    static constexpr unsigned kHalf = 0x1000;  // of the lowest bit that multiplies
     static __device__ __forceinline__ void mma(float (&d)[4], const a_words_t& a, unsigned b0, unsigned b1) {
         asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

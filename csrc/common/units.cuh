@@ -21,8 +21,7 @@ template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_
         for (int e = 0; e < kElements; ++e) word[e] = values[i * kElements + e];
         result.part[0].word[i] = mma_words<T>::pack(word);
         if constexpr (PARTS == 2) {
-            word[0] -= __uint_as_float(result.part[0].word[i]);
-            result.part[1].word[i] = mma_words<T>::pack(word);
+            result.part[1].word[i] = mma_words<T>::rest(word[0], result.part[0].word[i]);
         }
     }
     return result;

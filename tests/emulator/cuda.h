@@ -43,7 +43,6 @@ void emulator_warp_barrier(unsigned mask);
 float emulator_half_to_float(unsigned short bits);
 unsigned short emulator_float_to_half(float value);
 unsigned short emulator_float_to_bfloat16(float value);
-unsigned emulator_float_to_tf32(float value);
 void emulator_copy_async(unsigned target, const void* source, int bytes, int source_bytes);
 void emulator_commit_copies();
 void emulator_wait_for_copies(int pending);
@@ -82,6 +81,11 @@ inline float __uint_as_float(unsigned bits) {
     float value;
     __builtin_memcpy(&value, &bits, sizeof(value));
     return value;
+}
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    __builtin_memcpy(&bits, &value, sizeof(bits));
+    return bits;
 }
 
 /* prmt: bytes of b:a, by the hexadecimal digits of the selector, of which none may ask for a sign. */

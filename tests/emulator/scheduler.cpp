@@ -749,13 +749,6 @@ unsigned short emulator_float_to_bfloat16(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-/* To 10 bits of fraction, ties away from zero. */
-unsigned emulator_float_to_tf32(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
-    return std::isfinite(value) ? (bits + 0x1000) & ~0x1fffu : bits;
-}
-
 /* Runs all blocks. Returns what was wrong, or null. */
 __attribute__((visibility("default"))) const char* emulator_launch(
     const emulator_kernel_t* kernel, const uint3* grid, const uint3* block, const void* params, size_t params_bytes,
