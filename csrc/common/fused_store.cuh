@@ -246,7 +246,7 @@ __device__ __forceinline__ void store_tile(
     for (int i = 0; i < kOwnPlaces; ++i) {
         own[i] = (i * 32 + lane) % kLinePieces * VECTOR;
         own_line[i] = line_of(i * 32 + lane);
-        row_phase[i] = phases_of(item.set, side, kDown ? own_line[i] / 8 : 0)[0] / PHASE_BASE;
+        row_phase[i] = phases_of(item.set, side, kDown ? own_line[i] / kLineChannels : 0)[0] / PHASE_BASE;
         at[i] = cell_at(p, first + own[i] / kInner);
     }
     each<COLUMNS / kLineCells>([&](auto part) {
@@ -276,18 +276,18 @@ __device__ __forceinline__ void store_tile(
             const bool there = target != nullptr;
             if (there) target += own_channel * pixels;
             #pragma unroll
-            for (int first = 0; first < kTurnsOfPart; first += kTurnsTogether) {
+            for (int begin = 0; begin < kTurnsOfPart; begin += kTurnsTogether) {
                 piece_t pieces[kTurnsTogether / kOwnPlaces];
                 #pragma unroll
-                for (int turn = first; turn < least(first + kTurnsTogether, kTurnsOfPart); turn += kOwnPlaces)
-                    pieces[(turn - first) / kOwnPlaces] =
+                for (int turn = begin; turn < least(begin + kTurnsTogether, kTurnsOfPart); turn += kOwnPlaces)
+                    pieces[(turn - begin) / kOwnPlaces] =
                         *reinterpret_cast<const piece_t*>(stage + (line_of(turn * 32) + own_line[i]) * kLine + own[i]);
                 if (!there) continue;
                 #pragma unroll
-                for (int turn = first; turn < least(first + kTurnsTogether, kTurnsOfPart); turn += kOwnPlaces)
+                for (int turn = begin; turn < least(begin + kTurnsTogether, kTurnsOfPart); turn += kOwnPlaces)
                     if (kFull || line_of(turn * 32) + own_channel < line_channels)
                         *reinterpret_cast<piece_t*>(target + line_of(turn * 32) * pixels) =
-                            pieces[(turn - first) / kOwnPlaces];
+                            pieces[(turn - begin) / kOwnPlaces];
             }
             at[i].advance<kLineCells>(p, kLineCells);
         }
