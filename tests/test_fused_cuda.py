@@ -14,7 +14,7 @@ from tests.samples import channels_last, conv_precision, expected, offset, probl
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused, fused_fold, fused_plan
+from gemmconv.algorithms import fused, fused_fold, fused_gradient, fused_plan
 
 HOPPER = (9, 0)
 pytestmark = [
@@ -57,6 +57,20 @@ LARGE_FOLD_CASES = [
     Case(1, 56, 1, (200, 512), (9, 9), (3, 3), (4, 4), (2, 2)),
     Case(9, 128, 3, (40, 128), (3, 3), (2, 2), (1, 1), (1, 1)),
     Case(40, 32, 1, (1, 8192), (1, 8), (1, 4), (0, 2)),
+]
+# Rows of whole 16 bytes, of weight gradients.
+GRADIENT_CASES = [
+    Case(4, 96, 160, (30, 64), (3, 3), (1, 1), (1, 1)),
+    Case(3, 256, 64, (16, 16), (4, 4), (2, 2), (1, 1)),
+    Case(2, 64, 32, (64, 64), (2, 2), (2, 2)),
+    Case(9, 72, 130, (8, 8), (2, 2), (2, 2), groups=2),
+    Case(2, 33, 70, (3, 64), (1, 16), (1, 8), (0, 4)),
+    Case(2, 40, 24, (9, 40), (3, 5), (2, 1), (2, 2), (1, 0), (1, 1)),
+    Case(3, 24, 16, (7, 32), (3, 3), (1, 2), (1, 2), (0, 1), (2, 2)),
+    Case(1, 32, 32, (33, 256), (3, 7), (1, 1), (1, 3)),
+    Case(3, 64, 64, (22, 128), (3, 3)),
+    Case(2, 40, 136, (17, 64), (3, 7)),
+    Case(2, 32, 64, (9, 48), (4, 3), (2, 2), groups=2),
 ]
 NUMERICS = {
     "ieee": (torch.float32, "ieee"),
@@ -147,12 +161,37 @@ FOLD_RUNS = [
 ]
 
 
+@dataclass(frozen=True)
+class GradientRun(Run):
+    """The same for csrc/fused_weight_grad.cu: its own tile and five others."""
+
+    @property
+    def tiles(self):
+        config = self.config
+        arguments = config.problem, *fused_gradient.variant_of(config)
+        own = fused_gradient.tile_of(*arguments, config.workspace_limit)
+        found = [tile for tile in fused_gradient.tiles_of(*arguments) if tile.slices(config.workspace_limit) > 0]
+        return [own, *Random(str(self)).sample(found, min(5, len(found)))]
+
+
+GRADIENT_RUNS = [
+    run
+    for case in GRADIENT_CASES
+    for numerics in NUMERICS
+    if fused_gradient.tile_for((run := GradientRun(case, numerics, "contiguous")).config) is not None
+]
+
+
 def compile_plans(run):
     """In a process of its own: put what a run loads into the kernel cache."""
     only_compile("sm_90a")
     if isinstance(run, FoldRun):
         for tile in run.tiles:
             fused_fold.prepare_forward(run.config, tile)
+        return
+    if isinstance(run, GradientRun):
+        for tile in run.tiles:
+            fused_gradient.prepare_weight_grad(run.config, tile)
         return
     for plan in run.plans:
         getattr(fused, f"prepare_{plan.direction}")(run.config, plan)
@@ -202,6 +241,19 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
             reference.assert_close(actual, wanted, config.dtype, config.precision)
             poison("cuda")
             assert torch.equal(call(input, weight, bias), actual)
+
+
+@pytest.mark.parametrize("run", GRADIENT_RUNS, ids=str)
+def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poison):
+    config, case = run.config, run.case
+    data, wanted = sample(case, config.dtype, "cuda"), expected(case, config.dtype).weight_grad
+    for tile in run.tiles:
+        call = fused_gradient.prepare_weight_grad(config, tile)
+        poison("cuda")
+        actual = call(data.grad_output, data.input)
+        reference.assert_close(actual, wanted, config.dtype, config.precision)
+        poison("cuda")
+        assert torch.equal(call(data.grad_output, data.input), actual)
 
 
 def test_fused_fold_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):

@@ -21,7 +21,7 @@ from tests.test_fused_plan import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused, fused_fold
+from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused, fused_fold, fused_gradient
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.chunking import input_rows_of
 from gemmconv.algorithms.direct import Direct
@@ -123,13 +123,13 @@ class Run:
 
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores; on tensor cores "forward_mma", "fused",
-            "fused_input_grad" or "fused_fold".
+            "fused_input_grad", "fused_weight_grad" or "fused_fold".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
         multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
-        choice: which of the tiles that forward_mma or fused_fold may have, or of fused a plan or the best on one of its
-            paths; None for the one that they take.
+        choice: which of the tiles that forward_mma, fused_fold or fused_weight_grad may have; of fused a plan or the
+            best on one of its paths; None for the one that they take.
         tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
 
@@ -177,6 +177,15 @@ class Run:
         tiles = [*fused_fold.tiles_of(*arguments)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
+    @functools.cached_property
+    def gradient_tile(self):
+        """The tile of fused_weight_grad."""
+        arguments = problem_of(self.case), *fused_gradient.variant_of(self.config)
+        if self.choice is None:
+            return fused_gradient.tile_of(*arguments, self.config.workspace_limit)
+        tiles = [*fused_gradient.tiles_of(*arguments)]
+        return tiles[self.choice % len(tiles)]
+
     @property
     def direction(self):
         return "input_grad" if self.operation == "fused_input_grad" else "forward"
@@ -201,6 +210,10 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
                 return self._on_few_multiprocessors(getattr(fused, f"prepare_{self.direction}")(self.config, self.plan))
+            if self.operation == "fused_weight_grad":
+                if self.multiprocessors is not None:
+                    patch.setattr(fused_gradient, "MULTIPROCESSORS", self.multiprocessors or 1)
+                return fused_gradient.prepare_weight_grad(self.config, self.gradient_tile)
             if self.operation == "fused_fold":
                 if self.multiprocessors is not None:
                     patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
@@ -433,6 +446,39 @@ FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 16), (2, 4), (1, 2), (1, 1
 FOLD_RUNS += [FOLD, FOLD_MANY_CHANNELS]
 
 
+# Rows of whole 16 bytes; each case in each type, in its own tile and in others.
+GRADIENT_CASES = [
+    Case(2, 20, 24, (5, 64), (3, 3), (1, 1), (1, 1)),
+    Case(3, 40, 70, (9, 16), (4, 4), (2, 2), (1, 1)),
+    Case(2, 16, 16, (3, 72), (2, 2), (2, 2)),
+    Case(2, 32, 130, (7, 8), (2, 2), (2, 2), groups=2),
+    Case(1, 33, 20, (4, 40), (3, 5), (2, 1), (2, 2), (1, 0), (1, 1)),
+    Case(2, 24, 16, (3, 32), (3, 3), (1, 2), (1, 2), (0, 1), (2, 2)),
+    Case(2, 16, 20, (1, 88), (1, 16), (1, 4), (0, 6)),
+    Case(2, 100, 16, (3, 16), (1, 1)),
+    # Planes that are one row, and two or four of them together.
+    Case(2, 20, 24, (4, 64), (3, 3)),
+    Case(2, 24, 40, (5, 24), (2, 5), (1, 2), groups=2),
+    Case(3, 16, 68, (3, 16), (1, 3)),
+    Case(2, 16, 16, (2, 40), (2, 7), (2, 1), dilation=(1, 2)),
+    # Rows of them that are cut off.
+    Case(2, 20, 24, (5, 64), (3, 3), (1, 1), (1, 2)),
+    Case(2, 24, 40, (4, 24), (4, 5), (2, 3), (1, 1), groups=2),
+    Case(1, 16, 20, (9, 72), (3, 6), (1, 1), (2, 3), dilation=(2, 1)),
+    Case(3, 8, 12, (3, 16), (3, 3), (5, 5), (1, 1), (1, 0), (2, 2), groups=2),
+]
+GRADIENT_RUNS = [
+    Run("fused_weight_grad", case, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, **FUSED_TYPES[j])
+    for i, case in enumerate(GRADIENT_CASES)
+    for j in range(3)
+    for choice in (None, 37 * i + 101 * j, 53 * i + 17 * j)
+]
+GRADIENT_RUNS = [run for run in GRADIENT_RUNS if fused_gradient.tile_for(run.config) is not None]
+GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
+GRADIENT = Run("fused_weight_grad", Case(1, 16, 16, (20, 64), (3, 3), (1, 1), (1, 1)), torch.float16, multiprocessors=0)
+GRADIENT_TF32 = replace(GRADIENT, dtype=torch.float32, tf32=True)
+
+
 @pytest.fixture(scope="module")
 def calls(request, folder):
     """The prepared calls of all tests that are to run: their kernels compile beside each other and beside the tests."""
@@ -554,6 +600,76 @@ def test_fused_fold_kernel_matches_reference(run, calls, poison):
         pytest.skip("declined: inputs that cannot be copied four bytes at a time")
     poison("cpu")
     run.check(calls[run])
+
+
+@pytest.mark.parametrize("run", GRADIENT_RUNS, ids=str)
+def test_fused_weight_grad_kernel_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_weight_grad_take_every_path():
+    tiles = [run.gradient_tile for run in GRADIENT_RUNS]
+    for path in (
+        lambda tile: tile.flat,
+        lambda tile: tile.lines > 1,
+        lambda tile: tile.lines > 1 and tile.flat,
+        lambda tile: tile.pixels * tile.itemsize == 64,
+        lambda tile: tile.sides_co > 1,
+        lambda tile: tile.sides_h > 1,
+        lambda tile: tile.sides_w > 1,
+        lambda tile: tile.taps[0] > 1,
+        lambda tile: tile.taps[1] > 1,
+        lambda tile: tile.vector > 1,
+        lambda tile: tile.shift > 0,
+        lambda tile: tile.segment < tile.tile_w,
+        lambda tile: tile.weight_blocks > 1,
+        lambda tile: tile.block_taps[0] < tile.problem.kernel_size[0],
+        lambda tile: tile.block_taps[1] < tile.problem.kernel_size[1],
+        lambda tile: tile.warpgroups == 3,
+        lambda tile: tile.split,
+        lambda tile: tile.planes == 1,
+        lambda tile: tile.planes > 1,
+        lambda tile: tile.planes and any(tile.problem.padding),
+        lambda tile: tile.odd,
+    ):
+        assert {bool(path(tile)) for tile in tiles} == {True, False}
+
+
+# float32 that is rounded on its way to tensor cores, by each kernel that does so.
+ROUNDING_RUNS = [
+    Run("forward_mma", TILED_CASES[0]),
+    *(
+        Run(operation, case, layout=layout, tf32=tf32)
+        for operation, case, layout in (
+            ("fused", Case(2, 40, 24, (5, 8), (3, 3), (1, 1), (1, 1)), "contiguous"),
+            ("fused", Case(2, 40, 24, (5, 8), (3, 3), (1, 1), (1, 1)), "channels_last"),
+            ("fused_fold", FOLD.case, "contiguous"),
+            ("fused_weight_grad", GRADIENT.case, "contiguous"),
+        )
+        for tf32 in (True, False)
+    ),
+]
+# NaN as GPUs make it, which an addition would take for an overflow, the same with a sign, and infinity.
+NOT_FINITE = {"nan": 0x7FFFFFFF, "negative_nan": -1, "infinity": 0x7F800000}
+
+
+@pytest.mark.parametrize("bits", NOT_FINITE.values(), ids=NOT_FINITE)
+@pytest.mark.parametrize("run", ROUNDING_RUNS, ids=str)
+def test_what_is_not_finite_stays_so_where_float32_is_rounded(run, bits, calls):
+    data = sample(run.case, torch.float32, "cpu")
+    input = data.input.clone()
+    input[-1, 1].view(torch.int32)[run.case.input_size[0] // 2, run.case.input_size[1] // 2] = bits
+    input = input.contiguous(memory_format=FORMATS[run.layout])
+    if run.operation == "fused_weight_grad":
+        assert not calls[run](data.grad_output, input)[1].isfinite().any()
+        return
+    case = run.case
+    wanted = torch.nn.functional.conv_transpose2d(
+        input, data.weight, None, case.stride, case.padding, case.output_padding, case.groups, case.dilation
+    )
+    assert not wanted.isfinite().all()
+    assert not calls[run](input, data.weight, None)[~wanted.isfinite()].isfinite().any()
 
 
 def test_runs_of_fused_fold_take_every_path():
@@ -680,7 +796,7 @@ def check_direct(call, run):
         else:
             results = [(call(grad_output, input), exact.weight_grad)]
         for actual, wanted in results:
-            layout = "contiguous" if run.operation == "weight_grad" else run.layout
+            layout = "contiguous" if run.operation in ("weight_grad", "fused_weight_grad") else run.layout
             assert actual.stride() == torch.empty(actual.shape, memory_format=FORMATS[layout]).stride()
             reference.assert_close(actual, wanted, run.dtype, run.precision)
 
@@ -935,6 +1051,33 @@ MISTAKES = {
         FUSED_LINED,
         emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
         "relative error|not written",
+    ),
+    "weight_grad_stage_not_free": (
+        GRADIENT,
+        emulator.Edit("fused_weight_grad.cu", r"barrier_wait\(b\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "weight_grad_stage_not_waited_for": (
+        GRADIENT,
+        emulator.Edit("fused_weight_grad.cu", r"barrier_wait\(b\.full[^;]*;", ""),
+        "relative error|deadlock|arrivals in a phase|never waited for",
+    ),
+    "weight_grad_stage_released_too_early": (
+        GRADIENT,
+        emulator.Edit(
+            "fused_weight_grad.cu", r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);"
+        ),
+        "relative error|arrivals in a phase|overwritten|deadlock",
+    ),
+    "weight_grad_rounded_before_it_came": (
+        GRADIENT_TF32,
+        emulator.Edit("fused_weight_grad.cu", r"barrier_wait\(b\.came[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock|never waited for",
+    ),
+    "weight_grad_slice_left_out": (
+        replace(GRADIENT, multiprocessors=None),
+        emulator.Edit("fused_weight_grad.cu", r"slice < p\.slices;", "slice < p.slices - 1;"),
+        "relative error",
     ),
     "fused_lined_of_one_place": (
         FUSED_LINED,

@@ -26,6 +26,7 @@ from gemmconv.algorithms import (
     fold_kernels,
     fused,
     fused_fold,
+    fused_gradient,
     fused_plan,
     turning,
 )
@@ -87,7 +88,7 @@ def kernel_variants():
         for to_last in (False, True):
             macros = turning.turn_macros(channels, pixels, to_last, itemsize)
             variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn.cu", macros)
-    return {**variants, **fused_variants(), **fold_variants()}
+    return {**variants, **fused_variants(), **fold_variants(), **gradient_variants()}
 
 
 def mma_variants():
@@ -166,6 +167,26 @@ def fold_variants():
     return variants
 
 
+# Name of a layer to measure, type.
+GRADIENTS = [
+    (name, kind)
+    for name in ("kb57", "kb78", "unet4", "sam2", "hifigan2", "encodec4", "dcgan4", "pointpillars1")
+    for kind in ("float32", "tf32", "float16")
+]
+GRADIENTS += [("kb71", "bfloat16"), ("pose3", "bfloat16")]
+
+
+def gradient_variants():
+    """fused_weight_grad.cu for layers of full size."""
+    problems, variants = problems_by_name(), {}
+    for name, kind in GRADIENTS:
+        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
+        tile = fused_gradient.tile_of(problems[name], dtype.itemsize, kind == "float32", 64 << 20)
+        macros = fused_gradient.macros_of(tile, dtype, 64 << 20)
+        variants[f"fused_weight_grad-{name}-{kind}"] = ("fused_weight_grad.cu", macros)
+    return variants
+
+
 def problems_by_name():
     """The problems above, and layers of full size."""
     return {**{workload.name: workload.problem for suite in SUITES.values() for workload in suite}, **PROBLEMS}
@@ -193,6 +214,9 @@ def most_registers(source_name, macros):
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
+    if source_name == "fused_weight_grad.cu":
+        warpgroups = macros["SIDES_CO"] * macros["SIDES_H"] * macros["SIDES_W"]
+        return min(255, 65_536 // (128 * (warpgroups + 1)) // 8 * 8)
     if source_name == "fused_wgmma.cu":
         return 65_536 // (macros["LOADERS"] + 288) // 8 * 8
     return MOST_REGISTERS.get(source_name, 128)

@@ -4,8 +4,9 @@
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
+    fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients in NCHW, in TF32 and 16 bits
 
-Weight gradients are left to gemm_col2im.
+Other weight gradients are left to gemm_col2im, as are those for which it is faster.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 
 import torch
 
-from gemmconv.algorithms import fused_fold
+from gemmconv.algorithms import fused_fold, fused_gradient
 from gemmconv.algorithms.base import (
     Config,
     Direction,
@@ -252,6 +253,8 @@ class Fused:
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         if direction == "forward" and _folds(config) is not None:
             return 0
+        if direction == "weight_grad" and (tile := _gradient_tile(config)) is not None:
+            return fused_gradient.workspace_bytes(config, tile)
         plan = _own_plan(config, direction)
         return _OTHERWISE.workspace_bytes(config, direction) if plan is None else plan.packed_bytes
 
@@ -259,6 +262,8 @@ class Fused:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
         if direction == "forward" and (tile := _folds(config)) is not None:
             return tile.cycles / _FOLD_CLOCK_RATE
+        if direction == "weight_grad" and (gradient := _gradient_tile(config)) is not None:
+            return gradient.seconds(config.workspace_limit)
         plan = _own_plan(config, direction)
         return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
 
@@ -274,7 +279,8 @@ class Fused:
         return _OTHERWISE.input_grad(config) if plan is None else prepare_input_grad(config, plan)
 
     def weight_grad(self, config: Config) -> Gradient:
-        return _OTHERWISE.weight_grad(config)
+        tile = _gradient_tile(config)
+        return _OTHERWISE.weight_grad(config) if tile is None else fused_gradient.prepare_weight_grad(config, tile)
 
 
 def fold_tile_for(config: Config) -> fused_fold.Tile | None:
@@ -294,6 +300,14 @@ def _folds(config: Config) -> fused_fold.Tile | None:
     if tile is None or (plan := _own_plan(config, "forward")) is None:
         return tile
     return tile if tile.cycles / _FOLD_CLOCK_RATE < _plan_seconds(plan) else None
+
+
+def _gradient_tile(config: Config) -> fused_gradient.Tile | None:
+    """The tile of csrc/fused_weight_grad.cu where a weight gradient takes it."""
+    tile = fused_gradient.tile_for(config)
+    if tile is None or tile.seconds(config.workspace_limit) > _OTHERWISE.estimate(config, "weight_grad"):
+        return None
+    return tile
 
 
 def _plan_seconds(plan: Plan) -> float:

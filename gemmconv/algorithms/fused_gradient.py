@@ -1,0 +1,480 @@
+"""Weight gradients in NCHW on Hopper's tensor cores, without columns: host side of csrc/fused_weight_grad.cu."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gemmconv.algorithms.base import Config, Gradient, aligned
+from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.launches import params_struct
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.geometry import Problem, Shape4
+
+Pair = tuple[int, int]
+Boxes = tuple[int, Shape4, tuple[int, int, int], Shape4, Shape4, bool]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BLOCK_ROWS = 64
+_LONGEST_BOX = 256
+_MOST_STAGES = 8
+_BARRIER_BYTES = 24  # of a stage
+_REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
+_OTHER_REGISTERS = 40
+_INT32_MAX = 2**31 - 1
+# Of a block that adds slices: weights at most, shared memory that keeps them, output channels at least.
+_SUM_ELEMENTS, _SUM_BYTES, _LEAST_SUM_RUN, _SUM_BLOCKS = 1024, 32 << 10, 8, 4 * MULTIPROCESSORS
+# Of the estimate, in cycles, fitted to 1000 tiles on an H200. Of a product at least; of a step's row of taps, which is
+# waited for; of a word of grad_output, and of what a tap does with it, by bytes of an element and SPLIT:
+_LEAST_PRODUCT, _CHAIN_CYCLES, _CHAIN_SHARE, _WORD_CYCLES = 15, 80, 0.75, 4.2
+_TAP_CYCLES = {(2, False): 0, (4, False): 2.7, (4, True): 9.4}
+_COMPUTING = 2.25  # the exponent of a sum: how much of these hides behind the others
+_FLUSH_CYCLES = 7  # of sums that leave the tensor cores
+_ROUND_CYCLES = {(2, False): 0, (4, False): 0.4, (4, True): 1.5}  # of 16 bytes
+_LINE_CYCLES, _BYTE_CYCLES, _BOX_CYCLES = 7.3, 0.03, 29  # of boxes: of a line of grad_output, of a byte of all, of each
+_TILE_CYCLES, _WAITED_SHARE, _STORE_CYCLES = 205, 0.37, 28
+# Hz, bytes/s, seconds:
+_CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 4.1e12, 8.2e-6
+
+FusedWeightGradSumParams = params_struct(
+    "fused_weight_grad_sum_params", ("partials", "grad_weight"), ("slices",), ("elements",)
+)
+
+
+class FusedWeightGradParams(ctypes.Structure):
+    """The mirror of the kernel's params: tensor maps before the others, aligned like them."""
+
+    _fields_ = (
+        ("input", ctypes.c_ulonglong * 16),
+        ("grad_output", ctypes.c_ulonglong * 16),
+        ("partials", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int)
+            for name in ("groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "tiles_h", "tiles", "slices")
+        ),
+        ("padding", ctypes.c_char * 20),
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block works on; see csrc/fused_weight_grad.cu.
+
+    Attributes:
+        problem: the geometry.
+        itemsize: bytes of an element.
+        split: whether float32 is three products of TF32.
+        pixels: of a line, in 64 or 128 bytes.
+        lines: of each channel.
+        tile_w: pixels of a line in a row.
+        segment: of them that read one piece of a row of grad_output.
+        vector: words of it that a thread loads together.
+        ci_tile: input channels.
+        sides_co, sides_h, sides_w: warpgroups with output channels, or rows or columns of taps, of their own.
+        taps: rows and columns of taps of a warpgroup.
+        planes: of grad_output, that are one long row together; 0 where rows are whole 16 bytes.
+    """
+
+    problem: Problem
+    itemsize: int
+    split: bool
+    pixels: int
+    lines: int
+    tile_w: int
+    segment: int
+    vector: int
+    ci_tile: int
+    sides_co: int
+    sides_h: int
+    sides_w: int
+    taps: Pair
+    planes: int
+
+    @property
+    def warpgroups(self) -> int:
+        return self.sides_co * self.sides_h * self.sides_w
+
+    @property
+    def flat(self) -> bool:
+        """Whether a line has several rows, one after the other in memory."""
+        return self.tile_w < self.pixels
+
+    @property
+    def block_taps(self) -> Pair:
+        return self.sides_h * self.taps[0], self.sides_w * self.taps[1]
+
+    @property
+    def block_co(self) -> int:
+        return _BLOCK_ROWS * self.sides_co
+
+    @property
+    def channels(self) -> Pair:
+        """Input and output channels of a group."""
+        return self.problem.gemm_k, self.problem.out_channels // self.problem.groups
+
+    @property
+    def rows(self) -> int:
+        """Rows of pixels of a tile."""
+        return self.lines * self.pixels // self.tile_w
+
+    @functools.cached_property
+    def slots(self) -> list[Pair]:
+        """Where the pieces of rows of grad_output begin that a tile needs, after the first: rows and elements."""
+        stride_h, stride_w = self.problem.stride
+        rows = {row * stride_h + tap for row in range(self.rows) for tap in self._tap_rows}
+        return [(row, column * stride_w) for row in sorted(rows) for column in range(0, self.tile_w, self.segment)]
+
+    @property
+    def slot_of(self) -> list[list[int]]:
+        """The slot of each segment of pixels, for each row of taps of the block."""
+        stride_h, stride_w = self.problem.stride
+        places = [divmod(pixel, self.tile_w) for pixel in range(0, self.lines * self.pixels, self.segment)]
+        return [
+            [self.slots.index((row * stride_h + tap, column * stride_w)) for tap in self._tap_rows]
+            for row, column in places
+        ]
+
+    @property
+    def _tap_rows(self) -> list[int]:
+        return [tap * self.problem.dilation[0] for tap in range(self.block_taps[0])]
+
+    @functools.cached_property
+    def row_pitch(self) -> int:
+        """Elements of a piece of a row: whole 16 bytes, of which threads read different banks if that can be."""
+        stride, dilation = self.problem.stride[1], self.problem.dilation[1]
+        needed = self.shift + self.segment * stride + (self.block_taps[1] - 1) * dilation
+        least = -(-(needed + self.vector * self.word_elements) // (4 * self.word_elements))
+        pitches = range(4 * least, 4 * least + 32, 4)  # words
+        return self.word_elements * min(pitches, key=lambda pitch: _conflicts(pitch, stride, self.vector))
+
+    @property
+    def shift(self) -> int:
+        """The most elements before the first that is needed: boxes begin at multiples of 16 bytes."""
+        piece = 16 // self.itemsize
+        if self.planes:
+            return piece - self.word_elements + self.odd
+        return -self.problem.padding[1] % piece
+
+    @property
+    def odd(self) -> int:
+        """Elements before the first that is needed, of its word."""
+        return -self.problem.padding[1] % self.word_elements
+
+    @property
+    def word_elements(self) -> int:
+        return 4 // self.itemsize
+
+    @property
+    def stage_bytes(self) -> int:
+        row = self.block_co * self.row_pitch
+        return (self.parts * self.lines * self.ci_tile * self.pixels + len(self.slots) * row) * self.itemsize
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.split else 1
+
+    @property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // (self.stage_bytes + _BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + _BARRIER_BYTES)
+
+    @property
+    def tiles_image(self) -> Pair:
+        """Tiles of an image, down and across."""
+        height, width = self.problem.input_size
+        return -(-height // self.rows), -(-width // self.tile_w)
+
+    @property
+    def tiles(self) -> int:
+        return self.problem.batch * math.prod(self.tiles_image)
+
+    @property
+    def weight_blocks(self) -> int:
+        """Blocks that have different weights."""
+        (ci, co), (kh, kw), (taps_h, taps_w) = self.channels, self.problem.kernel_size, self.block_taps
+        channels = -(-ci // self.ci_tile) * -(-co // self.block_co)
+        return self.problem.groups * channels * -(-kh // taps_h) * -(-kw // taps_w)
+
+    @property
+    def registers(self) -> int:
+        """Roughly those of a thread that multiplies."""
+        words = ((self.taps[1] - 1) * self.problem.dilation[1] + self.problem.stride[1]) // self.word_elements + 2
+        sums = math.prod(self.taps) * self.ci_tile // 2
+        return self.parts * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
+
+    @property
+    def possible(self) -> bool:
+        dilated = self.taps[1] * self.problem.dilation[1]
+        return (
+            self.stages >= 2
+            and self.row_pitch <= _LONGEST_BOX
+            and math.prod(self.problem.kernel_size) * 4 <= _SUM_BYTES
+            and self.registers <= _REGISTERS[self.warpgroups]
+            and (self.sides_w == 1 or dilated % (self.word_elements * self.vector) == 0)
+            and (
+                self.block_taps[1] >= self.problem.kernel_size[1]
+                or self.sides_w * dilated * self.itemsize % (4 if self.planes else 16) == 0
+            )
+            and self.ci_tile * self.pixels * self.itemsize % 1024 == 0
+        )
+
+    @property
+    def words(self) -> int:
+        """Words of grad_output that a thread loads for the taps of a row, of one word of pixels."""
+        (_, stride), (_, dilation) = self.problem.stride, self.problem.dilation
+        last = self.odd + (self.taps[1] - 1) * dilation + (self.word_elements - 1) * stride
+        return -(-(last // self.word_elements + 1) // self.vector) * self.vector
+
+    @property
+    def cycles(self) -> float:
+        """Roughly the cycles of a tile: of products and what feeds them, of copies, or of rounding."""
+        steps, rows, columns = self.lines * self.pixels * self.itemsize // 32, *self.taps
+        product = max(self.ci_tile / 2, _LEAST_PRODUCT) * (3 if self.split else 1)
+        multiplied = steps * self.warpgroups * rows * columns * product
+        stride = self.problem.stride[1]
+        loaded = self.words * _conflicts(self.row_pitch // self.word_elements, stride, self.vector) * _WORD_CYCLES
+        laid_out = 4 * steps * self.warpgroups * rows * (loaded + columns * _TAP_CYCLES[self.itemsize, self.split])
+        chained = steps * rows * (_CHAIN_CYCLES + _CHAIN_SHARE * columns * product)
+        computed = sum(part**_COMPUTING for part in (multiplied, laid_out, chained)) ** (1 / _COMPUTING)
+        flushed = rows * columns * _FLUSH_CYCLES if self.split else 0
+        lines = self.lines * self.ci_tile * self.pixels * self.itemsize
+        rounded = lines / 16 * _ROUND_CYCLES[self.itemsize, self.split]
+        copied = self._copied_cycles
+        longest = max(computed + flushed, copied, rounded)
+        return longest + _TILE_CYCLES + copied * _WAITED_SHARE / (self.stages - 1)
+
+    @property
+    def _copied_cycles(self) -> float:
+        inputs, outputs = self.box_channels
+        inputs, outputs = self.lines * inputs, len(self.slots) * outputs
+        copied = (inputs * self.pixels + outputs * self.row_pitch) * self.itemsize
+        boxes = self.lines + len(self.slots) * max(1, self.planes)
+        return max(outputs * _LINE_CYCLES, copied * _BYTE_CYCLES) + boxes * _BOX_CYCLES
+
+    @property
+    def box_channels(self) -> Pair:
+        """Input and output channels that come."""
+        ci, co = self.channels
+        return min(ci, self.ci_tile), min(co, self.block_co)
+
+    def slices(self, limit: int) -> int:
+        """Into how many slices the tiles are cut, for partial sums of at most so many bytes; 0 where none fit."""
+        fitting = limit // (4 * math.prod(self.problem.weight_shape))
+        whole = max(1, MULTIPROCESSORS // self.weight_blocks)
+        return min(fitting, whole, self.tiles)
+
+    @property
+    def sum_run(self) -> int:
+        """Output channels of a block that adds slices: a power of two, few enough for many blocks."""
+        co, taps = self.channels[1], math.prod(self.problem.kernel_size)
+        run = _LEAST_SUM_RUN
+        while run > 1 and run * taps * 4 > _SUM_BYTES:
+            run //= 2
+        while run < co and 2 * run * taps <= _SUM_ELEMENTS and self.sum_blocks(2 * run) >= _SUM_BLOCKS:
+            run *= 2
+        return run
+
+    def sum_blocks(self, run: int) -> int:
+        """Blocks that add slices, if they have so many output channels."""
+        ci, co = self.channels
+        return self.problem.groups * ci * -(-co // run)
+
+    def sum_shares(self, limit: int) -> int:
+        """Threads that add the slices of one weight."""
+        shares = 8
+        weights = math.prod(self.problem.kernel_size) * self.sum_run
+        while shares > 1 and (shares > self.slices(limit) or shares * weights * 4 > _SUM_BYTES):
+            shares //= 2
+        return shares
+
+    def seconds(self, limit: int) -> float:
+        """Roughly what it takes, with partial sums of at most ``limit`` bytes."""
+        slices, problem = self.slices(limit), self.problem
+        rounds = -(-self.weight_blocks * slices // MULTIPROCESSORS)
+        stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _STORE_CYCLES
+        computed = rounds * (-(-self.tiles // slices) * self.cycles + stored) / _CLOCK_RATE
+        rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
+        pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
+        moved = pixels * self.itemsize / _MEMORY_RATE
+        partials = 2 * slices * 4 * math.prod(problem.weight_shape) / _PARTIAL_RATE
+        return _LAUNCH_SECONDS + (computed**8 + moved**8) ** (1 / 8) + partials
+
+
+def why_not(config: Config) -> str | None:
+    """Why the kernel is not for a configuration, or None."""
+    p = config.problem
+    if config.dtype not in _DTYPES or config.memory_format is torch.channels_last:
+        return "only NCHW"
+    if p.input_size[1] * config.dtype.itemsize % 16:
+        return "rows of the input must be whole 16 bytes"
+    if _planes(p, config.dtype.itemsize) is None:
+        return "rows of the output must be whole 16 bytes, or whole words"
+    if max(p.batch * p.in_pixels, p.out_pixels) > _INT32_MAX:
+        return "images must have less than 2**31 pixels in all"
+    return None
+
+
+def tile_for(config: Config) -> Tile | None:
+    """The tile for a configuration, None where the kernel is not for it."""
+    if why_not(config) is not None or not config.problem.batch:
+        return None
+    return tile_of(config.problem, *variant_of(config), config.workspace_limit)
+
+
+def variant_of(config: Config) -> tuple[int, bool]:
+    """What tiles depend on: bytes of an element, and whether float32 is three products."""
+    return config.dtype.itemsize, config.dtype == torch.float32 and config.precision == "ieee"
+
+
+def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
+    """The tiles that a problem may have."""
+    width = problem.input_size[1]
+    kernel_h, kernel_w = problem.kernel_size
+    shapes = [(pixels, pixels) for pixels in (128 // itemsize, 64 // itemsize)]
+    shapes += [(pixels, width) for pixels, _ in shapes if pixels % width == 0 and width % (16 // itemsize) == 0]
+    shapes = list(dict.fromkeys(shapes))
+    channels = -(-problem.gemm_k // 16) * 16
+    widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
+    sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
+    planes = _planes(problem, itemsize)
+    if planes is None:
+        return
+    lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
+    vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (planes and vector > 1)]
+    for (pixels, tile_w), rows, ci_tile, (co, h, w) in itertools.product(shapes, lines, widths, sides):
+        for taps in itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1)):
+            if h * taps[0] >= kernel_h + taps[0] or w * taps[1] >= kernel_w + taps[1]:
+                continue
+            segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment * itemsize % 16 == 0]
+            found = (
+                Tile(problem, itemsize, split, pixels, rows, tile_w, segment, vector, ci_tile, co, h, w, taps, planes)
+                for segment, vector in itertools.product(segments, vectors)
+            )
+            if (tile := next((tile for tile in found if tile.possible), None)) is not None:
+                yield tile
+
+
+def _planes(problem: Problem, itemsize: int) -> int | None:
+    """``Tile.planes``, None where boxes can have neither rows nor planes of grad_output."""
+    if problem.output_size[1] * itemsize % 16 == 0:
+        return 0
+    if problem.output_size[1] * itemsize % 4:
+        return None
+    channels = problem.out_channels // problem.groups
+    fitting = (planes for planes in (1, 2, 4) if planes * problem.out_pixels * itemsize % 16 == 0)
+    planes = next(fitting, 0)
+    return planes if planes and channels % planes == 0 and 2 * planes * problem.out_pixels <= _INT32_MAX else None
+
+
+@functools.cache
+def _conflicts(pitch: int, stride: int, vector: int) -> int:
+    """Of the words that threads load at once, most that share a bank; pitch and stride in words."""
+    lanes = range(32 // vector)
+    words = {lane // 4 * pitch + lane % 4 * stride + word for lane in lanes for word in range(vector)}
+    return max(Counter(word % 32 for word in words).values())
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_of(problem: Problem, itemsize: int, split: bool, limit: int) -> Tile | None:
+    """The tile of the least estimate, with partial sums of at most ``limit`` bytes."""
+    found = (tile for tile in tiles_of(problem, itemsize, split) if tile.slices(limit) > 0)
+    return min(found, key=lambda tile: tile.seconds(limit), default=None)
+
+
+def macros_of(tile: Tile, dtype: torch.dtype, limit: int) -> Macros:
+    """Macros that specialise csrc/fused_weight_grad.cu, with partial sums of at most ``limit`` bytes."""
+    ci, co = tile.channels
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "SPLIT": int(tile.split),
+        "CI": ci,
+        "CO": co,
+        "PIXELS": tile.pixels,
+        "ROWS": tile.lines,
+        "TILE_W": tile.tile_w,
+        "SEGMENT": tile.segment,
+        "VECTOR": tile.vector,
+        "CI_TILE": tile.ci_tile,
+        "SIDES_CO": tile.sides_co,
+        "SIDES_H": tile.sides_h,
+        "SIDES_W": tile.sides_w,
+        "TAPS_H": tile.taps[0],
+        "TAPS_W": tile.taps[1],
+        "SLOTS": len(tile.slots),
+        "SLOT_ROWS": table([row for row, _ in tile.slots]),
+        "SLOT_COLUMNS": table([column for _, column in tile.slots]),
+        "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
+        "ROW_PITCH": tile.row_pitch,
+        "PLANES": tile.planes,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": tile.shared_bytes,
+        "SUM_RUN": tile.sum_run,
+        "SUM_SHARES": tile.sum_shares(limit),
+        **geometry_macros(tile.problem),
+    }
+
+
+def _boxes(tile: Tile) -> tuple[Boxes, Boxes]:
+    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of input and grad_output."""
+    p = tile.problem
+
+    def of(shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> Boxes:
+        """Of rows; or of planes, that are one row each or several together."""
+        images, channels, height, width = shape
+        plane = height * width * tile.itemsize
+        if planes:
+            sizes, plane = (planes * height * width, 1, channels // planes, images), planes * plane
+            channels //= planes
+        else:
+            sizes = (width, height, channels, images)
+        return tile.itemsize, sizes, (sizes[0] * tile.itemsize, plane, channels * plane), box, (1, 1, 1, 1), swizzled
+
+    inputs, outputs = tile.box_channels
+    lines = of(p.input_shape, int(tile.flat), (tile.pixels, 1, inputs, 1), True)
+    rows = tile.row_pitch, 1, outputs // max(1, tile.planes), 1
+    return lines, of(p.output_shape, tile.planes, rows, False)
+
+
+def workspace_bytes(config: Config, tile: Tile) -> int:
+    """Bytes of the partial sums."""
+    return 4 * tile.slices(config.workspace_limit) * math.prod(config.problem.weight_shape)
+
+
+def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
+    """Prepare grad_weight from (grad_output, input)."""
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    problem, shape = config.problem, config.problem.weight_shape
+    elements, slices = math.prod(shape), tile.slices(config.workspace_limit)
+    source, index = "fused_weight_grad.cu", config.device.index
+    macros = macros_of(tile, config.dtype, config.workspace_limit)
+    kernel = load(source, "fused_weight_grad_kernel", macros, index, tile.shared_bytes)
+    sum_kernel = load(source, "fused_weight_grad_sum_kernel", macros, index)
+    boxes, grad_boxes = _boxes(tile)
+    down, across = tile.tiles_image
+    sizes = problem.groups, *problem.input_size, *problem.output_size, across, down, tile.tiles, slices
+    grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
+    sum_grid = (tile.sum_blocks(tile.sum_run), 1, 1)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        grad_weight = grad_output.new_empty(shape)
+        grad_output, input = aligned(grad_output.contiguous()), aligned(input.contiguous())
+        partials = torch.empty(slices * elements, dtype=torch.float32, device=input.device)
+        maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
+        kernel.launch(grid, block, FusedWeightGradParams(*maps, partials.data_ptr(), *sizes), tile.shared_bytes)
+        summed = FusedWeightGradSumParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
+        sum_kernel.launch(sum_grid, (256, 1, 1), summed, overlaps=True)
+        return grad_weight
+
+    return call

@@ -1,0 +1,142 @@
+"""The tiles of csrc/fused_weight_grad.cu leave out no weight and no pixel; what they promise holds. No kernel runs."""
+
+import itertools
+import math
+from collections import Counter
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.workloads import SUITES
+from gemmconv import Problem
+from gemmconv.algorithms import fused, fused_gradient
+from gemmconv.algorithms.base import Config
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
+
+EXAMPLES = settings.default.max_examples
+LIMIT = 64 << 20
+
+
+def random_tile(seed):
+    """Any tile of a problem that has some."""
+    random = Random(seed)
+    while True:
+        groups, itemsize = random.choice((1, 1, 2)), random.choice((2, 4))
+        problem = Problem(
+            batch=random.randint(1, 3),
+            in_channels=groups * random.choice((1, 8, 20, 64, 200)),
+            out_channels=groups * random.choice((4, 16, 70, 130)),
+            groups=groups,
+            input_size=(random.randint(1, 9), 8 * random.randint(1, 12)),
+            kernel_size=(random.randint(1, 5), random.choice((1, 2, 3, 4, 5, 7, 16))),
+            stride=(random.randint(1, 3), random.choice((1, 1, 2, 3, 4, 8))),
+            padding=random.choice(((0, 0), (0, 0), (1, 1), (0, 2), (2, 4))),
+            dilation=(random.randint(1, 2), random.choice((1, 1, 2, 3))),
+        )
+        if min(problem.output_size) > 0 and (
+            tiles := [*fused_gradient.tiles_of(problem, itemsize, itemsize == 4 and random.random() < 0.5)]
+        ):
+            return random.choice(tiles)
+
+
+tiles = st.integers(0, 3 * EXAMPLES).map(random_tile)
+
+
+@given(tiles)
+def test_blocks_have_every_weight_of_a_group_once(tile):
+    (ci, co), (kernel_h, kernel_w), (taps_h, taps_w) = tile.channels, tile.problem.kernel_size, tile.block_taps
+    starts = [
+        range(0, most, step)
+        for most, step in ((ci, tile.ci_tile), (co, tile.block_co), (kernel_h, taps_h), (kernel_w, taps_w))
+    ]
+    assert tile.problem.groups * math.prod(map(len, starts)) == tile.weight_blocks
+    # Of a block, which warpgroup and row has which output channel, and which warpgroup which taps.
+    classes = max(1, tile.planes)
+    channels = Counter(
+        row % (tile.block_co // classes) * classes + row // (tile.block_co // classes) for row in range(tile.block_co)
+    )
+    assert channels == Counter(range(tile.block_co))
+    sides = itertools.product(range(tile.sides_h), range(tile.sides_w))
+    taps = Counter(
+        (h * tile.taps[0] + row, w * tile.taps[1] + column)
+        for (h, w), row, column in itertools.product(sides, range(tile.taps[0]), range(tile.taps[1]))
+    )
+    assert taps == Counter(itertools.product(range(taps_h), range(taps_w)))
+
+
+@given(tiles)
+def test_slices_of_tiles_have_every_pixel_once(tile):
+    height, width = tile.problem.input_size
+    down, across = tile.tiles_image
+    pixels = Counter()
+    for row, column in itertools.product(range(down), range(across)):
+        places = itertools.product(range(tile.rows), range(tile.tile_w))
+        pixels.update((row * tile.rows + h, column * tile.tile_w + w) for h, w in places)
+    inside = {place: count for place, count in pixels.items() if place[0] < height and place[1] < width}
+    assert inside == dict.fromkeys(itertools.product(range(height), range(width)), 1)
+    for limit in (LIMIT, 4 * math.prod(tile.problem.weight_shape)):
+        slices = tile.slices(limit)
+        assert 1 <= slices <= tile.tiles
+        assert slices * 4 * math.prod(tile.problem.weight_shape) <= limit
+    assert tile.slices(4 * math.prod(tile.problem.weight_shape) - 1) == 0
+
+
+@given(tiles)
+def test_pieces_have_what_the_taps_read(tile):
+    """Every tap of every pixel finds its element in the slot that its segment is told, at its place."""
+    (stride_h, stride_w), (dilation_h, dilation_w) = tile.problem.stride, tile.problem.dilation
+    shifts = range(tile.odd, tile.shift + 1, tile.word_elements) if tile.planes else [tile.shift]
+    for shift in shifts:
+        for pixel, tap_h, tap_w in itertools.product(range(tile.lines * tile.pixels), *map(range, tile.block_taps)):
+            row, column = divmod(pixel, tile.tile_w)
+            slot_row, slot_column = tile.slots[tile.slot_of[pixel // tile.segment][tap_h]]
+            assert slot_row == row * stride_h + tap_h * dilation_h
+            place = shift + column * stride_w + tap_w * dilation_w - slot_column
+            assert place == shift + pixel % tile.segment * stride_w + tap_w * dilation_w
+            assert 0 <= place < tile.row_pitch
+
+
+@given(tiles)
+def test_stages_fit_and_boxes_are_what_a_tensor_map_takes(tile):
+    macros = fused_gradient.macros_of(tile, torch.float32 if tile.itemsize == 4 else torch.float16, LIMIT)
+    assert macros["STAGES"] >= 2
+    assert macros["SHARED_BYTES"] <= SHARED_BYTES - 1024 + 24 * 8
+    assert tile.row_pitch * tile.itemsize % 16 == 0
+    assert tile.row_pitch % (tile.vector * tile.word_elements) == 0
+    assert tile.problem.stride[1] % tile.vector == 0
+    for itemsize, sizes, strides, box, steps, swizzled in fused_gradient._boxes(tile):
+        assert itemsize == tile.itemsize
+        assert not any(stride % 16 for stride in strides)
+        assert max(box) <= 256
+        assert box[0] * itemsize % 16 == 0
+        assert not swizzled or box[0] * itemsize in (64, 128)
+        assert steps == (1, 1, 1, 1)
+        assert max(sizes) < 2**31
+    elements = [math.prod(boxes[1]) for boxes in fused_gradient._boxes(tile)]
+    assert elements == [math.prod(tile.problem.input_shape), math.prod(tile.problem.output_shape)]
+
+
+@pytest.mark.parametrize(
+    "numerics", [(torch.float16, "ieee"), (torch.float32, "tf32"), (torch.float32, "ieee")], ids=str
+)
+@pytest.mark.parametrize("name", ["kb57", "unet1", "unet4", "sam2", "pose3", "hifigan4"])
+def test_real_layers_take_the_kernel(name, numerics, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # asked as if on Hopper
+    (workload,) = (one for suite in ("public", "models") for one in SUITES[suite] if one.name == name)
+    config = Config(workload.problem, numerics[0], torch.device("cuda", 0), numerics[1])
+    tile = fused_gradient.tile_for(config)
+    assert tile is not None
+    assert fused.Fused().estimate(config, "weight_grad") == tile.seconds(config.workspace_limit)
+    assert fused.Fused().workspace_bytes(config, "weight_grad") <= config.workspace_limit
+
+
+def test_what_the_kernel_is_not_for_is_left_to_others():
+    problem = Problem(2, 16, 16, 1, (4, 14), (2, 2), (2, 2))
+    for dtype, precision in ((torch.float16, "ieee"), (torch.float32, "ieee"), (torch.float64, "ieee")):
+        assert fused_gradient.tile_for(Config(problem, dtype, torch.device("cuda", 0), precision)) is None
+    odd = Problem(2, 16, 16, 1, (4, 16), (3, 3), (2, 2), padding=(1, 1))  # 31 outputs across
+    assert fused_gradient.tile_for(Config(odd, torch.float16, torch.device("cuda", 0), "ieee")) is None
+    assert fused_gradient.tile_for(Config(odd, torch.float32, torch.device("cuda", 0), "ieee")) is not None
