@@ -4,7 +4,7 @@
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
-    fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients in NCHW, in TF32 and 16 bits
+    fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients in NCHW, of rows of whole 16 bytes
 
 Other weight gradients are left to gemm_col2im, as are those for which it is faster.
 """
