@@ -30,7 +30,7 @@ def random_tile(seed):
             in_channels=groups * random.choice((1, 8, 20, 64, 200)),
             out_channels=groups * random.choice((4, 16, 70, 130)),
             groups=groups,
-            input_size=(random.randint(1, 9), 8 * random.randint(1, 12)),
+            input_size=(random.randint(1, 9), random.choice((random.randint(1, 80), 8 * random.randint(1, 12)))),
             kernel_size=(random.randint(1, 5), random.choice((1, 2, 3, 4, 5, 7, 16))),
             stride=(random.randint(1, 3), random.choice((1, 1, 2, 3, 4, 8))),
             padding=random.choice(((0, 0), (0, 0), (1, 1), (0, 2), (2, 4))),
@@ -77,11 +77,11 @@ def test_slices_of_tiles_have_every_pixel_once(tile):
         pixels.update((row * tile.rows + h, column * tile.tile_w + w) for h, w in places)
     inside = {place: count for place, count in pixels.items() if place[0] < height and place[1] < width}
     assert inside == dict.fromkeys(itertools.product(range(height), range(width)), 1)
-    for limit in (LIMIT, 4 * math.prod(tile.problem.weight_shape)):
+    for limit in (LIMIT, 4 * math.prod(tile.problem.weight_shape) + tile.padded_bytes):
         slices = tile.slices(limit)
         assert 1 <= slices <= tile.tiles
-        assert slices * 4 * math.prod(tile.problem.weight_shape) <= limit
-    assert tile.slices(4 * math.prod(tile.problem.weight_shape) - 1) == 0
+        assert slices * 4 * math.prod(tile.problem.weight_shape) + tile.padded_bytes <= limit
+    assert tile.slices(4 * math.prod(tile.problem.weight_shape) + tile.padded_bytes - 1) == 0
 
 
 @given(tiles)
@@ -116,7 +116,8 @@ def test_stages_fit_and_boxes_are_what_a_tensor_map_takes(tile):
         assert steps == (1, 1, 1, 1)
         assert max(sizes) < 2**31
     elements = [math.prod(boxes[1]) for boxes in fused_gradient._boxes(tile)]
-    assert elements == [math.prod(tile.problem.input_shape), math.prod(tile.problem.output_shape)]
+    padded = tile.padded_bytes // tile.itemsize
+    assert elements == [padded or math.prod(tile.problem.input_shape), math.prod(tile.problem.output_shape)]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,25 @@ def test_real_layers_take_the_kernel(name, numerics, monkeypatch):
 
 
 def test_what_the_kernel_is_not_for_is_left_to_others():
-    problem = Problem(2, 16, 16, 1, (4, 14), (2, 2), (2, 2))
-    for dtype, precision in ((torch.float16, "ieee"), (torch.float32, "ieee"), (torch.float64, "ieee")):
-        assert fused_gradient.tile_for(Config(problem, dtype, torch.device("cuda", 0), precision)) is None
+    half, single = (
+        lambda problem, dtype=dtype, **options: Config(problem, dtype, torch.device("cuda", 0), "ieee", **options)
+        for dtype in (torch.float16, torch.float32)
+    )
+    problem = Problem(2, 16, 16, 1, (4, 16), (2, 2), (2, 2))
+    assert fused_gradient.tile_for(half(problem)) is not None
+    assert fused_gradient.tile_for(half(problem, memory_format=torch.channels_last)) is None
+    assert fused_gradient.tile_for(Config(problem, torch.float64, torch.device("cuda", 0), "ieee")) is None
     odd = Problem(2, 16, 16, 1, (4, 16), (3, 3), (2, 2), padding=(1, 1))  # 31 outputs across
-    assert fused_gradient.tile_for(Config(odd, torch.float16, torch.device("cuda", 0), "ieee")) is None
-    assert fused_gradient.tile_for(Config(odd, torch.float32, torch.device("cuda", 0), "ieee")) is not None
+    assert fused_gradient.tile_for(half(odd)) is None
+    assert fused_gradient.tile_for(single(odd)) is not None
+
+
+def test_a_copy_of_the_input_counts_as_workspace():
+    problem = Problem(2, 16, 16, 1, (4, 14), (2, 2), (2, 2))
+    config = Config(problem, torch.float16, torch.device("cuda", 0), "ieee")
+    tile = fused_gradient.tile_for(config)
+    assert tile.input_width == 16
+    assert tile.padded_bytes == 2 * 16 * 4 * 16 * 2
+    assert fused_gradient.workspace_bytes(config, tile) > tile.padded_bytes
+    less = Config(problem, torch.float16, torch.device("cuda", 0), "ieee", workspace_limit=tile.padded_bytes)
+    assert fused_gradient.tile_for(less) is None

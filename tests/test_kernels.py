@@ -446,7 +446,7 @@ FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 16), (2, 4), (1, 2), (1, 1
 FOLD_RUNS += [FOLD, FOLD_MANY_CHANNELS]
 
 
-# Rows of whole 16 bytes; each case in each type, in its own tile and in others.
+# Each case in each type, in its own tile and in others.
 GRADIENT_CASES = [
     Case(2, 20, 24, (5, 64), (3, 3), (1, 1), (1, 1)),
     Case(3, 40, 70, (9, 16), (4, 4), (2, 2), (1, 1)),
@@ -466,6 +466,10 @@ GRADIENT_CASES = [
     Case(2, 24, 40, (4, 24), (4, 5), (2, 3), (1, 1), groups=2),
     Case(1, 16, 20, (9, 72), (3, 6), (1, 1), (2, 3), dilation=(2, 1)),
     Case(3, 8, 12, (3, 16), (3, 3), (5, 5), (1, 1), (1, 0), (2, 2), groups=2),
+    # Inputs whose rows are not whole 16 bytes.
+    Case(3, 24, 20, (9, 14), (2, 2), (2, 2)),
+    Case(2, 40, 24, (8, 6), (4, 4), (2, 2), (1, 1)),
+    Case(2, 20, 16, (5, 61), (3, 4), (1, 2), (1, 1)),
 ]
 GRADIENT_RUNS = [
     Run("fused_weight_grad", case, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, **FUSED_TYPES[j])
@@ -632,6 +636,8 @@ def test_runs_of_fused_weight_grad_take_every_path():
         lambda tile: tile.planes > 1,
         lambda tile: tile.planes and any(tile.problem.padding),
         lambda tile: tile.odd,
+        lambda tile: tile.padded_bytes,
+        lambda tile: tile.padded_bytes and tile.flat,
     ):
         assert {bool(path(tile)) for tile in tiles} == {True, False}
 

@@ -42,6 +42,7 @@ _LINE_CYCLES, _BYTE_CYCLES, _BOX_CYCLES = 7.3, 0.03, 29  # of boxes: of a line o
 _TILE_CYCLES, _WAITED_SHARE, _STORE_CYCLES = 205, 0.37, 28
 # Hz, bytes/s, seconds:
 _CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 4.1e12, 8.2e-6
+_PAD_SECONDS, _PAD_RATE = 6e-6, 1.5e12  # of a copy of the input by torch
 
 FusedWeightGradSumParams = params_struct(
     "fused_weight_grad_sum_params", ("partials", "grad_weight"), ("slices",), ("elements",)
@@ -100,6 +101,17 @@ class Tile:
     @property
     def warpgroups(self) -> int:
         return self.sides_co * self.sides_h * self.sides_w
+
+    @property
+    def input_width(self) -> int:
+        """Pixels of a row of the input, in whole 16 bytes."""
+        return input_width(self.problem, self.itemsize)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of a copy of the input that has such rows, where it has not."""
+        *shape, width = self.problem.input_shape
+        return math.prod(shape) * self.input_width * self.itemsize if width < self.input_width else 0
 
     @property
     def flat(self) -> bool:
@@ -191,7 +203,7 @@ class Tile:
     @property
     def tiles_image(self) -> Pair:
         """Tiles of an image, down and across."""
-        height, width = self.problem.input_size
+        height, width = self.problem.input_size[0], self.input_width
         return -(-height // self.rows), -(-width // self.tile_w)
 
     @property
@@ -268,8 +280,8 @@ class Tile:
         return min(ci, self.ci_tile), min(co, self.block_co)
 
     def slices(self, limit: int) -> int:
-        """Into how many slices the tiles are cut, for partial sums of at most so many bytes; 0 where none fit."""
-        fitting = limit // (4 * math.prod(self.problem.weight_shape))
+        """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
+        fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
         whole = max(1, MULTIPROCESSORS // self.weight_blocks)
         return min(fitting, whole, self.tiles)
 
@@ -298,7 +310,7 @@ class Tile:
         return shares
 
     def seconds(self, limit: int) -> float:
-        """Roughly what it takes, with partial sums of at most ``limit`` bytes."""
+        """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
         slices, problem = self.slices(limit), self.problem
         rounds = -(-self.weight_blocks * slices // MULTIPROCESSORS)
         stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _STORE_CYCLES
@@ -307,7 +319,8 @@ class Tile:
         pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
         moved = pixels * self.itemsize / _MEMORY_RATE
         partials = 2 * slices * 4 * math.prod(problem.weight_shape) / _PARTIAL_RATE
-        return _LAUNCH_SECONDS + (computed**8 + moved**8) ** (1 / 8) + partials
+        padded = _PAD_SECONDS + 2 * self.padded_bytes / _PAD_RATE if self.padded_bytes else 0
+        return _LAUNCH_SECONDS + padded + (computed**8 + moved**8) ** (1 / 8) + partials
 
 
 def why_not(config: Config) -> str | None:
@@ -315,8 +328,6 @@ def why_not(config: Config) -> str | None:
     p = config.problem
     if config.dtype not in _DTYPES or config.memory_format is torch.channels_last:
         return "only NCHW"
-    if p.input_size[1] * config.dtype.itemsize % 16:
-        return "rows of the input must be whole 16 bytes"
     if _planes(p, config.dtype.itemsize) is None:
         return "rows of the output must be whole 16 bytes, or whole words"
     if max(p.batch * p.in_pixels, p.out_pixels) > _INT32_MAX:
@@ -336,9 +347,14 @@ def variant_of(config: Config) -> tuple[int, bool]:
     return config.dtype.itemsize, config.dtype == torch.float32 and config.precision == "ieee"
 
 
+def input_width(problem: Problem, itemsize: int) -> int:
+    """Pixels of a row of the input, in whole 16 bytes."""
+    return -(-problem.input_size[1] * itemsize // 16) * 16 // itemsize
+
+
 def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
     """The tiles that a problem may have."""
-    width = problem.input_size[1]
+    width = input_width(problem, itemsize)
     kernel_h, kernel_w = problem.kernel_size
     shapes = [(pixels, pixels) for pixels in (128 // itemsize, 64 // itemsize)]
     shapes += [(pixels, width) for pixels, _ in shapes if pixels % width == 0 and width % (16 // itemsize) == 0]
@@ -386,13 +402,13 @@ def _conflicts(pitch: int, stride: int, vector: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, split: bool, limit: int) -> Tile | None:
-    """The tile of the least estimate, with partial sums of at most ``limit`` bytes."""
+    """The tile of the least estimate, with a workspace of at most ``limit`` bytes."""
     found = (tile for tile in tiles_of(problem, itemsize, split) if tile.slices(limit) > 0)
     return min(found, key=lambda tile: tile.seconds(limit), default=None)
 
 
 def macros_of(tile: Tile, dtype: torch.dtype, limit: int) -> Macros:
-    """Macros that specialise csrc/fused_weight_grad.cu, with partial sums of at most ``limit`` bytes."""
+    """Macros that specialise csrc/fused_weight_grad.cu, with a workspace of at most ``limit`` bytes."""
     ci, co = tile.channels
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
@@ -440,14 +456,15 @@ def _boxes(tile: Tile) -> tuple[Boxes, Boxes]:
         return tile.itemsize, sizes, (sizes[0] * tile.itemsize, plane, channels * plane), box, (1, 1, 1, 1), swizzled
 
     inputs, outputs = tile.box_channels
-    lines = of(p.input_shape, int(tile.flat), (tile.pixels, 1, inputs, 1), True)
+    batch, channels, height, _ = p.input_shape
+    lines = of((batch, channels, height, tile.input_width), int(tile.flat), (tile.pixels, 1, inputs, 1), True)
     rows = tile.row_pitch, 1, outputs // max(1, tile.planes), 1
     return lines, of(p.output_shape, tile.planes, rows, False)
 
 
 def workspace_bytes(config: Config, tile: Tile) -> int:
-    """Bytes of the partial sums."""
-    return 4 * tile.slices(config.workspace_limit) * math.prod(config.problem.weight_shape)
+    """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
+    return 4 * tile.slices(config.workspace_limit) * math.prod(config.problem.weight_shape) + tile.padded_bytes
 
 
 def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
@@ -463,12 +480,15 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     sum_kernel = load(source, "fused_weight_grad_sum_kernel", macros, index)
     boxes, grad_boxes = _boxes(tile)
     down, across = tile.tiles_image
-    sizes = problem.groups, *problem.input_size, *problem.output_size, across, down, tile.tiles, slices
+    height, width = problem.input_size
+    sizes = problem.groups, height, tile.input_width, *problem.output_size, across, down, tile.tiles, slices
     grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
     sum_grid = (tile.sum_blocks(tile.sum_run), 1, 1)
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad_weight = grad_output.new_empty(shape)
+        if tile.padded_bytes:
+            input = torch.nn.functional.pad(input, (0, tile.input_width - width))
         grad_output, input = aligned(grad_output.contiguous()), aligned(input.contiguous())
         partials = torch.empty(slices * elements, dtype=torch.float32, device=input.device)
         maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
