@@ -228,16 +228,14 @@ class Tile:
     def possible(self) -> bool:
         dilated = self.taps[1] * self.problem.dilation[1]
         return (
-            self.stages >= 2
-            and self.row_pitch <= _LONGEST_BOX
-            and math.prod(self.problem.kernel_size) * 4 <= _SUM_BYTES
-            and self.registers <= _REGISTERS[self.warpgroups]
-            and (self.sides_w == 1 or dilated % (self.word_elements * self.vector) == 0)
+            (self.sides_w == 1 or dilated % (self.word_elements * self.vector) == 0)
             and (
                 self.block_taps[1] >= self.problem.kernel_size[1]
                 or self.sides_w * dilated * self.itemsize % (4 if self.planes else 16) == 0
             )
             and self.ci_tile * self.pixels * self.itemsize % 1024 == 0
+            and self.row_pitch <= _LONGEST_BOX
+            and self.stages >= 2
         )
 
     @property
@@ -356,24 +354,30 @@ def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     width = input_width(problem, itemsize)
     kernel_h, kernel_w = problem.kernel_size
-    shapes = [(pixels, pixels) for pixels in (128 // itemsize, 64 // itemsize)]
+    line = 128 // itemsize
+    shapes = [(pixels, pixels) for pixels in (line, line // 2)]
     shapes += [(pixels, width) for pixels, _ in shapes if pixels % width == 0 and width % (16 // itemsize) == 0]
     shapes = list(dict.fromkeys(shapes))
     channels = -(-problem.gemm_k // 16) * 16
     widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
     planes = _planes(problem, itemsize)
-    if planes is None:
+    if planes is None or problem.taps * 4 > _SUM_BYTES:
         return
     lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
     vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (planes and vector > 1)]
-    for (pixels, tile_w), rows, ci_tile, (co, h, w) in itertools.product(shapes, lines, widths, sides):
-        for taps in itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1)):
-            if h * taps[0] >= kernel_h + taps[0] or w * taps[1] >= kernel_w + taps[1]:
-                continue
+    taps = list(itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1)))
+    for ci_tile, (co, h, w), (taps_h, taps_w) in itertools.product(widths, sides, taps):
+        if h * taps_h >= kernel_h + taps_h or w * taps_w >= kernel_w + taps_w:
+            continue
+        of_block = ci_tile, co, h, w, (taps_h, taps_w), planes
+        any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, *of_block)
+        if any_one.registers > _REGISTERS[any_one.warpgroups]:
+            continue
+        for (pixels, tile_w), rows in itertools.product(shapes, lines):
             segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment * itemsize % 16 == 0]
             found = (
-                Tile(problem, itemsize, split, pixels, rows, tile_w, segment, vector, ci_tile, co, h, w, taps, planes)
+                Tile(problem, itemsize, split, pixels, rows, tile_w, segment, vector, *of_block)
                 for segment, vector in itertools.product(segments, vectors)
             )
             if (tile := next((tile for tile in found if tile.possible), None)) is not None:
