@@ -102,6 +102,8 @@ constexpr int kComing = (ROWS * kInputs * PIXELS + SLOTS * kOutputs * ROW_PITCH)
 static_assert(kOutputs % kClasses == 0, "each class has as many");
 constexpr bool kRounded = kItem == 4, kMended = kRounded || kCut;
 constexpr int kMenders = 96;
+// Lanes of a warp that arrive for it. What is cut is written and read by threads, and racecheck takes each for itself.
+constexpr int kArriving = kCut ? 32 : 1;
 static_assert(kBox % 1024 == 0 && kRow * kItem % 1024 == 0, "boxes are swizzled from multiples of 1024 bytes on");
 static_assert(STAGES * kStage + 3 * STAGES * 8 <= SHARED_BYTES, "the stages fit the shared memory of the launch");
 extern __shared__ __align__(1024) unsigned char shared[];
@@ -247,7 +249,7 @@ __device__ __forceinline__ void mend(const fused_weight_grad_params& p, const ba
         if (kCut) cut(p, work, place_of(p, tile), reinterpret_cast<ELEMENT_T*>(stage + kLines), thread);
         fence_async_proxy();
         __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(b.full[ring.stage]);
+        if (thread % 32 < kArriving) barrier_arrive(b.full[ring.stage]);
         ring.advance();
     }
 }
@@ -343,7 +345,7 @@ __device__ __forceinline__ void consume(const fused_weight_grad_params& p, const
                 }
                 wgmma_commit();
                 wgmma_wait<1>();
-                if (kStep == 0 && kRowOfTaps == 0 && held >= 0 && lane == 0) barrier_arrive(b.empty[held]);
+                if (kStep == 0 && kRowOfTaps == 0 && held >= 0 && lane < kArriving) barrier_arrive(b.empty[held]);
             });
         });
         held = ring.stage;
@@ -382,8 +384,8 @@ fused_weight_grad_kernel(const __grid_constant__ fused_weight_grad_params p) {
     const barriers_t b = {kMended ? full + 2 * STAGES : full, full, full + STAGES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(b.full[i], kMended ? kMenders / 32 : 1);
-            barrier_init(b.empty[i], 4 * kWarpgroups);
+            barrier_init(b.full[i], kMended ? kMenders / 32 * kArriving : 1);
+            barrier_init(b.empty[i], 4 * kWarpgroups * kArriving);
             if (kMended) barrier_init(b.came[i], 1);
         }
         barrier_init_done();
