@@ -336,8 +336,8 @@ class Tile:
             stored *= 1 + 380 / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
         moved = tiles * (2.5 * loaded + stored) * self.itemsize / _BYTES_A_CYCLE
         alone *= rounds
-        # Where both are the same by the above, values that are turned after they came take 2% longer (mean of seven).
-        turned = 1.02 if self.loading == _TURNED else 1
+        # Where both are within 1% by the above, values that are turned after they came take 2% longer (mean of seven).
+        turned = 1.01 if self.loading == _TURNED else 1
         return turned * (max(busy, alone, 0.47 * moved) + 0.46 * moved + 0.05 * (busy + alone))
 
 
