@@ -65,24 +65,43 @@ def test_emulator_multiplies_by_the_definition(dtype, folder):
     torch.testing.assert_close(d.double(), wanted, rtol=0, atol=2e-6)
 
 
+ROUNDING = """
+#include "common/mma.cuh"
+struct test_params { const unsigned* source; unsigned* rounded; unsigned* rest; };
+extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
+    for (int i = threadIdx.x; i < COUNT; i += 32) {
+        p.rounded[i] = mma_words<float>::rounded(p.source[i]);
+        p.rest[i] = mma_words<float>::rest(__uint_as_float(p.source[i]), p.rounded[i]);
+    }
+}
+"""
+
+
+def round_to_tf32(folder, values):
+    """Return what products take of float32 values rounded by the kernels' own code, and of what that leaves."""
+    rounded, rest = torch.zeros_like(values), torch.zeros_like(values)
+    launch_source(folder, ROUNDING, {"COUNT": values.numel()}, 0, values, rounded, rest)
+    return cut_to_tf32(rounded), cut_to_tf32(rest)
+
+
 @needs_compiler
-def test_emulator_rounds_to_tf32_with_ties_away_from_zero(folder):
-    with contextlib.closing(Builder(folder)) as builder:
-        convert = builder.scheduler.emulator_float_to_tf32
-    convert.restype, convert.argtypes = ctypes.c_uint32, [ctypes.c_float]
-
-    def converted(values):
-        return torch.tensor([convert(value) for value in values.tolist()]).to(torch.int32).view(torch.float32)
-
+def test_rounding_to_tf32_takes_ties_away_from_zero(folder):
     representable = torch.randn(500).view(torch.int32) & ~0x1FFF
     ties = representable + 0x1000
     values = torch.cat([representable, ties - 1, ties, ties + 1]).view(torch.float32)
     fraction, exponent = torch.frexp(values.double())
     nearest = torch.ldexp((fraction.abs() * 2**11 + 0.5).floor().copysign(fraction), exponent - 11)
-    assert torch.equal(converted(values).double(), nearest)
+    rounded, rest = round_to_tf32(folder, values)
+    assert torch.equal(rounded.double(), nearest)
+    assert ((rounded.double() + rest.double() - values.double()).abs() <= values.double().abs() * 2.0**-22).all()
+
+
+@needs_compiler
+def test_rounding_to_tf32_keeps_what_is_not_finite(folder):
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf])
-    assert torch.equal(converted(special).view(torch.int32), special.view(torch.int32))
-    assert converted(torch.tensor([math.nan])).isnan().all()
+    assert torch.equal(round_to_tf32(folder, special)[0].view(torch.int32), special.view(torch.int32))
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F802000], dtype=torch.int32).view(torch.float32)
+    assert round_to_tf32(folder, nans)[0].isnan().all()
 
 
 COPIES = """
