@@ -172,7 +172,7 @@ class GradientRun(Run):
     @property
     def tiles(self):
         config = self.config
-        arguments = config.problem, *fused_gradient.variant_of(config)
+        arguments = config.problem, *fused.variant_of(config)[:2]
         own = fused_gradient.tile_of(*arguments, config.workspace_limit)
         found = [tile for tile in fused_gradient.tiles_of(*arguments) if tile.slices(config.workspace_limit) > 0]
         return [own, *Random(str(self)).sample(found, min(5, len(found)))]
@@ -182,7 +182,7 @@ GRADIENT_RUNS = [
     run
     for case in GRADIENT_CASES
     for numerics in NUMERICS
-    if fused_gradient.tile_for((run := GradientRun(case, numerics, "contiguous")).config) is not None
+    if fused.gradient_tile_for((run := GradientRun(case, numerics, "contiguous")).config) is not None
 ]
 
 

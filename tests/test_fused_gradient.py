@@ -128,7 +128,7 @@ def test_real_layers_take_the_kernel(name, numerics, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # asked as if on Hopper
     (workload,) = (one for suite in ("public", "models") for one in SUITES[suite] if one.name == name)
     config = Config(workload.problem, numerics[0], torch.device("cuda", 0), numerics[1])
-    tile = fused_gradient.tile_for(config)
+    tile = fused.gradient_tile_for(config)
     assert tile is not None
     assert fused.Fused().estimate(config, "weight_grad") == tile.seconds(config.workspace_limit)
     assert fused.Fused().workspace_bytes(config, "weight_grad") <= config.workspace_limit
@@ -140,20 +140,20 @@ def test_what_the_kernel_is_not_for_is_left_to_others():
         for dtype in (torch.float16, torch.float32)
     )
     problem = Problem(2, 16, 16, 1, (4, 16), (2, 2), (2, 2))
-    assert fused_gradient.tile_for(half(problem)) is not None
-    assert fused_gradient.tile_for(half(problem, memory_format=torch.channels_last)) is None
-    assert fused_gradient.tile_for(Config(problem, torch.float64, torch.device("cuda", 0), "ieee")) is None
+    assert fused.gradient_tile_for(half(problem)) is not None
+    assert fused.gradient_tile_for(half(problem, memory_format=torch.channels_last)) is None
+    assert fused.gradient_tile_for(Config(problem, torch.float64, torch.device("cuda", 0), "ieee")) is None
     odd = Problem(2, 16, 16, 1, (4, 16), (3, 3), (2, 2), padding=(1, 1))  # 31 outputs across
-    assert fused_gradient.tile_for(half(odd)) is None
-    assert fused_gradient.tile_for(single(odd)) is not None
+    assert fused.gradient_tile_for(half(odd)) is None
+    assert fused.gradient_tile_for(single(odd)) is not None
 
 
 def test_a_copy_of_the_input_counts_as_workspace():
     problem = Problem(2, 16, 16, 1, (4, 14), (2, 2), (2, 2))
     config = Config(problem, torch.float16, torch.device("cuda", 0), "ieee")
-    tile = fused_gradient.tile_for(config)
+    tile = fused.gradient_tile_for(config)
     assert tile.input_width == 16
     assert tile.padded_bytes == 2 * 16 * 4 * 16 * 2
     assert fused_gradient.workspace_bytes(config, tile) > tile.padded_bytes
     less = Config(problem, torch.float16, torch.device("cuda", 0), "ieee", workspace_limit=tile.padded_bytes)
-    assert fused_gradient.tile_for(less) is None
+    assert fused.gradient_tile_for(less) is None

@@ -180,7 +180,7 @@ class Run:
     @functools.cached_property
     def gradient_tile(self):
         """The tile of fused_weight_grad."""
-        arguments = problem_of(self.case), *fused_gradient.variant_of(self.config)
+        arguments = problem_of(self.case), *fused.variant_of(self.config)[:2]
         if self.choice is None:
             return fused_gradient.tile_of(*arguments, self.config.workspace_limit)
         tiles = [*fused_gradient.tiles_of(*arguments)]
@@ -477,7 +477,7 @@ GRADIENT_RUNS = [
     for j in range(3)
     for choice in (None, 37 * i + 101 * j, 53 * i + 17 * j)
 ]
-GRADIENT_RUNS = [run for run in GRADIENT_RUNS if fused_gradient.tile_for(run.config) is not None]
+GRADIENT_RUNS = [run for run in GRADIENT_RUNS if fused.gradient_tile_for(run.config) is not None]
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
 GRADIENT = Run("fused_weight_grad", Case(1, 16, 16, (20, 64), (3, 3), (1, 1), (1, 1)), torch.float16, multiprocessors=0)
 GRADIENT_TF32 = replace(GRADIENT, dtype=torch.float32, tf32=True)

@@ -4,7 +4,7 @@
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
-    fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients in NCHW, of rows of whole 16 bytes
+    fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients in NCHW, of outputs whose rows are whole words
 
 Other weight gradients are left to gemm_col2im, as are those for which it is faster.
 """
@@ -294,6 +294,14 @@ def fold_tile_for(config: Config) -> fused_fold.Tile | None:
     return tile
 
 
+def gradient_tile_for(config: Config) -> fused_gradient.Tile | None:
+    """The tile of csrc/fused_weight_grad.cu for a configuration, None where that kernel is not for it."""
+    itemsize, split, channels_last = variant_of(config)
+    if config.dtype not in _DTYPES or channels_last:
+        return None
+    return fused_gradient.tile_of(config.problem, itemsize, split, config.workspace_limit)
+
+
 def _folds(config: Config) -> fused_fold.Tile | None:
     """The tile of csrc/fused_fold.cu where a forward pass takes it: where the other kernel is slower, or not for it."""
     tile = fold_tile_for(config)
@@ -304,7 +312,7 @@ def _folds(config: Config) -> fused_fold.Tile | None:
 
 def _gradient_tile(config: Config) -> fused_gradient.Tile | None:
     """The tile of csrc/fused_weight_grad.cu where a weight gradient takes it."""
-    tile = fused_gradient.tile_for(config)
+    tile = gradient_tile_for(config)
     if tile is None or tile.seconds(config.workspace_limit) > _OTHERWISE.estimate(config, "weight_grad"):
         return None
     return tile

@@ -21,7 +21,6 @@ from gemmconv.geometry import Problem, Shape4
 Pair = tuple[int, int]
 Boxes = tuple[int, Shape4, tuple[int, int, int], Shape4, Shape4, bool]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
 _MOST_STAGES = 8
@@ -286,7 +285,7 @@ class Tile:
     @property
     def sum_run(self) -> int:
         """Output channels of a block that adds slices: a power of two, few enough for many blocks."""
-        co, taps = self.channels[1], math.prod(self.problem.kernel_size)
+        co, taps = self.channels[1], self.problem.taps
         run = _LEAST_SUM_RUN
         while run > 1 and run * taps * 4 > _SUM_BYTES:
             run //= 2
@@ -302,7 +301,7 @@ class Tile:
     def sum_shares(self, limit: int) -> int:
         """Threads that add the slices of one weight."""
         shares = 8
-        weights = math.prod(self.problem.kernel_size) * self.sum_run
+        weights = self.problem.taps * self.sum_run
         while shares > 1 and (shares > self.slices(limit) or shares * weights * 4 > _SUM_BYTES):
             shares //= 2
         return shares
@@ -321,37 +320,13 @@ class Tile:
         return _LAUNCH_SECONDS + padded + (computed**8 + moved**8) ** (1 / 8) + partials
 
 
-def why_not(config: Config) -> str | None:
-    """Why the kernel is not for a configuration, or None."""
-    p = config.problem
-    if config.dtype not in _DTYPES or config.memory_format is torch.channels_last:
-        return "only NCHW"
-    if _planes(p, config.dtype.itemsize) is None:
-        return "rows of the output must be whole 16 bytes, or whole words"
-    if max(p.batch * p.in_pixels, p.out_pixels) > _INT32_MAX:
-        return "images must have less than 2**31 pixels in all"
-    return None
-
-
-def tile_for(config: Config) -> Tile | None:
-    """The tile for a configuration, None where the kernel is not for it."""
-    if why_not(config) is not None or not config.problem.batch:
-        return None
-    return tile_of(config.problem, *variant_of(config), config.workspace_limit)
-
-
-def variant_of(config: Config) -> tuple[int, bool]:
-    """What tiles depend on: bytes of an element, and whether float32 is three products."""
-    return config.dtype.itemsize, config.dtype == torch.float32 and config.precision == "ieee"
-
-
 def input_width(problem: Problem, itemsize: int) -> int:
     """Pixels of a row of the input, in whole 16 bytes."""
     return -(-problem.input_size[1] * itemsize // 16) * 16 // itemsize
 
 
 def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
-    """The tiles that a problem may have."""
+    """The tiles that a problem may have: none where rows of outputs are no whole words, or images are too large."""
     width = input_width(problem, itemsize)
     kernel_h, kernel_w = problem.kernel_size
     line = 128 // itemsize
@@ -362,7 +337,8 @@ def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
     widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
     planes = _planes(problem, itemsize)
-    if planes is None or problem.taps * 4 > _SUM_BYTES:
+    in_pixels = problem.batch * problem.in_pixels
+    if planes is None or problem.taps * 4 > _SUM_BYTES or max(in_pixels, problem.out_pixels) > _INT32_MAX:
         return
     lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
     vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (planes and vector > 1)]
@@ -406,7 +382,7 @@ def _conflicts(pitch: int, stride: int, vector: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, split: bool, limit: int) -> Tile | None:
-    """The tile of the least estimate, with a workspace of at most ``limit`` bytes."""
+    """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
     found = (tile for tile in tiles_of(problem, itemsize, split) if tile.slices(limit) > 0)
     return min(found, key=lambda tile: tile.seconds(limit), default=None)
 
