@@ -157,3 +157,12 @@ def test_a_copy_of_the_input_counts_as_workspace():
     assert fused_gradient.workspace_bytes(config, tile) > tile.padded_bytes
     less = Config(problem, torch.float16, torch.device("cuda", 0), "ieee", workspace_limit=tile.padded_bytes)
     assert fused.gradient_tile_for(less) is None
+
+
+def test_images_that_padded_rows_make_too_large_are_left_to_others():
+    many, too_many = (
+        [*fused_gradient.tiles_of(Problem(1, 1, 1, 1, (rows, 1), (1, 1)), 4, False)]
+        for rows in ((1 << 29) - 4, 1 << 29)  # of one pixel, which become rows of four
+    )
+    assert many
+    assert not too_many

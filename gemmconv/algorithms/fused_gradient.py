@@ -337,7 +337,7 @@ def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
     widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
     planes = _planes(problem, itemsize)
-    in_pixels = problem.batch * problem.in_pixels
+    in_pixels = problem.batch * problem.input_size[0] * width
     if planes is None or problem.taps * 4 > _SUM_BYTES or max(in_pixels, problem.out_pixels) > _INT32_MAX:
         return
     lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
