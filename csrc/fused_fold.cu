@@ -42,6 +42,7 @@
 #include "common/mbarrier.cuh"
 #include "common/meet.cuh"
 #include "common/mma.cuh"
+#include "common/ring.cuh"
 #include "common/wgmma_rows.cuh"
 
 struct fused_fold_params {
@@ -162,15 +163,6 @@ __device__ __forceinline__ void fetch(const fused_fold_params& p, ELEMENT_T* sta
 #endif
 }
 
-/* Round a float32 word to TF32; `rest` is what that leaves, rounded too. */
-__device__ __forceinline__ unsigned rounded(unsigned word, [[maybe_unused]] unsigned& rest) {
-    const unsigned value = words::rounded(word);
-#if SPLIT
-    rest = words::rest(__uint_as_float(word), value);
-#endif
-    return value;
-}
-
 /* Lay the weights out for wgmma, zeros after the last channel and line; all threads but those that load. */
 __device__ __forceinline__ void load_weights(const fused_fold_params& p, unsigned char* target, unsigned char* came) {
     for (int i = threadIdx.x * 16; i < kCame; i += kOthers * 16)
@@ -236,7 +228,7 @@ __device__ __forceinline__ void multiply(
                 load_words(a[k], stage, first, step0 + k);
                 if constexpr (kElements == 1)
                     #pragma unroll
-                    for (int i = 0; i < 4; ++i) a[k][i] = rounded(a[k][i], rest[k][i]);
+                    for (int i = 0; i < 4; ++i) a[k][i] = rounded<1 + SPLIT, ELEMENT_T>(a[k][i], rest[k][i]);
             }
             if (step0 + kAtOnce >= CHANNEL_STEPS && group + WARPGROUPS >= kPositions / 64) barrier_arrive(empty);
             wgmma_fence();
@@ -359,16 +351,6 @@ __device__ __forceinline__ void clear(float* ring, ELEMENT_T* stages) {
         }
 }
 
-/* The stages, and the ring's halves, in turn; how often a role has gone round decides the parity that it waits for. */
-template <int COUNT> struct turn_t {
-    int place = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++place < COUNT) return;
-        place = 0;
-        parity ^= 1;
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared);
@@ -390,18 +372,18 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
     course_t course;
     course.index = blockIdx.x;
     course.begin(p);
-    turn_t<STAGES> inputs;
-    turn_t<2> half;
+    ring_t<STAGES> inputs;
+    ring_t<2> half;
 
     if (threadIdx.x >= kOthers) {
         // Begin a step's copies, and pass on those that were begun STAGES - 1 steps before.
-        turn_t<STAGES> come;
+        ring_t<STAGES> come;
         int begun = 0;
         #pragma unroll 1
         for (int turn = 0, passed = 0; turn < STAGES - 1 || passed < begun; ++turn) {
             if (!course.ended(p)) {
-                barrier_wait(barriers.empty[inputs.place], inputs.parity ^ 1);
-                fetch(p, stages + inputs.place * kStage, course);
+                barrier_wait(barriers.empty[inputs.stage], inputs.parity ^ 1);
+                fetch(p, stages + inputs.stage * kStage, course);
                 inputs.advance();
                 course.advance(p);
                 ++begun;
@@ -409,7 +391,7 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
             commit_copies();
             if (turn < STAGES - 1) continue;
             wait_for_groups<STAGES - 1>();
-            barrier_arrive(barriers.full[come.place]);
+            barrier_arrive(barriers.full[come.stage]);
             come.advance();
             ++passed;
         }
@@ -423,19 +405,19 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
     if (threadIdx.x < kMultipliers) {
         #pragma unroll 1
         for (; !course.ended(p); course.advance(p)) {
-            barrier_wait(barriers.full[inputs.place], inputs.parity);
-            multiply(p, weights, ring, stages + inputs.place * kStage, barriers.empty[inputs.place],
-                     barriers.folded[half.place], half.parity ^ 1, course);
-            barrier_arrive(barriers.made[half.place]);
+            barrier_wait(barriers.full[inputs.stage], inputs.parity);
+            multiply(p, weights, ring, stages + inputs.stage * kStage, barriers.empty[inputs.stage],
+                     barriers.folded[half.stage], half.parity ^ 1, course);
+            barrier_arrive(barriers.made[half.stage]);
             inputs.advance();
             half.advance();
         }
     } else {
         #pragma unroll 1
         for (; !course.ended(p); course.advance(p)) {
-            barrier_wait(barriers.made[half.place], half.parity);
+            barrier_wait(barriers.made[half.stage], half.parity);
             fold(p, ring, course);
-            barrier_arrive(barriers.folded[half.place]);
+            barrier_arrive(barriers.folded[half.stage]);
             half.advance();
         }
     }

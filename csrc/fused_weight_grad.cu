@@ -16,7 +16,7 @@
  *
  * Boxes have rows of whole 16 bytes. Where those of grad_output have not, planes are one long row each, or PLANES of them
  * together are; pieces of rows then begin at other places in the 16 bytes each time, which their warps add. Output channels
- * whose planes are together lie PLANES apart. Where padding cuts outputs off (CUT), taps read beyond the ends of rows, which
+ * whose planes are together lie PLANES apart. Where padding cuts outputs off, taps read beyond the ends of rows, which
  * are other rows here and not zeros: what lies there is mended in shared memory.
  *
  * What lies outside of the tensors counts as zeros, so values must be finite, as in fused_wgmma.cu.
@@ -44,6 +44,7 @@
 #include "common/mbarrier.cuh"
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
+#include "common/ring.cuh"
 #include "common/tensor_map.cuh"
 #include "common/unroll.cuh"
 #include "common/wgmma_rows.cuh"
@@ -51,7 +52,7 @@
 struct fused_weight_grad_params {
     tensor_map_t input, grad_output;
     float* __restrict__ partials;  // [slices, groups, K_H * K_W, CI, CO]
-    int groups, h_in, w_in, h_out, w_out;
+    int groups, w_in, h_out, w_out;
     int tiles_w, tiles_h;  // of an image: across, and rows of them
     int tiles, slices;     // tiles in all
 };
@@ -150,19 +151,11 @@ __device__ __forceinline__ int first_element(
 __device__ __forceinline__ int piece_of(int element) { return element & -kPiece; }
 __device__ __forceinline__ int place_in_piece(int element) { return element & (kPiece - 1); }
 
-/* A place in the ring of stages. */
-struct ring_t {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
 struct barriers_t { barrier_t *came, *full, *empty; };  // where nothing is mended, came is full
 
 __device__ __forceinline__ void produce(const fused_weight_grad_params& p, const barriers_t& b) {
     const work_t work = work_of(p);
-    ring_t ring;
+    ring_t<STAGES> ring;
     for (int tile = work.first; tile < work.end; ++tile) {
         const place_t place = place_of(p, tile);
         barrier_wait(b.empty[ring.stage], ring.parity ^ 1);
@@ -195,15 +188,6 @@ __device__ __forceinline__ void produce(const fused_weight_grad_params& p, const
     }
 }
 
-/* Rounds a float32 word to TF32; `rest` is what that leaves, rounded too. */
-__device__ __forceinline__ unsigned rounded(unsigned word, [[maybe_unused]] unsigned& rest) {
-    const unsigned value = mma_words<ELEMENT_T>::rounded(word);
-#if SPLIT
-    rest = mma_words<ELEMENT_T>::rest(__uint_as_float(word), value);
-#endif
-    return value;
-}
-
 /* Rounds the right side where it lies. */
 __device__ __forceinline__ void round(unsigned char* stage, int thread) {
     a_words_t* pieces = reinterpret_cast<a_words_t*>(stage);
@@ -211,7 +195,7 @@ __device__ __forceinline__ void round(unsigned char* stage, int thread) {
     for (int i = thread; i < kPart / 16; i += kMenders) {
         a_words_t piece = pieces[i], rest;
         #pragma unroll
-        for (int j = 0; j < 4; ++j) piece.value[j] = rounded(piece.value[j], rest.value[j]);
+        for (int j = 0; j < 4; ++j) piece.value[j] = rounded<kParts, ELEMENT_T>(piece.value[j], rest.value[j]);
         pieces[i] = piece;
         if (SPLIT) pieces[i + kPart / 16] = rest;
     }
@@ -241,7 +225,7 @@ __device__ __forceinline__ void cut(
 
 __device__ __forceinline__ void mend(const fused_weight_grad_params& p, const barriers_t& b, int thread) {
     const work_t work = work_of(p);
-    ring_t ring;
+    ring_t<STAGES> ring;
     for (int tile = work.first; tile < work.end; ++tile) {
         barrier_wait(b.came[ring.stage], ring.parity);
         unsigned char* stage = shared + ring.stage * kStage;
@@ -252,13 +236,6 @@ __device__ __forceinline__ void mend(const fused_weight_grad_params& p, const ba
         if (thread % 32 < kArriving) barrier_arrive(b.full[ring.stage]);
         ring.advance();
     }
-}
-
-/* The bytes of two words that the nibbles of a selector say. */
-__device__ __forceinline__ unsigned chosen(unsigned a, unsigned b, unsigned selector) {
-    unsigned result;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
-    return result;
 }
 
 struct alignas(4 * kVector) vector_t { unsigned word[kVector]; };
@@ -288,13 +265,12 @@ __device__ __forceinline__ void load_left(
             const int low = kFirst + tap * DILATION_W, high = low + STRIDE_W;  // elements
             if (kElements == 1) {
                 unsigned rest;
-                a[0][tap][i] = rounded(words[low], rest);
+                a[0][tap][i] = rounded<kParts, ELEMENT_T>(words[low], rest);
                 if (SPLIT) a[kParts - 1][tap][i] = rest;
             } else if (STRIDE_W == 1 && low % 2 == 0) {
                 a[0][tap][i] = words[low / 2];
             } else {
-                const unsigned selector = (low % 2 ? 0x32u : 0x10u) | (high % 2 ? 0x7600u : 0x5400u);
-                a[0][tap][i] = chosen(words[low / 2], words[high / 2], selector);
+                a[0][tap][i] = halves(words[low / 2], words[high / 2], low % 2, high % 2);
             }
         }
     }
@@ -316,7 +292,7 @@ __device__ __forceinline__ void consume(const fused_weight_grad_params& p, const
         #pragma unroll
         for (int d = 0; d < CI_TILE / 2; ++d) sums[tap][d] = 0.0f;
     unsigned left[2][kParts][TAPS_W][4];  // one belongs to products that run
-    ring_t ring;
+    ring_t<STAGES> ring;
     int held = -1;  // stage that they may still read
     for (int tile = work.first; tile < work.end; ++tile) {
         const int first = PLANES > 0 ? first_element(p, work, place_of(p, tile), plane) : 0;

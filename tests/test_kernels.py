@@ -472,7 +472,14 @@ GRADIENT_CASES = [
     Case(2, 20, 16, (5, 61), (3, 4), (1, 2), (1, 1)),
 ]
 GRADIENT_RUNS = [
-    Run("fused_weight_grad", case, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, **FUSED_TYPES[j])
+    Run(
+        "fused_weight_grad",
+        case,
+        layout=("contiguous", "channels_last")[choice is not None and i % 4 == 1],
+        multiprocessors=(None, 0, 3)[(i + j) % 3],
+        choice=choice,
+        **FUSED_TYPES[j],
+    )
     for i, case in enumerate(GRADIENT_CASES)
     for j in range(3)
     for choice in (None, 37 * i + 101 * j, 53 * i + 17 * j)

@@ -8,6 +8,7 @@
 #if BOXED || LANDING_BOX
 #include "common/tensor_map.cuh"
 #endif
+#include "common/ring.cuh"
 #include "common/rows.cuh"
 #include "common/units.cuh"
 #include "common/unroll.cuh"
@@ -143,14 +144,6 @@ __device__ __forceinline__ stages_t stages() {
     return {patches, weights, landing, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
             weight_full + 2 * WEIGHT_STAGES, places, reinterpret_cast<int*>(places)};
 }
-
-/* A place in a ring of stages, and the parity of the round. */
-template <int STAGES> struct ring_t {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
 
 /* What a block works on. */
 struct item_t {

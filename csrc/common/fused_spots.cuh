@@ -31,7 +31,7 @@ __device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values,
         #pragma unroll
         for (int i = 0; i < 4; ++i)
             result.part[0].word[i] =
-                halves(values.channel[2 * i].word[even / 2], values.channel[2 * i + 1].word[even / 2], odd);
+                halves(values.channel[2 * i].word[even / 2], values.channel[2 * i + 1].word[even / 2], odd, odd);
         return result;
     } else {
         ELEMENT_T unit[kElements];

@@ -28,6 +28,14 @@ __device__ __forceinline__ void load_matrices_turned(unsigned& a, unsigned& b, u
 
 struct alignas(16) a_words_t { unsigned value[4]; };
 
+/* A 16-bit value of each of two words, the upper one of its word or the lower one. */
+__device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper_a, bool upper_b) {
+    unsigned result;
+    const unsigned bytes = (upper_a ? 0x32u : 0x10u) | (upper_b ? 0x7600u : 0x5400u);
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(bytes));
+    return result;
+}
+
 /* What words of two 16-bit values have in common. */
 template <typename T> struct pairs_of {
     static constexpr int kElements = 2;
@@ -78,3 +86,10 @@ template <> struct mma_words<float> {
             : "r"(a.value[0]), "r"(a.value[1]), "r"(a.value[2]), "r"(a.value[3]), "r"(b0), "r"(b1));
     }
 };
+
+/* A word rounded to what is multiplied; of float32 in two parts, `rest` is the other. */
+template <int PARTS, typename T> __device__ __forceinline__ unsigned rounded(unsigned word, [[maybe_unused]] unsigned& rest) {
+    const unsigned value = mma_words<T>::rounded(word);
+    if constexpr (PARTS == 2) rest = mma_words<T>::rest(__uint_as_float(word), value);
+    return value;
+}

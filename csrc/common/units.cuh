@@ -26,10 +26,3 @@ template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_
     }
     return result;
 }
-
-/* The lower halves of two words, or their upper halves. */
-__device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper) {
-    unsigned result;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(upper ? 0x7632 : 0x5410));
-    return result;
-}

@@ -4,14 +4,13 @@
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
-    fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients in NCHW, of outputs whose rows are whole words
+    fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients, of outputs whose rows are whole words
 
 Other weight gradients are left to gemm_col2im, as are those for which it is faster.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 
@@ -38,8 +37,9 @@ from gemmconv.algorithms.fused_plan import (
     plan_of,
 )
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
-from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct, reciprocal
+from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
+from gemmconv.algorithms.turning import turning_seconds
 from gemmconv.geometry import Shape4
 
 _HOPPER = (9, 0)
@@ -55,7 +55,7 @@ _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/fused_weights.cu
 _WEIGHT_ELEMENTS = 8  # of a thread
 
 FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("channels_last",))
-FusedParams = params_struct(
+_PARAMS = (
     "fused_params",
     ("input", "packed", "bias", "output"),
     (
@@ -64,16 +64,7 @@ FusedParams = params_struct(
     ),
     ("by_strips", "by_strip_rows", "by_strip_tiles", "by_sets"),
 )
-
-
-class FusedBoxedParams(ctypes.Structure):
-    """The mirror of the kernel's params where inputs come as boxes: a tensor map before the others, aligned like it."""
-
-    _fields_ = (
-        ("map", ctypes.c_ulonglong * 16),
-        ("others", FusedParams),
-        ("padding", ctypes.c_char * (-ctypes.sizeof(FusedParams) % 64)),
-    )
+FusedParams, FusedBoxedParams = params_struct(*_PARAMS), params_struct(*_PARAMS, ("map",))
 
 
 def variant_of(config: Config) -> tuple[int, bool, bool]:
@@ -211,11 +202,11 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
         packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
         weights_params = FusedWeightsParams(weight.data_ptr(), packed.data_ptr(), weights_last)
         pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
-        params: ctypes.Structure = FusedParams(
-            input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr(), *sizes
-        )
-        if boxes is not None:
-            params = FusedBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), params)
+        values = input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr(), *sizes
+        if boxes is None:
+            params = FusedParams(*values)
+        else:
+            params = FusedBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
         multiprocessors = _multiprocessors(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
         grid = (blocks_on(multiprocessors), 1, 1)
         kernel.launch(grid, (threads, 1, 1), params, shared_bytes, overlaps=True)
@@ -263,7 +254,7 @@ class Fused:
         if direction == "forward" and (tile := _folds(config)) is not None:
             return tile.cycles / _FOLD_CLOCK_RATE
         if direction == "weight_grad" and (gradient := _gradient_tile(config)) is not None:
-            return gradient.seconds(config.workspace_limit)
+            return _gradient_seconds(config, gradient)
         plan = _own_plan(config, direction)
         return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
 
@@ -296,9 +287,9 @@ def fold_tile_for(config: Config) -> fused_fold.Tile | None:
 
 def gradient_tile_for(config: Config) -> fused_gradient.Tile | None:
     """The tile of csrc/fused_weight_grad.cu for a configuration, None where that kernel is not for it."""
-    itemsize, split, channels_last = variant_of(config)
-    if config.dtype not in _DTYPES or channels_last:
+    if config.dtype not in _DTYPES:
         return None
+    itemsize, split, _ = variant_of(config)
     return fused_gradient.tile_of(config.problem, itemsize, split, config.workspace_limit)
 
 
@@ -313,9 +304,13 @@ def _folds(config: Config) -> fused_fold.Tile | None:
 def _gradient_tile(config: Config) -> fused_gradient.Tile | None:
     """The tile of csrc/fused_weight_grad.cu where a weight gradient takes it."""
     tile = gradient_tile_for(config)
-    if tile is None or tile.seconds(config.workspace_limit) > _OTHERWISE.estimate(config, "weight_grad"):
+    if tile is None or _gradient_seconds(config, tile) > _OTHERWISE.estimate(config, "weight_grad"):
         return None
     return tile
+
+
+def _gradient_seconds(config: Config, tile: fused_gradient.Tile) -> float:
+    return tile.seconds(config.workspace_limit) + turning_seconds(config)
 
 
 def _plan_seconds(plan: Plan) -> float:
@@ -328,7 +323,7 @@ def _own_plan(config: Config, direction: Direction) -> Plan | None:
     return None if plan is None or _too_large(plan) else plan
 
 
-def _boxes(plan: Plan) -> tuple[int, Shape4, tuple[int, int, int], Shape4, Shape4, bool]:
+def _boxes(plan: Plan) -> Boxes:
     """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
 
     The input is [positions][channels][blocks of positions][images] where products read blocks as they come, and

@@ -1,8 +1,9 @@
-"""Weight gradients in NCHW on Hopper's tensor cores, without columns: host side of csrc/fused_weight_grad.cu."""
+"""Weight gradients on Hopper's tensor cores, without columns: host side of csrc/fused_weight_grad.cu.
+
+The kernel reads NCHW. In channels_last, both tensors are turned before (see turning.py)."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import math
@@ -14,12 +15,12 @@ import torch
 
 from gemmconv.algorithms.base import Config, Gradient, aligned
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
-from gemmconv.algorithms.launches import params_struct
+from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.algorithms.turning import to_nchw
 from gemmconv.geometry import Problem, Shape4
 
 Pair = tuple[int, int]
-Boxes = tuple[int, Shape4, tuple[int, int, int], Shape4, Shape4, bool]
 
 _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
@@ -43,24 +44,15 @@ _TILE_CYCLES, _WAITED_SHARE, _STORE_CYCLES = 205, 0.37, 28
 _CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 4.1e12, 8.2e-6
 _PAD_SECONDS, _PAD_RATE = 6e-6, 1.5e12  # of a copy of the input by torch
 
+FusedWeightGradParams = params_struct(
+    "fused_weight_grad_params",
+    ("partials",),
+    ("groups", "w_in", "h_out", "w_out", "tiles_w", "tiles_h", "tiles", "slices"),
+    tensor_maps=("input", "grad_output"),
+)
 FusedWeightGradSumParams = params_struct(
     "fused_weight_grad_sum_params", ("partials", "grad_weight"), ("slices",), ("elements",)
 )
-
-
-class FusedWeightGradParams(ctypes.Structure):
-    """The mirror of the kernel's params: tensor maps before the others, aligned like them."""
-
-    _fields_ = (
-        ("input", ctypes.c_ulonglong * 16),
-        ("grad_output", ctypes.c_ulonglong * 16),
-        ("partials", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int)
-            for name in ("groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "tiles_h", "tiles", "slices")
-        ),
-        ("padding", ctypes.c_char * 20),
-    )
 
 
 @dataclass(frozen=True)
@@ -460,16 +452,17 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     sum_kernel = load(source, "fused_weight_grad_sum_kernel", macros, index)
     boxes, grad_boxes = _boxes(tile)
     down, across = tile.tiles_image
-    height, width = problem.input_size
-    sizes = problem.groups, height, tile.input_width, *problem.output_size, across, down, tile.tiles, slices
+    sizes = problem.groups, tile.input_width, *problem.output_size, across, down, tile.tiles, slices
+    turned, turned_input = to_nchw(config, problem.output_shape), to_nchw(config, problem.input_shape)
     grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
     sum_grid = (tile.sum_blocks(tile.sum_run), 1, 1)
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad_weight = grad_output.new_empty(shape)
+        grad_output, input = turned(grad_output), turned_input(input)
         if tile.padded_bytes:
-            input = torch.nn.functional.pad(input, (0, tile.input_width - width))
-        grad_output, input = aligned(grad_output.contiguous()), aligned(input.contiguous())
+            input = torch.nn.functional.pad(input, (0, tile.input_width - problem.input_size[1]))
+        grad_output, input = aligned(grad_output), aligned(input)
         partials = torch.empty(slices * elements, dtype=torch.float32, device=input.device)
         maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
         kernel.launch(grid, block, FusedWeightGradParams(*maps, partials.data_ptr(), *sizes), tile.shared_bytes)
