@@ -470,12 +470,14 @@ GRADIENT_CASES = [
     Case(3, 24, 20, (9, 14), (2, 2), (2, 2)),
     Case(2, 40, 24, (8, 6), (4, 4), (2, 2), (1, 1)),
     Case(2, 20, 16, (5, 61), (3, 4), (1, 2), (1, 1)),
+    # Images of one pixel, which are in both formats at once.
+    Case(9, 20, 24, (1, 1), (4, 4)),
 ]
 GRADIENT_RUNS = [
     Run(
         "fused_weight_grad",
         case,
-        layout=("contiguous", "channels_last")[choice is not None and i % 4 == 1],
+        layout=("contiguous", "channels_last")[choice is not None and (i % 4 == 1 or case.input_size == (1, 1))],
         multiprocessors=(None, 0, 3)[(i + j) % 3],
         choice=choice,
         **FUSED_TYPES[j],

@@ -461,7 +461,8 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
         grad_weight = grad_output.new_empty(shape)
         grad_output, input = turned(grad_output), turned_input(input)
         if tile.padded_bytes:
-            input = torch.nn.functional.pad(input, (0, tile.input_width - problem.input_size[1]))
+            # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
+            input = torch.nn.functional.pad(input, (0, tile.input_width - problem.input_size[1])).contiguous()
         grad_output, input = aligned(grad_output), aligned(input)
         partials = torch.empty(slices * elements, dtype=torch.float32, device=input.device)
         maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
