@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -47,6 +47,7 @@ _IEEE_BAR = 1e-6
 _TORCH_BARS = {"fp32": 1e-4, "tf32": 6e-3, "fp16": 1e-2, "bf16": 5e-2}
 
 Results = dict[str, torch.Tensor]
+_Looked = tuple[Row, Contender, int]  # with the lane of its search
 
 
 class DeviceLost(RuntimeError):
@@ -71,9 +72,9 @@ class Plan:
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that need not be measured again, or None.
-        second_look_ms: eager rows that take longer are timed again once all of their workload and element type were,
-            and again while the last look and the fastest differ: what slows a device down for a while, or makes it take
-            one of two speeds, or where tensors lie, seldom meets a row each time, and the fastest counts.
+        second_look_ms: eager rows that take longer are timed again once all of their workload were, and again while
+            the last look and the fastest differ: what slows a device down for a while, or makes it take one of two
+            speeds, or where tensors lie, seldom meets a row each time, and the fastest counts.
     """
 
     device: torch.device
@@ -118,10 +119,11 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
     Raises:
         DeviceLost: a contender broke the GPU's context; its row came before.
     """
+    long: list[tuple[_Bench, list[_Looked]]] = []
     for dtype in dict.fromkeys(PRECISIONS[precision] for precision in plan.precisions):
         precisions = [precision for precision in plan.precisions if PRECISIONS[precision] == dtype]
         bench = _Bench(workload, dtype, plan)
-        long: list[tuple[Row, Contender, int]] = []
+        own: list[_Looked] = []
         for precision in precisions:
             for contender in plan.contenders:
                 for direction in plan.directions:
@@ -137,34 +139,36 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                         rows, failed, lane = visit(), [], 0
                     yield from rows
                     if rows[0].lacks_second_look(plan.second_look_ms):
-                        long.append((rows[0], contender, lane))
+                        own.append((rows[0], contender, lane))
                     for row in (*rows, *failed):
                         if row.status == "failed":
                             _recover(plan.device, row)
-        yield from _looks(bench, plan, lanes, long)
+        bench.forget_reference()
+        long.append((bench, own))
+    for _ in range(_MOST_LOOKS - 1):
+        for bench, own in long:
+            own[:] = yield from _looks(bench, plan, lanes, own)
 
 
-def _looks(bench: _Bench, plan: Plan, lanes: Lanes, long: list[tuple[Row, Contender, int]]) -> Iterator[Row]:
-    """Further looks at rows, with the lanes of their searches, of those in doubt again and again.
+def _looks(bench: _Bench, plan: Plan, lanes: Lanes, long: list[_Looked]) -> Generator[Row, None, list[_Looked]]:
+    """A further look at each row. Returns those that are still in doubt.
 
     Each time the tensors lie at other places: with some a row takes 6% longer, as long as they stay there.
     """
-    for _ in range(_MOST_LOOKS - 1):
-        if not long:
-            return
+    doubtful: list[_Looked] = []
+    if long:
         bench.place_anew()
-        doubtful = []
-        for row, contender, lane in long:
-            if time.monotonic() > plan.deadline:
-                return
-            look = partial(bench.look_again, row, contender)
-            row, agrees = lanes.run_in(lane, look) if contender.benchmark else look()
-            yield row
-            if row.status == "failed":
-                _recover(plan.device, row)
-            elif not agrees:
-                doubtful.append((row, contender, lane))
-        long = doubtful
+    for row, contender, lane in long:
+        if time.monotonic() > plan.deadline:
+            break
+        look = partial(bench.look_again, row, contender)
+        row, agrees = lanes.run_in(lane, look) if contender.benchmark else look()
+        yield row
+        if row.status == "failed":
+            _recover(plan.device, row)
+        elif not agrees:
+            doubtful.append((row, contender, lane))
+    return doubtful
 
 
 def fastest_search(
@@ -259,6 +263,10 @@ class _Bench:
         if contender.layout not in self._placed:
             self._placed[contender.layout] = self._placed["nchw"].channels_last()
         return self._placed[contender.layout]
+
+    def forget_reference(self) -> None:
+        """Give the memory of what is right back, once all rows were compared with it."""
+        self.__dict__.pop("_reference", None)
 
     def place_anew(self) -> None:
         """Put the data to other places in memory; little of it to places that it never had."""

@@ -267,6 +267,19 @@ def test_looks_go_on_until_two_agree_and_keep_the_fastest_time(monkeypatch):
     assert [row.median_ms for row in measure.rows_of(custom(TINY), never, Lanes())] == [5.0]
 
 
+def test_looks_come_once_all_element_types_were_measured(monkeypatch):
+    monkeypatch.setattr(measure._Bench, "look_again", lambda self, row, contender: (replace(row, looks=2), True))
+    looked = plan(
+        precisions=("fp32", "fp16", "bf16"),
+        directions=("forward",),
+        contenders=[Contender("torch_nchw")],
+        second_look_ms=0.0,
+    )
+    rows = measure.rows_of(custom(TINY), looked, Lanes())
+    precisions = ["fp32", "fp16", "bf16"]
+    assert [(row.precision, row.looks) for row in rows] == [(one, look) for look in (1, 2) for one in precisions]
+
+
 def test_looks_find_the_same_data_at_other_places(monkeypatch):
     seen, run_of = [], measure._Bench._run
 
