@@ -15,6 +15,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused, fused_gradient
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.fused_plan import SHARED_BYTES
+from gemmconv.algorithms.turning import turning_seconds
 
 EXAMPLES = settings.default.max_examples
 LIMIT = 64 << 20
@@ -141,11 +142,22 @@ def test_what_the_kernel_is_not_for_is_left_to_others():
     )
     problem = Problem(2, 16, 16, 1, (4, 16), (2, 2), (2, 2))
     assert fused.gradient_tile_for(half(problem)) is not None
-    assert fused.gradient_tile_for(half(problem, memory_format=torch.channels_last)) is None
     assert fused.gradient_tile_for(Config(problem, torch.float64, torch.device("cuda", 0), "ieee")) is None
     odd = Problem(2, 16, 16, 1, (4, 16), (3, 3), (2, 2), padding=(1, 1))  # 31 outputs across
     assert fused.gradient_tile_for(half(odd)) is None
     assert fused.gradient_tile_for(single(odd)) is not None
+
+
+def test_channels_last_takes_the_same_tile_and_the_time_to_turn():
+    problem = next(workload.problem for workload in SUITES["models"] if workload.name == "unet1")
+    nchw, last = (
+        Config(problem, torch.float32, torch.device("cuda", 0), "ieee", memory_format=memory_format)
+        for memory_format in (torch.contiguous_format, torch.channels_last)
+    )
+    assert fused.gradient_tile_for(last) == fused.gradient_tile_for(nchw) is not None
+    estimates = [fused.Fused().estimate(config, "weight_grad") for config in (nchw, last)]
+    assert turning_seconds(last) > 0
+    assert estimates[1] - estimates[0] == pytest.approx(turning_seconds(last))
 
 
 def test_a_copy_of_the_input_counts_as_workspace():
