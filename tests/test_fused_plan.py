@@ -525,6 +525,22 @@ def test_runs_of_outputs_are_aligned(plan):
     assert behind % vector == 0
 
 
+@each_plan
+def test_strips_have_all_cells_and_none_is_empty(plan):
+    assert (plan.strips - 1) * plan.strip_cells < plan.cells[1] <= plan.strips * plan.strip_cells
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("stride", "size"), [(1, (1024, 1024)), (2, (512, 1024)), (2, (540, 960))])
+def test_strips_are_whole_sectors_where_planes_are_powers_of_two_apart(stride, size, itemsize):
+    kernel = 2 + stride
+    problem = Problem(8, 32, 32, 1, size, (kernel, kernel), (stride, stride), (1, 1))
+    found = [*plans_of(problem, "forward", itemsize, False, False)]
+    cut = {plan.strip_cells * plan.span[1] * itemsize % 32 == 0 for plan in found if plan.strips > 1}
+    assert cut == {True} if size[1] == 1024 else {True, False}
+    assert all((plan.strips - 1) * plan.strip_cells < plan.cells[1] <= plan.strips * plan.strip_cells for plan in found)
+
+
 # Boxes of tensor maps
 
 

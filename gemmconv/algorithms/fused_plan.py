@@ -81,6 +81,7 @@ _PIXEL_STORE_CYCLES, _LINES_STORE_CYCLES = 16.5, 8.6  # the same of channels_las
 _OUTPUT_CYCLES = 0.04  # of a byte
 _RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
 _STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
+_WIDE_STRIP, _WIDE_STRIPS_FACTOR = 66, 1.02  # cells; where inputs land, more take longer
 _OVERLAP = 1.03, 1.26  # of inputs that are loaded into registers, and that land: 1 if nothing hides behind anything
 _MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
 _TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
@@ -91,6 +92,9 @@ _START_CYCLES = 4_290
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 
 _SECTOR_BYTES = 32  # that memory reads and writes at a time
+# Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
+# (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
+_CONFLICTING_PIXELS = 1 << 20
 _SHORT_ROW_BYTES = 128  # of outputs; of longer rows, what begins or ends in a sector of others is little
 
 _WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
@@ -333,8 +337,16 @@ class Plan:
         """Cells across of a strip, the last of which may have fewer; even where there are several strips."""
         if self.strips == 1:
             return self.cells[1]
-        multiple = max(2, self.wide if self._in_a_row else 1)
+        multiple = math.lcm(max(2, self.wide if self._in_a_row else 1), self._sector_cells)
         return -(-self.cells[1] // (multiple * self.strips)) * multiple
+
+    @property
+    def _sector_cells(self) -> int:
+        """Cells of which strips are multiples: whole sectors of memory where planes lie powers of two apart."""
+        height, width = self.output_size
+        if self.channels_last or height * width % _CONFLICTING_PIXELS or width * self.itemsize % _SECTOR_BYTES:
+            return 1
+        return _SECTOR_BYTES // math.gcd(_SECTOR_BYTES, self.span[1] * self.itemsize)
 
     @cached_property
     def _inputs(self) -> Pair:
@@ -852,6 +864,8 @@ class Plan:
         item = sum(part**self._overlap for part in parts) ** (1 / self._overlap)
         if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
             item *= _FEW_STAGES_FACTOR
+        if self.landing and self.strips > 1 and self.strip_cells > _WIDE_STRIP:
+            item *= _WIDE_STRIPS_FACTOR
         if lines and self.turns:
             item *= _TURNS_FACTOR
         elif lines and not (self.resident or self.split):
@@ -1047,7 +1061,7 @@ def _plans_of(
         if left.down and not (left.short_rows and 2 * sum(map(len, left.steps)) <= sum(map(len, smallest.steps))):
             continue  # nothing to gain, or columns of other shifts
         cells = left.cells[1]
-        strips = {1, *(-(-cells // width) for width in widths if width < cells)}
+        strips = {1, *(_strips(left, width) for width in widths if width < cells)}
         sides = [(1, 1)]
         if len(left.phases) % (2 * blocks) == 0:
             both = replace(left, warpgroups_m=2, phase_sides=2)
@@ -1070,6 +1084,12 @@ def _plans_of(
                     )
                     if plan.possible:
                         yield plan
+
+
+def _strips(plan: Plan, width: int) -> int:
+    """How many strips have all cells, if they have about ``width`` each."""
+    cells = plan.cells[1]
+    return -(-cells // replace(plan, strips=max(2, -(-cells // width))).strip_cells)
 
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
