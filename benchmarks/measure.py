@@ -34,8 +34,9 @@ _SEARCHED_MS, _SEARCHES_MS = 1.0, 250.0
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
 
-# Looks of a row that agree, as a share of its time, and how many there are at most.
-_LOOKS_AGREE, _MOST_LOOKS = 0.02, 4
+# Looks of a row that agree, as a share of its time; how many there are at most, and at least of what takes less than
+# the last of these: two of them may well agree on the slower of two speeds.
+_LOOKS_AGREE, _MOST_LOOKS, _LEAST_LOOKS, _SHORT_MS = 0.02, 4, 3, 1.0
 
 # Data of which copies are kept, so that later ones lie elsewhere.
 _LITTLE_BYTES = 1 << 29
@@ -72,9 +73,9 @@ class Plan:
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that need not be measured again, or None.
-        second_look_ms: eager rows that take longer are timed again once all of their workload were, and again while
-            the last look and the fastest differ: what slows a device down for a while, or makes it take one of two
-            speeds, or where tensors lie, seldom meets a row each time, and the fastest counts.
+        second_look_ms: eager rows that take longer are timed again once all of their workload were, short ones twice,
+            and again while the last look and the fastest differ: what slows a device down for a while, or makes it take
+            one of two speeds, or where tensors lie, seldom meets a row each time, and the fastest counts.
     """
 
     device: torch.device
@@ -296,7 +297,7 @@ class _Bench:
                 return _failed(row, error)
 
     def look_again(self, row: Row, contender: Contender) -> tuple[Row, bool]:
-        """The eager row of a contender, timed once more: the faster of both, and whether they agree."""
+        """The eager row of a contender, timed once more: the faster of both, and whether that is enough: they agree."""
         assert row.median_ms is not None
         with self._settings(contender, row.precision):
             try:
@@ -304,8 +305,9 @@ class _Bench:
             except Exception as error:  # as in visit
                 return _failed(row, error), False
         fastest = _timed(row, times) if times.median < row.median_ms else row
-        agrees = abs(times.median / row.median_ms - 1) <= _LOOKS_AGREE
-        return replace(fastest, looks=row.looks + 1), agrees
+        looks = row.looks + 1
+        settled = looks >= _LEAST_LOOKS or row.median_ms >= _SHORT_MS
+        return replace(fastest, looks=looks), settled and abs(times.median / row.median_ms - 1) <= _LOOKS_AGREE
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:
