@@ -531,14 +531,42 @@ def test_strips_have_all_cells_and_none_is_empty(plan):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(("stride", "size"), [(1, (1024, 1024)), (2, (512, 1024)), (2, (540, 960))])
-def test_strips_are_whole_sectors_where_planes_are_powers_of_two_apart(stride, size, itemsize):
-    kernel = 2 + stride
-    problem = Problem(8, 32, 32, 1, size, (kernel, kernel), (stride, stride), (1, 1))
-    found = [*plans_of(problem, "forward", itemsize, False, False)]
-    cut = {plan.strip_cells * plan.span[1] * itemsize % 32 == 0 for plan in found if plan.strips > 1}
-    assert cut == {True} if size[1] == 1024 else {True, False}
-    assert all((plan.strips - 1) * plan.strip_cells < plan.cells[1] <= plan.strips * plan.strip_cells for plan in found)
+def test_no_strip_is_empty_where_inputs_are_taken_together(itemsize):
+    found = [*plans_of(Problem(4, 32, 32, 1, (64, 1276), (3, 3), (1, 1), (1, 1)), "forward", itemsize, False, False)]
+    assert {plan.wide for plan in found if plan.strips > 1} >= {2, 4}
+    assert all((plan.strips - 1) * plan.strip_cells < plan.cells[1] for plan in found)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["tf32", "split"])
+@pytest.mark.parametrize(("stride", "height"), [((1, 1), 1024), ((2, 2), 512)])
+def test_strips_share_no_sectors_where_planes_conflict(stride, height, split):
+    kernel_size = tuple(2 + step for step in stride)
+    problem = Problem(8, 64, 64, 1, (height, height), kernel_size, stride, (1, 1))
+    plan = plan_of(problem, "forward", 4, split, False)
+    assert plan.planes_conflict
+    assert plan.strips > 1
+    assert plan.strip_cells * plan.span[1] * 4 % 32 == 0
+    assert not replace(plan, channels_last=True).planes_conflict
+    smaller = replace(problem, input_size=(height - 8, height))
+    assert not plan_of(smaller, "forward", 4, split, False).planes_conflict
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "split", "channels", "output", "kernel_size", "padding", "dilation"),
+    [
+        (4, True, (32, 3), (1024, 1024), (5, 7), (8, 12), (4, 4)),
+        (2, False, (256, 16), (1024, 1024), (9, 7), (32, 3), (8, 1)),
+        (4, True, (256, 64), (4096, 256), (3, 5), (16, 2), (16, 1)),
+    ],
+)
+def test_narrow_strips_may_share_sectors(itemsize, split, channels, output, kernel_size, padding, dilation):
+    size = tuple(
+        length + 2 * pad - step * (taps - 1)
+        for length, pad, step, taps in zip(output, padding, dilation, kernel_size, strict=True)
+    )
+    problem = Problem(2, *channels, 1, size, kernel_size, (1, 1), padding, dilation=dilation)
+    assert problem.output_size == output
+    assert plan_of(problem, "forward", itemsize, split, False) is not None
 
 
 # Boxes of tensor maps

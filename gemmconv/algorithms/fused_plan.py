@@ -81,7 +81,7 @@ _PIXEL_STORE_CYCLES, _LINES_STORE_CYCLES = 16.5, 8.6  # the same of channels_las
 _OUTPUT_CYCLES = 0.04  # of a byte
 _RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
 _STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
-_WIDE_STRIP, _WIDE_STRIPS_FACTOR = 66, 1.02  # cells; where inputs land, more take longer
+_WIDE_STRIP, _WIDE_STRIPS_FACTOR = 66, (1.02, 1.1)  # cells; where inputs land, more take longer, if planes conflict too
 _OVERLAP = 1.03, 1.26  # of inputs that are loaded into registers, and that land: 1 if nothing hides behind anything
 _MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
 _TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
@@ -90,11 +90,12 @@ _START_CYCLES = 4_290
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
+_WHOLE_WIDTHS = (64, 128, 256)  # of strips of rows of 1024 and the like, that are whole sectors of memory
 
 _SECTOR_BYTES = 32  # that memory reads and writes at a time
 # Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
 # (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
-_CONFLICTING_PIXELS = 1 << 20
+_CONFLICTING_PIXELS, _SHARED_SECTORS_FACTOR = 1 << 20, 1.15
 _SHORT_ROW_BYTES = 128  # of outputs; of longer rows, what begins or ends in a sector of others is little
 
 _WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
@@ -337,16 +338,19 @@ class Plan:
         """Cells across of a strip, the last of which may have fewer; even where there are several strips."""
         if self.strips == 1:
             return self.cells[1]
-        multiple = math.lcm(max(2, self.wide if self._in_a_row else 1), self._sector_cells)
+        multiple = max(2, self.wide if self._in_a_row else 1)
         return -(-self.cells[1] // (multiple * self.strips)) * multiple
 
     @property
-    def _sector_cells(self) -> int:
-        """Cells of which strips are multiples: whole sectors of memory where planes lie powers of two apart."""
-        height, width = self.output_size
-        if self.channels_last or height * width % _CONFLICTING_PIXELS or width * self.itemsize % _SECTOR_BYTES:
-            return 1
-        return _SECTOR_BYTES // math.gcd(_SECTOR_BYTES, self.span[1] * self.itemsize)
+    def planes_conflict(self) -> bool:
+        """Whether planes of outputs lie so far apart that the same places of all of them meet in memory."""
+        return not self.channels_last and math.prod(self.output_size) % _CONFLICTING_PIXELS == 0
+
+    @property
+    def _shares_sectors(self) -> bool:
+        """Whether two strips write to a sector of memory, and those of all planes conflict."""
+        strip_bytes = self.strip_cells * self.span[1] * self.itemsize
+        return self.strips > 1 and self.planes_conflict and strip_bytes % _SECTOR_BYTES > 0
 
     @cached_property
     def _inputs(self) -> Pair:
@@ -812,6 +816,8 @@ class Plan:
         few = self.loaders == _FEW_LOADERS
         if self.lined and self.vector < _LINED_VECTOR:
             return False
+        if self.strips > 1 and (self.strips - 1) * self.strip_cells >= self.cells[1]:
+            return False  # the last one is empty: fewer inputs are taken together then
         if self.way == "lines":
             boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
             aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
@@ -865,7 +871,9 @@ class Plan:
         if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
             item *= _FEW_STAGES_FACTOR
         if self.landing and self.strips > 1 and self.strip_cells > _WIDE_STRIP:
-            item *= _WIDE_STRIPS_FACTOR
+            item *= _WIDE_STRIPS_FACTOR[self.planes_conflict]
+        if self._shares_sectors:
+            item *= _SHARED_SECTORS_FACTOR
         if lines and self.turns:
             item *= _TURNS_FACTOR
         elif lines and not (self.resident or self.split):
@@ -1061,7 +1069,8 @@ def _plans_of(
         if left.down and not (left.short_rows and 2 * sum(map(len, left.steps)) <= sum(map(len, smallest.steps))):
             continue  # nothing to gain, or columns of other shifts
         cells = left.cells[1]
-        strips = {1, *(_strips(left, width) for width in widths if width < cells)}
+        wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
+        strips = {1, *(-(-cells // width) for width in wanted if width < cells)}
         sides = [(1, 1)]
         if len(left.phases) % (2 * blocks) == 0:
             both = replace(left, warpgroups_m=2, phase_sides=2)
@@ -1084,12 +1093,6 @@ def _plans_of(
                     )
                     if plan.possible:
                         yield plan
-
-
-def _strips(plan: Plan, width: int) -> int:
-    """How many strips have all cells, if they have about ``width`` each."""
-    cells = plan.cells[1]
-    return -(-cells // replace(plan, strips=max(2, -(-cells // width))).strip_cells)
 
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
