@@ -329,16 +329,20 @@ class _Files:
         return None if self._request.out is None else self._request.out / f"{suite}.json"
 
     def done(self, key: tuple[str, ...]) -> Row | None:
-        """The row of a key that need not be measured again: not one that lacks its second look."""
+        """The row of a key that need not be measured again; it may lack looks."""
         if self._request.fresh and key not in self._measured:
             return None
-        row = self._results[key[0]].done(key, self._about, self._request.keep_baselines)
-        return None if row is None or row.lacks_second_look(self._request.second_look_ms) else row
+        return self._results[key[0]].done(key, self._about, self._request.keep_baselines)
+
+    def _lacks(self, key: tuple[str, ...]) -> bool:
+        """Whether a key has no row yet, or one that lacks looks."""
+        row = self.done(key)
+        return row is None or row.lacks_looks(self._request.second_look_ms)
 
     def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
         """How many rows are to be measured, of modes that are known beforehand."""
         chosen = self._request.workloads if workloads is None else workloads
-        return sum(self.done(key) is None for one in chosen for key in expected_keys(one, _plan_for(plan, one)))
+        return sum(self._lacks(key) for one in chosen for key in expected_keys(one, _plan_for(plan, one)))
 
     def done_of(self, workload: Workload) -> dict[Key, Row]:
         """The rows of a workload that need not be measured again."""

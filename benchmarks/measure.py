@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -34,9 +34,8 @@ _SEARCHED_MS, _SEARCHES_MS = 1.0, 250.0
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
 
-# Looks of a row that agree, as a share of its time; how many there are at most, and at least of what takes less than
-# the last of these: two of them may well agree on the slower of two speeds.
-_LOOKS_AGREE, _MOST_LOOKS, _LEAST_LOOKS, _SHORT_MS = 0.02, 4, 3, 1.0
+# Looks of a row that agree, as a share of its time, and how many there are at most.
+_LOOKS_AGREE, _MOST_LOOKS = 0.02, 4
 
 # Data of which copies are kept, so that later ones lie elsewhere.
 _LITTLE_BYTES = 1 << 29
@@ -72,7 +71,7 @@ class Plan:
         effort: how much time a measurement may take.
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
-        done: the row of a key that need not be measured again, or None.
+        done: the row of a key that was measured before, which at most lacks looks, or None.
         second_look_ms: eager rows that take longer are timed again once all of their workload were, short ones twice,
             and again while the last look and the fastest differ: what slows a device down for a while, or makes it take
             one of two speeds, or where tensors lie, seldom meets a row each time, and the fastest counts.
@@ -120,7 +119,7 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
     Raises:
         DeviceLost: a contender broke the GPU's context; its row came before.
     """
-    long: list[tuple[_Bench, list[_Looked]]] = []
+    to_look_at: list[tuple[_Bench, list[_Looked]]] = []
     for dtype in dict.fromkeys(PRECISIONS[precision] for precision in plan.precisions):
         precisions = [precision for precision in plan.precisions if PRECISIONS[precision] == dtype]
         bench = _Bench(workload, dtype, plan)
@@ -128,7 +127,10 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
         for precision in precisions:
             for contender in plan.contenders:
                 for direction in plan.directions:
-                    if plan.done(_row(workload, precision, contender, direction).key) is not None:
+                    done = plan.done(_row(workload, precision, contender, direction).key)
+                    if done is not None:
+                        if done.lacks_looks(plan.second_look_ms):
+                            own.append((done, contender, 0))
                         continue
                     if time.monotonic() > plan.deadline:
                         return
@@ -139,15 +141,17 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     else:
                         rows, failed, lane = visit(), [], 0
                     yield from rows
-                    if rows[0].lacks_second_look(plan.second_look_ms):
+                    if rows[0].lacks_looks(plan.second_look_ms):
                         own.append((rows[0], contender, lane))
                     for row in (*rows, *failed):
                         if row.status == "failed":
                             _recover(plan.device, row)
         bench.forget_reference()
-        long.append((bench, own))
+        to_look_at.append((bench, own))
     for _ in range(_MOST_LOOKS - 1):
-        for bench, own in long:
+        for bench, own in to_look_at:
+            if time.monotonic() > plan.deadline:
+                return
             own[:] = yield from _looks(bench, plan, lanes, own)
 
 
@@ -158,7 +162,8 @@ def _looks(bench: _Bench, plan: Plan, lanes: Lanes, long: list[_Looked]) -> Gene
     """
     doubtful: list[_Looked] = []
     if long:
-        bench.place_anew()
+        with suppress(torch.OutOfMemoryError):  # then they stay where they are
+            bench.place_anew()
     for row, contender, lane in long:
         if time.monotonic() > plan.deadline:
             break
@@ -305,9 +310,9 @@ class _Bench:
             except Exception as error:  # as in visit
                 return _failed(row, error), False
         fastest = _timed(row, times) if times.median < row.median_ms else row
-        looks = row.looks + 1
-        settled = looks >= _LEAST_LOOKS or row.median_ms >= _SHORT_MS
-        return replace(fastest, looks=looks), settled and abs(times.median / row.median_ms - 1) <= _LOOKS_AGREE
+        looked = replace(fastest, looks=row.looks + 1)
+        agrees = abs(times.median / row.median_ms - 1) <= _LOOKS_AGREE
+        return looked, agrees and not looked.lacks_looks(0.0)
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:

@@ -16,6 +16,9 @@ from benchmarks.contenders import DEFAULT_TORCH
 
 FORMAT = 1
 
+# How often a row is looked at at least; short ones more often, two looks may well agree on the slower of two speeds.
+_LEAST_LOOKS, _SHORT_LOOKS, _SHORT_MS = 2, 3, 1.0
+
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
 _IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
 _LIBRARY = ("gemmconv", "source", "commit")  # what torch's own rows do not depend on
@@ -104,9 +107,11 @@ class Row:
         """What rows share that are compared with each other."""
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
-    def lacks_second_look(self, longer_than_ms: float) -> bool:
-        """Whether it is an eager row that takes longer than this, timed once."""
-        return self.mode == "eager" and self.looks < 2 and (self.median_ms or 0.0) > longer_than_ms
+    def lacks_looks(self, longer_than_ms: float) -> bool:
+        """Whether it is an eager row that takes longer than this, and was looked at less than a row of its time is."""
+        took = self.median_ms or 0.0
+        least = _SHORT_LOOKS if took < _SHORT_MS else _LEAST_LOOKS
+        return self.mode == "eager" and took > longer_than_ms and self.looks < least
 
     @property
     def is_torch(self) -> bool:

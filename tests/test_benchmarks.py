@@ -714,13 +714,15 @@ def test_command_line_stops_at_the_budget_and_goes_on(quick_run, monkeypatch, ca
     assert len(quick_run("--direction", "forward")[1]) == 13 - len(visits)
 
 
-def test_command_line_measures_rows_anew_that_lack_a_second_look(quick_run, monkeypatch, tmp_path):
+def test_command_line_only_looks_at_rows_that_lack_looks(quick_run, monkeypatch, tmp_path, capsys):
     flags = ("--direction", "forward", "--layout", "nchw", "--algorithms", "native", "--baselines", "torch_nchw")
     assert quick_run(*flags)[1] == ["torch_nchw", "native"]
     monkeypatch.setattr(compare._Request, "second_look_ms", 0.0)
-    for visits in (["torch_nchw", "native"], []):
-        assert quick_run(*flags)[1] == visits
-        assert all(2 <= row.looks <= 4 for row in Results.load(tmp_path / "layer.json").rows.values())
+    for missing in (2, 0):
+        capsys.readouterr()
+        assert quick_run(*flags)[1] == []
+        assert f"{missing} rows to measure" in capsys.readouterr().out
+        assert all(3 <= row.looks <= 4 for row in Results.load(tmp_path / "layer.json").rows.values())
 
 
 def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
