@@ -63,6 +63,7 @@ static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every
 
 constexpr int kMultipliers = 128 * WARPGROUPS, kOthers = kMultipliers + FOLDERS, kThreads = kOthers + LOADERS;
 constexpr int kItem = sizeof(ELEMENT_T), kElements = words::kElements;  // of a word
+constexpr int kParts = SPLIT ? 2 : 1;  // of words
 constexpr int kTaps = KERNEL_H * KERNEL_W, kLines = OUT_CHANNELS * kTaps, kWholeLines = ceil_div(kLines, 16) * 16;
 constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() - kFirstH;
 constexpr int kRing = 2 * ROWS + kHaloH;  // rows of columns
@@ -73,13 +74,13 @@ constexpr int kPadded = CHANNEL_STEPS * 8 * kElements;  // channels
 static_assert(kPositions % 64 == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
 static_assert(COLUMN_PITCH % 8 == 4, "a warp writes columns to different banks");
 
-// Shared memory: barriers; weights [1 + SPLIT][kPadded * kItem / 16][kWholeLines][16 bytes]; the ring of columns
+// Shared memory: barriers; weights [kParts][kPadded * kItem / 16][kWholeLines][16 bytes]; the ring of columns
 // [kRing][kLines][COLUMN_PITCH], and before that the weights as they come; stages of inputs [STAGES], each [kPadded][PITCH],
 // or [kPositions][PITCH] in channels_last.
 constexpr int kStepBytes = 32 * kWholeLines, kWeightBytes = CHANNEL_STEPS * kStepBytes;
 constexpr int kRowFloats = kLines * COLUMN_PITCH, kCame = IN_CHANNELS * kLines * kItem;
 constexpr int kRingBytes = ceil_div(kRing * kRowFloats * 4 < kCame ? kCame : kRing * kRowFloats * 4, 16) * 16;
-constexpr int kBarrierBytes = 128, kFirstRing = kBarrierBytes + (1 + SPLIT) * kWeightBytes;
+constexpr int kBarrierBytes = 128, kFirstRing = kBarrierBytes + kParts * kWeightBytes;
 constexpr int kFirstStage = kFirstRing + kRingBytes;
 constexpr int kStage = (CHANNELS_LAST ? kPositions : kPadded) * PITCH;  // elements
 static_assert(kFirstStage + STAGES * kStage * kItem <= SHARED_BYTES, "ring and stages do not fit the launch's shared memory");
@@ -228,7 +229,7 @@ __device__ __forceinline__ void multiply(
                 load_words(a[k], stage, first, step0 + k);
                 if constexpr (kElements == 1)
                     #pragma unroll
-                    for (int i = 0; i < 4; ++i) a[k][i] = rounded<1 + SPLIT, ELEMENT_T>(a[k][i], rest[k][i]);
+                    for (int i = 0; i < 4; ++i) a[k][i] = rounded<kParts, ELEMENT_T>(a[k][i], rest[k][i]);
             }
             if (step0 + kAtOnce >= CHANNEL_STEPS && group + WARPGROUPS >= kPositions / 64) barrier_arrive(empty);
             wgmma_fence();

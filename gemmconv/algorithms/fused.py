@@ -48,14 +48,14 @@ _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _FOLD_CLOCK_RATE = 1.755e9  # where they are not
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
-_OTHERWISE = GemmCol2im()  # for weight gradients, and input gradients of large strides
+_OTHERWISE = GemmCol2im()  # for other weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
 _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/fused_weights.cu
 _WEIGHT_ELEMENTS = 8  # of a thread
 
 FusedWeightsParams = params_struct("fused_weights_params", ("weight", "packed"), ("channels_last",))
-_PARAMS = (
+_FUSED_PARAMS = (
     "fused_params",
     ("input", "packed", "bias", "output"),
     (
@@ -64,7 +64,7 @@ _PARAMS = (
     ),
     ("by_strips", "by_strip_rows", "by_strip_tiles", "by_sets"),
 )
-FusedParams, FusedBoxedParams = params_struct(*_PARAMS), params_struct(*_PARAMS, ("map",))
+FusedParams, FusedBoxedParams = params_struct(*_FUSED_PARAMS), params_struct(*_FUSED_PARAMS, ("map",))
 
 
 def variant_of(config: Config) -> tuple[int, bool, bool]:

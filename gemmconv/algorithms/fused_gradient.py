@@ -18,9 +18,7 @@ from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.algorithms.turning import to_nchw
-from gemmconv.geometry import Problem, Shape4
-
-Pair = tuple[int, int]
+from gemmconv.geometry import Pair, Problem, Shape4
 
 _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
