@@ -446,7 +446,8 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     elements, slices = math.prod(shape), tile.slices(config.workspace_limit)
     source, index = "fused_weight_grad.cu", config.device.index
     macros = macros_of(tile, config.dtype, config.workspace_limit)
-    kernel = load(source, "fused_weight_grad_kernel", macros, index, tile.shared_bytes)
+    shared_bytes, missing = tile.shared_bytes, tile.input_width - problem.input_size[1]
+    kernel = load(source, "fused_weight_grad_kernel", macros, index, shared_bytes)
     sum_kernel = load(source, "fused_weight_grad_sum_kernel", macros, index)
     boxes, grad_boxes = _boxes(tile)
     down, across = tile.tiles_image
@@ -458,13 +459,13 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad_weight = grad_output.new_empty(shape)
         grad_output, input = turned(grad_output), turned_input(input)
-        if tile.padded_bytes:
+        if missing:
             # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
-            input = torch.nn.functional.pad(input, (0, tile.input_width - problem.input_size[1])).contiguous()
+            input = torch.nn.functional.pad(input, (0, missing)).contiguous()
         grad_output, input = aligned(grad_output), aligned(input)
         partials = torch.empty(slices * elements, dtype=torch.float32, device=input.device)
         maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
-        kernel.launch(grid, block, FusedWeightGradParams(*maps, partials.data_ptr(), *sizes), tile.shared_bytes)
+        kernel.launch(grid, block, FusedWeightGradParams(*maps, partials.data_ptr(), *sizes), shared_bytes)
         summed = FusedWeightGradSumParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
         sum_kernel.launch(sum_grid, (256, 1, 1), summed, overlaps=True)
         return grad_weight

@@ -816,7 +816,7 @@ class Plan:
         few = self.loaders == _FEW_LOADERS
         if self.lined and self.vector < _LINED_VECTOR:
             return False
-        if self.strips > 1 and (self.strips - 1) * self.strip_cells >= self.cells[1]:
+        if (self.strips - 1) * self.strip_cells >= self.cells[1]:
             return False  # the last one is empty: fewer inputs are taken together then
         if self.way == "lines":
             boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
