@@ -46,6 +46,7 @@
 #include "common/numeric.cuh"
 #include "common/ring.cuh"
 #include "common/tensor_map.cuh"
+#include "common/units.cuh"
 #include "common/unroll.cuh"
 #include "common/wgmma_rows.cuh"
 
@@ -190,14 +191,12 @@ __device__ __forceinline__ void produce(const fused_weight_grad_params& p, const
 
 /* Rounds the right side where it lies. */
 __device__ __forceinline__ void round(unsigned char* stage, int thread) {
-    a_words_t* pieces = reinterpret_cast<a_words_t*>(stage);
+    unit_t* units = reinterpret_cast<unit_t*>(stage);
     #pragma unroll 4
     for (int i = thread; i < kPart / 16; i += kMenders) {
-        a_words_t piece = pieces[i], rest;
+        const parts_t<kParts> parts = rounded_unit<kParts, ELEMENT_T>(units[i]);
         #pragma unroll
-        for (int j = 0; j < 4; ++j) piece.value[j] = rounded<kParts, ELEMENT_T>(piece.value[j], rest.value[j]);
-        pieces[i] = piece;
-        if (SPLIT) pieces[i + kPart / 16] = rest;
+        for (int part = 0; part < kParts; ++part) units[i + part * (kPart / 16)] = parts.part[part];
     }
 }
 

@@ -68,10 +68,7 @@ __device__ __forceinline__ void round_patches(const fused_params& p, const stage
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
                     if (first + k * kRounders >= kUnits) continue;
-                    ELEMENT_T values[kElements];
-                    #pragma unroll
-                    for (int e = 0; e < kElements; ++e) values[e] = element_of<ELEMENT_T>(units[k].word[e]);
-                    const parts_t<kParts> parts = pack_unit<kParts>(values);
+                    const parts_t<kParts> parts = rounded_unit<kParts, ELEMENT_T>(units[k]);
                     #pragma unroll
                     for (int part = 0; part < kParts; ++part)
                         patch[part * UNITS * UNIT_PITCH + first + k * kRounders] = parts.part[part];

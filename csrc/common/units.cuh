@@ -26,3 +26,12 @@ template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_
     }
     return result;
 }
+
+/* What pack_unit makes of the elements that are in a unit as they lie in memory. */
+template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> rounded_unit(const unit_t& unit) {
+    parts_t<PARTS> result;
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+        result.part[0].word[i] = rounded<PARTS, T>(unit.word[i], result.part[PARTS - 1].word[i]);
+    return result;
+}
