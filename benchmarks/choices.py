@@ -36,7 +36,7 @@ from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
 from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
-from gemmconv.algorithms import direct_mma, fused, fused_fold, fused_plan
+from gemmconv.algorithms import direct_mma, fused, fused_choice, fused_fold, fused_plan
 from gemmconv.algorithms.base import Config, Forward, Precision
 from gemmconv.algorithms.direct import Direct
 from gemmconv.compare.measure import relative_error
@@ -71,7 +71,7 @@ class Kernel:
 def _fused_plans(config: Config) -> Iterable[fused_plan.Plan]:
     if fused.Fused().why_not(config) is not None:
         return ()
-    return fused_plan.plans_of(config.problem, "forward", *fused.variant_of(config))
+    return fused_choice.plans_of(config.problem, "forward", *fused.variant_of(config))
 
 
 def _fused_fold_tiles(config: Config) -> Iterable[fused_fold.Tile]:

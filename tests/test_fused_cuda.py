@@ -14,7 +14,7 @@ from tests.samples import channels_last, conv_precision, expected, offset, probl
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused, fused_fold, fused_gradient, fused_plan
+from gemmconv.algorithms import fused, fused_choice, fused_fold, fused_gradient
 
 HOPPER = (9, 0)
 pytestmark = [
@@ -122,7 +122,7 @@ class Run:
             return [plan for direction in DIRECTIONS if (plan := fused.plan_for(config, direction)) is not None]
         chosen = []
         for direction in DIRECTIONS:
-            found = [*fused_plan.plans_of(config.problem, direction, *fused.variant_of(config))]
+            found = [*fused_choice.plans_of(config.problem, direction, *fused.variant_of(config))]
             kinds = {}
             for plan in found:
                 kinds.setdefault(kind_of(plan), []).append(plan)

@@ -20,6 +20,7 @@ from benchmarks.workloads import SUITES
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.algorithms.base import Config
+from gemmconv.algorithms.fused_choice import plan_of, plans_of
 from gemmconv.algorithms.fused_plan import (
     PAIR_BLOCKS,
     PAIR_NONE,
@@ -29,8 +30,6 @@ from gemmconv.algorithms.fused_plan import (
     ROWS_PLAIN,
     ROWS_SLOTS,
     SHARED_BYTES,
-    plan_of,
-    plans_of,
 )
 from gemmconv.algorithms.launches import reciprocal
 from tests.test_geometry import scattered

@@ -26,7 +26,8 @@ from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.chunking import input_rows_of
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
-from gemmconv.algorithms.fused_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan, plans_of
+from gemmconv.algorithms.fused_choice import plans_of
+from gemmconv.algorithms.fused_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan
 from gemmconv.runtime import launch
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")

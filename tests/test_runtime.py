@@ -25,9 +25,9 @@ from gemmconv.algorithms import (
     direct_mma,
     fold_kernels,
     fused,
+    fused_choice,
     fused_fold,
     fused_gradient,
-    fused_plan,
     turning,
 )
 from gemmconv.runtime import cache as cache_module
@@ -139,7 +139,7 @@ def fused_variants():
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
         for direction in ("forward", "input_grad") if name in BOTH_DIRECTIONS else ("forward",):
             split, channels_last = kind == "float32", layout == "nhwc"
-            plan = fused_plan.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
+            plan = fused_choice.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
             for source in ("fused_weights", "fused_wgmma"):
                 label = f"{source}-{direction}-{layout}-{name}-{kind}"
                 variants[label] = (f"{source}.cu", fused.macros_of(plan, dtype))

@@ -1,6 +1,8 @@
 """``fused``: weights times columns, and their fold, in one kernel on Hopper's tensor cores; columns are never written.
 
-    fused_plan.py          how the kernel goes about a problem
+    fused_plan.py          how the kernel may go about a problem
+    fused_cycles.py        what that takes, estimated
+    fused_choice.py        all ways, and the fastest
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
@@ -27,6 +29,7 @@ from gemmconv.algorithms.base import (
     strides_of,
     with_strides,
 )
+from gemmconv.algorithms.fused_choice import plan_of
 from gemmconv.algorithms.fused_plan import (
     BLOCK_POSITIONS,
     CHAIN,
@@ -34,7 +37,6 @@ from gemmconv.algorithms.fused_plan import (
     PHASE_BASE,
     SHARED_BYTES,
     Plan,
-    plan_of,
 )
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, params_struct, reciprocal

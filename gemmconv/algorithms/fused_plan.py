@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from gemmconv.algorithms.base import Direction
 from gemmconv.algorithms.cells import phase_shifts
+from gemmconv.algorithms.fused_cycles import cost_of_boxes, cost_of_lines, cycles_of
 from gemmconv.geometry import Pair, Problem
 
 SHARED_BYTES = 227 << 10
@@ -22,16 +22,16 @@ CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
 MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items to take
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
-_BLOCK_ROWS, _WARP_ROWS = 64, 16
+BLOCK_ROWS, _WARP_ROWS = 64, 16
 # Of a line that is stored, at least where that is possible; of 16 bits and several neighbours of a thread. Memory takes
 # long where many pieces of it are written together, whatever they have; beside boxes, stages matter more.
 _LINE_BYTES, _LONG_LINE_BYTES = 128, 256
-_WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
+WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
 _MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
 _PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits each, and of 32
 _LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possible, and that a stage has at most
 _MOST_LANDINGS = 6
-_MOST_STAGES, _FEW_WEIGHT_STAGES = 24, 9
+_MOST_STAGES = 24
 # Stages of inputs, and the fewest of weights that come again and again beside them; of boxes, where chunks have few
 # steps, and where they have many.
 _STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}
@@ -41,71 +41,15 @@ _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
-_FEW_LOADERS, _MANY_LOADERS = 96, 224  # threads
+FEW_LOADERS, MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
-# Of the estimate, in cycles. Products, for float32 as one part and as two:
-_COLUMN_CYCLES, _PRODUCT_CYCLES = (0.267, 0.274), 1.9  # of 64 rows and two units; the tensor cores take 0.5 a column
-_STEP_CYCLES = 14.5, 53  # the sums of a chain are waited for
-_MANY_BLOCKS_FACTOR, _LANDING_FACTOR = 1.11, 1.28  # of more than two blocks, and beside inputs that land
-# Inputs that are loaded into registers.
-_LOAD_FACTOR, _VECTOR_LOAD_FACTOR = (
-    1.4,
-    1.3,
-)  # of few loaders; of what is a vector in memory they have more on their way
-_BATCH_CYCLES = 293, 366  # of many loaders and of few, until loads that are on their way together have come
-# Of a warp's units that are loaded and laid out, by bytes of an element, parts of it and inputs taken together.
-_UNIT_CYCLES = {
-    (2, 1): {1: 45, 2: 21.4, 4: 27.7},
-    (4, 1): {1: 35, 2: 29.2, 4: 23.4},
-    (4, 2): {1: 40, 2: 28.3, 4: 28.2},
-}
-_VECTOR_UNIT_CYCLES = 24, 31  # of one part and of two, where a unit is a vector in memory
-_TWO_STAGES_FACTOR = 1.07  # where loads have only two stages to go to
-_FEW_STAGES_FACTOR = 1.11  # of all that an item takes, where weights that come again and again have few as well
-# Inputs that land: of an item and a landing; of a turn of copies, and of taking up; of a byte.
-_ITEM_CYCLES, _LANDING_CYCLES, _COPY_CYCLES, _LANDED_BYTE_CYCLES = 608, 355, 18.6, 0.0234
-_LANDING_BOX_FACTOR = 0.5
-_TURN_CYCLES = {(2, 1): 65, (4, 1): 64, (4, 2): 137}
-# Inputs that come as blocks: of a box, and of a byte.
-_BOX_CYCLES, _BOX_BYTE_CYCLES, _BLOCKS_OVERLAP = 250, 0.03, 1.4
-# As lines, where products take what tensor cores do: of a column; of a box and of a byte; of a turn of all threads that
-# round, by parts; of a chunk, for all stages. How much hides behind other things.
-_LINE_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES, _ROUNDING_CYCLES = 0.5, 230, 0.024, {1: 115, 2: 295}
-_FEW_ROUNDERS_FACTOR = 0.65  # a turn of fewer takes less
-_LINES_WAIT_CYCLES, _LINES_OVERLAP = 3_000, 2.05
-_FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
-_WEIGHT_CYCLES = 0.0051  # of a byte
-_STAGED_STORE_CYCLES, _STORE_CYCLES = 7.1, 10.5  # of a warp's instruction
-_PIXEL_STORE_CYCLES, _LINES_STORE_CYCLES = 16.5, 8.6  # the same of channels_last, and of lines that are not staged
-_OUTPUT_CYCLES = 0.04  # of a byte
-_RUN_CYCLES = 0.38  # of a run of inputs or outputs that ends with a strip
-_STRIPS_FACTOR = 1.08  # of loads and stores, where images are cut into strips
-_WIDE_STRIP, _WIDE_STRIPS_FACTOR = 66, (1.02, 1.1)  # cells; where inputs land, more take longer, if planes conflict too
-_OVERLAP = 1.03, 1.26  # of inputs that are loaded into registers, and that land: 1 if nothing hides behind anything
-_MEMORY_CYCLES = 0.00031  # of a byte, for all blocks
-_TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
-_LINES_STAGES_FACTOR = {3: 1.16, 4: 1.04}  # of so few stages of weights that come again and again, of one part
-_START_CYCLES = 4_290
-
-# Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
-_WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
-_WHOLE_WIDTHS = (64, 128, 256)  # of strips of rows of 1024 and the like, that are whole sectors of memory
-
 _SECTOR_BYTES = 32  # that memory reads and writes at a time
 # Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
 # (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
-_CONFLICTING_PIXELS, _SHARED_SECTORS_FACTOR = 1 << 20, 1.15
+_CONFLICTING_PIXELS = 1 << 20
 _SHORT_ROW_BYTES = 128  # of outputs; of longer rows, what begins or ends in a sector of others is little
-
-_WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
-# Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
-_ALL_COLUMNS = (3, 4, 5, 6, 8)
-
-# Slots and blocks of warps that have whole rows of so many outputs a cell, and how many they store together at least:
-# with fewer, M blocks of all phases are faster.
-_LINED = {4: ((4, 1), (2, 2)), 8: ((8, 1), (4, 2)), 16: ((16, 1), (8, 2))}
-_LINED_VECTOR = 4
+_LINED_VECTOR = 4  # outputs that warps with whole rows store together at least; else M blocks of all phases are faster
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES = range(4)
@@ -193,12 +137,12 @@ class Plan:
     @property
     def channels(self) -> int:
         """Output channels of an M block."""
-        return min(_BLOCK_ROWS // self.slots, self.out_channels)
+        return min(BLOCK_ROWS // self.slots, self.out_channels)
 
     @property
     def lined(self) -> bool:
         """Whether warps have whole rows of cells, since no M block has all channels of several phases."""
-        too_many = self.slots > 1 and self.slots * self.out_channels > _BLOCK_ROWS
+        too_many = self.slots > 1 and self.slots * self.out_channels > BLOCK_ROWS
         return not self.channels_last and too_many and not self.down
 
     @property
@@ -283,6 +227,11 @@ class Plan:
             return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
         return math.gcd(self.inner, width, self.span[1])
 
+    @property
+    def item_outputs(self) -> int:
+        """Outputs of an item, with those that do not exist."""
+        return 2 * self.blocks * self.columns * BLOCK_ROWS
+
     # Shifts: the reduced extent.
 
     @cached_property
@@ -303,6 +252,11 @@ class Plan:
     def set_steps(self) -> list[int]:
         """Steps of each phase set, of a chunk."""
         return [sum(map(len, self.steps[i : i + self.blocks])) for i in range(0, len(self.steps), self.blocks)]
+
+    @property
+    def item_steps(self) -> float:
+        """Steps of an item, of all its chunks: the mean of all phase sets."""
+        return sum(map(len, self.steps)) / self.phase_sets * self.chunks
 
     @property
     def chunks(self) -> int:
@@ -347,7 +301,7 @@ class Plan:
         return not self.channels_last and math.prod(self.output_size) % _CONFLICTING_PIXELS == 0
 
     @property
-    def _shares_sectors(self) -> bool:
+    def shares_sectors(self) -> bool:
         """Whether two strips write to a sector of memory, and those of all planes conflict."""
         strip_bytes = self.strip_cells * self.span[1] * self.itemsize
         return self.strips > 1 and self.planes_conflict and strip_bytes % _SECTOR_BYTES > 0
@@ -377,20 +331,18 @@ class Plan:
         first, last = self._reach(0)
         rows = max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
         if self.way == "lines":
-            return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cycles_of_rows)
+            return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows)
         if not self._rows_may_land:
             return rows
         multiple = self.tile // math.gcd(self.tile, self.pitch)  # patches have parts of one strip alone
         whole = -(-rows // multiple) * multiple
         return whole if whole <= rows * _MOST_ROWS else rows
 
-    def _cycles_of_rows(self, rows: int) -> float:
-        """Of the estimate: in proportion to what an image takes whose strips have so many rows of positions."""
-        box = self._line_box_of(rows)
-        boxes = _boxes_of(self.tile, self.first, self.patch, math.prod(box)) * math.prod(self.unit)
-        loaded = _cost_of_boxes(boxes, boxes * math.prod(box) * self.units * _UNIT_BYTES)
-        parts = (self._multiplied_cycles / self.chunks, loaded)
-        return rows * sum(part**_LINES_OVERLAP for part in parts) ** (1 / _LINES_OVERLAP)
+    def _cost_of_rows(self, rows: int) -> float:
+        """In proportion to what an image takes whose strips have so many rows of positions."""
+        positions = math.prod(self._line_box_of(rows))
+        boxes = _boxes_of(self.tile, self.first, self.patch, positions) * math.prod(self.unit)
+        return rows * cost_of_lines(self, boxes, boxes * positions * self.units * _UNIT_BYTES)
 
     @property
     def _in_a_row(self) -> bool:
@@ -501,7 +453,7 @@ class Plan:
     @property
     def items(self) -> int:
         """What blocks take one after the other; some have no tile where strips have several."""
-        return (self.tiles if self.in_order else self.strip_tiles * self.strips * self.problem.batch) * self._sets
+        return (self.tiles if self.in_order else self.strip_tiles * self.strips * self.problem.batch) * self.sets
 
     # What comes as boxes, or lands.
 
@@ -676,7 +628,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of the weights of a step."""
-        return self.warpgroups_m * _BLOCK_ROWS
+        return self.warpgroups_m * BLOCK_ROWS
 
     @property
     def weight_bytes(self) -> int:
@@ -694,12 +646,16 @@ class Plan:
         return self.channels_last and self.in_channels % self.element_units == 0
 
     @property
-    def batches(self) -> int:
-        """How often a thread waits for its loads of a patch."""
-        return -(-self._turns // (self.loaded_words // self._unit_words))
+    def few_loaders(self) -> bool:
+        return self.loaders == FEW_LOADERS
 
     @property
-    def _turns(self) -> int:
+    def batches(self) -> int:
+        """How often a thread waits for its loads of a patch."""
+        return -(-self.loads // (self.loaded_words // self._unit_words))
+
+    @property
+    def loads(self) -> int:
         """Units of spots that a thread loads of a patch, at most."""
         return -(-self.spots * self.units // self.loaders)
 
@@ -707,13 +663,6 @@ class Plan:
     def _unit_words(self) -> int:
         """Registers of a unit of a spot."""
         return 4 if self.vector_loads else self.element_units * -(-self.wide * self.itemsize // 4)
-
-    @property
-    def _turn_cycles(self) -> float:
-        """Of the estimate: what loading threads take for a unit of a spot, for each 32 of them."""
-        if self.vector_loads:
-            return _VECTOR_UNIT_CYCLES[self.split]
-        return self.wide * _UNIT_CYCLES[self.itemsize, self.parts][self.wide]
 
     @cached_property
     def _sums(self) -> int:
@@ -723,7 +672,7 @@ class Plan:
     @property
     def loaded_words(self) -> int:
         """Words that a thread loads at once, of the registers that those who multiply leave."""
-        if self.loaders == _FEW_LOADERS:
+        if self.few_loaders:
             return 56 if self.vector_loads or self.split else 64
         others = 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
         return min(40 if self.vector_loads else 64, self._load_registers // 2, self._load_registers - others)
@@ -731,7 +680,7 @@ class Plan:
     @property
     def _load_registers(self) -> int:
         """Registers of a thread that loads: those that two warpgroups with sums leave."""
-        if self.loaders == _FEW_LOADERS:
+        if self.few_loaders:
             return 136
         return 256 - max(144 if self.blocks > 2 else 136, self._sums + (48 if self.split else 56))
 
@@ -741,7 +690,7 @@ class Plan:
         if not self.staged:
             return 0
         if self.channels_last:
-            lines, line = 32 // self.itemsize, _BLOCK_ROWS + self.element_units  # a quarter of a warpgroup's
+            lines, line = 32 // self.itemsize, BLOCK_ROWS + self.element_units  # a quarter of a warpgroup's
         elif self.lined:
             lines, line = _WARP_ROWS // self.slots, self.line_cells * self.span[1] + max(4, self.slots)
         else:
@@ -770,7 +719,7 @@ class Plan:
         most = steps * self.chunks
         for patches, least in (_BOXED_STAGES[steps >= _MANY_STEPS] if self.boxed else _STAGES).items():
             weights = (SHARED_BYTES - self._other_bytes - patches * patch_bytes) // weight_bytes
-            if weights >= most and self._sets <= MULTIPROCESSORS:
+            if weights >= most and self.sets <= MULTIPROCESSORS:
                 return patches, max(1, most)
             if weights >= least:
                 return patches, min(_MOST_STAGES, weights)
@@ -780,7 +729,7 @@ class Plan:
     def resident(self) -> bool:
         """Whether a block keeps the weights of its set."""
         assert self.stages is not None
-        return self._sets <= MULTIPROCESSORS and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
+        return self.sets <= MULTIPROCESSORS and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
 
     @property
     def turns(self) -> bool:
@@ -790,14 +739,22 @@ class Plan:
         return brought and self.resident and not self.split and self.stages[0] > self.chunks
 
     @property
-    def _sets(self) -> int:
+    def sets(self) -> int:
         """Sets of all groups."""
         return self.phase_sets * self.channel_sets * self.problem.groups
 
     def blocks_on(self, multiprocessors: int) -> int:
         """Thread blocks of the launch: at most one a multiprocessor; where weights stay, so that each has one set."""
         blocks = max(1, min(self.items, multiprocessors))
-        return max(blocks // self._sets, 1) * self._sets if self.resident else blocks
+        return max(blocks // self.sets, 1) * self.sets if self.resident else blocks
+
+    @property
+    def items_of_a_block(self) -> int:
+        """Items that a block of the H200 takes, at most; those without a tile are not among them, nearly."""
+        blocks = self.blocks_on(MULTIPROCESSORS)
+        items = -(-self.tiles * self.sets // blocks)
+        # Of lines they are not spread evenly.
+        return min(items + 1, -(-self.items // blocks)) if self.way == "lines" else items
 
     @property
     def shared_bytes(self) -> int:
@@ -813,7 +770,7 @@ class Plan:
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
-        few = self.loaders == _FEW_LOADERS
+        few = self.few_loaders
         if self.lined and self.vector < _LINED_VECTOR:
             return False
         if (self.strips - 1) * self.strip_cells >= self.cells[1]:
@@ -831,132 +788,16 @@ class Plan:
             loads = loads and (self.landing or self._unit_words <= words)
         return (
             loads
-            and (self.blocks + self.split) * self.columns <= _WIDEST
+            and (self.blocks + self.split) * self.columns <= WIDEST
             and self.span[1] <= PHASE_BASE
             and 2 * sum(map(len, self.steps)) + (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
             and self.stages is not None
         )
 
-    @property
-    def cycles(self) -> float:
-        """Roughly the cycles of the launch.
-
-        Fitted to 1692 measured plans of 37 layers in three types (benchmarks.choices, H200): 21% off, as the root mean
-        square of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric
-        mean). What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes
-        overlap with the rest. Blocks, 56 plans of 7 layers: 8% off, those chosen 2% longer than the best; lines, 415
-        plans of 32 layers: 11% off, those chosen 1%.
-        """
-        assert self.stages is not None
-        lines, steps = self.way == "lines", self._item_steps
-        loaded = self._boxed_cycles if self.boxed else self._landing_cycles if self.landing else self._loading_cycles
-        if not self.resident:
-            loaded += steps * self.weight_bytes * _WEIGHT_CYCLES
-        outputs = 2 * self.blocks * self.columns * _BLOCK_ROWS
-        if self.staged:
-            cycles = _PIXEL_STORE_CYCLES if self.channels_last else _STAGED_STORE_CYCLES
-            stored = outputs / 32 / self.vector * cycles
-        else:
-            cycles = _LINES_STORE_CYCLES if lines else _STORE_CYCLES
-            stored = outputs / 32 / min(self.inner, self.vector) / self._sector_share * cycles
-        stored += outputs * self.itemsize * _OUTPUT_CYCLES
-        if self.strips > 1 and not lines:
-            if not self.boxed:
-                inputs = self.chunks * self.units * self.element_units * self.spots * self.wide
-                loaded = (loaded + inputs / (self.strip_cells * self.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
-            stored = (stored + outputs / (self.strip_cells * self.span[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
-        waited = self.chunks * _LINES_WAIT_CYCLES / self.stages[0] if lines else 0
-        parts = (self._multiplied_cycles, loaded, stored, waited)
-        item = sum(part**self._overlap for part in parts) ** (1 / self._overlap)
-        if self.stages[0] == 2 and self.stages[1] < _FEW_WEIGHT_STAGES and not (self.resident or self.split):
-            item *= _FEW_STAGES_FACTOR
-        if self.landing and self.strips > 1 and self.strip_cells > _WIDE_STRIP:
-            item *= _WIDE_STRIPS_FACTOR[self.planes_conflict]
-        if self._shares_sectors:
-            item *= _SHARED_SECTORS_FACTOR
-        if lines and self.turns:
-            item *= _TURNS_FACTOR
-        elif lines and not (self.resident or self.split):
-            item *= _LINES_STAGES_FACTOR.get(self.stages[1], 1)
-        blocks = self.blocks_on(MULTIPROCESSORS)
-        items = -(-self.tiles * self._sets // blocks)
-        if lines:  # those without a tile are not spread evenly
-            items = min(items + 1, -(-self.items // blocks))
-        least = self.problem.least_bytes(self.itemsize) * _MEMORY_CYCLES
-        return _START_CYCLES + max(items * item, least)
-
-    @property
-    def _overlap(self) -> float:
-        """Of the estimate: 1 if nothing hides behind anything."""
-        if self.way == "lines":
-            return _LINES_OVERLAP
-        return _BLOCKS_OVERLAP if self.boxed else _OVERLAP[self.landing]
-
-    @property
-    def _item_steps(self) -> float:
-        """Steps of an item."""
-        return sum(map(len, self.steps)) / self.phase_sets * self.chunks
-
     @cached_property
-    def _multiplied_cycles(self) -> float:
-        """Of the products of an item."""
-        products = self.units // 2 * (3 if self.split else 1)
-        column = _LINE_COLUMN_CYCLES if self.way == "lines" else _COLUMN_CYCLES[self.split]
-        step = products * (self.columns * column + _PRODUCT_CYCLES) + _STEP_CYCLES[self.split]
-        multiplied = 2 * self._item_steps * step
-        return multiplied * (_MANY_BLOCKS_FACTOR if self.blocks > 2 else 1) * (_LANDING_FACTOR if self.landing else 1)
-
-    @property
-    def _loading_cycles(self) -> float:
-        """Of loading the inputs of an item into registers and laying them out."""
-        few = self.loaders == _FEW_LOADERS
-        factor = (_VECTOR_LOAD_FACTOR if self.vector_loads else _LOAD_FACTOR) if few else 1
-        laid_out = self._turns * self.loaders / 32 * self._turn_cycles * factor
-        cycles = self.chunks * (self.batches * _BATCH_CYCLES[few] + laid_out)
-        assert self.stages is not None
-        return cycles * (_TWO_STAGES_FACTOR if self.stages[0] == 2 else 1)
-
-    @property
-    def _boxed_cycles(self) -> float:
-        """Of bringing the inputs of an item as boxes."""
-        boxes = self.boxes * math.prod(self.unit)
-        if self.way == "blocks":
-            return self.chunks * max(boxes * _BOX_CYCLES, self.patch_bytes * _BOX_BYTE_CYCLES)
-        cycles = _cycles_of_boxes(boxes, self.patch_bytes / self.parts)
-        if self.rounded:
-            turns = -(-self.unit_pitch * self.units // (self.loaders - 32))
-            turn = _ROUNDING_CYCLES[self.parts] * (_FEW_ROUNDERS_FACTOR if self.loaders == _FEW_LOADERS else 1)
-            cycles = max(cycles, turns * turn)
-        return self.chunks * cycles
-
-    @property
-    def _landing_cycles(self) -> float:
-        """Of landing the inputs of an item and laying them out."""
-        sharers = max(1, self.loaders // self.pieces)
-        copies = -(-self.pieces // self.loaders) * -(-self.landing_units * self.element_units // sharers)
-        turns = -(-self.spots * self.landing_units // self.loaders)
-        busy = (not self.landing_box) * copies * _COPY_CYCLES + turns * _TURN_CYCLES[self.itemsize, self.parts]
-        busy *= _FEW_TURNS_FACTOR if self.loaders == _FEW_LOADERS else 1
-        landings = self.chunks * self.units // self.landing_units
-        copied = self.landing_bytes * _LANDED_BYTE_CYCLES * (_LANDING_BOX_FACTOR if self.landing_box else 1)
-        return _ITEM_CYCLES + landings * (_LANDING_CYCLES + busy + copied)
-
-    @property
-    def _sector_share(self) -> float:
-        """How much of the 32 bytes that memory takes at a time a warp stores at once, from registers."""
-        if self.channels_last:
-            return min(1.0, self.inner * 8 * self.itemsize / 32)
-        return min(1.0, self.inner / self.span[1]) * min(1.0, 8 * self.span[1] * self.itemsize / 32)
-
-
-def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
-    """Of the estimate: of so many boxes of lines, and their bytes together."""
-    return max(boxes * _LINE_BOX_CYCLES, box_bytes * _LINE_BYTE_CYCLES)
-
-
-def _cost_of_boxes(boxes: int, box_bytes: float) -> float:
-    """By which boxes are chosen. Bytes count twice: what they take of shared memory is missing for stages."""
-    return _cycles_of_boxes(boxes, 2 * box_bytes)
+    def cycles(self) -> float:
+        """Roughly the cycles of the launch."""
+        return cycles_of(self)
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
@@ -984,7 +825,7 @@ def _line_box(
     def cost(box: tuple[int, int, int]) -> tuple[float, int]:
         positions = math.prod(box)
         boxes = _boxes_of(tile, first, patch, positions)
-        return _cost_of_boxes(boxes, boxes * positions * line), boxes * positions
+        return cost_of_boxes(boxes, boxes * positions * line), boxes * positions
 
     widths = [width for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0] if divisible else [pitch]
     found = [(1, 1, width) for width in widths]
@@ -1038,106 +879,3 @@ def _steps(
                     shifts.update(itertools.product(rows, columns))
             found.append(tuple(sorted(shifts)))
     return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def plan_of(problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool) -> Plan | None:
-    """The plan for a problem: a pure function of it. None where it is not for this kernel."""
-    plans = plans_of(problem, direction, itemsize, split, channels_last)
-    return min(plans, key=lambda plan: plan.cycles, default=None)
-
-
-def plans_of(problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool) -> Iterator[Plan]:
-    """The plans that a problem may have: those that fit registers, shared memory and constant memory."""
-    found = False
-    for plan in _plans_of(problem, direction, itemsize, split, channels_last, _WIDTHS):
-        found = True
-        yield plan
-    if not found:
-        yield from _plans_of(problem, direction, itemsize, split, channels_last, _NARROW_WIDTHS)
-
-
-def _plans_of(
-    problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool, widths: tuple[int, ...]
-) -> Iterator[Plan]:
-    smallest = Plan(
-        problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, "loaded", _MANY_LOADERS
-    )
-    channels = smallest.out_channels
-    for multiple, slots, blocks in _left_sides(smallest.span, channels, channels_last):
-        left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
-        if left.down and not (left.short_rows and 2 * sum(map(len, left.steps)) <= sum(map(len, smallest.steps))):
-            continue  # nothing to gain, or columns of other shifts
-        cells = left.cells[1]
-        wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
-        strips = {1, *(-(-cells // width) for width in wanted if width < cells)}
-        sides = [(1, 1)]
-        if len(left.phases) % (2 * blocks) == 0:
-            both = replace(left, warpgroups_m=2, phase_sides=2)
-            if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
-                sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
-        if channels > left.channels:
-            sides.append((2, 1))
-        for strip in strips:
-            for right in _right_sides(replace(left, strips=strip)):
-                for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
-                    range(32, _WIDEST // blocks + 1, 32), sides, _units(smallest), (_MANY_LOADERS, _FEW_LOADERS)
-                ):
-                    plan = replace(
-                        right,
-                        columns=columns,
-                        warpgroups_m=warpgroups_m,
-                        phase_sides=phase_sides,
-                        units=units,
-                        loaders=loaders,
-                    )
-                    if plan.possible:
-                        yield plan
-
-
-def _right_sides(plan: Plan) -> Iterator[Plan]:
-    """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
-    boxed = replace(plan, way="lines" if plan.channels_last else "blocks")
-    if boxed.may_be_boxed:
-        yield boxed
-    for wide, landing in itertools.product(_WIDES, (False, True)):
-        loaded = replace(plan, wide=wide, way="landing" if landing else "loaded")
-        if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):
-            continue
-        if landing and not (wide <= 2 and loaded.may_land):
-            continue
-        if not landing and plan.itemsize == 2 and wide > 2 and loaded.may_land:
-            continue  # landing is faster
-        yield loaded
-
-
-def _units(plan: Plan) -> tuple[int, ...]:
-    """Units of a chunk: two where they leave fewer channels of the last chunk empty than four."""
-    return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
-
-
-def _left_sides(spans: Pair, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
-    """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup.
-
-    Args:
-        spans: outputs of the smallest cell, down and across.
-        channels: output channels of a group.
-        channels_last: format; without it, a warpgroup may have all columns of a cell, to store rows of them.
-    """
-    height, span = spans
-    if not channels_last and height == span == 2:  # of those of one estimate the first is taken
-        yield (1, 1), 2, 2
-    yield (1, 1), 1, 1
-    if span % 2 == 0:
-        yield (1, 1), 1, 2
-    if span in _ALL_COLUMNS and not channels_last:
-        yield (1, 1), 1, span
-    if not channels_last and span in _LINED:
-        yield from (((1, 1), slots, blocks) for slots, blocks in _LINED[span] if slots * channels > _BLOCK_ROWS)
-    for slots in (2, 3, 4):
-        if slots * channels > _BLOCK_ROWS:
-            break
-        if span >= slots:
-            yield (1, 1), slots, 1
-        elif slots % span == 0:
-            yield (1, slots // span), slots, 1
