@@ -578,6 +578,7 @@ def test_rows_on_the_gpu():
     assert not bad
     assert all(row.median_ms > 0 and row.speedup_best > 0 for row in rows)
     assert all(row.peak_bytes is not None for row in rows if row.mode == "eager")
+    assert all(row.looks == 3 for row in rows if row.mode == "graph")
 
 
 # Files.
