@@ -121,9 +121,8 @@ class Contender:
 
     def took(self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False) -> str:
         """The algorithms that gemmconv takes for the passes of a direction, as ``fused`` or ``fused+native``."""
-        config = self.config(problem, precision, device, bias)
-        names = [selection.choose(config, self.name, "benchmarks", one).name for one in PASSES[direction]]
-        return "+".join(dict.fromkeys(names))
+        chosen = self._chosen(self.config(problem, precision, device, bias), direction)
+        return "+".join(dict.fromkeys(algorithm.name for algorithm in chosen.values()))
 
     def workspace_bytes(
         self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
@@ -132,10 +131,20 @@ class Contender:
         if self.kind == "torch":
             return None
         config = self.config(problem, precision, device, bias)
-        chosen = {one: selection.choose(config, self.name, "benchmarks", one) for one in PASSES[direction]}
+        chosen = self._chosen(config, direction)
         if any(algorithm.name == "native" for algorithm in chosen.values()):
             return None
         return max(algorithm.workspace_bytes(config, one) for one, algorithm in chosen.items())
+
+    def _chosen(self, config: Config, direction: str) -> dict[Direction, algorithms.Algorithm]:
+        """What gemmconv takes for the passes of a direction."""
+        chosen: dict[Direction, algorithms.Algorithm] = {}
+        if "forward" in PASSES[direction]:
+            chosen["forward"] = selection.choose(config, self.name, "benchmarks")
+        if "input_grad" in PASSES[direction]:
+            gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
+            chosen |= {"input_grad": gradients.input_grad, "weight_grad": gradients.weight_grad}
+        return chosen
 
     def forward(self, problem: Problem) -> Forward:
         """The layer as a function of input, weight and bias."""
@@ -178,10 +187,7 @@ class Contender:
 
         def call(t: Tensors) -> tuple[torch.Tensor, ...]:
             options = (p.stride, p.padding, p.output_padding, p.groups, p.dilation, name, None, None)
-            found = (
-                ops.conv_transpose2d_input_grad(t.grad_output, t.weight, p.input_size, *options),
-                ops.conv_transpose2d_weight_grad(t.grad_output, t.x, p.kernel_size, *options),
-            )
+            found = ops.conv_transpose2d_grads(t.grad_output, t.x, t.weight, *options)
             return found if t.bias is None else (*found, t.grad_output.sum((0, 2, 3)))
 
         return call

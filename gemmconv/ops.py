@@ -2,7 +2,8 @@
 
 A transposed convolution and its two gradients are closed under differentiation: each is linear in either of its
 tensors, and its derivatives are the other two. So a backward pass is made of the same operators, and so is the backward
-pass of that. im2col and col2im are each other's derivative.
+pass of that; where both gradients are wanted, one operator gives them, so that they share what is done to grad_output.
+im2col and col2im are each other's derivative.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 from gemmconv import selection, validation
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
+from gemmconv.algorithms.turning import to_nchw
 from gemmconv.geometry import Pair, Problem
 
 _OPTIONS = (
@@ -29,21 +31,23 @@ _SCHEMAS = {
     "conv_transpose2d": f"Tensor input, Tensor weight, Tensor? bias=None, {_OPTIONS}",
     "conv_transpose2d_input_grad": f"Tensor grad_output, Tensor weight, SymInt[2] input_size, {_OPTIONS}",
     "conv_transpose2d_weight_grad": f"Tensor grad_output, Tensor input, SymInt[2] kernel_size, {_OPTIONS}",
+    "conv_transpose2d_grads": f"Tensor grad_output, Tensor input, Tensor weight, {_OPTIONS}",  # both of the above
     "im2col": f"Tensor input, {_WINDOW}",
     "col2im": f"Tensor columns, SymInt[2] output_size, {_WINDOW}",
 }
+_RESULTS = {"conv_transpose2d_grads": "(Tensor, Tensor)"}  # of the others a tensor
 
 _library = torch.library.Library("gemmconv", "DEF")
 for _name, _arguments in _SCHEMAS.items():
     _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    _library.define(f"{_name}({_arguments}) -> Tensor", tags=_tags)
+    _library.define(f"{_name}({_arguments}) -> {_RESULTS.get(_name, 'Tensor')}", tags=_tags)
 
 
-def _routed(name: str) -> Callable[..., Tensor]:
+def _routed(name: str) -> Callable[..., Any]:
     """The operator; under a transform of torch.func, the function that carries it through every level of transforms."""
     operator = getattr(torch.ops.gemmconv, name).default
 
-    def call(*inputs: Any) -> Tensor:
+    def call(*inputs: Any) -> Any:
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return _TRANSFORMABLE[name].apply(*inputs)
         return operator(*inputs)
@@ -54,6 +58,7 @@ def _routed(name: str) -> Callable[..., Tensor]:
 conv_transpose2d = _routed("conv_transpose2d")
 conv_transpose2d_input_grad = _routed("conv_transpose2d_input_grad")
 conv_transpose2d_weight_grad = _routed("conv_transpose2d_weight_grad")
+conv_transpose2d_grads = _routed("conv_transpose2d_grads")
 im2col = _routed("im2col")
 col2im = _routed("col2im")
 
@@ -113,17 +118,26 @@ def _weight_grad_problem(where: str, tensors: Tensors, sizes: Any, options: Opti
     return problem
 
 
+def _grads_problem(where: str, tensors: Tensors, sizes: Any, options: Options) -> Problem:
+    grad_output, input, weight = tensors
+    validation.rank4(where, (("grad_output", grad_output),))
+    problem = validation.problem(where, input.shape, weight.shape, *options.geometry)
+    validation.same_kind(where, (("grad_output", grad_output), ("input", input), ("weight", weight)))
+    validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
+    return problem
+
+
 class _Entry(NamedTuple):
-    """One of the three convolution operators."""
+    """One of the convolution operators."""
 
     where: str
-    direction: Direction
     problem: Callable[[str, Tensors, Any, Options], Problem]
 
 
-_FORWARD = _Entry("conv_transpose2d", "forward", _forward_problem)
-_INPUT_GRAD = _Entry("conv_transpose2d_input_grad", "input_grad", _input_grad_problem)
-_WEIGHT_GRAD = _Entry("conv_transpose2d_weight_grad", "weight_grad", _weight_grad_problem)
+_FORWARD = _Entry("conv_transpose2d", _forward_problem)
+_INPUT_GRAD = _Entry("conv_transpose2d_input_grad", _input_grad_problem)
+_WEIGHT_GRAD = _Entry("conv_transpose2d_weight_grad", _weight_grad_problem)
+_GRADS = _Entry("conv_transpose2d_grads", _grads_problem)
 
 
 def _checked_problem(entry: _Entry, tensors: Tensors, sizes: Any, options: Options) -> Problem:
@@ -154,12 +168,12 @@ def _memory_format(first: Tensor, second: Tensor) -> torch.memory_format:
 
 # Plans: all of a call that does not depend on the data, made once and kept.
 
-_plans: dict[Hashable, Callable[..., Tensor]] = {}
+_plans: dict[Hashable, Callable[..., Any]] = {}
 _MOST_PLANS = 4096
 _ALREADY_THERE = nullcontext()
 
 
-def _plan(key: Hashable, make: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+def _plan(key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     plan = _plans.get(key)
     if plan is None:
         plan = make()
@@ -180,40 +194,74 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return _ALREADY_THERE
 
 
-def _compute(entry: _Entry, tensors: Tensors, sizes: Any, arguments: Arguments) -> Tensor:
+def _config(problem: Problem, first: Tensor, second: Tensor, options: Options, bias: bool = False) -> Config:
+    current = selection.torch_precision(first.dtype, first.device)
+    return Config(
+        problem,
+        first.dtype,
+        first.device,
+        options.precision or current,
+        DEFAULT_WORKSPACE_LIMIT if options.workspace_limit is None else options.workspace_limit,
+        current,
+        _memory_format(first, second),
+        bias,
+    )
+
+
+def _compute(entry: _Entry, direction: Direction, tensors: Tensors, sizes: Any, arguments: Arguments) -> Tensor:
     first, second = tensors[0], tensors[1]
     options = Options(*_hashable(arguments))
     current = selection.torch_precision(first.dtype, first.device)
 
     def make() -> Callable[..., Tensor]:
-        config = Config(
-            _checked_problem(entry, tensors, sizes, options),
-            first.dtype,
-            first.device,
-            options.precision or current,
-            DEFAULT_WORKSPACE_LIMIT if options.workspace_limit is None else options.workspace_limit,
-            current,
-            _memory_format(first, second),
-            bias=len(tensors) > 2 and tensors[2] is not None,
-        )
-        algorithm = selection.choose(config, options.algorithm, entry.where, entry.direction)
-        return getattr(algorithm, entry.direction)(config)
+        bias = len(tensors) > 2 and tensors[2] is not None
+        config = _config(_checked_problem(entry, tensors, sizes, options), first, second, options, bias)
+        return getattr(selection.choose(config, options.algorithm, entry.where, direction), direction)(config)
 
-    key = (entry.direction, *map(_signature, tensors), sizes, options, current)
+    key = (direction, *map(_signature, tensors), sizes, options, current)
     with _on(first.device):
-        return _plan(key, make)(*tensors)
+        result: Tensor = _plan(key, make)(*tensors)
+    return result
 
 
 def _conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
-    return _compute(_FORWARD, (input, weight, bias), None, arguments)
+    return _compute(_FORWARD, "forward", (input, weight, bias), None, arguments)
 
 
 def _conv_transpose2d_input_grad(grad_output: Tensor, weight: Tensor, input_size: Any, *arguments: Any) -> Tensor:
-    return _compute(_INPUT_GRAD, (grad_output, weight), tuple(input_size), arguments)
+    return _compute(_INPUT_GRAD, "input_grad", (grad_output, weight), tuple(input_size), arguments)
 
 
 def _conv_transpose2d_weight_grad(grad_output: Tensor, input: Tensor, kernel_size: Any, *arguments: Any) -> Tensor:
-    return _compute(_WEIGHT_GRAD, (grad_output, input), tuple(kernel_size), arguments)
+    return _compute(_WEIGHT_GRAD, "weight_grad", (grad_output, input), tuple(kernel_size), arguments)
+
+
+def _conv_transpose2d_grads(
+    grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Both gradients of one backward pass. Where the algorithms of both turn grad_output to NCHW, once."""
+    options = Options(*_hashable(arguments))
+    tensors = grad_output, input, weight
+
+    def make() -> Callable[..., tuple[Tensor, Tensor]]:
+        problem = _checked_problem(_GRADS, tensors, None, options)
+        config, weight_config = (_config(problem, grad_output, other, options) for other in (weight, input))
+        gradients = selection.choose_gradients(config, weight_config, options.algorithm, _GRADS.where)
+        turned = to_nchw(config, problem.output_shape) if gradients.share else None
+        input_grad = gradients.input_grad.input_grad(config)
+        weight_grad = gradients.weight_grad.weight_grad(weight_config)
+
+        def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            if turned is not None:
+                grad_output = turned(grad_output)
+            return input_grad(grad_output, weight), weight_grad(grad_output, input)
+
+        return call
+
+    key = ("grads", *map(_signature, tensors), options, selection.torch_precision(input.dtype, input.device))
+    with _on(grad_output.device):
+        result: tuple[Tensor, Tensor] = _plan(key, make)(*tensors)
+    return result
 
 
 class Window(NamedTuple):
@@ -284,6 +332,14 @@ def _weight_grad_fake(grad_output: Tensor, input: Tensor, kernel_size: Any, *arg
     return _empty(problem.weight_shape, grad_output)
 
 
+def _grads_fake(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    problem = _checked_problem(_GRADS, (grad_output, input, weight), None, Options(*_hashable(arguments)))
+    return (
+        _empty(problem.input_shape, grad_output, _memory_format(grad_output, weight)),
+        _empty(problem.weight_shape, grad_output),
+    )
+
+
 def _im2col_fake(input: Tensor, *arguments: Any) -> Tensor:
     problem = _im2col_problem(input, Window(*_hashable(arguments)))
     return _empty((problem.batch, problem.gemm_m, problem.gemm_n), input)
@@ -311,10 +367,14 @@ def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
     input, weight = ctx.saved_tensors
     options, needs = ctx.options, ctx.needs_input_grad
-    gradients = (
-        conv_transpose2d_input_grad(grad, weight, input.shape[2:], *options) if needs[0] else None,
-        conv_transpose2d_weight_grad(grad, input, weight.shape[2:], *options) if needs[1] else None,
-    )
+    gradients: tuple[Tensor | None, Tensor | None]
+    if needs[0] and needs[1]:
+        gradients = conv_transpose2d_grads(grad, input, weight, *options)
+    else:
+        gradients = (
+            conv_transpose2d_input_grad(grad, weight, input.shape[2:], *options) if needs[0] else None,
+            conv_transpose2d_weight_grad(grad, input, weight.shape[2:], *options) if needs[1] else None,
+        )
     if not ctx.has_bias:
         return gradients
     return *gradients, grad.sum((0, 2, 3)) if needs[2] else None, *_no_gradients(len(options))
@@ -347,6 +407,31 @@ def _weight_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
     )
 
 
+def _grads_setup(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
+    grad_output, input, weight, *options = inputs
+    ctx.save_for_backward(grad_output, input, weight)
+    ctx.save_for_forward(grad_output, input, weight)
+    ctx.options = options
+    ctx.set_materialize_grads(False)  # often one of the two is not differentiated
+
+
+def _grads_backward(ctx: Any, grad_input: Tensor | None, grad_weight: Tensor | None) -> Arguments:
+    grad_output, input, weight = ctx.saved_tensors
+    needs, options = ctx.needs_input_grad, ctx.options
+    terms = []
+    if needs[0] and grad_input is not None:
+        terms.append(conv_transpose2d(grad_input, weight, None, *options))
+    if needs[0] and grad_weight is not None:
+        terms.append(conv_transpose2d(input, grad_weight, None, *options))
+    of_input, of_weight = needs[1] and grad_weight is not None, needs[2] and grad_input is not None
+    return (
+        _sum(terms),
+        conv_transpose2d_input_grad(grad_output, grad_weight, input.shape[2:], *options) if of_input else None,
+        conv_transpose2d_weight_grad(grad_output, grad_input, weight.shape[2:], *options) if of_weight else None,
+        *_no_gradients(len(options)),
+    )
+
+
 def _im2col_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
     input, *window = inputs
     ctx.size, ctx.window = input.shape[2:], window
@@ -368,6 +453,11 @@ def _col2im_backward(ctx: Any, grad: Tensor) -> Arguments:
 # Tangents: an operator is linear in each of its tensors, so its tangent is the sum of its values with one replaced.
 
 
+def _sum(terms: list[Tensor]) -> Any:
+    """Of tensors, None of none."""
+    return sum(terms[1:], terms[0]) if terms else None
+
+
 def _bilinear_tangent(
     operator: Callable[..., Tensor], ctx: Any, first: Tensor | None, second: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
@@ -385,19 +475,33 @@ def _conv_transpose2d_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
     if ctx.has_bias and (bias := tangents[2]) is not None:
         shape = ctx.output_shape
         terms.append(bias.view(-1, 1, 1).expand(shape))
-    return sum(terms[1:], terms[0])
+    return _sum(terms)
 
 
 def _input_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
     call = conv_transpose2d_input_grad
     terms = _bilinear_tangent(call, ctx, tangents[0], tangents[1], ctx.sizes, *ctx.options)
-    return sum(terms[1:], terms[0])
+    return _sum(terms)
 
 
 def _weight_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
     call = conv_transpose2d_weight_grad
     terms = _bilinear_tangent(call, ctx, tangents[0], tangents[1], ctx.sizes, *ctx.options)
-    return sum(terms[1:], terms[0])
+    return _sum(terms)
+
+
+def _grads_tangent(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    grad_output, input, weight = ctx.saved_tensors
+    tangent, of_input, of_weight = tangents[:3]
+    input_terms, weight_terms = [], []
+    if tangent is not None:
+        input_terms.append(conv_transpose2d_input_grad(tangent, weight, input.shape[2:], *ctx.options))
+        weight_terms.append(conv_transpose2d_weight_grad(tangent, input, weight.shape[2:], *ctx.options))
+    if of_weight is not None:
+        input_terms.append(conv_transpose2d_input_grad(grad_output, of_weight, input.shape[2:], *ctx.options))
+    if of_input is not None:
+        weight_terms.append(conv_transpose2d_weight_grad(grad_output, of_input, weight.shape[2:], *ctx.options))
+    return _sum(input_terms), _sum(weight_terms)
 
 
 def _im2col_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -432,11 +536,11 @@ def _autocast(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tens
 
 
 def _with_gradient(
-    compute: Callable[..., Tensor],
+    compute: Callable[..., Any],
     setup: Callable[..., None],
     backward: Callable[..., Arguments],
-    tangent: Callable[..., Tensor],
-) -> Callable[..., Tensor]:
+    tangent: Callable[..., Any],
+) -> Callable[..., Any]:
     """``compute`` with a gradient where one is asked for.
 
     torch.library.register_autograd does the same for 50 us more of every call that needs gradients.
@@ -444,7 +548,7 @@ def _with_gradient(
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Tensor:
+        def forward(ctx: Any, *inputs: Any) -> Any:
             output = compute(*inputs)
             setup(ctx, inputs, output)
             return output
@@ -452,7 +556,7 @@ def _with_gradient(
     Function.backward = staticmethod(backward)  # type: ignore[method-assign]
     Function.jvp = staticmethod(tangent)  # type: ignore[method-assign]
 
-    def call(*inputs: Any) -> Tensor:
+    def call(*inputs: Any) -> Any:
         if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
             return Function.apply(*inputs)
         return compute(*inputs)
@@ -461,10 +565,10 @@ def _with_gradient(
 
 
 def _transformable(
-    operator: Callable[..., Tensor],
+    operator: Callable[..., Any],
     setup: Callable[..., None],
     backward: Callable[..., Arguments],
-    tangent: Callable[..., Tensor],
+    tangent: Callable[..., Any],
 ) -> type[torch.autograd.Function]:
     """An operator as torch.func's transforms want it: they come before the dispatcher's own handling of gradients."""
 
@@ -472,7 +576,7 @@ def _transformable(
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(*inputs: Any) -> Tensor:
+        def forward(*inputs: Any) -> Any:
             return operator(*inputs)
 
         @staticmethod
@@ -484,8 +588,8 @@ def _transformable(
     return Function
 
 
-def _below_autograd(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def call(*inputs: Any) -> Tensor:
+def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)
 
@@ -514,6 +618,13 @@ _ENTRIES: dict[str, tuple[Any, Any, Any, Any, Any]] = {
         _gradient_setup,
         _weight_grad_backward,
         _weight_grad_tangent,
+    ),
+    "conv_transpose2d_grads": (
+        _conv_transpose2d_grads,
+        _grads_fake,
+        _grads_setup,
+        _grads_backward,
+        _grads_tangent,
     ),
     "im2col": (_im2col, _im2col_fake, _im2col_setup, _im2col_backward, _im2col_tangent),
     "col2im": (_col2im, _col2im_fake, _col2im_setup, _col2im_backward, _col2im_tangent),

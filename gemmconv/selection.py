@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision
+from gemmconv.algorithms.turning import grad_turning_seconds
 from gemmconv.geometry import Problem
 from gemmconv.validation import choice
 
@@ -42,17 +44,21 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     columns, has fewer bytes to move.
     """
     if config.device.type == "cuda":
-        able = {a.name: a.why_not(config) is None for a in ALGORITHMS}
-        estimates = [(a.estimate(config, direction) if able[a.name] else math.inf, a) for a in ALGORITHMS]
-        estimates.sort(key=lambda item: item[0])
         return [
             (a, f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last")
-            for seconds, a in estimates
+            for seconds, a in _estimates(config, direction)
         ]
     order = sorted(ALGORITHMS, key=lambda algorithm: algorithm.name != "native")
     return [
         (algorithm, f"first on {config.device.type}" if i == 0 else "comes later") for i, algorithm in enumerate(order)
     ]
+
+
+def _estimates(config: Config, direction: Direction) -> list[tuple[float, Algorithm]]:
+    """The algorithms with the seconds they are estimated at, least first; infinite where they cannot serve it."""
+    able = {a.name: a.why_not(config) is None for a in ALGORITHMS}
+    estimates = [(a.estimate(config, direction) if able[a.name] else math.inf, a) for a in ALGORITHMS]
+    return sorted(estimates, key=lambda item: item[0])
 
 
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
@@ -70,6 +76,53 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
                 raise NotImplementedError(f'{where}: {algorithm.name}: {reason}; or use algorithm="auto"')
     reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
     raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
+
+
+class Gradients(NamedTuple):
+    """The algorithms of both gradients of a backward pass.
+
+    Attributes:
+        input_grad, weight_grad: the algorithms.
+        share: whether both turn grad_output from channels_last to NCHW, so that turning it once serves both.
+    """
+
+    input_grad: Algorithm
+    weight_grad: Algorithm
+    share: bool
+
+
+def choose_gradients(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
+    """The algorithms of the input's and the weight's gradient of one backward pass.
+
+    Those that :func:`choose` gives; but for ``"auto"`` on CUDA, where both are in channels_last, the two that are
+    estimated to be the fastest together.
+
+    Args:
+        config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if at
+            all.
+        requested, where: as of :func:`choose`.
+
+    Raises:
+        NotImplementedError: as :func:`choose`.
+    """
+    both_last = config.memory_format is weight_config.memory_format is torch.channels_last
+
+    def shares(first: Algorithm, second: Algorithm) -> bool:
+        return both_last and first.turns(config, "input_grad") and second.turns(weight_config, "weight_grad")
+
+    if requested == "auto" and both_last and config.device.type == "cuda":
+        saved = grad_turning_seconds(config)
+        found = [
+            (one + other - saved * shares(first, second), Gradients(first, second, shares(first, second)))
+            for one, first in _estimates(config, "input_grad")
+            for other, second in _estimates(weight_config, "weight_grad")
+        ]
+        seconds, gradients = min(found, key=lambda item: item[0])
+        if seconds < math.inf:
+            return gradients
+    first = choose(config, requested, where, "input_grad")
+    second = choose(weight_config, requested, where, "weight_grad")
+    return Gradients(first, second, shares(first, second))
 
 
 @dataclass(frozen=True)

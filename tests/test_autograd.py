@@ -7,7 +7,8 @@ import torch
 import torch._dynamo.testing
 
 import gemmconv
-from gemmconv.algorithms import ALGORITHMS
+from gemmconv import ops
+from gemmconv.algorithms import ALGORITHMS, gemm_col2im
 from tests.cases import Case
 from tests.samples import channels_last, sample, spread
 
@@ -106,7 +107,7 @@ UNCHANGED = {"contiguous": lambda tensor: tensor, "channels_last": channels_last
 
 
 def operator_arguments(operator, layout, device, dtype):
-    """Arguments of one of the five operators; tensors require gradients."""
+    """Arguments of one of the operators; tensors require gradients."""
     data = sample(CASE, dtype, device)
     input, weight, bias, grad_output = (
         (UNCHANGED[layout](tensor) if tensor.ndim == 4 else tensor).detach().requires_grad_()
@@ -117,6 +118,7 @@ def operator_arguments(operator, layout, device, dtype):
         "conv_transpose2d": (input, weight, bias, *GEOMETRY, *OPTIONS),
         "conv_transpose2d_input_grad": (grad_output, weight, [5, 4], *GEOMETRY, *OPTIONS),
         "conv_transpose2d_weight_grad": (grad_output, input, [3, 2], *GEOMETRY, *OPTIONS),
+        "conv_transpose2d_grads": (grad_output, input, weight, *GEOMETRY, *OPTIONS),
         "im2col": (input, *window),
         "col2im": (torch.randn(2, 24, 6, dtype=dtype, device=device, requires_grad=True), [5, 4], *window),
     }[operator]
@@ -126,6 +128,7 @@ OPERATORS = [
     "conv_transpose2d",
     "conv_transpose2d_input_grad",
     "conv_transpose2d_weight_grad",
+    "conv_transpose2d_grads",
     "im2col",
     "col2im",
 ]
@@ -141,13 +144,58 @@ def test_operators_pass_opcheck(operator, layout, dtype, device):
 
 @pytest.mark.parametrize("algorithm", NAMES[1:])
 def test_operators_pass_opcheck_with_every_algorithm(algorithm, device):
-    for operator in OPERATORS[:3]:
+    for operator in OPERATORS[:4]:
         *first, _, _, _ = operator_arguments(operator, "contiguous", device, torch.float64)
         try:
             getattr(torch.ops.gemmconv, operator)(*first, algorithm, None, None)
         except NotImplementedError as refusal:
             pytest.skip(str(refusal))
         torch.library.opcheck(getattr(torch.ops.gemmconv, operator).default, (*first, algorithm, None, 4096))
+
+
+@pytest.mark.parametrize("layout", UNCHANGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("algorithm", NAMES)
+def test_both_gradients_together_are_those_of_one_by_one(algorithm, dtype, layout, device):
+    grad_output, input, weight, *geometry = (
+        argument.detach() if isinstance(argument, torch.Tensor) else argument
+        for argument in operator_arguments("conv_transpose2d_grads", layout, device, dtype)[:8]
+    )
+    options = (*geometry, algorithm)
+    try:
+        one_by_one = (
+            torch.ops.gemmconv.conv_transpose2d_input_grad(grad_output, weight, input.shape[2:], *options),
+            torch.ops.gemmconv.conv_transpose2d_weight_grad(grad_output, input, weight.shape[2:], *options),
+        )
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    together = torch.ops.gemmconv.conv_transpose2d_grads(grad_output, input, weight, *options)
+    for own, other in zip(together, one_by_one, strict=True):
+        assert own.stride() == other.stride()
+        torch.testing.assert_close(own, other)
+
+
+def test_a_backward_pass_turns_grad_output_once(monkeypatch):
+    turned = []
+
+    def to_nchw(config, shape):
+        def turn(tensor):
+            if not tensor.is_contiguous():
+                turned.append(shape)
+            return tensor.contiguous()
+
+        return turn
+
+    monkeypatch.setattr(ops, "to_nchw", to_nchw)
+    monkeypatch.setattr(gemm_col2im, "to_nchw", to_nchw)
+    monkeypatch.setattr(ops, "_plans", {})
+    case = Case(2, 3, 4, (5, 6), (3, 3))
+    data = sample(case, torch.float32, "cpu")
+    input, weight = channels_last(data.input).requires_grad_(), data.weight.detach().requires_grad_()
+    output = gemmconv.conv_transpose2d(input, weight, algorithm="gemm_col2im", **case.parameters)
+    turned.clear()
+    torch.autograd.grad(output, (input, weight), channels_last(data.grad_output))
+    assert turned == [output.shape, input.shape]
 
 
 @pytest.mark.parametrize("precision", [None, "ieee", "tf32"])

@@ -9,9 +9,9 @@ from gemmconv.algorithms import Config
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
-from gemmconv.algorithms.turning import turning_seconds
+from gemmconv.algorithms.turning import grad_turning_seconds, turning_seconds
 from gemmconv.geometry import Problem
-from gemmconv.selection import choose
+from gemmconv.selection import choose, choose_gradients
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="fused is for Hopper"
@@ -60,6 +60,34 @@ def test_auto_takes_gradients_in_channels_last_from_what_turns_nothing():
             config = config_of(pointwise, torch.float16, "ieee", memory_format=torch.channels_last)
             assert channels_last - nchw == pytest.approx(turning_seconds(config))
             assert turning_seconds(config) > pointwise.batch * pointwise.in_pixels * (64 + 128) * 2 / 4e12
+
+
+def gradients_taken(problem, dtype, precision, requested="auto", memory_format=torch.channels_last):
+    config = config_of(problem, dtype, precision, memory_format=memory_format)
+    return choose_gradients(config, config, requested, "test")
+
+
+def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
+    depthwise = Problem(16, 128, 128, 128, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
+    found = gradients_taken(depthwise, torch.float32, "ieee")
+    assert (found.input_grad.name, found.weight_grad.name, found.share) == ("direct", "direct", True)
+    assert not gradients_taken(depthwise, torch.float32, "ieee", memory_format=torch.contiguous_format).share
+    assert gradients_taken(depthwise, torch.float32, "ieee", "gemm_col2im").share
+    assert not gradients_taken(depthwise, torch.float32, "ieee", "native").share
+
+
+def test_auto_takes_the_gradients_that_are_the_fastest_together():
+    problem = Problem(8, 21, 21, 1, (16, 16), (4, 4), stride=(2, 2), padding=(1, 1))  # FCN-8s
+    config = config_of(problem, torch.float32, "ieee", memory_format=torch.channels_last)
+    alone = [choose(config, "auto", "test", one) for one in ("input_grad", "weight_grad")]
+    found = gradients_taken(problem, torch.float32, "ieee")
+    assert [algorithm.name for algorithm in alone] == ["fused", "fused"]
+    assert (found.input_grad.name, found.weight_grad.name, found.share) == ("gemm_col2im", "fused", True)
+    seconds = [
+        first.estimate(config, "input_grad") + second.estimate(config, "weight_grad")
+        for first, second in (alone, (found.input_grad, found.weight_grad))
+    ]
+    assert 0 < seconds[1] - seconds[0] < grad_turning_seconds(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

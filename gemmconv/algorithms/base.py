@@ -73,6 +73,10 @@ class Algorithm(Protocol):
         """Roughly the seconds of one call on a GPU, to choose by; infinite where nothing is known of it."""
         ...
 
+    def turns(self, config: Config, direction: Direction) -> bool:
+        """Whether a gradient's call begins with turning a grad_output in channels_last to NCHW (see turning.py)."""
+        ...
+
     def forward(self, config: Config) -> Forward:
         """Prepare output = conv_transpose2d(input, weight, bias)."""
         ...

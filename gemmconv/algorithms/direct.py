@@ -104,6 +104,9 @@ class Direct:
 
         return weight_grad_seconds(config) + turning_seconds(config)
 
+    def turns(self, config: Config, direction: Direction) -> bool:
+        return direction != "forward"
+
     def forward(self, config: Config) -> Forward:
         tile, tensor_core_tile = _tiles(config)
         if tensor_core_tile is not None:

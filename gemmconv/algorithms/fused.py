@@ -260,6 +260,9 @@ class Fused:
         plan = _own_plan(config, direction)
         return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
 
+    def turns(self, config: Config, direction: Direction) -> bool:
+        return direction == "weight_grad" or (direction == "input_grad" and _own_plan(config, direction) is None)
+
     def forward(self, config: Config) -> Forward:
         if (tile := _folds(config)) is not None:
             return fused_fold.prepare_forward(config, tile)

@@ -135,6 +135,9 @@ class GemmCol2im:
         seconds = launches * _LAUNCH_SECONDS[direction] + traffic / _COPY_RATE + problem.useful_flops / rate + weights
         return seconds + turning_seconds(config)
 
+    def turns(self, config: Config, direction: Direction) -> bool:
+        return direction != "forward"
+
     def forward(self, config: Config) -> Forward:
         problem, engine = config.problem, _engine(config)
         turned = to_nchw(config, problem.input_shape)

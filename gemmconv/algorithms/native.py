@@ -124,6 +124,9 @@ class Native:
         seconds = _seconds(config, direction)
         return math.inf if seconds is None else seconds
 
+    def turns(self, config: Config, direction: Direction) -> bool:
+        return False
+
     def forward(self, config: Config) -> Forward:
         p = config.problem
         strides = strides_of(p.output_shape, config.memory_format)

@@ -39,6 +39,20 @@ def turning_seconds(config: Config) -> float:
     return 2 * _LAUNCH_SECONDS + config.problem.image_bytes(config.dtype.itemsize) * _BYTE_SECONDS
 
 
+def grad_turning_seconds(config: Config) -> float:
+    """What turning grad_output alone takes.
+
+    >>> from gemmconv.geometry import Problem
+    >>> problem = Problem(1, 8, 8, 1, (4, 4), (3, 3))
+    >>> both = Config(problem, torch.half, torch.device("cuda", 0), memory_format=torch.channels_last)
+    >>> 0 < grad_turning_seconds(both) < turning_seconds(both)
+    True
+    """
+    if config.memory_format is not torch.channels_last:
+        return 0.0
+    return _LAUNCH_SECONDS + math.prod(config.problem.output_shape) * config.dtype.itemsize * _BYTE_SECONDS
+
+
 def to_nchw(config: Config, shape: Shape4) -> Turn:
     """Prepare what gives a tensor of this shape, an argument of any strides, contiguous in NCHW.
 
