@@ -28,14 +28,13 @@ class _Cost:
 
     Attributes:
         launch: seconds.
-        tf32, half: operations a second of many channels, in TF32 and in 16 bits.
+        rate: operations a second of many channels.
         copy: bytes a second.
         in_exponent, out_exponent: how the operations fall with the channels below ``many``, of input and output.
     """
 
     launch: float
-    tf32: float
-    half: float
+    rate: float
     copy: float
     in_exponent: float
     out_exponent: float
@@ -43,29 +42,34 @@ class _Cost:
 
     def seconds(self, config: Config) -> float:
         p = config.problem
-        rate = self.half if config.dtype in _HALF_TYPES else self.tf32
-        rate *= min(1.0, p.in_channels / self.many) ** self.in_exponent
+        rate = self.rate * min(1.0, p.in_channels / self.many) ** self.in_exponent
         rate *= min(1.0, p.out_channels / self.many) ** self.out_exponent
         return self.launch + math.hypot(p.useful_flops / rate, p.image_bytes(config.dtype.itemsize) / self.copy)
 
 
-# Gradients of 58 layers, cuDNN 9.19: 18 to 30% from what was measured (geometric mean). In NCHW it turns tensors round,
-# but for kernels of one tap. Those of the input were fitted again, to be told from fused's: what is then chosen takes
-# 0.6% longer than the fastest, before 2.5% (public and models in TF32 and float16).
+# Gradients, cuDNN 9.19, in TF32 and in 16 bits. In NCHW it turns tensors round, but for input gradients of one tap; of
+# channels that are not whole 16 bytes of a pixel, everywhere: of 58 layers 18 to 30% from what was measured. In its own
+# format, of 36 layers: 14 to 17%. What is chosen by them takes 1.0 to 2.4% longer than the best pair of algorithms for
+# both gradients (public and models).
 _GRADIENTS_NCHW = {
-    "input_grad": _Cost(24e-6, 150e12, 275e12, 1.35e12, 1.0, 0.55),
-    "weight_grad": _Cost(25e-6, 125e12, 325e12, 0.92e12, 1.2, 0.8),
+    ("input_grad", False): _Cost(24e-6, 150e12, 1.35e12, 1.0, 0.55),
+    ("input_grad", True): _Cost(24e-6, 275e12, 1.35e12, 1.0, 0.55),
+    ("weight_grad", False): _Cost(25e-6, 125e12, 0.92e12, 1.2, 0.8),
+    ("weight_grad", True): _Cost(25e-6, 325e12, 0.92e12, 1.2, 0.8),
 }
 _GRADIENTS = {
-    "input_grad": _Cost(16e-6, 300e12, 600e12, 11e12, 0.55, 0.93),
-    "weight_grad": _Cost(23e-6, 140e12, 505e12, 6e12, 1.3, 0.9),
+    ("input_grad", False): _Cost(29e-6, 448e12, 11.6e12, 0.67, 0.24, many=128),
+    ("input_grad", True): _Cost(24e-6, 800e12, 10.5e12, 0.58, 0.26, many=128),
+    ("weight_grad", False): _Cost(27e-6, 203e12, 15e12, 0.84, 0.50, many=128),
+    ("weight_grad", True): _Cost(23e-6, 482e12, 7.4e12, 0.34, 1.51),
 }
-# Input gradients take several times as long of fewer output channels, in TF32 in channels_last, and of smaller images.
-_LEAST_OUT_CHANNELS_TF32, _LEAST_GRADIENT_PIXELS = 64, 16
+# Input gradients take several times as long of fewer output channels, or of smaller images, in TF32 in channels_last;
+# of images that are smaller still, everywhere.
+_LEAST_OUT_CHANNELS_TF32, _LEAST_GRADIENT_PIXELS_TF32, _LEAST_GRADIENT_PIXELS = 64, 64, 16
 
 # Forward passes in 16 bits, in channels_last or of one tap, of 40 layers: 12%. Of fewer channels or pixels, or longer
 # strides, they take up to twice as long.
-_FORWARD = _Cost(10e-6, math.nan, 650e12, 3.2e12, 0.0, 0.8, many=128)
+_FORWARD = _Cost(10e-6, 650e12, 3.2e12, 0.0, 0.8, many=128)
 _LEAST_CHANNELS, _LEAST_PIXELS, _LARGEST_STRIDE_AREA = 64, 32, 4
 _BIAS_RATE = 1.6e12  # bytes a second of the pass that adds it
 
@@ -80,12 +84,10 @@ def _seconds(config: Config, direction: Direction) -> float | None:
         or not (half or (config.dtype == torch.float32 and config.precision == "tf32"))
     ):
         return None
-    turns_nothing = channels_last or (p.taps == 1 and max(p.stride) == 1)
+    one_tap = p.taps == 1 and max(p.stride) == 1
     if direction != "forward":
-        few = channels_last and not half and p.out_channels < _LEAST_OUT_CHANNELS_TF32
-        if direction == "input_grad" and (few or p.in_pixels < _LEAST_GRADIENT_PIXELS):
-            return None
-        return (_GRADIENTS if turns_nothing else _GRADIENTS_NCHW)[direction].seconds(config)
+        return _gradient_seconds(config, direction, channels_last or (one_tap and direction == "input_grad"), half)
+    turns_nothing = channels_last or one_tap
     if not (turns_nothing and half) or p.in_pixels < _LEAST_PIXELS:
         return None
     channels = p.in_channels, p.out_channels
@@ -95,6 +97,17 @@ def _seconds(config: Config, direction: Direction) -> float | None:
         return None
     bias_bytes = 2 * p.batch * p.out_channels * p.out_pixels * config.dtype.itemsize if config.bias else 0
     return _FORWARD.seconds(config) + bias_bytes / _BIAS_RATE
+
+
+def _gradient_seconds(config: Config, direction: Direction, own_format: bool, half: bool) -> float | None:
+    """As :func:`_seconds`, of a gradient whose tensors are in cuDNN's own format for it, or not."""
+    p, channels_last = config.problem, config.memory_format is torch.channels_last
+    if direction == "input_grad":
+        slow = p.out_channels < _LEAST_OUT_CHANNELS_TF32 or p.in_pixels < _LEAST_GRADIENT_PIXELS_TF32
+        if p.in_pixels < _LEAST_GRADIENT_PIXELS or (channels_last and not half and slow):
+            return None
+    odd = any(channels * config.dtype.itemsize % 16 for channels in (p.in_channels, p.out_channels))
+    return (_GRADIENTS if own_format and not odd else _GRADIENTS_NCHW)[direction, half].seconds(config)
 
 
 class Native:
