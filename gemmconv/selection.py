@@ -17,6 +17,8 @@ from gemmconv.validation import choice
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
 
+_CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
+
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
     """The precision of torch's own convolutions at this moment: ``"tf32"`` where its settings allow that.
@@ -94,8 +96,8 @@ class Gradients(NamedTuple):
 def choose_gradients(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """The algorithms of the input's and the weight's gradient of one backward pass.
 
-    Those that :func:`choose` gives; but for ``"auto"`` on CUDA, where both are in channels_last, the two that are
-    estimated to be the fastest together.
+    Those that :func:`choose` gives; but for ``"auto"`` on CUDA, where both are in channels_last, two that share the
+    turning of grad_output, if they are clearly estimated to be faster together.
 
     Args:
         config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if at
@@ -110,19 +112,16 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     def shares(first: Algorithm, second: Algorithm) -> bool:
         return both_last and first.turns(config, "input_grad") and second.turns(weight_config, "weight_grad")
 
-    if requested == "auto" and both_last and config.device.type == "cuda":
-        saved = grad_turning_seconds(config)
-        found = [
-            (one + other - saved * shares(first, second), Gradients(first, second, shares(first, second)))
-            for one, first in _estimates(config, "input_grad")
-            for other, second in _estimates(weight_config, "weight_grad")
-        ]
-        seconds, gradients = min(found, key=lambda item: item[0])
-        if seconds < math.inf:
-            return gradients
     first = choose(config, requested, where, "input_grad")
     second = choose(weight_config, requested, where, "weight_grad")
-    return Gradients(first, second, shares(first, second))
+    chosen = Gradients(first, second, shares(first, second))
+    if requested != "auto" or not both_last or config.device.type != "cuda" or chosen.share:
+        return chosen
+    one, other = _estimates(config, "input_grad"), _estimates(weight_config, "weight_grad")
+    saved = grad_turning_seconds(config)
+    sharing = [(a + b - saved, Gradients(x, y, True)) for a, x in one for b, y in other if shares(x, y)]
+    seconds, gradients = min(sharing, key=lambda item: item[0])
+    return gradients if seconds < one[0][0] + other[0][0] - _CLEARLY else chosen
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """What ``auto`` takes on CUDA, as estimates have it; no GPU is touched."""
 
+import math
 import threading
 
 import pytest
 import torch
 
-from gemmconv.algorithms import Config
+from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.algorithms.direct import Direct
+from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
 from gemmconv.algorithms.turning import grad_turning_seconds, turning_seconds
@@ -76,18 +78,25 @@ def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
     assert not gradients_taken(depthwise, torch.float32, "ieee", "native").share
 
 
-def test_auto_takes_the_gradients_that_are_the_fastest_together():
-    problem = Problem(8, 21, 21, 1, (16, 16), (4, 4), stride=(2, 2), padding=(1, 1))  # FCN-8s
+@pytest.mark.parametrize(("fused_seconds", "taken"), [(50e-6, "direct"), (41e-6, "fused")])
+def test_auto_takes_the_gradients_that_are_clearly_the_fastest_together(fused_seconds, taken, monkeypatch):
+    """fused turns nothing for this input gradient, and direct does."""
+    problem = Problem(16, 32, 64, 1, (64, 64), (3, 3), stride=(2, 2))
     config = config_of(problem, torch.float32, "ieee", memory_format=torch.channels_last)
-    alone = [choose(config, "auto", "test", one) for one in ("input_grad", "weight_grad")]
+    saved = grad_turning_seconds(config)
+    assert not Fused().turns(config, "input_grad")
+    assert Direct().turns(config, "input_grad")
+    input_seconds = {"fused": fused_seconds, "direct": 40e-6 + saved}
+    seconds = {"input_grad": input_seconds, "weight_grad": {"fused": 60e-6 + saved}}
+    for algorithm in ALGORITHMS:
+        monkeypatch.setattr(
+            *(type(algorithm), "estimate"),
+            lambda self, config, direction: seconds[direction].get(self.name, math.inf),
+        )
     found = gradients_taken(problem, torch.float32, "ieee")
-    assert [algorithm.name for algorithm in alone] == ["fused", "fused"]
-    assert (found.input_grad.name, found.weight_grad.name, found.share) == ("gemm_col2im", "fused", True)
-    seconds = [
-        first.estimate(config, "input_grad") + second.estimate(config, "weight_grad")
-        for first, second in (alone, (found.input_grad, found.weight_grad))
-    ]
-    assert 0 < seconds[1] - seconds[0] < grad_turning_seconds(config)
+    assert (found.input_grad.name, found.weight_grad.name) == (taken, "fused")
+    assert found.share is (taken == "direct")
+    assert choose(config, "auto", "test", "input_grad").name == "fused"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
