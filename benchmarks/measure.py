@@ -307,7 +307,7 @@ class _Bench:
         assert row.median_ms is not None
         with self._settings(contender, row.precision):
             try:
-                times = time_run(self._run(contender, row.direction), self._device, self._plan.effort)
+                times = time_run(self._run(contender, row.direction), self._device, self._plan.effort.halved())
             except Exception as error:  # as in visit
                 return _failed(row, error), False
         fastest = _timed(row, times) if times.median < row.median_ms else row
@@ -481,7 +481,7 @@ class _Bench:
         row = self._judged(row, contender, self._reference.errors(found))
         if row.status != "ok":
             return row
-        looks = [time_run(graph.replay, self._device, self._plan.effort) for _ in range(_REPLAY_LOOKS)]
+        looks = [time_run(graph.replay, self._device, self._plan.effort.halved()) for _ in range(_REPLAY_LOOKS)]
         return _timed(replace(row, looks=_REPLAY_LOOKS), min(looks, key=lambda times: times.median))
 
     def _call(self, row: Row, contender: Contender, run: Run) -> Row:
