@@ -49,8 +49,8 @@ class _Cost:
 
 # Gradients of 58 layers, cuDNN 9.19, in TF32 and in 16 bits: 18 to 30% from what was measured (geometric mean). In NCHW
 # it turns tensors round, but for input gradients of one tap; of channels that are not whole 16 bytes of a pixel,
-# everywhere. Fitted to whole backward passes: both of its gradients take up to 15 us less than the sum of what each takes
-# alone, one of its own and one of fused up to 19 us more.
+# everywhere. Fitted to whole backward passes: both of its gradients take up to 15 us less than the sum of what each
+# takes alone, one of its own and one of fused up to 19 us more.
 _GRADIENTS_NCHW = {
     ("input_grad", False): _Cost(24e-6, 150e12, 1.35e12, 1.0, 0.55),
     ("input_grad", True): _Cost(24e-6, 275e12, 1.35e12, 1.0, 0.55),
