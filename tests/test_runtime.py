@@ -21,8 +21,9 @@ pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
 from gemmconv.algorithms import (
     direct_ffma,
-    direct_gradients,
+    direct_input_grad,
     direct_mma,
+    direct_weight_grad,
     fold_kernels,
     fused,
     fused_choice,
@@ -72,9 +73,9 @@ def kernel_variants():
                 if direct_ffma.tile_of(problem, dtype, layout) is not None:
                     macros = direct_ffma.forward_macros(problem, dtype, layout)
                     variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct.cu", macros)
-            macros = direct_gradients.input_grad_macros(problem, dtype)
+            macros = direct_input_grad.input_grad_macros(problem, dtype)
             variants[f"direct_input_grad-{label}"] = ("direct_input_grad.cu", macros)
-            macros = direct_gradients.weight_grad_macros(problem, dtype, slices=7)
+            macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7)
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct_mma.cu", macros)

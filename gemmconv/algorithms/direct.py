@@ -4,9 +4,11 @@ For layers whose work is moving bytes: grouped, depthwise, strided, dilated, of 
 multiplications and additions, in float32 (float64 for float64); of 16-bit types, and of float32 where TF32 may be used,
 those of tensor cores where that is faster. Gradients never take tensor cores.
 
-    direct_ffma.py       csrc/direct.cu       forward on CUDA cores
-    direct_mma.py        csrc/direct_mma.cu   forward on tensor cores
-    direct_gradients.py  csrc/direct_*_grad.cu
+    direct_ffma.py         csrc/direct.cu              forward on CUDA cores
+    direct_mma.py          csrc/direct_mma.cu          forward on tensor cores
+    direct_input_grad.py   csrc/direct_input_grad.cu
+    direct_weight_grad.py  csrc/direct_weight_grad.cu
+    direct_patch.py        csrc/common/patch.cuh       what both gradients stage
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Direct:
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         if direction != "weight_grad":
             return 0
-        from gemmconv.algorithms.direct_gradients import weight_grad_workspace_bytes
+        from gemmconv.algorithms.direct_weight_grad import weight_grad_workspace_bytes
 
         return weight_grad_workspace_bytes(config)
 
@@ -103,7 +105,7 @@ class Direct:
         if direction == "input_grad":
             arithmetic, moved, steps = _parts(config, *_INPUT_GRAD)
             return _INPUT_GRAD_LAUNCH + max(arithmetic, moved) + steps + turning_seconds(config)
-        from gemmconv.algorithms.direct_gradients import weight_grad_seconds
+        from gemmconv.algorithms.direct_weight_grad import weight_grad_seconds
 
         return weight_grad_seconds(config) + turning_seconds(config)
 
@@ -117,11 +119,11 @@ class Direct:
         return direct_ffma.prepare_forward(config, tile)
 
     def input_grad(self, config: Config) -> Gradient:
-        from gemmconv.algorithms.direct_gradients import prepare_input_grad
+        from gemmconv.algorithms.direct_input_grad import prepare_input_grad
 
         return prepare_input_grad(config)
 
     def weight_grad(self, config: Config) -> Gradient:
-        from gemmconv.algorithms.direct_gradients import prepare_weight_grad
+        from gemmconv.algorithms.direct_weight_grad import prepare_weight_grad
 
         return prepare_weight_grad(config)

@@ -19,3 +19,13 @@ def even_share(total: int, most: int) -> int:
     (5, 8)
     """
     return -(-total // -(-total // most))
+
+
+def up_to_multiple(value: int, multiple: int) -> int:
+    """The least multiple that is not less than a value."""
+    return -(-value // multiple) * multiple
+
+
+def power_of_two_within(wanted: int, most: int) -> int:
+    """The least power of two that covers ``wanted``, at most the greatest that ``most`` holds."""
+    return min(power_of_two(wanted), 1 << (max(1, most).bit_length() - 1))

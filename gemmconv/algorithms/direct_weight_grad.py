@@ -1,0 +1,305 @@
+"""Host side of csrc/direct_weight_grad.cu: the weight gradient of ``direct``.
+
+How many slices the pixels are cut into follows from the problem and the element type alone, as the tiles do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from gemmconv.algorithms.base import Config, Gradient, accumulator_dtype
+from gemmconv.algorithms.direct_patch import (
+    BATCH_WORDS,
+    MULTIPROCESSORS,
+    PREFETCH_WORDS,
+    SHARED,
+    STATIC_SHARED,
+    UNROLLED,
+    WIDEST_TAPS,
+    Patch,
+    Tile,
+    aligned_to,
+    column_threads_of,
+    problem_macros,
+    rows_of,
+    smaller,
+    sum_bytes,
+)
+from gemmconv.algorithms.integers import even_share, power_of_two_within
+from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
+from gemmconv.algorithms.turning import to_nchw
+from gemmconv.geometry import Problem
+
+_REGISTERS = 65_536  # of a multiprocessor
+_FEW_WORDS = 24  # registers for sums that leave room for much else
+_OTHER_WORDS = 40  # registers for addresses and what is being computed
+_LONGEST_SUM = 1024  # products that are added one by one, so that roundings stay few
+
+# What weight gradients take on an H200, fitted to 183 of 62 layers: 11% from what was measured (geometric mean).
+_LAUNCH, _TILE_SECONDS = 11e-6, 92e-9  # of both kernels; of a tile, beside its bytes and products
+_RATE, _STAGED_RATE, _COPY_RATE = 50e12, 3.05e12, 9.3e12  # operations; bytes of patches, of memory
+
+WeightGradParams = params_struct(
+    "direct_weight_grad_params",
+    ("grad_output", "input", "partials"),
+    ("images", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
+)
+WeightGradSumParams = params_struct(
+    "direct_weight_grad_sum_params", ("partials", "grad_weight"), ("slices",), long_integers=("elements",)
+)
+
+
+@dataclass(frozen=True)
+class WeightGradTile(Tile):
+    """What a block and a thread of direct_weight_grad_kernel own; the macros of the same names, in lower case."""
+
+    steps: int
+    ci_channels: int
+    co_channels: int
+    images: int
+    ci_threads: int
+    co_threads: int
+
+    @property
+    def pixel_threads(self) -> int:
+        return self.column_threads * self.row_threads * self.images
+
+    @property
+    def threads(self) -> int:
+        return self.pixel_threads * self.ci_threads * self.co_threads
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.co_channels * self.ci_channels * self.taps[0] * self.taps[1]
+
+    def patch(self, problem: Problem, itemsize: int) -> Patch:
+        tile = (self.row_threads * self.rows * self.steps, self.column_threads)
+        planes = self.images * self.co_threads * self.co_channels
+        return Patch(problem, itemsize, tile, self.taps, planes, self.threads)
+
+    def shared_bytes(self, problem: Problem, itemsize: int) -> int:
+        scratch = self.threads // 32 * self.sums
+        return max(self.patch(problem, itemsize).elements, scratch) * sum_bytes(itemsize)
+
+    def tiles(self, problem: Problem) -> tuple[int, int, int]:
+        """Tiles over images, down an image and across it."""
+        return (
+            -(-problem.batch // self.images),
+            -(-problem.input_size[0] // (self.row_threads * self.rows * self.steps)),
+            -(-problem.input_size[1] // self.column_threads),
+        )
+
+    def weight_blocks(self, problem: Problem) -> int:
+        """Blocks that share a slice."""
+        co_blocks = -(-problem.out_channels // problem.groups // (self.co_channels * self.co_threads))
+        ci_blocks = -(-problem.gemm_k // (self.ci_channels * self.ci_threads))
+        tap_blocks = math.prod(-(-problem.kernel_size[axis] // self.taps[axis]) for axis in (0, 1))
+        return problem.groups * co_blocks * ci_blocks * tap_blocks
+
+    def resident(self, itemsize: int) -> int:
+        """Blocks that a multiprocessor is to have registers for."""
+        few = self.sums * sum_bytes(itemsize) // 4 <= _FEW_WORDS
+        return min(8, 768 // self.threads) if few else min(4, 512 // self.threads)
+
+    def registers(self, itemsize: int) -> int:
+        """Registers that a thread then may have."""
+        return min(255, _REGISTERS // (self.resident(itemsize) * self.threads) // 8 * 8)
+
+    def spare_words(self, itemsize: int) -> int:
+        """Registers left for loads of grad_output."""
+        words = (self.sums + self.rows * self.ci_channels) * sum_bytes(itemsize) // 4
+        return self.registers(itemsize) - _OTHER_WORDS - words
+
+
+@lru_cache(maxsize=1024)
+def weight_grad_tile(problem: Problem, itemsize: int) -> WeightGradTile:
+    """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged."""
+    most_sums = 32 if itemsize == 8 else 64
+    height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
+    taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
+    taps_h = even_share(problem.kernel_size[0], max(1, most_sums // taps_w))
+    taps = taps_h * taps_w
+    ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // taps)))
+    co_channels = _share(channels_out, max(1, min(4, most_sums // (taps * ci_channels))))
+    sums = taps * ci_channels * co_channels
+    rows = rows_of(height, max(1, min(8, most_sums // 4 // ci_channels, UNROLLED // sums)))
+    ci_tiles, co_tiles = -(-problem.gemm_k // ci_channels), -(-channels_out // co_channels)
+
+    def idle_and_read_again(threads: tuple[int, int]) -> tuple[int, int]:
+        ci_blocks, co_blocks = -(-ci_tiles // threads[0]), -(-co_tiles // threads[1])
+        reads = problem.out_pixels * channels_out * ci_blocks + problem.in_pixels * problem.gemm_k * co_blocks
+        return ci_blocks * threads[0] * co_blocks * threads[1], reads
+
+    candidates = [(ci, co) for ci in (1, 2, 4) for co in (1, 2, 4) if ci * co <= 4]
+    ci_threads, co_threads = min(candidates, key=idle_and_read_again)
+    pixel_threads = 128 // (co_threads * ci_threads)
+    tile = WeightGradTile(
+        rows=rows,
+        steps=1,
+        ci_channels=ci_channels,
+        co_channels=co_channels,
+        column_threads=column_threads_of(problem, taps_w, pixel_threads),
+        row_threads=1,
+        images=1,
+        ci_threads=ci_threads,
+        co_threads=co_threads,
+        taps=(taps_h, taps_w),
+    )
+    tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), pixel_threads // tile.column_threads))
+    tile = replace(tile, images=power_of_two_within(problem.batch, pixel_threads // tile.pixel_threads))
+    if tile.pixel_threads < 32:  # images that there are not take no part
+        tile = replace(tile, images=tile.images * 32 // tile.pixel_threads)
+
+    # Room in shared memory, then blocks for every multiprocessor.
+    while tile.shared_bytes(problem, itemsize) > SHARED:
+        if tile.rows > 4:
+            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
+        elif tile.pixel_threads > 32:
+            tile = _fewer_pixels(tile)
+        else:
+            break
+    while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
+        tile = smaller(tile)
+    while (
+        math.prod(tile.tiles(problem)) * tile.weight_blocks(problem) < 2 * MULTIPROCESSORS and tile.pixel_threads > 32
+    ):
+        tile = _fewer_pixels(tile)
+
+    # Longer tiles for many sums: loading the next tile beside this one would take registers that they have not.
+    if tile.sums * sum_bytes(itemsize) // 4 > _FEW_WORDS:
+        for steps in (2, 3, 4, 6, 8):
+            longer = replace(tile, steps=steps)
+            if (
+                longer.rows * longer.row_threads * (steps - 1) < height
+                and longer.shared_bytes(problem, itemsize) <= SHARED
+                and math.prod(longer.tiles(problem)) * longer.weight_blocks(problem) >= 8 * MULTIPROCESSORS
+            ):
+                tile = longer
+    return tile
+
+
+def _fewer_pixels(tile: WeightGradTile) -> WeightGradTile:
+    if tile.images > 1:
+        return replace(tile, images=tile.images // 2)
+    if tile.row_threads > 1:
+        return replace(tile, row_threads=tile.row_threads // 2)
+    return replace(tile, column_threads=tile.column_threads // 2)
+
+
+def _slices(config: Config, tile: WeightGradTile) -> int:
+    """How many slices the tiles are cut into.
+
+    Two rounds of blocks on a large GPU, if slices then have a few tiles to pay for their end; more where sums would be
+    so long that their roundings add up; less where the partial sums would exceed the workspace.
+    """
+    problem, itemsize = config.problem, config.dtype.itemsize
+    tiles, weight_blocks = math.prod(tile.tiles(problem)), tile.weight_blocks(problem)
+    busy = 2 * MULTIPROCESSORS * tile.resident(itemsize) // weight_blocks
+    just_busy = -(-2 * MULTIPROCESSORS // weight_blocks)
+    exact = -(-tiles * tile.rows * tile.steps // _LONGEST_SUM)
+    fitting = config.workspace_limit // (math.prod(problem.weight_shape) * sum_bytes(itemsize))
+    return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
+
+
+def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int) -> Macros:
+    """Macros that specialise csrc/direct_weight_grad.cu."""
+    itemsize = dtype.itemsize
+    tile = weight_grad_tile(problem, itemsize)
+    patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize)
+    repeated = math.prod(tile.tiles(problem)) > slices
+    prefetch = repeated and tile.steps == 1 and patch.words(patch.passes) <= min(PREFETCH_WORDS, spare)
+    return {
+        "ROWS": tile.rows,
+        "ROWS_DIVIDE": int(problem.input_size[0] % tile.rows == 0),
+        "STEPS": tile.steps,
+        "CI_CHANNELS": tile.ci_channels,
+        "CO_CHANNELS": tile.co_channels,
+        "COLUMN_THREADS": tile.column_threads,
+        "ROW_THREADS": tile.row_threads,
+        "IMAGES": tile.images,
+        "CI_THREADS": tile.ci_threads,
+        "CO_THREADS": tile.co_threads,
+        "TAPS_H": tile.taps[0],
+        "TAPS_W": tile.taps[1],
+        "RESULT_T": ELEMENT_TYPES[accumulator_dtype(dtype) if slices > 1 else dtype],
+        "MIN_BLOCKS": tile.resident(itemsize),
+        **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
+        **problem_macros(problem, dtype),
+    }
+
+
+def weight_grad_workspace_bytes(config: Config) -> int:
+    """Bytes of the partial sums of all slices; none where there is one slice."""
+    if not config.problem.batch:
+        return 0
+    slices = _slices(config, weight_grad_tile(config.problem, config.dtype.itemsize))
+    partial = math.prod(config.problem.weight_shape) * sum_bytes(config.dtype.itemsize)
+    return slices * partial if slices > 1 else 0
+
+
+def weight_grad_seconds(config: Config) -> float:
+    """Roughly what a weight gradient in NCHW takes: launches, tiles, products, and bytes that go through patches.
+
+    >>> upsampling = Problem(8, 21, 21, 1, (64, 64), (16, 16), stride=(8, 8), padding=(4, 4))
+    >>> config = Config(upsampling, torch.float32, torch.device("cuda", 0))
+    >>> 2e-3 < weight_grad_seconds(config) < 4e-3  # each of 16 tap rows reads its part of the patches
+    True
+    """
+    p, itemsize = config.problem, config.dtype.itemsize
+    tile = weight_grad_tile(p, itemsize)
+    tiles = math.prod(tile.tiles(p)) * tile.weight_blocks(p)
+    staged = tiles * tile.patch(p, itemsize).elements * sum_bytes(itemsize)
+    products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
+    copied = staged / _STAGED_RATE + p.least_bytes(itemsize) / _COPY_RATE
+    return _LAUNCH + tiles * _TILE_SECONDS / MULTIPROCESSORS + products + copied
+
+
+def prepare_weight_grad(config: Config) -> Gradient:
+    """Prepare grad_weight from (grad_output, input)."""
+    from gemmconv.runtime.launch import load
+
+    problem, dtype = config.problem, config.dtype
+    shape = problem.weight_shape
+    elements = math.prod(shape)
+    if not elements or not math.prod(problem.input_shape):
+        return lambda grad_output, input: grad_output.new_zeros(shape)
+
+    tile = weight_grad_tile(problem, dtype.itemsize)
+    slices = _slices(config, tile)
+    macros = weight_grad_macros(problem, dtype, slices)
+    source, index = "direct_weight_grad.cu", config.device.index
+    kernel = load(source, "direct_weight_grad_kernel", macros, index)
+    sum_kernel = load(source, "direct_weight_grad_sum_kernel", macros, index) if slices > 1 else None
+    _, tiles_h, tiles_w = tile.tiles(problem)
+    sizes = (problem.batch, problem.groups, *problem.input_size, *problem.output_size)
+    cut = (tiles_h, tiles_w, math.prod(tile.tiles(problem)), slices)
+    grid, block = (tile.weight_blocks(problem), slices, 1), (tile.threads, 1, 1)
+    sum_grid = (-(-elements // 32), 1, 1)
+    sum_dtype = accumulator_dtype(dtype)
+    alignment = int(macros["VECTOR"]) * dtype.itemsize
+    turned = to_nchw(config, problem.output_shape)
+    turned_input = to_nchw(config, problem.input_shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        grad_weight = grad_output.new_empty(shape)
+        partials = grad_weight if sum_kernel is None else grad_output.new_empty((slices, elements), dtype=sum_dtype)
+        grad_output, input = aligned_to(turned(grad_output), alignment), turned_input(input)
+        addresses = (grad_output.data_ptr(), input.data_ptr(), partials.data_ptr())
+        kernel.launch(grid, block, WeightGradParams(*addresses, *sizes, *cut))
+        if sum_kernel is not None:
+            params = WeightGradSumParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
+            sum_kernel.launch(sum_grid, (256, 1, 1), params)
+        return grad_weight
+
+    return call
+
+
+def _share(extent: int, most: int) -> int:
+    """The whole of an extent that is at most ``most``, else a power of two of it."""
+    return extent if extent <= most else power_of_two_within(most + 1, most)
