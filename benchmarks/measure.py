@@ -73,9 +73,9 @@ class Plan:
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that was measured before, which at most lacks looks, or None.
-        second_look_ms: eager rows that take longer are timed again once all of their workload were, short ones twice,
-            and again while the last look and the fastest differ: what slows a device down for a while, or makes it take
-            one of two speeds, or where tensors lie, seldom meets a row each time, and the fastest counts.
+        second_look_ms: eager rows that take longer are timed again once all of their workload were, and again while the
+            last look and the fastest differ: what slows a device down for a while, or makes it take one of two speeds,
+            or where tensors lie, seldom meets a row each time, and the fastest counts.
     """
 
     device: torch.device

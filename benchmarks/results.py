@@ -16,8 +16,7 @@ from benchmarks.contenders import DEFAULT_TORCH
 
 FORMAT = 1
 
-# How often a row is looked at at least; short ones more often, two looks may well agree on the slower of two speeds.
-_LEAST_LOOKS, _SHORT_LOOKS, _SHORT_MS = 2, 3, 1.0
+_LEAST_LOOKS = 2  # at a row
 
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
 _IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
@@ -108,10 +107,8 @@ class Row:
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
     def lacks_looks(self, longer_than_ms: float) -> bool:
-        """Whether it is an eager row that takes longer than this, and was looked at less than a row of its time is."""
-        took = self.median_ms or 0.0
-        least = _SHORT_LOOKS if took < _SHORT_MS else _LEAST_LOOKS
-        return self.mode == "eager" and took > longer_than_ms and self.looks < least
+        """Whether it is an eager row that takes longer than this, and was looked at less often than such rows are."""
+        return self.mode == "eager" and (self.median_ms or 0.0) > longer_than_ms and self.looks < _LEAST_LOOKS
 
     @property
     def is_torch(self) -> bool:
