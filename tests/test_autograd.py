@@ -18,7 +18,7 @@ SMALL_CASES = [
     Case(1, 4, 2, (2, 3), (3, 2), (3, 2), (1, 1), (2, 0), (2, 1), groups=2),
 ]
 # From torch's own compiler.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 by_algorithm = pytest.mark.parametrize("algorithm", NAMES)
 by_case = pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.id)
@@ -173,6 +173,17 @@ def test_both_gradients_together_are_those_of_one_by_one(algorithm, dtype, layou
     for own, other in zip(together, one_by_one, strict=True):
         assert own.stride() == other.stride()
         torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("result", [0, 1, slice(None)], ids=["input", "weight", "both"])
+def test_both_gradients_together_pass_gradient_checks(result, device):
+    grad_output, input, weight, *rest = operator_arguments("conv_transpose2d_grads", "contiguous", device, torch.double)
+
+    def function(*tensors):
+        return torch.ops.gemmconv.conv_transpose2d_grads(*tensors, *rest)[result]
+
+    assert torch.autograd.gradcheck(function, (grad_output, input, weight), check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, (grad_output, input, weight), fast_mode=True)
 
 
 def test_a_backward_pass_turns_grad_output_once(monkeypatch):
