@@ -303,7 +303,7 @@ class _Bench:
                 return _failed(row, error)
 
     def look_again(self, row: Row, contender: Contender) -> tuple[Row, bool]:
-        """The eager row of a contender, timed once more: the faster of both, and whether that is enough: they agree."""
+        """The eager row of a contender, timed once more: the faster of both, and whether they agree."""
         assert row.median_ms is not None
         with self._settings(contender, row.precision):
             try:
@@ -311,9 +311,8 @@ class _Bench:
             except Exception as error:  # as in visit
                 return _failed(row, error), False
         fastest = _timed(row, times) if times.median < row.median_ms else row
-        looked = replace(fastest, looks=row.looks + 1)
         agrees = abs(times.median / row.median_ms - 1) <= _LOOKS_AGREE
-        return looked, agrees and not looked.lacks_looks(0.0)
+        return replace(fastest, looks=row.looks + 1), agrees
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:

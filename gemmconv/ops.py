@@ -194,8 +194,9 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return _ALREADY_THERE
 
 
-def _config(problem: Problem, first: Tensor, second: Tensor, options: Options, bias: bool = False) -> Config:
-    current = selection.torch_precision(first.dtype, first.device)
+def _config(
+    problem: Problem, first: Tensor, second: Tensor, options: Options, current: Precision, bias: bool = False
+) -> Config:
     return Config(
         problem,
         first.dtype,
@@ -215,7 +216,7 @@ def _compute(entry: _Entry, direction: Direction, tensors: Tensors, sizes: Any, 
 
     def make() -> Callable[..., Tensor]:
         bias = len(tensors) > 2 and tensors[2] is not None
-        config = _config(_checked_problem(entry, tensors, sizes, options), first, second, options, bias)
+        config = _config(_checked_problem(entry, tensors, sizes, options), first, second, options, current, bias)
         return getattr(selection.choose(config, options.algorithm, entry.where, direction), direction)(config)
 
     key = (direction, *map(_signature, tensors), sizes, options, current)
@@ -241,11 +242,12 @@ def _conv_transpose2d_grads(
 ) -> tuple[Tensor, Tensor]:
     """Both gradients of one backward pass. Where the algorithms of both turn grad_output to NCHW, once."""
     options = Options(*_hashable(arguments))
+    current = selection.torch_precision(grad_output.dtype, grad_output.device)
     tensors = grad_output, input, weight
 
     def make() -> Callable[..., tuple[Tensor, Tensor]]:
         problem = _checked_problem(_GRADS, tensors, None, options)
-        config, weight_config = (_config(problem, grad_output, other, options) for other in (weight, input))
+        config, weight_config = (_config(problem, grad_output, other, options, current) for other in (weight, input))
         gradients = selection.choose_gradients(config, weight_config, options.algorithm, _GRADS.where)
         turned = to_nchw(config, problem.output_shape) if gradients.share else None
         input_grad = gradients.input_grad.input_grad(config)
@@ -258,7 +260,7 @@ def _conv_transpose2d_grads(
 
         return call
 
-    key = ("grads", *map(_signature, tensors), options, selection.torch_precision(input.dtype, input.device))
+    key = ("grads", *map(_signature, tensors), options, current)
     with _on(grad_output.device):
         result: tuple[Tensor, Tensor] = _plan(key, make)(*tensors)
     return result
@@ -417,15 +419,10 @@ def _grads_setup(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> 
 
 def _grads_backward(ctx: Any, grad_input: Tensor | None, grad_weight: Tensor | None) -> Arguments:
     grad_output, input, weight = ctx.saved_tensors
-    needs, options = ctx.needs_input_grad, ctx.options
-    terms = []
-    if needs[0] and grad_input is not None:
-        terms.append(conv_transpose2d(grad_input, weight, None, *options))
-    if needs[0] and grad_weight is not None:
-        terms.append(conv_transpose2d(input, grad_weight, None, *options))
+    needs, options, grads = ctx.needs_input_grad, ctx.options, (grad_input, grad_weight)
     of_input, of_weight = needs[1] and grad_weight is not None, needs[2] and grad_input is not None
     return (
-        _sum(terms),
+        _sum(_bilinear_tangent(conv_transpose2d, (input, weight), grads, None, *options)) if needs[0] else None,
         conv_transpose2d_input_grad(grad_output, grad_weight, input.shape[2:], *options) if of_input else None,
         conv_transpose2d_weight_grad(grad_output, grad_input, weight.shape[2:], *options) if of_weight else None,
         *_no_gradients(len(options)),
@@ -459,9 +456,9 @@ def _sum(terms: list[Tensor]) -> Any:
 
 
 def _bilinear_tangent(
-    operator: Callable[..., Tensor], ctx: Any, first: Tensor | None, second: Tensor | None, *arguments: Any
+    operator: Callable[..., Tensor], tensors: Tensors, tangents: Tensors, *arguments: Any
 ) -> list[Tensor]:
-    a, b = ctx.saved_tensors
+    (a, b), (first, second) = tensors, tangents
     terms = []
     if first is not None:
         terms.append(operator(first, b, *arguments))
@@ -471,7 +468,7 @@ def _bilinear_tangent(
 
 
 def _conv_transpose2d_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
-    terms = _bilinear_tangent(conv_transpose2d, ctx, tangents[0], tangents[1], None, *ctx.options)
+    terms = _bilinear_tangent(conv_transpose2d, ctx.saved_tensors, tangents[:2], None, *ctx.options)
     if ctx.has_bias and (bias := tangents[2]) is not None:
         shape = ctx.output_shape
         terms.append(bias.view(-1, 1, 1).expand(shape))
@@ -480,28 +477,25 @@ def _conv_transpose2d_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
 
 def _input_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
     call = conv_transpose2d_input_grad
-    terms = _bilinear_tangent(call, ctx, tangents[0], tangents[1], ctx.sizes, *ctx.options)
-    return _sum(terms)
+    return _sum(_bilinear_tangent(call, ctx.saved_tensors, tangents[:2], ctx.sizes, *ctx.options))
 
 
 def _weight_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
     call = conv_transpose2d_weight_grad
-    terms = _bilinear_tangent(call, ctx, tangents[0], tangents[1], ctx.sizes, *ctx.options)
-    return _sum(terms)
+    return _sum(_bilinear_tangent(call, ctx.saved_tensors, tangents[:2], ctx.sizes, *ctx.options))
 
 
 def _grads_tangent(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     grad_output, input, weight = ctx.saved_tensors
-    tangent, of_input, of_weight = tangents[:3]
-    input_terms, weight_terms = [], []
-    if tangent is not None:
-        input_terms.append(conv_transpose2d_input_grad(tangent, weight, input.shape[2:], *ctx.options))
-        weight_terms.append(conv_transpose2d_weight_grad(tangent, input, weight.shape[2:], *ctx.options))
-    if of_weight is not None:
-        input_terms.append(conv_transpose2d_input_grad(grad_output, of_weight, input.shape[2:], *ctx.options))
-    if of_input is not None:
-        weight_terms.append(conv_transpose2d_weight_grad(grad_output, of_input, weight.shape[2:], *ctx.options))
-    return _sum(input_terms), _sum(weight_terms)
+    of_grad, of_input, of_weight = tangents[:3]
+
+    def tangent(call: Callable[..., Tensor], other: Tensor, of_other: Tensor | None, like: Tensor) -> Any:
+        return _sum(_bilinear_tangent(call, (grad_output, other), (of_grad, of_other), like.shape[2:], *ctx.options))
+
+    return (
+        tangent(conv_transpose2d_input_grad, weight, of_weight, input),
+        tangent(conv_transpose2d_weight_grad, input, of_input, weight),
+    )
 
 
 def _im2col_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:

@@ -172,15 +172,11 @@ def input_grad_macros(problem: Problem, dtype: torch.dtype) -> Macros:
     prefetch = chunks > 1 and _prefetches(tile, problem, itemsize)
     geometry = problem_macros(problem, dtype)
     return {
-        "ROWS": tile.rows,
+        **tile.own_macros,
         "CHANNELS": tile.channels,
-        "COLUMN_THREADS": tile.column_threads,
-        "ROW_THREADS": tile.row_threads,
         "PLANES": tile.planes,
         "CHANNEL_THREADS": tile.channel_threads,
         "CHUNK_CHANNELS": tile.chunk_channels,
-        "TAPS_H": tile.taps[0],
-        "TAPS_W": tile.taps[1],
         "WEIGHTS_ONCE": int(weights_once),
         "MIN_BLOCKS": tile.resident(itemsize, "INDEX_64" in geometry),
         **tile.patch(problem, itemsize).macros(prefetch, BATCH_WORDS),

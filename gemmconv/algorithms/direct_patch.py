@@ -122,6 +122,17 @@ class Tile:
     row_threads: int
     taps: tuple[int, int]
 
+    @property
+    def own_macros(self) -> Macros:
+        """The macros of the above."""
+        return {
+            "ROWS": self.rows,
+            "COLUMN_THREADS": self.column_threads,
+            "ROW_THREADS": self.row_threads,
+            "TAPS_H": self.taps[0],
+            "TAPS_W": self.taps[1],
+        }
+
 
 def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
     channels_in, channels_out = problem.gemm_k, problem.out_channels // problem.groups

@@ -215,18 +215,14 @@ def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int) -> Mac
     repeated = math.prod(tile.tiles(problem)) > slices
     prefetch = repeated and tile.steps == 1 and patch.words(patch.passes) <= min(PREFETCH_WORDS, spare)
     return {
-        "ROWS": tile.rows,
+        **tile.own_macros,
         "ROWS_DIVIDE": int(problem.input_size[0] % tile.rows == 0),
         "STEPS": tile.steps,
         "CI_CHANNELS": tile.ci_channels,
         "CO_CHANNELS": tile.co_channels,
-        "COLUMN_THREADS": tile.column_threads,
-        "ROW_THREADS": tile.row_threads,
         "IMAGES": tile.images,
         "CI_THREADS": tile.ci_threads,
         "CO_THREADS": tile.co_threads,
-        "TAPS_H": tile.taps[0],
-        "TAPS_W": tile.taps[1],
         "RESULT_T": ELEMENT_TYPES[accumulator_dtype(dtype) if slices > 1 else dtype],
         "MIN_BLOCKS": tile.resident(itemsize),
         **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),

@@ -261,7 +261,7 @@ class Fused:
         return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
 
     def turns(self, config: Config, direction: Direction) -> bool:
-        return direction == "weight_grad" or (direction == "input_grad" and _own_plan(config, direction) is None)
+        return direction != "forward" and _own_plan(config, direction) is None
 
     def forward(self, config: Config) -> Forward:
         if (tile := _folds(config)) is not None:

@@ -83,10 +83,14 @@ def _seconds(config: Config, direction: Direction) -> float | None:
         or not (half or (config.dtype == torch.float32 and config.precision == "tf32"))
     ):
         return None
-    one_tap = p.taps == 1 and max(p.stride) == 1
+    turns_nothing = channels_last or (p.taps == 1 and max(p.stride) == 1 and direction != "weight_grad")
+    if direction == "input_grad":
+        few = channels_last and not half and p.out_channels < _LEAST_OUT_CHANNELS_TF32
+        if few or p.in_pixels < _LEAST_GRADIENT_PIXELS:
+            return None
     if direction != "forward":
-        return _gradient_seconds(config, direction, channels_last or (one_tap and direction == "input_grad"), half)
-    turns_nothing = channels_last or one_tap
+        odd = any(count * config.dtype.itemsize % 16 for count in (p.in_channels, p.out_channels))
+        return (_GRADIENTS if turns_nothing and not odd else _GRADIENTS_NCHW)[direction, half].seconds(config)
     if not (turns_nothing and half) or p.in_pixels < _LEAST_PIXELS:
         return None
     channels = p.in_channels, p.out_channels
@@ -96,17 +100,6 @@ def _seconds(config: Config, direction: Direction) -> float | None:
         return None
     bias_bytes = 2 * p.batch * p.out_channels * p.out_pixels * config.dtype.itemsize if config.bias else 0
     return _FORWARD.seconds(config) + bias_bytes / _BIAS_RATE
-
-
-def _gradient_seconds(config: Config, direction: Direction, own_format: bool, half: bool) -> float | None:
-    """As :func:`_seconds`, of a gradient whose tensors are in cuDNN's own format for it, or not."""
-    p, channels_last = config.problem, config.memory_format is torch.channels_last
-    if direction == "input_grad":
-        few = channels_last and not half and p.out_channels < _LEAST_OUT_CHANNELS_TF32
-        if few or p.in_pixels < _LEAST_GRADIENT_PIXELS:
-            return None
-    odd = any(channels * config.dtype.itemsize % 16 for channels in (p.in_channels, p.out_channels))
-    return (_GRADIENTS if own_format and not odd else _GRADIENTS_NCHW)[direction, half].seconds(config)
 
 
 class Native:

@@ -34,9 +34,7 @@ def turning_seconds(config: Config) -> float:
     >>> turning_seconds(Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0)))
     0.0
     """
-    if config.memory_format is not torch.channels_last:
-        return 0.0
-    return 2 * _LAUNCH_SECONDS + config.problem.image_bytes(config.dtype.itemsize) * _BYTE_SECONDS
+    return _seconds(config, config.problem.input_shape) + _seconds(config, config.problem.output_shape)
 
 
 def grad_turning_seconds(config: Config) -> float:
@@ -48,9 +46,13 @@ def grad_turning_seconds(config: Config) -> float:
     >>> 0 < grad_turning_seconds(both) < turning_seconds(both)
     True
     """
+    return _seconds(config, config.problem.output_shape)
+
+
+def _seconds(config: Config, shape: Shape4) -> float:
     if config.memory_format is not torch.channels_last:
         return 0.0
-    return _LAUNCH_SECONDS + math.prod(config.problem.output_shape) * config.dtype.itemsize * _BYTE_SECONDS
+    return _LAUNCH_SECONDS + math.prod(shape) * config.dtype.itemsize * _BYTE_SECONDS
 
 
 def to_nchw(config: Config, shape: Shape4) -> Turn:
