@@ -144,5 +144,20 @@ FOLD_CASES = [
     Case(3, 16, 2, (1, 3), (4, 6), (2, 3), (0, 4), (0, 2)),
 ]
 
+# Small images, for csrc/fused_images.cu: several to a tile and one alone; taps that a warp has or a warpgroup shares;
+# cells that are positions and others; pieces of eight and of four; rows and channels that fill nothing.
+IMAGE_CASES = [
+    Case(5, 20, 19, (4, 4), (4, 4), (2, 2), (1, 1)),
+    Case(7, 136, 40, (8, 6), (4, 4), (2, 2), (1, 1)),
+    Case(3, 72, 34, (14, 14), (2, 2), (2, 2)),
+    Case(2, 64, 9, (1, 32), (1, 16), (1, 8), (0, 4)),
+    Case(4, 70, 72, (3, 4), (2, 4), (2, 1), (1, 0), (1, 0)),
+    Case(3, 24, 5, (5, 8), (8, 4), (3, 2), (3, 2), (2, 1), dilation=(1, 3)),
+    Case(2, 40, 3, (8, 8), (8, 8), (4, 4), (2, 2)),
+    Case(9, 136, 20, (2, 2), (4, 4), (1, 1)),
+    Case(2, 40, 24, (16, 16), (1, 4), (1, 2), (0, 1)),
+    Case(3, 5, 264, (2, 6), (1, 1)),
+]
+
 # Few enough for tests that try many variants of the call itself.
 FEW_CASES = [CASES[1], CASES[3], CASES[6], CASES[13], CASES[22]]

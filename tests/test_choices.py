@@ -20,7 +20,13 @@ from gemmconv.runtime import compiler, launch
 
 CPU = torch.device("cpu")
 LAYER = "n2 c32x32 k3 h16 w16 s2"
-LAYERS = {"fused": LAYER, "fused_fold": "n2 c32x4 k3 h16 w16 s2", "direct_mma": LAYER}  # that kernels are for
+# Layers and formats that kernels are for.
+LAYERS = {
+    "fused": (LAYER, "channels_last"),
+    "fused_fold": ("n2 c32x4 k3 h16 w16 s2", "channels_last"),
+    "fused_images": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
+    "direct_mma": (LAYER, "channels_last"),
+}
 SMALL, OTHER = "n2 c2x3 k3 h4 w5 s2 p1 bias", "n1 c4x4 k2 h3 w3"
 
 
@@ -136,15 +142,18 @@ def test_sample_takes_what_there_is():
 def test_first_candidate_is_the_kernels_own_choice(name, precision):
     from gemmconv.algorithms import direct_mma, fused
 
-    config = case_of(LAYERS[name], precision, "channels_last").config(torch.device("cuda", 0))
+    layer, layout = LAYERS[name]
+    config = case_of(layer, precision, layout).config(torch.device("cuda", 0))
     choices_of = {
         "fused": lambda config: fused.plan_for(config, "forward"),
         "fused_fold": fused.fold_tile_for,
+        "fused_images": fused.image_tile_for,
         "direct_mma": direct_mma.tile_for,
     }
     choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    assert (choice is None) == (name == "direct_mma" and precision == "fp32")
+    declined = {"direct_mma": ("fp32",), "fused_images": ("fp32", "tf32")}
+    assert (choice is None) == (precision in declined.get(name, ()))
 
 
 # Checking and timing.
@@ -350,7 +359,8 @@ def test_in_processes_keeps_the_order():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_of_the_file_name_their_candidates(name, tmp_path):
-    kernel, case = KERNELS[name], case_of(LAYERS[name], "tf32")
+    layer, _ = LAYERS[name]
+    kernel, case = KERNELS[name], case_of(layer, "fp16")
     candidates = sample(kernel.candidates(case.config(torch.device("cuda", 0))), 6)
     trials = [Trial(case, one, i == 0, "ok", "", float("nan") if i else 1e-4, 2.5) for i, one in enumerate(candidates)]
     choices.save(tmp_path / "x.json", {"device": "H200", "rows": [trial.row(kernel) for trial in trials]})
@@ -362,7 +372,7 @@ def test_rows_of_the_file_name_their_candidates(name, tmp_path):
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()}
         assert type(candidate)(problem, **fields) == candidate
         assert row["estimate"] == candidate.cycles
-        assert (row["layer"], row["precision"], row["layout"], row["kernel"]) == (LAYERS[name], "tf32", "nchw", name)
+        assert (row["layer"], row["precision"], row["layout"], row["kernel"]) == (layer, "fp16", "nchw", name)
         assert (row["median_us"], row["status"], row["chosen"]) == (2.5, "ok", candidate is candidates[0])
         assert row["error"] == (1e-4 if candidate is candidates[0] else None)
 

@@ -9,12 +9,12 @@ import torch
 from benchmarks.precompile import in_processes, only_compile
 from gemmconv.algorithms.base import Config
 from tests import reference
-from tests.cases import CASES, FOLD_CASES, TILED_CASES, Case
+from tests.cases import CASES, FOLD_CASES, IMAGE_CASES, TILED_CASES, Case
 from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused, fused_choice, fused_fold, fused_gradient
+from gemmconv.algorithms import fused, fused_choice, fused_fold, fused_gradient, fused_images
 
 HOPPER = (9, 0)
 pytestmark = [
@@ -167,6 +167,31 @@ FOLD_RUNS = [
 
 
 @dataclass(frozen=True)
+class ImageRun(Run):
+    """The same for csrc/fused_images.cu: its own tile and five others."""
+
+    @property
+    def tiles(self):
+        found, own = [*fused_images.tiles_of(self.config.problem)], fused_images.tile_of(self.config.problem)
+        return [own, *Random(str(self)).sample(found, min(5, len(found)))]
+
+
+# Items that share a multiprocessor, and fill no round; many channels.
+LARGE_IMAGE_CASES = [
+    Case(37, 264, 72, (8, 6), (4, 4), (2, 2), (1, 1)),
+    Case(131, 200, 66, (4, 4), (4, 4), (2, 2), (1, 1)),
+    Case(33, 1032, 48, (1, 32), (1, 16), (1, 8), (0, 4)),
+    Case(40, 136, 264, (14, 14), (2, 2), (2, 2)),
+    Case(50, 64, 24, (16, 16), (4, 4), (2, 2), (1, 1)),
+]
+IMAGE_RUNS = [
+    ImageRun(case, numerics, "contiguous")
+    for case in (*IMAGE_CASES, *LARGE_IMAGE_CASES)
+    for numerics in ("float16", "bfloat16")
+]
+
+
+@dataclass(frozen=True)
 class GradientRun(Run):
     """The same for csrc/fused_weight_grad.cu: its own tile and five others."""
 
@@ -196,6 +221,10 @@ def compile_plans(run):
     if isinstance(run, FoldRun):
         for tile in run.tiles:
             fused_fold.prepare_forward(run.config, tile)
+        return
+    if isinstance(run, ImageRun):
+        for tile in run.tiles:
+            fused_images.prepare_forward(run.config, tile)
         return
     if isinstance(run, GradientRun):
         for tile in run.tiles:
@@ -251,6 +280,20 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
             assert torch.equal(call(input, weight, bias), actual)
 
 
+@pytest.mark.parametrize("run", IMAGE_RUNS, ids=str)
+def test_fused_images_matches_reference_to_the_bit_again(run, compiled, poison):
+    config, case = run.config, run.case
+    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
+    for tile in run.tiles:
+        call = fused_images.prepare_forward(config, tile)
+        for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
+            poison("cuda")
+            actual = call(data.input, data.weight, bias)
+            reference.assert_close(actual, wanted, config.dtype, config.precision)
+            poison("cuda")
+            assert torch.equal(call(data.input, data.weight, bias), actual)
+
+
 @pytest.mark.parametrize("run", GRADIENT_RUNS, ids=str)
 def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
@@ -271,6 +314,14 @@ def test_fused_fold_takes_weights_and_inputs_that_are_aligned_to_nothing(poison)
     data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
     poison("cuda")
     output = fused_fold.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
+    reference.assert_close(output, exact.output, torch.float16, "ieee")
+
+
+def test_fused_images_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):
+    run = ImageRun(IMAGE_CASES[0], "float16", "contiguous")
+    data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
+    poison("cuda")
+    output = fused_images.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
     reference.assert_close(output, exact.output, torch.float16, "ieee")
 
 

@@ -14,15 +14,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests import emulator, reference
-from tests.cases import CASES, FEW_CASES, FOLD_CASES, TILED_CASES, Case
+from tests.cases import CASES, FEW_CASES, FOLD_CASES, IMAGE_CASES, TILED_CASES, Case
 from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_mma import wide_problems
 from tests.test_fused_plan import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused, fused_fold, fused_gradient
+from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused, fused_fold, fused_gradient, fused_images
 from gemmconv.algorithms.base import Config
+from gemmconv.algorithms.cells import cells_of
 from gemmconv.algorithms.chunking import input_rows_of
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
@@ -124,13 +125,13 @@ class Run:
 
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores; on tensor cores "forward_mma", "fused",
-            "fused_input_grad", "fused_weight_grad" or "fused_fold".
+            "fused_input_grad", "fused_weight_grad", "fused_fold" or "fused_images".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
         multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
-        choice: which of the tiles that forward_mma, fused_fold or fused_weight_grad may have; of fused a plan or the
-            best on one of its paths; None for the one that they take.
+        choice: which of the tiles that forward_mma, fused_fold, _images or _weight_grad may have; of fused a plan or
+            the best on one of its paths; None for the one that they take.
         tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
 
@@ -179,6 +180,14 @@ class Run:
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
+    def image_tile(self):
+        """The tile of fused_images."""
+        if self.choice is None:
+            return fused_images.tile_of(problem_of(self.case))
+        tiles = [*fused_images.tiles_of(problem_of(self.case))]
+        return tiles[self.choice % len(tiles)]
+
+    @functools.cached_property
     def gradient_tile(self):
         """The tile of fused_weight_grad."""
         arguments = problem_of(self.case), *fused.variant_of(self.config)[:2]
@@ -219,6 +228,10 @@ class Run:
                 if self.multiprocessors is not None:
                     patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
                 return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
+            if self.operation == "fused_images":
+                if self.multiprocessors is not None:
+                    patch.setattr(fused_images, "MULTIPROCESSORS", self.multiprocessors or 1)
+                return fused_images.prepare_forward(self.config, self.image_tile)
             if self.operation != "forward_mma":
                 patch.setattr(direct_mma, "tile_for", lambda config: None)
                 return getattr(Direct(), self.operation)(self.config)
@@ -447,6 +460,18 @@ FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 16), (2, 4), (1, 2), (1, 1
 FOLD_RUNS += [FOLD, FOLD_MANY_CHANNELS]
 
 
+# Each case in its own tile and in others, many with few blocks.
+IMAGE_RUNS = [
+    Run("fused_images", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice)
+    for i, case in enumerate(IMAGE_CASES)
+    for j, dtype in enumerate((torch.float16, torch.bfloat16))
+    for choice in (None, 5 * i + 7 * j)
+]
+# A block with many items of many chunks.
+IMAGES = Run("fused_images", IMAGE_CASES[1], torch.float16, multiprocessors=0)
+IMAGE_RUNS += [IMAGES]
+
+
 # Each case in each type, in its own tile and in others.
 GRADIENT_CASES = [
     Case(2, 20, 24, (5, 64), (3, 3), (1, 1), (1, 1)),
@@ -614,6 +639,33 @@ def test_fused_fold_kernel_matches_reference(run, calls, poison):
         pytest.skip("declined: inputs that cannot be copied four bytes at a time")
     poison("cpu")
     run.check(calls[run])
+
+
+@pytest.mark.parametrize("run", IMAGE_RUNS, ids=str)
+def test_fused_images_kernel_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_images_take_every_path():
+    tiles = [run.image_tile for run in IMAGE_RUNS]
+    for path in (
+        lambda tile: tile.in_place,
+        lambda tile: tile.fold_warps == 4,
+        lambda tile: tile.warpgroups == 2,
+        lambda tile: tile.blocks == 2,
+        lambda tile: tile.piece == 4,
+        lambda tile: tile.images > 1,
+        lambda tile: tile.problem.batch % tile.images > 0,
+        lambda tile: tile.positions < tile.columns,
+        lambda tile: tile.folded < tile.positions,
+        lambda tile: tile.vector > 1,
+        lambda tile: tile.chunks > tile.stages or tile.chunks > 2,
+        lambda tile: tile.problem.in_channels % 64 == 0,
+        lambda tile: tile.problem.out_channels % tile.tile_outs == 0,
+        lambda tile: cells_of(tile.problem) == tile.problem.input_size,
+    ):
+        assert {path(tile) for tile in tiles} == {True, False}
 
 
 @pytest.mark.parametrize("run", GRADIENT_RUNS, ids=str)
@@ -804,7 +856,7 @@ def check_direct(call, run):
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
     for arrange, arrange_weight in zip(ARRANGEMENTS[run.layout], WEIGHT_ARRANGEMENTS[run.layout], strict=True):
         input, weight, grad_output = arrange(data.input), arrange_weight(data.weight), arrange(data.grad_output)
-        if run.operation in ("forward", "forward_mma", "fused", "fused_fold"):
+        if run.operation in ("forward", "forward_mma", "fused", "fused_fold", "fused_images"):
             results = [(call(input, weight, data.bias), exact.output)]
             results += [(call(input, weight, None), exact.output_without_bias)]
         elif run.operation in ("input_grad", "fused_input_grad"):
@@ -980,6 +1032,46 @@ MISTAKES = {
     "fold_past_dynamic_shared": (
         FOLD,
         emulator.Edit("fused_fold.cu", r"(fused_fold_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        "past the end of shared memory",
+    ),
+    "images_inputs_passed_on_too_early": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"wait_for_groups<1>\(\);", ""),
+        "relative error",
+    ),
+    "images_stages_overwritten": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "images_stages_released_too_early": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        "relative error",
+    ),
+    "images_columns_read_too_early": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"meet_group\(\);(\s*gather)", r"\1"),
+        "relative error",
+    ),
+    "images_columns_overwritten": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"(gather\(p, columns[^;]*;\s*)meet_group\(\);", r"\1"),
+        "relative error",
+    ),
+    "images_border_column": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"0 <= column && column < IN_W", "column < IN_W"),
+        "relative error",
+    ),
+    "images_sums_read_too_early": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"wgmma_finish_rows\(sums\[block\]\);", ""),
+        "relative error|never waited for|without wgmma_fence",
+    ),
+    "images_past_dynamic_shared": (
+        IMAGES,
+        emulator.Edit("fused_images.cu", r"(fused_images_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
         "past the end of shared memory",
     ),
     "fused_weights_not_waited_for": (

@@ -29,6 +29,7 @@ from gemmconv.algorithms import (
     fused_choice,
     fused_fold,
     fused_gradient,
+    fused_images,
     turning,
 )
 from gemmconv.runtime import cache as cache_module
@@ -89,7 +90,7 @@ def kernel_variants():
         for to_last in (False, True):
             macros = turning.turn_macros(channels, pixels, to_last, itemsize)
             variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn.cu", macros)
-    return {**variants, **fused_variants(), **fold_variants(), **gradient_variants()}
+    return {**variants, **fused_variants(), **fold_variants(), **image_variants(), **gradient_variants()}
 
 
 def mma_variants():
@@ -168,6 +169,26 @@ def fold_variants():
     return variants
 
 
+# Name of a layer to measure, type; which tile, None for its own.
+IMAGES = [
+    (name, kind, choice)
+    for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "maskrcnn", "hifigan1", "fcn8s_up2")
+    for kind, choice in (("float16", None), ("bfloat16", None), ("float16", 0), ("float16", -1))
+]
+
+
+def image_variants():
+    """fused_images.cu for layers of full size."""
+    problems, variants = problems_by_name(), {}
+    for name, kind, choice in IMAGES:
+        tile = fused_images.tile_of(problems[name])
+        if choice is not None:
+            tile = [*fused_images.tiles_of(problems[name])][choice]
+        macros = fused_images.macros_of(tile, getattr(torch, kind))
+        variants[f"fused_images-{name}-{kind}-{choice}"] = ("fused_images.cu", macros)
+    return variants
+
+
 # Name of a layer to measure, type.
 GRADIENTS = [
     (name, kind)
@@ -215,6 +236,8 @@ def most_registers(source_name, macros):
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
+    if source_name == "fused_images.cu":
+        return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)
     if source_name == "fused_weight_grad.cu":
         warpgroups = macros["SIDES_CO"] * macros["SIDES_H"] * macros["SIDES_W"]
         return min(255, 65_536 // (128 * (warpgroups + 1)) // 8 * 8)

@@ -6,6 +6,7 @@
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
+    fused_images.py        csrc/fused_images.cu  the same of whole small images, in 16-bit types and NCHW
     fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients, of outputs whose rows are whole words
 
 Other weight gradients are left to gemm_col2im, as are those for which it is faster.
@@ -18,7 +19,7 @@ import math
 
 import torch
 
-from gemmconv.algorithms import fused_fold, fused_gradient
+from gemmconv.algorithms import fused_fold, fused_gradient, fused_images
 from gemmconv.algorithms.base import (
     Config,
     Direction,
@@ -244,7 +245,7 @@ class Fused:
         return _too_large(plan)
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
-        if direction == "forward" and _folds(config) is not None:
+        if direction == "forward" and isinstance(_forward_way(config), fused_fold.Tile | fused_images.Tile):
             return 0
         if direction == "weight_grad" and (tile := _gradient_tile(config)) is not None:
             return fused_gradient.workspace_bytes(config, tile)
@@ -253,8 +254,8 @@ class Fused:
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
-        if direction == "forward" and (tile := _folds(config)) is not None:
-            return tile.cycles / _FOLD_CLOCK_RATE
+        if direction == "forward" and (way := _forward_way(config)) is not None:
+            return _forward_seconds(way)
         if direction == "weight_grad" and (gradient := _gradient_tile(config)) is not None:
             return _gradient_seconds(config, gradient)
         plan = _own_plan(config, direction)
@@ -264,11 +265,13 @@ class Fused:
         return direction != "forward" and _own_plan(config, direction) is None
 
     def forward(self, config: Config) -> Forward:
-        if (tile := _folds(config)) is not None:
-            return fused_fold.prepare_forward(config, tile)
-        plan = _own_plan(config, "forward")
-        assert plan is not None
-        return prepare_forward(config, plan)
+        way = _forward_way(config)
+        if isinstance(way, fused_fold.Tile):
+            return fused_fold.prepare_forward(config, way)
+        if isinstance(way, fused_images.Tile):
+            return fused_images.prepare_forward(config, way)
+        assert way is not None
+        return prepare_forward(config, way)
 
     def input_grad(self, config: Config) -> Gradient:
         plan = _own_plan(config, "input_grad")
@@ -298,12 +301,26 @@ def gradient_tile_for(config: Config) -> fused_gradient.Tile | None:
     return fused_gradient.tile_of(config.problem, itemsize, split, config.workspace_limit)
 
 
-def _folds(config: Config) -> fused_fold.Tile | None:
-    """The tile of csrc/fused_fold.cu where a forward pass takes it: where the other kernel is slower, or not for it."""
-    tile = fold_tile_for(config)
-    if tile is None or (plan := _own_plan(config, "forward")) is None:
-        return tile
-    return tile if tile.cycles / _FOLD_CLOCK_RATE < _plan_seconds(plan) else None
+def image_tile_for(config: Config) -> fused_images.Tile | None:
+    """The tile of csrc/fused_images.cu for a configuration, None where that kernel is not for it."""
+    if config.dtype.itemsize != 2 or config.memory_format is torch.channels_last:
+        return None
+    return fused_images.tile_of(config.problem)
+
+
+_ForwardWay = Plan | fused_fold.Tile | fused_images.Tile
+
+
+def _forward_way(config: Config) -> _ForwardWay | None:
+    """What a forward pass takes of the kernels that are for it: the fastest."""
+    ways = _own_plan(config, "forward"), fold_tile_for(config), image_tile_for(config)
+    return min((way for way in ways if way is not None), key=_forward_seconds, default=None)
+
+
+def _forward_seconds(way: _ForwardWay) -> float:
+    if isinstance(way, Plan):
+        return _plan_seconds(way)
+    return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 
 
 def _gradient_tile(config: Config) -> fused_gradient.Tile | None:

@@ -95,6 +95,7 @@ struct product_t {
     bool done;
     bool of_words;  // whether A is not in shared memory, but these, of rows g and g + 8: [t][g or g + 8, and 4 words on]
     std::array<unsigned, 16> words;
+    bool turned = false;  // whether A is swizzled too
 
     void run(int thread) const;
 };
@@ -407,11 +408,11 @@ size_t swizzled(size_t address, size_t line_bytes) {
     return address ^ (address / 128 % (line_bytes == 128 ? 8 : 4)) * 16;
 }
 
-/* A column of a swizzled B, as one that is not. */
-struct swizzled_column_t {
+/* A column of a swizzled B, or a row of such an A, as one that is not. */
+struct swizzled_row_t {
     unsigned char bytes[32];
 
-    swizzled_column_t(unsigned long long matrix, int column) {
+    swizzled_row_t(unsigned long long matrix, int column) {
         for (int k = 0; k < 16; ++k) {
             const size_t line = address_of(matrix) + column / 64 * leading_of(matrix) + k / 8 * stride_of(matrix) + k % 8 * 128;
             const size_t piece = column % 64 / 8 ^ line / 128 % 8;
@@ -427,6 +428,7 @@ template <int TYPE> struct row_t {
     row_t(unsigned long long matrix, int row)
         : first(place_of(matrix, row, 0)), second(place_of(matrix, row, 1)) {}
     row_t(const unsigned char* place, size_t leading) : first(place), second(place + leading) {}
+    row_t(const swizzled_row_t& row) : row_t(row.bytes, 16) {}
     static const unsigned char* place_of(unsigned long long matrix, int row, int piece) {
         const size_t group = address_of(matrix) + row / 8 * stride_of(matrix), line_bytes = line_bytes_of(matrix);
         if (line_bytes > 0) return emulator_dynamic_shared + swizzled(group + row % 8 * line_bytes + piece * 16, line_bytes);
@@ -442,6 +444,7 @@ template <int TYPE> struct row_t {
 
 /* Row g or g + 8 of A of a thread's warp; `half` says which. */
 template <int TYPE> row_t<TYPE> row_of(const product_t& product, int row, int half) {
+    if (product.turned) return swizzled_row_t(product.a, row);
     if (!product.of_words) return {product.a, row};
     unsigned words[8];
     for (int i = 0; i < 8; ++i) words[i] = product.words[i % 4 * 4 + i / 4 * 2 + half];
@@ -454,7 +457,7 @@ template <int TYPE> void multiply(const product_t& product, int thread) {
     float* d = product.d;
     for (int column = thread % 4 * 2; column < product.columns; column += 8, d += 4)
         for (int e = 0; e < 2; ++e) {
-            const row_t<TYPE> other = product.swizzled ? row_t<TYPE>(swizzled_column_t(product.b, column + e).bytes, 16)
+            const row_t<TYPE> other = product.swizzled ? row_t<TYPE>(swizzled_row_t(product.b, column + e))
                                                        : row_t<TYPE>(product.b, column + e);
             for (int h = 0; h < 2; ++h)
                 d[2 * h + e] = (product.accumulate ? d[2 * h + e] : 0) + rows[h].times(other);
@@ -706,6 +709,15 @@ void emulator_wgmma(
     check_matrix(a, 64);
     if (!swizzled) check_matrix(b, columns);
     begin({type, columns, swizzled, d, a, b, accumulate != 0, current().groups});
+}
+
+void emulator_wgmma_turned(int type, int columns, float* d, unsigned long long a, unsigned long long b, int accumulate) {
+    do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), a, b, accumulate != 0});
+    check_swizzled_matrix(a, 64);
+    check_swizzled_matrix(b, columns);
+    product_t product{type, columns, 1, d, a, b, accumulate != 0, current().groups};
+    product.turned = true;
+    begin(product);
 }
 
 /* The warpgroup goes on together: one of its threads may then say that what it read may be written again. */

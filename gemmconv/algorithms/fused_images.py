@@ -1,0 +1,244 @@
+"""How ``fused`` goes about small images in 16-bit types (csrc/fused_images.cu): tiles, their estimates, the launch.
+
+It is for NCHW, one group, kernels whose taps divide 64 and that leave no phase without taps, images of at most 256
+inputs of which four or eight can be copied together, and weights whose rows of lines begin at 16 bytes; ``tile_of``
+gives None for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from gemmconv.algorithms.base import Config, Forward, aligned, strides_of, with_strides
+from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
+from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.launches import Boxes, params_struct
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.geometry import Problem
+
+_ITEMSIZE = 2
+_CHANNELS = 64  # of a stage
+_LINE = 64  # values that lie in one piece in shared memory
+_BLOCK_BYTES = _CHANNELS * _LINE * _ITEMSIZE
+_BLOCK_LINES, _WARP_LINES = 64, 16
+_MOST_COLUMNS = {1: 256, 2: 192}  # of so many blocks: what registers have room for
+_PRODUCERS = 128  # threads
+_PIECES_AT_ONCE = 12  # of a channel, that threads begin to copy together
+_INT32_MAX = 2**31 - 1
+_LEAST_STAGES, _MOST_STAGES = 2, 6
+_BARRIER_BYTES = 16  # of a stage
+_LEAST_FOLDED = 32  # positions, where images are smaller
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block of csrc/fused_images.cu does; see its header.
+
+    Attributes:
+        problem: the geometry.
+        images: of an item.
+        warpgroups: that multiply, 1 or 2.
+        blocks: of 64 lines, of each of them.
+    """
+
+    problem: Problem
+    images: int
+    warpgroups: int
+    blocks: int
+
+    @property
+    def pixels(self) -> int:
+        return self.problem.in_pixels
+
+    @property
+    def positions(self) -> int:
+        return self.images * self.pixels
+
+    @property
+    def columns(self) -> int:
+        """Positions, up to what the tensor core takes."""
+        return -(-self.positions // 16) * 16
+
+    @property
+    def fold_warps(self) -> int:
+        """Warps that have all lines of an output channel between them."""
+        return 1 if _WARP_LINES % self.problem.taps == 0 else 4
+
+    @property
+    def tile_outs(self) -> int:
+        """Output channels of an item."""
+        return self.warpgroups * self.blocks * _BLOCK_LINES // self.problem.taps
+
+    @property
+    def piece(self) -> int:
+        """Inputs that are copied together."""
+        return math.gcd(8, self.pixels)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether outputs read the input at their own cell alone."""
+        p = self.problem
+        return cells_of(p) == p.input_size and reach_of(p, 0) == reach_of(p, 1) == (0, 0)
+
+    @cached_property
+    def folded(self) -> int:
+        """Positions that are folded together."""
+        if self.in_place:
+            return min(_LEAST_FOLDED, -(-self.positions // 8) * 8)
+        images = next(n for n in range(1, 9) if n * self.pixels % 8 == 0)
+        images *= max(1, _LEAST_FOLDED // (images * self.pixels))
+        return min(images, self.images) * self.pixels
+
+    @property
+    def fold_pitch(self) -> int:
+        """Floats from a line of columns to the next: an odd multiple of 8, which spreads lines over banks."""
+        return (self.folded + 7) // 16 * 16 + 8
+
+    @property
+    def fold_bytes(self) -> int:
+        """Of columns and biases."""
+        return self.warpgroups * _BLOCK_LINES * self.fold_pitch * 4 + -(-self.tile_outs // 2) * 8
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.warpgroups * self.blocks + -(-self.columns // _LINE)) * _BLOCK_BYTES
+
+    @property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, (SHARED_BYTES - self.fold_bytes) // (self.stage_bytes + _BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + _BARRIER_BYTES) + self.fold_bytes
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.in_channels // _CHANNELS)
+
+    @property
+    def items(self) -> int:
+        return -(-self.problem.batch // self.images) * -(-self.problem.out_channels // self.tile_outs)
+
+    @property
+    def threads(self) -> int:
+        return _PRODUCERS + 128 * self.warpgroups
+
+    @property
+    def vector(self) -> int:
+        """Outputs that are stored together."""
+        p = self.problem
+        return math.gcd(16 // _ITEMSIZE, p.stride[1], p.output_size[1])
+
+    @property
+    def possible(self) -> bool:
+        return self.columns <= _MOST_COLUMNS[self.blocks] and self.stages >= _LEAST_STAGES
+
+    @property
+    def cycles(self) -> float:
+        """Roughly the cycles that a call takes, its launch among them.
+
+        Fitted to 44 tiles of 8 layers on an H200: 13% off, as the root mean square of the logarithm, and those it
+        chooses take 1% longer than the best of those measured (geometric mean).
+        """
+        lines = self.warpgroups * self.blocks * _BLOCK_LINES
+        turns = -(-self.positions // (_PIECES_AT_ONCE * self.piece))
+        chunk = 0.95 * lines * self.columns / 32 + turns * (100 if self.piece == 8 else 220) + 360
+        folded = lines * self.positions / 1000 * (13 + 90 / math.sqrt(self.warpgroups))
+        return 9_000 + -(-self.items // MULTIPROCESSORS) * (self.chunks * chunk + folded)
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem) -> Tile | None:
+    """The tile for a problem in 16 bits and NCHW: a pure function of it. None where the kernel is not for it."""
+    return min(tiles_of(problem), key=lambda tile: tile.cycles, default=None)
+
+
+def tiles_of(problem: Problem) -> Iterator[Tile]:
+    """The tiles that a problem may have: those that fit registers and shared memory."""
+    p = problem
+    if p.groups > 1 or p.batch == 0 or _BLOCK_LINES % p.taps or p.in_pixels % 4 or p.in_pixels > _MOST_COLUMNS[1]:
+        return
+    if p.out_channels * p.taps * _ITEMSIZE % 16:
+        return
+    if max(_MOST_COLUMNS[1] * p.in_channels, (p.out_channels + 256) * p.taps, p.out_pixels, p.batch * 256) > _INT32_MAX:
+        return
+    if any(p.kernel_size[axis] < p.stride[axis] or not all(phase_shifts(p, axis)) for axis in (0, 1)):
+        return  # a phase without taps
+    most = min(p.batch, _MOST_COLUMNS[1] // p.in_pixels)
+    for images, warpgroups, blocks in itertools.product(range(1, most + 1), (1, 2), (1, 2)):
+        tile = Tile(p, images, warpgroups, blocks)
+        if tile.possible:
+            yield tile
+
+
+def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/fused_images.cu."""
+    p = tile.problem
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "IN_CHANNELS": p.in_channels,
+        "OUT_CHANNELS": p.out_channels,
+        "IN_H": p.input_size[0],
+        "IN_W": p.input_size[1],
+        "OUT_H": p.output_size[0],
+        "OUT_W": p.output_size[1],
+        "IMAGES": tile.images,
+        "COLUMNS": tile.columns,
+        "WARPGROUPS": tile.warpgroups,
+        "BLOCKS": tile.blocks,
+        "FOLD_WARPS": tile.fold_warps,
+        "FOLDED": tile.folded,
+        "FOLD_PITCH": tile.fold_pitch,
+        "PIECE": tile.piece,
+        "STAGES": tile.stages,
+        "VECTOR": tile.vector,
+        "SHARED_BYTES": tile.shared_bytes,
+        **geometry_macros(p),
+    }
+
+
+FusedImagesParams = params_struct(
+    "fused_images_params", ("input", "bias", "output"), ("batch", "items"), tensor_maps=("weights",)
+)
+
+
+def prepare_forward(config: Config, tile: Tile) -> Forward:
+    """As ``Algorithm.forward``."""
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    p, shared_bytes = config.problem, tile.shared_bytes
+    kernel = load(
+        "fused_images.cu", "fused_images_kernel", macros_of(tile, config.dtype), config.device.index, shared_bytes
+    )
+    strides = strides_of(p.output_shape, config.memory_format)
+    input_strides = strides_of(p.input_shape, config.memory_format)
+    boxes = _boxes(p)
+    grid, block = (min(tile.items, MULTIPROCESSORS), 1, 1), (tile.threads, 1, 1)
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(p.output_shape, strides)
+        input, weight = aligned(with_strides(input, input_strides)), aligned(weight.contiguous())
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        params = FusedImagesParams(
+            tensor_map.encode(weight.data_ptr(), *boxes),
+            *(input.data_ptr(), bias_address, output.data_ptr(), p.batch, tile.items),
+        )
+        kernel.launch(grid, block, params, shared_bytes)
+        return output
+
+    return call
+
+
+def _boxes(problem: Problem) -> Boxes:
+    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the weights, [lines][channels], and their boxes."""
+    p = problem
+    lines = p.out_channels * p.taps
+    strides = lines * _ITEMSIZE, p.in_channels * lines * _ITEMSIZE, p.in_channels * lines * _ITEMSIZE
+    return _ITEMSIZE, (lines, p.in_channels, 1, 1), strides, (_LINE, _CHANNELS, 1, 1), (1, 1, 1, 1), True
