@@ -79,7 +79,7 @@ def _fused_fold_tiles(config: Config) -> Iterable[fused_fold.Tile]:
 
 
 def _fused_images_tiles(config: Config) -> Iterable[fused_images.Tile]:
-    return () if fused.image_tile_for(config) is None else fused_images.tiles_of(config.problem)
+    return () if fused.image_tile_for(config) is None else fused_images.tiles_of(config.problem, config.dtype.itemsize)
 
 
 def _direct_mma_tiles(config: Config) -> Iterable[direct_mma.Tile]:

@@ -172,8 +172,8 @@ class ImageRun(Run):
 
     @property
     def tiles(self):
-        found, own = [*fused_images.tiles_of(self.config.problem)], fused_images.tile_of(self.config.problem)
-        return [own, *Random(str(self)).sample(found, min(5, len(found)))]
+        arguments = self.config.problem, self.config.dtype.itemsize
+        return [fused_images.tile_of(*arguments), *Random(str(self)).choices([*fused_images.tiles_of(*arguments)], k=5)]
 
 
 # Items that share a multiprocessor, and fill no round; many channels.
@@ -187,7 +187,7 @@ LARGE_IMAGE_CASES = [
 IMAGE_RUNS = [
     ImageRun(case, numerics, "contiguous")
     for case in (*IMAGE_CASES, *LARGE_IMAGE_CASES)
-    for numerics in ("float16", "bfloat16")
+    for numerics in ("float16", "bfloat16", "tf32")
 ]
 
 

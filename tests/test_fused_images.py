@@ -27,9 +27,8 @@ def tiles(draw):
     input_size = draw(st.sampled_from(SIZES))
     assume(all(2 * pad < size + more - 1 for pad, size, more in zip(padding, input_size, kernel_size, strict=True)))
     batch, in_channels, out_channels = draw(st.integers(1, 300)), draw(st.integers(1, 300)), draw(st.integers(1, 300))
-    found = [
-        *fused_images.tiles_of(Problem(batch, in_channels, out_channels, 1, input_size, kernel_size, stride, padding))
-    ]
+    problem = Problem(batch, in_channels, out_channels, 1, input_size, kernel_size, stride, padding)
+    found = [*fused_images.tiles_of(problem, draw(st.sampled_from((2, 4))))]
     assume(found)
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
@@ -41,7 +40,7 @@ def test_items_cover_all_images_and_output_channels(tile):
     assert tile.items % per_image == 0
     assert (tile.items // per_image - 1) * tile.images < p.batch <= tile.items // per_image * tile.images
     assert tile.images * p.in_pixels <= tile.columns <= 256
-    assert tile.chunks * 64 >= p.in_channels
+    assert tile.chunks * 128 >= p.in_channels * tile.itemsize > (tile.chunks - 1) * 128
 
 
 @given(tiles())
@@ -60,11 +59,11 @@ def test_groups_have_whole_output_channels_and_passes_whole_images(tile):
 @given(tiles())
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
-    assert tile.piece in (4, 8)
+    assert tile.piece * tile.itemsize in (8, 16)
     assert p.in_pixels % tile.piece == 0
-    assert p.out_channels * p.taps * 2 % 16 == 0  # from one row of weights to the next
-    assert tile.tile_outs * p.taps * 2 % 16 == 0
-    assert 8 % tile.vector == p.stride[1] % tile.vector == p.output_size[1] % tile.vector == 0
+    assert p.out_channels * p.taps * tile.itemsize % 16 == 0  # from one row of weights to the next
+    assert tile.tile_outs * p.taps * tile.itemsize % 16 == 0
+    assert 16 // tile.itemsize % tile.vector == p.stride[1] % tile.vector == p.output_size[1] % tile.vector == 0
     assert tile.stage_bytes % 1024 == 0
 
 
@@ -78,14 +77,19 @@ def test_warps_write_columns_to_different_banks(tile):
 
 @given(tiles())
 def test_tiles_fit_a_multiprocessor(tile):
-    macros = fused_images.macros_of(tile, torch.float16)
+    macros = fused_images.macros_of(tile, torch.float16 if tile.turned else torch.float32)
     assert tile.shared_bytes == macros["SHARED_BYTES"] <= 227 << 10
     assert 2 <= tile.stages == macros["STAGES"]
-    assert tile.blocks * tile.columns // 2 <= 192  # sums of a thread
+    assert tile.blocks * tile.columns // 2 + 40 <= tile.registers[0]  # sums of a thread, and others
+    assert (
+        sum(tile.registers) * 128 <= 65_536
+        if tile.warpgroups == 1
+        else tile.registers[0] * 2 + tile.registers[1] <= 504
+    )
 
 
-def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format):
-    return Config(problem, dtype, CUDA, "ieee", memory_format=layout)
+def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, precision="ieee"):
+    return Config(problem, dtype, CUDA, precision, memory_format=layout)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +110,11 @@ def test_others_are_declined(problem):
     assert fused.image_tile_for(config_of(problem)) is None
 
 
-def test_only_16_bits_in_nchw_are_taken():
+def test_neither_float32_as_such_nor_channels_last_is_taken():
     assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.bfloat16)) is not None
+    assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.float32, precision="tf32")) is not None
     assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.float32)) is None
+    assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.float64)) is None
     assert fused.image_tile_for(config_of(FIRST_OF_POSE, layout=torch.channels_last)) is None
 
 

@@ -181,11 +181,11 @@ class Run:
 
     @functools.cached_property
     def image_tile(self):
-        """The tile of fused_images."""
+        """The tile of fused_images, None where it declines the problem."""
         if self.choice is None:
-            return fused_images.tile_of(problem_of(self.case))
-        tiles = [*fused_images.tiles_of(problem_of(self.case))]
-        return tiles[self.choice % len(tiles)]
+            return fused_images.tile_of(problem_of(self.case), self.dtype.itemsize)
+        tiles = [*fused_images.tiles_of(problem_of(self.case), self.dtype.itemsize)]
+        return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
     def gradient_tile(self):
@@ -462,14 +462,24 @@ FOLD_RUNS += [FOLD, FOLD_MANY_CHANNELS]
 
 # Each case in its own tile and in others, many with few blocks.
 IMAGE_RUNS = [
-    Run("fused_images", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice)
+    Run("fused_images", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, tf32=dtype.itemsize == 4)
     for i, case in enumerate(IMAGE_CASES)
-    for j, dtype in enumerate((torch.float16, torch.bfloat16))
+    for j, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32))
     for choice in (None, 5 * i + 7 * j)
 ]
-# A block with many items of many chunks.
+IMAGE_RUNS = [run for run in IMAGE_RUNS if run.image_tile is not None]
+# A block with many items of many chunks and passes.
 IMAGES = Run("fused_images", IMAGE_CASES[1], torch.float16, multiprocessors=0)
-IMAGE_RUNS += [IMAGES]
+IMAGES = replace(
+    IMAGES,
+    choice=next(
+        i
+        for i, tile in enumerate(fused_images.tiles_of(problem_of(IMAGES.case), 2))
+        if (tile.images, tile.warpgroups, tile.blocks) == (2, 1, 2)
+    ),
+)
+IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
+IMAGE_RUNS += [IMAGES, IMAGES_TF32]
 
 
 # Each case in each type, in its own tile and in others.
@@ -654,6 +664,7 @@ def test_runs_of_fused_images_take_every_path():
         lambda tile: tile.fold_warps == 4,
         lambda tile: tile.warpgroups == 2,
         lambda tile: tile.blocks == 2,
+        lambda tile: tile.turned,
         lambda tile: tile.piece == 4,
         lambda tile: tile.images > 1,
         lambda tile: tile.problem.batch % tile.images > 0,
@@ -717,6 +728,7 @@ ROUNDING_RUNS = [
         )
         for tf32 in (True, False)
     ),
+    IMAGES_TF32,
 ]
 # NaN as GPUs make it, which an addition would take for an overflow, the same with a sign, and infinity.
 NOT_FINITE = {"nan": 0x7FFFFFFF, "negative_nan": -1, "infinity": 0x7F800000}
@@ -1036,17 +1048,17 @@ MISTAKES = {
     ),
     "images_inputs_passed_on_too_early": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"wait_for_groups<1>\(\);", ""),
+        emulator.Edit("common/images_turned.cuh", r"wait_for_groups<1>\(\);", ""),
         "relative error",
     ),
     "images_stages_overwritten": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("common/images_turned.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "images_stages_released_too_early": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        emulator.Edit("common/images_turned.cuh", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "relative error",
     ),
     "images_columns_read_too_early": (
@@ -1059,6 +1071,26 @@ MISTAKES = {
         emulator.Edit("fused_images.cu", r"(gather\(p, columns[^;]*;\s*)meet_group\(\);", r"\1"),
         "relative error",
     ),
+    "images_landing_not_waited_for": (
+        IMAGES_TF32,
+        emulator.Edit("common/images_rounded.cuh", r"wait_for_groups<[^;]*;", ""),
+        "relative error",
+    ),
+    "images_landing_overwritten": (
+        IMAGES_TF32,
+        emulator.Edit("common/images_rounded.cuh", r"__syncwarp\(\);(\s*begin\(slot\))", r"\1"),
+        "relative error",
+    ),
+    "images_lines_overwritten": (
+        IMAGES_TF32,
+        emulator.Edit("common/images_rounded.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ";"),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "images_words_overwritten": (
+        IMAGES_TF32,
+        emulator.Edit("common/images_rounded.cuh", r"wgmma_wait<BLOCKS - 1>\(\);", ""),
+        "relative error|without wgmma_fence|never waited for",
+    ),
     "images_border_column": (
         IMAGES,
         emulator.Edit("fused_images.cu", r"0 <= column && column < IN_W", "column < IN_W"),
@@ -1066,8 +1098,8 @@ MISTAKES = {
     ),
     "images_sums_read_too_early": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"wgmma_finish_rows\(sums\[block\]\);", ""),
-        "relative error|never waited for|without wgmma_fence",
+        emulator.Edit("common/images_turned.cuh", r"wgmma_finish_rows\(sums\[block\]\);", ""),
+        "relative error|never waited for|without wgmma_fence|deadlock",
     ),
     "images_past_dynamic_shared": (
         IMAGES,

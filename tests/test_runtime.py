@@ -173,7 +173,14 @@ def fold_variants():
 IMAGES = [
     (name, kind, choice)
     for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "maskrcnn", "hifigan1", "fcn8s_up2")
-    for kind, choice in (("float16", None), ("bfloat16", None), ("float16", 0), ("float16", -1))
+    for kind, choice in (
+        ("float16", None),
+        ("bfloat16", None),
+        ("float16", 0),
+        ("float16", -1),
+        ("tf32", None),
+        ("tf32", -1),
+    )
 ]
 
 
@@ -181,11 +188,11 @@ def image_variants():
     """fused_images.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, choice in IMAGES:
-        tile = fused_images.tile_of(problems[name])
+        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
+        tile = fused_images.tile_of(problems[name], dtype.itemsize)
         if choice is not None:
-            tile = [*fused_images.tiles_of(problems[name])][choice]
-        macros = fused_images.macros_of(tile, getattr(torch, kind))
-        variants[f"fused_images-{name}-{kind}-{choice}"] = ("fused_images.cu", macros)
+            tile = [*fused_images.tiles_of(problems[name], dtype.itemsize)][choice]
+        variants[f"fused_images-{name}-{kind}-{choice}"] = ("fused_images.cu", fused_images.macros_of(tile, dtype))
     return variants
 
 

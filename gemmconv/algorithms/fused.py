@@ -6,7 +6,7 @@
     csrc/fused_weights.cu  lays the weights out, in a launch of its own before the other
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
-    fused_images.py        csrc/fused_images.cu  the same of whole small images, in 16-bit types and NCHW
+    fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
     fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients, of outputs whose rows are whole words
 
 Other weight gradients are left to gemm_col2im, as are those for which it is faster.
@@ -303,9 +303,12 @@ def gradient_tile_for(config: Config) -> fused_gradient.Tile | None:
 
 def image_tile_for(config: Config) -> fused_images.Tile | None:
     """The tile of csrc/fused_images.cu for a configuration, None where that kernel is not for it."""
-    if config.dtype.itemsize != 2 or config.memory_format is torch.channels_last:
-        return None
-    return fused_images.tile_of(config.problem)
+    itemsize, split, channels_last = variant_of(config)
+    return (
+        None
+        if config.dtype not in _DTYPES or split or channels_last
+        else fused_images.tile_of(config.problem, itemsize)
+    )
 
 
 _ForwardWay = Plan | fused_fold.Tile | fused_images.Tile

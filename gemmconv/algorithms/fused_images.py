@@ -1,8 +1,8 @@
-"""How ``fused`` goes about small images in 16-bit types (csrc/fused_images.cu): tiles, their estimates, the launch.
+"""How ``fused`` goes about small images (csrc/fused_images.cu): tiles, their estimates, the launch.
 
-It is for NCHW, one group, kernels whose taps divide 64 and that leave no phase without taps, images of at most 256
-inputs of which four or eight can be copied together, and weights whose rows of lines begin at 16 bytes; ``tile_of``
-gives None for others.
+It is for 16-bit types and TF32, NCHW, one group, kernels whose taps divide 64 and that leave no phase without taps,
+weights whose rows of lines begin at 16 bytes, and images of at most 256 inputs, a multiple of four; ``tile_of`` gives
+None for others.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Problem
 
-_ITEMSIZE = 2
-_CHANNELS = 64  # of a stage
-_LINE = 64  # values that lie in one piece in shared memory
-_BLOCK_BYTES = _CHANNELS * _LINE * _ITEMSIZE
+_LINE_BYTES = 128  # of channels that a stage has, and of values that lie in one piece in shared memory
 _BLOCK_LINES, _WARP_LINES = 64, 16
-_MOST_COLUMNS = {1: 256, 2: 192}  # of so many blocks: what registers have room for
-_PRODUCERS = 128  # threads
+_BLOCK_BYTES = _BLOCK_LINES * _LINE_BYTES  # of a stage: of lines, and of positions
+_MOST_COLUMNS = {2: {1: 256, 2: 192}, 4: {1: 256, 2: 112}}  # by bytes of an element and blocks: registers have room for
+_LOADERS = 96  # threads
 _PIECES_AT_ONCE = 12  # of a channel, that threads begin to copy together
 _INT32_MAX = 2**31 - 1
 _LEAST_STAGES, _MOST_STAGES = 2, 6
 _BARRIER_BYTES = 16  # of a stage
+_LANDING_BYTES = 48 << 10  # four blocks of 32 positions of each warp that brings them
 _LEAST_FOLDED = 32  # positions, where images are smaller
 
 
@@ -42,15 +41,22 @@ class Tile:
 
     Attributes:
         problem: the geometry.
+        itemsize: bytes of an element; of four, float32 as TF32.
         images: of an item.
         warpgroups: that multiply, 1 or 2.
         blocks: of 64 lines, of each of them.
     """
 
     problem: Problem
+    itemsize: int
     images: int
     warpgroups: int
     blocks: int
+
+    @property
+    def turned(self) -> bool:
+        """Whether both matrices are multiplied as they lie."""
+        return self.itemsize == 2
 
     @property
     def pixels(self) -> int:
@@ -78,7 +84,7 @@ class Tile:
     @property
     def piece(self) -> int:
         """Inputs that are copied together."""
-        return math.gcd(8, self.pixels)
+        return math.gcd(16 // self.itemsize, self.pixels)
 
     @cached_property
     def in_place(self) -> bool:
@@ -102,12 +108,14 @@ class Tile:
 
     @property
     def fold_bytes(self) -> int:
-        """Of columns and biases."""
-        return self.warpgroups * _BLOCK_LINES * self.fold_pitch * 4 + -(-self.tile_outs // 2) * 8
+        """Of columns, of biases, and where inputs land that are not turned."""
+        landing = 0 if self.turned else _LANDING_BYTES
+        return self.warpgroups * _BLOCK_LINES * self.fold_pitch * 4 + -(-self.tile_outs // 2) * 8 + landing
 
     @property
     def stage_bytes(self) -> int:
-        return (self.warpgroups * self.blocks + -(-self.columns // _LINE)) * _BLOCK_BYTES
+        positions = -(-self.columns // _BLOCK_LINES) * _BLOCK_LINES if self.turned else self.columns
+        return self.warpgroups * self.blocks * _BLOCK_BYTES + positions * _LINE_BYTES
 
     @property
     def stages(self) -> int:
@@ -119,7 +127,7 @@ class Tile:
 
     @property
     def chunks(self) -> int:
-        return -(-self.problem.in_channels // _CHANNELS)
+        return -(-self.problem.in_channels * self.itemsize // _LINE_BYTES)
 
     @property
     def items(self) -> int:
@@ -127,52 +135,65 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return _PRODUCERS + 128 * self.warpgroups
+        return _LOADERS + 32 + 128 * self.warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies, and of others, which give theirs up: of 384 threads each begins with 168."""
+        if not self.turned:
+            return 200, 104
+        return (232, 40) if self.blocks * self.columns > 352 else (216, 72)
 
     @property
     def vector(self) -> int:
         """Outputs that are stored together."""
         p = self.problem
-        return math.gcd(16 // _ITEMSIZE, p.stride[1], p.output_size[1])
+        return math.gcd(16 // self.itemsize, p.stride[1], p.output_size[1])
 
     @property
     def possible(self) -> bool:
-        return self.columns <= _MOST_COLUMNS[self.blocks] and self.stages >= _LEAST_STAGES
+        return self.columns <= _MOST_COLUMNS[self.itemsize][self.blocks] and self.stages >= _LEAST_STAGES
 
     @property
     def cycles(self) -> float:
         """Roughly the cycles that a call takes, its launch among them.
 
-        Fitted to 44 tiles of 8 layers on an H200: 13% off, as the root mean square of the logarithm, and those it
-        chooses take 1% longer than the best of those measured (geometric mean).
+        Fitted to tiles of 8 and 9 layers on an H200, as the root mean square of the logarithm: 44 of 16-bit types are
+        13% off, 57 of float32 are 4% off. Those it chooses take 1% longer than the best of those measured (geometric
+        mean).
         """
         lines = self.warpgroups * self.blocks * _BLOCK_LINES
-        turns = -(-self.positions // (_PIECES_AT_ONCE * self.piece))
-        chunk = 0.95 * lines * self.columns / 32 + turns * (100 if self.piece == 8 else 220) + 360
-        folded = lines * self.positions / 1000 * (13 + 90 / math.sqrt(self.warpgroups))
-        return 9_000 + -(-self.items // MULTIPROCESSORS) * (self.chunks * chunk + folded)
+        if self.turned:
+            turns = -(-self.positions // (_PIECES_AT_ONCE * self.piece))
+            chunk = 0.95 * lines * self.columns / 32 + turns * (100 if self.piece == 8 else 220) + 360
+            folded, start = lines * self.positions / 1000 * (13 + 90 / math.sqrt(self.warpgroups)), 9_000
+        else:
+            turns = -(-self.positions // _LOADERS)
+            parts = 0.96 * lines * self.columns / 32, turns * 655, 1.1 * lines
+            chunk = sum(part**1.27 for part in parts) ** (1 / 1.27) + 125
+            folded, start = lines * self.positions / 1000 * 67 + 175, 11_000
+        return start + -(-self.items // MULTIPROCESSORS) * (self.chunks * chunk + folded)
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem) -> Tile | None:
-    """The tile for a problem in 16 bits and NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem), key=lambda tile: tile.cycles, default=None)
+def tile_of(problem: Problem, itemsize: int) -> Tile | None:
+    """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
+    return min(tiles_of(problem, itemsize), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
-    p = problem
-    if p.groups > 1 or p.batch == 0 or _BLOCK_LINES % p.taps or p.in_pixels % 4 or p.in_pixels > _MOST_COLUMNS[1]:
+    p, most = problem, _MOST_COLUMNS[itemsize][1]
+    if p.groups > 1 or p.batch == 0 or _BLOCK_LINES % p.taps or p.in_pixels > most:
         return
-    if p.out_channels * p.taps * _ITEMSIZE % 16:
+    if p.out_channels * p.taps * itemsize % 16 or p.in_pixels % 4:
         return
-    if max(_MOST_COLUMNS[1] * p.in_channels, (p.out_channels + 256) * p.taps, p.out_pixels, p.batch * 256) > _INT32_MAX:
+    if max(most * p.in_channels, (p.out_channels + 256) * p.taps, p.out_pixels, p.batch * 256) > _INT32_MAX:
         return
     if any(p.kernel_size[axis] < p.stride[axis] or not all(phase_shifts(p, axis)) for axis in (0, 1)):
         return  # a phase without taps
-    most = min(p.batch, _MOST_COLUMNS[1] // p.in_pixels)
-    for images, warpgroups, blocks in itertools.product(range(1, most + 1), (1, 2), (1, 2)):
-        tile = Tile(p, images, warpgroups, blocks)
+    images = range(1, min(p.batch, most // p.in_pixels) + 1)
+    for tile in itertools.starmap(Tile, itertools.product((p,), (itemsize,), images, (1, 2), (1, 2))):
         if tile.possible:
             yield tile
 
@@ -182,6 +203,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     p = tile.problem
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "TURNED": int(tile.turned),
         "IN_CHANNELS": p.in_channels,
         "OUT_CHANNELS": p.out_channels,
         "IN_H": p.input_size[0],
@@ -192,6 +214,9 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "COLUMNS": tile.columns,
         "WARPGROUPS": tile.warpgroups,
         "BLOCKS": tile.blocks,
+        "LOADERS": _LOADERS,
+        "MULTIPLIER_REGISTERS": tile.registers[0],
+        "LOADER_REGISTERS": tile.registers[1],
         "FOLD_WARPS": tile.fold_warps,
         "FOLDED": tile.folded,
         "FOLD_PITCH": tile.fold_pitch,
@@ -219,7 +244,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     )
     strides = strides_of(p.output_shape, config.memory_format)
     input_strides = strides_of(p.input_shape, config.memory_format)
-    boxes = _boxes(p)
+    boxes = _boxes(p, tile.itemsize)
     grid, block = (min(tile.items, MULTIPROCESSORS), 1, 1), (tile.threads, 1, 1)
 
     def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -236,9 +261,16 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     return call
 
 
-def _boxes(problem: Problem) -> Boxes:
+def _boxes(problem: Problem, itemsize: int) -> Boxes:
     """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the weights, [lines][channels], and their boxes."""
-    p = problem
+    p, each = problem, _LINE_BYTES // itemsize
     lines = p.out_channels * p.taps
-    strides = lines * _ITEMSIZE, p.in_channels * lines * _ITEMSIZE, p.in_channels * lines * _ITEMSIZE
-    return _ITEMSIZE, (lines, p.in_channels, 1, 1), strides, (_LINE, _CHANNELS, 1, 1), (1, 1, 1, 1), True
+    matrix = p.in_channels * lines * itemsize
+    return (
+        itemsize,
+        (lines, p.in_channels, 1, 1),
+        (lines * itemsize, matrix, matrix),
+        (each, each, 1, 1),
+        (1, 1, 1, 1),
+        True,
+    )

@@ -1,0 +1,87 @@
+/* What the parts of fused_images.cu share: parameters, items, shared memory, the copies of weights. The macros are those of the
+ * kernel.
+ */
+#pragma once
+
+#include "common/axis.cuh"
+#include "common/mbarrier.cuh"
+#include "common/numeric.cuh"
+#include "common/ring.cuh"
+#include "common/tensor_map.cuh"
+
+struct fused_images_params {
+    tensor_map_t weights;  // [channels][lines]; a box has kChannels of kBoxLines
+    const ELEMENT_T* __restrict__ input;
+    const ELEMENT_T* __restrict__ bias;  // or null
+    ELEMENT_T* __restrict__ output;
+    int batch, items;
+};
+
+using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
+using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
+static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
+
+constexpr int kProducers = LOADERS + 32, kConsumers = WARPGROUPS * 128, kThreads = kProducers + kConsumers;
+constexpr int kItem = sizeof(ELEMENT_T);
+constexpr int kChannels = 128 / kItem, kChunks = ceil_div(IN_CHANNELS, kChannels);  // of a stage
+constexpr int kPixels = IN_H * IN_W, kPositions = IMAGES * kPixels;
+constexpr int kCellsH = ceil_div(OUT_H, STRIDE_H), kCellsW = ceil_div(OUT_W, STRIDE_W);
+constexpr int kTaps = KERNEL_H * KERNEL_W;
+constexpr int kGroupLines = 16 * FOLD_WARPS, kGroupOuts = kGroupLines / kTaps;
+constexpr int kBlockOuts = 4 / FOLD_WARPS * kGroupOuts, kTileOuts = WARPGROUPS * BLOCKS * kBlockOuts;
+constexpr int kLineTiles = ceil_div(OUT_CHANNELS, kTileOuts);
+static_assert(kGroupLines % kTaps == 0 && BLOCKS * kGroupOuts <= 32, "a group has whole output channels, no more than lanes");
+static_assert(kPositions <= COLUMNS && COLUMNS % 16 == 0 && kPixels % PIECE == 0, "positions fit a tile, in whole pieces");
+
+// Where outputs read the input at their own cell alone, a cell is a position.
+constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() == 0 && axis_w::least_shift() == 0 &&
+                          axis_w::largest_shift() == 0 && kCellsH == IN_H && kCellsW == IN_W;
+constexpr int kPasses = ceil_div(kPositions, FOLDED);
+static_assert(kInPlace ? FOLDED % 8 == 0 : FOLDED % kPixels == 0, "images are folded whole");
+static_assert(FOLDED % 8 == 0 || kPasses == 1, "passes begin with a column of a thread");
+static_assert(FOLD_PITCH % 16 == 8 && FOLDED <= FOLD_PITCH, "a warp writes columns to different banks");
+
+// Shared memory: stages [STAGES], each of weights [WARPGROUPS * BLOCKS][64 lines in 128-byte parts][kChannels][128 bytes],
+// swizzled, and of inputs [COLUMNS / 64][64 * 128 bytes]; columns [groups][kGroupLines][FOLD_PITCH]; biases of the item; barriers.
+constexpr int kBlockLines = 64, kBlockBytes = kBlockLines * 128;
+constexpr int kBoxLines = 128 / kItem, kBoxBytes = kChannels * 128;
+constexpr int kBlocks = WARPGROUPS * BLOCKS;
+constexpr int kWeightBytes = kBlocks * kBlockBytes, kInputBytes = (TURNED ? ceil_div(COLUMNS, 64) * 64 : COLUMNS) * 128;
+constexpr int kStageBytes = kWeightBytes + kInputBytes;
+constexpr int kGroupFloats = kGroupLines * FOLD_PITCH, kFoldBytes = kConsumers / 32 / FOLD_WARPS * kGroupFloats * 4;
+struct barriers_t { barrier_t full[STAGES], empty[STAGES]; };
+constexpr int kFirstLanding = STAGES * kStageBytes + kFoldBytes, kLandingBytes = TURNED ? 0 : 48 << 10;
+constexpr int kFirstBias = kFirstLanding + kLandingBytes, kFirstBarrier = kFirstBias + ceil_div(kTileOuts, 2) * 8;
+static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits the launch's memory");
+extern __shared__ __align__(1024) unsigned char shared[];
+
+/* An item's first image and output channel; those of the same images follow each other. */
+__device__ __forceinline__ int first_image(int item) { return item / kLineTiles * IMAGES; }
+__device__ __forceinline__ int first_out(int item) { return item % kLineTiles * kTileOuts; }
+
+/* Calls body(first image, first output channel) for the items of a block. */
+template <typename BODY> __device__ __forceinline__ void each_item(const fused_images_params& p, const BODY& body) {
+    #pragma unroll 1
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) body(first_image(i), first_out(i));
+}
+
+/* Begins to copy the weights of all stages of all items. One thread. */
+__device__ __forceinline__ void produce_weights(const fused_images_params& p, barriers_t& barriers) {
+    ring_t<STAGES> ring;
+    each_item(p, [&](int, int out) {
+        #pragma unroll 1
+        for (int channel = 0; channel < IN_CHANNELS; channel += kChannels) {
+            barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
+            barrier_t& full = barriers.full[ring.stage];
+            barrier_arrive_expecting(full, kWeightBytes);
+            unsigned char* stage = shared + ring.stage * kStageBytes;
+            #pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                #pragma unroll
+                for (int line = 0; line < kBlockLines; line += kBoxLines)
+                    copy_box(stage + (block * kBlockBytes + line / kBoxLines * kBoxBytes), p.weights,
+                             (out + block * kBlockOuts) * kTaps + line, channel, 0, 0, full);
+            ring.advance();
+        }
+    });
+}
