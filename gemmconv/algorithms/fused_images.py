@@ -152,6 +152,8 @@ class Tile:
 
     @property
     def possible(self) -> bool:
+        if self.items + MULTIPROCESSORS > _INT32_MAX:
+            return False
         return self.columns <= _MOST_COLUMNS[self.itemsize][self.blocks] and self.stages >= _LEAST_STAGES
 
     @property
