@@ -34,7 +34,6 @@
 #include "common/images_rounded.cuh"
 #endif
 #include "common/meet.cuh"
-#include "common/unroll.cuh"
 
 struct alignas(8) pair_t { float value[2]; };
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };

@@ -157,6 +157,7 @@ IMAGE_CASES = [
     Case(9, 136, 20, (2, 2), (4, 4), (1, 1)),
     Case(2, 40, 24, (16, 16), (1, 4), (1, 2), (0, 1)),
     Case(3, 5, 264, (2, 6), (1, 1)),
+    Case(1, 200, 8, (12, 14), (4, 4), (2, 2), (1, 1)),
 ]
 
 # Few enough for tests that try many variants of the call itself.

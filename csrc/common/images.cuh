@@ -42,7 +42,8 @@ static_assert(FOLDED % 8 == 0 || kPasses == 1, "passes begin with a column of a 
 static_assert(FOLD_PITCH % 16 == 8 && FOLDED <= FOLD_PITCH, "a warp writes columns to different banks");
 
 // Shared memory: stages [STAGES], each of weights [WARPGROUPS * BLOCKS][64 lines in 128-byte parts][kChannels][128 bytes],
-// swizzled, and of inputs [COLUMNS / 64][64 * 128 bytes]; columns [groups][kGroupLines][FOLD_PITCH]; biases of the item; barriers.
+// swizzled, and of inputs (images_turned.cuh, images_rounded.cuh); columns [groups][kGroupLines][FOLD_PITCH]; where inputs land
+// that are rounded; biases of the item; barriers.
 constexpr int kBlockLines = 64, kBlockBytes = kBlockLines * 128;
 constexpr int kBoxLines = 128 / kItem, kBoxBytes = kChannels * 128;
 constexpr int kBlocks = WARPGROUPS * BLOCKS;

@@ -45,7 +45,10 @@ __device__ __forceinline__ void fetch(
     }
 }
 
-/* Copies the inputs of all stages of all items. Those of a stage are passed on once the next stage's are begun. */
+/* Copies the inputs of all stages of all items. Those of a stage are passed on once the next stage's are begun, and that stage
+ * is free once products of the one before are begun, which read a third.
+ */
+static_assert(STAGES >= 3, "a stage is passed on before the next one is waited for by those who free it");
 __device__ __forceinline__ void produce_inputs(const fused_images_params& p, barriers_t& barriers) {
     ring_t<STAGES> ring, come;
     const auto pass_on = [&] {

@@ -234,7 +234,7 @@ class Fused:
             return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
         if (reason := why_not_dtype(config.dtype, _DTYPES)) is not None:
             return reason
-        if fold_tile_for(config) is not None:
+        if fold_tile_for(config) is not None or image_tile_for(config) is not None:
             return None
         plan = plan_for(config, "forward")
         if plan is None:

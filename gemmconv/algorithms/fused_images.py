@@ -29,7 +29,9 @@ _MOST_COLUMNS = {2: {1: 256, 2: 192}, 4: {1: 256, 2: 112}}  # by bytes of an ele
 _LOADERS = 96  # threads
 _PIECES_AT_ONCE = 12  # of a channel, that threads begin to copy together
 _INT32_MAX = 2**31 - 1
-_LEAST_STAGES, _MOST_STAGES = 2, 6
+# Inputs that are turned are passed on once those of the next stage are begun, while those of the stage before are read.
+_LEAST_STAGES, _MOST_STAGES = {2: 3, 4: 2}, 6
+_MOST_CELLS = 16  # for each input: beyond, outputs are mostly what lies beside images
 _BARRIER_BYTES = 16  # of a stage
 _LANDING_BYTES = 48 << 10  # four blocks of 32 positions of each warp that brings them
 _LEAST_FOLDED = 32  # positions, where images are smaller
@@ -65,6 +67,11 @@ class Tile:
     @property
     def positions(self) -> int:
         return self.images * self.pixels
+
+    @property
+    def cells(self) -> int:
+        """Positions, or cells, if those are more: what is folded."""
+        return max(self.positions, self.images * math.prod(cells_of(self.problem)))
 
     @property
     def columns(self) -> int:
@@ -154,7 +161,7 @@ class Tile:
     def possible(self) -> bool:
         if self.items + MULTIPROCESSORS > _INT32_MAX:
             return False
-        return self.columns <= _MOST_COLUMNS[self.itemsize][self.blocks] and self.stages >= _LEAST_STAGES
+        return self.columns <= _MOST_COLUMNS[self.itemsize][self.blocks] and self.stages >= _LEAST_STAGES[self.itemsize]
 
     @property
     def cycles(self) -> float:
@@ -168,12 +175,12 @@ class Tile:
         if self.turned:
             turns = -(-self.positions // (_PIECES_AT_ONCE * self.piece))
             chunk = 0.95 * lines * self.columns / 32 + turns * (100 if self.piece == 8 else 220) + 360
-            folded, start = lines * self.positions / 1000 * (13 + 90 / math.sqrt(self.warpgroups)), 9_000
+            folded, start = lines * self.cells / 1000 * (13 + 90 / math.sqrt(self.warpgroups)), 9_000
         else:
             turns = -(-self.positions // _LOADERS)
             parts = 0.96 * lines * self.columns / 32, turns * 655, 1.1 * lines
             chunk = sum(part**1.27 for part in parts) ** (1 / 1.27) + 125
-            folded, start = lines * self.positions / 1000 * 67 + 175, 11_000
+            folded, start = lines * self.cells / 1000 * 67 + 175, 11_000
         return start + -(-self.items // MULTIPROCESSORS) * (self.chunks * chunk + folded)
 
 
@@ -188,7 +195,7 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
     p, most = problem, _MOST_COLUMNS[itemsize][1]
     if p.groups > 1 or p.batch == 0 or _BLOCK_LINES % p.taps or p.in_pixels > most:
         return
-    if p.out_channels * p.taps * itemsize % 16 or p.in_pixels % 4:
+    if p.out_channels * p.taps * itemsize % 16 or p.in_pixels % 4 or math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels:
         return
     if max(most * p.in_channels, (p.out_channels + 256) * p.taps, p.out_pixels, p.batch * 256) > _INT32_MAX:
         return
