@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from benchmarks.contenders import (
     torch_contenders,
 )
 from benchmarks.floor import Ceilings, measure_ceilings
-from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys
+from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.report import write_beside
@@ -35,7 +35,6 @@ RESULTS = Path(__file__).parent / "results"
 
 # A CPU measures a layer's forward pass in some tens of milliseconds below these.
 _CPU_FLOPS, _CPU_BYTES = 400_000_000, 32 << 20
-_SECOND_LOOK_MS = 0.05
 _QUICK_GPU = ("tf32", "bf16")
 
 
@@ -134,9 +133,9 @@ class _Request:
         return self.devices[0]
 
     @property
-    def second_look_ms(self) -> float:
+    def looks(self) -> Callable[[float], int]:
         """Of :class:`benchmarks.measure.Plan`."""
-        return _SECOND_LOOK_MS if self.device.type == "cuda" and self.effort is not QUICK else float("inf")
+        return looks_at if self.device.type == "cuda" and self.effort is not QUICK else once
 
 
 def _request(arguments: argparse.Namespace) -> _Request:
@@ -225,7 +224,7 @@ def _run(request: _Request) -> int:
         Ceilings(1.0, {}),
         request.effort,
         deadline=request.deadline,
-        second_look_ms=request.second_look_ms,
+        looks=request.looks,
     )
     missing = files.missing(plan)
     if missing:
@@ -337,7 +336,7 @@ class _Files:
     def _lacks(self, key: tuple[str, ...]) -> bool:
         """Whether a key has no row yet, or one that lacks looks."""
         row = self.done(key)
-        return row is None or row.lacks_looks(self._request.second_look_ms)
+        return row is None or row.lacks_looks(self._request.looks)
 
     def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
         """How many rows are to be measured, of modes that are known beforehand."""

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,19 +27,18 @@ _GRADIENTS = ("input", "weight", "bias")
 # In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
 _SMALL_MS = 0.1
 
-# Searches of cudnn.benchmark are made in other lanes too where calls take less than the first of these, until they took
-# the second: those of longer calls take seconds each.
-_SEARCHED_MS, _SEARCHES_MS = 1.0, 250.0
+# Calls of less than this are searched for by cudnn.benchmark in another lane too, and in more until they took so long
+# together: the searches of longer calls take seconds each.
+_SEARCHED_MS, _SEARCHES_MS = 5.0, 150.0
 
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
 
-# Looks of a row that agree, as a share of its time, and how many there are at most.
-_LOOKS_AGREE, _MOST_LOOKS = 0.02, 4
 _REPLAY_LOOKS = 3  # of replays, one after the other: a graph holds memory of its own, and is not kept
 
-# Data of which copies are kept, so that later ones lie elsewhere.
-_LITTLE_BYTES = 1 << 29
+# How much further apart tensors lie in each look: those of 1 to 10 MiB, which share segments of torch's allocator, and
+# larger ones, which have segments of their own.
+_GAPS_BYTES = 5 << 18, 38 << 20
 
 # What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
 _IEEE_BAR = 1e-6
@@ -48,7 +47,7 @@ _IEEE_BAR = 1e-6
 _TORCH_BARS = {"fp32": 1e-4, "tf32": 6e-3, "fp16": 1e-2, "bf16": 5e-2}
 
 Results = dict[str, torch.Tensor]
-_Looked = tuple[Row, Contender, int]  # with the lane of its search
+_Seen = tuple[Row, Contender, int]  # with the lane of its search
 
 
 class DeviceLost(RuntimeError):
@@ -57,6 +56,20 @@ class DeviceLost(RuntimeError):
 
 def _never(key: Key) -> None:
     """No row was measured before."""
+
+
+def once(ms: float) -> int:
+    """One look at each row, however long it takes."""
+    return 1
+
+
+def looks_at(ms: float) -> int:
+    """How many looks to take at a row: short ones depend on places, long ones hardly differ.
+
+    >>> [looks_at(ms) for ms in (0.05, 2, 50)]
+    [3, 2, 1]
+    """
+    return 3 if ms < 1.0 else 2 if ms < 10.0 else 1
 
 
 @dataclass(frozen=True)
@@ -73,9 +86,9 @@ class Plan:
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that was measured before, which at most lacks looks, or None.
-        second_look_ms: eager rows that take longer are timed again once all of their workload were, and again while the
-            last look and the fastest differ: what slows a device down for a while, or makes it take one of two speeds,
-            or where tensors lie, seldom meets a row each time, and the fastest counts.
+        looks: how often an eager row of so many milliseconds is timed: again once all of its workload were, with
+            tensors at other places. What slows a device down for a while seldom meets a row each time, nor does an
+            unlucky place, and the fastest counts.
     """
 
     device: torch.device
@@ -87,7 +100,7 @@ class Plan:
     run: int = 0
     deadline: float = math.inf
     done: Callable[[Key], Row | None] = _never
-    second_look_ms: float = math.inf
+    looks: Callable[[float], int] = once
 
 
 def bar_of(name: str, precision: str, torch_errors: dict[str, float]) -> float:
@@ -120,17 +133,17 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
     Raises:
         DeviceLost: a contender broke the GPU's context; its row came before.
     """
-    to_look_at: list[tuple[_Bench, list[_Looked]]] = []
+    to_look_at: list[tuple[_Bench, list[_Seen]]] = []
     for dtype in dict.fromkeys(PRECISIONS[precision] for precision in plan.precisions):
         precisions = [precision for precision in plan.precisions if PRECISIONS[precision] == dtype]
         bench = _Bench(workload, dtype, plan)
-        own: list[_Looked] = []
+        own: list[_Seen] = []
         for precision in precisions:
             for contender in plan.contenders:
                 for direction in plan.directions:
                     done = plan.done(_row(workload, precision, contender, direction).key)
                     if done is not None:
-                        if done.lacks_looks(plan.second_look_ms):
+                        if done.lacks_looks(plan.looks):
                             own.append((done, contender, 0))
                         continue
                     if time.monotonic() > plan.deadline:
@@ -142,40 +155,41 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     else:
                         rows, failed, lane = visit(), [], 0
                     yield from rows
-                    if rows[0].lacks_looks(plan.second_look_ms):
+                    if rows[0].lacks_looks(plan.looks):
                         own.append((rows[0], contender, lane))
                     for row in (*rows, *failed):
                         if row.status == "failed":
                             _recover(plan.device, row)
-        bench.forget_reference()
+        bench.forget()
         to_look_at.append((bench, own))
-    for _ in range(_MOST_LOOKS - 1):
+    look = 1
+    while any(own for _, own in to_look_at):
         for bench, own in to_look_at:
             if time.monotonic() > plan.deadline:
                 return
-            own[:] = yield from _looks(bench, plan, lanes, own)
+            own[:] = yield from _looked_at(bench, look, plan, lanes, own)
+        look += 1
 
 
-def _looks(bench: _Bench, plan: Plan, lanes: Lanes, long: list[_Looked]) -> Generator[Row, None, list[_Looked]]:
-    """A further look at each row. Returns those that are still in doubt.
-
-    Each time the tensors lie at other places: with some a row takes 6% longer, as long as they stay there.
-    """
-    doubtful: list[_Looked] = []
-    if long:
-        with suppress(torch.OutOfMemoryError):  # then they stay where they are
-            bench.place_anew()
-    for row, contender, lane in long:
+def _looked_at(
+    bench: _Bench, look: int, plan: Plan, lanes: Lanes, seen: list[_Seen]
+) -> Generator[Row, None, list[_Seen]]:
+    """A further look at each row. Returns those that lack one more."""
+    after: list[_Seen] = []
+    bench.place(look)
+    for row, contender, lane in seen:
         if time.monotonic() > plan.deadline:
             break
-        look = partial(bench.look_again, row, contender)
-        row, agrees = lanes.run_in(lane, look) if contender.benchmark else look()
-        yield row
+        if row.looks <= look:  # else an earlier run was further
+            look_again = partial(bench.look_again, row, contender)
+            row = lanes.run_in(lane, look_again) if contender.benchmark else look_again()
+            yield row
         if row.status == "failed":
             _recover(plan.device, row)
-        elif not agrees:
-            doubtful.append((row, contender, lane))
-    return doubtful
+        if row.lacks_looks(plan.looks):
+            after.append((row, contender, lane))
+    bench.forget()
+    return after
 
 
 def fastest_search(
@@ -184,9 +198,9 @@ def fastest_search(
     """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel, failed rows of others, and its lane.
 
     Of each search the eager row comes first, and decides. A search times each kernel once, so chance decides between
-    close ones. Only searches of short calls are made more than once, until they took their time. A glance is enough to
-    see whether another one found something faster; that is then visited like the first. ``first_ms`` is that of the
-    first, and ``reason`` says what was wrong with others.
+    close ones, and in the first it also waits for kernels to be loaded. Those of short calls are made once more, and
+    again until they took their time. A glance is enough to see whether another one found something faster; that is then
+    visited like the first. ``first_ms`` is that of the first, and ``reason`` says what was wrong with others.
 
     Args:
         lanes: a search is made in each, at most.
@@ -200,7 +214,7 @@ def fastest_search(
     glances: dict[int, Row] = {}
     end = time.monotonic() + 1e-3 * _SEARCHES_MS
     for lane in range(1, len(lanes)):
-        if time.monotonic() >= end:
+        if glances and time.monotonic() >= end:
             break
         glances[lane] = lanes.run_in(lane, glance)
     bad = [row for row in glances.values() if row.status == "failed"]
@@ -247,40 +261,46 @@ def _recover(device: torch.device, row: Row) -> None:
 
 
 class _Bench:
-    """The data of one workload in one element type. It is made when the first row needs it."""
+    """The data of one workload in one element type. It is made when the first row needs it.
+
+    Where tensors lie decides how long some kernels take, by up to 15%, in the same way in every process. So each look
+    has places of its own for them, in memory where nothing else is, which do not depend on what was measured before.
+    """
 
     def __init__(self, workload: Workload, dtype: torch.dtype, plan: Plan) -> None:
         self._workload, self._problem, self._plan = workload, workload.problem, plan
         self._dtype, self._device = dtype, plan.device
-        self._left: list[Tensors] = []  # where others shall not be placed
+        self._placed: dict[str, Tensors] = {}
+        self._gaps: list[torch.Tensor] = []  # between tensors
+        self._gaps_bytes = [0, 0]
         self._torch_errors: dict[tuple[str, str, str], dict[str, float]] = {}
         self._torch_ms: dict[tuple[str, str], float] = {}
 
     @cached_property
-    def _placed(self) -> dict[str, Tensors]:
-        """The data, in each layout that was asked for."""
-        return {"nchw": random_tensors(self._workload, self._device).to(self._dtype)}
-
-    @cached_property
     def _reference(self) -> Reference:
         gradients = any(direction != "forward" for direction in self._plan.directions)
-        return reference(self._problem, self._placed["nchw"], gradients)
+        return reference(self._problem, self._tensors("nchw"), gradients)
 
-    def _tensors(self, contender: Contender) -> Tensors:
-        if contender.layout not in self._placed:
-            self._placed[contender.layout] = self._placed["nchw"].channels_last()
-        return self._placed[contender.layout]
+    def _tensors(self, layout: str) -> Tensors:
+        if not self._placed:
+            self._empty_cache()
+            drawn = random_tensors(self._workload, self._device).to(self._dtype)
+            for one in dict.fromkeys(("nchw", *(contender.layout for contender in self._plan.contenders))):
+                tensors = drawn if one == "nchw" else drawn.channels_last()
+                self._placed[one], gaps = tensors.spread(self._gaps_bytes)
+                self._gaps += gaps
+        return self._placed[layout]
 
-    def forget_reference(self) -> None:
-        """Give the memory of what is right back, once all rows were compared with it."""
+    def place(self, look: int) -> None:
+        """Have the data where this look wants it, from now on."""
+        self.forget()
+        self._gaps_bytes = [look * size for size in _GAPS_BYTES]
+
+    def forget(self) -> None:
+        """Give the memory of the data back, and of what is right."""
+        self._placed.clear()
+        self._gaps.clear()
         self.__dict__.pop("_reference", None)
-
-    def place_anew(self) -> None:
-        """Put the data to other places in memory; little of it to places that it never had."""
-        for layout, tensors in self._placed.items():
-            self._placed[layout] = tensors.copied()
-            if tensors.x.nbytes + tensors.grad_output.nbytes <= _LITTLE_BYTES:
-                self._left.append(tensors)
 
     def visit(self, contender: Contender, precision: str, direction: str) -> list[Row]:
         """The rows of one contender and direction: the eager one first, then those of other modes."""
@@ -302,17 +322,18 @@ class _Bench:
             except Exception as error:  # as in visit
                 return _failed(row, error)
 
-    def look_again(self, row: Row, contender: Contender) -> tuple[Row, bool]:
-        """The eager row of a contender, timed once more: the faster of both, and whether they agree."""
+    def look_again(self, row: Row, contender: Contender) -> Row:
+        """The eager row of a contender, timed once more: the faster of both."""
         assert row.median_ms is not None
         with self._settings(contender, row.precision):
             try:
-                times = time_run(self._run(contender, row.direction), self._device, self._plan.effort.halved())
+                self._empty_cache()
+                run = self._run(contender, row.direction)
+                times = time_run(run, self._device, self._plan.effort, row.median_ms)
             except Exception as error:  # as in visit
-                return _failed(row, error), False
+                return _failed(row, error)
         fastest = _timed(row, times) if times.median < row.median_ms else row
-        agrees = abs(times.median / row.median_ms - 1) <= _LOOKS_AGREE
-        return replace(fastest, looks=row.looks + 1), agrees
+        return replace(fastest, looks=row.looks + 1)
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:
@@ -338,6 +359,7 @@ class _Bench:
             flops=work(problem, direction),
             least_bytes=least_bytes(problem, self._dtype.itemsize, direction, bias),
         )
+        self._empty_cache()
         run = self._run(contender, direction)
         errors, first_ms = self._errors(run)
         row = self._judged(replace(row, first_ms=first_ms), contender, errors)
@@ -352,8 +374,12 @@ class _Bench:
 
     def _run(self, contender: Contender, direction: str) -> Callable[[], Results]:
         """A pass as a function without arguments; gives its results by name."""
-        tensors, forward = self._tensors(contender), contender.forward(self._problem)
-        return _pass(direction, tensors, forward)
+        return _pass(direction, self._tensors(contender.layout), contender.forward(self._problem))
+
+    def _empty_cache(self) -> None:
+        """Give back what others left over: results shall not lie where it happened to be free."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _judged(self, row: Row, contender: Contender, errors: dict[str, float]) -> Row:
         """The row with its errors; wrong where one is over its bar."""
@@ -464,7 +490,7 @@ class _Bench:
 
     def _graph(self, row: Row, contender: Contender, run: Run) -> Row | None:
         """Replays of a CUDA graph. A backward pass is captured without autograd, whose streams are its own."""
-        tensors = self._tensors(contender)
+        tensors = self._tensors(contender.layout)
         if row.direction == "backward":
             gradients = contender.gradients(self._problem)
             if gradients is None:
@@ -480,14 +506,14 @@ class _Bench:
         row = self._judged(row, contender, self._reference.errors(found))
         if row.status != "ok":
             return row
-        looks = [time_run(graph.replay, self._device, self._plan.effort.halved()) for _ in range(_REPLAY_LOOKS)]
+        looks = [time_run(graph.replay, self._device, self._plan.effort) for _ in range(_REPLAY_LOOKS)]
         return _timed(replace(row, looks=_REPLAY_LOOKS), min(looks, key=lambda times: times.median))
 
     def _call(self, row: Row, contender: Contender, run: Run) -> Row:
         return _timed(row, time_calls(run, self._device, self._plan.effort))
 
     def _module(self, row: Row, contender: Contender, run: Run) -> Row | None:
-        tensors = self._tensors(contender)
+        tensors = self._tensors(contender.layout)
         module = contender.module(self._problem, tensors)
         if module is None:
             return None

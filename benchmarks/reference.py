@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,10 +50,20 @@ class Tensors:
         )
         return Tensors(x, weight, self.bias, grad_output)
 
-    def copied(self) -> Tensors:
-        """Copies of the same strides, at other places in memory while these are kept."""
-        bias = None if self.bias is None else self.bias.clone()
-        return Tensors(self.x.clone(), self.weight.clone(), bias, self.grad_output.clone())
+    def spread(self, gaps_bytes: Sequence[int]) -> tuple[Tensors, list[torch.Tensor]]:
+        """Copies of the same strides, in order, and what lies between them as long as it is kept.
+
+        Args:
+            gaps_bytes: of what is placed before each.
+        """
+        gaps: list[torch.Tensor] = []
+
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
+            gaps.extend(torch.empty(size, dtype=torch.uint8, device=tensor.device) for size in gaps_bytes)
+            return tensor.clone()
+
+        bias = None if self.bias is None else placed(self.bias)
+        return Tensors(placed(self.x), placed(self.weight), bias, placed(self.grad_output)), gaps
 
 
 @dataclass(frozen=True)

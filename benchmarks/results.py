@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 from benchmarks.contenders import DEFAULT_TORCH
 
 FORMAT = 1
-
-_LEAST_LOOKS = 2  # at a row
 
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
 _IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
@@ -42,7 +40,7 @@ class Row:
         error_output, error_input, error_weight, error_bias: relative to float64, of the output and of gradients.
         error, bar: the error that came closest to its bar, and that bar.
         median_ms, p20_ms, p80_ms, repeats: of the time.
-        looks: how often it was taken, some time apart; the fastest is given.
+        looks: how often it was taken, some time apart, with tensors at other places; the fastest is given.
         speedup_default: time of torch's default settings in NCHW, divided by this time.
         speedup_best: time of torch's best setting, of any layout, divided by this time.
         best_torch: that setting.
@@ -106,9 +104,9 @@ class Row:
         """What rows share that are compared with each other."""
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
-    def lacks_looks(self, longer_than_ms: float) -> bool:
-        """Whether it is an eager row that takes longer than this, and was looked at less often than such rows are."""
-        return self.mode == "eager" and (self.median_ms or 0.0) > longer_than_ms and self.looks < _LEAST_LOOKS
+    def lacks_looks(self, looks: Callable[[float], int]) -> bool:
+        """Whether it is an eager row that was looked at less often than rows of so many milliseconds are."""
+        return self.mode == "eager" and self.median_ms is not None and self.looks < looks(self.median_ms)
 
     @property
     def is_torch(self) -> bool:

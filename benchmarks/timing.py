@@ -1,10 +1,10 @@
-"""Samples of time. On CUDA: events, with the L2 cache overwritten before every run. On a CPU: torch.utils.benchmark."""
+"""Samples of time. On CUDA: events, the L2 cache overwritten before every run. On a CPU: torch.utils.benchmark."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.utils.benchmark import Timer
@@ -19,32 +19,24 @@ class Effort:
     """How much time one measurement may take.
 
     Attributes:
-        target_ms: measured time that it aims at.
+        target_ms: measured time that one look aims at.
         least, most: number of samples.
         cap_ms: where ``least`` samples would take longer than this, there are fewer, but at least three.
     """
 
-    target_ms: float = 30.0
+    target_ms: float = 15.0
     least: int = 5
-    most: int = 30
-    cap_ms: float = 400.0
+    most: int = 11
+    cap_ms: float = 100.0
 
     def samples(self, estimate_ms: float) -> int:
         """How many samples to take of something that takes ``estimate_ms``.
 
-        >>> [Effort().samples(ms) for ms in (0.1, 2, 50, 500)]
-        [30, 15, 5, 3]
+        >>> [Effort().samples(ms) for ms in (0.1, 2, 20, 500)]
+        [11, 7, 5, 3]
         """
         count = max(self.least, min(self.most, int(self.target_ms / max(estimate_ms, 1e-6))))
         return max(3, min(count, int(self.cap_ms / max(estimate_ms, 1e-6))))
-
-    def halved(self) -> Effort:
-        """Half as many samples, where that is not less than ``least``.
-
-        >>> [Effort().halved().samples(ms) for ms in (0.1, 2, 50, 500)]
-        [15, 7, 5, 3]
-        """
-        return replace(self, target_ms=self.target_ms / 2, most=max(self.least, self.most // 2))
 
 
 QUICK = Effort(target_ms=10.0, most=10, cap_ms=200.0)
@@ -77,16 +69,23 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def time_run(run: Run, device: torch.device, effort: Effort) -> Times:
-    """Time of one call that has been made before: on CUDA that of the device, from a flushed L2 cache."""
+def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float | None = None) -> Times:
+    """Time of one call that has been made before: on CUDA that of the device, from a flushed L2 cache.
+
+    Args:
+        run, device, effort: what, where, how often.
+        estimate_ms: what it takes, if that is known; else warm-up calls tell.
+    """
     if device.type != "cuda":
         seconds = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
         samples = list(seconds.blocked_autorange(min_run_time=effort.target_ms * 1e-3 * 5).times)
         while len(samples) < 3:
             samples.append(seconds.timeit(1).median)
         return Times.of([1e3 * sample for sample in samples])
-    (warm_up,) = cuda_rounds([run], device, _nothing, 2)
-    (samples,) = cuda_rounds([run], device, _nothing, effort.samples(min(warm_up)))
+    if estimate_ms is None:
+        (warm_up,) = cuda_rounds([run], device, _nothing, 2)
+        estimate_ms = min(warm_up)
+    (samples,) = cuda_rounds([run], device, _nothing, effort.samples(estimate_ms), [estimate_ms])
     return Times.of(samples)
 
 

@@ -57,6 +57,11 @@ def plan(device=CPU, **changes):
     return measure.Plan(**{**values, **changes})
 
 
+def thrice(ms):
+    """Three looks at each row."""
+    return 3
+
+
 def rows_of(layer=TINY, **changes):
     return results.with_ratios(measure.rows_of(custom(layer), plan(**changes), Lanes()))
 
@@ -241,72 +246,94 @@ def test_rows_have_errors_times_and_ratios():
         }[row.direction]
 
 
-def test_looks_go_on_until_two_agree_and_keep_the_fastest_time(monkeypatch):
-    """Rows that take long come again, those of cudnn.benchmark from the thread of their search."""
-    times, threads = iter([3.0, 0.4, 2.0, 3.5, 0.5, 3.02, 0.7, 0.6, 5.0]), []
+def test_looks_keep_the_fastest_time(monkeypatch):
+    """Rows come again, those of cudnn.benchmark from the thread of their search."""
+    times, threads, known = iter([3.0, 2.0, 3.5, 0.5, 3.02, 0.7, 5.0]), [], []
 
-    def time_run(run, device, effort):
+    def time_run(run, device, effort, estimate_ms=None):
         run()
         threads.append(threading.get_ident())
+        known.append(estimate_ms)
         median = next(times)
         return Times(median, median, median, 3)
 
     monkeypatch.setattr(measure, "time_run", time_run)
-    contenders = [Contender("torch_nchw"), Contender("native", kind="gemmconv"), Contender("searched", benchmark=True)]
-    looked = plan(directions=("forward",), contenders=contenders, second_look_ms=0.5)
+    contenders = [Contender("torch_nchw"), Contender("searched", benchmark=True)]
+    looked = plan(directions=("forward",), contenders=contenders, looks=thrice)
     rows = list(measure.rows_of(custom(TINY), looked, Lanes()))
     assert [(row.algorithm, row.median_ms) for row in rows] == [
-        *(("torch_nchw", 3.0), ("native", 0.4), ("searched", 2.0)),
+        *(("torch_nchw", 3.0), ("searched", 2.0)),
         *(("torch_nchw", 3.0), ("searched", 0.5)),
         *(("torch_nchw", 3.0), ("searched", 0.5)),
-        ("searched", 0.5),
     ]
-    assert [row.looks for row in rows] == [1, 1, 1, 2, 2, 3, 3, 4]
-    assert threads[2] == threads[4] == threads[6] == threads[7] != threads[0]
-    never = replace(looked, second_look_ms=6.0, contenders=contenders[:1])
-    assert [row.median_ms for row in measure.rows_of(custom(TINY), never, Lanes())] == [5.0]
+    assert [row.looks for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert known == [None, None, 3.0, 2.0, 3.0, 0.5]
+    assert threads[1] == threads[3] == threads[5] != threads[0]
+    once = replace(looked, looks=measure.once, contenders=contenders[:1])
+    assert [row.median_ms for row in measure.rows_of(custom(TINY), once, Lanes())] == [5.0]
 
 
 def test_looks_come_once_all_element_types_were_measured(monkeypatch):
-    monkeypatch.setattr(measure._Bench, "look_again", lambda self, row, contender: (replace(row, looks=2), True))
+    monkeypatch.setattr(measure._Bench, "look_again", lambda self, row, contender: replace(row, looks=row.looks + 1))
     looked = plan(
         precisions=("fp32", "fp16", "bf16"),
         directions=("forward",),
         contenders=[Contender("torch_nchw")],
-        second_look_ms=0.0,
+        looks=thrice,
     )
     rows = measure.rows_of(custom(TINY), looked, Lanes())
     precisions = ["fp32", "fp16", "bf16"]
-    assert [(row.precision, row.looks) for row in rows] == [(one, look) for look in (1, 2) for one in precisions]
+    assert [(row.precision, row.looks) for row in rows] == [(one, look) for look in (1, 2, 3) for one in precisions]
 
 
-def test_looks_find_the_same_data_at_other_places(monkeypatch):
+def seen_in_looks(monkeypatch, device=CPU):
+    """The tensors of every run of three looks, two layouts each: copies, and their addresses."""
     seen, run_of = [], measure._Bench._run
 
     def recorded(bench, contender, direction):
-        seen.append(bench._tensors(contender))
+        tensors = bench._tensors(contender.layout)
+        three = tensors.x, tensors.weight, tensors.grad_output
+        seen.append(([tensor.clone() for tensor in three], [tensor.data_ptr() for tensor in three]))
         return run_of(bench, contender, direction)
 
-    monkeypatch.setattr(measure._Bench, "_run", recorded)
     contenders = [Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")]
-    looked = plan(directions=("forward",), contenders=contenders, second_look_ms=0.0)
-    rows = list(measure.rows_of(custom(TINY), looked, Lanes()))
+    with monkeypatch.context() as patch:
+        patch.setattr(measure._Bench, "_run", recorded)
+        looked = plan(device, directions=("forward",), contenders=contenders, looks=thrice)
+        rows = list(measure.rows_of(custom("n8 c64x64 k4 h32 w32 s2 p1"), looked, Lanes()))
     assert {row.status for row in rows} == {"ok"}
-    assert len(rows) == len(seen) >= 4
-    for layout in (torch.contiguous_format, torch.channels_last):
-        first, *others = [one for one in seen if one.x.is_contiguous(memory_format=layout)]
-        for other in others:
-            for name in ("x", "weight", "grad_output"):
-                before, after = getattr(first, name), getattr(other, name)
-                assert torch.equal(after, before)
-                assert after.stride() == before.stride()
-                assert after.data_ptr() != before.data_ptr()
+    assert len(rows) == len(seen) == 6
+    return seen
+
+
+def test_looks_find_the_same_data(monkeypatch):
+    seen = seen_in_looks(monkeypatch)
+    for first, again in zip(seen * 2, seen[2:], strict=False):
+        for before, after in zip(first[0], again[0], strict=True):
+            assert torch.equal(after, before)
+            assert after.stride() == before.stride()
+    assert seen[0][0][0].stride() != seen[1][0][0].stride()
+
+
+@pytest.mark.gpu
+def test_each_look_has_places_of_its_own_whatever_was_before(monkeypatch):
+    """Places relative to each other decide how fast some kernels are."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def places():
+        return [[address % (2 << 20) for address in seen[1]] for seen in seen_in_looks(monkeypatch, device)]
+
+    first = places()
+    assert first[0] != first[2] != first[4] != first[0]
+    left_over = [torch.empty(count << 20, dtype=torch.uint8, device=device) for count in (1, 3, 7, 30)]
+    del left_over
+    assert places() == first
 
 
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
-    looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], second_look_ms=0.0)
+    looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], looks=thrice)
     monkeypatch.setattr(
-        measure._Bench, "look_again", lambda self, row, contender: (measure._failed(row, OSError("lost")), False)
+        measure._Bench, "look_again", lambda self, row, contender: measure._failed(row, OSError("lost"))
     )
     first, second = measure.rows_of(custom(TINY), looked, Lanes())
     assert (first.key, first.status, second.status, second.median_ms) == (second.key, "ok", "failed", None)
@@ -485,7 +512,7 @@ def test_torch_settings_come_back():
 
 def test_effort_bounds_the_samples():
     effort = Effort()
-    assert [effort.samples(ms) for ms in (1e-9, 2, 10, 50, 100, 1000)] == [30, 15, 5, 5, 4, 3]
+    assert [effort.samples(ms) for ms in (1e-9, 2, 10, 20, 25, 1000)] == [11, 7, 5, 5, 4, 3]
     assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.4, 2.6, 3)
 
 
@@ -529,7 +556,7 @@ class SearchesMade:
         (30.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.2, 0.2, "ok")], 2, [0, 2]),
         (30.0, [(0.3, 0.3, "ok")], 0, [0]),  # there is one lane
         (900.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.2, 0.2, "ok")], 1, [0, 1]),  # it takes too long for a third
-        (30.0, [(1.3, 1.3, "ok"), (1.2, 1.2, "ok")], 0, [0]),  # the calls are long
+        (30.0, [(5.3, 5.3, "ok"), (5.2, 5.2, "ok")], 0, [0]),  # the calls are long
         (30.0, [(None, 0.3, "wrong"), (0.2, 0.2, "ok")], 0, [0]),
         (30.0, [(0.3, 0.3, "ok"), (0.2, None, "ok")], 0, [0]),
         (30.0, [(0.3, 0.3, "ok"), (0.31, 0.29, "ok")], 0, [0, 1]),  # no faster when timed for long
@@ -711,12 +738,12 @@ def test_command_line_stops_at_the_budget_and_goes_on(quick_run, monkeypatch, ca
 def test_command_line_only_looks_at_rows_that_lack_looks(quick_run, monkeypatch, tmp_path, capsys):
     flags = ("--direction", "forward", "--layout", "nchw", "--algorithms", "native", "--baselines", "torch_nchw")
     assert quick_run(*flags)[1] == ["torch_nchw", "native"]
-    monkeypatch.setattr(compare._Request, "second_look_ms", 0.0)
+    monkeypatch.setattr(compare._Request, "looks", staticmethod(thrice))
     for missing in (2, 0):
         capsys.readouterr()
         assert quick_run(*flags)[1] == []
         assert f"{missing} rows to measure" in capsys.readouterr().out
-        assert all(2 <= row.looks <= 4 for row in Results.load(tmp_path / "layer.json").rows.values())
+        assert all(row.looks == 3 for row in Results.load(tmp_path / "layer.json").rows.values())
 
 
 def test_command_line_shares_workloads_between_devices(tmp_path, capsys):

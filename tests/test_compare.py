@@ -243,6 +243,23 @@ def test_times_are_medians_of_runs_that_take_turns(monkeypatch):
     assert timing.medians_ms([], CPU) == []
 
 
+@pytest.mark.gpu
+def test_a_gpu_rests_as_long_as_a_run_takes(monkeypatch):
+    """Else it reaches its power limit and slows down, sooner or later."""
+    waits, sleep = [], torch.cuda._sleep
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: [waits.append(cycles), sleep(cycles)])
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def rests(*estimates_ms):
+        waits.clear()
+        timing.cuda_rounds([lambda: None] * 3, device, lambda index: None, 1, estimates_ms)
+        return [round(1e3 * cycles / timing._CYCLES_A_SECOND, 3) for cycles in waits]
+
+    short = rests()
+    assert len(short) == 6  # a round that counts, after one that does not
+    assert rests(3.0, 50.0, 0.01) == [3.0, 10.0, short[0]] * 2
+
+
 # The command line.
 
 

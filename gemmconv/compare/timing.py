@@ -14,6 +14,8 @@ _FLUSH_BYTES = 128 * 2**20
 _LEAST_HEAD_START_CYCLES, _MOST_HEAD_START_CYCLES = 500_000, 100_000_000
 _CYCLES_A_SECOND = 2e9  # at least the clock of the devices
 _HOST_MARGIN = 1.5
+# A device that is kept busy with products for 40 ms reaches its power limit, and lowers its clock by up to 12%.
+_MOST_REST_MS = 10.0
 _WARM_UPS = 3
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
 _SECONDS_EACH = 0.5
@@ -28,7 +30,7 @@ def medians_ms(
 
     The runs take turns, so that a machine that slows down slows all of them: 5 to 50 rounds, fewer when a round
     is long, after some that are not counted. On CUDA the time is that of the device, between two events, with
-    the L2 cache overwritten before the first.
+    the L2 cache overwritten before the first, after a rest as long as the run itself, 10 ms at most.
 
     Args:
         runs: what to time.
@@ -41,10 +43,12 @@ def medians_ms(
     if not runs:
         return []
     rounds = cuda_rounds if device.type == "cuda" else _cpu_rounds
-    estimate = sum(min(times) for times in rounds(runs, device, before, _WARM_UPS)) * 1e-3
-    count = int(_SECONDS_EACH * len(runs) / max(estimate, 1e-9))
+    estimates = [min(times) for times in rounds(runs, device, before, _WARM_UPS)]
+    count = int(_SECONDS_EACH * len(runs) / max(sum(estimates) * 1e-3, 1e-9))
     count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
-    return [median(times) for times in rounds(runs, device, before, count)]
+    if device.type == "cuda":
+        return [median(times) for times in cuda_rounds(runs, device, before, count, estimates)]
+    return [median(times) for times in _cpu_rounds(runs, device, before, count)]
 
 
 def _cpu_rounds(
@@ -61,25 +65,31 @@ def _cpu_rounds(
 
 
 def cuda_rounds(
-    runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
+    runs: Sequence[Run],
+    device: torch.device,
+    before: Callable[[int], None],
+    count: int,
+    estimates_ms: Sequence[float] = (),
 ) -> list[list[float]]:
     """Samples of device time for each run, in milliseconds: ``count`` rounds, the L2 cache overwritten before each run.
 
     Args:
         runs, device, before: as :func:`medians_ms`.
         count: number of rounds; every one is returned.
+        estimates_ms: of each run, which the device rests for before it, 10 ms at most; none where it is not known.
     """
     pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
     with torch.cuda.device(device):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         flush = torch.empty(max(_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
+        rests = [int(min(one, _MOST_REST_MS) * 1e-3 * _CYCLES_A_SECOND) for one in estimates_ms] or [0] * len(runs)
         head_starts = [_LEAST_HEAD_START_CYCLES] * len(runs)
         for round_ in range(-1, count):  # the first is not counted: it tells how long the host takes
             for index, run in enumerate(runs):
                 before(index)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()
-                torch.cuda._sleep(head_starts[index])
+                torch.cuda._sleep(max(head_starts[index], rests[index]))
                 start.record()
                 began = time.perf_counter()
                 run()
