@@ -16,8 +16,8 @@ import torch
 from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, Contender, Lanes, torch_settings
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
-from benchmarks.results import Key, Row
-from benchmarks.timing import Effort, Run, Times, captured, synchronize, time_calls, time_run
+from benchmarks.results import LOOKED_AT, Key, Row
+from benchmarks.timing import Effort, Run, captured, synchronize, time_calls, time_run
 from benchmarks.workloads import Workload
 from gemmconv.compare.measure import error_bar
 
@@ -29,12 +29,10 @@ _SMALL_MS = 0.1
 
 # Calls of less than this are searched for by cudnn.benchmark in another lane too, and in more until they took so long
 # together: the searches of longer calls take seconds each.
-_SEARCHED_MS, _SEARCHES_MS = 5.0, 150.0
+_SEARCHED_MS, _SEARCHES_MS = 5.0, 100.0
 
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
-
-_REPLAY_LOOKS = 3  # of replays, one after the other: a graph holds memory of its own, and is not kept
 
 # How much further apart tensors lie in each look: those of 1 to 10 MiB, which share segments of torch's allocator, and
 # larger ones, which have segments of their own.
@@ -86,9 +84,9 @@ class Plan:
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that was measured before, which at most lacks looks, or None.
-        looks: how often an eager row of so many milliseconds is timed: again once all of its workload were, with
-            tensors at other places. What slows a device down for a while seldom meets a row each time, nor does an
-            unlucky place, and the fastest counts.
+        looks: how often a row of so many milliseconds is timed, eager or as a graph: again once all of its workload
+            were, with tensors at other places, and twice as often where it differs. The mean counts: it depends less
+            than the fastest on a place that is seldom met.
     """
 
     device: torch.device
@@ -141,10 +139,10 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
         for precision in precisions:
             for contender in plan.contenders:
                 for direction in plan.directions:
-                    done = plan.done(_row(workload, precision, contender, direction).key)
-                    if done is not None:
-                        if done.lacks_looks(plan.looks):
-                            own.append((done, contender, 0))
+                    row = _row(workload, precision, contender, direction)
+                    if plan.done(row.key) is not None:
+                        done = [plan.done(replace(row, mode=mode).key) for mode in LOOKED_AT]
+                        own += [(one, contender, 0) for one in done if one is not None and one.lacks_looks(plan.looks)]
                         continue
                     if time.monotonic() > plan.deadline:
                         return
@@ -155,8 +153,7 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     else:
                         rows, failed, lane = visit(), [], 0
                     yield from rows
-                    if rows[0].lacks_looks(plan.looks):
-                        own.append((rows[0], contender, lane))
+                    own += [(row, contender, lane) for row in rows if row.lacks_looks(plan.looks)]
                     for row in (*rows, *failed):
                         if row.status == "failed":
                             _recover(plan.device, row)
@@ -318,22 +315,23 @@ class _Bench:
             try:
                 run = self._run(contender, direction)
                 run()
-                return _timed(row, time_run(run, self._device, _GLANCE))
+                return row.timed(time_run(run, self._device, _GLANCE))
             except Exception as error:  # as in visit
                 return _failed(row, error)
 
     def look_again(self, row: Row, contender: Contender) -> Row:
-        """The eager row of a contender, timed once more: the faster of both."""
-        assert row.median_ms is not None
+        """A row of a contender, eager or of a graph, timed once more."""
         with self._settings(contender, row.precision):
             try:
                 self._empty_cache()
-                run = self._run(contender, row.direction)
-                times = time_run(run, self._device, self._plan.effort, row.median_ms)
+                run: Run = self._run(contender, row.direction)
+                if row.mode == "graph":
+                    found = self._captured(contender, row.direction, run)
+                    assert found is not None, "a row of a graph has one"
+                    run = found[0].replay
+                return row.looked_at(time_run(run, self._device, self._plan.effort, row.median_ms))
             except Exception as error:  # as in visit
                 return _failed(row, error)
-        fastest = _timed(row, times) if times.median < row.median_ms else row
-        return replace(fastest, looks=row.looks + 1)
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:
@@ -367,7 +365,7 @@ class _Bench:
             return [row]
         if device.type == "cuda":
             row = replace(row, peak_bytes=self._peak_bytes(run))
-        eager = _timed(row, time_run(run, device, self._plan.effort))
+        eager = row.timed(time_run(run, device, self._plan.effort))
         if contender.name == DEFAULT_TORCH and eager.median_ms is not None:
             self._torch_ms[row.precision, direction] = eager.median_ms
         return [eager, *self._other_modes(row, contender, run)]
@@ -488,29 +486,35 @@ class _Bench:
             known = 6 * (row.floor_ms or 0.0)  # no row of torch's to go by; it is typically this far from the floor
         return known < _SMALL_MS
 
-    def _graph(self, row: Row, contender: Contender, run: Run) -> Row | None:
-        """Replays of a CUDA graph. A backward pass is captured without autograd, whose streams are its own."""
-        tensors = self._tensors(contender.layout)
-        if row.direction == "backward":
+    def _captured(self, contender: Contender, direction: str, run: Run) -> tuple[torch.cuda.CUDAGraph, Results] | None:
+        """A CUDA graph and its results. A backward pass is captured without autograd, whose streams are its own."""
+        if direction == "backward":
             gradients = contender.gradients(self._problem)
             if gradients is None:
                 return None
-            bound = partial(gradients, tensors)
+            bound = partial(gradients, self._tensors(contender.layout))
             graph, found = captured(lambda: dict(zip(_GRADIENTS, bound(), strict=False)))
         else:
             graph, found = captured(run)
         assert isinstance(found, dict)
+        return graph, found
+
+    def _graph(self, row: Row, contender: Contender, run: Run) -> Row | None:
+        """Replays of a CUDA graph."""
+        captured_pass = self._captured(contender, row.direction, run)
+        if captured_pass is None:
+            return None
+        graph, found = captured_pass
         for result in found.values():
             result.fill_(torch.nan)
         graph.replay()
         row = self._judged(row, contender, self._reference.errors(found))
         if row.status != "ok":
             return row
-        looks = [time_run(graph.replay, self._device, self._plan.effort) for _ in range(_REPLAY_LOOKS)]
-        return _timed(replace(row, looks=_REPLAY_LOOKS), min(looks, key=lambda times: times.median))
+        return row.timed(time_run(graph.replay, self._device, self._plan.effort))
 
     def _call(self, row: Row, contender: Contender, run: Run) -> Row:
-        return _timed(row, time_calls(run, self._device, self._plan.effort))
+        return row.timed(time_calls(run, self._device, self._plan.effort))
 
     def _module(self, row: Row, contender: Contender, run: Run) -> Row | None:
         tensors = self._tensors(contender.layout)
@@ -526,7 +530,7 @@ class _Bench:
                     return module(leaf)
             return torch.autograd.grad(module(leaf), (leaf, *parameters), tensors.grad_output)
 
-        return _timed(row, time_calls(call, self._device, self._plan.effort))
+        return row.timed(time_calls(call, self._device, self._plan.effort))
 
 
 def _pass(
@@ -562,10 +566,6 @@ def _pass(
         return {"output": output.detach(), **dict(zip(_GRADIENTS, found, strict=False))}
 
     return run_both
-
-
-def _timed(row: Row, times: Times) -> Row:
-    return replace(row, median_ms=times.median, p20_ms=times.p20, p80_ms=times.p80, repeats=times.count)
 
 
 def _failed(row: Row, error: Exception) -> Row:

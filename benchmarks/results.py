@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import DEFAULT_TORCH
+from benchmarks.timing import Times
 
 FORMAT = 1
+
+LOOKED_AT = ("eager", "graph")  # modes that are timed more than once
+_LOOKS_AGREE = 0.02  # as a share of the fastest
 
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
 _IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
@@ -39,8 +43,10 @@ class Row:
         took: the algorithms that ``auto`` chose for the passes, in their order, as ``fused+native``.
         error_output, error_input, error_weight, error_bias: relative to float64, of the output and of gradients.
         error, bar: the error that came closest to its bar, and that bar.
-        median_ms, p20_ms, p80_ms, repeats: of the time.
-        looks: how often it was taken, some time apart, with tensors at other places; the fastest is given.
+        median_ms, p20_ms, p80_ms: of the time, each the mean of all looks.
+        repeats: runs that were timed.
+        looks: how often the time was taken, some time apart, with tensors at other places.
+        fastest_ms, slowest_ms: the medians of the fastest and of the slowest look.
         speedup_default: time of torch's default settings in NCHW, divided by this time.
         speedup_best: time of torch's best setting, of any layout, divided by this time.
         best_torch: that setting.
@@ -75,6 +81,8 @@ class Row:
     p80_ms: float | None = None
     repeats: int | None = None
     looks: int = 1
+    fastest_ms: float | None = None
+    slowest_ms: float | None = None
     speedup_default: float | None = None
     speedup_best: float | None = None
     best_torch: str = ""
@@ -104,9 +112,45 @@ class Row:
         """What rows share that are compared with each other."""
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
+    def timed(self, times: Times) -> Row:
+        """The row with the times of its first look."""
+        return replace(
+            self,
+            median_ms=times.median,
+            p20_ms=times.p20,
+            p80_ms=times.p80,
+            repeats=times.count,
+            looks=1,
+            fastest_ms=times.median,
+            slowest_ms=times.median,
+        )
+
+    def looked_at(self, times: Times) -> Row:
+        """The row with the times of one look more."""
+
+        def mean(before: float | None, now: float) -> float:
+            return now if before is None else (before * self.looks + now) / (self.looks + 1)
+
+        return replace(
+            self,
+            median_ms=mean(self.median_ms, times.median),
+            p20_ms=mean(self.p20_ms, times.p20),
+            p80_ms=mean(self.p80_ms, times.p80),
+            repeats=(self.repeats or 0) + times.count,
+            looks=self.looks + 1,
+            fastest_ms=min(self.fastest_ms or times.median, times.median),
+            slowest_ms=max(self.slowest_ms or times.median, times.median),
+        )
+
     def lacks_looks(self, looks: Callable[[float], int]) -> bool:
-        """Whether it is an eager row that was looked at less often than rows of so many milliseconds are."""
-        return self.mode == "eager" and self.median_ms is not None and self.looks < looks(self.median_ms)
+        """Whether it is a row that is looked at, and was less often than rows of so many milliseconds are.
+
+        Where looks differ, there are to be twice as many.
+        """
+        if self.mode not in LOOKED_AT or self.median_ms is None:
+            return False
+        differ = self.fastest_ms is not None and (self.slowest_ms or 0.0) > (1 + _LOOKS_AGREE) * self.fastest_ms
+        return self.looks < looks(self.median_ms) * (2 if differ else 1)
 
     @property
     def is_torch(self) -> bool:
