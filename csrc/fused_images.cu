@@ -21,11 +21,11 @@
  *
  * Macros: ELEMENT_T, TURNED (1 for 16 bits, 0 for float32); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every
  * phase has a tap; IN_CHANNELS, OUT_CHANNELS; IN_H, IN_W, OUT_H, OUT_W; IMAGES (of an item), COLUMNS (positions, up to a
- * multiple of 16); WARPGROUPS (1 or 2), BLOCKS; LOADERS; MULTIPLIER_REGISTERS, LOADER_REGISTERS (of a thread that multiplies or does not,
- * with two warpgroups; with one, all have as many); FOLD_WARPS (1 or 4); FOLDED (positions that are folded together: of whole
- * images, or, where outputs read the input at their own cell alone, any multiple of 8), FOLD_PITCH (floats between lines of
- * columns, an odd multiple of 8); PIECE (inputs that are copied together; divides IN_H * IN_W); STAGES;
- * VECTOR (outputs that are stored together); SHARED_BYTES.
+ * multiple of 16); WARPGROUPS (1 or 2), BLOCKS; LOADERS; MULTIPLIER_REGISTERS, LOADER_REGISTERS (of a thread that multiplies
+ * or does not, with two warpgroups; with one, all have as many); FOLD_WARPS (1 or 4); FOLDED (positions that are folded
+ * together: of whole images, or, where outputs read the input at their own cell alone, any multiple of 8), FOLD_PITCH (floats
+ * between lines of columns, an odd multiple of 8); PIECE (inputs that are copied together; divides IN_H * IN_W); STAGES; VECTOR
+ * (outputs that are stored together); SHARED_BYTES.
  * Chosen by gemmconv/algorithms/fused_images.py.
  */
 #if TURNED

@@ -1,7 +1,7 @@
-/* Inputs and products of fused_images.cu in float32, as TF32. Tensor cores take it K-major alone, and what they do not round
- * themselves they cut off. So inputs land in shared memory as they lie, and go from there through registers, where four channels of a
- * position become a unit: those of a stage are [COLUMNS][128 bytes], a line of kChannels a position, as wgmma.cuh has lines.
- * Weights go from the stage to registers when they are multiplied.
+/* Inputs and products of fused_images.cu in float32, as TF32. Tensor cores take it K-major alone, and cut off what they do not
+ * multiply. So inputs land in shared memory as they lie, and go from there through registers, where four channels of a position
+ * become a unit: those of a stage are [COLUMNS][128 bytes], a line of kChannels a position, as wgmma.cuh has lines. Weights go
+ * from the stage to registers when they are multiplied.
  */
 #pragma once
 
@@ -38,7 +38,8 @@ struct course_t {
 
 /* Where a warp's inputs land, in turn: a block of positions, [kChannels][32]. */
 constexpr int kSlots = 4, kSlotFloats = kChannels * 32;
-static_assert(kInputBytes % 1024 == 0 && kLandingBytes == LOADERS / 32 * kSlots * kSlotFloats * 4, "what is shared, as shared out");
+static_assert(kInputBytes % 1024 == 0, "stages are swizzled");
+static_assert(kLandingBytes == LOADERS / 32 * kSlots * kSlotFloats * 4, "where inputs land is shared out");
 
 /* Begin to copy a block of positions; zeros for positions and channels that there are not. */
 __device__ __forceinline__ void land(float* slot, const course_t& course) {
