@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import stat
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -395,6 +396,21 @@ def test_cache_tells_macros_architectures_and_sources_apart(tmp_path, compile_co
     monkeypatch.setattr(sources, "header_digest", lambda: b"changed headers")
     compiler.compile(source_name, macros, "sm_90a", cache=cache)
     assert len(compile_counter) == 5
+
+
+def test_cache_is_shared_by_installations_at_other_places(tmp_path, compile_counter, monkeypatch):
+    cache = KernelCache(tmp_path / "kernels")
+    first = compiler.compile(*SMALL, "sm_90a", cache=cache)
+    elsewhere = tmp_path / "elsewhere" / "csrc"
+    shutil.copytree(sources.directory(), elsewhere)
+    monkeypatch.setattr(sources, "directory", lambda: elsewhere)
+    sources.header_digest.cache_clear()
+    try:
+        assert compiler.compile(*SMALL, "sm_90a", cache=cache).cubin == first.cubin
+        assert compiler.compile(*SMALL, "sm_90a").cubin == first.cubin
+    finally:
+        sources.header_digest.cache_clear()
+    assert len(compile_counter) == 2  # the last one asked no cache
 
 
 def test_cache_folder_is_private(tmp_path):

@@ -47,21 +47,24 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
         CompileError: the source does not compile; it carries options, log and source.
     """
     source = sources.read(source_name)
-    options = ProgramOptions(
-        name=source_name,
-        arch=arch,
-        std="c++17",
-        define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
-        include_path=str(sources.directory()),
-        device_as_default_execution_space=True,  # of lambdas
-        ptxas_options=["-v"],
-    )
+
+    def options(**others: str) -> ProgramOptions:
+        return ProgramOptions(
+            name=source_name,
+            arch=arch,
+            std="c++17",
+            define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
+            device_as_default_execution_space=True,  # of lambdas
+            ptxas_options=["-v"],
+            **others,
+        )
+
     key = None
     if cache is not None:
         key = make_program_cache_key(
             code=source,
             code_type="c++",
-            options=options,
+            options=options(),  # not where headers lie: installations share what is compiled
             target_type="cubin",
             extra_digest=sources.header_digest(),
         )
@@ -70,7 +73,8 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
 
     log = io.StringIO()
     try:
-        cubin = bytes(Program(source, "c++", options).compile("cubin", logs=log).code)
+        program = Program(source, "c++", options(include_path=str(sources.directory())))
+        cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core has one exception type per CUDA library
         flags = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
         raise CompileError(source_name, flags, f"{log.getvalue()}{error}", source) from error
