@@ -73,8 +73,8 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
 
     log = io.StringIO()
     try:
-        program = Program(source, "c++", options(include_path=str(sources.directory())))
-        cubin = bytes(program.compile("cubin", logs=log).code)
+        with_headers = options(include_path=str(sources.directory()))
+        cubin = bytes(Program(source, "c++", with_headers).compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core has one exception type per CUDA library
         flags = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
         raise CompileError(source_name, flags, f"{log.getvalue()}{error}", source) from error
