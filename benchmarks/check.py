@@ -36,8 +36,8 @@ class Change:
 def compare(old: Sequence[Row], new: Sequence[Row], tolerance: float = 0.05) -> list[Change]:
     """The rows that changed beyond noise.
 
-    A time has changed where it differs by more than ``tolerance`` and neither the middle 60% of its samples nor what
-    jitter is allowed overlap with those of the other file.
+    A time has changed where it differs by more than ``tolerance``, and neither what its looks found, nor the middle 60%
+    of its samples, nor what jitter is allowed overlap with those of the other file.
 
     Args:
         old, new: rows of two runs.
@@ -64,8 +64,8 @@ def _beyond(fast: Row, slow: Row, tolerance: float) -> bool:
     assert fast.median_ms is not None
     assert slow.median_ms is not None
     allowance = fast.median_ms * tolerance + (_JITTER_MS if fast.median_ms < _SMALL_MS else 0.0)
-    above = slow.p20_ms if slow.p20_ms is not None else slow.median_ms
-    below = fast.p80_ms if fast.p80_ms is not None else fast.median_ms
+    above = min(ms for ms in (slow.median_ms, slow.p20_ms, slow.fastest_ms) if ms is not None)
+    below = max(ms for ms in (fast.median_ms, fast.p80_ms, fast.slowest_ms) if ms is not None)
     return slow.median_ms > fast.median_ms + allowance and above > below
 
 

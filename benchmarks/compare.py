@@ -26,7 +26,7 @@ from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, look
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.report import write_beside
-from benchmarks.results import Key, Results, Row
+from benchmarks.results import Key, Results, Row, in_mode
 from benchmarks.several import Part
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
@@ -333,10 +333,10 @@ class _Files:
             return None
         return self._results[key[0]].done(key, self._about, self._request.keep_baselines)
 
-    def _lacks(self, key: tuple[str, ...]) -> bool:
-        """Whether a key has no row yet, or one that lacks looks."""
-        row = self.done(key)
-        return row is None or row.lacks_looks(self._request.looks)
+    def _lacks(self, key: Key) -> bool:
+        """Whether a key has no row yet, or one that lacks looks; or its graph does."""
+        row, graph = self.done(key), self.done(in_mode(key, "graph"))
+        return row is None or any(one is not None and one.lacks_looks(self._request.looks) for one in (row, graph))
 
     def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
         """How many rows are to be measured, of modes that are known beforehand."""

@@ -34,9 +34,9 @@ _SEARCHED_MS, _SEARCHES_MS = 5.0, 100.0
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
 
-# How much further apart tensors lie in each look: those of 1 to 10 MiB, which share segments of torch's allocator, and
-# larger ones, which have segments of their own.
-_GAPS_BYTES = 5 << 18, 38 << 20
+# How much further apart tensors lie in each look: those up to 1 MiB, and up to 10 MiB, which share segments of torch's
+# allocator, and larger ones, which have segments of their own.
+_GAPS_BYTES = 72 << 10, 5 << 18, 38 << 20
 
 # What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
 _IEEE_BAR = 1e-6
@@ -142,8 +142,11 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     row = _row(workload, precision, contender, direction)
                     if plan.done(row.key) is not None:
                         done = [plan.done(replace(row, mode=mode).key) for mode in LOOKED_AT]
-                        own += [(one, contender, 0) for one in done if one is not None and one.lacks_looks(plan.looks)]
-                        continue
+                        lacking = [one for one in done if one is not None and one.lacks_looks(plan.looks)]
+                        # Looks at what a search found want that search; another one may find something else.
+                        if not (contender.benchmark and lacking):
+                            own += [(one, contender, 0) for one in lacking]
+                            continue
                     if time.monotonic() > plan.deadline:
                         return
                     visit = partial(bench.visit, contender, precision, direction)
@@ -269,7 +272,7 @@ class _Bench:
         self._dtype, self._device = dtype, plan.device
         self._placed: dict[str, Tensors] = {}
         self._gaps: list[torch.Tensor] = []  # between tensors
-        self._gaps_bytes = [0, 0]
+        self._gaps_bytes = [0] * len(_GAPS_BYTES)
         self._torch_errors: dict[tuple[str, str, str], dict[str, float]] = {}
         self._torch_ms: dict[tuple[str, str], float] = {}
 
@@ -280,12 +283,14 @@ class _Bench:
 
     def _tensors(self, layout: str) -> Tensors:
         if not self._placed:
-            self._empty_cache()
+            placed: dict[str, Tensors] = {}
             drawn = random_tensors(self._workload, self._device).to(self._dtype)
             for one in dict.fromkeys(("nchw", *(contender.layout for contender in self._plan.contenders))):
                 tensors = drawn if one == "nchw" else drawn.channels_last()
-                self._placed[one], gaps = tensors.spread(self._gaps_bytes)
+                self._empty_cache()
+                placed[one], gaps = tensors.spread(self._gaps_bytes)
                 self._gaps += gaps
+            self._placed = placed
         return self._placed[layout]
 
     def place(self, look: int) -> None:
@@ -315,21 +320,23 @@ class _Bench:
             try:
                 run = self._run(contender, direction)
                 run()
+                self._empty_cache()
                 return row.timed(time_run(run, self._device, _GLANCE))
             except Exception as error:  # as in visit
                 return _failed(row, error)
 
     def look_again(self, row: Row, contender: Contender) -> Row:
-        """A row of a contender, eager or of a graph, timed once more."""
+        """A row of a contender, eager or of a graph, timed once more; as it is where memory does not suffice now."""
         with self._settings(contender, row.precision):
             try:
-                self._empty_cache()
                 run: Run = self._run(contender, row.direction)
                 if row.mode == "graph":
                     found = self._captured(contender, row.direction, run)
                     assert found is not None, "a row of a graph has one"
                     run = found[0].replay
                 return row.looked_at(time_run(run, self._device, self._plan.effort, row.median_ms))
+            except torch.OutOfMemoryError:
+                return replace(row, looks=row.looks + 1, reason="a look ran out of memory")
             except Exception as error:  # as in visit
                 return _failed(row, error)
 
@@ -357,7 +364,6 @@ class _Bench:
             flops=work(problem, direction),
             least_bytes=least_bytes(problem, self._dtype.itemsize, direction, bias),
         )
-        self._empty_cache()
         run = self._run(contender, direction)
         errors, first_ms = self._errors(run)
         row = self._judged(replace(row, first_ms=first_ms), contender, errors)
@@ -365,14 +371,17 @@ class _Bench:
             return [row]
         if device.type == "cuda":
             row = replace(row, peak_bytes=self._peak_bytes(run))
+        self._empty_cache()
         eager = row.timed(time_run(run, device, self._plan.effort))
         if contender.name == DEFAULT_TORCH and eager.median_ms is not None:
             self._torch_ms[row.precision, direction] = eager.median_ms
         return [eager, *self._other_modes(row, contender, run)]
 
     def _run(self, contender: Contender, direction: str) -> Callable[[], Results]:
-        """A pass as a function without arguments; gives its results by name."""
-        return _pass(direction, self._tensors(contender.layout), contender.forward(self._problem))
+        """A pass as a function without arguments; gives its results by name. Nothing but the data has memory then."""
+        tensors = self._tensors(contender.layout)
+        self._empty_cache()
+        return _pass(direction, tensors, contender.forward(self._problem))
 
     def _empty_cache(self) -> None:
         """Give back what others left over: results shall not lie where it happened to be free."""
@@ -572,7 +581,7 @@ def _failed(row: Row, error: Exception) -> Row:
     """A row that has no times, and says why."""
     lines = str(error).splitlines() or [""]
     reason = f"{type(error).__name__}: {lines[0]}"[:300]
-    return replace(row, status="failed", reason=reason, median_ms=None, p20_ms=None, p80_ms=None, repeats=None)
+    return replace(row.untimed(), status="failed", reason=reason)
 
 
 def _badness(ratio: float) -> float:

@@ -27,6 +27,15 @@ _LIBRARY = ("gemmconv", "source", "commit")  # what torch's own rows do not depe
 Key = tuple[str, ...]
 
 
+def in_mode(key: Key, mode: str) -> Key:
+    """The key of the same in another mode.
+
+    >>> in_mode(("seeds", "seed0", "n1 c1x1 k1 h1 w1", "fp32", "nchw", "forward", "eager", "auto"), "graph")[5:]
+    ('forward', 'graph', 'auto')
+    """
+    return (*key[:6], mode, *key[7:])
+
+
 @dataclass(frozen=True)
 class Row:
     """One measurement: workload x precision x layout x direction x mode x algorithm.
@@ -112,6 +121,10 @@ class Row:
         """What rows share that are compared with each other."""
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
+    def untimed(self) -> Row:
+        """The row without times."""
+        return replace(self, median_ms=None, p20_ms=None, p80_ms=None, repeats=None, fastest_ms=None, slowest_ms=None)
+
     def timed(self, times: Times) -> Row:
         """The row with the times of its first look."""
         return replace(
@@ -190,8 +203,8 @@ class Results:
             keep_torch: whether a row of torch's counts also where only gemmconv has changed since.
         """
         row = self.rows.get(key)
-        if row is None:
-            return None
+        if row is None or (row.mode in LOOKED_AT and row.median_ms is not None and row.fastest_ms is None):
+            return None  # files had the fastest of all looks, not their mean
         names = [name for name in _IDENTITY if not (keep_torch and row.is_torch and name in _LIBRARY)]
         made = self.runs[row.run]
         return row if all(made.get(name) == environment[name] for name in names) else None

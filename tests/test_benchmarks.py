@@ -24,6 +24,7 @@ from benchmarks import (
     results,
     several,
     summary,
+    timing,
 )
 from benchmarks.contenders import PRECISIONS, Contender, Lanes
 from benchmarks.floor import Ceilings, least_bytes, work
@@ -297,7 +298,8 @@ def seen_in_looks(monkeypatch, device=CPU):
     def recorded(bench, contender, direction):
         tensors = bench._tensors(contender.layout)
         three = tensors.x, tensors.weight, tensors.grad_output
-        seen.append(([tensor.clone() for tensor in three], [tensor.data_ptr() for tensor in three]))
+        kept = [tensor.to("cpu", copy=True) for tensor in three]
+        seen.append((kept, [tensor.data_ptr() for tensor in three]))
         return run_of(bench, contender, direction)
 
     contenders = [Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")]
@@ -329,7 +331,11 @@ def test_each_look_has_places_of_its_own_whatever_was_before(monkeypatch):
         return [[address % (2 << 20) for address in seen[1]] for seen in seen_in_looks(monkeypatch, device)]
 
     first = places()
-    assert first[0] != first[2] != first[4] != first[0]
+    for looks in zip(*first[::2], strict=True):  # of each tensor
+        assert len({*looks}) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "_GAPS_BYTES", (0, 0, 0))
+        assert len({tuple(one) for one in places()[::2]}) == 1
     left_over = [torch.empty(count << 20, dtype=torch.uint8, device=device) for count in (1, 3, 7, 30)]
     del left_over
     assert places() == first
@@ -343,6 +349,31 @@ def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
     first, second = measure.rows_of(custom(TINY), looked, Lanes())
     assert (first.key, first.status, second.status, second.median_ms) == (second.key, "ok", "failed", None)
     assert second.reason == "OSError: lost"
+    assert (second.fastest_ms, second.slowest_ms, second.repeats) == (None, None, None)
+
+
+def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
+    looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], looks=thrice)
+    run_of = measure._Bench._run
+
+    def first_alone(bench, contender, direction):
+        if bench._gaps_bytes[0]:
+            raise torch.OutOfMemoryError("full")
+        return run_of(bench, contender, direction)
+
+    monkeypatch.setattr(measure._Bench, "_run", first_alone)
+    first, second, third = measure.rows_of(custom(TINY), looked, Lanes())
+    assert [first.looks, second.looks, third.looks] == [1, 2, 3]
+    assert third == replace(first, looks=3, reason="a look ran out of memory")
+
+
+def test_looks_at_what_a_search_found_are_not_gone_on_with_by_another_search():
+    contenders = [Contender("torch_nchw"), Contender("searched", benchmark=True)]
+    both = plan(directions=("forward",), contenders=contenders)
+    before = {row.key: row for row in measure.rows_of(custom(TINY), both, Lanes())}
+    again = [*measure.rows_of(custom(TINY), replace(both, done=before.get, looks=thrice), Lanes())]
+    assert [row.looks for row in again if row.algorithm == "torch_nchw"][:2] == [2, 3]
+    assert [row.looks for row in again if row.algorithm == "searched"][:3] == [1, 2, 3]
 
 
 def test_latency_rows_have_calls_and_modules():
@@ -521,6 +552,22 @@ def test_effort_bounds_the_samples():
     assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.4, 2.6, 3)
 
 
+@pytest.mark.parametrize("estimate_ms", [None, 2.5])
+def test_a_device_rests_as_long_as_a_run_takes(estimate_ms, monkeypatch):
+    calls = []
+
+    def rounds(runs, device, before, count, estimates_ms=()):
+        calls.append((count, [*estimates_ms]))
+        return [[3.0 - i for i in range(count)] for _ in runs]
+
+    monkeypatch.setattr(timing, "cuda_rounds", rounds)
+    found = timing.time_run(lambda: None, torch.device("cuda"), Effort(), estimate_ms)
+    assert calls == ([(2, [])] if estimate_ms is None else []) + [
+        (7 if estimate_ms is None else 6, [estimate_ms or 2.0])
+    ]
+    assert found.count == calls[-1][0]
+
+
 def test_searches_run_in_threads_of_their_own():
     lanes = Lanes(3)
     threads = [*(lanes.run_in(lane, threading.get_ident) for lane in range(len(lanes))), threading.get_ident()]
@@ -606,7 +653,9 @@ def test_rows_on_the_gpu():
 
 
 @pytest.mark.gpu
-def test_graphs_are_captured_anew_for_each_look():
+def test_graphs_are_captured_anew_for_each_look(monkeypatch):
+    captures, captured = [], measure.captured
+    monkeypatch.setattr(measure, "captured", lambda run: [captures.append(run), captured(run)][1])
     device = torch.device("cuda", torch.cuda.current_device())
     contenders = [Contender("torch_nchw"), Contender("direct", kind="gemmconv")]
     one = plan(device, contenders=contenders, directions=("forward", "backward"), looks=thrice)
@@ -616,6 +665,7 @@ def test_graphs_are_captured_anew_for_each_look():
         assert row.status == "ok"
         assert row.looks in (3, 4, 5, 6)
         assert row.fastest_ms <= row.median_ms <= row.slowest_ms
+    assert len(captures) == sum(row.looks for row in rows.values() if row.mode == "graph")
 
 
 # Files.
@@ -627,7 +677,8 @@ def row_of(**changes):
         **{"layout": "nchw", "direction": "forward", "mode": "eager", "algorithm": "auto"},
         **{"median_ms": 1.0, "p20_ms": 0.99, "p80_ms": 1.01, "repeats": 9, "floor_ms": 0.5, "took": "native"},
     }
-    return Row(**{**values, **changes})
+    values |= changes
+    return Row(**{"fastest_ms": values["median_ms"], "slowest_ms": values["median_ms"], **values})
 
 
 ABOUT = {
@@ -761,6 +812,11 @@ def test_command_line_only_looks_at_rows_that_lack_looks(quick_run, monkeypatch,
         assert quick_run(*flags)[1] == []
         assert f"{missing} rows to measure" in capsys.readouterr().out
         assert all(3 <= row.looks <= 6 for row in Results.load(tmp_path / "layer.json").rows.values())
+    file = Results.load(tmp_path / "layer.json")
+    file.add(replace(next(iter(file.rows.values())), mode="graph", looks=1))
+    file.save(tmp_path / "layer.json")
+    quick_run(*flags)
+    assert "1 rows to measure" in capsys.readouterr().out
 
 
 def test_command_line_shares_workloads_between_devices(tmp_path, capsys):
@@ -864,7 +920,10 @@ def saved(path, *rows, about=ABOUT):
 
 
 def scaled(row, factor):
-    return replace(row, **{name: getattr(row, name) * factor for name in ("median_ms", "p20_ms", "p80_ms")})
+    times = {
+        name: factor * getattr(row, name) for name in ("median_ms", "p20_ms", "p80_ms", "fastest_ms", "slowest_ms")
+    }
+    return replace(row, **times)
 
 
 def test_check_passes_equal_and_noisy_rows(tmp_path, capsys):
