@@ -1269,7 +1269,7 @@ MISTAKES = {
     ),
     "fused_second_part_missing": (
         FUSED_SPLIT,
-        emulator.Edit("common/units.cuh", r"(part\[1\]\.word\[i\] =) [^;]*;", r"\1 0;"),
+        emulator.Edit("common/mma.cuh", r"(if constexpr \(PARTS == 2\) rest =) [^;]*;", r"\1 0;"),
         "relative error",
     ),
     "params_size": (
