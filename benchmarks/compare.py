@@ -26,7 +26,7 @@ from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, look
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.report import write_beside
-from benchmarks.results import Key, Results, Row, in_mode
+from benchmarks.results import LOOKED_AT, Key, Results, Row, in_mode
 from benchmarks.several import Part
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
@@ -335,8 +335,8 @@ class _Files:
 
     def _lacks(self, key: Key) -> bool:
         """Whether a key has no row yet, or one that lacks looks; or its graph does."""
-        row, graph = self.done(key), self.done(in_mode(key, "graph"))
-        return row is None or any(one is not None and one.lacks_looks(self._request.looks) for one in (row, graph))
+        rows = [self.done(in_mode(key, mode)) for mode in LOOKED_AT]
+        return rows[0] is None or any(row is not None and row.lacks_looks(self._request.looks) for row in rows)
 
     def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
         """How many rows are to be measured, of modes that are known beforehand."""

@@ -16,7 +16,7 @@ import torch
 from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, Contender, Lanes, torch_settings
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
-from benchmarks.results import LOOKED_AT, Key, Row
+from benchmarks.results import LOOKED_AT, Key, Row, in_mode
 from benchmarks.timing import Effort, Run, captured, synchronize, time_calls, time_run
 from benchmarks.workloads import Workload
 from gemmconv.compare.measure import error_bar
@@ -139,9 +139,9 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
         for precision in precisions:
             for contender in plan.contenders:
                 for direction in plan.directions:
-                    row = _row(workload, precision, contender, direction)
-                    if plan.done(row.key) is not None:
-                        done = [plan.done(replace(row, mode=mode).key) for mode in LOOKED_AT]
+                    key = _row(workload, precision, contender, direction).key
+                    done = [plan.done(in_mode(key, mode)) for mode in LOOKED_AT]
+                    if done[0] is not None:
                         lacking = [one for one in done if one is not None and one.lacks_looks(plan.looks)]
                         # Looks at what a search found want that search; another one may find something else.
                         if not (contender.benchmark and lacking):
@@ -271,8 +271,7 @@ class _Bench:
         self._workload, self._problem, self._plan = workload, workload.problem, plan
         self._dtype, self._device = dtype, plan.device
         self._placed: dict[str, Tensors] = {}
-        self._gaps: list[torch.Tensor] = []  # between tensors
-        self._gaps_bytes = [0] * len(_GAPS_BYTES)
+        self._look = 0
         self._torch_errors: dict[tuple[str, str, str], dict[str, float]] = {}
         self._torch_ms: dict[tuple[str, str], float] = {}
 
@@ -288,20 +287,18 @@ class _Bench:
             for one in dict.fromkeys(("nchw", *(contender.layout for contender in self._plan.contenders))):
                 tensors = drawn if one == "nchw" else drawn.channels_last()
                 self._empty_cache()
-                placed[one], gaps = tensors.spread(self._gaps_bytes)
-                self._gaps += gaps
+                placed[one] = tensors.spread([self._look * size for size in _GAPS_BYTES])
             self._placed = placed
         return self._placed[layout]
 
     def place(self, look: int) -> None:
         """Have the data where this look wants it, from now on."""
         self.forget()
-        self._gaps_bytes = [look * size for size in _GAPS_BYTES]
+        self._look = look
 
     def forget(self) -> None:
         """Give the memory of the data back, and of what is right."""
         self._placed.clear()
-        self._gaps.clear()
         self.__dict__.pop("_reference", None)
 
     def visit(self, contender: Contender, precision: str, direction: str) -> list[Row]:

@@ -31,12 +31,14 @@ class Tensors:
         weight: ``[C_in, C_out/groups, K_h, K_w]``.
         bias: ``[C_out]`` or None.
         grad_output: ``[N, C_out, H_out, W_out]``.
+        gaps: what only takes the memory between them.
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     grad_output: torch.Tensor
+    gaps: Sequence[torch.Tensor] = ()
 
     def to(self, dtype: torch.dtype) -> Tensors:
         """The same values, rounded to an element type."""
@@ -50,8 +52,8 @@ class Tensors:
         )
         return Tensors(x, weight, self.bias, grad_output)
 
-    def spread(self, gaps_bytes: Sequence[int]) -> tuple[Tensors, list[torch.Tensor]]:
-        """Copies of the same strides, in order, and what lies between them as long as it is kept.
+    def spread(self, gaps_bytes: Sequence[int]) -> Tensors:
+        """Copies of the same strides, in order.
 
         Args:
             gaps_bytes: of what is placed before each.
@@ -63,7 +65,7 @@ class Tensors:
             return tensor.clone()
 
         bias = None if self.bias is None else placed(self.bias)
-        return Tensors(placed(self.x), placed(self.weight), bias, placed(self.grad_output)), gaps
+        return Tensors(placed(self.x), placed(self.weight), bias, placed(self.grad_output), gaps)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from benchmarks.timing import Times
 
 FORMAT = 1
 
-LOOKED_AT = ("eager", "graph")  # modes that are timed more than once
+LOOKED_AT = ("eager", "graph")  # modes that are timed more than once; every row has the first
 _LOOKS_AGREE = 0.02  # as a share of the fastest
 
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
@@ -141,8 +141,12 @@ class Row:
     def looked_at(self, times: Times) -> Row:
         """The row with the times of one look more."""
 
+        assert self.fastest_ms is not None
+        assert self.slowest_ms is not None
+
         def mean(before: float | None, now: float) -> float:
-            return now if before is None else (before * self.looks + now) / (self.looks + 1)
+            assert before is not None
+            return (before * self.looks + now) / (self.looks + 1)
 
         return replace(
             self,
@@ -151,8 +155,8 @@ class Row:
             p80_ms=mean(self.p80_ms, times.p80),
             repeats=(self.repeats or 0) + times.count,
             looks=self.looks + 1,
-            fastest_ms=min(self.fastest_ms or times.median, times.median),
-            slowest_ms=max(self.slowest_ms or times.median, times.median),
+            fastest_ms=min(self.fastest_ms, times.median),
+            slowest_ms=max(self.slowest_ms, times.median),
         )
 
     def lacks_looks(self, looks: Callable[[float], int]) -> bool:

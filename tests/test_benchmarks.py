@@ -357,7 +357,7 @@ def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
     run_of = measure._Bench._run
 
     def first_alone(bench, contender, direction):
-        if bench._gaps_bytes[0]:
+        if bench._look:
             raise torch.OutOfMemoryError("full")
         return run_of(bench, contender, direction)
 
@@ -552,8 +552,8 @@ def test_effort_bounds_the_samples():
     assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.4, 2.6, 3)
 
 
-@pytest.mark.parametrize("estimate_ms", [None, 2.5])
-def test_a_device_rests_as_long_as_a_run_takes(estimate_ms, monkeypatch):
+@pytest.mark.parametrize(("estimate_ms", "expected"), [(None, [(2, []), (7, [2.0])]), (2.5, [(6, [2.5])])])
+def test_a_device_rests_as_long_as_a_run_takes(estimate_ms, expected, monkeypatch):
     calls = []
 
     def rounds(runs, device, before, count, estimates_ms=()):
@@ -562,9 +562,7 @@ def test_a_device_rests_as_long_as_a_run_takes(estimate_ms, monkeypatch):
 
     monkeypatch.setattr(timing, "cuda_rounds", rounds)
     found = timing.time_run(lambda: None, torch.device("cuda"), Effort(), estimate_ms)
-    assert calls == ([(2, [])] if estimate_ms is None else []) + [
-        (7 if estimate_ms is None else 6, [estimate_ms or 2.0])
-    ]
+    assert calls == expected
     assert found.count == calls[-1][0]
 
 

@@ -243,6 +243,18 @@ def test_times_are_medians_of_runs_that_take_turns(monkeypatch):
     assert timing.medians_ms([], CPU) == []
 
 
+def test_estimates_say_how_long_a_gpu_rests(monkeypatch):
+    calls = []
+
+    def rounds(runs, device, before, count, estimates_ms=()):
+        calls.append([*estimates_ms])
+        return [[3.0, 2.0 + i] for i in range(len(runs))]
+
+    monkeypatch.setattr(timing, "cuda_rounds", rounds)
+    assert timing.medians_ms([lambda: None] * 2, torch.device("cuda")) == [2.5, 3.0]
+    assert calls == [[], [2.0, 3.0]]
+
+
 @pytest.mark.gpu
 def test_a_gpu_rests_as_long_as_a_run_takes(monkeypatch):
     """Else it reaches its power limit and slows down, sooner or later."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -42,13 +43,13 @@ def medians_ms(
     """
     if not runs:
         return []
-    rounds = cuda_rounds if device.type == "cuda" else _cpu_rounds
+    rounds: Callable[..., list[list[float]]] = cuda_rounds if device.type == "cuda" else _cpu_rounds
     estimates = [min(times) for times in rounds(runs, device, before, _WARM_UPS)]
     count = int(_SECONDS_EACH * len(runs) / max(sum(estimates) * 1e-3, 1e-9))
     count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
     if device.type == "cuda":
-        return [median(times) for times in cuda_rounds(runs, device, before, count, estimates)]
-    return [median(times) for times in _cpu_rounds(runs, device, before, count)]
+        rounds = partial(cuda_rounds, estimates_ms=estimates)
+    return [median(times) for times in rounds(runs, device, before, count)]
 
 
 def _cpu_rounds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuda.core import Program, ProgramOptions
 from cuda.core.utils import make_program_cache_key
@@ -47,24 +47,20 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
         CompileError: the source does not compile; it carries options, log and source.
     """
     source = sources.read(source_name)
-
-    def options(**others: str) -> ProgramOptions:
-        return ProgramOptions(
-            name=source_name,
-            arch=arch,
-            std="c++17",
-            define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
-            device_as_default_execution_space=True,  # of lambdas
-            ptxas_options=["-v"],
-            **others,
-        )
-
+    options = ProgramOptions(
+        name=source_name,
+        arch=arch,
+        std="c++17",
+        define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
+        device_as_default_execution_space=True,  # of lambdas
+        ptxas_options=["-v"],
+    )
     key = None
     if cache is not None:
         key = make_program_cache_key(
             code=source,
             code_type="c++",
-            options=options(),  # not where headers lie: installations share what is compiled
+            options=options,  # not where headers lie: installations share what is compiled
             target_type="cubin",
             extra_digest=sources.header_digest(),
         )
@@ -73,7 +69,7 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
 
     log = io.StringIO()
     try:
-        with_headers = options(include_path=str(sources.directory()))
+        with_headers = replace(options, include_path=str(sources.directory()))
         cubin = bytes(Program(source, "c++", with_headers).compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core has one exception type per CUDA library
         flags = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
