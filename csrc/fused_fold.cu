@@ -217,8 +217,13 @@ __device__ __forceinline__ void multiply(
     const matrix_t weights = matrix_of(weights_here, 16 * kWholeLines, 128);
     #pragma unroll 1
     for (int group = threadIdx.x / 128; group < kPositions / 64; group += WARPGROUPS) {
+        const bool last = group + WARPGROUPS >= kPositions / 64;
         const int first = group * 64 + threadIdx.x / 32 % 4 * 16;
         float sum[kWholeLines / 2];
+        // Not the first chain's own: its registers would be another chain's too, and each product waited for.
+        if constexpr (SPLIT)
+            #pragma unroll
+            for (int i = 0; i < kWholeLines / 2; ++i) sum[i] = 0.0f;
         constexpr int kAtOnce = SPLIT ? CHAIN : 8;  // steps
         #pragma unroll
         for (int step0 = 0; step0 < CHANNEL_STEPS; step0 += kAtOnce) {
@@ -231,7 +236,7 @@ __device__ __forceinline__ void multiply(
                     #pragma unroll
                     for (int i = 0; i < 4; ++i) a[k][i] = rounded<kParts, ELEMENT_T>(a[k][i], rest[k][i]);
             }
-            if (step0 + kAtOnce >= CHANNEL_STEPS && group + WARPGROUPS >= kPositions / 64) barrier_arrive(empty);
+            if (!SPLIT && step0 + kAtOnce >= CHANNEL_STEPS && last) barrier_arrive(empty);
             wgmma_fence();
 #if SPLIT
             float chain[kWholeLines / 2];
@@ -246,7 +251,7 @@ __device__ __forceinline__ void multiply(
             wgmma_commit();
             wgmma_finish_rows(chain);
             #pragma unroll
-            for (int i = 0; i < kWholeLines / 2; ++i) sum[i] = step0 == 0 ? chain[i] : sum[i] + chain[i];
+            for (int i = 0; i < kWholeLines / 2; ++i) sum[i] += chain[i];
 #else
             #pragma unroll
             for (int k = 0; k < kAtOnce; ++k)
@@ -256,6 +261,7 @@ __device__ __forceinline__ void multiply(
             wgmma_finish_rows(sum);
 #endif
         }
+        if (SPLIT && last) barrier_arrive(empty);  // a branch between chains has all their products waited for
         barrier_wait(folded, parity);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -287,9 +287,7 @@ __device__ __forceinline__ void consume(const fused_weight_grad_params& p, const
     float sums[kTaps][CI_TILE / 2];
     [[maybe_unused]] float chain[SPLIT ? kTaps : 1][SPLIT ? CI_TILE / 2 : 1];  // of a tile
     #pragma unroll
-    for (int tap = 0; tap < kTaps; ++tap)
-        #pragma unroll
-        for (int d = 0; d < CI_TILE / 2; ++d) sums[tap][d] = 0.0f;
+    for (int tap = 0; tap < kTaps; ++tap) wgmma_clear(sums[tap]);
     unsigned left[2][kParts][TAPS_W][4];  // one belongs to products that run
     ring_t<STAGES> ring;
     int held = -1;  // stage that they may still read

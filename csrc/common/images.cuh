@@ -60,6 +60,12 @@ extern __shared__ __align__(1024) unsigned char shared[];
 __device__ __forceinline__ int first_image(int item) { return item / kLineTiles * IMAGES; }
 __device__ __forceinline__ int first_out(int item) { return item % kLineTiles * kTileOuts; }
 
+/* Where the inputs of the images of an item begin, and how many positions there are. */
+struct item_inputs_t { const ELEMENT_T* source; int positions; };
+__device__ __forceinline__ item_inputs_t inputs_from(const fused_images_params& p, int image) {
+    return {p.input + static_cast<long long>(image) * IN_CHANNELS * kPixels, least(IMAGES, p.batch - image) * kPixels};
+}
+
 /* Calls body(first image, first output channel) for the items of a block. */
 template <typename BODY> __device__ __forceinline__ void each_item(const fused_images_params& p, const BODY& body) {
     #pragma unroll 1

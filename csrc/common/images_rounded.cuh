@@ -21,9 +21,8 @@ struct course_t {
     __device__ __forceinline__ bool ended(const fused_images_params& p) const { return index >= p.items; }
     __device__ __forceinline__ bool ends_stage() const { return block + kWarps >= kPositionBlocks; }
     __device__ __forceinline__ void begin(const fused_images_params& p) {
-        const int image = first_image(index);
-        channel = 0, block = threadIdx.x / 32 - 1, positions = least(IMAGES, p.batch - image) * kPixels;
-        source = p.input + static_cast<long long>(image) * IN_CHANNELS * kPixels;
+        const item_inputs_t inputs = inputs_from(p, first_image(index));
+        channel = 0, block = threadIdx.x / 32 - 1, positions = inputs.positions, source = inputs.source;
     }
     __device__ __forceinline__ void advance(const fused_images_params& p) {
         const bool ends = ends_stage();

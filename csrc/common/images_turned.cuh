@@ -60,8 +60,7 @@ __device__ __forceinline__ void produce_inputs(const fused_images_params& p, bar
     const pieces_t pieces;
     bool begun = false;
     each_item(p, [&](int image, int) {
-        const ELEMENT_T* source = p.input + static_cast<long long>(image) * IN_CHANNELS * kPixels;
-        const int positions = least(IMAGES, p.batch - image) * kPixels;
+        auto [source, positions] = inputs_from(p, image);
         #pragma unroll 1
         for (int channel = 0; channel < IN_CHANNELS; channel += kChannels) {
             barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);

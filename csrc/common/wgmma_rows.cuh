@@ -12,6 +12,15 @@
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], matrix_t b, int accumulate);
 
+/* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
+template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        d[i] = 0.0f;
+        asm volatile("" : "+f"(d[i]) : : "memory");
+    }
+}
+
 /* Wait until all products are complete, those of d among them, which may be read from here on. */
 template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]) {
     wgmma_wait<0>();

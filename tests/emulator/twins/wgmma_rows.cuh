@@ -6,6 +6,10 @@
 extern "C" void emulator_wgmma_rows(
     int type, int columns, float* d, const unsigned* a, matrix_t b, int accumulate);
 
+template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]) {
+    for (float& one : d) one = 0.0f;
+}
+
 template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]) { emulator_wgmma_wait(0); }
 
 template <typename T, int N>
