@@ -4,6 +4,7 @@ measuring."""
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,3 +72,5 @@ def _compile(job: Job) -> None:
         if algorithm.why_not(config) is None:
             for one in passes:
                 getattr(algorithm, one)(config)
+            if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
+                algorithm.grads(config, config)

@@ -11,16 +11,21 @@
  * tile it stages what these taps read of grad_output (see patch.cuh); a thread goes over its pixels of the tile in STEPS
  * steps, holds the inputs of ROWS pixels in registers (and those of the next step in flight), and adds to its
  * CO_CHANNELS x TAPS_H x TAPS_W x CI_CHANNELS sums. After the last tile the threads of a warp, which own the same sums,
- * add them up by shuffles, then the warps through shared memory. A block writes one partial sum for each weight; the
- * second kernel adds those of all slices.
+ * add them up by shuffles, then the warps through shared memory. A block writes one partial sum for each weight;
+ * sum_partials.cu adds those of all slices.
  *
  * No atomics: slices, tiles, lanes, warps and partials are added in an order that only the problem decides.
  *
- * Macros: ELEMENT_T; RESULT_T (of the first kernel: the type of the sums, or ELEMENT_T where one slice is all); CI, CO
+ * With INPUT_GRAD the kernel computes the input gradient too, of the same values of grad_output, which are then read
+ * once for both: a thread has all output channels and all taps (CO_CHANNELS, TAPS_H and TAPS_W are CO, KERNEL_H and
+ * KERNEL_W), so all that an input pixel of its channels receives. Weights lie in shared memory. The order of a sum is that
+ * of direct_input_grad.cu.
+ *
+ * Macros: ELEMENT_T; RESULT_T (the type of the sums, or ELEMENT_T where one slice is all); CI, CO
  * (channels of a group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; ROWS, ROWS_DIVIDE (ROWS divides H_in), STEPS;
  * CI_CHANNELS, CO_CHANNELS; COLUMN_THREADS, ROW_THREADS, IMAGES (their product is a multiple of 32), CI_THREADS,
- * CO_THREADS; TAPS_H, TAPS_W; VECTOR; BATCH, PREFETCH (as for the input gradient, over tiles); MIN_BLOCKS (blocks that a
- * multiprocessor must have registers for); INDEX_64.
+ * CO_THREADS; TAPS_H, TAPS_W; VECTOR; BATCH, PREFETCH (as for the input gradient, over tiles); INPUT_GRAD; MIN_BLOCKS (blocks
+ * that a multiprocessor must have registers for); INDEX_64.
  */
 #define PIXEL_THREADS (COLUMN_THREADS * ROW_THREADS * IMAGES)
 #define THREADS (PIXEL_THREADS * CO_THREADS * CI_THREADS)
@@ -34,17 +39,13 @@ struct direct_weight_grad_params {
     const ELEMENT_T* __restrict__ grad_output;  // [images, groups, CO, H_out, W_out]
     const ELEMENT_T* __restrict__ input;        // [images, groups, CI, H_in, W_in]
     RESULT_T* __restrict__ partials;            // [slices, groups, CI, CO, K_H, K_W]
+    const ELEMENT_T* __restrict__ weight;       // [groups, CI, CO, K_H, K_W], or taps first; of INPUT_GRAD, as the next
+    ELEMENT_T* __restrict__ grad_input;         // as input
     int images, groups;
     int h_in, w_in, h_out, w_out;
     int tiles_h, tiles_w;  // of an image
     int tiles, slices;     // tiles in all
-};
-
-struct direct_weight_grad_sum_params {
-    const accumulate_t* __restrict__ partials;  // [slices, elements]
-    ELEMENT_T* __restrict__ grad_weight;        // [elements]
-    long long elements;
-    int slices;
+    int weight_channel, weight_tap;  // elements of the weight, from an output channel or a tap to the next
 };
 
 static_assert(PIXEL_THREADS % 32 == 0, "a warp's threads own the same sums");
@@ -56,11 +57,14 @@ constexpr int kSums = CO_CHANNELS * TAPS_H * TAPS_W * CI_CHANNELS;  // of a thre
 constexpr int kBlockSums = CO_THREADS * CI_THREADS * kSums;
 constexpr int kScratch = kPixelWarps * kBlockSums;
 constexpr int kShared = kScratch > kPatchElements ? kScratch : kPatchElements;
+constexpr int kWeights = INPUT_GRAD ? kBlockSums : 1;
+static_assert(!INPUT_GRAD || (CO_CHANNELS == CO && TAPS_H == KERNEL_H && TAPS_W == KERNEL_W), "a thread has whole sums");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
     // [IMAGES, channels, rows, kBanks, kBankPitch], in the end [channel threads, kPixelWarps, kSums]
     __shared__ __align__(16) accumulate_t patch[kShared];
+    __shared__ __align__(16) accumulate_t weights[kWeights];  // [CI_THREADS, CO, KERNEL_H, KERNEL_W, CI_CHANNELS]
 
     // Which weights the block owns, and which pixels of a tile and weights the thread.
     int block = blockIdx.x;
@@ -121,6 +125,15 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
         first_image += IMAGES;
     };
 
+    // The weights; the first tile's barrier is theirs too.
+    for (int i = threadIdx.x; INPUT_GRAD && i < kWeights; i += THREADS) {
+        const int ci = ci_block * kBlockCi + i / kSums * CI_CHANNELS + i % CI_CHANNELS;
+        const int tap = i / CI_CHANNELS % (KERNEL_H * KERNEL_W), co = i / (CI_CHANNELS * KERNEL_H * KERNEL_W) % CO;
+        const long long matrix = static_cast<long long>(group * CI + ci) * (CO * KERNEL_H * KERNEL_W);
+        weights[i] = ci < CI ? widen(load_once(p.weight + matrix + co * p.weight_channel + tap * p.weight_tap)) : 0;
+    }
+    const accumulate_t* factors = weights + ci_thread * kSums;
+
     accumulate_t sum[CO_CHANNELS][TAPS_H][TAPS_W][CI_CHANNELS];
     accumulate_t(&flat_sum)[kSums] = reinterpret_cast<accumulate_t(&)[kSums]>(sum);
     #pragma unroll
@@ -170,6 +183,8 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
             for (int r = 0; r < ROWS; ++r)
                 #pragma unroll
                 for (int c = 0; c < CI_CHANNELS; ++c) factor[r][c] = widen(next[r][c]);
+            [[maybe_unused]] accumulate_t pixel[ROWS][CI_CHANNELS] = {};  // of the input gradient
+            [[maybe_unused]] ELEMENT_T* __restrict__ target = p.grad_input + (input - p.input);
             if (step + 1 < STEPS) {
                 input += static_cast<index_t>(ROW_THREADS * ROWS) * p.w_in;
                 ih += ROW_THREADS * ROWS;
@@ -181,6 +196,10 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
                 for (int kw = 0; kw < TAPS_W; ++kw) {
                     #pragma unroll
                     for (int kh = 0; kh < TAPS_H; ++kh) {
+                        [[maybe_unused]] accumulate_t weight[CI_CHANNELS];
+                        #pragma unroll
+                        for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c)
+                            weight[c] = factors[((co * TAPS_H + kh) * TAPS_W + kw) * CI_CHANNELS + c];
                         #pragma unroll
                         for (int r = 0; r < ROWS; ++r) {
                             if (!ROWS_DIVIDE && r >= rows) continue;
@@ -188,11 +207,20 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
                                 values[co * (patch_h::kExtent * kRowPitch) + tap_place(r, kh, kw)];
                             #pragma unroll
                             for (int c = 0; c < CI_CHANNELS; ++c) sum[co][kh][kw][c] += value * factor[r][c];
+                            #pragma unroll
+                            for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c) pixel[r][c] += value * weight[c];
                         }
                     }
                 }
             }
             values += ROW_THREADS * ROWS * patch_h::kPitch * kRowPitch;
+            #pragma unroll
+            for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c) {
+                #pragma unroll
+                for (int r = 0; r < ROWS; ++r)
+                    if ((CI % kBlockCi == 0 || first_ci + c < CI) && (ROWS_DIVIDE || r < rows))
+                        target[c * channel_stride + static_cast<index_t>(r) * p.w_in] = narrow<ELEMENT_T>(pixel[r][c]);
+            }
         }
     }
 
@@ -224,24 +252,4 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
         const long long matrix = static_cast<long long>(group * CI + ci) * CO + co;
         partials[matrix * (KERNEL_H * KERNEL_W) + (first_kh + kh) * KERNEL_W + first_kw + kw] = narrow<RESULT_T>(total);
     }
-}
-
-/* Adds the partial sums of all slices. A block owns 32 weights; 8 threads share one, each adds every eighth slice. */
-extern "C" __global__ void __launch_bounds__(256)
-direct_weight_grad_sum_kernel(const __grid_constant__ direct_weight_grad_sum_params p) {
-    __shared__ accumulate_t totals[8][32];
-    const int lane = threadIdx.x % 32, share = threadIdx.x / 32;
-    const long long element = static_cast<long long>(blockIdx.x) * 32 + lane;
-    accumulate_t total = 0;
-    if (element < p.elements) {
-        const accumulate_t* __restrict__ partial = p.partials + element;
-        #pragma unroll 8
-        for (int slice = share; slice < p.slices; slice += 8) total += load_once(partial + slice * p.elements);
-    }
-    totals[share][lane] = total;
-    __syncthreads();
-    if (share != 0 || element >= p.elements) return;
-    #pragma unroll
-    for (int s = 1; s < 8; ++s) total += totals[s][lane];
-    p.grad_weight[element] = narrow<ELEMENT_T>(total);
 }

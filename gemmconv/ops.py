@@ -240,7 +240,7 @@ def _conv_transpose2d_weight_grad(grad_output: Tensor, input: Tensor, kernel_siz
 def _conv_transpose2d_grads(
     grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients of one backward pass. Where the algorithms of both turn grad_output to NCHW, once."""
+    """Both gradients of one backward pass: of one call where an algorithm has it, else grad_output is turned once."""
     options = Options(*_hashable(arguments))
     current = selection.torch_precision(grad_output.dtype, grad_output.device)
     tensors = grad_output, input, weight
@@ -249,6 +249,8 @@ def _conv_transpose2d_grads(
         problem = _checked_problem(_GRADS, tensors, None, options)
         config, weight_config = (_config(problem, grad_output, other, options, current) for other in (weight, input))
         gradients = selection.choose_gradients(config, weight_config, options.algorithm, _GRADS.where)
+        if gradients.at_once:
+            return gradients.input_grad.grads(config, weight_config)
         turned = to_nchw(config, problem.output_shape) if gradients.share else None
         input_grad = gradients.input_grad.input_grad(config)
         weight_grad = gradients.weight_grad.weight_grad(weight_config)

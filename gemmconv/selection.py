@@ -86,18 +86,21 @@ class Gradients(NamedTuple):
     Attributes:
         input_grad, weight_grad: the algorithms.
         share: whether both turn grad_output from channels_last to NCHW, so that turning it once serves both.
+        at_once: whether one call of an algorithm computes both.
     """
 
     input_grad: Algorithm
     weight_grad: Algorithm
     share: bool
+    at_once: bool = False
 
 
 def choose_gradients(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """The algorithms of the input's and the weight's gradient of one backward pass.
 
-    Those that :func:`choose` gives; but for ``"auto"`` on CUDA, where both are in channels_last, two that share the
-    turning of grad_output, if they are clearly estimated to be faster together.
+    Those that :func:`choose` gives, at once where the algorithm has that; but for ``"auto"`` on CUDA what is estimated
+    to be faster together: an algorithm that computes both at once, or, where both are in channels_last, two that share
+    the turning of grad_output.
 
     Args:
         config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if at
@@ -114,14 +117,24 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
 
     first = choose(config, requested, where, "input_grad")
     second = choose(weight_config, requested, where, "weight_grad")
-    chosen = Gradients(first, second, shares(first, second))
-    if requested != "auto" or not both_last or config.device.type != "cuda" or chosen.share:
-        return chosen
+    if requested != "auto" or config.device.type != "cuda":
+        at_once = first is second and first.grads_estimate(config, weight_config) < math.inf
+        return Gradients(first, second, shares(first, second), at_once)
     one, other = _estimates(config, "input_grad"), _estimates(weight_config, "weight_grad")
     saved = grad_turning_seconds(config)
-    sharing = [(a + b - saved, Gradients(x, y, True)) for a, x in one for b, y in other if shares(x, y)]
-    seconds, gradients = min(sharing, key=lambda item: item[0])
-    return gradients if seconds < one[0][0] + other[0][0] - _CLEARLY else chosen
+    seconds = one[0][0] + other[0][0]
+    chosen = Gradients(first, second, shares(first, second))
+    if chosen.share:
+        seconds -= saved
+    else:
+        sharing = [(a + b - saved, Gradients(x, y, True)) for a, x in one for b, y in other if shares(x, y)]
+        least, gradients = min(sharing, key=lambda item: item[0], default=(math.inf, chosen))
+        if least < seconds - _CLEARLY:
+            seconds, chosen = least, gradients
+    able = [a for a in ALGORITHMS if a.why_not(config) is None]
+    together = [(a.grads_estimate(config, weight_config), Gradients(a, a, False, True)) for a in able]
+    least, gradients = min(together, key=lambda item: item[0], default=(math.inf, chosen))
+    return gradients if least < seconds else chosen
 
 
 @dataclass(frozen=True)

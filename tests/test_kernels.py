@@ -21,7 +21,17 @@ from tests.test_fused_plan import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import direct_ffma, direct_mma, fold_kernels, fused, fused_fold, fused_gradient, fused_images
+from gemmconv.algorithms import (
+    direct_ffma,
+    direct_grads,
+    direct_mma,
+    direct_weight_grad,
+    fold_kernels,
+    fused,
+    fused_fold,
+    fused_gradient,
+    fused_images,
+)
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of
 from gemmconv.algorithms.chunking import input_rows_of
@@ -124,8 +134,8 @@ class Run:
     """One kernel on one case.
 
     Attributes:
-        operation: "im2col", "col2im", a direction of `direct` on CUDA cores; on tensor cores "forward_mma", "fused",
-            "fused_input_grad", "fused_weight_grad", "fused_fold" or "fused_images".
+        operation: "im2col", "col2im", a direction of `direct` on CUDA cores or "grads", both; on tensor cores
+            "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_fold", "fused_images".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
@@ -155,7 +165,7 @@ class Run:
 
     @property
     def precision(self):
-        return "tf32" if self.tf32 or self.operation == "forward_mma" else "ieee"
+        return "tf32" if self.tf32 or self.operation in ("forward_mma", "grads_mma") else "ieee"
 
     @property
     def config(self):
@@ -196,6 +206,15 @@ class Run:
         tiles = [*fused_gradient.tiles_of(*arguments)]
         return tiles[self.choice % len(tiles)]
 
+    @functools.cached_property
+    def grads_tile(self):
+        """The tile of grads_mma, None where there is none."""
+        return direct_grads.tile_for(self.config) if self.choice is None else self.grads_tiles[self.choice]
+
+    @property
+    def grads_tiles(self):
+        return direct_grads.tiles_of(problem_of(self.case), self.dtype.itemsize)
+
     @property
     def direction(self):
         return "input_grad" if self.operation == "fused_input_grad" else "forward"
@@ -232,6 +251,13 @@ class Run:
                 if self.multiprocessors is not None:
                     patch.setattr(fused_images, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return fused_images.prepare_forward(self.config, self.image_tile)
+            if self.operation == "grads":
+                return direct_weight_grad.prepare_grads(self.config, self.config)
+            if self.operation == "grads_mma":
+                if self.multiprocessors is not None:
+                    slices = self.multiprocessors + 1
+                    patch.setattr(direct_grads.Tile, "slices", lambda tile, _: min(slices, math.prod(tile.tiles)))
+                return direct_grads.prepare_grads(self.config, self.config, self.grads_tile)
             if self.operation != "forward_mma":
                 patch.setattr(direct_mma, "tile_for", lambda config: None)
                 return getattr(Direct(), self.operation)(self.config)
@@ -794,6 +820,89 @@ def test_direct_weight_grad_kernels_match_reference(run, calls, poison):
     run.check(calls[run])
 
 
+def computes_both(run):
+    itemsize = run.dtype.itemsize
+    return direct_weight_grad.weight_grad_tile(problem_of(run.case), itemsize).computes_both(
+        problem_of(run.case), itemsize
+    )
+
+
+DEPTHWISE_CASES = [
+    Case(2, 3, 3, (21, 40), (4, 4), (2, 2), (1, 1), groups=3),  # several tiles an image
+    Case(3, 2, 2, (6, 7), (8, 8), (4, 4), (2, 2), groups=2),  # CenterNet's
+    Case(2, 6, 6, (6, 7), (2, 2), (2, 2), groups=2),  # three channels of a thread
+    Case(2, 44, 2, (5, 6), (2, 2), (2, 2)),  # blocks and threads that share input channels
+    Case(1, 2, 8, (5, 9), (3, 3), (1, 1), (1, 1), groups=2),  # a multiplier
+    Case(20, 1, 1, (2, 3), (3, 2), (2, 3), (1, 0), (1, 2), (2, 1)),
+]
+GRADS_RUNS = [
+    run
+    for layout in FORMATS
+    for case in (*CASES, *DEPTHWISE_CASES)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    if computes_both(run := Run("grads", case, dtype, layout))
+    if dtype == torch.float32 or case in DEPTHWISE_CASES
+]
+
+
+def test_cases_of_both_gradients_at_once_are_some():
+    assert {run.case for run in GRADS_RUNS if run.dtype == torch.float16} == set(DEPTHWISE_CASES)
+    assert not computes_both(Run("grads", CASES[30]))
+
+
+@pytest.mark.parametrize("run", GRADS_RUNS, ids=str)
+def test_direct_kernel_of_both_gradients_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+# Every second case of each type and layout, of more images, since the bar of TF32 is one of averages; half of them with
+# one slice, whose blocks go over many tiles. Then cases of more channels with each of their tiles.
+GRADS_MMA_RUNS = [
+    run
+    for i, layout in enumerate(FORMATS)
+    for j, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))
+    for case in (*CASES, *DEPTHWISE_CASES)[(i + j) % 2 :: 2]
+    if (run := Run("grads_mma", replace(case, batch=4 * case.batch), dtype, layout, (None, 0)[i])).grads_tile
+]
+GRADS_MMA_RUNS += [
+    replace(run, choice=choice)
+    for run in (
+        Run("grads_mma", case, dtype, multiprocessors=1)
+        for dtype in (torch.float32, torch.float16)
+        for case in (
+            Case(3, 32, 64, (12, 37), (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), groups=4),  # KernelBench 75
+            Case(2, 20, 17, (7, 18), (2, 2), (2, 2)),
+            Case(1, 33, 5, (5, 16), (3, 3), (1, 1), (1, 1)),
+        )
+    )
+    for choice in range(len(run.grads_tiles))
+]
+
+
+def test_runs_of_both_gradients_on_tensor_cores_take_every_path():
+    tiles = [run.grads_tile for run in GRADS_MMA_RUNS]
+    for path in (
+        lambda tile: tile.planes > 8,
+        lambda tile: tile.planes > 16,
+        lambda tile: tile.planes % 16 == 8 and tile.planes > 16,
+        lambda tile: tile.problem.gemm_k > 8 * tile.ci_warps,
+        lambda tile: tile.row_warps == 1,
+        lambda tile: tile.column_warps == 1,
+        lambda tile: tile.rows == 4,
+        lambda tile: tile.size[0] < tile.problem.input_size[0],
+        lambda tile: tile.size[1] < tile.problem.input_size[1],
+    ):
+        assert {bool(path(tile)) for tile in tiles} == {True, False}
+    assert {tile.ci_warps for tile in tiles} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("run", GRADS_MMA_RUNS, ids=str)
+def test_direct_kernel_of_both_gradients_on_tensor_cores_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
 @st.composite
 def mma_runs(draw):
     """Any tile of a small problem, with few blocks."""
@@ -810,6 +919,24 @@ def test_direct_forward_kernel_on_tensor_cores_matches_reference_with_any_tile(r
     with emulator.install(folder):
         assume((call := run.prepare()) is not None)
         run.check(call)
+
+
+@st.composite
+def grads_mma_runs(draw):
+    """Any tile of a small problem, with few blocks."""
+    case = Case(**asdict(draw(wide_problems())))
+    dtype = draw(st.sampled_from((torch.float16, torch.bfloat16, torch.float32)))
+    run = Run("grads_mma", replace(case, batch=4 * case.batch), dtype, draw(st.sampled_from(sorted(FORMATS))))
+    assume(run.grads_tiles)
+    return replace(run, multiprocessors=draw(st.integers(0, 2)), choice=draw(st.integers(0, len(run.grads_tiles) - 1)))
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(run=grads_mma_runs())
+def test_direct_kernel_of_both_gradients_on_tensor_cores_matches_reference_with_any_tile(run, folder, poison):
+    poison("cpu")
+    with emulator.install(folder):
+        run.check(run.prepare())
 
 
 @st.composite
@@ -879,10 +1006,12 @@ def check_direct(call, run):
             results += [(call(input, weight, None), exact.output_without_bias)]
         elif run.operation in ("input_grad", "fused_input_grad"):
             results = [(call(grad_output, weight), exact.input_grad)]
+        elif run.operation in ("grads", "grads_mma"):
+            results = [*zip(call(grad_output, input, weight), (exact.input_grad, exact.weight_grad), strict=True)]
         else:
             results = [(call(grad_output, input), exact.weight_grad)]
         for actual, wanted in results:
-            layout = "contiguous" if run.operation in ("weight_grad", "fused_weight_grad") else run.layout
+            layout = "contiguous" if wanted is exact.weight_grad else run.layout
             assert actual.stride() == torch.empty(actual.shape, memory_format=FORMATS[layout]).stride()
             reference.assert_close(actual, wanted, run.dtype, run.precision)
 
@@ -904,6 +1033,8 @@ def spans(rows):
 
 LAYER = CASES[1]
 MMA = Run("forward_mma", TILED_CASES[0], multiprocessors=0)
+
+GRADS_MMA = next(run for run in GRADS_MMA_RUNS if run.case.groups == 4)
 
 SHARED_ARRAY = r"(__shared__ __align__\(16\) accumulate_t (\w+)\[(\w+)\];)"
 NO_BARRIER = (r"__syncthreads\(\);", "")
@@ -934,6 +1065,22 @@ MISTAKES = {
     "weight_grad_no_barrier": (
         Run("weight_grad", LAYER),
         emulator.Edit("direct_weight_grad.cu", *NO_BARRIER),
+        "relative error",
+    ),
+    "grads_mma_no_barrier": (GRADS_MMA, emulator.Edit("direct_grads.cu", *NO_BARRIER), "relative error"),
+    "grads_mma_planes_not_zero": (
+        replace(GRADS_MMA, case=replace(GRADS_MMA.case, out_channels=28)),
+        emulator.Edit("direct_grads.cu", r"patch\[i\] = 0;", "patch[i] = patch[i];"),
+        "relative error",
+    ),
+    "grads_mma_slices_overlap": (
+        GRADS_MMA,
+        emulator.Edit("direct_grads.cu", r"tile \+= p\.slices", "tile += 1"),
+        "relative error",
+    ),
+    "both_grads_weights_of_other_channels": (
+        Run("grads", DEPTHWISE_CASES[3]),
+        emulator.Edit("direct_weight_grad.cu", r"factors = weights \+ ci_thread \* kSums;", "factors = weights;"),
         "relative error",
     ),
     "barrier_not_reached": (

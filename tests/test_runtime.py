@@ -1,6 +1,7 @@
 """Compiling every kernel for every architecture without a GPU, compile errors, and the cache on disk."""
 
 import hashlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
 from gemmconv.algorithms import (
     direct_ffma,
+    direct_grads,
     direct_input_grad,
     direct_mma,
     direct_weight_grad,
@@ -31,6 +33,7 @@ from gemmconv.algorithms import (
     fused_fold,
     fused_gradient,
     fused_images,
+    partials,
     turning,
 )
 from gemmconv.runtime import cache as cache_module
@@ -79,8 +82,14 @@ def kernel_variants():
             variants[f"direct_input_grad-{label}"] = ("direct_input_grad.cu", macros)
             macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7)
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
+            if direct_weight_grad.weight_grad_tile(problem, dtype.itemsize).computes_both(problem, dtype.itemsize):
+                macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7, input_grad=True)
+                variants[f"direct_weight_grad-both-{label}"] = ("direct_weight_grad.cu", macros)
+            variants[f"sum_partials-{dtype}"] = ("sum_partials.cu", partials.sum_partials_macros(dtype))
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct_mma.cu", macros)
+    for label, (macros, _) in GRADS_VARIANTS.items():
+        variants[label] = ("direct_grads.cu", macros)
     for channels, pixels, itemsize in (
         (96, 4096, 2),
         (3, 4096, 2),
@@ -222,7 +231,19 @@ def problems_by_name():
     return {**{workload.name: workload.problem for suite in SUITES.values() for workload in suite}, **PROBLEMS}
 
 
+def grads_variants():
+    """Macros of direct_grads.cu, and the tile that they are for, for the problems above and layers of full size."""
+    problems, variants = problems_by_name(), {}
+    for name in (*PROBLEMS, "kb75", "dcgan5", "groups_4", "groups_16"):
+        for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "kb75") else [])):
+            if (tile := direct_grads.tile_of(problems[name], dtype.itemsize)) is not None:
+                macros = direct_grads.grads_macros(tile, dtype, slices=7)
+                variants[f"direct_grads-{name}-{str(dtype).removeprefix('torch.')}"] = (macros, tile)
+    return variants
+
+
 MMA_VARIANTS = mma_variants()
+GRADS_VARIANTS = grads_variants()
 VARIANTS = kernel_variants()
 COMPILATIONS = [
     (variant, arch)
@@ -237,8 +258,9 @@ SMALL = ("col2im.cu", fold_kernels.col2im_macros(PROBLEMS["decoder"], torch.floa
 
 def most_registers(source_name, macros):
     """Return the registers that a thread may take; with tensor cores those that its blocks leave to it."""
-    if source_name == "direct_mma.cu":
-        threads = 32 * macros["WARPS_M"] * macros["WARPS_N"]
+    if source_name in ("direct_mma.cu", "direct_grads.cu"):
+        names = ("WARPS_M", "WARPS_N") if source_name == "direct_mma.cu" else ("ROW_WARPS", "COLUMN_WARPS", "CI_WARPS")
+        threads = 32 * math.prod(macros[name] for name in names)
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
     if source_name == "fused_fold.cu":
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
@@ -283,6 +305,7 @@ def test_compile_variants_use_every_source():
 def test_compile_variants_use_both_offset_widths():
     for names in (
         {"direct_mma.cu"},
+        {"direct_grads.cu"},
         {"fused_wgmma.cu"},
         {"fused_fold.cu"},
         {source_name for source_name, _ in VARIANTS.values()},
@@ -291,12 +314,12 @@ def test_compile_variants_use_both_offset_widths():
         assert found == {True, False}
 
 
-@pytest.mark.parametrize("variant", MMA_VARIANTS)
+@pytest.mark.parametrize("variant", [*MMA_VARIANTS, *GRADS_VARIANTS])
 def test_tiles_on_tensor_cores_fit_the_shared_memory_of_every_architecture(variant):
-    macros, tile = MMA_VARIANTS[variant]
+    macros, tile = {**MMA_VARIANTS, **GRADS_VARIANTS}[variant]
     assert tile.shared_bytes == macros["SHARED_BYTES"] <= LEAST_SHARED_BYTES
     assert tile.threads <= 1024
-    assert 1 <= tile.blocks_resident <= 2048 // tile.threads
+    assert 1 <= macros["MIN_BLOCKS"] <= 2048 // tile.threads
 
 
 def test_variants_on_tensor_cores_are_of_nearly_all_problems():

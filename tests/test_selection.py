@@ -2,6 +2,7 @@
 
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 DENSE = Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))  # DCGAN 2
 GROUPED = Problem(16, 32, 64, 4, (64, 64), (3, 3), stride=(2, 2))
+KERNELBENCH_75 = Problem(16, 32, 64, 4, (128, 256), (3, 5), (2, 3), (1, 2), dilation=(2, 1))
 FEW_PIXELS = Problem(128, 100, 512, 1, (1, 1), (4, 4))  # DCGAN 1
 
 
@@ -70,12 +72,39 @@ def gradients_taken(problem, dtype, precision, requested="auto", memory_format=t
 
 
 def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
-    depthwise = Problem(16, 128, 128, 128, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
-    found = gradients_taken(depthwise, torch.float32, "ieee")
+    found = gradients_taken(KERNELBENCH_75, torch.float32, "ieee")
     assert (found.input_grad.name, found.weight_grad.name, found.share) == ("direct", "direct", True)
-    assert not gradients_taken(depthwise, torch.float32, "ieee", memory_format=torch.contiguous_format).share
-    assert gradients_taken(depthwise, torch.float32, "ieee", "gemm_col2im").share
-    assert not gradients_taken(depthwise, torch.float32, "ieee", "native").share
+    assert not gradients_taken(KERNELBENCH_75, torch.float32, "ieee", memory_format=torch.contiguous_format).share
+    assert gradients_taken(KERNELBENCH_75, torch.float32, "ieee", "gemm_col2im").share
+    assert not gradients_taken(KERNELBENCH_75, torch.float32, "ieee", "native").share
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("requested", ["auto", "direct"])
+def test_direct_computes_both_gradients_at_once_where_that_is_faster(requested, memory_format):
+    depthwise = Problem(16, 128, 128, 128, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
+    for problem, dtype, precision, at_once in (
+        (depthwise, torch.float64, "ieee", True),
+        (depthwise, torch.float32, "ieee", True),
+        (depthwise, torch.float16, "ieee", True),
+        (KERNELBENCH_75, torch.float32, "ieee", False),  # on tensor cores alone
+        (KERNELBENCH_75, torch.float32, "tf32", True),
+        (KERNELBENCH_75, torch.bfloat16, "ieee", True),
+    ):
+        found = gradients_taken(problem, dtype, precision, requested, memory_format)
+        assert (found.input_grad.name, found.weight_grad.name) == ("direct", "direct")
+        assert found.at_once is at_once
+    empty = replace(KERNELBENCH_75, batch=0)
+    assert not gradients_taken(empty, torch.float16, "ieee", "direct", memory_format).at_once
+    assert not gradients_taken(DENSE, torch.float16, "ieee", requested, memory_format).at_once
+
+
+def test_others_compute_one_gradient_after_the_other():
+    for algorithm in (GemmCol2im(), Fused(), Native()):
+        config = config_of(KERNELBENCH_75, torch.float16, "ieee")
+        assert algorithm.grads_estimate(config, config) == math.inf
+        with pytest.raises(NotImplementedError):
+            algorithm.grads(config, config)
 
 
 @pytest.mark.parametrize(("fused_seconds", "taken"), [(50e-6, "direct"), (41e-6, "fused")])

@@ -19,6 +19,10 @@
  * A row is staged by kRowThreads threads in kSteps steps of VECTOR elements. With VECTOR > 1 rows start at a multiple of
  * VECTOR, kLead elements early, and W_out must be a multiple of VECTOR.
  *
+ * For tensor cores (ON_TENSOR_CORES) values are rounded to what TF32 multiplies, which 16-bit values are, and planes begin
+ * an odd multiple of 4 places apart: what a warp reads of 8 planes and 4 inputs, or of 4 such even planes and 8 inputs, is in
+ * different banks.
+ *
  * Macros: ELEMENT_T, THREADS, STRIDE_, DILATION_, PADDING_, TILE_, TAPS_ (of the tile's pixels and of the kernel, staged
  * at once) with H and W, PATCHES = outer * PATCH_INNER (planes staged at once), VECTOR.
  */
@@ -27,7 +31,12 @@
 #include "common/index.cuh"
 #include "common/integers.cuh"
 #include "common/keep.cuh"
+#include "common/mma.cuh"
 #include "common/numeric.cuh"
+
+#ifndef ON_TENSOR_CORES
+#define ON_TENSOR_CORES 0
+#endif
 
 using accumulate_t = accumulator_t<ELEMENT_T>;
 
@@ -58,7 +67,8 @@ constexpr int kPiece = least(kRun, 16 / static_cast<int>(sizeof(accumulate_t)));
 constexpr int kBankPitch = ceil_div(ceil_div(kVectors * VECTOR, kBanks), kPiece) * kPiece;
 constexpr int kRowPitch = kBanks * kBankPitch;
 constexpr int kPatchRows = PATCHES * patch_h::kExtent;
-constexpr int kPatchElements = kPatchRows * kRowPitch;
+constexpr int kPlaneGap = ON_TENSOR_CORES ? (patch_h::kExtent * kRowPitch + 3) / 8 * 8 + 4 - patch_h::kExtent * kRowPitch : 0;
+constexpr int kPatchElements = kPatchRows * kRowPitch + PATCHES * kPlaneGap;
 
 // Who stages them
 constexpr int kSteps = ceil_div(kVectors, least(THREADS, 32));
@@ -66,7 +76,23 @@ constexpr int kRowThreads = ceil_div(kVectors, kSteps);
 constexpr int kRowsAtOnce = THREADS / kRowThreads;
 constexpr int kPasses = ceil_div(kPatchRows, kRowsAtOnce);
 
-struct alignas(VECTOR * sizeof(ELEMENT_T)) pack_t { ELEMENT_T value[VECTOR]; };
+/* A vector as it is loaded: of 16-bit elements words of two, which take no registers beside those that were loaded. */
+template <typename T, bool PAIRS> struct alignas(VECTOR * sizeof(T)) vector_of {
+    T value[VECTOR];
+    __device__ __forceinline__ T element(int e) const { return value[e]; }
+    static __device__ __forceinline__ vector_of load(const T* address) {
+        if constexpr (VECTOR == 1) return {load_once(address)};
+        else return *reinterpret_cast<const vector_of*>(address);
+    }
+};
+template <typename T> struct alignas(VECTOR * sizeof(T)) vector_of<T, true> {
+    unsigned value[ceil_div(VECTOR, 2)];
+    __device__ __forceinline__ T element(int e) const { return element_of<T>(value[e / 2] >> e % 2 * 16); }
+    static __device__ __forceinline__ vector_of load(const T* address) {
+        return *reinterpret_cast<const vector_of*>(address);
+    }
+};
+using pack_t = vector_of<ELEMENT_T, (sizeof(ELEMENT_T) == 2 && VECTOR > 1)>;
 struct alignas(kPiece * sizeof(accumulate_t)) piece_t { accumulate_t value[kPiece]; };
 
 /* What a patch is staged from: planes outer*outer_stride + inner, rows and columns from (row, column) on. */
@@ -78,9 +104,31 @@ struct patch_source {
     int row, column;                      // of grad_output, at place 0 of both axes
 };
 
-__device__ __forceinline__ pack_t load_pack(const ELEMENT_T* address) {
-    if constexpr (VECTOR == 1) return {load_once(address)};
-    else return *reinterpret_cast<const pack_t*>(address);
+/* A value as it lies in the patch. Rounded as mma_words does, but without predicates, of which a batch of loads has many: the
+ * magnitude plus half of the lowest bit that multiplies, which stays a NaN where it was the largest. */
+__device__ __forceinline__ accumulate_t staged(ELEMENT_T value) {
+    if constexpr (!ON_TENSOR_CORES || sizeof(ELEMENT_T) == 2) {
+        return widen(value);
+    } else {
+        const unsigned word = __float_as_uint(widen(value)), sum = (word & 0x7fffffffu) + mma_words<float>::kHalf;
+        return __uint_as_float((sum < 0x7fffffffu ? sum : 0x7fffffffu) | (word & 0x80000000u));
+    }
+}
+
+/* Stores a vector in a row of the patch, if it is one of it. */
+__device__ __forceinline__ void store_pack(accumulate_t* row, const pack_t& pack, int vector, bool there = true) {
+    #pragma unroll
+    for (int first = 0; first < VECTOR / kRun; ++first) {  // elements first, first + kBanks, ... share a bank
+        const int place = vector * VECTOR + first;
+        accumulate_t* target = row + place % kBanks * kBankPitch + place / kBanks;
+        #pragma unroll
+        for (int run = 0; run < kRun; run += kPiece) {
+            piece_t piece;
+            #pragma unroll
+            for (int e = 0; e < kPiece; ++e) piece.value[e] = staged(pack.element(first + (run + e) * kBanks));
+            if (there) *reinterpret_cast<piece_t*>(target + run) = piece;
+        }
+    }
 }
 
 /* Loads COUNT passes into registers: pass, pass + 1, ... */
@@ -105,7 +153,7 @@ __device__ __forceinline__ void fetch_patch(pack_t (&packs)[COUNT][kSteps], cons
             const int vector = lane + j * kRowThreads;
             const int ow = source.column - kLead + (VECTOR > 1 ? vector * VECTOR : patch_w::distance(vector));
             const bool inside = row_inside && static_cast<unsigned>(ow) < source.w_out;
-            packs[i][j] = inside ? load_pack(row + ow) : pack_t{};
+            packs[i][j] = inside ? pack_t::load(row + ow) : pack_t{};
         }
     }
 }
@@ -123,18 +171,7 @@ __device__ __forceinline__ void store_patch(accumulate_t* patch, const pack_t (&
         for (int j = 0; j < kSteps; ++j) {
             const int vector = lane + j * kRowThreads;
             if (vector >= kVectors) continue;
-            #pragma unroll
-            for (int first = 0; first < VECTOR / kRun; ++first) {  // elements first, first + kBanks, ... share a bank
-                const int place = vector * VECTOR + first;
-                accumulate_t* target = patch + patch_row * kRowPitch + place % kBanks * kBankPitch + place / kBanks;
-                #pragma unroll
-                for (int run = 0; run < kRun; run += kPiece) {
-                    piece_t piece;
-                    #pragma unroll
-                    for (int e = 0; e < kPiece; ++e) piece.value[e] = widen(packs[i][j].value[first + (run + e) * kBanks]);
-                    *reinterpret_cast<piece_t*>(target + run) = piece;
-                }
-            }
+            store_pack(patch + patch_row * kRowPitch, packs[i][j], vector);
         }
     }
 }
@@ -147,5 +184,6 @@ __device__ constexpr int tap_place(int row, int tap_h, int tap_w) {
 
 /* Offset in the patch of the first row and column that a pixel of the tile reads. */
 __device__ __forceinline__ int pixel_place(int plane, int row, int column) {
-    return (plane * patch_h::kExtent + row * patch_h::kPitch) * kRowPitch + column * (patch_w::kPitch / kBanks);
+    return (plane * patch_h::kExtent + row * patch_h::kPitch) * kRowPitch + plane * kPlaneGap +
+           column * (patch_w::kPitch / kBanks);
 }

@@ -18,6 +18,8 @@ DEFAULT_WORKSPACE_LIMIT = 64 << 20
 # Prepared calls: everything that depends on the configuration alone was worked out when they were made.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output
 Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # grad_output, weight or input -> gradient
+# grad_output, input, weight -> grad_input, grad_weight
+BothGradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,19 @@ class Algorithm(Protocol):
 
     def weight_grad(self, config: Config) -> Gradient:
         """Prepare grad_weight from (grad_output, input)."""
+        ...
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        """Prepare both gradients at once, from (grad_output, input, weight), where :meth:`grads_estimate` is finite.
+
+        Args:
+            config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if
+                at all.
+        """
+        ...
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        """Roughly the seconds of both gradients at once; infinite where there is nothing but one after the other."""
         ...
 
 

@@ -2,21 +2,24 @@
 
 For layers whose work is moving bytes: grouped, depthwise, strided, dilated, of few channels. Products are ordinary
 multiplications and additions, in float32 (float64 for float64); of 16-bit types, and of float32 where TF32 may be used,
-those of tensor cores where that is faster. Gradients never take tensor cores.
+those of tensor cores where that is faster. Gradients take tensor cores where both are computed at once.
 
     direct_ffma.py         csrc/direct.cu              forward on CUDA cores
     direct_mma.py          csrc/direct_mma.cu          forward on tensor cores
     direct_input_grad.py   csrc/direct_input_grad.cu
-    direct_weight_grad.py  csrc/direct_weight_grad.cu
-    direct_patch.py        csrc/common/patch.cuh       what both gradients stage
+    direct_weight_grad.py  csrc/direct_weight_grad.cu  and both gradients at once on CUDA cores
+    direct_grads.py        csrc/direct_grads.cu        both gradients at once on tensor cores
+    direct_patch.py        csrc/common/patch.cuh       what gradients stage
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from gemmconv.algorithms import direct_ffma, direct_mma
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient
+from gemmconv.algorithms import direct_ffma, direct_grads, direct_mma
+from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, Gradient
 from gemmconv.algorithms.macros import why_not_dtype
 from gemmconv.algorithms.turning import turning_seconds
 
@@ -46,6 +49,14 @@ def _tiles(config: Config) -> tuple[direct_ffma.Tile, direct_mma.Tile | None]:
         cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile)
         other = other if other.cycles + _TENSOR_CORE_START < 1.06 * cycles else None
     return tile, other
+
+
+def _grads_tile(config: Config) -> direct_grads.Tile | None:
+    """The tile of csrc/direct_grads.cu, where that is faster than both gradients at once on CUDA cores."""
+    from gemmconv.algorithms.direct_weight_grad import grads_seconds
+
+    tile = direct_grads.tile_for(config)
+    return tile if tile is not None and tile.seconds < grads_seconds(config) else None
 
 
 def _parts(config: Config, ffma_rate: float, copy_rate: float, step_seconds: float) -> tuple[float, float, float]:
@@ -88,7 +99,9 @@ class Direct:
             return 0
         from gemmconv.algorithms.direct_weight_grad import weight_grad_workspace_bytes
 
-        return weight_grad_workspace_bytes(config)
+        tile = _grads_tile(config)
+        at_once = 0 if tile is None else tile.partial_bytes(config.workspace_limit)
+        return max(weight_grad_workspace_bytes(config), at_once)
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """Forward, what its tile is estimated at; else arithmetic, bytes and steps, or tiles of a weight gradient."""
@@ -127,3 +140,23 @@ class Direct:
         from gemmconv.algorithms.direct_weight_grad import prepare_weight_grad
 
         return prepare_weight_grad(config)
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        from gemmconv.algorithms import direct_weight_grad
+
+        tile = _grads_tile(config)
+        if tile is not None:
+            return direct_grads.prepare_grads(config, weight_config, tile)
+        return direct_weight_grad.prepare_grads(config, weight_config)
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        from gemmconv.algorithms import direct_weight_grad
+
+        p = config.problem
+        if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
+            return math.inf
+        tile = _grads_tile(config)
+        seconds = direct_weight_grad.grads_seconds(config) if tile is None else tile.seconds
+        seconds += turning_seconds(config)
+        one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+        return seconds if seconds < one_by_one else math.inf

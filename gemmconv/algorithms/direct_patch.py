@@ -1,4 +1,4 @@
-"""What csrc/direct_input_grad.cu and csrc/direct_weight_grad.cu share: tiles of grad_output, staged in shared memory.
+"""What the gradients of ``direct`` share: tiles of grad_output, staged in shared memory.
 
 How large the tiles are, and who owns what, follows from the problem and the element type alone, so sums have the same
 order on every device. The patch is what csrc/common/patch.cuh makes of a tile: same names, same rules.
@@ -40,6 +40,7 @@ class Patch:
         taps: kernel taps staged at once.
         planes: planes staged at once.
         threads: threads of a block.
+        on_tensor_cores: whether planes are apart as tensor cores want them.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Patch:
     taps: tuple[int, int]
     planes: int
     threads: int
+    on_tensor_cores: bool = False
 
     def _axis(self, axis: int) -> tuple[int, int, bool]:
         """Extent in places, places between neighbouring pixels, and whether it is compact."""
@@ -75,6 +77,11 @@ class Patch:
         return -(-(lead + self._axis(1)[0]) // self.vector)
 
     @property
+    def rows(self) -> int:
+        """Rows of a plane."""
+        return self._axis(0)[0]
+
+    @property
     def steps(self) -> int:
         """Vectors of a row that a thread loads."""
         return -(-self.vectors // min(self.threads, 32))
@@ -97,7 +104,8 @@ class Patch:
         run = self.vector // min(self.vector, banks)
         piece = min(run, 16 // max(4, self.itemsize))
         bank_pitch = up_to_multiple(-(-self.vectors * self.vector // banks), piece)
-        return self.planes * self._axis(0)[0] * banks * bank_pitch
+        plane = self._axis(0)[0] * banks * bank_pitch
+        return self.planes * ((plane + 3) // 8 * 8 + 4 if self.on_tensor_cores else plane)
 
     def macros(self, prefetch: bool, most_words: int) -> Macros:
         """The macros that say how it is staged; with ``most_words`` registers for loads where nothing is prefetched."""

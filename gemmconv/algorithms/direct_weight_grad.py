@@ -1,4 +1,4 @@
-"""Host side of csrc/direct_weight_grad.cu: the weight gradient of ``direct``.
+"""Host side of csrc/direct_weight_grad.cu: the weight gradient of ``direct``, and both gradients at once.
 
 How many slices the pixels are cut into follows from the problem and the element type alone, as the tiles do.
 """
@@ -6,12 +6,13 @@ How many slices the pixels are cut into follows from the problem and the element
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from gemmconv.algorithms.base import Config, Gradient, accumulator_dtype
+from gemmconv.algorithms.base import BothGradients, Config, Gradient, accumulator_dtype, in_either_format
 from gemmconv.algorithms.direct_patch import (
     BATCH_WORDS,
     MULTIPROCESSORS,
@@ -32,7 +33,8 @@ from gemmconv.algorithms.direct_patch import (
 from gemmconv.algorithms.integers import even_share, power_of_two_within
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
-from gemmconv.algorithms.turning import to_nchw
+from gemmconv.algorithms.partials import prepare_partials
+from gemmconv.algorithms.turning import from_nchw, to_nchw
 from gemmconv.geometry import Problem
 
 _REGISTERS = 65_536  # of a multiprocessor
@@ -46,11 +48,11 @@ _RATE, _STAGED_RATE, _COPY_RATE = 50e12, 3.05e12, 9.3e12  # operations; bytes of
 
 WeightGradParams = params_struct(
     "direct_weight_grad_params",
-    ("grad_output", "input", "partials"),
-    ("images", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
-)
-WeightGradSumParams = params_struct(
-    "direct_weight_grad_sum_params", ("partials", "grad_weight"), ("slices",), long_integers=("elements",)
+    ("grad_output", "input", "partials", "weight", "grad_input"),
+    (
+        *("images", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
+        *("weight_channel", "weight_tap"),
+    ),
 )
 
 
@@ -105,16 +107,22 @@ class WeightGradTile(Tile):
     def resident(self, itemsize: int) -> int:
         """Blocks that a multiprocessor is to have registers for."""
         few = self.sums * sum_bytes(itemsize) // 4 <= _FEW_WORDS
-        return min(8, 768 // self.threads) if few else min(4, 512 // self.threads)
+        return min(8, 768 // self.threads if few else 512 // self.threads)
 
     def registers(self, itemsize: int) -> int:
         """Registers that a thread then may have."""
         return min(255, _REGISTERS // (self.resident(itemsize) * self.threads) // 8 * 8)
 
-    def spare_words(self, itemsize: int) -> int:
-        """Registers left for loads of grad_output."""
-        words = (self.sums + self.rows * self.ci_channels) * sum_bytes(itemsize) // 4
+    def spare_words(self, itemsize: int, input_grad: bool) -> int:
+        """Registers left for loads of grad_output, beside sums, inputs and their gradients."""
+        words = (self.sums + self.rows * self.ci_channels * (1 + input_grad)) * sum_bytes(itemsize) // 4
         return self.registers(itemsize) - _OTHER_WORDS - words
+
+    def computes_both(self, problem: Problem, itemsize: int) -> bool:
+        """Whether a thread has all that an input pixel receives, and shared memory has room for the weights."""
+        weights = self.ci_threads * self.sums * sum_bytes(itemsize)
+        whole = self.co_channels == problem.out_channels // problem.groups and self.taps == problem.kernel_size
+        return whole and self.shared_bytes(problem, itemsize) + weights <= STATIC_SHARED
 
 
 @lru_cache(maxsize=1024)
@@ -207,11 +215,11 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
     return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
 
 
-def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int) -> Macros:
-    """Macros that specialise csrc/direct_weight_grad.cu."""
+def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int, input_grad: bool = False) -> Macros:
+    """Macros that specialise csrc/direct_weight_grad.cu, for both gradients with ``input_grad``."""
     itemsize = dtype.itemsize
     tile = weight_grad_tile(problem, itemsize)
-    patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize)
+    patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize, input_grad)
     repeated = math.prod(tile.tiles(problem)) > slices
     prefetch = repeated and tile.steps == 1 and patch.words(patch.passes) <= min(PREFETCH_WORDS, spare)
     return {
@@ -224,6 +232,7 @@ def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int) -> Mac
         "CI_THREADS": tile.ci_threads,
         "CO_THREADS": tile.co_threads,
         "RESULT_T": ELEMENT_TYPES[accumulator_dtype(dtype) if slices > 1 else dtype],
+        "INPUT_GRAD": int(input_grad),
         "MIN_BLOCKS": tile.resident(itemsize),
         **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
         **problem_macros(problem, dtype),
@@ -258,42 +267,72 @@ def weight_grad_seconds(config: Config) -> float:
 
 def prepare_weight_grad(config: Config) -> Gradient:
     """Prepare grad_weight from (grad_output, input)."""
+    if not math.prod(config.problem.weight_shape) or not math.prod(config.problem.input_shape):
+        return lambda grad_output, input: grad_output.new_zeros(config.problem.weight_shape)
+    compute = _prepare(config, input_grad=False)
+    return lambda grad_output, input: compute(grad_output, input, None, None)
+
+
+def grads_seconds(config: Config) -> float:
+    """Roughly what both gradients at once take in NCHW; infinite where no thread could have whole sums of both."""
+    p, itemsize = config.problem, config.dtype.itemsize
+    if not weight_grad_tile(p, itemsize).computes_both(p, itemsize):
+        return math.inf
+    products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
+    return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COPY_RATE
+
+
+def prepare_grads(config: Config, weight_config: Config) -> BothGradients:
+    """Prepare both gradients from (grad_output, input, weight), where :func:`grads_seconds` is finite."""
+    problem = config.problem
+    compute = _prepare(weight_config, input_grad=True)
+    turned_back = from_nchw(config, problem.input_shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_input = input.new_empty(problem.input_shape)
+        grad_weight = compute(grad_output, input, weight, grad_input)
+        return turned_back(grad_input), grad_weight
+
+    return call
+
+
+def _prepare(config: Config, input_grad: bool) -> Callable[..., torch.Tensor]:
+    """Prepare (grad_output, input, weight, grad_input) -> grad_weight; the last two for the input gradient, or None."""
     from gemmconv.runtime.launch import load
 
     problem, dtype = config.problem, config.dtype
-    shape = problem.weight_shape
-    elements = math.prod(shape)
-    if not elements or not math.prod(problem.input_shape):
-        return lambda grad_output, input: grad_output.new_zeros(shape)
-
     tile = weight_grad_tile(problem, dtype.itemsize)
     slices = _slices(config, tile)
-    macros = weight_grad_macros(problem, dtype, slices)
-    source, index = "direct_weight_grad.cu", config.device.index
-    kernel = load(source, "direct_weight_grad_kernel", macros, index)
-    sum_kernel = load(source, "direct_weight_grad_sum_kernel", macros, index) if slices > 1 else None
+    macros = weight_grad_macros(problem, dtype, slices, input_grad)
+    kernel = load("direct_weight_grad.cu", "direct_weight_grad_kernel", macros, config.device.index)
+    partials_of, add_up = prepare_partials(config, slices)
     _, tiles_h, tiles_w = tile.tiles(problem)
     sizes = (problem.batch, problem.groups, *problem.input_size, *problem.output_size)
     cut = (tiles_h, tiles_w, math.prod(tile.tiles(problem)), slices)
     grid, block = (tile.weight_blocks(problem), slices, 1), (tile.threads, 1, 1)
-    sum_grid = (-(-elements // 32), 1, 1)
-    sum_dtype = accumulator_dtype(dtype)
     alignment = int(macros["VECTOR"]) * dtype.itemsize
     turned = to_nchw(config, problem.output_shape)
     turned_input = to_nchw(config, problem.input_shape)
 
-    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        grad_weight = grad_output.new_empty(shape)
-        partials = grad_weight if sum_kernel is None else grad_output.new_empty((slices, elements), dtype=sum_dtype)
+    def compute(
+        grad_output: torch.Tensor,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        grad_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        grad_weight = grad_output.new_empty(problem.weight_shape)
+        partials = partials_of(grad_weight)
         grad_output, input = aligned_to(turned(grad_output), alignment), turned_input(input)
-        addresses = (grad_output.data_ptr(), input.data_ptr(), partials.data_ptr())
-        kernel.launch(grid, block, WeightGradParams(*addresses, *sizes, *cut))
-        if sum_kernel is not None:
-            params = WeightGradSumParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
-            sum_kernel.launch(sum_grid, (256, 1, 1), params)
+        of_input_grad, steps = (0, 0), (0, 0)
+        if weight is not None and grad_input is not None:
+            weight, steps = in_either_format(weight)
+            of_input_grad = weight.data_ptr(), grad_input.data_ptr()
+        addresses = (grad_output.data_ptr(), input.data_ptr(), partials.data_ptr(), *of_input_grad)
+        kernel.launch(grid, block, WeightGradParams(*addresses, *sizes, *cut, *steps))
+        add_up(partials, grad_weight)
         return grad_weight
 
-    return call
+    return compute
 
 
 def _share(extent: int, most: int) -> int:

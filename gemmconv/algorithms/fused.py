@@ -21,6 +21,7 @@ import torch
 
 from gemmconv.algorithms import fused_fold, fused_gradient, fused_images
 from gemmconv.algorithms.base import (
+    BothGradients,
     Config,
     Direction,
     Forward,
@@ -280,6 +281,12 @@ class Fused:
     def weight_grad(self, config: Config) -> Gradient:
         tile = _gradient_tile(config)
         return _OTHERWISE.weight_grad(config) if tile is None else fused_gradient.prepare_weight_grad(config, tile)
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        raise NotImplementedError("one after the other")
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        return math.inf
 
 
 def fold_tile_for(config: Config) -> fused_fold.Tile | None:

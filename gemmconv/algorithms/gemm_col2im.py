@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from gemmconv.algorithms.base import (
+    BothGradients,
     Config,
     Direction,
     Forward,
@@ -197,6 +198,12 @@ class GemmCol2im:
             return partials.sum(0).to(config.dtype)
 
         return call
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        raise NotImplementedError("one after the other")
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        return math.inf
 
 
 def _engine(config: Config) -> Engine:

@@ -1,0 +1,44 @@
+"""Partial sums of weight gradients: host side of csrc/sum_partials.cu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from gemmconv.algorithms.base import Config, accumulator_dtype
+from gemmconv.algorithms.launches import params_struct
+from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
+
+SumPartialsParams = params_struct("sum_partials_params", ("partials", "sums"), ("slices",), long_integers=("elements",))
+
+
+def sum_partials_macros(dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/sum_partials.cu."""
+    return {"ELEMENT_T": ELEMENT_TYPES[dtype]}
+
+
+def prepare_partials(
+    config: Config, slices: int
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], None]]:
+    """Prepare the memory of the partial sums of a weight gradient, and what adds them up.
+
+    Returns:
+        ``partials_of(grad_weight)``, uninitialised, of ``slices`` partial sums for each weight; the gradient itself
+        where there is one slice. ``add_up(partials, grad_weight)`` fills the gradient then.
+    """
+    from gemmconv.runtime.launch import load
+
+    if slices == 1:
+        return lambda grad_weight: grad_weight, lambda partials, grad_weight: None
+    macros = sum_partials_macros(config.dtype)
+    kernel = load("sum_partials.cu", "sum_partials_kernel", macros, config.device.index)
+    elements, dtype = math.prod(config.problem.weight_shape), accumulator_dtype(config.dtype)
+    grid = (-(-elements // 32), 1, 1)
+
+    def add_up(partials: torch.Tensor, grad_weight: torch.Tensor) -> None:
+        params = SumPartialsParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
+        kernel.launch(grid, (256, 1, 1), params)
+
+    return lambda grad_weight: grad_weight.new_empty((slices, elements), dtype=dtype), add_up
