@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test lint dev clean
+.PHONY: help demo bench test test-slow lint dev clean
 
 help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
 	@echo "make bench   measure every algorithm beside torch's settings: all suites on a GPU, a few small layers on a CPU"
-	@echo "make test    run the tests; those marked gpu are skipped without a CUDA device"
+	@echo "make test    run the tests but slow ones; those marked gpu are skipped without a CUDA device"
+	@echo "make test-slow  compile every kernel variant for every architecture"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make dev     install everything a developer needs into $(VENV)"
 	@echo "make clean   remove $(VENV) and all caches and build outputs"
@@ -29,6 +30,9 @@ bench: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q --tb=short
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q --tb=short -m slow
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -30,9 +30,9 @@
  *
  * Stores. What a thread owns of a row are neighbours, and a warp turns them round in shared memory, see
  * common/runs.cuh. In channels_last the channels of a pixel are neighbours: where the tile has all of them
- * (WHOLE_PIXELS), the same holds; else a thread stores its TILE_OUT channels of each pixel. Outputs that hold the bias
- * alone need no accumulators: whole rows of them are stored before the work begins, columns between others come from
- * the bias.
+ * (WHOLE_PIXELS), the same holds; else the TILE_OUT channels of each pixel are, which neighbouring lanes store then.
+ * Outputs that hold the bias alone need no accumulators: whole rows of them are stored before the work begins, columns
+ * between others come from the bias.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
  * CHANNELS_LAST, WHOLE_PIXELS; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
@@ -265,23 +265,24 @@ __device__ __forceinline__ void store_lines(
 }
 
 #else
-/* Store the channels of a thread's pixels, each by itself. */
+/* Store the channels of the pixels that a warp's threads own, a pixel by itself. */
 __device__ __forceinline__ void store_pixels(
-    const direct_params& p, const tile_t& tile, const sums_t& sum, const biases_t& bias, int plane, int oh, int ow) {
-    const index_t out_channels = p.groups * OUT_CHANNELS;
-    ELEMENT_T* __restrict__ target = p.output + output_offset(p, plane, tile.first_out, oh, ow);
-    #pragma unroll
-    for (int pixel = 0; pixel < kNeighbours; ++pixel) {
-        if (ow + pixel >= p.w_out) continue;
-        #pragma unroll
-        for (int out = 0; out < TILE_OUT; out += VECTOR) {
-            vector_t<VECTOR> values;
-            #pragma unroll
-            for (int e = 0; e < VECTOR; ++e) values.value[e] = output_of(sum, bias, out + e, pixel);
-            if (OUT_CHANNELS % TILE_OUT == 0 || tile.first_out + out < OUT_CHANNELS)
-                *reinterpret_cast<vector_t<VECTOR>*>(target + (pixel * out_channels + out)) = values;
-        }
-    }
+    const direct_params& p, const tile_t& tile, const sums_t& sum, const biases_t& bias, int first_phase) {
+    constexpr int kStageBytes = SHARED_BYTES / (kPartThreads / 32) / 16 * 16;  // of a warp
+    const int warp = threadIdx.x / 32;
+    const auto value = [&](int pixel, int out) { return output_of(sum, bias, out, pixel); };
+    const auto runs_of = [&](int thread) {
+        const place_t place = place_of(warp * 32 + thread);
+        const int phase = first_phase + place.phase, plane = tile.first_plane + place.plane;
+        const int oh = (tile.cell_row + place.row) * STRIDE_H + axis_h::output(phase);
+        const int ow = (tile.cell_column + place.lane * CELLS) * STRIDE_W;
+        const bool inside = phase < axis_h::kPhases && plane < p.planes && oh < p.h_out;
+        return apart_t{output_offset(p, plane, tile.first_out, oh, ow), inside ? p.w_out - ow : 0};
+    };
+    store_runs_apart<kNeighbours, TILE_OUT, VECTOR, kStageBytes>(
+        p.output, reinterpret_cast<ELEMENT_T*>(shared + warp * kStageBytes),
+        OUT_CHANNELS % TILE_OUT == 0 ? TILE_OUT : OUT_CHANNELS - tile.first_out,
+        static_cast<index_t>(p.groups * OUT_CHANNELS), value, runs_of);
 }
 #endif
 
@@ -344,7 +345,7 @@ __device__ __forceinline__ void direct_block(const direct_params& p) {
         #pragma unroll
         for (int out = 0; out < TILE_OUT; ++out) bias[out] = bias_of(p.bias, group, tile.first_out + out);
 #if CHANNELS_LAST && !WHOLE_PIXELS
-        if (working) store_pixels(p, tile, sum, bias, plane, oh, ow);
+        store_pixels(p, tile, sum, bias, first_phase);
 #else
         store_lines(p, tile, sum, bias, first_phase);
 #endif

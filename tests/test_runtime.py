@@ -8,6 +8,7 @@ import pickle
 import shutil
 import stat
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -245,11 +246,21 @@ def grads_variants():
 MMA_VARIANTS = mma_variants()
 GRADS_VARIANTS = grads_variants()
 VARIANTS = kernel_variants()
-COMPILATIONS = [
-    (variant, arch)
-    for variant, (source_name, _) in VARIANTS.items()
-    for arch in (["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES)  # wgmma is Hopper's alone
-]
+OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
+
+
+def compilations_of(arch_of):
+    """Pairs of a variant and an architecture, of which ``arch_of`` gives those of a source's number-th variant."""
+    number = Counter()
+    for variant, (source_name, _) in VARIANTS.items():
+        for arch in [] if source_name.startswith("fused") else arch_of(number[source_name]):  # wgmma is Hopper's alone
+            yield variant, arch
+        number[source_name] += 1
+
+
+# Every variant for the H200 and, in turn, for one other architecture; the rest are slow.
+COMPILATIONS = [*((variant, "sm_90a") for variant in VARIANTS), *compilations_of(lambda i: [OTHERS[i % len(OTHERS)]])]
+SLOW_COMPILATIONS = [*compilations_of(lambda i: OTHERS[: i % len(OTHERS)] + OTHERS[i % len(OTHERS) + 1 :])]
 # Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
 MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
 LEAST_SHARED_BYTES = 99 << 10  # that a block may have on every architecture since sm_80
@@ -286,7 +297,9 @@ def compilations(request):
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(("variant", "arch"), COMPILATIONS)
+@pytest.mark.parametrize(
+    ("variant", "arch"), [*COMPILATIONS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_COMPILATIONS)]
+)
 def test_compile_builds_every_kernel_for_every_architecture_without_spills(variant, arch, compilations):
     source_name, macros = VARIANTS[variant]
     compiled = compilations[variant, arch].result()
@@ -295,6 +308,16 @@ def test_compile_builds_every_kernel_for_every_architecture_without_spills(varia
     assert 0 < compiled.registers <= most_registers(source_name, macros), compiled.log
     assert "warning" not in compiled.log, compiled.log
     assert "wgmma.mma_async instructions are serialized" not in compiled.log, compiled.log
+
+
+def test_every_source_is_compiled_for_every_architecture():
+    pairs = {(VARIANTS[variant][0], arch) for variant, arch in COMPILATIONS}
+    for source_name, _ in VARIANTS.values():
+        for arch in ["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES:
+            assert (source_name, arch) in pairs
+    every = [*COMPILATIONS, *SLOW_COMPILATIONS]
+    assert len(every) == len(set(every))
+    assert Counter(arch for _, arch in every)["sm_80"] == Counter(arch for _, arch in every)["sm_120a"] > 200
 
 
 def test_compile_variants_use_every_source():

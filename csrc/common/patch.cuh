@@ -77,22 +77,22 @@ constexpr int kRowsAtOnce = THREADS / kRowThreads;
 constexpr int kPasses = ceil_div(kPatchRows, kRowsAtOnce);
 
 /* A vector as it is loaded: of 16-bit elements words of two, which take no registers beside those that were loaded. */
-template <typename T, bool PAIRS> struct alignas(VECTOR * sizeof(T)) vector_of {
+template <typename T, bool PAIRS> struct alignas(VECTOR * sizeof(T)) loaded_of {
     T value[VECTOR];
     __device__ __forceinline__ T element(int e) const { return value[e]; }
-    static __device__ __forceinline__ vector_of load(const T* address) {
+    static __device__ __forceinline__ loaded_of load(const T* address) {
         if constexpr (VECTOR == 1) return {load_once(address)};
-        else return *reinterpret_cast<const vector_of*>(address);
+        else return *reinterpret_cast<const loaded_of*>(address);
     }
 };
-template <typename T> struct alignas(VECTOR * sizeof(T)) vector_of<T, true> {
+template <typename T> struct alignas(VECTOR * sizeof(T)) loaded_of<T, true> {
     unsigned value[ceil_div(VECTOR, 2)];
     __device__ __forceinline__ T element(int e) const { return element_of<T>(value[e / 2] >> e % 2 * 16); }
-    static __device__ __forceinline__ vector_of load(const T* address) {
-        return *reinterpret_cast<const vector_of*>(address);
+    static __device__ __forceinline__ loaded_of load(const T* address) {
+        return *reinterpret_cast<const loaded_of*>(address);
     }
 };
-using pack_t = vector_of<ELEMENT_T, (sizeof(ELEMENT_T) == 2 && VECTOR > 1)>;
+using pack_t = loaded_of<ELEMENT_T, (sizeof(ELEMENT_T) == 2 && VECTOR > 1)>;
 struct alignas(kPiece * sizeof(accumulate_t)) piece_t { accumulate_t value[kPiece]; };
 
 /* What a patch is staged from: planes outer*outer_stride + inner, rows and columns from (row, column) on. */

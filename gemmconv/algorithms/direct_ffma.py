@@ -253,9 +253,11 @@ class _Layer:
         staged = -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
-        run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.whole_pixels(tile) else 1)
-        stage = 0 if self.channels_last and not self.whole_pixels(tile) else part * run * self.item_bytes
-        return max(staged, sums, stage)
+        if self.channels_last and not self.whole_pixels(tile):
+            run = _run_pitch(tile.channels_out, self.item_bytes)
+        else:
+            run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.channels_last else 1)
+        return max(staged, sums, part * run * self.item_bytes)
 
     def whole_pixels(self, tile: Tile) -> bool:
         """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
@@ -308,6 +310,12 @@ class _Layer:
         else:
             moved *= 1 + 260 / (run * self.item_bytes)
         return max(rounds * max(alone, side_by_side * warps * (busiest + 0.15 * other)), moved) + 1.1 * moved
+
+
+def _run_pitch(run: int, item_bytes: int) -> int:
+    """Elements from a thread's run of a stage to the next one's; see csrc/common/runs.cuh."""
+    put = math.gcd(run, 16 // item_bytes)
+    return (run // put | 1) * put
 
 
 def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Macros:
