@@ -62,11 +62,11 @@ constexpr int kRowSteps = ceil_div(patch_h::kExtent, kLaneRows), kVectorSteps = 
 constexpr int kPlanePitch = patch_h::kExtent * kRowPitch + kPlaneGap;
 
 constexpr int kTaps = KERNEL_H * KERNEL_W;
-constexpr int kCiBlocks = ceil_div(CI, CI_WARPS * 8);
+constexpr int kBlockCi = CI_WARPS * 8, kCiBlocks = ceil_div(CI, kBlockCi);
 constexpr int kCoSteps = PATCHES / 8;               // of the sum over output channels
 constexpr int kCoTiles = ceil_div(PATCHES, 16);     // of 16 output channels
 constexpr int kSums = kTaps * kCoTiles * 4;         // of a lane
-constexpr int kHalves = 4;                          // times 4 pixels are a warp's 16
+constexpr int kQuads = 4;                           // of a warp's 16 pixels
 constexpr int kReach = (ROWS - 1) * patch_h::kPitch + patch_h::place(KERNEL_H - 1) + 1;  // patch rows that a warp reads
 
 // Shared memory: the patch, in the end [warps][kSums][32 lanes]; factors [CI_WARPS][kTaps][kCoSteps][32 lanes] of two words.
@@ -172,15 +172,15 @@ direct_grads_kernel(const __grid_constant__ direct_grads_params p) {
         const int ih = tile_h * TILE_H + row, iw = tile_w * TILE_W + column;
         const long long plane = (static_cast<long long>(image) * p.groups + group) * CI + first_ci;
         const long long place = plane * plane_size + static_cast<index_t>(ih) * p.w_in + iw;
-        ELEMENT_T loaded[ROWS][kHalves];
+        ELEMENT_T loaded[ROWS][kQuads];
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             #pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
-                const int away = half * 4 + t;
-                const bool there = (CI % 8 == 0 || first_ci + g < CI) && ih + r < p.h_in && iw + away < p.w_in;
+            for (int quad = 0; quad < kQuads; ++quad) {
+                const int away = quad * 4 + t;
+                const bool there = (CI % kBlockCi == 0 || first_ci + g < CI) && ih + r < p.h_in && iw + away < p.w_in;
                 const long long address = place + g * plane_size + static_cast<index_t>(r) * p.w_in + away;
-                loaded[r][half] = there ? load_once(p.input + address) : ELEMENT_T{};
+                loaded[r][quad] = there ? load_once(p.input + address) : ELEMENT_T{};
             }
         }
         const long long first_plane = (static_cast<long long>(image) * p.groups + group) * CO;
@@ -188,11 +188,11 @@ direct_grads_kernel(const __grid_constant__ direct_grads_params p) {
         stage_planes(p, patch, p.grad_output + first_plane * p.h_out * p.w_out, tile_h * (TILE_H * STRIDE_H) - PADDING_H,
                      tile_w * (TILE_W * STRIDE_W) - PADDING_W);
         __syncthreads();
-        unsigned pixels[ROWS][kHalves];
+        unsigned pixels[ROWS][kQuads];
         #pragma unroll
         for (int r = 0; r < ROWS; ++r)
             #pragma unroll
-            for (int half = 0; half < kHalves; ++half) pixels[r][half] = word_of(loaded[r][half]);
+            for (int quad = 0; quad < kQuads; ++quad) pixels[r][quad] = word_of(loaded[r][quad]);
 
         // Multiply and add: a row of the patch and a kernel column at a time, for all rows that meet in it.
         const float* by_channel = patch + pixel_place(g, row, column + t);   // X [co, pixel]
@@ -254,7 +254,7 @@ direct_grads_kernel(const __grid_constant__ direct_grads_params p) {
             for (int part = 0; part < 4; ++part) {
                 const int ci = 2 * t + part % 2, away = g + part / 2 * 8;
                 const long long address = place + ci * plane_size + static_cast<index_t>(r) * p.w_in + away;
-                if ((CI % 8 == 0 || first_ci + ci < CI) && ih + r < p.h_in && iw + away < p.w_in)
+                if ((CI % kBlockCi == 0 || first_ci + ci < CI) && ih + r < p.h_in && iw + away < p.w_in)
                     p.grad_input[address] = narrow<ELEMENT_T>(pixel_sum[r][part]);
             }
         }

@@ -19,7 +19,7 @@
  * With INPUT_GRAD the kernel computes the input gradient too, of the same values of grad_output, which are then read
  * once for both: a thread has all output channels and all taps (CO_CHANNELS, TAPS_H and TAPS_W are CO, KERNEL_H and
  * KERNEL_W), so all that an input pixel of its channels receives. Weights lie in shared memory. The order of a sum is that
- * of direct_input_grad.cu.
+ * of direct_input_grad.cu, where that has one chunk of taps.
  *
  * Macros: ELEMENT_T; RESULT_T (the type of the sums, or ELEMENT_T where one slice is all); CI, CO
  * (channels of a group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; ROWS, ROWS_DIVIDE (ROWS divides H_in), STEPS;
@@ -58,7 +58,9 @@ constexpr int kBlockSums = CO_THREADS * CI_THREADS * kSums;
 constexpr int kScratch = kPixelWarps * kBlockSums;
 constexpr int kShared = kScratch > kPatchElements ? kScratch : kPatchElements;
 constexpr int kWeights = INPUT_GRAD ? kBlockSums : 1;
-static_assert(!INPUT_GRAD || (CO_CHANNELS == CO && TAPS_H == KERNEL_H && TAPS_W == KERNEL_W), "a thread has whole sums");
+static_assert(!INPUT_GRAD || (CO_CHANNELS == CO && CO_THREADS == 1 && TAPS_H == KERNEL_H && TAPS_W == KERNEL_W),
+              "a thread has whole sums");
+static_assert(!INPUT_GRAD || STEPS == 1, "or all weights are loaded before the steps, into registers that there are not");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
@@ -132,7 +134,8 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
         const long long matrix = static_cast<long long>(group * CI + ci) * (CO * KERNEL_H * KERNEL_W);
         weights[i] = ci < CI ? widen(load_once(p.weight + matrix + co * p.weight_channel + tap * p.weight_tap)) : 0;
     }
-    const accumulate_t* factors = weights + ci_thread * kSums;
+
+    [[maybe_unused]] const accumulate_t* factors = weights + ci_thread * kSums;
 
     accumulate_t sum[CO_CHANNELS][TAPS_H][TAPS_W][CI_CHANNELS];
     accumulate_t(&flat_sum)[kSums] = reinterpret_cast<accumulate_t(&)[kSums]>(sum);

@@ -133,7 +133,7 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
             seconds, chosen = least, gradients
     able = [a for a in ALGORITHMS if a.why_not(config) is None]
     together = [(a.grads_estimate(config, weight_config), Gradients(a, a, False, True)) for a in able]
-    least, gradients = min(together, key=lambda item: item[0], default=(math.inf, chosen))
+    least, gradients = min(together, key=lambda item: item[0])
     return gradients if least < seconds else chosen
 
 

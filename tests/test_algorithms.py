@@ -296,10 +296,13 @@ def test_conv_transpose2d_is_right_within_any_workspace(case, dtype, precision, 
 def test_workspace_bytes_stay_within_the_limit(place, dtype, direction, algorithm):
     """For every limit that holds a row of columns with the weight's partial sums."""
     chosen = next(candidate for candidate in ALGORITHMS if candidate.name == algorithm)
-    problem = gemmconv.Problem(7, 32, 16, 1, (50, 60), (5, 4), (2, 3), (2, 1), (1, 2))
-    for limit in (1 << 20, 5_000_000, DEFAULT_WORKSPACE_LIMIT, 1 << 30):
-        config = Config(problem, dtype, torch.device(place), workspace_limit=limit)
-        assert 0 <= chosen.workspace_bytes(config, direction) <= limit
+    for problem in (
+        gemmconv.Problem(7, 32, 16, 1, (50, 60), (5, 4), (2, 3), (2, 1), (1, 2)),
+        gemmconv.Problem(7, 32, 16, 2, (50, 60), (3, 4), (2, 3), (2, 1), (1, 2)),  # both gradients at once
+    ):
+        for limit in (1 << 20, 5_000_000, DEFAULT_WORKSPACE_LIMIT, 1 << 30):
+            config = Config(problem, dtype, torch.device(place), workspace_limit=limit)
+            assert 0 <= chosen.workspace_bytes(config, direction) <= limit
 
 
 def test_workspace_limit_too_small_for_a_row_warns_and_computes():

@@ -3,6 +3,7 @@
 Most of the time goes into compiling: nearly every test has a specialisation of its own.
 """
 
+import contextlib
 import functools
 import math
 from dataclasses import asdict, dataclass, replace
@@ -252,6 +253,8 @@ class Run:
                     patch.setattr(fused_images, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return fused_images.prepare_forward(self.config, self.image_tile)
             if self.operation == "grads":
+                if self.multiprocessors is not None:
+                    patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
                 return direct_weight_grad.prepare_grads(self.config, self.config)
             if self.operation == "grads_mma":
                 if self.multiprocessors is not None:
@@ -761,6 +764,7 @@ ROUNDING_RUNS = [
         for tf32 in (True, False)
     ),
     IMAGES_TF32,
+    Run("grads_mma", Case(2, 16, 12, (5, 8), (3, 3), (1, 1), (1, 1), groups=2)),
 ]
 # NaN as GPUs make it, which an addition would take for an overflow, the same with a sign, and infinity.
 NOT_FINITE = {"nan": 0x7FFFFFFF, "negative_nan": -1, "infinity": 0x7F800000}
@@ -775,6 +779,17 @@ def test_what_is_not_finite_stays_so_where_float32_is_rounded(run, bits, calls):
     input = input.contiguous(memory_format=FORMATS[run.layout])
     if run.operation == "fused_weight_grad":
         assert not calls[run](data.grad_output, input)[1].isfinite().any()
+        return
+    if run.operation == "grads_mma":
+        own_group = slice(data.input.shape[1] // run.case.groups)
+        assert not calls[run](data.grad_output, input, data.weight)[1][1].isfinite().any()
+        weight, grad_output = data.weight.clone(), data.grad_output.clone()
+        weight[1].view(torch.int32)[0, 0, 0] = bits
+        assert not calls[run](grad_output, data.input, weight)[0][:, 1, 1:, 1:].isfinite().any()
+        grad_output[-1, 1].view(torch.int32)[2, 3] = bits
+        for_input, for_weight = calls[run](grad_output, data.input, data.weight)
+        assert not for_weight[own_group, 1].isfinite().any()
+        assert not for_input[-1, own_group, 1:4, 2:5].isfinite().any()
         return
     case = run.case
     wanted = torch.nn.functional.conv_transpose2d(
@@ -822,7 +837,7 @@ def test_direct_weight_grad_kernels_match_reference(run, calls, poison):
 
 def computes_both(run):
     itemsize = run.dtype.itemsize
-    return direct_weight_grad.weight_grad_tile(problem_of(run.case), itemsize).computes_both(
+    return direct_weight_grad.weight_grad_tile(problem_of(run.case), itemsize, True).computes_both(
         problem_of(run.case), itemsize
     )
 
@@ -843,10 +858,31 @@ GRADS_RUNS = [
     if computes_both(run := Run("grads", case, dtype, layout))
     if dtype == torch.float32 or case in DEPTHWISE_CASES
 ]
+GRADS_RUNS += [replace(run, multiprocessors=0) for run in GRADS_RUNS if run.case in DEPTHWISE_CASES]  # one slice
+GRADS_RUNS += [
+    Run("grads", Case(3, 2, 2, (40, 75), (3, 3), (1, 1), (1, 1), groups=2), dtype, layout, multiprocessors)
+    for dtype, layout, multiprocessors in (
+        (torch.float32, "contiguous", 0),
+        (torch.float16, "channels_last", 1),
+        (torch.float64, "contiguous", 2),
+    )
+]
+
+
+def test_runs_of_both_gradients_take_every_path():
+    found = set()
+    for run in GRADS_RUNS:
+        problem, slices = problem_of(run.case), 2 if run.multiprocessors is None else run.multiprocessors + 1
+        macros = direct_weight_grad.weight_grad_macros(problem, run.dtype, slices, True)
+        tile = direct_weight_grad.weight_grad_tile(problem, run.dtype.itemsize, True)
+        found.add(("several tiles", math.prod(tile.tiles(problem)) > slices))
+        found |= {(name, macros[name] > 1) for name in ("ROWS", "CI_THREADS", "CI_CHANNELS", "CO_CHANNELS", "VECTOR")}
+        found |= {(name, bool(macros[name])) for name in ("PREFETCH", "ROWS_DIVIDE")}
+    assert len(found) == 2 * len({name for name, _ in found})
 
 
 def test_cases_of_both_gradients_at_once_are_some():
-    assert {run.case for run in GRADS_RUNS if run.dtype == torch.float16} == set(DEPTHWISE_CASES)
+    assert {run.case for run in GRADS_RUNS if run.dtype == torch.float16} > set(DEPTHWISE_CASES)
     assert not computes_both(Run("grads", CASES[30]))
 
 
@@ -858,11 +894,12 @@ def test_direct_kernel_of_both_gradients_matches_reference(run, calls, poison):
 
 # Every second case of each type and layout, of more images, since the bar of TF32 is one of averages; half of them with
 # one slice, whose blocks go over many tiles. Then cases of more channels with each of their tiles.
+WARPS_WITHOUT_CHANNELS = [Case(1, 24, 8, (5, 18), (2, 2), (2, 2)), Case(2, 80, 14, (4, 9), (3, 3), groups=2)]
 GRADS_MMA_RUNS = [
     run
     for i, layout in enumerate(FORMATS)
     for j, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))
-    for case in (*CASES, *DEPTHWISE_CASES)[(i + j) % 2 :: 2]
+    for case in (*CASES, *DEPTHWISE_CASES, *WARPS_WITHOUT_CHANNELS)[(i + j) % 2 :: 2]
     if (run := Run("grads_mma", replace(case, batch=4 * case.batch), dtype, layout, (None, 0)[i])).grads_tile
 ]
 GRADS_MMA_RUNS += [
@@ -887,6 +924,7 @@ def test_runs_of_both_gradients_on_tensor_cores_take_every_path():
         lambda tile: tile.planes > 16,
         lambda tile: tile.planes % 16 == 8 and tile.planes > 16,
         lambda tile: tile.problem.gemm_k > 8 * tile.ci_warps,
+        lambda tile: tile.problem.gemm_k % 8 == 0 and tile.problem.gemm_k % (8 * tile.ci_warps) > 0,
         lambda tile: tile.row_warps == 1,
         lambda tile: tile.column_warps == 1,
         lambda tile: tile.rows == 4,
@@ -996,8 +1034,43 @@ def check_col2im(call, run):
             reference.assert_close(rows, (folded + added)[:, :, begin:end], run.dtype, "ieee")
 
 
+MARGIN = 4096  # elements
+UNTOUCHED = 1234.0
+
+
+@contextlib.contextmanager
+def margins():
+    """Tensors that are made without values get memory before and after them, which must be as it was at the end."""
+    made = []
+
+    def guarded(like, size, stride, dtype=None):
+        count = math.prod(size)
+        memory = torch.full((count + 2 * MARGIN,), UNTOUCHED, dtype=dtype or like.dtype)
+        made.append((memory, count))
+        own = memory[MARGIN : MARGIN + count].fill_(torch.nan)
+        return own.view(size) if stride is None else own.as_strided(size, stride)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", lambda like, size, dtype=None: guarded(like, shape(size), None, dtype))
+        patch.setattr(torch.Tensor, "new_empty_strided", guarded)
+        yield
+    assert made
+    for memory, count in made:
+        for margin in (memory[:MARGIN], memory[MARGIN + count :]):
+            assert (margin == UNTOUCHED).all(), "written outside of a tensor"
+
+
+def shape(size):
+    return (size,) if isinstance(size, int) else tuple(size)
+
+
 def check_direct(call, run):
-    """Check the result and its strides, also for tensors that are aligned to nothing."""
+    """Check results and their strides, also for tensors that are aligned to nothing; nothing else may be written."""
+    with margins():
+        check_results(call, run)
+
+
+def check_results(call, run):
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
     for arrange, arrange_weight in zip(ARRANGEMENTS[run.layout], WEIGHT_ARRANGEMENTS[run.layout], strict=True):
         input, weight, grad_output = arrange(data.input), arrange_weight(data.weight), arrange(data.grad_output)
@@ -1077,6 +1150,11 @@ MISTAKES = {
         GRADS_MMA,
         emulator.Edit("direct_grads.cu", r"tile \+= p\.slices", "tile += 1"),
         "relative error",
+    ),
+    "grads_mma_channels_of_the_next_image": (
+        Run("grads_mma", WARPS_WITHOUT_CHANNELS[0], torch.float16),
+        emulator.Edit("direct_grads.cu", r"CI % kBlockCi == 0 \|\| first_ci \+ ci", "CI % 8 == 0 || first_ci + ci"),
+        "written outside of a tensor",
     ),
     "both_grads_weights_of_other_channels": (
         Run("grads", DEPTHWISE_CASES[3]),

@@ -37,6 +37,7 @@ from gemmconv.algorithms import (
     partials,
     turning,
 )
+from gemmconv.algorithms.macros import ELEMENT_TYPES
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -83,7 +84,8 @@ def kernel_variants():
             variants[f"direct_input_grad-{label}"] = ("direct_input_grad.cu", macros)
             macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7)
             variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
-            if direct_weight_grad.weight_grad_tile(problem, dtype.itemsize).computes_both(problem, dtype.itemsize):
+            both = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize, True)
+            if both.computes_both(problem, dtype.itemsize):
                 macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7, input_grad=True)
                 variants[f"direct_weight_grad-both-{label}"] = ("direct_weight_grad.cu", macros)
             variants[f"sum_partials-{dtype}"] = ("sum_partials.cu", partials.sum_partials_macros(dtype))
@@ -250,12 +252,14 @@ OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
 
 def compilations_of(arch_of):
-    """Pairs of a variant and an architecture, of which ``arch_of`` gives those of a source's number-th variant."""
-    number = Counter()
-    for variant, (source_name, _) in VARIANTS.items():
-        for arch in [] if source_name.startswith("fused") else arch_of(number[source_name]):  # wgmma is Hopper's alone
-            yield variant, arch
-        number[source_name] += 1
+    """Pairs of a variant and an architecture; ``arch_of`` gives those of the number-th variant of a source and type."""
+    number, types = Counter(), [*ELEMENT_TYPES.values()]
+    for variant, (source_name, macros) in VARIANTS.items():
+        kind = macros.get("ELEMENT_T", macros.get("OUTPUT_T"))
+        first = types.index(kind) if kind in types else 0
+        if not source_name.startswith("fused"):  # which is Hopper's alone
+            yield from ((variant, arch) for arch in arch_of(first + number[source_name, kind]))
+        number[source_name, kind] += 1
 
 
 # Every variant for the H200 and, in turn, for one other architecture; the rest are slow.
@@ -317,7 +321,11 @@ def test_every_source_is_compiled_for_every_architecture():
             assert (source_name, arch) in pairs
     every = [*COMPILATIONS, *SLOW_COMPILATIONS]
     assert len(every) == len(set(every))
-    assert Counter(arch for _, arch in every)["sm_80"] == Counter(arch for _, arch in every)["sm_120a"] > 200
+    assert set(every) == {
+        (variant, arch)
+        for variant, (source_name, _) in VARIANTS.items()
+        for arch in (["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES)
+    }
 
 
 def test_compile_variants_use_every_source():

@@ -23,8 +23,10 @@
  * an odd multiple of 4 places apart: what a warp reads of 8 planes and 4 inputs, or of 4 such even planes and 8 inputs, is in
  * different banks.
  *
- * Macros: ELEMENT_T, THREADS, STRIDE_, DILATION_, PADDING_, TILE_, TAPS_ (of the tile's pixels and of the kernel, staged
- * at once) with H and W, PATCHES = outer * PATCH_INNER (planes staged at once), VECTOR.
+ * (direct_grads.cu stages by whole warps instead, from the same geometry.)
+ *
+ * Macros: ON_TENSOR_CORES, ELEMENT_T, THREADS, STRIDE_, DILATION_, PADDING_, TILE_, TAPS_ (of the tile's pixels and of the
+ * kernel, staged at once) with H and W, PATCHES = outer * PATCH_INNER (planes staged at once), VECTOR.
  */
 #pragma once
 
@@ -105,7 +107,7 @@ struct patch_source {
 };
 
 /* A value as it lies in the patch. Rounded as mma_words does, but without predicates, of which a batch of loads has many: the
- * magnitude plus half of the lowest bit that multiplies, which stays a NaN where it was the largest. */
+ * magnitude plus half of the lowest bit that multiplies, at most the largest NaN. */
 __device__ __forceinline__ accumulate_t staged(ELEMENT_T value) {
     if constexpr (!ON_TENSOR_CORES || sizeof(ELEMENT_T) == 2) {
         return widen(value);

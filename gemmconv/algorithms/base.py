@@ -68,7 +68,10 @@ class Algorithm(Protocol):
         ...
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
-        """Bytes of temporary memory that one call takes beside its arguments and its result."""
+        """Bytes of temporary memory that one call takes at most beside its arguments and its result.
+
+        A weight gradient's are those of both gradients at once too.
+        """
         ...
 
     def estimate(self, config: Config, direction: Direction) -> float:

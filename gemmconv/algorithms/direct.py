@@ -21,7 +21,8 @@ import torch
 from gemmconv.algorithms import direct_ffma, direct_grads, direct_mma
 from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, Gradient
 from gemmconv.algorithms.macros import why_not_dtype
-from gemmconv.algorithms.turning import turning_seconds
+from gemmconv.algorithms.partials import partial_bytes
+from gemmconv.algorithms.turning import grad_turning_seconds, grads_turning_seconds, turning_seconds
 
 _INT32_MAX = 2**31 - 1
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
@@ -56,7 +57,7 @@ def _grads_tile(config: Config) -> direct_grads.Tile | None:
     from gemmconv.algorithms.direct_weight_grad import grads_seconds
 
     tile = direct_grads.tile_for(config)
-    return tile if tile is not None and tile.seconds < grads_seconds(config) else None
+    return tile if tile is not None and tile.seconds(config.workspace_limit) < grads_seconds(config) else None
 
 
 def _parts(config: Config, ffma_rate: float, copy_rate: float, step_seconds: float) -> tuple[float, float, float]:
@@ -100,7 +101,7 @@ class Direct:
         from gemmconv.algorithms.direct_weight_grad import weight_grad_workspace_bytes
 
         tile = _grads_tile(config)
-        at_once = 0 if tile is None else tile.partial_bytes(config.workspace_limit)
+        at_once = 0 if tile is None else partial_bytes(config, tile.slices(config.workspace_limit))
         return max(weight_grad_workspace_bytes(config), at_once)
 
     def estimate(self, config: Config, direction: Direction) -> float:
@@ -156,7 +157,10 @@ class Direct:
         if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
             return math.inf
         tile = _grads_tile(config)
-        seconds = direct_weight_grad.grads_seconds(config) if tile is None else tile.seconds
-        seconds += turning_seconds(config)
+        limit = config.workspace_limit
+        seconds = direct_weight_grad.grads_seconds(config) if tile is None else tile.seconds(limit)
+        seconds += grads_turning_seconds(config, weight_config)
         one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+        if config.memory_format is weight_config.memory_format:
+            one_by_one -= grad_turning_seconds(config)  # once for both
         return seconds if seconds < one_by_one else math.inf

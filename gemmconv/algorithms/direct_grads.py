@@ -25,9 +25,11 @@ _REGISTERS = 65_536
 _MOST_PAIRS = 512  # of channels of a group: of more, fused is faster, and the estimate below is too low
 _MOST_SUMS = 72  # of a lane: taps * tiles of 16 output channels * 4
 _ADDRESS_REGISTERS = 44  # of a thread, beside what is multiplied and added
+_SCATTERED_REGISTERS = 40  # where taps are not neighbours in the patch, and the compiler loads further ahead
 _STAGING_REGISTERS = 64  # beside sums and loads on their way
 _MOST_WORDS = 40  # registers for loads on their way
 _MOST_LOADS = 12
+_LONGEST_SUM = 1024  # products of 8 pixels that are added one by one, so that roundings stay few
 # What it takes on an H200, fitted to 206 tiles of 17 layers: 9% from what was measured (geometric mean).
 _LAUNCH_SECONDS, _TILE_SECONDS = 7.7e-6, 220e-9  # of both kernels; of a tile
 _ROW_SECONDS, _LOAD_SECONDS, _ELEMENT_SECONDS = 2.6e-9, 3.1e-9, 17e-12  # of a patch row, a warp's load, an element
@@ -91,6 +93,9 @@ class Tile:
         """Blocks that a multiprocessor is to have registers for."""
         steps, pixels = self.planes // 8, self.rows * 8
         multiplied = 8 * -(-self.planes // 16) + 4 * steps + 2 * steps * self.problem.kernel_size[0]
+        strides, dilations = self.problem.stride, self.problem.dilation
+        if any(dilation > math.gcd(stride, dilation) for stride, dilation in zip(strides, dilations, strict=True)):
+            multiplied += _SCATTERED_REGISTERS
         by_registers = _REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
         return max(1, min(4, by_registers, _MULTIPROCESSOR_SHARED // (self.shared_bytes + 1024)))
 
@@ -135,27 +140,27 @@ class Tile:
         return _LAUNCH_SECONDS + tiles * self._tile_seconds + partials * _PARTIAL_SECONDS
 
     def slices(self, workspace_limit: int) -> int:
-        """How many slices the tiles are cut into: as many blocks as run at once or fewer, as partial sums cost."""
+        """How many slices the tiles are cut into: as many blocks as run at once or fewer, as partial sums cost.
+
+        More where sums would be so long that their roundings add up, less where partial sums would exceed the
+        workspace.
+        """
+        tiles = self.problem.batch * math.prod(self.tiles)
         fitting = workspace_limit // (math.prod(self.problem.weight_shape) * 4)
-        most = min(fitting, self.problem.batch * math.prod(self.tiles), MAX_GRID_Y)
+        exact = -(-tiles * self.rows * 2 // _LONGEST_SUM)
         busy = MULTIPROCESSORS * self.resident // self.weight_blocks
-        return min((max(1, min(busy >> halvings, most)) for halvings in range(4)), key=self.seconds_of)
+        wanted = (max(1, exact, busy >> halvings) for halvings in range(4))
+        return min((max(1, min(one, fitting, tiles, MAX_GRID_Y)) for one in wanted), key=self.seconds_of)
 
-    def partial_bytes(self, workspace_limit: int) -> int:
-        """Bytes of the partial sums of all slices; none where there is one slice."""
-        slices = self.slices(workspace_limit)
-        return slices * math.prod(self.problem.weight_shape) * 4 if slices > 1 else 0
-
-    @cached_property
-    def seconds(self) -> float:
+    def seconds(self, workspace_limit: int) -> float:
         """Roughly what both gradients take in NCHW."""
-        return self.seconds_of(self.slices(DEFAULT_WORKSPACE_LIMIT))
+        return self.seconds_of(self.slices(workspace_limit))
 
 
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int) -> Tile | None:
     """The tile for a problem: a pure function of it. None where a warp has no room for the sums of all taps."""
-    return min(tiles_of(problem, itemsize), key=lambda tile: tile.seconds, default=None)
+    return min(tiles_of(problem, itemsize), key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
 
 
 def tiles_of(problem: Problem, itemsize: int) -> list[Tile]:

@@ -33,12 +33,13 @@ from gemmconv.algorithms.direct_patch import (
 from gemmconv.algorithms.integers import even_share, power_of_two_within
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
-from gemmconv.algorithms.partials import prepare_partials
+from gemmconv.algorithms.partials import partial_bytes, prepare_partials
 from gemmconv.algorithms.turning import from_nchw, to_nchw
 from gemmconv.geometry import Problem
 
 _REGISTERS = 65_536  # of a multiprocessor
 _FEW_WORDS = 24  # registers for sums that leave room for much else
+_MANY_WORDS = 64  # registers for sums, inputs and their gradients that leave little room
 _OTHER_WORDS = 40  # registers for addresses and what is being computed
 _LONGEST_SUM = 1024  # products that are added one by one, so that roundings stay few
 
@@ -104,19 +105,23 @@ class WeightGradTile(Tile):
         tap_blocks = math.prod(-(-problem.kernel_size[axis] // self.taps[axis]) for axis in (0, 1))
         return problem.groups * co_blocks * ci_blocks * tap_blocks
 
-    def resident(self, itemsize: int) -> int:
+    def resident(self, itemsize: int, input_grad: bool) -> int:
         """Blocks that a multiprocessor is to have registers for."""
-        few = self.sums * sum_bytes(itemsize) // 4 <= _FEW_WORDS
-        return min(8, 768 // self.threads if few else 512 // self.threads)
+        words = sum_bytes(itemsize) // 4
+        few = self.sums * words <= _FEW_WORDS
+        beside = 2 * self.rows * self.ci_channels  # inputs and their gradients
+        many = input_grad and self.threads >= 128 and (self.sums + beside) * words > _MANY_WORDS
+        return max(1, min(8, (768 if few else 384 if many else 512) // self.threads))
 
-    def registers(self, itemsize: int) -> int:
+    def registers(self, itemsize: int, input_grad: bool) -> int:
         """Registers that a thread then may have."""
-        return min(255, _REGISTERS // (self.resident(itemsize) * self.threads) // 8 * 8)
+        return min(255, _REGISTERS // (self.resident(itemsize, input_grad) * self.threads) // 8 * 8)
 
     def spare_words(self, itemsize: int, input_grad: bool) -> int:
         """Registers left for loads of grad_output, beside sums, inputs and their gradients."""
         words = (self.sums + self.rows * self.ci_channels * (1 + input_grad)) * sum_bytes(itemsize) // 4
-        return self.registers(itemsize) - _OTHER_WORDS - words
+        words += 16 if self.threads < 128 else 0  # of blocks that are so many that their threads have few
+        return self.registers(itemsize, input_grad) - _OTHER_WORDS - words
 
     def computes_both(self, problem: Problem, itemsize: int) -> bool:
         """Whether a thread has all that an input pixel receives, and shared memory has room for the weights."""
@@ -126,8 +131,11 @@ class WeightGradTile(Tile):
 
 
 @lru_cache(maxsize=1024)
-def weight_grad_tile(problem: Problem, itemsize: int) -> WeightGradTile:
-    """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged."""
+def weight_grad_tile(problem: Problem, itemsize: int, input_grad: bool = False) -> WeightGradTile:
+    """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged.
+
+    With ``input_grad`` the one for both gradients at once, if it :meth:`~WeightGradTile.computes_both`.
+    """
     most_sums = 32 if itemsize == 8 else 64
     height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
     taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
@@ -180,7 +188,7 @@ def weight_grad_tile(problem: Problem, itemsize: int) -> WeightGradTile:
         tile = _fewer_pixels(tile)
 
     # Longer tiles for many sums: loading the next tile beside this one would take registers that they have not.
-    if tile.sums * sum_bytes(itemsize) // 4 > _FEW_WORDS:
+    if tile.sums * sum_bytes(itemsize) // 4 > _FEW_WORDS and not input_grad:
         for steps in (2, 3, 4, 6, 8):
             longer = replace(tile, steps=steps)
             if (
@@ -208,7 +216,7 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
     """
     problem, itemsize = config.problem, config.dtype.itemsize
     tiles, weight_blocks = math.prod(tile.tiles(problem)), tile.weight_blocks(problem)
-    busy = 2 * MULTIPROCESSORS * tile.resident(itemsize) // weight_blocks
+    busy = 2 * MULTIPROCESSORS * tile.resident(itemsize, False) // weight_blocks
     just_busy = -(-2 * MULTIPROCESSORS // weight_blocks)
     exact = -(-tiles * tile.rows * tile.steps // _LONGEST_SUM)
     fitting = config.workspace_limit // (math.prod(problem.weight_shape) * sum_bytes(itemsize))
@@ -218,7 +226,7 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
 def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int, input_grad: bool = False) -> Macros:
     """Macros that specialise csrc/direct_weight_grad.cu, for both gradients with ``input_grad``."""
     itemsize = dtype.itemsize
-    tile = weight_grad_tile(problem, itemsize)
+    tile = weight_grad_tile(problem, itemsize, input_grad)
     patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize, input_grad)
     repeated = math.prod(tile.tiles(problem)) > slices
     prefetch = repeated and tile.steps == 1 and patch.words(patch.passes) <= min(PREFETCH_WORDS, spare)
@@ -233,7 +241,7 @@ def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int, input_
         "CO_THREADS": tile.co_threads,
         "RESULT_T": ELEMENT_TYPES[accumulator_dtype(dtype) if slices > 1 else dtype],
         "INPUT_GRAD": int(input_grad),
-        "MIN_BLOCKS": tile.resident(itemsize),
+        "MIN_BLOCKS": tile.resident(itemsize, input_grad),
         **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
         **problem_macros(problem, dtype),
     }
@@ -243,9 +251,11 @@ def weight_grad_workspace_bytes(config: Config) -> int:
     """Bytes of the partial sums of all slices; none where there is one slice."""
     if not config.problem.batch:
         return 0
-    slices = _slices(config, weight_grad_tile(config.problem, config.dtype.itemsize))
-    partial = math.prod(config.problem.weight_shape) * sum_bytes(config.dtype.itemsize)
-    return slices * partial if slices > 1 else 0
+    problem, itemsize = config.problem, config.dtype.itemsize
+    tiles = [weight_grad_tile(problem, itemsize)]
+    if (both := weight_grad_tile(problem, itemsize, True)).computes_both(problem, itemsize):
+        tiles.append(both)
+    return max(partial_bytes(config, _slices(config, tile)) for tile in tiles)
 
 
 def weight_grad_seconds(config: Config) -> float:
@@ -276,7 +286,7 @@ def prepare_weight_grad(config: Config) -> Gradient:
 def grads_seconds(config: Config) -> float:
     """Roughly what both gradients at once take in NCHW; infinite where no thread could have whole sums of both."""
     p, itemsize = config.problem, config.dtype.itemsize
-    if not weight_grad_tile(p, itemsize).computes_both(p, itemsize):
+    if not weight_grad_tile(p, itemsize, True).computes_both(p, itemsize):
         return math.inf
     products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
     return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COPY_RATE
@@ -301,7 +311,7 @@ def _prepare(config: Config, input_grad: bool) -> Callable[..., torch.Tensor]:
     from gemmconv.runtime.launch import load
 
     problem, dtype = config.problem, config.dtype
-    tile = weight_grad_tile(problem, dtype.itemsize)
+    tile = weight_grad_tile(problem, dtype.itemsize, input_grad)
     slices = _slices(config, tile)
     macros = weight_grad_macros(problem, dtype, slices, input_grad)
     kernel = load("direct_weight_grad.cu", "direct_weight_grad_kernel", macros, config.device.index)

@@ -19,6 +19,13 @@ def sum_partials_macros(dtype: torch.dtype) -> Macros:
     return {"ELEMENT_T": ELEMENT_TYPES[dtype]}
 
 
+def partial_bytes(config: Config, slices: int) -> int:
+    """Bytes of the partial sums of a weight gradient; none where there is one slice."""
+    return (
+        slices * math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize if slices > 1 else 0
+    )
+
+
 def prepare_partials(
     config: Config, slices: int
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], None]]:

@@ -49,6 +49,13 @@ def grad_turning_seconds(config: Config) -> float:
     return _seconds(config, config.problem.output_shape)
 
 
+def grads_turning_seconds(config: Config, weight_config: Config) -> float:
+    """What turning takes where one call computes both gradients in NCHW: grad_output, the input, and its gradient."""
+    shape = config.problem.input_shape
+    both = weight_config if config.memory_format is torch.channels_last else config
+    return grad_turning_seconds(both) + _seconds(weight_config, shape) + _seconds(config, shape)
+
+
 def _seconds(config: Config, shape: Shape4) -> float:
     if config.memory_format is not torch.channels_last:
         return 0.0
