@@ -29,7 +29,7 @@ _SMALL_MS = 0.1
 
 # Calls of less than this are searched for by cudnn.benchmark in another lane too, and in more until they took so long
 # together: the searches of longer calls take seconds each.
-_SEARCHED_MS, _SEARCHES_MS = 5.0, 100.0
+_SEARCHED_MS, _SEARCHES_MS = 5.0, 300.0
 
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
@@ -67,7 +67,7 @@ def looks_at(ms: float) -> int:
     >>> [looks_at(ms) for ms in (0.05, 2, 50)]
     [3, 2, 1]
     """
-    return 3 if ms < 1.0 else 2 if ms < 10.0 else 1
+    return 3 if ms < 1.0 else 2 if ms < 20.0 else 1
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Plan:
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that was measured before, which at most lacks looks, or None.
         looks: how often a row of so many milliseconds is timed, eager or as a graph: again once all of its workload
-            were, with tensors at other places, and twice as often where it differs. The mean counts: it depends less
-            than the fastest on a place that is seldom met.
+            were, with tensors at other places, and three times as often where it differs. The mean counts: it depends
+            less than the fastest on a place that is seldom met.
     """
 
     device: torch.device

@@ -162,12 +162,12 @@ class Row:
     def lacks_looks(self, looks: Callable[[float], int]) -> bool:
         """Whether it is a row that is looked at, and was less often than rows of so many milliseconds are.
 
-        Where looks differ, there are to be twice as many.
+        Where looks differ, there are to be three times as many.
         """
         if self.mode not in LOOKED_AT or self.median_ms is None:
             return False
         differ = self.fastest_ms is not None and (self.slowest_ms or 0.0) > (1 + _LOOKS_AGREE) * self.fastest_ms
-        return self.looks < looks(self.median_ms) * (2 if differ else 1)
+        return self.looks < looks(self.median_ms) * (3 if differ else 1)
 
     @property
     def is_torch(self) -> bool:

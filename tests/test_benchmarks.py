@@ -249,7 +249,7 @@ def test_rows_have_errors_times_and_ratios():
 
 def test_looks_go_on_where_they_differ_and_their_mean_counts(monkeypatch):
     """Rows come again, those of cudnn.benchmark from the thread of their search."""
-    times, threads, known = iter([3.0, 2.0, 3.02, 3.0, 2.98, 2.5, 2.0, 1.5, 2.5, 5.0]), [], []
+    times, threads, known = iter([3.0, 2.0, 3.02, 3.0, 2.98, 2.5, 2.0, 1.5, 2.5, 2.25, 2.75, 1.75, 5.0]), [], []
 
     def time_run(run, device, effort, estimate_ms=None):
         run()
@@ -265,7 +265,7 @@ def test_looks_go_on_where_they_differ_and_their_mean_counts(monkeypatch):
     agree = [row for row in rows if row.algorithm == "torch_nchw"]
     differ = [row for row in rows if row.algorithm == "searched"]
     assert [row.median_ms for row in agree] == pytest.approx([3.0, 3.01, 3.0])
-    assert [row.median_ms for row in differ] == pytest.approx([2.0, 2.5, 2.5, 2.375, 2.2, 2.25])
+    assert [row.median_ms for row in differ] == pytest.approx([2.0, 2.5, 2.5, 2.375, 2.2, 2.25, 2.25, 2.3125, 2.25])
     for found in (agree, differ):
         assert [row.looks for row in found] == list(range(1, len(found) + 1))
         assert [row.repeats for row in found] == [3 * row.looks for row in found]
@@ -273,7 +273,7 @@ def test_looks_go_on_where_they_differ_and_their_mean_counts(monkeypatch):
     assert (differ[-1].fastest_ms, differ[-1].slowest_ms) == (1.5, 3.0)
     assert known[:4] == [None, None, 3.0, 2.0]
     own = threads[1]
-    assert [thread == own for thread in threads] == [False, True, False, True, False, True, True, True, True]
+    assert [thread == own for thread in threads] == [*[False, True] * 3, *[True] * 6]
     once = replace(looked, looks=measure.once, contenders=contenders[:1])
     assert [row.median_ms for row in measure.rows_of(custom(TINY), once, Lanes())] == [5.0]
 
@@ -661,7 +661,7 @@ def test_graphs_are_captured_anew_for_each_look(monkeypatch):
     assert {row.mode for row in rows.values()} == {"eager", "graph"}
     for row in rows.values():
         assert row.status == "ok"
-        assert row.looks in (3, 4, 5, 6)
+        assert 3 <= row.looks <= 9
         assert row.fastest_ms <= row.median_ms <= row.slowest_ms
     assert len(captures) == sum(row.looks for row in rows.values() if row.mode == "graph")
 
@@ -809,7 +809,7 @@ def test_command_line_only_looks_at_rows_that_lack_looks(quick_run, monkeypatch,
         capsys.readouterr()
         assert quick_run(*flags)[1] == []
         assert f"{missing} rows to measure" in capsys.readouterr().out
-        assert all(3 <= row.looks <= 6 for row in Results.load(tmp_path / "layer.json").rows.values())
+        assert all(3 <= row.looks <= 9 for row in Results.load(tmp_path / "layer.json").rows.values())
     file = Results.load(tmp_path / "layer.json")
     file.add(replace(next(iter(file.rows.values())), mode="graph", looks=1))
     file.save(tmp_path / "layer.json")
