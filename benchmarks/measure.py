@@ -29,7 +29,7 @@ _SMALL_MS = 0.1
 
 # Calls of less than this are searched for by cudnn.benchmark in another lane too, and in more until they took so long
 # together: the searches of longer calls take seconds each.
-_SEARCHED_MS, _SEARCHES_MS = 5.0, 300.0
+_SEARCHED_MS, _SEARCHES_MS = 5.0, 200.0
 
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
