@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -106,6 +107,16 @@ class Algorithm(Protocol):
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """Roughly the seconds of both gradients at once; infinite where there is nothing but one after the other."""
         ...
+
+
+class OneByOne:
+    """What algorithms inherit that compute one gradient after the other."""
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        raise NotImplementedError("one after the other")
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        return math.inf
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

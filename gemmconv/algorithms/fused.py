@@ -21,11 +21,11 @@ import torch
 
 from gemmconv.algorithms import fused_fold, fused_gradient, fused_images
 from gemmconv.algorithms.base import (
-    BothGradients,
     Config,
     Direction,
     Forward,
     Gradient,
+    OneByOne,
     aligned,
     either_format,
     strides_of,
@@ -219,7 +219,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     return call
 
 
-class Fused:
+class Fused(OneByOne):
     """See the module."""
 
     name = "fused"
@@ -281,12 +281,6 @@ class Fused:
     def weight_grad(self, config: Config) -> Gradient:
         tile = _gradient_tile(config)
         return _OTHERWISE.weight_grad(config) if tile is None else fused_gradient.prepare_weight_grad(config, tile)
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        raise NotImplementedError("one after the other")
-
-    def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        return math.inf
 
 
 def fold_tile_for(config: Config) -> fused_fold.Tile | None:

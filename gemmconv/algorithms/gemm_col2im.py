@@ -24,11 +24,11 @@ from typing import Protocol
 import torch
 
 from gemmconv.algorithms.base import (
-    BothGradients,
     Config,
     Direction,
     Forward,
     Gradient,
+    OneByOne,
     accumulator_dtype,
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
@@ -88,7 +88,7 @@ def longest_sum(config: Config) -> int:
     return _LONGEST_SUM if rounds else max(1, config.problem.in_pixels)
 
 
-class GemmCol2im:
+class GemmCol2im(OneByOne):
     """See the module."""
 
     name = "gemm_col2im"
@@ -198,12 +198,6 @@ class GemmCol2im:
             return partials.sum(0).to(config.dtype)
 
         return call
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        raise NotImplementedError("one after the other")
-
-    def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        return math.inf
 
 
 def _engine(config: Config) -> Engine:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, Gradient, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, OneByOne, strides_of, with_strides
 from gemmconv.geometry import Shape4
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -102,7 +102,7 @@ def _seconds(config: Config, direction: Direction) -> float | None:
     return _FORWARD.seconds(config) + bias_bytes / _BIAS_RATE
 
 
-class Native:
+class Native(OneByOne):
     """See the module."""
 
     name = "native"
@@ -168,12 +168,6 @@ class Native:
             return with_strides(backward(grad_output, input, weight), strides)
 
         return call
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        raise NotImplementedError("one after the other")
-
-    def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        return math.inf
 
 
 def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:
