@@ -13,6 +13,10 @@ if "GEMMCONV_CACHE_DIR" not in os.environ:
     os.environ["GEMMCONV_CACHE_DIR"] = tempfile.mkdtemp(prefix="gemmconv-tests-")
     atexit.register(shutil.rmtree, os.environ["GEMMCONV_CACHE_DIR"], ignore_errors=True)
 
+# Set before numpy is imported, as torch's threads below: those of its library wait for work by turning round, on the cores
+# that the emulator's kernels are compiled on.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import numpy as np
 import pytest

@@ -48,7 +48,7 @@ class Builder:
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._builds: dict[Path, Future[Path]] = {}
         text = (_HERE / "scheduler.cpp").read_text()
-        self._scheduler = self._submit("scheduler", text, [*_OPTIONS, f"-I{_HERE}"])
+        self._scheduler = self._submit("scheduler", text, [*_OPTIONS, "-O2", f"-I{_HERE}"])
 
     @functools.cached_property
     def scheduler(self) -> ctypes.CDLL:

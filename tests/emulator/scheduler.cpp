@@ -154,6 +154,9 @@ uint32_t draw() {
     return random_state >> 8;
 }
 
+/* A pseudo-random number below another one. */
+uint32_t below(uint32_t count) { return static_cast<uint32_t>(1ull * draw() * count >> 24); }
+
 fiber_t& current() { return *reinterpret_cast<fiber_t*>(emulator_now.thread); }
 
 void leave() {
@@ -174,7 +177,7 @@ void fiber_main() {
 
 /* Lets others go first. */
 void fall_behind() {
-    current().turns = draw() % kTurns;
+    current().turns = below(kTurns);
     leave();
 }
 
@@ -204,8 +207,9 @@ __attribute__((noinline)) void run(fiber_t& fiber) {
     setcontext(&fiber.start);
 }
 
-/* Lets those threads of a warp go on whose whole mask waits at the barrier. */
-void release_warp(fiber_t* warp, unsigned lanes) {
+/* Lets those threads of a warp go on whose whole mask waits at the barrier. Returns whether there were any. */
+bool release_warp(fiber_t* warp, unsigned lanes) {
+    bool released = false;
     for (unsigned lane = 0; lane < lanes; ++lane) {
         if (warp[lane].state != AT_WARP_BARRIER) continue;
         const unsigned mask = warp[lane].mask;
@@ -213,44 +217,39 @@ void release_warp(fiber_t* warp, unsigned lanes) {
         for (unsigned other = 0; other < lanes; ++other)
             if (mask >> other & 1) all = all && warp[other].state == AT_WARP_BARRIER && warp[other].mask == mask;
         if (!all) continue;
+        released = true;
         for (unsigned other = 0; other < lanes; ++other)
             if (mask >> other & 1) warp[other].state = READY;
     }
+    return released;
 }
 
-/* Lets a block go on at its barrier. Threads that have returned need not come. */
-bool release_block() {
-    unsigned waiting = 0;
+/* Lets go on who waits at a named barrier, where all have come. Returns whether there were any. */
+bool release_named() {
+    int waiting[kNamedBarriers], expected[kNamedBarriers] = {};
+    memcpy(waiting, passed, sizeof(passed));
     for (unsigned i = 0; i < thread_count; ++i) {
-        if (fibers[i].state != AT_BLOCK_BARRIER && fibers[i].state != DONE) return false;
-        waiting += fibers[i].state == AT_BLOCK_BARRIER;
+        if (fibers[i].state != AT_NAMED_BARRIER) continue;
+        ++waiting[fibers[i].named_barrier];
+        expected[fibers[i].named_barrier] = fibers[i].expected;
     }
-    for (unsigned i = 0; i < thread_count; ++i)
-        if (fibers[i].state == AT_BLOCK_BARRIER) fibers[i].state = READY;
-    return waiting > 0;
-}
-
-/* Lets go on who waits at a named barrier, where all have come. */
-void release_named() {
+    bool released = false;
     for (int number = 1; number < kNamedBarriers; ++number) {
-        int waiting = passed[number], expected = 0;
-        for (unsigned i = 0; i < thread_count; ++i) {
-            if (fibers[i].state != AT_NAMED_BARRIER || fibers[i].named_barrier != number) continue;
-            ++waiting;
-            expected = fibers[i].expected;
-        }
-        if (expected == 0 || waiting < expected) continue;
+        if (expected[number] == 0 || waiting[number] < expected[number]) continue;
         passed[number] = 0;
+        released = true;
         for (unsigned i = 0; i < thread_count; ++i)
             if (fibers[i].state == AT_NAMED_BARRIER && fibers[i].named_barrier == number) fibers[i].state = READY;
     }
+    return released;
 }
 
-/* Lets a warpgroup go on after its wgmmas. */
-void release_warpgroup(fiber_t* warpgroup) {
+/* Lets a warpgroup go on after its wgmmas. Returns whether it does. */
+bool release_warpgroup(fiber_t* warpgroup) {
     for (unsigned i = 0; i < kWarpgroup; ++i)
-        if (warpgroup[i].state != AT_WGMMA_WAIT) return;
+        if (warpgroup[i].state != AT_WGMMA_WAIT) return false;
     for (unsigned i = 0; i < kWarpgroup; ++i) warpgroup[i].state = READY;
+    return true;
 }
 
 void do_copy(const bulk_copy_t& bulk) {
@@ -262,28 +261,37 @@ void do_copy(const bulk_copy_t& bulk) {
 /* Does one of the bulk copies that are left. */
 bool do_some_copy() {
     if (bulk_copies.empty()) return false;
-    std::swap(bulk_copies[draw() % bulk_copies.size()], bulk_copies.back());
+    std::swap(bulk_copies[below(bulk_copies.size())], bulk_copies.back());
     const bulk_copy_t bulk = bulk_copies.back();
     bulk_copies.pop_back();
     do_copy(bulk);
     return true;
 }
 
-/* Lets go on who may. What is asynchronous waits until everything else does. */
+/* Lets go on who may. What is asynchronous waits until everything else does. Threads that have returned need not come to
+ * the block's barrier. */
 bool release() {
-    for (unsigned first = 0; first < thread_count; first += 32)
-        release_warp(fibers + first, thread_count - first < 32 ? thread_count - first : 32);
-    for (unsigned first = 0; first + kWarpgroup <= thread_count; first += kWarpgroup)
-        release_warpgroup(fibers + first);
-    release_named();
-    bool ready = false, waiting = false;
+    unsigned count[DONE + 1] = {};
     for (unsigned i = 0; i < thread_count; ++i) {
         fiber_t& fiber = fibers[i];
         if (fiber.state == AT_MBARRIER && barriers[fiber.barrier].is_over(fiber.parity)) fiber.state = READY;
-        ready |= fiber.state == READY;
-        waiting |= fiber.state == AT_MBARRIER;
+        ++count[fiber.state];
     }
-    return ready || release_block() || (waiting && do_some_copy());
+    bool ready = count[READY] > 0;
+    if (count[AT_WARP_BARRIER] > 0)
+        for (unsigned first = 0; first < thread_count; first += 32)
+            ready |= release_warp(fibers + first, thread_count - first < 32 ? thread_count - first : 32);
+    if (count[AT_WGMMA_WAIT] > 0)
+        for (unsigned first = 0; first + kWarpgroup <= thread_count; first += kWarpgroup)
+            ready |= release_warpgroup(fibers + first);
+    if (count[AT_NAMED_BARRIER] > 0) ready |= release_named();
+    if (ready) return true;
+    if (count[AT_BLOCK_BARRIER] > 0 && count[AT_BLOCK_BARRIER] + count[DONE] == thread_count) {
+        for (unsigned i = 0; i < thread_count; ++i)
+            if (fibers[i].state == AT_BLOCK_BARRIER) fibers[i].state = READY;
+        return true;
+    }
+    return count[AT_MBARRIER] > 0 && do_some_copy();
 }
 
 /* After all that can run has run. */
@@ -321,7 +329,7 @@ void run_block() {
         prepare(fibers[i]);
     }
     do {
-        for (unsigned i = thread_count - 1; i > 0; --i) std::swap(order[i], order[draw() % (i + 1)]);
+        for (unsigned i = thread_count - 1; i > 0; --i) std::swap(order[i], order[below(i + 1)]);
         for (unsigned i = 0; i < thread_count; ++i) {
             fiber_t& fiber = fibers[order[i]];
             if (fiber.state != READY) continue;
