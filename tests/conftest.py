@@ -1,20 +1,22 @@
-"""Devices, seeds, poisoned memory and a kernel cache of their own for the tests."""
+"""Devices, seeds, poisoned memory, a kernel cache of their own for the tests, and what is compiled beside them."""
 
 import atexit
+import multiprocessing
 import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 # Set before gemmconv is imported: the tests neither read nor fill the user's own kernel cache.
 if "GEMMCONV_CACHE_DIR" not in os.environ:
     os.environ["GEMMCONV_CACHE_DIR"] = tempfile.mkdtemp(prefix="gemmconv-tests-")
     atexit.register(shutil.rmtree, os.environ["GEMMCONV_CACHE_DIR"], ignore_errors=True)
 
-# Set before numpy is imported, as torch's threads below: those of its library wait for work by turning round, on the cores
-# that the emulator's kernels are compiled on.
+# Set before numpy is imported: its BLAS threads spin while they wait, on the cores that compile for the emulator.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
@@ -76,6 +78,29 @@ def poison() -> Iterator[Callable[[str], None]]:
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
         yield poison_now
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilations(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], Future[Any]]]:
+    """What tests of a variant and an architecture compile, as futures, from the beginning of the session on.
+
+    In several processes, because threads of one wait for each other; the tests go first.
+    """
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    found = [(item.module, item.callspec.params) for item in items]
+    wanted = {
+        (values["variant"], values["arch"]): module.VARIANTS[values["variant"]]
+        for module, values in found
+        if {"variant", "arch"} <= values.keys()
+    }
+    if not wanted:
+        yield {}
+        return
+    from gemmconv.runtime import compiler
+
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), os.nice, (10,))
+    yield {key: pool.submit(compiler.compile, *variant, key[1]) for key, variant in wanted.items()}
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import shutil
 import stat
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -289,16 +288,6 @@ def most_registers(source_name, macros):
     if source_name == "fused_wgmma.cu":
         return 65_536 // (macros["LOADERS"] + 288) // 8 * 8
     return MOST_REGISTERS.get(source_name, 128)
-
-
-@pytest.fixture(scope="module")
-def compilations(request):
-    """What the test below compiles, as futures; in several processes, because threads of one wait for each other."""
-    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [(values["variant"], values["arch"]) for values in parameters if {"variant", "arch"} <= values.keys()]
-    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
-    yield {(variant, arch): pool.submit(compiler.compile, *VARIANTS[variant], arch) for variant, arch in wanted}
-    pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize(
