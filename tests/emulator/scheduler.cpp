@@ -168,11 +168,14 @@ template <typename... Values> [[noreturn]] void fail(const char* format, Values.
     _longjmp(scheduler, 1);
 }
 
+/* Goes on with the next block or launch. */
 void fiber_main() {
-    kernel_call(kernel_params);
-    if (!current().products.empty()) fail("a wgmma that was never waited for");
-    current().state = DONE;
-    leave();
+    for (;;) {
+        kernel_call(kernel_params);
+        if (!current().products.empty()) fail("a wgmma that was never waited for");
+        current().state = DONE;
+        leave();
+    }
 }
 
 /* Lets others go first. */
@@ -183,12 +186,14 @@ void fall_behind() {
 
 void prepare(fiber_t& fiber) {
     if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack.get();
-    fiber.start.uc_stack.ss_size = kStackBytes;
-    fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, fiber_main, 0);
-    fiber.started = false;
+    if (fiber.state != DONE) {  // it is new, or was left where a launch was ended
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack.get();
+        fiber.start.uc_stack.ss_size = kStackBytes;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, fiber_main, 0);
+        fiber.started = false;
+    }
     fiber.state = READY;
     fiber.turns = 0;
     fiber.copies.clear();
@@ -323,21 +328,18 @@ void run_block() {
     boxes.clear();
     for (std::vector<step_t>& of_warpgroup : steps) of_warpgroup.clear();
     memset(emulator_dynamic_shared, kUnwritten, dynamic_bytes + kGuardBytes);
-    static unsigned order[kMostThreads];
-    for (unsigned i = 0; i < thread_count; ++i) {
-        order[i] = i;
-        prepare(fibers[i]);
-    }
+    for (unsigned i = 0; i < thread_count; ++i) prepare(fibers[i]);
+    static fiber_t* order[kMostThreads];
     do {
-        for (unsigned i = thread_count - 1; i > 0; --i) std::swap(order[i], order[below(i + 1)]);
+        unsigned count = 0;
         for (unsigned i = 0; i < thread_count; ++i) {
-            fiber_t& fiber = fibers[order[i]];
-            if (fiber.state != READY) continue;
-            if (fiber.turns > 0) {
-                --fiber.turns;
-                continue;
-            }
-            run(fiber);
+            if (fibers[i].state != READY) continue;
+            if (fibers[i].turns > 0) --fibers[i].turns;
+            else order[count++] = &fibers[i];
+        }
+        for (; count > 0; --count) {
+            std::swap(order[count - 1], order[below(count)]);
+            run(*order[count - 1]);
             if (message[0]) return;
         }
     } while (release());
