@@ -1460,7 +1460,7 @@ MISTAKES = {
         emulator.Edit(
             "fused_wgmma.cu", r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)", r"\1 release_weights();"
         ),
-        "relative error|deadlock",
+        "relative error",
     ),
     "fused_patch_released_too_early": (
         FUSED,

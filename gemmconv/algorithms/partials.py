@@ -21,9 +21,8 @@ def sum_partials_macros(dtype: torch.dtype) -> Macros:
 
 def partial_bytes(config: Config, slices: int) -> int:
     """Bytes of the partial sums of a weight gradient; none where there is one slice."""
-    return (
-        slices * math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize if slices > 1 else 0
-    )
+    weight_bytes = math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize
+    return slices * weight_bytes if slices > 1 else 0
 
 
 def prepare_partials(

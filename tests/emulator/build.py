@@ -17,11 +17,11 @@ from pathlib import Path
 from tests.emulator.translate import Read, translate
 
 _HERE = Path(__file__).parent
-_OPTIONS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
+_OPTIONS = ["-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
 # The scheduler has the handlers of the checks, so that a mistake ends a launch and not the process: no libubsan, hence
 # -nostdlib. What is needed of libc is there already.
 _KERNEL_OPTIONS = [
-    *("-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-nostdlib"),
+    *("-O1", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-nostdlib"),
     "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
     "-fno-sanitize-recover=all",
 ]

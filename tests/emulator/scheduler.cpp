@@ -328,18 +328,21 @@ void run_block() {
     boxes.clear();
     for (std::vector<step_t>& of_warpgroup : steps) of_warpgroup.clear();
     memset(emulator_dynamic_shared, kUnwritten, dynamic_bytes + kGuardBytes);
-    for (unsigned i = 0; i < thread_count; ++i) prepare(fibers[i]);
-    static fiber_t* order[kMostThreads];
+    static unsigned order[kMostThreads];
+    for (unsigned i = 0; i < thread_count; ++i) {
+        order[i] = i;
+        prepare(fibers[i]);
+    }
     do {
-        unsigned count = 0;
+        for (unsigned i = thread_count - 1; i > 0; --i) std::swap(order[i], order[below(i + 1)]);
         for (unsigned i = 0; i < thread_count; ++i) {
-            if (fibers[i].state != READY) continue;
-            if (fibers[i].turns > 0) --fibers[i].turns;
-            else order[count++] = &fibers[i];
-        }
-        for (; count > 0; --count) {
-            std::swap(order[count - 1], order[below(count)]);
-            run(*order[count - 1]);
+            fiber_t& fiber = fibers[order[i]];
+            if (fiber.state != READY) continue;
+            if (fiber.turns > 0) {
+                --fiber.turns;
+                continue;
+            }
+            run(fiber);
             if (message[0]) return;
         }
     } while (release());
