@@ -26,7 +26,8 @@
  * are loaded together; divides the input's width in NCHW, 1 in channels_last), LEAD (columns of the patch before the first,
  * for that); WORDS (of a pixel's channels of a group: 1, 2, 4 or a multiple of 8), PIXEL_PITCH (words); ROW_PHASES,
  * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; STAGED (whether outputs are turned round), VECTOR (outputs
- * that a lane stores then), PIECE (outputs that it writes before, or without); UNROLL (of the packing), UNROLLED (steps);
+ * that a lane stores then), PIECE (outputs that it writes before, or without), SHIFTED (whether most are stored by 16 bytes,
+ * where rows of outputs do not begin there); UNROLL (of the packing), UNROLLED (steps);
  * MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each turn of row phases, and the number of steps), STEP_SHIFTS (for
@@ -106,7 +107,8 @@ static_assert(WARPS_N * N_TILES == TILE_H * kRowTiles, "the warps share the cell
 [[maybe_unused]] constexpr int kPieces = 2 * STRIDE_W / PIECE;
 
 // Stage of a warp. NCHW: [8 lines][kRuns][kRun]. Channels last: [ROW_PHASES][kRuns][kRun][GROUPS][CHANNELS].
-constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRuns * kRun);
+constexpr int kWide = 16 / sizeof(ELEMENT_T);
+constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRuns * kRun + SHIFTED * 2 * kWide);
 constexpr int kStageElements =
     !STAGED ? 0 : padded(kStageLine * (CHANNELS_LAST ? ROW_PHASES * kRuns * kRun : 8));
 
@@ -326,6 +328,11 @@ __device__ __forceinline__ vector_t<PIECE> piece_of(const float (&sum)[kMTiles][
     return piece;
 }
 
+/* How far an output lies beyond the beginning of a sector of 32 bytes. */
+__device__ __forceinline__ int beyond_sector(const ELEMENT_T* output) {
+    return static_cast<int>(reinterpret_cast<unsigned long long>(output) / sizeof(ELEMENT_T) % (2 * kWide));
+}
+
 /* Store a warp's outputs of a turn and group; WHOLE says that none of them is outside the image. */
 template <bool WHOLE> __device__ __forceinline__ void store(
     const direct_mma_params& p, const float (&sum)[kMTiles][N_TILES][4], ELEMENT_T* stage, int image, int gi,
@@ -371,7 +378,51 @@ template <bool WHOLE> __device__ __forceinline__ void store(
 #else
     const long long plane = image * out_channels + (first_group + gi) * OUT_CHANNELS + first_out;
     ELEMENT_T* __restrict__ first = p.output + (plane * out_pixels + (static_cast<index_t>(oh0) * p.w_out + ow0));
-#if STAGED
+#if SHIFTED
+    // A quad of lanes has a line, 16 bytes a lane, from the sector on where it begins; what is left at its two ends is stored
+    // in pieces of VECTOR. In the stage it lies as far beyond a multiple of a sector. Lines 4 apart are in different banks,
+    // and planes 8 channels apart begin alike.
+    static_assert(kRuns == 1 && CHANNELS % 8 == 0 && kWide % VECTOR == 0 && VECTOR % PIECE == 0, "lines of one run");
+    constexpr int kTurns = (kRun / kWide + 1 + 3) / 4;
+    const int length = WHOLE ? kRun : min(kRun, p.w_out - ow0), own = lane / 4 % 2 * 4 + lane / 8;
+    const ELEMENT_T* own_stage = stage + own * kStageLine;
+    #pragma unroll
+    for (int phase = 0; phase < ROW_PHASES; ++phase, first += p.w_out) {
+        if (!WHOLE && oh0 + phase >= p.h_out) return;
+        const int before = beyond_sector(first + own * out_pixels), end = before + length;
+        ELEMENT_T* __restrict__ target = first + (own * out_pixels - before);
+        ELEMENT_T* line = stage + (g * kStageLine + beyond_sector(first + g * out_pixels));
+        #pragma unroll
+        for (int channel = 0; channel < CHANNELS; channel += 8, target += 8 * out_pixels) {
+            __syncwarp();
+            #pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+                #pragma unroll
+                for (int part = 0; part < kPieces; ++part)
+                    *reinterpret_cast<vector_t<PIECE>*>(line + (n * 8 + 2 * t) * STRIDE_W + part * PIECE) =
+                        piece_of(sum, (phase * CHANNELS + channel) / 8, n, part);
+            __syncwarp();
+            if (!kWholeChannels && first_out + channel + own >= OUT_CHANNELS) continue;
+            #pragma unroll
+            for (int i = 0; i < kTurns; ++i) {
+                const int place = (i * 4 + t) * kWide;
+                if ((i > 0 || place >= before) && place + kWide <= end)
+                    *reinterpret_cast<vector_t<kWide>*>(target + place) =
+                        *reinterpret_cast<const vector_t<kWide>*>(own_stage + place);
+            }
+            #pragma unroll
+            for (int piece = 0; piece < kWide; piece += 4 * VECTOR) {
+                const int rest = piece + t * VECTOR, head = before / kWide * kWide, tail = end / kWide * kWide;
+                if (head < before && head + rest >= before && head + rest < end && rest < kWide)
+                    *reinterpret_cast<vector_t<VECTOR>*>(target + (head + rest)) =
+                        *reinterpret_cast<const vector_t<VECTOR>*>(own_stage + (head + rest));
+                if (tail >= before && tail + rest < end)
+                    *reinterpret_cast<vector_t<VECTOR>*>(target + (tail + rest)) =
+                        *reinterpret_cast<const vector_t<VECTOR>*>(own_stage + (tail + rest));
+            }
+        }
+    }
+#elif STAGED
     // A period of turns of 32 vectors covers whole lines: what a lane stores in one is what it stores in the next, lines on.
     constexpr int kVectors = kRuns * kRun / VECTOR, kPadded = kVectors < 4 ? 4 : (kVectors + 3) / 4 * 4;
     constexpr int kCommon = kPadded % 32 == 0 ? 32 : kPadded % 16 == 0 ? 16 : kPadded % 8 == 0 ? 8 : 4;

@@ -61,6 +61,13 @@ PATHS = {
     "row_phases_in_turn": lambda tile: len(tile.turns) > 1,
     "paired_blocks": lambda tile: tile.channels % 16 == 0,
     "channels_shared": lambda tile: tile.warps_m > 1,
+    "shifted": lambda tile: tile.shifted,
+    "shifted_row_phases": lambda tile: tile.shifted and tile.row_phases > 1,
+    "shifted_by_single_outputs": lambda tile: tile.shifted and tile.vector == 1,
+    "shifted_by_several_outputs": lambda tile: tile.shifted and tile.vector > 1,
+    "shifted_of_part_of_the_channels": lambda tile: (
+        tile.shifted and tile.problem.out_channels // tile.problem.groups % (tile.warps_m * tile.channels) != 0
+    ),
 }
 FUSED_PATHS = {
     "cells_of_several_inputs": lambda plan: plan.unit > (1, 1),
@@ -141,8 +148,8 @@ class Run:
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
         multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
-        choice: which of the tiles that forward_mma, fused_fold, _images or _weight_grad may have; of fused a plan or
-            the best on one of its paths; None for the one that they take.
+        choice: which of the tiles that forward_mma, fused_fold, _images or _weight_grad may have; of forward_mma and
+            fused also the best on one of their paths, of fused a plan; None for the one that they take.
         tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
 
@@ -179,6 +186,8 @@ class Run:
         if self.choice is None:
             return direct_mma.tile_for(self.config)
         tiles = [*direct_mma.tiles_of(problem_of(self.case), self.dtype.itemsize, self.layout == "channels_last")]
+        if isinstance(self.choice, str):
+            return min(filter(PATHS[self.choice], tiles), key=lambda tile: tile.cycles)
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -322,6 +331,19 @@ MMA_RUNS += [
     for run in MMA_RUNS
     for multiprocessors in ((0, 1) if run.case in TILED_CASES else (0,))
     if run.dtype != torch.bfloat16
+]
+# Long lines of outputs that do not begin at 16 bytes.
+MMA_RUNS += [
+    Run("forward_mma", case, dtype, multiprocessors=multiprocessors, choice=choice)
+    for choice, case, dtype, multiprocessors in (
+        ("shifted_row_phases", Case(2, 16, 32, (6, 71), (3, 5), (2, 3), (1, 2), (0, 0), (2, 1)), torch.float32, 1),
+        ("shifted_row_phases", Case(2, 16, 32, (4, 41), (1, 2), (2, 6)), torch.float16, None),
+        ("shifted_of_part_of_the_channels", Case(2, 16, 24, (6, 38), (3, 2), (2, 7), (2, 1)), torch.float16, 0),
+        ("shifted_of_part_of_the_channels", Case(2, 8, 24, (6, 33), (1, 2), (2, 4)), torch.float32, None),
+        ("shifted_by_single_outputs", Case(3, 8, 32, (4, 35), (3, 3), (2, 5), (1, 1), groups=2), torch.float16, 0),
+        ("shifted_by_several_outputs", Case(2, 32, 40, (5, 40), (3, 1), (2, 5), (0, 1), groups=2), torch.float16, None),
+        ("shifted_by_several_outputs", Case(2, 16, 8, (2, 38), (2, 5), (2, 7), (1, 1)), torch.float32, 0),
+    )
 ]
 
 # Each case once, each path in more than one type; many with few blocks, which go from item to item.
@@ -1106,6 +1128,7 @@ def spans(rows):
 
 LAYER = CASES[1]
 MMA = Run("forward_mma", TILED_CASES[0], multiprocessors=0)
+SHIFTED = next(run for run in MMA_RUNS if run.choice == "shifted_by_single_outputs")
 
 GRADS_MMA = next(run for run in GRADS_MMA_RUNS if run.case.groups == 4)
 
@@ -1206,6 +1229,16 @@ MISTAKES = {
     "mma_no_warp_barrier": (
         replace(MMA, layout="channels_last"),
         emulator.Edit("direct_mma.cu", r"__syncwarp\(\);", ""),
+        "relative error",
+    ),
+    "mma_line_not_shifted": (
+        SHIFTED,
+        emulator.Edit("direct_mma.cu", r"(line = stage \+ \(g \* kStageLine) \+ [^;]*;", r"\1);"),
+        "relative error",
+    ),
+    "mma_end_of_a_shifted_line": (
+        SHIFTED,
+        emulator.Edit("direct_mma.cu", r"tail \+ rest < end", "tail + rest + VECTOR < end"),
         "relative error",
     ),
     "mma_past_dynamic_shared": (
