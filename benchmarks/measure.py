@@ -34,9 +34,8 @@ _SEARCHED_MS, _SEARCHES_MS = 5.0, 200.0
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
 
-# How much further apart tensors lie in each look: those up to 1 MiB, and up to 10 MiB, which share segments of torch's
-# allocator, and larger ones, which have segments of their own.
-_GAPS_BYTES = 72 << 10, 5 << 18, 38 << 20
+# How much further tensors lie from each other, modulo pages, in each look: nine looks have nine places.
+_STEP_BYTES = 655 * 512
 
 # What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
 _IEEE_BAR = 1e-6
@@ -263,8 +262,8 @@ def _recover(device: torch.device, row: Row) -> None:
 class _Bench:
     """The data of one workload in one element type. It is made when the first row needs it.
 
-    Where tensors lie decides how long some kernels take, by up to 15%, in the same way in every process. So each look
-    has places of its own for them, in memory where nothing else is, which do not depend on what was measured before.
+    Where tensors lie in pages of memory decides how long some kernels take, by up to 15%, in the same way in every
+    process. So each look has places of its own for them, which do not depend on what was measured before.
     """
 
     def __init__(self, workload: Workload, dtype: torch.dtype, plan: Plan) -> None:
@@ -287,7 +286,7 @@ class _Bench:
             for one in dict.fromkeys(("nchw", *(contender.layout for contender in self._plan.contenders))):
                 tensors = drawn if one == "nchw" else drawn.channels_last()
                 self._empty_cache()
-                placed[one] = tensors.spread([self._look * size for size in _GAPS_BYTES])
+                placed[one] = tensors.placed(self._look * _STEP_BYTES)
             self._placed = placed
         return self._placed[layout]
 

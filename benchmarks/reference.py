@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from gemmconv.geometry import Problem
 _CHUNK_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # float64 temporaries
 _KEPT_SHARE = 8  # of a GPU's memory, one eighth for each of the float64 output and input gradient
 _KEPT_CPU_BYTES = 1 << 30
+PAGE_BYTES = 2 << 20  # of a GPU's memory
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,12 @@ class Tensors:
         weight: ``[C_in, C_out/groups, K_h, K_w]``.
         bias: ``[C_out]`` or None.
         grad_output: ``[N, C_out, H_out, W_out]``.
-        gaps: what only takes the memory between them.
     """
 
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     grad_output: torch.Tensor
-    gaps: Sequence[torch.Tensor] = ()
 
     def to(self, dtype: torch.dtype) -> Tensors:
         """The same values, rounded to an element type."""
@@ -52,20 +51,25 @@ class Tensors:
         )
         return Tensors(x, weight, self.bias, grad_output)
 
-    def spread(self, gaps_bytes: Sequence[int]) -> Tensors:
-        """Copies of the same strides, in order.
+    def placed(self, step_bytes: int) -> Tensors:
+        """Copies of the same strides, each so many bytes further from the beginning of a page than the one before.
 
         Args:
-            gaps_bytes: of what is placed before each.
+            step_bytes: a multiple of 512, to which torch's allocator aligns; 0 has all at the beginning of a page.
         """
-        gaps: list[torch.Tensor] = []
+        bias = None if self.bias is None else _copy_at(self.bias, 4 * step_bytes)
+        x, weight, grad_output = (
+            _copy_at(tensor, i * step_bytes) for i, tensor in enumerate((self.x, self.weight, self.grad_output), 1)
+        )
+        return Tensors(x, weight, bias, grad_output)
 
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
-            gaps.extend(torch.empty(size, dtype=torch.uint8, device=tensor.device) for size in gaps_bytes)
-            return tensor.clone()
 
-        bias = None if self.bias is None else placed(self.bias)
-        return Tensors(placed(self.x), placed(self.weight), bias, placed(self.grad_output), gaps)
+def _copy_at(tensor: torch.Tensor, beyond_page: int) -> torch.Tensor:
+    """A copy of a tensor without gaps, that begins so many bytes beyond the beginning of a page."""
+    memory = torch.empty(tensor.nbytes + PAGE_BYTES, dtype=torch.uint8, device=tensor.device)
+    begin = (beyond_page - memory.data_ptr()) % PAGE_BYTES
+    copy = memory[begin : begin + tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return copy.copy_(tensor)
 
 
 @dataclass(frozen=True)

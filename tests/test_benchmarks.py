@@ -1,6 +1,7 @@
 """The benchmarks: workloads, the gate, resuming, the files, and what is made from them."""
 
 import csv
+import itertools
 import json
 import math
 import threading
@@ -28,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.contenders import PRECISIONS, Contender, Lanes
 from benchmarks.floor import Ceilings, least_bytes, work
-from benchmarks.reference import random_tensors
+from benchmarks.reference import PAGE_BYTES, random_tensors
 from benchmarks.reference import reference as float64_reference
 from benchmarks.results import Results, Row
 from benchmarks.timing import Effort, Times
@@ -322,23 +323,27 @@ def test_looks_find_the_same_data(monkeypatch):
     assert seen[0][0][0].stride() != seen[1][0][0].stride()
 
 
-@pytest.mark.gpu
-def test_each_look_has_places_of_its_own_whatever_was_before(monkeypatch):
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)], ids=str)
+def test_each_look_has_places_of_its_own_whatever_was_before(device, monkeypatch):
     """Places relative to each other decide how fast some kernels are."""
-    device = torch.device("cuda", torch.cuda.current_device())
 
     def places():
-        return [[address % (2 << 20) for address in seen[1]] for seen in seen_in_looks(monkeypatch, device)]
+        return [[address % PAGE_BYTES for address in addresses] for _, addresses in seen_in_looks(monkeypatch, device)]
 
     first = places()
+    assert first[::2] == first[1::2]  # of either layout
+    assert first[0] == [0, 0, 0]
     for looks in zip(*first[::2], strict=True):  # of each tensor
         assert len({*looks}) == 3
-    with monkeypatch.context() as patch:
-        patch.setattr(measure, "_GAPS_BYTES", (0, 0, 0))
-        assert len({tuple(one) for one in places()[::2]}) == 1
+    apart = [{(one - other) % PAGE_BYTES for one, other in itertools.combinations(look, 2)} for look in first[::2]]
+    assert not set.intersection(*apart)
     left_over = [torch.empty(count << 20, dtype=torch.uint8, device=device) for count in (1, 3, 7, 30)]
-    del left_over
+    del left_over[::2]
     assert places() == first
+
+
+def test_nine_looks_have_nine_places():
+    assert all(len({i * look * measure._STEP_BYTES % PAGE_BYTES for look in range(9)}) == 9 for i in (1, 2, 3, 4))
 
 
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
