@@ -16,7 +16,8 @@
  * tiles of TILE_H x TILE_W cells of all images. Once, it lays the weights out as the words that the lanes of a warp
  * load. For each tile it stages the patch as words [row, column, group, word of channels] and computes ROW_PHASES row
  * phases at a time. A warp owns CHANNELS channels and N_TILES x 8 cells of it, for GROUPS groups in turn, so that it has
- * whole stretches of output rows, which it turns round in shared memory and stores VECTOR neighbours a lane.
+ * whole stretches of output rows, which it turns round in shared memory and stores VECTOR neighbours a lane; where long
+ * ones do not begin at 16 bytes (SHIFTED), all but their ends by 16 bytes.
  *
  * Values that a zero weight meets must be finite: where an input is infinite or NaN, so may be outputs of other phases
  * of cells next to it. (cuDNN's transforms do the same.)
@@ -26,9 +27,8 @@
  * are loaded together; divides the input's width in NCHW, 1 in channels_last), LEAD (columns of the patch before the first,
  * for that); WORDS (of a pixel's channels of a group: 1, 2, 4 or a multiple of 8), PIXEL_PITCH (words); ROW_PHASES,
  * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; STAGED (whether outputs are turned round), VECTOR (outputs
- * that a lane stores then), PIECE (outputs that it writes before, or without), SHIFTED (whether most are stored by 16 bytes,
- * where rows of outputs do not begin there); UNROLL (of the packing), UNROLLED (steps);
- * MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64.
+ * that a lane stores then, SHIFTED at the ends of lines), PIECE (outputs that it writes before, or without), SHIFTED; UNROLL
+ * (of the packing), UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each turn of row phases, and the number of steps), STEP_SHIFTS (for
  * each WORDS of a step's words shift_h * SHIFT_BASE + shift_w from the least ones, or -1), STEP_WORD (first word of the
@@ -60,11 +60,9 @@ constexpr int kOutBlocks = (OUT_CHANNELS + WARPS_M * CHANNELS - 1) / (WARPS_M * 
 constexpr int kLines = ROW_PHASES * CHANNELS;  // output lines (row phase, channel) of a row of cells
 constexpr int kLineBlocks = (kLines + 7) / 8;
 constexpr int kMTiles = (kLineBlocks * STRIDE_W + 1) / 2;
+constexpr int kWide = 16 / sizeof(ELEMENT_T);  // elements of 16 bytes
 /* Elements, up to whole vectors of 16 bytes, of which there is an odd number: then 8 lines start in different banks. */
-__device__ constexpr int padded(int elements) {
-    constexpr int kVector = 16 / sizeof(ELEMENT_T);
-    return ((elements + kVector - 1) / kVector | 1) * kVector;
-}
+__device__ constexpr int padded(int elements) { return ((elements + kWide - 1) / kWide | 1) * kWide; }
 
 constexpr int kPatchH = TILE_H + HALO_H, kPatchW = (LEAD + TILE_W + HALO_W + PIXELS - 1) / PIXELS * PIXELS;
 constexpr int kPatchPixels = kPatchH * kPatchW;
@@ -106,8 +104,8 @@ static_assert(WARPS_N * N_TILES == TILE_H * kRowTiles, "the warps share the cell
 // A lane has kPieces * PIECE neighbouring outputs of a line: all column phases of two cells.
 [[maybe_unused]] constexpr int kPieces = 2 * STRIDE_W / PIECE;
 
-// Stage of a warp. NCHW: [8 lines][kRuns][kRun]. Channels last: [ROW_PHASES][kRuns][kRun][GROUPS][CHANNELS].
-constexpr int kWide = 16 / sizeof(ELEMENT_T);
+// Stage of a warp. NCHW: [8 lines][kRuns][kRun], with room for a sector more in each line where it is SHIFTED. Channels last:
+// [ROW_PHASES][kRuns][kRun][GROUPS][CHANNELS].
 constexpr int kStageLine = padded(CHANNELS_LAST ? GROUPS * CHANNELS : kRuns * kRun + SHIFTED * 2 * kWide);
 constexpr int kStageElements =
     !STAGED ? 0 : padded(kStageLine * (CHANNELS_LAST ? ROW_PHASES * kRuns * kRun : 8));
@@ -380,8 +378,8 @@ template <bool WHOLE> __device__ __forceinline__ void store(
     ELEMENT_T* __restrict__ first = p.output + (plane * out_pixels + (static_cast<index_t>(oh0) * p.w_out + ow0));
 #if SHIFTED
     // A quad of lanes has a line, 16 bytes a lane, from the sector on where it begins; what is left at its two ends is stored
-    // in pieces of VECTOR. In the stage it lies as far beyond a multiple of a sector. Lines 4 apart are in different banks,
-    // and planes 8 channels apart begin alike.
+    // in pieces of VECTOR. It lies as far beyond the beginning of its line of the stage. Lines 4 apart are in different banks.
+    // Planes 8 channels apart begin alike, modulo 16 bytes: each other 8 half a sector off where planes are odd.
     static_assert(kRuns == 1 && CHANNELS % 8 == 0 && kWide % VECTOR == 0 && VECTOR % PIECE == 0, "lines of one run");
     constexpr int kTurns = (kRun / kWide + 1 + 3) / 4;
     const int length = WHOLE ? kRun : min(kRun, p.w_out - ow0), own = lane / 4 % 2 * 4 + lane / 8;

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv.algorithms import ALGORITHMS, Config
+from gemmconv.algorithms import ALGORITHMS, Config, direct
 from gemmconv.selection import choose_gradients
 from tests import reference
 from tests.cases import CASES, FEW_CASES, Case
@@ -288,6 +288,7 @@ def test_both_gradients_at_once_of_more_than_two_to_the_31_elements(groups, memo
     need_memory(8 * elements + 8 * GIB)
     config = Config(problem_of(case), torch.bfloat16, torch.device("cuda"), "ieee", memory_format=memory_format)
     assert choose_gradients(config, config, "direct", "here").at_once
+    assert (direct._grads_tile(config) is None) == (groups == 64)
     crossing = 2**31 // math.prod(case.output_shape[1:])
     images = [0, crossing - 1, crossing, crossing + 1, case.batch - 1]
     torch.manual_seed(3)
@@ -298,6 +299,8 @@ def test_both_gradients_at_once_of_more_than_two_to_the_31_elements(groups, memo
     for image in images:
         grad_output[image].normal_()
     output = gemmconv.conv_transpose2d(x, w, None, algorithm="direct", **case.parameters)
+    poisoned = [torch.full_like(x, torch.nan) for _ in range(3)]
+    del poisoned
     input_grad, weight_grad = torch.autograd.grad(output, (x, w), grad_output)
     wide_x, wide_w = x.detach()[images].double().requires_grad_(), w.detach().double().requires_grad_()
     exact = torch.nn.functional.conv_transpose2d(wide_x, wide_w, **case.parameters)
@@ -406,7 +409,7 @@ def error_of(results):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_precision_tf32_matches_reference(case, algorithm, poison):
     # The bar is one of averages: a sum of few products may by chance lie beyond it, or nearly cancel.
-    case = replace(case, batch=max(8 * case.batch, 64 // math.prod(case.input_size)))
+    case = replace(case, batch=max(8 * case.batch, -(-64 // math.prod(case.input_size))))
     data = sample(case, torch.float32, "cuda")
     poison("cuda")
     with conv_precision("tf32"):

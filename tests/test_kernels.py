@@ -65,6 +65,7 @@ PATHS = {
     "shifted_row_phases": lambda tile: tile.shifted and tile.row_phases > 1,
     "shifted_by_single_outputs": lambda tile: tile.shifted and tile.vector == 1,
     "shifted_by_several_outputs": lambda tile: tile.shifted and tile.vector > 1,
+    "shifted_by_four_outputs": lambda tile: tile.shifted and tile.vector == 4,
     "shifted_of_part_of_the_channels": lambda tile: (
         tile.shifted and tile.problem.out_channels // tile.problem.groups % (tile.warps_m * tile.channels) != 0
     ),
@@ -343,6 +344,7 @@ MMA_RUNS += [
         ("shifted_by_single_outputs", Case(3, 8, 32, (4, 35), (3, 3), (2, 5), (1, 1), groups=2), torch.float16, 0),
         ("shifted_by_several_outputs", Case(2, 32, 40, (5, 40), (3, 1), (2, 5), (0, 1), groups=2), torch.float16, None),
         ("shifted_by_several_outputs", Case(2, 16, 8, (2, 38), (2, 5), (2, 7), (1, 1)), torch.float32, 0),
+        ("shifted_by_four_outputs", Case(2, 16, 8, (3, 41), (2, 4), (2, 5)), torch.float16, 0),
     )
 ]
 
@@ -605,7 +607,15 @@ def test_col2im_kernel_matches_reference(run, calls, poison):
     run.check(calls[run])
 
 
-@each_run("forward", "contiguous", "channels_last", more=TILED_CASES)
+# Two cells of a thread in channels_last: strides of more than two, phases without a tap, planes that are few.
+PAIRED_CASES = [
+    Case(2, 8, 8, (7, 9), (8, 8), (4, 4), (2, 2), groups=8),
+    Case(2, 8, 8, (5, 6), (3, 2), (3, 5), (1, 0), groups=8),
+    Case(3, 6, 6, (6, 7), (4, 4), (2, 2), (1, 1), groups=6),
+]
+
+
+@each_run("forward", "contiguous", "channels_last", more=(*TILED_CASES, *PAIRED_CASES))
 def test_direct_forward_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
@@ -621,6 +631,14 @@ def test_depthwise_blocks_take_few_tiles_below_the_image(batch, channels, side, 
     assert tile.depthwise
     below = -(-(side + 2) // tile.rows)
     assert -(-below // tile.turns) * tile.turns <= most
+
+
+def test_depthwise_threads_have_two_cells_in_channels_last_while_their_sums_are_few():
+    for case in PAIRED_CASES:
+        tile = direct_ffma.tile_of(problem_of(case), torch.float32, True)
+        assert (tile.depthwise, tile.cells) == (True, 2)
+    many = Case(2, 8, 8, (5, 6), (16, 16), (8, 8), (4, 4), groups=8)
+    assert direct_ffma.tile_of(problem_of(many), torch.float32, True).cells == 1
 
 
 @pytest.mark.parametrize("channels", [20, 36])
@@ -1234,6 +1252,21 @@ MISTAKES = {
     "mma_line_not_shifted": (
         SHIFTED,
         emulator.Edit("direct_mma.cu", r"(line = stage \+ \(g \* kStageLine) \+ [^;]*;", r"\1);"),
+        "relative error",
+    ),
+    "mma_beginning_of_a_shifted_line": (
+        SHIFTED,
+        emulator.Edit("direct_mma.cu", r"head < before && head \+ rest >= before", "head + rest > before"),
+        "relative error",
+    ),
+    "mma_no_barrier_before_a_shifted_line": (
+        SHIFTED,
+        emulator.Edit("direct_mma.cu", r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);", r"\1"),
+        "relative error",
+    ),
+    "mma_no_barrier_behind_a_shifted_line": (
+        SHIFTED,
+        emulator.Edit("direct_mma.cu", r"(\(phase \* CHANNELS \+ channel\) / 8, n, part\);\s*)__syncwarp\(\);", r"\1"),
         "relative error",
     ),
     "mma_end_of_a_shifted_line": (

@@ -108,7 +108,9 @@ def kernel_variants():
 def mma_variants():
     """Macros of direct_mma.cu, and the tile that they are for, for the problems above and wider ones."""
     problems = {**PROBLEMS, **{f"tiled{i}": problem_of(case) for i, case in enumerate(TILED_CASES) if i % 2}}
-    problems |= {name: problems_by_name()[name] for name in ("kb75", "kb81")}  # whose long lines are shifted
+    problems |= {
+        name: problems_by_name()[name] for name in ("kb75", "kb81")
+    }  # long lines: shifted in NCHW, in 75 of float32
     variants = {}
     for name, problem in problems.items():
         for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "grouped") else [])):
@@ -345,6 +347,7 @@ def test_tiles_on_tensor_cores_fit_the_shared_memory_of_every_architecture(varia
 
 def test_variants_on_tensor_cores_are_of_nearly_all_problems():
     problems = {variant.split("-")[2] for variant in MMA_VARIANTS}
+    assert {tile.shifted for _, tile in MMA_VARIANTS.values()} == {True, False}
     assert {name for name in PROBLEMS if name not in problems} <= {"depthwise"}
 
 

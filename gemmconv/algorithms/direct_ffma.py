@@ -27,8 +27,9 @@ _REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blo
 _OTHER_REGISTERS = 32  # beside sums and window
 _MULTIPROCESSORS = 132  # of an H200; the choice of tiles depends on it, results do not
 _MOST_TURNS, _BUSY_BLOCKS = 8, 6 * _MULTIPROCESSORS
-# Of two cells of a depthwise thread in channels_last, which share what they read (k8 s4 in float32 37 us, 33 instead).
-_PAIR_SUMS = 32
+# A depthwise thread has two cells in channels_last, which share what they read, while they have no more sums than this:
+# k8 s4 in float32 takes 33 us with two cells (32 sums), 37 with one; k16 s8 in float32 85 with two (64 sums), 76 with one.
+_MOST_PAIR_SUMS = 32
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ class _Layer:
         """One tile: what one 16-byte store holds, of enough rows or planes to fill the threads of a block."""
         stride_w = self.problem.stride[1]
         planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
-        cells = max(1, 16 // self.item_bytes // power_of_two(stride_w))
         if self.channels_last:
-            cells = 2 if 2 * self.tap_phases_w * planes_each <= _PAIR_SUMS else 1
+            cells = 2 if 2 * self.tap_phases_w * planes_each <= _MOST_PAIR_SUMS else 1
+        else:
+            cells = max(1, 16 // self.item_bytes // power_of_two(stride_w))
         while cells > 1 and cells >= 2 * self.cells_w:
             cells //= 2
         sum_bytes = self.tap_phases_w * self.sum_bytes

@@ -32,7 +32,7 @@ _BYTES_A_CYCLE = 24  # of a multiprocessor, to and from the L2 cache
 _ACCUMULATORS = 12  # of tiles of 16 x 8 that a warp has registers for
 _MULTIPROCESSORS = 132  # of the H200; elsewhere blocks have a tile more or less to go over
 _SECTOR_BYTES = 32
-_SHIFTED_BYTES = 320  # of a line: the H200 is 7 to 12% faster from here on, 3 to 14% slower with 256 and less
+_SHIFTED_BYTES = 320  # of a line: the H200 is 7 to 12% faster from here on, 7 to 14% slower with 256 and less
 _ROW_TILES = 4  # across, where the image has as many: whole sectors of its rows
 _SHIFT_BASE = 1 << 12
 _MOST_WEIGHTS = 1 << 18  # of a group
@@ -216,11 +216,13 @@ class Tile:
 
     @property
     def shifted(self) -> bool:
-        """Whether outputs are stored by 16 bytes, but for the ends of a line, where rows do not begin at such."""
+        """Whether long lines are stored by 16 bytes, but for their ends, where rows do not begin at such; NCHW.
+
+        A warp has one line of each channel then, in whole eights of channels.
+        """
         line_bytes = 8 * self.n_tiles * self.problem.stride[1] * self.itemsize
-        long_lines = self.n_tiles <= self.row_tiles and line_bytes >= _SHIFTED_BYTES
-        unaligned = self.vector * self.itemsize < 16 and self.channels % 8 == 0
-        return self.staged and not self.channels_last and unaligned and long_lines
+        long_lines = self.n_tiles <= self.row_tiles and line_bytes >= _SHIFTED_BYTES and self.channels % 8 == 0
+        return self.staged and not self.channels_last and self.vector * self.itemsize < 16 and long_lines
 
     @property
     def piece(self) -> int:
