@@ -28,7 +28,7 @@ _OTHER_REGISTERS = 32  # beside sums and window
 _MULTIPROCESSORS = 132  # of an H200; the choice of tiles depends on it, results do not
 _MOST_TURNS, _BUSY_BLOCKS = 8, 6 * _MULTIPROCESSORS
 # A depthwise thread has two cells in channels_last, which share what they read, while they have no more sums than this:
-# k8 s4 in float32 takes 33 us with two cells (32 sums), 37 with one; k16 s8 in float32 85 with two (64 sums), 76 with one.
+# k8 s4 in float32 takes 33 us with two cells (32 sums) and 37 with one, k16 s8 85 with two (64 sums) and 76 with one.
 _MOST_PAIR_SUMS = 32
 
 
