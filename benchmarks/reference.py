@@ -58,10 +58,8 @@ class Tensors:
             step_bytes: a multiple of 512, to which torch's allocator aligns; 0 has all at the beginning of a page.
         """
         bias = None if self.bias is None else _copy_at(self.bias, 4 * step_bytes)
-        x, weight, grad_output = (
-            _copy_at(tensor, i * step_bytes) for i, tensor in enumerate((self.x, self.weight, self.grad_output), 1)
-        )
-        return Tensors(x, weight, bias, grad_output)
+        x, weight = _copy_at(self.x, step_bytes), _copy_at(self.weight, 2 * step_bytes)
+        return Tensors(x, weight, bias, _copy_at(self.grad_output, 3 * step_bytes))
 
 
 def _copy_at(tensor: torch.Tensor, beyond_page: int) -> torch.Tensor:

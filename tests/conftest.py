@@ -80,17 +80,22 @@ def poison() -> Iterator[Callable[[str], None]]:
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
+@pytest.fixture(scope="session")
+def parametrized(request: pytest.FixtureRequest) -> list[tuple[Any, dict[str, Any]]]:
+    """The module and the parameters of each test that is to run and has any."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return [(item.module, item.callspec.params) for item in items]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compilations(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], Future[Any]]]:
+def compilations(parametrized: list[tuple[Any, dict[str, Any]]]) -> Iterator[dict[tuple[str, str], Future[Any]]]:
     """What tests of a variant and an architecture compile, as futures, from the beginning of the session on.
 
     In several processes, because threads of one wait for each other; the tests go first.
     """
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    found = [(item.module, item.callspec.params) for item in items]
     wanted = {
         (values["variant"], values["arch"]): module.VARIANTS[values["variant"]]
-        for module, values in found
+        for module, values in parametrized
         if {"variant", "arch"} <= values.keys()
     }
     if not wanted:

@@ -338,6 +338,9 @@ def test_each_look_has_places_of_its_own_whatever_was_before(device, monkeypatch
     apart = [[(one - other) % PAGE_BYTES for one, other in itertools.combinations(look, 2)] for look in first[::2]]
     for looks in zip(*apart, strict=True):  # of each pair of tensors
         assert len({*looks}) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "_STEP_BYTES", 0)
+        assert len({tuple(one) for one in places()[::2]}) == 1
     left_over = [torch.empty(count << 20, dtype=torch.uint8, device=device) for count in (1, 3, 7, 30)]
     del left_over[::2]
     assert places() == first

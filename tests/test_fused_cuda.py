@@ -235,10 +235,9 @@ def compile_plans(run):
 
 
 @pytest.fixture(scope="module")
-def compiled(request):
+def compiled(parametrized):
     """All kernels of the runs that are to come, compiled on all cores: one after the other would take half an hour."""
-    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    for _ in in_processes(compile_plans, [one["run"] for one in parameters if isinstance(one.get("run"), Run)]):
+    for _ in in_processes(compile_plans, [one["run"] for _, one in parametrized if isinstance(one.get("run"), Run)]):
         pass
 
 

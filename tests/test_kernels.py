@@ -587,10 +587,9 @@ GRADIENT_TF32 = replace(GRADIENT, dtype=torch.float32, tf32=True)
 
 
 @pytest.fixture(scope="module")
-def calls(request, folder):
+def calls(parametrized, folder):
     """The prepared calls of all tests that are to run: their kernels compile beside each other and beside the tests."""
-    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    runs = [values["run"] for values in parameters if isinstance(values.get("run"), Run)]
+    runs = [values["run"] for _, values in parametrized if isinstance(values.get("run"), Run)]
     with emulator.install(folder):
         yield {run: run.prepare() for run in runs}
 

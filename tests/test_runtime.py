@@ -108,10 +108,8 @@ def kernel_variants():
 def mma_variants():
     """Macros of direct_mma.cu, and the tile that they are for, for the problems above and wider ones."""
     problems = {**PROBLEMS, **{f"tiled{i}": problem_of(case) for i, case in enumerate(TILED_CASES) if i % 2}}
-    problems |= {
-        name: problems_by_name()[name] for name in ("kb75", "kb81")
-    }  # long lines: shifted in NCHW, in 75 of float32
-    variants = {}
+    layers, variants = problems_by_name(), {}
+    problems |= {name: layers[name] for name in ("kb75", "kb81")}  # in NCHW with long lines, of 75 in float32
     for name, problem in problems.items():
         for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "grouped") else [])):
             for layout in (False, True):
