@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from datetime import date, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _RESULTS = Path(__file__).parent / "results"
 _README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- results: start -->", "<!-- results: end -->"
 _MOST_LOSING = 10
+_ONE_STATE = timedelta(days=1)  # between runs of suites that are shown together
 
 
 def newest_results() -> Path:
@@ -40,24 +42,35 @@ def newest_results() -> Path:
 
 
 def made_with(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each environment that made a row."""
-    found: dict[str, None] = {}
-    for index in dict.fromkeys(row.run for row in rows):
+    """A line for each environment that made a row, with the suites it made rows of."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for suite, index in dict.fromkeys((row.suite, row.run) for row in rows):
         run = runs[index]
         parts = [run["gpu"], f"gemmconv {run['gemmconv']} ({run['commit']})", f"torch {run['torch']}"]
         if run["cuda"]:
             parts += [f"CUDA {run['cuda']}", f"cuDNN {run['cudnn']}", f"driver {run['driver']}"]
-        found[", ".join([*parts, run["date"][:10]])] = None
-    return list(found)
+        found[", ".join([*parts, run["date"][:10]])][suite] = None
+    return [f"{environment} ({', '.join(suites)})" for environment, suites in found.items()]
 
 
 def current_and_older(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Row]]:
-    """The rows, those of gemmconv from older sources than its newest apart. Rows of torch do not grow old."""
+    """The rows, and apart from them those that an older gemmconv was measured for. Rows of torch do not grow old.
+
+    Of each suite the newest sources count; where those of another suite are more than a day newer, none of it.
+    """
     own = [row for row in rows if not row.is_torch]
-    newest = max((runs[row.run] for row in own), key=lambda run: run["date"], default=None)
-    older = [row for row in own if newest is not None and runs[row.run]["source"] != newest["source"]]
+    newest: dict[str, dict[str, Any]] = {}
+    for row in own:
+        newest[row.suite] = max(newest.get(row.suite, runs[row.run]), runs[row.run], key=lambda run: run["date"])
+    last = max(map(_day, newest.values()), default=date.min)
+    stale = {suite for suite, run in newest.items() if last - _day(run) > _ONE_STATE}
+    older = [row for row in own if row.suite in stale or runs[row.run]["source"] != newest[row.suite]["source"]]
     left_out = {row.key for row in older}
-    return [row for row in rows if row.key not in left_out], older
+    return [row for row in rows if row.key not in left_out and row.suite not in stale], older
+
+
+def _day(run: dict[str, Any]) -> date:
+    return date.fromisoformat(run["date"][:10])
 
 
 def _about_older(older: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
@@ -77,7 +90,8 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
         link: path of the result folder, as the README links to it.
         charts: names of charts in its folder ``plots`` that are shown.
     """
-    parts = ["; ".join(made_with(rows, runs)) + "."]
+    current, older = current_and_older(rows, runs)
+    parts = ["; ".join(made_with(current, runs)) + "."]
     ceilings = next((run["ceilings"] for run in reversed(runs) if run["ceilings"].get("tflops")), None)
     if ceilings:
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ceilings["tflops"].items())
@@ -88,7 +102,7 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
         'above 1x means that `algorithm="auto"` is faster. The floor is max(useful flops / matrix product rate, '
         "least bytes / copy bandwidth), both measured in the same run. Wrong results have no time."
     )
-    rows, older = current_and_older(rows, runs)
+    rows = current
     if older:
         parts.append(
             f"Not in the tables here, since an older gemmconv was measured: {_about_older(older, runs)}; "

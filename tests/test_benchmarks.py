@@ -1032,6 +1032,23 @@ def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
     assert "older" not in report.section(rows, [runs[1], runs[1]], "results", [])
 
 
+def test_report_shows_suites_of_different_commits_unless_one_is_days_older():
+    rows = [row_of(), row_of(algorithm="torch_nchw", took=""), replace(row_of(suite="sweep"), run=1)]
+
+    def runs_of(*dates):
+        runs = (("a" * 7, dates[0]), ("b" * 7, dates[1]))
+        return [{**ABOUT, "commit": name, "source": name, "date": date, "ceilings": {}} for name, date in runs]
+
+    close, apart = runs_of("2026-01-01T23:00:00Z", "2026-01-02T01:00:00Z"), runs_of("2026-01-01", "2026-01-03")
+    assert report.current_and_older(rows, close) == (rows, [])
+    public, sweep = report.made_with(rows, close)
+    assert "aaaaaaa" in public
+    assert public.endswith("(public)")
+    assert "bbbbbbb" in sweep
+    assert sweep.endswith("(sweep)")
+    assert report.current_and_older(rows, apart) == (rows[2:], rows[:1])
+
+
 def test_report_wants_markers(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
