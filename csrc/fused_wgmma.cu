@@ -78,7 +78,6 @@ __device__ __forceinline__ void produce_weights(const fused_params& p, const sta
     ring_t<WEIGHT_STAGES> ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        if (!item.exists()) continue;
         const int phase_set = phase_set_of(item.set), first = first_step(phase_set);
         const int steps = first_step(phase_set + 1) - first;
         const long long matrices_before = static_cast<long long>(item.group) * CHANNEL_SETS * STEPS +
@@ -113,7 +112,6 @@ __device__ __forceinline__ void consume(const fused_params& p, const stages_t& s
     if (TURNS && warpgroup == 1) arrive<kTurnOf0, 256>();
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        if (!item.exists()) continue;
         const int phase_set = phase_set_of(item.set);
         const matrix_t all_patches = patches_of(p, s, item.tile, place);
         float sums[BLOCKS][COLUMNS / 2];

@@ -771,15 +771,21 @@ def test_stages_fit_shared_memory(plan):
     assert {(unit * plan.unit_pitch + spot) % 8 for unit in range(plan.units) for spot in spots} == {*range(8)}
 
 
+def first_tile_of(plan, strip):
+    """Return the first tile that begins in a strip, of those of all images, as csrc/common/fused.cuh has it."""
+    return -(-strip * plan.strip_rows * plan.pitch // plan.tile)
+
+
 def tile_of(plan, order):
-    """Return the tile that comes in an order, as csrc/common/fused.cuh has it; None where there is none."""
+    """Return the tile that comes in an order, as csrc/common/fused.cuh has it."""
     if plan.strips == 1 or plan.strip_tiles == 1:
         return order
-    down, across = divmod(order, plan.strips)
-    image, place = divmod(down, plan.strip_tiles)
-    strip, period = image * plan.strips + across, plan.strip_rows * plan.pitch
-    tile = -(-strip * period // plan.tile) + place
-    return tile if tile < -(-(strip + 1) * period // plan.tile) else None
+    first_strip = order * plan.tile // plan.image_positions * plan.strips
+    first = first_tile_of(plan, first_strip)
+    down, across = divmod(order - first, plan.strips)
+    before = (first + across) * plan.tile - first_strip * plan.strip_rows * plan.pitch
+    strip = first_strip + (across if down < plan.strip_tiles - 1 else before // plan.bottom)
+    return first_tile_of(plan, strip) + down
 
 
 @each_plan
@@ -787,7 +793,13 @@ def test_blocks_take_every_tile_once_and_keep_their_set_where_weights_stay(plan)
     sets = plan.phase_sets * plan.channel_sets * plan.problem.groups
     tiles = [tile_of(plan, order) for order in range(plan.items // sets)]
     assert plan.items % sets == 0
-    assert sorted(tile for tile in tiles if tile is not None) == [*range(plan.tiles)]
+    assert sorted(tiles) == [*range(plan.tiles)]
+    if not plan.in_order:  # through the strips first, then down the image
+        strips = [tile * plan.tile // (plan.strip_rows * plan.pitch) for tile in tiles]
+        images = [strip // plan.strips for strip in strips]
+        down = [tile - first_tile_of(plan, strip) for tile, strip in zip(tiles, strips, strict=True)]
+        places = [*zip(images, down, strips, strict=True)]
+        assert places == sorted(places)
     for multiprocessors in (1, 7, 132, 200):
         blocks = plan.blocks_on(multiprocessors)
         assert 1 <= blocks <= plan.items

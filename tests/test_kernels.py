@@ -87,6 +87,7 @@ FUSED_PATHS = {
     "several_phase_sets": lambda plan: plan.phase_sets > 1,
     "several_tiles": lambda plan: plan.tiles > 1,
     "strips": lambda plan: plan.strips > 1,
+    "strips_of_more_tiles_than_others": lambda plan: not plan.in_order and plan.strip_rows * plan.pitch % plan.tile > 0,
     "four_units": lambda plan: plan.units == 4,
     "eight_units": lambda plan: plan.units == 8,
     "several_chunks": lambda plan: plan.chunks > 1,
@@ -473,6 +474,11 @@ FUSED_BLOCKS = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambd
 FUSED_TURNS = Run(
     "fused", Case(5, 40, 24, (9, 11), (3, 3), (1, 1), (1, 1)), torch.float16, "channels_last", 0, "lines_by_turns"
 )
+FUSED_STRIPS = Run(
+    *("fused", Case(2, 20, 24, (3, 200), (3, 3), (1, 1), (1, 1)), torch.float16),
+    multiprocessors=0,
+    choice="strips_of_more_tiles_than_others",
+)
 FUSED_SPLIT = Run("fused", MANY_CHANNELS, torch.float32, multiprocessors=0)
 FUSED_RUNS += [
     FUSED,
@@ -480,6 +486,7 @@ FUSED_RUNS += [
     FUSED_LANDED_BOX,
     FUSED_BLOCKS,
     FUSED_LINES,
+    FUSED_STRIPS,
     FUSED_TURNS,
     replace(FUSED_TURNS, case=TILED_CASES[3], layout="contiguous", choice="landing_by_turns"),
     FUSED_SPLIT,
@@ -1284,6 +1291,11 @@ MISTAKES = {
             "direct_mma.cu", r"target \+ channel \* kPlane \+ pixel", "target + channel * kPlane + pixel + 1"
         ),
         "a misaligned copy of 16 bytes",
+    ),
+    "fused_bottom_tile_of_another_strip": (
+        FUSED_STRIPS,
+        emulator.Edit("common/fused.cuh", r"down < p\.strip_tiles - 1", "down < p.strip_tiles"),
+        "relative error",
     ),
     "fused_turn_not_passed_on": (
         FUSED_TURNS,

@@ -26,7 +26,8 @@ struct fused_params {
     const unit_t* __restrict__ packed;
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
-    unsigned long long by_strips, by_strip_rows, by_strip_tiles, by_sets;  // reciprocals, for divide.cuh
+    // Reciprocals, for divide.cuh.
+    unsigned long long by_strips, by_strip_rows, by_strip_tiles, by_image_positions, by_bottom, by_sets;
     int batch, groups;
     int h_in, w_in, h_out, w_out;
     int strips, strip_rows, strip_cells;  // of an image; rows and cells across, of a strip
@@ -147,24 +148,25 @@ __device__ __forceinline__ stages_t stages() {
 
 /* What a block works on. */
 struct item_t {
-    int set, tile, group;  // no tile: -1
-
-    __device__ __forceinline__ bool exists() const { return tile >= 0; }
+    int set, tile, group;
 };
 
-/* Blocks that run at the same time have tiles beside each other in all strips of an image, since memory likes to be read and
- * written in long runs: item after item first goes through the strips, then down the image. `strip_tiles` is the most tiles
- * that begin in a strip; where it is one, tiles are as long as strips, and come one after the other (IN_ORDER).
+/* The item of a number below p.items. Blocks that run at the same time have tiles beside each other in all strips of an image,
+ * since memory likes to be read and written in long runs: tiles go through the strips first, then down the image. A tile is
+ * of the strip that it begins in. `strip_tiles` - 1 of them leave `bottom` positions of a strip; as these add up from strip to
+ * strip, one more begins in some. Where `strip_tiles` is one, tiles are as long as strips, and come one after the other
+ * (IN_ORDER).
  */
 __device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
     const int order = divided(item, p.by_sets), set = item - order * kSets * p.groups;
     int tile = order;
     if (!IN_ORDER) {
-        const int down = divided(order, p.by_strips), image = divided(down, p.by_strip_tiles);
-        const int period = p.strip_rows * PITCH, strip = image * p.strips + order - down * p.strips;
-        const int first = (strip * period + kTile - 1) / kTile, behind = ((strip + 1) * period + kTile - 1) / kTile;
-        tile = first + down - image * p.strip_tiles;
-        if (tile >= behind) tile = -1;
+        const int period = p.strip_rows * PITCH, first_strip = divided(order * kTile, p.by_image_positions) * p.strips;
+        const int first = (first_strip * period + kTile - 1) / kTile, place = order - first;  // in the image
+        const int down = divided(place, p.by_strips), across = place - down * p.strips;
+        const int before = (first + across) * kTile - first_strip * period;  // positions of bottoms
+        const int strip = first_strip + (down < p.strip_tiles - 1 ? across : divided(before, p.by_bottom));
+        tile = (strip * period + kTile - 1) / kTile + down;
     }
     return {set % kSets, tile, set / kSets};
 }

@@ -113,17 +113,13 @@ struct way_t {
     int i, landing;
     item_t item;
 
-    __device__ __forceinline__ explicit way_t(const fused_params& p) : i(blockIdx.x), landing(0) { settle(p); }
+    __device__ __forceinline__ explicit way_t(const fused_params& p) : i(blockIdx.x), landing(0), item(item_of(p, i)) {}
     __device__ __forceinline__ bool ended(const fused_params& p) const { return i >= p.items; }
     __device__ __forceinline__ void advance(const fused_params& p) {
         if (++landing < kLandings) return;
         landing = 0;
         i += gridDim.x;
-        settle(p);
-    }
-    __device__ __forceinline__ void settle(const fused_params& p) {
-        for (; i < p.items; i += gridDim.x)
-            if ((item = item_of(p, i)).exists()) return;
+        if (!ended(p)) item = item_of(p, i);
     }
 };
 

@@ -36,7 +36,6 @@ __device__ __forceinline__ void copy_patches(const fused_params& p, const stages
     ring_t<PATCH_STAGES> ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        if (!item.exists()) continue;
         const corner_t corner = corner_of(p, lane / BOXES, first_position_of(p, item.tile) / kBoxPositions + lane % BOXES);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
@@ -55,7 +54,6 @@ __device__ __forceinline__ void round_patches(const fused_params& p, const stage
     constexpr int kUnits = kBoxes * kBoxPositions * UNITS, kTogether = 4;
     ring_t<PATCH_STAGES> ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-        if (!item_of(p, i).exists()) continue;
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unit_t* patch = s.patches + ring.stage * kPatchUnits;
             barrier_wait(s.landed_full[ring.stage], ring.parity);

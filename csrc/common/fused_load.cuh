@@ -66,7 +66,6 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
     ring_t<2> tables;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        if (!item.exists()) continue;
         const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
         index_t* places = s.places + tables.stage * kSpots;
         for (int spot = thread; spot < kSpots; spot += LOADERS)

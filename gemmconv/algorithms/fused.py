@@ -66,7 +66,7 @@ _FUSED_PARAMS = (
         *("batch", "groups", "h_in", "w_in", "h_out", "w_out", "strips", "strip_rows", "strip_cells", "cells_h"),
         *("origin_h", "origin_w", "strip_tiles", "items"),
     ),
-    ("by_strips", "by_strip_rows", "by_strip_tiles", "by_sets"),
+    ("by_strips", "by_strip_rows", "by_strip_tiles", "by_image_positions", "by_bottom", "by_sets"),
 )
 FusedParams, FusedBoxedParams = params_struct(*_FUSED_PARAMS), params_struct(*_FUSED_PARAMS, ("map",))
 
@@ -191,7 +191,8 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     blocks_on = functools.cache(plan.blocks_on)
     boxes = _boxes(plan) if plan.boxed or plan.landing_box else None
     sizes = (
-        *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles, sets * p.groups)),
+        *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles)),
+        *map(reciprocal, (plan.image_positions, plan.bottom, sets * p.groups)),
         *(p.batch, p.groups, *plan.input_size, *plan.output_size),
         *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.strip_tiles, items),
     )

@@ -429,7 +429,12 @@ class Plan:
     @property
     def positions(self) -> int:
         """Positions of all images."""
-        return self.problem.batch * self.strips * self.strip_rows * self.pitch
+        return self.problem.batch * self.image_positions
+
+    @property
+    def image_positions(self) -> int:
+        """Positions of all strips of an image."""
+        return self.strips * self.strip_rows * self.pitch
 
     @property
     def last_position(self) -> int:
@@ -446,14 +451,19 @@ class Plan:
         return -(-self.strip_rows * self.pitch // self.tile)
 
     @property
+    def bottom(self) -> int:
+        """Positions of a strip that its tiles leave where it has one less."""
+        return self.strip_rows * self.pitch - (self.strip_tiles - 1) * self.tile
+
+    @property
     def in_order(self) -> bool:
-        """Whether items are tiles one after the other; else tiles beside each other in all strips of an image are."""
+        """Whether tiles come one after the other; else those beside each other in all strips of an image do."""
         return self.strips == 1 or self.strip_tiles == 1
 
     @property
     def items(self) -> int:
-        """What blocks take one after the other; some have no tile where strips have several."""
-        return (self.tiles if self.in_order else self.strip_tiles * self.strips * self.problem.batch) * self.sets
+        """What blocks take one after the other."""
+        return self.tiles * self.sets
 
     # What comes as boxes, or lands.
 
@@ -750,11 +760,8 @@ class Plan:
 
     @property
     def items_of_a_block(self) -> int:
-        """Items that a block of the H200 takes, at most; those without a tile are not among them, nearly."""
-        blocks = self.blocks_on(MULTIPROCESSORS)
-        items = -(-self.tiles * self.sets // blocks)
-        # Of lines they are not spread evenly.
-        return min(items + 1, -(-self.items // blocks)) if self.way == "lines" else items
+        """Items that a block of the H200 takes, at most."""
+        return -(-self.items // self.blocks_on(MULTIPROCESSORS))
 
     @property
     def shared_bytes(self) -> int:
