@@ -771,35 +771,39 @@ def test_stages_fit_shared_memory(plan):
     assert {(unit * plan.unit_pitch + spot) % 8 for unit in range(plan.units) for spot in spots} == {*range(8)}
 
 
-def first_tile_of(plan, strip):
-    """Return the first tile that begins in a strip, of those of all images, as csrc/common/fused.cuh has it."""
-    return -(-strip * plan.strip_rows * plan.pitch // plan.tile)
+def tile_of(order, strips, period, tile):
+    """Return the tile that comes in an order, where strips have so many positions, as csrc/common/fused.cuh has it."""
+    strip_tiles = -(-period // tile)
+    first_strip = order * tile // (strips * period) * strips
+    first = -(-first_strip * period // tile)
+    down, across = divmod(order - first, strips)
+    before, bottom = (first + across) * tile - first_strip * period, period - (strip_tiles - 1) * tile
+    strip = first_strip + (across if down < strip_tiles - 1 else before // bottom)
+    return -(-strip * period // tile) + down
 
 
-def tile_of(plan, order):
-    """Return the tile that comes in an order, as csrc/common/fused.cuh has it."""
-    if plan.strips == 1 or plan.strip_tiles == 1:
-        return order
-    first_strip = order * plan.tile // plan.image_positions * plan.strips
-    first = first_tile_of(plan, first_strip)
-    down, across = divmod(order - first, plan.strips)
-    before = (first + across) * plan.tile - first_strip * plan.strip_rows * plan.pitch
-    strip = first_strip + (across if down < plan.strip_tiles - 1 else before // plan.bottom)
-    return first_tile_of(plan, strip) + down
+@settings(max_examples=4 * EXAMPLES)
+@given(st.integers(1, 7), st.integers(1, 12), st.integers(1, 900), st.integers(1, 300))
+def test_tiles_go_through_the_strips_of_an_image_then_down(batch, strips, period, tile):
+    count = -(-batch * strips * period // tile)
+    tiles = [tile_of(order, strips, period, tile) for order in range(count)]
+    assert sorted(tiles) == [*range(count)]
+    begins = [divmod(one * tile, period) for one in tiles]  # strip, and position in it
+    places = [(strip // strips, position // tile, strip) for strip, position in begins]
+    assert places == sorted(places)
+    if strips == 1 or period <= tile:
+        assert tiles == sorted(tiles)
 
 
 @each_plan
 def test_blocks_take_every_tile_once_and_keep_their_set_where_weights_stay(plan):
     sets = plan.phase_sets * plan.channel_sets * plan.problem.groups
-    tiles = [tile_of(plan, order) for order in range(plan.items // sets)]
-    assert plan.items % sets == 0
-    assert sorted(tiles) == [*range(plan.tiles)]
-    if not plan.in_order:  # through the strips first, then down the image
-        strips = [tile * plan.tile // (plan.strip_rows * plan.pitch) for tile in tiles]
-        images = [strip // plan.strips for strip in strips]
-        down = [tile - first_tile_of(plan, strip) for tile, strip in zip(tiles, strips, strict=True)]
-        places = [*zip(images, down, strips, strict=True)]
-        assert places == sorted(places)
+    period = plan.strip_rows * plan.pitch
+    assert plan.items == plan.tiles * sets
+    assert sorted(tile_of(order, plan.strips, period, plan.tile) for order in range(plan.tiles)) == [*range(plan.tiles)]
+    assert plan.in_order == (plan.strips == 1 or period <= plan.tile)
+    assert 0 < plan.bottom <= plan.tile
+    assert (period - plan.bottom) % plan.tile == 0
     for multiprocessors in (1, 7, 132, 200):
         blocks = plan.blocks_on(multiprocessors)
         assert 1 <= blocks <= plan.items

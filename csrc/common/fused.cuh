@@ -152,10 +152,12 @@ struct item_t {
 };
 
 /* The item of a number below p.items. Blocks that run at the same time have tiles beside each other in all strips of an image,
- * since memory likes to be read and written in long runs: tiles go through the strips first, then down the image. A tile is
- * of the strip that it begins in. `strip_tiles` - 1 of them leave `bottom` positions of a strip; as these add up from strip to
- * strip, one more begins in some. Where `strip_tiles` is one, tiles are as long as strips, and come one after the other
- * (IN_ORDER).
+ * since memory likes to be read and written in long runs: tiles go through the strips first, then down the image. (IN_ORDER
+ * where that is how they lie: there is one strip, or tiles are at least as long as strips.)
+ *
+ * A tile is of the strip that it begins in. A strip has `strip_tiles` of them, or one less, which is `bottom` positions short
+ * of a strip. Laid end to end, the bottoms of an image's strips have a tile begin every kTile positions, from where its first
+ * tile begins: those are the last tiles of the image.
  */
 __device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
     const int order = divided(item, p.by_sets), set = item - order * kSets * p.groups;
@@ -164,7 +166,7 @@ __device__ __forceinline__ item_t item_of(const fused_params& p, int item) {
         const int period = p.strip_rows * PITCH, first_strip = divided(order * kTile, p.by_image_positions) * p.strips;
         const int first = (first_strip * period + kTile - 1) / kTile, place = order - first;  // in the image
         const int down = divided(place, p.by_strips), across = place - down * p.strips;
-        const int before = (first + across) * kTile - first_strip * period;  // positions of bottoms
+        const int before = (first + across) * kTile - first_strip * period;  // a last tile, in positions of bottoms
         const int strip = first_strip + (down < p.strip_tiles - 1 ? across : divided(before, p.by_bottom));
         tile = (strip * period + kTile - 1) / kTile + down;
     }

@@ -452,12 +452,12 @@ class Plan:
 
     @property
     def bottom(self) -> int:
-        """Positions of a strip that its tiles leave where it has one less."""
+        """Positions of a strip beyond ``strip_tiles`` - 1 tiles: from 1 to a tile."""
         return self.strip_rows * self.pitch - (self.strip_tiles - 1) * self.tile
 
     @property
     def in_order(self) -> bool:
-        """Whether tiles come one after the other; else those beside each other in all strips of an image do."""
+        """Whether tiles come as they lie; else through all strips of an image first, then down."""
         return self.strips == 1 or self.strip_tiles == 1
 
     @property
