@@ -90,7 +90,9 @@ def check(case, dtype, limit, layout):
         config = dataclasses.replace(config, workspace_limit=limit)
     algorithm = gemm_col2im.GemmCol2im()
     input, weight, grad_output = layout(data.input), layout(data.weight), layout(data.grad_output)
+    both = algorithm.grads(config, config)(grad_output, input, weight)
     results = (
+        *zip(both, (exact.input_grad, exact.weight_grad), strict=True),
         (algorithm.forward(config)(input, weight, data.bias), exact.output),
         (algorithm.forward(config)(input, weight, None), exact.output_without_bias),
         (algorithm.input_grad(config)(grad_output, weight), exact.input_grad),

@@ -44,6 +44,11 @@ class Chunking:
                 yield Chunk((begin, min(begin + self.images, self.batch)), in_rows, out_rows)
 
     @property
+    def count(self) -> int:
+        """Chunks in all."""
+        return len(self.blocks) * -(-self.batch // self.images)
+
+    @property
     def in_rows(self) -> int:
         """Most input rows in a chunk."""
         return max(end - begin for (begin, end), _ in self.blocks)

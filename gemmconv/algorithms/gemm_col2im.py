@@ -10,30 +10,32 @@ The backward passes go the other way, from columns = im2col(grad_output):
     grad_input[n, g]  [K, H_in*W_in] = weight[g] [K, M] . columns[n, g] [M, H_in*W_in]
     grad_weight[g]    [K, M]         = sum over n of input[n, g] [K, H_in*W_in] . columns[n, g]^T
 
-A contiguous NCHW tensor already is those row-major matrices, so nothing is rearranged before a product. The columns of
-a chunk (see ``chunking``) share one workspace. Sums stay in float32 (float64 for float64) until the result is written,
-so 16-bit results are rounded once, and every sum has one order, so results repeat to the bit.
+Both gradients at once take the same columns. A contiguous NCHW tensor already is those row-major matrices, so nothing
+is rearranged before a product. The columns of a chunk (see ``chunking``) share one workspace. Sums stay in
+float32 (float64 for float64) until the result is written, so 16-bit results are rounded once, and every sum has one
+order, so results repeat to the bit.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from gemmconv.algorithms.base import (
+    BothGradients,
     Config,
     Direction,
     Forward,
     Gradient,
-    OneByOne,
     accumulator_dtype,
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.algorithms.macros import why_not_dtype
-from gemmconv.algorithms.turning import from_nchw, to_nchw, turning_seconds
+from gemmconv.algorithms.turning import from_nchw, grads_turning_seconds, to_nchw, turning_seconds
 from gemmconv.geometry import Problem
 
 # What the kernels here reach on an H200, fitted to 1020 passes of 62 layers: 14% (forward) to 23% (weight gradients)
@@ -45,6 +47,9 @@ _FFMA_RATE = {"forward": 30e12, "input_grad": 30e12, "weight_grad": 38e12}  # fl
 _TF32_RATE = {"forward": 250e12, "input_grad": 400e12, "weight_grad": 400e12}
 _HALF_RATE = 700e12
 _MANY_WEIGHTS = 5e4  # of a group, below which products that give their gradients are slower, by their root
+# Of both gradients at once: what is taken for its least estimate is what that is too low for. With this, of 22 backward
+# passes (72 layers, four precisions, both formats) that take it none is expected to be slower; without it ten of 40.
+_AT_ONCE_FACTOR = 1.1
 _UNALIGNED_FACTOR = 3.0  # of products of tensor cores where rows of pixels are not whole 16 bytes
 
 _INT32_MAX = 2**31 - 1
@@ -88,7 +93,7 @@ def longest_sum(config: Config) -> int:
     return _LONGEST_SUM if rounds else max(1, config.problem.in_pixels)
 
 
-class GemmCol2im(OneByOne):
+class GemmCol2im:
     """See the module."""
 
     name = "gemm_col2im"
@@ -119,22 +124,12 @@ class GemmCol2im(OneByOne):
 
         In channels_last, turning what is there too.
         """
-        problem = config.problem
         if direction == "forward":
             chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
         else:
             chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
-        launches = 2 * len(chunks.blocks) * -(-chunks.batch // chunks.images)
-        traffic = 2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
-        half, tf32 = config.dtype.itemsize == 2, config.precision == "tf32"
-        rate = _HALF_RATE if half else (_TF32_RATE if tf32 else _FFMA_RATE)[direction]
-        if direction == "weight_grad":
-            rate *= min(1.0, problem.gemm_m * problem.gemm_k / _MANY_WEIGHTS) ** 0.5
-        if (half or tf32) and problem.in_pixels * config.dtype.itemsize % 16:
-            rate /= _UNALIGNED_FACTOR
-        weights = problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
-        seconds = launches * _LAUNCH_SECONDS[direction] + traffic / _COPY_RATE + problem.useful_flops / rate + weights
-        return seconds + turning_seconds(config)
+        columns = chunks.count * _LAUNCH_SECONDS[direction] + config.problem.column_bytes(itemsize) / _COPY_RATE
+        return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
 
     def turns(self, config: Config, direction: Direction) -> bool:
         return direction != "forward"
@@ -180,6 +175,36 @@ class GemmCol2im(OneByOne):
         return call
 
     def weight_grad(self, config: Config) -> Gradient:
+        compute = self._prepare_weight_grad(config)
+        return lambda grad_output, input: compute(grad_output, input, None, None)
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        shape, compute = config.problem.input_shape, self._prepare_weight_grad(weight_config)
+        turned_back = from_nchw(config, shape)
+
+        def call(
+            grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            grad_input = input.new_empty(shape)
+            grad_weight = compute(grad_output, input, weight.contiguous(), grad_input)
+            return turned_back(grad_input), grad_weight
+
+        return call
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        """The columns written once, and read by both products."""
+        chunks, itemsize = _backward_chunks(weight_config, "weight_grad"), config.dtype.itemsize
+        columns = chunks.count * _LAUNCH_SECONDS["input_grad"] + config.problem.column_bytes(itemsize) / _COPY_RATE
+        input_grad = _product_seconds(config, "input_grad", chunks, itemsize)
+        weight_grad = _product_seconds(weight_config, "weight_grad", chunks, itemsize)
+        seconds = columns + input_grad + weight_grad + grads_turning_seconds(config, weight_config)
+        return _AT_ONCE_FACTOR * seconds
+
+    def _prepare_weight_grad(self, config: Config) -> Callable[..., torch.Tensor]:
+        """Prepare (grad_output, input, weight, grad_input) -> grad_weight.
+
+        ``weight`` and ``grad_input``, which is written, are contiguous; None where that gradient is not wanted.
+        """
         problem, engine = config.problem, _engine(config)
         chunks = _backward_chunks(config, "weight_grad")
         column_elements = _column_elements(problem, chunks)
@@ -188,16 +213,36 @@ class GemmCol2im(OneByOne):
         turned_input = to_nchw(config, problem.input_shape)
         _say_if_over_limit(self, config, "weight_grad")
 
-        def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        def compute(
+            grad_output: torch.Tensor,
+            input: torch.Tensor,
+            weight: torch.Tensor | None,
+            grad_input: torch.Tensor | None,
+        ) -> torch.Tensor:
             columns = grad_output.new_empty(column_elements)
             partials = grad_output.new_zeros((slots, *problem.weight_shape), dtype=partial_dtype)
             grad_output, input = turned(grad_output), turned_input(input)
             for chunk in chunks:
                 engine.unfold(grad_output, columns, chunk)
+                if weight is not None and grad_input is not None:
+                    engine.input_grad(columns, weight, grad_input, chunk)
                 engine.weight_grad(columns, input, partials, chunk)
             return partials.sum(0).to(config.dtype)
 
-        return call
+        return compute
+
+
+def _product_seconds(config: Config, direction: Direction, chunks: Chunking, itemsize: int) -> float:
+    """What the products of a pass take: columns of ``itemsize`` bytes an element, flops, weights, a launch a chunk."""
+    problem, half, tf32 = config.problem, config.dtype.itemsize == 2, config.precision == "tf32"
+    traffic = problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
+    rate = _HALF_RATE if half else (_TF32_RATE if tf32 else _FFMA_RATE)[direction]
+    if direction == "weight_grad":
+        rate *= min(1.0, problem.gemm_m * problem.gemm_k / _MANY_WEIGHTS) ** 0.5
+    if (half or tf32) and problem.in_pixels * config.dtype.itemsize % 16:
+        rate /= _UNALIGNED_FACTOR
+    weights = problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
+    return chunks.count * _LAUNCH_SECONDS[direction] + traffic / _COPY_RATE + problem.useful_flops / rate + weights
 
 
 def _engine(config: Config) -> Engine:
