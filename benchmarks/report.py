@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from datetime import date, timedelta
+from datetime import datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,23 +54,24 @@ def made_with(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def current_and_older(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> tuple[list[Row], list[Row]]:
-    """The rows, and apart from them those that an older gemmconv was measured for. Rows of torch do not grow old.
+    """The rows, and apart from them those that an older gemmconv was measured for.
 
-    Of each suite the newest sources count; where those of another suite are more than a day newer, none of it.
+    Of each suite gemmconv's rows from its newest sources count, and torch's, which do not grow old; none of it where
+    those of another suite are more than a day newer.
     """
     own = [row for row in rows if not row.is_torch]
     newest: dict[str, dict[str, Any]] = {}
     for row in own:
         newest[row.suite] = max(newest.get(row.suite, runs[row.run]), runs[row.run], key=lambda run: run["date"])
-    last = max(map(_day, newest.values()), default=date.min)
-    stale = {suite for suite, run in newest.items() if last - _day(run) > _ONE_STATE}
+    last = max(map(_when, newest.values()), default=None)
+    stale = {suite for suite, run in newest.items() if last is not None and last - _when(run) > _ONE_STATE}
     older = [row for row in own if row.suite in stale or runs[row.run]["source"] != newest[row.suite]["source"]]
     left_out = {row.key for row in older}
     return [row for row in rows if row.key not in left_out and row.suite not in stale], older
 
 
-def _day(run: dict[str, Any]) -> date:
-    return date.fromisoformat(run["date"][:10])
+def _when(run: dict[str, Any]) -> datetime:
+    return datetime.fromisoformat(run["date"].replace("Z", "+00:00"))
 
 
 def _about_older(older: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
@@ -92,10 +93,7 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
     """
     current, older = current_and_older(rows, runs)
     parts = ["; ".join(made_with(current, runs)) + "."]
-    ceilings = next((run["ceilings"] for run in reversed(runs) if run["ceilings"].get("tflops")), None)
-    if ceilings:
-        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ceilings["tflops"].items())
-        parts[0] += f" Measured ceilings: copy {ceilings['copy_tbps']:.2f} TB/s; matrix product {rates} TFLOP/s."
+    parts[0] += _measured_ceilings([runs[index]["ceilings"] for index in {row.run for row in current}])
     parts.append(
         "`torch default` is `torch.nn.functional.conv_transpose2d` in NCHW; `best torch` is the fastest of its "
         "settings (`cudnn.benchmark` on and off, NCHW and channels_last, deterministic, unfused) for that row. A ratio "
@@ -125,6 +123,22 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
         "[benchmarks/README.md](benchmarks/README.md)."
     )
     return "\n\n".join(parts)
+
+
+def _measured_ceilings(ceilings: Sequence[dict[str, Any]]) -> str:
+    """A sentence about the rates that floors are made from, from the least to the most of some runs."""
+    found = [one for one in ceilings if one.get("tflops")]
+    if not found:
+        return ""
+    copy = _span([one["copy_tbps"] for one in found], 2)
+    names = found[0]["tflops"]
+    rates = ", ".join(f"{name} {_span([one['tflops'][name] for one in found], 0)}" for name in names)
+    return f" Measured ceilings: copy {copy} TB/s; matrix product {rates} TFLOP/s."
+
+
+def _span(values: Sequence[float], digits: int) -> str:
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
 
 
 def full(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:

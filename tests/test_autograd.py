@@ -1,6 +1,7 @@
 """Gradients of first and second order, operator registrations, torch.compile and autocast."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -192,7 +193,8 @@ def test_both_gradients_together_pass_gradient_checks(result, device):
     assert torch.autograd.gradgradcheck(function, (grad_output, input, weight), fast_mode=True)
 
 
-def test_a_backward_pass_turns_grad_output_once(monkeypatch):
+@pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
+def test_a_backward_pass_turns_grad_output_once(at_once, monkeypatch):
     turned = []
 
     def to_nchw(config, shape):
@@ -205,6 +207,8 @@ def test_a_backward_pass_turns_grad_output_once(monkeypatch):
 
     monkeypatch.setattr(ops, "to_nchw", to_nchw)
     monkeypatch.setattr(gemm_col2im, "to_nchw", to_nchw)
+    seconds = 1e-6 if at_once else math.inf
+    monkeypatch.setattr(gemm_col2im.GemmCol2im, "grads_estimate", lambda algorithm, *configs: seconds)
     monkeypatch.setattr(ops, "_plans", {})
     case = Case(2, 3, 4, (5, 6), (3, 3))
     data = sample(case, torch.float32, "cpu")

@@ -588,6 +588,26 @@ GRADIENT_RUNS = [
 ]
 GRADIENT_RUNS = [run for run in GRADIENT_RUNS if fused.gradient_tile_for(run.config) is not None]
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
+
+
+def gradient_run_of(run, suits):
+    """The run with the first tile that suits."""
+    tiles = fused_gradient.tiles_of(problem_of(run.case), *fused.variant_of(run.config)[:2])
+    return replace(run, choice=next(i for i, tile in enumerate(tiles) if suits(tile)))
+
+
+# Sides of output channels of their own, in each type, with few blocks and many.
+GRADIENT_RUNS += [
+    gradient_run_of(
+        Run("fused_weight_grad", case, layout=layout, multiprocessors=multiprocessors, **kind),
+        lambda tile: tile.sides_co > 1,
+    )
+    for case, layout, multiprocessors in (
+        (GRADIENT_CASES[1], "contiguous", 0),
+        (GRADIENT_CASES[10], "channels_last", None),
+    )
+    for kind in FUSED_TYPES
+]
 GRADIENT = Run("fused_weight_grad", Case(1, 16, 16, (20, 64), (3, 3), (1, 1), (1, 1)), torch.float16, multiprocessors=0)
 GRADIENT_TF32 = replace(GRADIENT, dtype=torch.float32, tf32=True)
 
@@ -793,6 +813,7 @@ def test_runs_of_fused_weight_grad_take_every_path():
         lambda tile: tile.padded_bytes and tile.flat,
     ):
         assert {bool(path(tile)) for tile in tiles} == {True, False}
+    assert len({(tile.sides_co > 1, tile.itemsize, tile.split) for tile in tiles}) == 2 * len(FUSED_TYPES)
 
 
 # float32 that is rounded on its way to tensor cores, by each kernel that does so.

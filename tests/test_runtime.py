@@ -252,12 +252,13 @@ OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
 
 def for_other_architectures():
-    """Pairs of a variant and an architecture in turn, of the first variants of each source and type."""
+    """Pairs of a variant and an architecture in turn, of the first variants of each source, type and offset width."""
     number, types = Counter(), [*ELEMENT_TYPES.values()]
     for variant, (source_name, macros) in VARIANTS.items():
         kind = macros.get("ELEMENT_T", macros.get("OUTPUT_T"))
-        first, count = types.index(kind) if kind in types else 0, number[source_name, kind]
-        number[source_name, kind] += 1
+        group = source_name, kind, "INDEX_64" in macros
+        first, count = types.index(kind) if kind in types else 0, number[group]
+        number[group] += 1
         if not source_name.startswith("fused") and count < len(OTHERS):  # fused is Hopper's alone
             yield variant, OTHERS[(first + count) % len(OTHERS)]
 

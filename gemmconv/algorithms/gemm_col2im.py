@@ -35,7 +35,13 @@ from gemmconv.algorithms.base import (
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.algorithms.macros import why_not_dtype
-from gemmconv.algorithms.turning import from_nchw, grads_turning_seconds, to_nchw, turning_seconds
+from gemmconv.algorithms.turning import (
+    from_nchw,
+    grad_turning_seconds,
+    grads_turning_seconds,
+    to_nchw,
+    turning_seconds,
+)
 from gemmconv.geometry import Problem
 
 # What the kernels here reach on an H200, fitted to 1020 passes of 62 layers: 14% (forward) to 23% (weight gradients)
@@ -47,8 +53,8 @@ _FFMA_RATE = {"forward": 30e12, "input_grad": 30e12, "weight_grad": 38e12}  # fl
 _TF32_RATE = {"forward": 250e12, "input_grad": 400e12, "weight_grad": 400e12}
 _HALF_RATE = 700e12
 _MANY_WEIGHTS = 5e4  # of a group, below which products that give their gradients are slower, by their root
-# Of both gradients at once: what is taken for its least estimate is what that is too low for. With this, of 22 backward
-# passes (72 layers, four precisions, both formats) that take it none is expected to be slower; without it ten of 40.
+# Of both gradients at once: what is taken for its least estimate is what that is too low for. With this, of 12 backward
+# passes (72 layers, four precisions, both formats) that take it none is expected to be slower; without it 6 of 22.
 _AT_ONCE_FACTOR = 1.1
 _UNALIGNED_FACTOR = 3.0  # of products of tensor cores where rows of pixels are not whole 16 bytes
 
@@ -192,13 +198,18 @@ class GemmCol2im:
         return call
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """The columns written once, and read by both products."""
-        chunks, itemsize = _backward_chunks(weight_config, "weight_grad"), config.dtype.itemsize
-        columns = chunks.count * _LAUNCH_SECONDS["input_grad"] + config.problem.column_bytes(itemsize) / _COPY_RATE
-        input_grad = _product_seconds(config, "input_grad", chunks, itemsize)
-        weight_grad = _product_seconds(weight_config, "weight_grad", chunks, itemsize)
-        seconds = columns + input_grad + weight_grad + grads_turning_seconds(config, weight_config)
-        return _AT_ONCE_FACTOR * seconds
+        """The weight gradient's, and the other product of its columns; where that is faster than one by one.
+
+        Chunks are the weight gradient's then: of many weights they are smaller, and there are more of them.
+        """
+        chunks = _backward_chunks(weight_config, "weight_grad")
+        seconds = self.estimate(weight_config, "weight_grad") - turning_seconds(weight_config)
+        seconds += _product_seconds(config, "input_grad", chunks, config.dtype.itemsize)
+        seconds += grads_turning_seconds(config, weight_config)
+        one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+        if config.memory_format is weight_config.memory_format:
+            one_by_one -= grad_turning_seconds(config)  # once for both
+        return _AT_ONCE_FACTOR * seconds if seconds < one_by_one else math.inf
 
     def _prepare_weight_grad(self, config: Config) -> Callable[..., torch.Tensor]:
         """Prepare (grad_output, input, weight, grad_input) -> grad_weight.
