@@ -28,7 +28,8 @@
  * for that); WORDS (of a pixel's channels of a group: 1, 2, 4 or a multiple of 8), PIXEL_PITCH (words); ROW_PHASES,
  * CHANNELS, GROUPS, N_TILES, WARPS_M, WARPS_N, TILE_H, TILE_W; STAGED (whether outputs are turned round), VECTOR (outputs
  * that a lane stores then, SHIFTED at the ends of lines), PIECE (outputs that it writes before, or without), SHIFTED; UNROLL
- * (of the packing), UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64.
+ * (of the packing), UNROLLED (steps); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
+ * INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each turn of row phases, and the number of steps), STEP_SHIFTS (for
  * each WORDS of a step's words shift_h * SHIFT_BASE + shift_w from the least ones, or -1), STEP_WORD (first word of the

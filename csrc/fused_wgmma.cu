@@ -46,13 +46,14 @@
  * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_, SPAN_
  * with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has M blocks of its own; 1:
  * positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of PHASE_SIDES x
- * BLOCKS x SLOTS phases), CHANNEL_SETS; IN_ORDER (see item_of); UNITS (of a chunk), CHUNKS; PITCH (even but where inputs are lines), PATCH (positions
- * of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST (place of the patch relative to
- * the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT, TURNS; LOADERS (threads: 96 or 224), LOADED_WORDS (that one
- * has on their way); BOXED, BOX_BLOCKS (see fused_blocks.cuh), BOXES, BOX_IMAGES, FLAT (see fused_lines.cuh); BOX_ROWS,
- * BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, RUN_PITCH, WHOLE_IMAGES,
- * PARTIAL_PIECES (see fused_land.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie
- * aligned in channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see fused_store.cuh); SHARED_BYTES, INDEX_64.
+ * BLOCKS x SLOTS phases), CHANNEL_SETS; IN_ORDER (see item_of); UNITS (of a chunk), CHUNKS; PITCH (even but where inputs are
+ * lines), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST (place
+ * of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT, TURNS; LOADERS (threads: 96 or 224),
+ * LOADED_WORDS (that one has on their way); BOXED, BOX_BLOCKS (see fused_blocks.cuh), BOXES, BOX_IMAGES, FLAT (see
+ * fused_lines.cuh); BOX_ROWS, BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX,
+ * RUN_PITCH, WHOLE_IMAGES, PARTIAL_PIECES (see fused_land.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together),
+ * VECTOR_LOADS (units lie aligned in channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see fused_store.cuh); SHARED_BYTES,
+ * INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
  * the patch's first), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column
