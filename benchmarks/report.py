@@ -91,16 +91,15 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
         link: path of the result folder, as the README links to it.
         charts: names of charts in its folder ``plots`` that are shown.
     """
-    current, older = current_and_older(rows, runs)
-    parts = ["; ".join(made_with(current, runs)) + "."]
-    parts[0] += _measured_ceilings([runs[index]["ceilings"] for index in {row.run for row in current}])
+    rows, older = current_and_older(rows, runs)
+    parts = ["; ".join(made_with(rows, runs)) + "."]
+    parts[0] += _measured_ceilings([runs[index]["ceilings"] for index in {row.run for row in rows}])
     parts.append(
         "`torch default` is `torch.nn.functional.conv_transpose2d` in NCHW; `best torch` is the fastest of its "
         "settings (`cudnn.benchmark` on and off, NCHW and channels_last, deterministic, unfused) for that row. A ratio "
         'above 1x means that `algorithm="auto"` is faster. The floor is max(useful flops / matrix product rate, '
         "least bytes / copy bandwidth), both measured in the same run. Wrong results have no time."
     )
-    rows = current
     if older:
         parts.append(
             f"Not in the tables here, since an older gemmconv was measured: {_about_older(older, runs)}; "

@@ -507,11 +507,15 @@ FOLD_RUNS = [
 FOLD_RUNS += [Run("fused_fold", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
 
 
+def with_first(run, tiles, suits):
+    """The run with the first tile that suits."""
+    return replace(run, choice=next(i for i, tile in enumerate(tiles) if suits(tile)))
+
+
 def fold_run_of(case, suits):
     """A block with many steps, of the first tile that suits."""
     run = Run("fused_fold", case, torch.float16, multiprocessors=0)
-    tiles = fused_fold.tiles_of(problem_of(case), 2, False, False)
-    return replace(run, choice=next(i for i, tile in enumerate(tiles) if suits(tile)))
+    return with_first(run, fused_fold.tiles_of(problem_of(case), 2, False, False), suits)
 
 
 FOLD = fold_run_of(Case(2, 24, 3, (35, 16), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
@@ -534,13 +538,10 @@ IMAGE_RUNS += [
 ]
 # A block with many items of many chunks and passes.
 IMAGES = Run("fused_images", IMAGE_CASES[1], torch.float16, multiprocessors=0)
-IMAGES = replace(
+IMAGES = with_first(
     IMAGES,
-    choice=next(
-        i
-        for i, tile in enumerate(fused_images.tiles_of(problem_of(IMAGES.case), 2))
-        if (tile.images, tile.warpgroups, tile.blocks) == (2, 1, 2)
-    ),
+    fused_images.tiles_of(problem_of(IMAGES.case), 2),
+    lambda tile: (tile.images, tile.warpgroups, tile.blocks) == (2, 1, 2),
 )
 IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
@@ -588,18 +589,11 @@ GRADIENT_RUNS = [
 ]
 GRADIENT_RUNS = [run for run in GRADIENT_RUNS if fused.gradient_tile_for(run.config) is not None]
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
-
-
-def gradient_run_of(run, suits):
-    """The run with the first tile that suits."""
-    tiles = fused_gradient.tiles_of(problem_of(run.case), *fused.variant_of(run.config)[:2])
-    return replace(run, choice=next(i for i, tile in enumerate(tiles) if suits(tile)))
-
-
 # Sides of output channels of their own, in each type, with few blocks and many.
 GRADIENT_RUNS += [
-    gradient_run_of(
-        Run("fused_weight_grad", case, layout=layout, multiprocessors=multiprocessors, **kind),
+    with_first(
+        run := Run("fused_weight_grad", case, layout=layout, multiprocessors=multiprocessors, **kind),
+        fused_gradient.tiles_of(problem_of(case), *fused.variant_of(run.config)[:2]),
         lambda tile: tile.sides_co > 1,
     )
     for case, layout, multiprocessors in (

@@ -251,6 +251,11 @@ VARIANTS = kernel_variants()
 OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
 
+def architectures_of(source_name):
+    """Those that a source is for; fused is Hopper's alone."""
+    return ["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES
+
+
 def for_other_architectures():
     """Pairs of a variant and an architecture in turn, of the first variants of each source, type and offset width."""
     number, types = Counter(), [*ELEMENT_TYPES.values()]
@@ -259,15 +264,13 @@ def for_other_architectures():
         group = source_name, kind, "INDEX_64" in macros
         first, count = types.index(kind) if kind in types else 0, number[group]
         number[group] += 1
-        if not source_name.startswith("fused") and count < len(OTHERS):  # fused is Hopper's alone
+        if architectures_of(source_name) == ARCHITECTURES and count < len(OTHERS):
             yield variant, OTHERS[(first + count) % len(OTHERS)]
 
 
 COMPILATIONS = {*((variant, "sm_90a") for variant in VARIANTS), *for_other_architectures()}
 EVERY_COMPILATION = [
-    (variant, arch)
-    for variant, (source_name, _) in VARIANTS.items()
-    for arch in (["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES)
+    (variant, arch) for variant, (source_name, _) in VARIANTS.items() for arch in architectures_of(source_name)
 ]
 # Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
 MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
@@ -312,7 +315,7 @@ def test_compile_builds_every_kernel_for_every_architecture_without_spills(varia
 def test_every_source_is_compiled_for_every_architecture():
     pairs = {(VARIANTS[variant][0], arch) for variant, arch in COMPILATIONS}
     for source_name, _ in VARIANTS.values():
-        for arch in ["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES:
+        for arch in architectures_of(source_name):
             assert (source_name, arch) in pairs
     assert {*EVERY_COMPILATION} > COMPILATIONS
 

@@ -22,7 +22,7 @@ from gemmconv.algorithms import direct_ffma, direct_grads, direct_mma
 from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, Gradient
 from gemmconv.algorithms.macros import why_not_dtype
 from gemmconv.algorithms.partials import partial_bytes
-from gemmconv.algorithms.turning import grad_turning_seconds, grads_turning_seconds, turning_seconds
+from gemmconv.algorithms.turning import grads_turning_seconds, one_by_one_seconds, turning_seconds
 
 _INT32_MAX = 2**31 - 1
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
@@ -160,7 +160,4 @@ class Direct:
         limit = config.workspace_limit
         seconds = direct_weight_grad.grads_seconds(config) if tile is None else tile.seconds(limit)
         seconds += grads_turning_seconds(config, weight_config)
-        one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        if config.memory_format is weight_config.memory_format:
-            one_by_one -= grad_turning_seconds(config)  # once for both
-        return seconds if seconds < one_by_one else math.inf
+        return seconds if seconds < one_by_one_seconds(self, config, weight_config) else math.inf

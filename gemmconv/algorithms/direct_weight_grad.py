@@ -6,7 +6,6 @@ How many slices the pixels are cut into follows from the problem and the element
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -34,7 +33,7 @@ from gemmconv.algorithms.integers import even_share, power_of_two_within
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
 from gemmconv.algorithms.partials import partial_bytes, prepare_partials
-from gemmconv.algorithms.turning import from_nchw, to_nchw
+from gemmconv.algorithms.turning import GradientsInNchw, prepare_both, to_nchw
 from gemmconv.geometry import Problem
 
 _REGISTERS = 65_536  # of a multiprocessor
@@ -294,19 +293,10 @@ def grads_seconds(config: Config) -> float:
 
 def prepare_grads(config: Config, weight_config: Config) -> BothGradients:
     """Prepare both gradients from (grad_output, input, weight), where :func:`grads_seconds` is finite."""
-    problem = config.problem
-    compute = _prepare(weight_config, input_grad=True)
-    turned_back = from_nchw(config, problem.input_shape)
-
-    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        grad_input = input.new_empty(problem.input_shape)
-        grad_weight = compute(grad_output, input, weight, grad_input)
-        return turned_back(grad_input), grad_weight
-
-    return call
+    return prepare_both(config, _prepare(weight_config, input_grad=True))
 
 
-def _prepare(config: Config, input_grad: bool) -> Callable[..., torch.Tensor]:
+def _prepare(config: Config, input_grad: bool) -> GradientsInNchw:
     """Prepare (grad_output, input, weight, grad_input) -> grad_weight; the last two for the input gradient, or None."""
     from gemmconv.runtime.launch import load
 

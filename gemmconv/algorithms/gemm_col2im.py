@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -36,9 +35,11 @@ from gemmconv.algorithms.base import (
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.algorithms.macros import why_not_dtype
 from gemmconv.algorithms.turning import (
+    GradientsInNchw,
     from_nchw,
-    grad_turning_seconds,
     grads_turning_seconds,
+    one_by_one_seconds,
+    prepare_both,
     to_nchw,
     turning_seconds,
 )
@@ -185,17 +186,7 @@ class GemmCol2im:
         return lambda grad_output, input: compute(grad_output, input, None, None)
 
     def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        shape, compute = config.problem.input_shape, self._prepare_weight_grad(weight_config)
-        turned_back = from_nchw(config, shape)
-
-        def call(
-            grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            grad_input = input.new_empty(shape)
-            grad_weight = compute(grad_output, input, weight.contiguous(), grad_input)
-            return turned_back(grad_input), grad_weight
-
-        return call
+        return prepare_both(config, self._prepare_weight_grad(weight_config))
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """The weight gradient's, and the other product of its columns; where that is faster than one by one.
@@ -206,16 +197,12 @@ class GemmCol2im:
         seconds = self.estimate(weight_config, "weight_grad") - turning_seconds(weight_config)
         seconds += _product_seconds(config, "input_grad", chunks, config.dtype.itemsize)
         seconds += grads_turning_seconds(config, weight_config)
-        one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        if config.memory_format is weight_config.memory_format:
-            one_by_one -= grad_turning_seconds(config)  # once for both
-        return _AT_ONCE_FACTOR * seconds if seconds < one_by_one else math.inf
+        if seconds >= one_by_one_seconds(self, config, weight_config):
+            return math.inf
+        return _AT_ONCE_FACTOR * seconds
 
-    def _prepare_weight_grad(self, config: Config) -> Callable[..., torch.Tensor]:
-        """Prepare (grad_output, input, weight, grad_input) -> grad_weight.
-
-        ``weight`` and ``grad_input``, which is written, are contiguous; None where that gradient is not wanted.
-        """
+    def _prepare_weight_grad(self, config: Config) -> GradientsInNchw:
+        """Prepare the weight gradient, and with it the input's where that has memory."""
         problem, engine = config.problem, _engine(config)
         chunks = _backward_chunks(config, "weight_grad")
         column_elements = _column_elements(problem, chunks)
@@ -233,6 +220,7 @@ class GemmCol2im:
             columns = grad_output.new_empty(column_elements)
             partials = grad_output.new_zeros((slots, *problem.weight_shape), dtype=partial_dtype)
             grad_output, input = turned(grad_output), turned_input(input)
+            weight = None if weight is None else weight.contiguous()
             for chunk in chunks:
                 engine.unfold(grad_output, columns, chunk)
                 if weight is not None and grad_input is not None:

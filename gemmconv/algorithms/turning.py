@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from gemmconv.algorithms.base import Config, strides_of, with_strides
+from gemmconv.algorithms.base import Algorithm, BothGradients, Config, strides_of, with_strides
 from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import params_struct, plane_grid
 from gemmconv.algorithms.macros import Macros
@@ -23,6 +23,8 @@ _LAUNCH_SECONDS = 3e-6
 _BYTE_SECONDS = 1 / 1.6e12  # of what is turned, which is read and written
 
 Turn = Callable[[torch.Tensor], torch.Tensor]
+# grad_output, input, weight, grad_input -> grad_weight; the last two for the input gradient, or None
+GradientsInNchw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 
 TurnParams = params_struct("turn_params", ("source", "target"), ("matrices", "rows", "columns", "tiles_columns"))
 
@@ -56,6 +58,12 @@ def grads_turning_seconds(config: Config, weight_config: Config) -> float:
     return grad_turning_seconds(both) + _seconds(weight_config, shape) + _seconds(config, shape)
 
 
+def one_by_one_seconds(algorithm: Algorithm, config: Config, weight_config: Config) -> float:
+    """What an algorithm that turns grad_output takes for one gradient after the other, once turned in one format."""
+    seconds = algorithm.estimate(config, "input_grad") + algorithm.estimate(weight_config, "weight_grad")
+    return seconds - (grad_turning_seconds(config) if config.memory_format is weight_config.memory_format else 0)
+
+
 def _seconds(config: Config, shape: Shape4) -> float:
     if config.memory_format is not torch.channels_last:
         return 0.0
@@ -79,6 +87,19 @@ def from_nchw(config: Config, shape: Shape4) -> Turn:
         return prepare_turn(config, shape, config.memory_format)
     strides = strides_of(shape, config.memory_format)
     return lambda tensor: with_strides(tensor, strides)
+
+
+def prepare_both(config: Config, compute: GradientsInNchw) -> BothGradients:
+    """Prepare both gradients with what computes the weight's and writes the input's, contiguous in NCHW."""
+    shape = config.problem.input_shape
+    turned_back = from_nchw(config, shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_input = input.new_empty(shape)
+        grad_weight = compute(grad_output, input, weight, grad_input)
+        return turned_back(grad_input), grad_weight
+
+    return call
 
 
 def _takes_the_kernel(config: Config, shape: Shape4) -> bool:
