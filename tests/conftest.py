@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,11 +101,16 @@ def compilations(parametrized: list[tuple[Any, dict[str, Any]]]) -> Iterator[dic
     if not wanted:
         yield {}
         return
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), os.nice, (10,))
+    yield {key: pool.submit(compile_variant, *variant, key[1]) for key, variant in wanted.items()}
+    pool.shutdown(cancel_futures=True)
+
+
+def compile_variant(source_name: str, macros: Mapping[str, Any], arch: str) -> Any:
+    """Compile in a process of the pool, which looks this name up: unlike the compiler's, no test replaces it."""
     from gemmconv.runtime import compiler
 
-    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), os.nice, (10,))
-    yield {key: pool.submit(compiler.compile, *variant, key[1]) for key, variant in wanted.items()}
-    pool.shutdown(cancel_futures=True)
+    return compiler.compile(source_name, macros, arch)
 
 
 @pytest.fixture(scope="session")
