@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, ``sys.argv[1:]`` if None.
 
     Returns:
-        0; 1 where a result of gemmconv was wrong, or ``--check`` found something slower.
+        0; 1 where a result of gemmconv was wrong (of ``native``, where torch's was right), or ``--check`` found
+        something slower.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -267,8 +268,14 @@ def _run(request: _Request) -> int:
     elif not complete:
         left = files.missing(plan)
         print(f"stopped with {left} rows to measure; run the same command again for the rest")
-    wrong = any(row.status == "wrong" and not row.is_torch for row in rows)
-    return int(wrong or bool(lost))
+    return int(_is_wrong(rows) or bool(lost))
+
+
+def _is_wrong(rows: Sequence[Row]) -> bool:
+    """Whether a result of gemmconv's is; ``native`` is torch's own operator, and may be where torch is."""
+    wrong = [row for row in rows if row.status == "wrong"]
+    of_torch = {row.cell for row in wrong if row.is_torch}
+    return any(not row.is_torch and not (row.algorithm == "native" and row.cell in of_torch) for row in wrong)
 
 
 def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
@@ -374,14 +381,19 @@ class _Files:
             self._results[suite].save(path)
 
     def rows(self, request: _Request) -> list[Row]:
-        """The finished rows of what was asked for."""
+        """The finished rows of what was asked for, without those that are to be measured again."""
         names = {workload.name for workload in request.workloads}
-        algorithms = {contender.name for contender in request.contenders}
+        contenders = {(contender.name, contender.layout) for contender in request.contenders}
+        directions = {*request.directions, *(("both",) if len(request.directions) > 1 else ())}  # see _plan_for
         return [
             row
             for results in self._results.values()
             for row in results.finished()
-            if row.workload in names and row.algorithm in algorithms and row.precision in request.precisions
+            if row.workload in names
+            and (row.algorithm, row.layout) in contenders
+            and row.precision in request.precisions
+            and row.direction in directions
+            and self.done(row.key) is not None
         ]
 
     def say_where(self) -> None:

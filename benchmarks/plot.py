@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import summary
 from benchmarks.contenders import DEFAULT_TORCH, PRECISIONS
 from benchmarks.results import Row, load_all
-from benchmarks.summary import SUITE_ORDER
 from benchmarks.workloads import SUITES
 
 if TYPE_CHECKING:
@@ -56,33 +56,42 @@ def draw(folder: Path) -> list[Path]:
     Raises:
         ValueError: the folder holds no results.
     """
+    from benchmarks.report import current_and_older
+
     rows, runs = load_all(folder)
     if not rows:
         raise ValueError(f"{folder} holds no result files")
-    heading = f"{runs[-1]['gpu']}, gemmconv {runs[-1]['gemmconv']}, torch {runs[-1]['torch']}"
-    if runs[-1]["cudnn"]:
-        heading += f", cuDNN {runs[-1]['cudnn']}"
     target = folder / "plots"
     target.mkdir(exist_ok=True)
     made = []
     timed = [row for row in rows if row.median_ms is not None and row.mode == "eager"]
-    for suite in SUITE_ORDER:
+    for suite in summary.SUITE_ORDER:
         for direction in ("forward", "backward"):
             of_suite = [row for row in timed if row.suite == suite and row.direction == direction]
             if any(row.speedup_default is not None and not row.is_torch for row in of_suite):
-                figure = speedups(of_suite, f"{suite}, {direction}: speed-up over torch's default", heading)
+                title = f"{suite}, {direction}: speed-up over torch's default"
+                figure = speedups(of_suite, title, _heading(of_suite, runs))
                 made.append(_save(figure, target / f"speedup_{suite}_{direction}.png"))
+    current = [row for row in current_and_older(rows, runs)[0] if row.median_ms is not None and row.mode == "eager"]
     for precision in PRECISIONS:
-        of_precision = [row for row in timed if row.precision == precision and row.direction == "forward"]
+        of_precision = [row for row in current if row.precision == precision and row.direction == "forward"]
         if any(not row.is_torch and row.flops for row in of_precision):
             ceilings = next(run["ceilings"] for run in reversed(runs) if precision in run["ceilings"].get("tflops", {}))
-            made.append(
-                _save(roofline(of_precision, ceilings, precision, heading), target / f"roofline_{precision}.png")
-            )
+            figure = roofline(of_precision, ceilings, precision, _heading(of_precision, runs))
+            made.append(_save(figure, target / f"roofline_{precision}.png"))
         of_sweep = [row for row in of_precision if row.suite == "sweep"]
         if of_sweep:
-            made.append(_save(sweeps(of_sweep, precision, heading), target / f"sweep_{precision}.png"))
+            figure = sweeps(of_sweep, precision, _heading(of_sweep, runs))
+            made.append(_save(figure, target / f"sweep_{precision}.png"))
     return made
+
+
+def _heading(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
+    """What made the rows: GPU and versions, with the commits of gemmconv's own rows."""
+    own = [runs[index] for index in dict.fromkeys(row.run for row in rows if not row.is_torch)]
+    commits = ", ".join(dict.fromkeys(run["commit"][:7] for run in own))
+    heading = f"{own[-1]['gpu']}, gemmconv {own[-1]['gemmconv']} ({commits}), torch {own[-1]['torch']}"
+    return f"{heading}, cuDNN {own[-1]['cudnn']}" if own[-1]["cudnn"] else heading
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -144,13 +153,15 @@ def speedups(rows: Sequence[Row], title: str, heading: str) -> Figure:
                 if value is not None and name != "auto":
                     colour, marker = styles[name]
                     panel.plot(*(value, place, marker), color=colour, markersize=6, markeredgecolor="white", zorder=3)
-            best = _best_over_default([row for row in of_precision if row.workload == workload])
+            own = [row for row in of_precision if row.workload == workload]
+            best = _best_over_default(own)
             if best is not None:
                 panel.plot([best, best], [place - 0.45, place + 0.45], color=_BLACK, linewidth=2, zorder=4)
             values = [found.get((workload, name)) for name in names]
             shown += [value for value in (best, *values) if value is not None]
             if bar is None and "auto" in names:
-                panel.text(1.05, place, "no time", fontsize=7, va="center", color=_GREY)
+                text = "torch: no time" if summary.alone(own) else "no time"
+                panel.text(1.05, place, text, fontsize=7, va="center", color=_GREY)
         panel.set_xscale("log")
         panel.axvline(1, color=_GREY, linewidth=1)
         panel.set_title(_PRECISION_NAMES[precision], fontsize=10)

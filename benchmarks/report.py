@@ -106,10 +106,13 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
             f"[summary.md]({link}/summary.md) has them all."
         )
     slower, total = summary.losing(rows), len(summary.compared(rows))
-    parts.append(f"**Slower than the best torch setting in {len(slower)} of {total} rows.**")
+    parts.append(f"**Slower than the best torch setting in {len(slower)} of {total} rows** of `auto` in NCHW")
+    others = [f"{_losing_of(rows, kind)} in {name}" for name, kind in summary.ASKED_FOR.items()]
+    parts[-1] += f" ({', '.join(others)})."
+    parts[-1] += _about_alone(rows)
     if slower:
         shown = [summary.losing_cells(row) for row in slower[:_MOST_LOSING]]
-        parts[-1] += f" The worst (all: [summary.md]({link}/summary.md)):"
+        parts[-1] += f" The worst in NCHW (all: [summary.md]({link}/summary.md)):"
         parts.append(summary.markdown_table(summary.LOSING_HEADINGS, shown, left=4))
     found = [line for line in summary.lines(rows) if line.group[1] == "eager" or line.group[0] == "latency"]
     headings = [heading for heading in summary.HEADINGS if heading not in ("algorithm", "layout")]
@@ -141,23 +144,49 @@ def _span(values: Sequence[float], digits: int) -> str:
 
 
 def full(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
-    """summary.md: every losing row, every line of every algorithm and layout, everything wrong or refused."""
-    names = sorted({row.algorithm for row in rows if not row.is_torch}, key=lambda name: (name != "auto", name))
-    parts = ["# Results", "; ".join(made_with(rows, runs)) + "."]
-    if older := current_and_older(rows, runs)[1]:
-        parts.append(f"Among these are rows that an older gemmconv was measured for: {_about_older(older, runs)}.")
-    slower, total = summary.losing(rows), len(summary.compared(rows))
-    parts.append(
-        f"## Rows that lose\n\n`auto` in NCHW against torch's best setting of any layout: {len(slower)} of {total}."
-    )
-    if slower:
-        parts.append(summary.markdown_table(summary.LOSING_HEADINGS, [summary.losing_cells(r) for r in slower], left=4))
+    """summary.md: every losing row, every line of every algorithm and layout, everything wrong or refused.
+
+    What an older gemmconv was measured for comes last, in parts of its own.
+    """
+    current, older = current_and_older(rows, runs)
+    parts = ["# Results", "; ".join(made_with(current, runs)) + ".", *_losing_parts(current)]
     if bad := summary.troubles(rows):
         parts += ["## Rows without a time", "\n".join(f"- {line}" for line in bad)]
     parts.append("## Speed-ups and ratios to the floor\n\nGeometric mean, and the worst row.")
-    found = summary.lines(rows, names, ("nchw", "channels_last"))
-    parts.append(summary.markdown_table(summary.HEADINGS, [line.cells() for line in found], left=6))
+    parts.append(_lines_table(current))
+    if older:
+        parts += ["# Rows of an older gemmconv", f"{_about_older(older, runs)}.", *_losing_parts(older)]
+        parts += ["## Speed-ups and ratios to the floor, of an older gemmconv", _lines_table(older)]
     return "\n\n".join(parts) + "\n"
+
+
+def _losing_parts(rows: Sequence[Row]) -> list[str]:
+    parts = []
+    for name, kind in {"NCHW": summary.DEFAULT, **summary.ASKED_FOR}.items():
+        parts.append(
+            f"## Rows that lose, {name}\n\n`auto` against torch's best setting of any layout: {_losing_of(rows, kind)}."
+        )
+        if slower := summary.losing(rows, kind):
+            cells = [summary.losing_cells(row) for row in slower]
+            parts.append(summary.markdown_table(summary.LOSING_HEADINGS, cells, left=4))
+    return parts
+
+
+def _losing_of(rows: Sequence[Row], kind: tuple[str, str]) -> str:
+    return f"{len(summary.losing(rows, kind))} of {len(summary.compared(rows, kind))}"
+
+
+def _about_alone(rows: Sequence[Row]) -> str:
+    """A sentence about the rows that nothing of torch's can be compared with."""
+    found = summary.alone(rows)
+    what = ", ".join(summary.title(row) for row in found)
+    return f" torch has no right result in time or memory for {len(found)} more: {what}." if found else ""
+
+
+def _lines_table(rows: Sequence[Row]) -> str:
+    names = sorted({row.algorithm for row in rows if not row.is_torch}, key=lambda name: (name != "auto", name))
+    found = summary.lines(rows, names, ("nchw", "channels_last"))
+    return summary.markdown_table(summary.HEADINGS, [line.cells() for line in found], left=6)
 
 
 def write_between(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _LOOKS_AGREE = 0.02  # as a share of the fastest
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
 _IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
 _LIBRARY = ("gemmconv", "source", "commit")  # what torch's own rows do not depend on
+_TORCH = tuple(name for name in _IDENTITY if name not in _LIBRARY)  # what they do
 
 Key = tuple[str, ...]
 
@@ -215,7 +216,7 @@ class Results:
 
     def finished(self) -> list[Row]:
         """The rows, with the ratios to torch's."""
-        return with_ratios(self.rows.values())
+        return with_ratios(self.rows.values(), self.runs)
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -263,16 +264,17 @@ def load_all(folder: Path) -> tuple[list[Row], list[dict[str, Any]]]:
     return rows, runs
 
 
-def with_ratios(rows: Iterable[Row]) -> list[Row]:
-    """The rows with ratios to torch's default and best times, and to the floor."""
+def with_ratios(rows: Iterable[Row], runs: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows with ratios to torch's default and best times on the same machine, and to the floor."""
     rows = list(rows)
-    cells: dict[Key, list[Row]] = defaultdict(list)
+    machines = [tuple(run.get(name) for name in _TORCH) for run in runs]
+    cells: dict[tuple[Key, tuple[Any, ...]], list[Row]] = defaultdict(list)
     for row in rows:
         if row.is_torch and row.median_ms is not None:
-            cells[row.cell].append(row)
+            cells[row.cell, machines[row.run]].append(row)
 
     def finish(row: Row) -> Row:
-        torch_rows = cells[row.cell]
+        torch_rows = cells[row.cell, machines[row.run]]
         default = next((other for other in torch_rows if other.algorithm == DEFAULT_TORCH), None)
         best = min(torch_rows, key=lambda other: other.median_ms or math.inf, default=None)
         return replace(

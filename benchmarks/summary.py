@@ -92,20 +92,29 @@ def lines(rows: Iterable[Row], algorithms: Sequence[str] = ("auto",), layouts: S
     ]
 
 
-def compared(rows: Iterable[Row]) -> list[Row]:
-    """The rows that users get unless they ask for more: ``auto``, NCHW, eager; those with a ratio to torch's best."""
-    return [
-        row
-        for row in rows
-        if (row.algorithm, row.layout, row.mode) == ("auto", "nchw", "eager") and row.speedup_best is not None
-    ]
+# Layout and mode of what users get unless they ask for more, and of what they may ask for.
+DEFAULT = ("nchw", "eager")
+ASKED_FOR = {"channels_last": ("channels_last", "eager"), "CUDA graphs, NCHW": ("nchw", "graph")}
 
 
-def losing(rows: Iterable[Row]) -> list[Row]:
+def compared(rows: Iterable[Row], kind: tuple[str, str] = DEFAULT) -> list[Row]:
+    """The rows of ``auto`` in a layout and mode that have a ratio to torch's best."""
+    return [row for row in _timed(rows, kind) if row.speedup_best is not None]
+
+
+def losing(rows: Iterable[Row], kind: tuple[str, str] = DEFAULT) -> list[Row]:
     """Those of them that are slower than torch's best setting, the worst first."""
-    return sorted(
-        (row for row in compared(rows) if (row.speedup_best or 0.0) < 1), key=lambda row: row.speedup_best or 0.0
-    )
+    slower = (row for row in compared(rows, kind) if (row.speedup_best or 0.0) < 1)
+    return sorted(slower, key=lambda row: row.speedup_best or 0.0)
+
+
+def alone(rows: Iterable[Row]) -> list[Row]:
+    """The rows of ``auto`` with a time where torch has none in any setting."""
+    return [row for row in _timed(rows, DEFAULT) if row.speedup_best is None]
+
+
+def _timed(rows: Iterable[Row], kind: tuple[str, str]) -> list[Row]:
+    return [row for row in rows if (row.algorithm, row.layout, row.mode) == ("auto", *kind) and row.median_ms]
 
 
 def troubles(rows: Iterable[Row]) -> list[str]:

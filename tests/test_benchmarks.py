@@ -65,7 +65,7 @@ def thrice(ms):
 
 
 def rows_of(layer=TINY, **changes):
-    return results.with_ratios(measure.rows_of(custom(layer), plan(**changes), Lanes()))
+    return results.with_ratios(measure.rows_of(custom(layer), plan(**changes), Lanes()), [ABOUT])
 
 
 # Workloads.
@@ -530,6 +530,7 @@ def test_bars_follow_torch_where_it_loses_more():
     assert measure.bar_of("output", "bf16", {"output": 1.0}) == 5e-3
     assert measure.bar_of("weight", "bf16", {"weight": 1e-2}) == 2e-2
     assert measure.bar_of("weight", "bf16", {"weight": math.nan}) == 5e-3
+    assert measure.bar_of("weight", "fp32", {"weight": 2e-3}) == 1e-4  # torch is wrong itself
 
 
 def test_torch_settings_come_back():
@@ -651,7 +652,7 @@ def test_rows_on_the_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     workload = replace(custom("n2 c16x32 k4 h16 w16 s2 p1 bias"), suite="latency")
     one = plan(device, precisions=tuple(PRECISIONS))
-    rows = results.with_ratios(measure.rows_of(workload, one, Lanes()))
+    rows = results.with_ratios(measure.rows_of(workload, one, Lanes()), [ABOUT])
     assert {row.mode for row in rows} == {"eager", "graph", "call", "module"}
     bad = [(row.key, row.reason) for row in rows if row.status != "ok"]
     assert not bad
@@ -706,7 +707,7 @@ def test_results_survive_the_file(tmp_path):
     rows = [row_of(), row_of(algorithm="torch_nchw", median_ms=3.0, took=""), row_of(mode="graph", status="wrong")]
     results_of(*rows).save(tmp_path / "public.json")
     loaded = Results.load(tmp_path / "public.json")
-    assert loaded.finished() == results.with_ratios(rows)
+    assert loaded.finished() == results.with_ratios(rows, loaded.runs)
     assert loaded.rows[rows[0].key].speedup_default == 3.0
     with (tmp_path / "public.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -744,11 +745,19 @@ def test_ratios_take_the_best_torch_of_any_layout():
             row_of(algorithm="torch_channels_last", layout="channels_last", median_ms=0.5),
             row_of(algorithm="torch_unfused", median_ms=None),
             row_of(algorithm="torch_nchw", mode="graph", median_ms=0.1),
-        ]
+        ],
+        [ABOUT],
     )
     assert (rows[0].speedup_default, rows[0].speedup_best, rows[0].best_torch) == (4.0, 0.5, "torch_channels_last")
     assert rows[0].floor_ratio == 2.0
     assert rows[3].speedup_best is None
+
+
+def test_ratios_take_torch_of_the_same_machine_alone():
+    runs = [{**ABOUT, "torch": "2.10"}, ABOUT, {**ABOUT, "source": "xyz", "commit": "new"}]
+    theirs, ours = row_of(algorithm="torch_nchw", median_ms=4.0), row_of(run=1)
+    assert results.with_ratios([theirs, ours], runs)[1].speedup_best is None
+    assert results.with_ratios([replace(theirs, run=2), ours], runs)[1].speedup_best == 4.0
 
 
 # The command line.
@@ -792,6 +801,26 @@ def test_command_line_measures_and_goes_on(quick_run, tmp_path, capsys):
     file = Results.load(tmp_path / "layer.json")
     assert len(file.rows) == 8
     assert len(file.runs) == 3
+
+
+def test_command_line_shows_nothing_that_was_not_asked_for_or_is_to_be_measured_again(quick_run, monkeypatch):
+    flags = ("--algorithms", "native", "--baselines", "none")
+    quick_run("--direction", "forward,backward", *flags)
+    shown = []
+    monkeypatch.setattr(summary, "report", lambda rows: shown.append(rows) or "")
+    quick_run("--direction", "forward", "--layout", "nchw", *flags)
+    about = compare.environment.describe(CPU)
+    monkeypatch.setattr(compare.environment, "describe", lambda device: {**about, "commit": "another"})
+    quick_run("--direction", "forward,backward", "--layout", "nchw", "--budget", "1e-9", *flags)
+    assert [[(row.layout, row.direction) for row in rows] for rows in shown] == [[("nchw", "forward")], []]
+
+
+def test_native_may_be_wrong_where_torch_is():
+    torch_row, native = (row_of(algorithm=name, status="wrong", median_ms=None) for name in ("torch_nchw", "native"))
+    assert compare._is_wrong([native])
+    assert compare._is_wrong([torch_row, replace(native, layer="n2 c8x8 k3 h4 w5")])
+    assert not compare._is_wrong([torch_row, native])
+    assert compare._is_wrong([torch_row, native, replace(native, algorithm="direct")])
 
 
 def test_command_line_stops_at_the_budget_and_goes_on(quick_run, monkeypatch, capsys):
@@ -981,7 +1010,7 @@ def test_check_refuses_another_machine(tmp_path):
 
 def losing_and_winning():
     torch_rows = [row_of(algorithm="torch_nchw", median_ms=2.0, took="", workload=name) for name in ("kb57", "kb65")]
-    return results.with_ratios([*torch_rows, row_of(), row_of(workload="kb65", median_ms=8.0)])
+    return results.with_ratios([*torch_rows, row_of(), row_of(workload="kb65", median_ms=8.0)], [ABOUT])
 
 
 def test_summary_puts_losing_rows_first():
@@ -1004,7 +1033,7 @@ def test_report_writes_between_the_markers(tmp_path, capsys):
     assert text.startswith(f"# Title\n\n{report.START}\nNVIDIA H200, gemmconv 0.1")
     assert text.endswith(f"{report.END}\n\nend\n")
     assert "old" not in text
-    assert "Slower than the best torch setting in 1 of 2 rows." in text
+    assert "Slower than the best torch setting in 1 of 2 rows** of `auto` in NCHW (0 of 0 in channels_last" in text
     assert "| kb65 | tf32 | forward | native |" in text
     assert "Rows that lose" in (tmp_path / "summary.md").read_text()
     again = readme.read_text()
@@ -1020,7 +1049,7 @@ def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
     runs = [{**ABOUT, **run, "ceilings": {}} for run in (older, newer)]
     torch_row = row_of(algorithm="torch_nchw", median_ms=2.0, took="")
     rows = results.with_ratios(
-        [torch_row, row_of(median_ms=8.0), replace(row_of(median_ms=4.0, layout="channels_last"), run=1)]
+        [torch_row, row_of(median_ms=8.0), replace(row_of(median_ms=4.0, layout="channels_last"), run=1)], runs
     )
     current, left_out = report.current_and_older(rows, runs)
     assert [row.median_ms for row in current] == [2.0, 4.0]
@@ -1030,6 +1059,16 @@ def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
     assert "| kb57 | tf32 | forward |" not in text
     assert "| kb57 | tf32 | forward |" in report.full(rows, runs)
     assert "older" not in report.section(rows, [runs[1], runs[1]], "results", [])
+    now, before = report.full(rows, runs).split("# Rows of an older gemmconv")
+    assert "| kb57 | tf32 | forward | native | 4.000 |" in now
+    assert "| kb57 | tf32 | forward | native | 8.000 |" in before
+
+
+def test_report_says_where_torch_has_no_right_result():
+    wrong = row_of(algorithm="torch_nchw", status="wrong", median_ms=None, took="")
+    text = report.section(results.with_ratios([wrong, row_of()], [ABOUT]), [{**ABOUT, "ceilings": {}}], "results", [])
+    assert "0 of 0 rows** of `auto` in NCHW" in text
+    assert "torch has no right result in time or memory for 1 more: kb57 tf32 forward." in text
 
 
 def test_report_shows_suites_of_different_commits_unless_one_is_days_older():
