@@ -8,6 +8,7 @@ im2col and col2im are each other's derivative.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -169,6 +170,7 @@ def _memory_format(first: Tensor, second: Tensor) -> torch.memory_format:
 # Plans: all of a call that does not depend on the data, made once and kept.
 
 _plans: dict[Hashable, Callable[..., Any]] = {}
+_plans_lock = threading.Lock()  # of those who add one
 _MOST_PLANS = 4096
 _ALREADY_THERE = nullcontext()
 
@@ -177,9 +179,10 @@ def _plan(key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[...
     plan = _plans.get(key)
     if plan is None:
         plan = make()
-        if len(_plans) >= _MOST_PLANS:
-            _plans.pop(next(iter(_plans)), None)
-        _plans[key] = plan
+        with _plans_lock:
+            if len(_plans) >= _MOST_PLANS:
+                del _plans[next(iter(_plans))]
+            _plans[key] = plan
     return plan
 
 

@@ -480,6 +480,15 @@ def test_cache_directory_follows_the_environment(tmp_path, monkeypatch):
             monkeypatch.setenv("GEMMCONV_CACHE_DIR", unset)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
         assert cache_module.directory() == tmp_path / "xdg" / "gemmconv"
+    monkeypatch.setenv("GEMMCONV_CACHE_DIR", "~nobody-of-that-name/kernels")
+    assert cache_module.directory() is None
+
+
+def test_cache_does_without_a_folder_and_says_so():
+    with pytest.warns(RuntimeWarning, match="cannot be used .*set GEMMCONV_CACHE_DIR"):
+        cache = KernelCache(None)
+    cache.put(b"key", b"value")
+    assert cache.get(b"key") is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one_bit", "empty", "garbage"])

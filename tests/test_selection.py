@@ -200,12 +200,33 @@ def test_auto_leaves_float32_gradients_of_native_alone():
         assert taken(DENSE, torch.float32, "ieee", direction) != "native"
 
 
+def test_auto_takes_native_on_gpus_older_than_the_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for direction in ("forward", "input_grad", "weight_grad"):
+        assert {taken(DENSE, dtype, "ieee", direction) for dtype in (torch.float32, torch.bfloat16)} == {"native"}
+    with pytest.raises(NotImplementedError, match=r"direct: the device must have compute capability 8\.0 .* got 7\.5"):
+        choose(config_of(DENSE, torch.float32, "ieee"), "direct", "test")
+
+
 def test_auto_takes_no_native_that_would_round_otherwise():
     assert taken(DENSE, torch.float32, "tf32", "weight_grad", torch_precision="ieee") != "native"
 
 
 def test_auto_takes_fused_where_a_product_would_read_the_weights_for_each_image():
     assert taken(FEW_PIXELS, torch.float32, "tf32", "forward") == "fused"
+
+
+def test_deterministic_leaves_what_another_thread_has_set_meanwhile():
+    cudnn = torch.backends.cudnn
+    settings = cudnn.deterministic, cudnn.benchmark
+    try:
+        cudnn.deterministic, cudnn.benchmark = True, False
+        with _Deterministic():
+            cudnn.deterministic, cudnn.benchmark = False, True
+        assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
+    finally:
+        cudnn.deterministic, cudnn.benchmark = settings
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -9,12 +9,13 @@ from typing import Literal, Protocol
 
 import torch
 
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
 Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
+HOPPER, _AMPERE = (9, 0), (8, 0)  # compute capabilities
 
 # Prepared calls: everything that depends on the configuration alone was worked out when they were made.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output
@@ -117,6 +118,18 @@ class OneByOne:
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         return math.inf
+
+
+def capability_of(device: torch.device) -> Pair:
+    """Compute capability of a CUDA device; where none is at hand, of the one that estimates are for."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
+
+
+def why_not_older(config: Config) -> str | None:
+    """Why kernels that need what GPUs have since compute capability 8.0 cannot run on the device, or None."""
+    if config.device.type != "cuda" or (capability := capability_of(config.device)) >= _AMPERE:
+        return None
+    return f"the device must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -21,12 +21,14 @@ import torch
 
 from gemmconv.algorithms import fused_fold, fused_gradient, fused_images
 from gemmconv.algorithms.base import (
+    HOPPER,
     Config,
     Direction,
     Forward,
     Gradient,
     OneByOne,
     aligned,
+    capability_of,
     either_format,
     strides_of,
     with_strides,
@@ -46,7 +48,6 @@ from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, t
 from gemmconv.algorithms.turning import turning_seconds
 from gemmconv.geometry import Shape4
 
-_HOPPER = (9, 0)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
@@ -230,9 +231,7 @@ class Fused(OneByOne):
         p = config.problem
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
-        # Without a device at hand, what is asked is how it would be on the one that estimates are for.
-        capability = torch.cuda.get_device_capability(config.device) if torch.cuda.is_available() else _HOPPER
-        if capability != _HOPPER:
+        if (capability := capability_of(config.device)) != HOPPER:
             return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
         if (reason := why_not_dtype(config.dtype, _DTYPES)) is not None:
             return reason

@@ -31,6 +31,7 @@ from gemmconv.algorithms.base import (
     Forward,
     Gradient,
     accumulator_dtype,
+    why_not_older,
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.algorithms.macros import why_not_dtype
@@ -107,7 +108,7 @@ class GemmCol2im:
     summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
 
     def why_not(self, config: Config) -> str | None:
-        if (reason := why_not_dtype(config.dtype)) is not None:
+        if (reason := why_not_older(config) or why_not_dtype(config.dtype)) is not None:
             return reason
         if config.device.type not in ("cpu", "cuda"):
             return f"the device must be cpu or cuda, got {config.device.type}"

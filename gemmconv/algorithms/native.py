@@ -184,7 +184,8 @@ def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, .
 
 class _Deterministic:
     """Has cuDNN take deterministic kernels, always the same, while any thread is inside, and puts torch's settings back
-    after the last. A search of ``cudnn.benchmark`` could find others in the next process."""
+    after the last, but for those that something else has changed meanwhile. A search of ``cudnn.benchmark`` could find
+    others in the next process."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._before = threading.Lock(), 0, (False, False)
@@ -201,8 +202,10 @@ class _Deterministic:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                torch._C._set_cudnn_deterministic(self._before[0])
-                torch._C._set_cudnn_benchmark(self._before[1])
+                if torch._C._get_cudnn_deterministic():
+                    torch._C._set_cudnn_deterministic(self._before[0])
+                if not torch._C._get_cudnn_benchmark():
+                    torch._C._set_cudnn_benchmark(self._before[1])
 
 
 _deterministic = _Deterministic()

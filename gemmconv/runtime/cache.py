@@ -15,14 +15,17 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_BYTES = 1 << 30
 
 
-def directory() -> Path:
-    """``$GEMMCONV_CACHE_DIR``, else ``gemmconv`` in the platform's user cache directory."""
-    if configured := os.environ.get("GEMMCONV_CACHE_DIR"):
-        return Path(configured).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def directory() -> Path | None:
+    """``$GEMMCONV_CACHE_DIR``, else ``gemmconv`` in the platform's user cache directory; None where none is known."""
+    try:
+        if configured := os.environ.get("GEMMCONV_CACHE_DIR"):
+            return Path(configured).expanduser()
+        if sys.platform == "win32":
+            base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        else:
+            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # the user has no home directory
+        return None
     return Path(base) / "gemmconv"
 
 
@@ -33,10 +36,13 @@ class KernelCache:
     SHA-256 digest of the rest: a truncated or altered one is a miss and is replaced.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | None) -> None:
+        self._where = f"the kernel cache{'' if path is None else f' {path}'}"
         self._warned = False
         self._files: FileStreamProgramCache | None = None
+        if path is None:
+            self._warn("its folder is in a home directory, and there is none")
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
@@ -67,12 +73,12 @@ class KernelCache:
         except OSError as error:
             self._warn(error)
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: object) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"gemmconv: the kernel cache {self.path} cannot be used ({error}); kernels are compiled anew in each "
-                "process; set GEMMCONV_CACHE_DIR to a folder that can be written",
+                f"gemmconv: {self._where} cannot be used ({error}); kernels are compiled anew in each process; set "
+                "GEMMCONV_CACHE_DIR to a folder that can be written",
                 RuntimeWarning,
                 stacklevel=2,
             )
