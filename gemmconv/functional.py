@@ -1,4 +1,7 @@
-"""The functional interface: torch.nn.functional's names, order and defaults."""
+"""The functional interface: torch.nn.functional's names, order and defaults.
+
+Arrays of NumPy, CuPy and others that speak DLPack may stand for all tensors of a call; the result is then one too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gemmconv import ops, validation
+from gemmconv import arrays, ops, validation
 from gemmconv.algorithms.base import Precision
 from gemmconv.dispatch import is_plain
 from gemmconv.selection import NAMES
@@ -41,7 +44,7 @@ def conv_transpose2d(
         bias: ``[C_out]`` or None.
         stride, padding, output_padding, dilation: an int or ``(height, width)``, in elements.
         groups: number of groups that channels fall into.
-        algorithm: ``"auto"``, ``"gemm_col2im"`` or ``"native"``.
+        algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
         precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
         workspace_limit: bytes of temporary memory; None for 64 MiB.
 
@@ -58,6 +61,14 @@ def conv_transpose2d(
     torch.Size([1, 2, 16, 16])
     """
     where = "conv_transpose2d"
+    if type(input) is not Tensor and arrays.is_foreign(input):
+        return arrays.call(
+            *(conv_transpose2d, where, {"input": input, "weight": weight, "bias": bias}),
+            *(stride, padding, output_padding, groups, dilation),
+            algorithm=algorithm,
+            precision=precision,
+            workspace_limit=workspace_limit,
+        )
     validation.tensor(where, "input", input)
     validation.tensor(where, "weight", weight)
     if bias is not None:
@@ -74,7 +85,12 @@ def conv_transpose2d(
     if input.is_complex() and algorithm in ("auto", "native"):
         # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
         return torch.conv_transpose2d(input, weight, bias, *options)
-    operator = ops.conv_transpose2d_directly if is_plain(input, weight, bias) else ops.conv_transpose2d
+    if is_plain(input, weight, bias):
+        operator = ops.conv_transpose2d_directly
+    elif torch.onnx.is_in_onnx_export():
+        return torch.conv_transpose2d(input, weight, bias, *options)  # which ONNX has
+    else:
+        operator = ops.conv_transpose2d
     if input.dim() == 3:
         return operator(input.unsqueeze(0), weight, bias, *options, algorithm, precision, workspace_limit).squeeze(0)
     return operator(input, weight, bias, *options, algorithm, precision, workspace_limit)
@@ -102,6 +118,8 @@ def im2col(
     >>> im2col(torch.ones(1, 2, 5, 5), 3).shape
     torch.Size([1, 18, 9])
     """
+    if type(input) is not Tensor and arrays.is_foreign(input):
+        return arrays.call(im2col, "im2col", {"input": input}, kernel_size, dilation, padding, stride)
     validation.tensor("im2col", "input", input)
     window = _window("im2col", kernel_size, dilation, padding, stride)
     if input.dim() == 3:
@@ -135,6 +153,9 @@ def col2im(
     >>> col2im(torch.ones(1, 18, 9), 5, 3).shape
     torch.Size([1, 2, 5, 5])
     """
+    if type(columns) is not Tensor and arrays.is_foreign(columns):
+        arguments = output_size, kernel_size, dilation, padding, stride
+        return arrays.call(col2im, "col2im", {"columns": columns}, *arguments)
     validation.tensor("col2im", "columns", columns)
     size = validation.pair("col2im", "output_size", output_size)
     window = _window("col2im", kernel_size, dilation, padding, stride)

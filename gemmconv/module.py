@@ -22,7 +22,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
             device, dtype: as torch.nn.ConvTranspose2d.
-        algorithm: ``"auto"``, ``"gemm_col2im"`` or ``"native"``.
+        algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
         precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
         workspace_limit: bytes of temporary memory of a call; None for 64 MiB.
 

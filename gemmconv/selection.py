@@ -17,6 +17,7 @@ from gemmconv.validation import choice
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
 
+_PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
 
 
@@ -142,16 +143,21 @@ class Explanation:
     """Why a configuration is computed the way it is. ``str()`` gives a report.
 
     Attributes:
-        algorithm: name of the chosen algorithm.
+        algorithm: name of the algorithm chosen for the pass.
         reasons: for every algorithm, why it was or was not chosen.
         config: what was asked.
-        workspace_bytes: for every algorithm that can serve it, bytes of temporary memory of a forward call.
+        direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
+        workspace_bytes: for every algorithm that can serve it, bytes of temporary memory of such a call.
+        gradients: names of the algorithms of the input's and the weight's gradient where a backward pass wants both;
+            they may share work, so that they need not be those of one gradient alone.
     """
 
     algorithm: str
     reasons: dict[str, str]
     config: Config
+    direction: Direction
     workspace_bytes: dict[str, int]
+    gradients: tuple[str, str]
 
     def __str__(self) -> str:
         p, c = self.config.problem, self.config
@@ -164,12 +170,17 @@ class Explanation:
             f"{p.useful_flops / max(1, p.least_bytes(itemsize)):.1f} flops a byte",
             f"  columns  {p.column_bytes(itemsize):,} bytes if all were written at once, {p.gemm_batch} products of "
             f"{p.gemm_m} x {p.gemm_n} x {p.gemm_k}",
-            f"  chosen   {self.algorithm}",
+            f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {self._backward}",
         ]
         for name, reason in self.reasons.items():
             memory = f"; workspace {self.workspace_bytes[name]:,} bytes" if self.workspace_bytes.get(name) else ""
             lines.append(f"  {name:<12} {reason}{memory}")
         return "\n".join(lines)
+
+    @property
+    def _backward(self) -> str:
+        input_grad, weight_grad = self.gradients
+        return input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
 
 
 def explain(
@@ -182,8 +193,9 @@ def explain(
     workspace_limit: int | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
     bias: bool = False,
+    direction: Direction = "forward",
 ) -> Explanation:
-    """Say which algorithm a forward call takes for a problem, and why.
+    """Say which algorithm a call takes for a problem, and why.
 
     Args:
         problem: the geometry.
@@ -194,9 +206,10 @@ def explain(
         workspace_limit: bytes; None for 64 MiB.
         memory_format: of input and output, ``torch.contiguous_format`` or ``torch.channels_last``.
         bias: whether the call has one.
+        direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
 
     Raises:
-        ValueError: an unknown algorithm, precision or memory format, or a workspace limit below 1 byte.
+        ValueError: an unknown algorithm, precision, memory format or direction, or a workspace limit below 1 byte.
         NotImplementedError: the algorithm cannot serve the problem.
 
     >>> problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
@@ -204,11 +217,15 @@ def explain(
     'native'
     >>> explain(problem, device="cuda").algorithm
     'fused'
+    >>> explain(problem, device="cuda", dtype=torch.float16, direction="weight_grad").algorithm
+    'fused'
     """
     choice("explain", algorithm, NAMES, precision, workspace_limit)
     if memory_format not in (torch.contiguous_format, torch.channels_last):
         known = "torch.contiguous_format or torch.channels_last"
         raise ValueError(f"explain: memory_format must be {known}, got {memory_format}")
+    if direction not in _PASSES:
+        raise ValueError(f"explain: direction must be one of {', '.join(_PASSES)}, got {direction!r}")
     where = torch.device(device)
     current = torch_precision(dtype, where)
     config = Config(
@@ -221,13 +238,15 @@ def explain(
         memory_format,
         bias,
     )
-    chosen = choose(config, algorithm, "explain")
+    chosen = choose(config, algorithm, "explain", direction)
+    gradients = choose_gradients(config, config, algorithm, "explain")
     reasons = {}
-    for candidate, rule in preference(config):
+    for candidate, rule in preference(config, direction):
         refusal = candidate.why_not(config)
         if refusal:
             reasons[candidate.name] = f"cannot serve it: {refusal}"
         else:
             reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
-    workspace = {a.name: a.workspace_bytes(config, "forward") for a in ALGORITHMS if a.why_not(config) is None}
-    return Explanation(chosen.name, reasons, config, workspace)
+    workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
+    names = gradients.input_grad.name, gradients.weight_grad.name
+    return Explanation(chosen.name, reasons, config, direction, workspace, names)

@@ -149,6 +149,20 @@ def test_explain_names_every_algorithm_and_the_costs(case):
         assert all(name in text for name in NAMES)
 
 
+def test_explain_answers_for_every_pass():
+    problem = gemmconv.Problem(4, 512, 256, 1, (64, 64), (2, 2), (2, 2))  # U-Net 2
+    options = {"dtype": torch.float16, "device": "cuda", "memory_format": torch.channels_last}
+    reports = [gemmconv.explain(problem, direction=one, **options) for one in ("forward", "input_grad", "weight_grad")]
+    assert [report.algorithm for report in reports] == ["fused", "fused", "native"]
+    assert {report.gradients for report in reports} == {("fused", "native")}
+    assert len({tuple(report.reasons.values()) for report in reports}) == 3
+    chosen = "chosen   native (gradient of the weight); for a whole backward pass fused (input) and native (weight)"
+    assert chosen in str(reports[2])
+    assert "(forward); for a whole backward pass gemm_col2im\n" in str(
+        gemmconv.explain(problem, algorithm="gemm_col2im")
+    )
+
+
 # Layouts
 
 

@@ -15,7 +15,13 @@ PACKAGE = Path(gemmconv.__file__).parent
 LAYERS = ["module", "functional", "ops", "selection", "algorithms", "runtime"]
 
 # What every part may import, because these import no part that does anything.
-LEAVES = {"errors": set(), "dispatch": set(), "geometry": {"errors"}, "validation": {"errors", "geometry"}}
+LEAVES = {
+    "errors": set(),
+    "dispatch": set(),
+    "geometry": {"errors"},
+    "validation": {"errors", "geometry"},
+    "arrays": {"validation"},
+}
 
 
 def allowed_imports(part: str) -> set[str]:

@@ -331,6 +331,7 @@ PROBLEM = gemmconv.Problem(2, 4, 6, 1, (5, 6), (3, 3))
         ({"precision": "fp16"}, "fp16"),
         ({"workspace_limit": -1}, "-1"),
         ({"memory_format": torch.preserve_format}, "must be .* got torch.preserve_format"),
+        ({"direction": "backward"}, "must be one of forward, input_grad, weight_grad, got 'backward'"),
     ],
 )
 def test_explain_rejects_unknown_options(options, value):

@@ -104,8 +104,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 LEGEND = (
     "torch      torch.nn.ConvTranspose2d, cuDNN's benchmark mode on, in the same run\n"
-    "native     torch's operator, called by gemmconv, with the kernels found above\n"
-    "*          what algorithm='auto' takes\n"
+    "native     torch's operator, called by gemmconv; cuDNN's deterministic kernels where auto may take it\n"
+    "*          what algorithm='auto' takes for a forward pass\n"
     "error      against float64: |result - reference| / |reference|\n"
     "gradient   the largest such error of the input, weight and bias gradients\n"
     "ms         median time; fwd+bwd is a forward pass with all gradients\n"

@@ -1,0 +1,92 @@
+"""What is no torch.Tensor: arrays through DLPack, objects of torch.fx; and ONNX, which has no operators of ours."""
+
+import numpy as np
+import pytest
+import torch
+
+import gemmconv
+from tests.cases import CASES
+from tests.samples import problem_of, sample
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+CASE = CASES[0]
+OPTIONS = {name: getattr(CASE, name) for name in ("stride", "padding", "output_padding", "groups", "dilation")}
+
+
+def data_of(dtype=torch.float32):
+    data = sample(CASE, dtype, "cpu")
+    return data.input, data.weight, data.bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("algorithm", ["auto", "gemm_col2im"])
+def test_numpy_comes_in_and_goes_out(dtype, algorithm):
+    if dtype.is_complex and algorithm != "auto":
+        pytest.skip("complex is torch's")
+    tensors = [tensor.to(dtype) for tensor in data_of()]
+    output = gemmconv.conv_transpose2d(*(tensor.numpy() for tensor in tensors), **OPTIONS, algorithm=algorithm)
+    assert type(output) is np.ndarray
+    assert np.array_equal(output, gemmconv.conv_transpose2d(*tensors, **OPTIONS, algorithm=algorithm).numpy())
+    assert output.shape == problem_of(CASE).output_shape
+    without_bias = gemmconv.conv_transpose2d(*(tensor.numpy() for tensor in tensors[:2]), **OPTIONS)
+    assert np.array_equal(without_bias, gemmconv.conv_transpose2d(*tensors[:2], **OPTIONS).numpy())
+
+
+def test_windows_of_numpy_come_in_and_go_out():
+    images = np.random.default_rng(1).standard_normal((2, 3, 6, 5))
+    columns = gemmconv.im2col(images, (3, 2), padding=1)
+    assert np.array_equal(columns, gemmconv.im2col(torch.from_numpy(images), (3, 2), padding=1).numpy())
+    back = gemmconv.col2im(columns, (6, 5), (3, 2), padding=1)
+    assert type(back) is np.ndarray
+    assert np.array_equal(back, gemmconv.col2im(torch.from_numpy(columns), (6, 5), (3, 2), padding=1).numpy())
+
+
+def test_numpy_of_any_strides_and_what_may_only_be_read():
+    input, weight, bias = (tensor.numpy() for tensor in data_of())
+    wanted = gemmconv.conv_transpose2d(input, weight, bias, **OPTIONS)
+    backwards = np.ascontiguousarray(input[:, :, ::-1])[:, :, ::-1]
+    read_only = weight.copy()
+    read_only.flags.writeable = False
+    spread = np.repeat(bias, 2)[::2]
+    assert np.array_equal(gemmconv.conv_transpose2d(backwards, read_only, spread, **OPTIONS), wanted)
+
+
+def test_arrays_that_do_not_fit_together_are_refused():
+    input, weight, bias = data_of()
+    with pytest.raises(TypeError, match="weight must be an array of numpy, as the first argument is, got Tensor"):
+        gemmconv.conv_transpose2d(input.numpy(), weight, **OPTIONS)
+    with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor, got ndarray"):
+        gemmconv.conv_transpose2d(input, weight.numpy(), **OPTIONS)
+    with pytest.raises(TypeError, match="bias must be an array that torch takes through DLPack, got object"):
+        gemmconv.conv_transpose2d(input.numpy(), weight.numpy(), bias.numpy().astype(object), **OPTIONS)
+    with pytest.raises(NotImplementedError):
+        gemmconv.conv_transpose2d(*(tensor.numpy().astype(np.int32) for tensor in (input, weight)), **OPTIONS)
+    with pytest.raises(TypeError, match=r"input must be a torch\.Tensor, got list"):
+        gemmconv.conv_transpose2d(input.tolist(), weight)
+
+
+@pytest.mark.gpu
+def test_cupy_comes_in_and_goes_out():
+    cupy = pytest.importorskip("cupy")
+    tensors = [tensor.cuda() for tensor in data_of()]
+    output = gemmconv.conv_transpose2d(*map(cupy.from_dlpack, tensors), **OPTIONS)
+    assert type(output) is cupy.ndarray
+    assert torch.equal(torch.from_dlpack(output), gemmconv.conv_transpose2d(*tensors, **OPTIONS))
+
+
+def test_torch_fx_traces_through_a_converted_model():
+    model = gemmconv.convert(torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 3, 3, 2, bias=False), torch.nn.ReLU()))
+    traced = torch.fx.symbolic_trace(model)
+    assert gemmconv.conv_transpose2d in {node.target for node in traced.graph.nodes}
+    input = torch.randn(2, 4, 5, 6)
+    assert torch.equal(traced(input), model(input))
+
+
+def test_onnx_gets_the_operator_that_it_has(monkeypatch):
+    model = gemmconv.ConvTranspose2d(4, 3, 3, 2)
+    input = torch.randn(2, 4, 5, 6)
+    assert "gemmconv::" in str(torch.jit.trace(model, input).graph)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    traced = torch.jit.trace(model, input)
+    assert "aten::_convolution" in str(traced.graph)
+    assert "gemmconv::" not in str(traced.graph)
