@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,9 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_precision(precision, dtype, device)
         layers: tuple[Layer, ...] = DEMO_LAYERS if arguments.command == "demo" else (layer_from_arguments(arguments),)
         arguments.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=arguments.out):  # rather than after all was measured
+            pass
         require_demo_extra()
     except OSError as error:
-        command.error(f"argument --out: cannot make the folder {arguments.out}: {error.strerror}")
+        command.error(f"argument --out: cannot make the folder {arguments.out} or write into it: {error.strerror}")
     except (ValueError, ModuleNotFoundError) as error:
         command.error(str(error))
     if device.type == "cpu" and not arguments.full_size:

@@ -39,10 +39,13 @@ def call(function: Callable[..., Any], where: str, arrays: dict[str, Any], *argu
     values = tuple(arrays.values())
     if has_torch_function(values):
         return handle_torch_function(function, values, *values, *arguments, **options)
-    library = _library(values[0])
-    for name, value in arrays.items():
+    (first, array), *others = arrays.items()
+    library = _library(array)
+    for name, value in others:
+        if isinstance(value, Tensor):
+            fail(TypeError, where, first, f"be a torch.Tensor, as {name} is", type(array).__name__)
         if value is not None and _library(value) != library:
-            fail(TypeError, where, name, f"be an array of {library}, as the first argument is", type(value).__name__)
+            fail(TypeError, where, name, f"be an array of {library}, as {first} is", type(value).__name__)
     tensors = [None if value is None else _tensor_of(where, name, value) for name, value in arrays.items()]
     with torch.no_grad():
         result = function(*tensors, *arguments, **options)
@@ -50,8 +53,8 @@ def call(function: Callable[..., Any], where: str, arrays: dict[str, Any], *argu
 
 
 def _library(array: object) -> str:
-    """The module that array belongs to, ``"numpy"`` or ``"cupy"``."""
-    return "torch" if isinstance(array, Tensor) else type(array).__module__.split(".")[0]
+    """The module that an array belongs to, ``"numpy"`` or ``"cupy"``."""
+    return type(array).__module__.split(".")[0]
 
 
 def _tensor_of(where: str, name: str, array: Any) -> Tensor:

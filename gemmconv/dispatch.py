@@ -1,14 +1,19 @@
-"""Tells the calls that torch's dispatcher would only pass on to the implementation.
+"""Tells the calls that torch's dispatcher would only pass on to the implementation, and those that are torch's own.
 
 The dispatcher serves modes, tensor subclasses, transforms, tracing, autocast and profiling. A plain eager call needs
 none of them, and going through an operator defined in Python costs it 10 us, a third of what a small layer takes in
 all. Such a call may go to the implementation directly. Whatever is not recognised as plain takes the dispatcher.
+
+Transforms of torch.func come before the dispatcher, and carry an operator of ours through less than torch's own: a
+vmap of it is a loop, jvp of jvp loses a tangent, functionalize and compiled transforms have no rule. Of these only
+gradients, however deep, are served as well.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 _included = torch._C._dispatch_tls_local_include_set
 _excluded = torch._C._dispatch_tls_local_exclude_set
@@ -59,6 +64,23 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if _keys_of(tensor).raw_repr() not in _all_plain_keys and not _is_first_of_cuda(tensor):
             return False
     return True
+
+
+def is_for_torch() -> bool:
+    """Whether transforms of torch.func are active that want torch's own operators."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return torch.compiler.is_compiling() or any(kind != TransformType.Grad for kind in _transforms())
+
+
+def loses_a_tangent() -> bool:
+    """Whether torch.func.jvp is active inside torch.func.jvp: torch differentiates what ours computes only once."""
+    return _transforms().count(TransformType.Jvp) > 1
+
+
+def _transforms() -> list[TransformType]:
+    """The transforms of torch.func that are active in this thread, the outermost first."""
+    return [interpreter.key() for interpreter in get_interpreter_stack() or ()]
 
 
 def _is_first_of_cuda(tensor: Tensor) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms.base import Precision
-from gemmconv.dispatch import is_plain
-from gemmconv.selection import NAMES
+from gemmconv.dispatch import is_for_torch, is_plain
+from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
 
@@ -73,7 +73,7 @@ def conv_transpose2d(
     validation.tensor(where, "weight", weight)
     if bias is not None:
         validation.tensor(where, "bias", bias)
-    validation.integer(where, "groups", groups)
+    groups = validation.integer(where, "groups", groups)
     validation.choice(where, algorithm, NAMES, precision, workspace_limit)
     options = (
         validation.pair(where, "stride", stride),
@@ -89,11 +89,17 @@ def conv_transpose2d(
         operator = ops.conv_transpose2d_directly
     elif torch.onnx.is_in_onnx_export():
         return torch.conv_transpose2d(input, weight, bias, *options)  # which ONNX has
+    elif is_for_torch() and algorithm in ("auto", "native") and _rounds_like_torch(input, precision):
+        return torch.conv_transpose2d(input, weight, bias, *options)
     else:
         operator = ops.conv_transpose2d
     if input.dim() == 3:
         return operator(input.unsqueeze(0), weight, bias, *options, algorithm, precision, workspace_limit).squeeze(0)
     return operator(input, weight, bias, *options, algorithm, precision, workspace_limit)
+
+
+def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:
+    return precision is None or precision == torch_precision(tensor.dtype, tensor.device)
 
 
 def im2col(
@@ -122,6 +128,8 @@ def im2col(
         return arrays.call(im2col, "im2col", {"input": input}, kernel_size, dilation, padding, stride)
     validation.tensor("im2col", "input", input)
     window = _window("im2col", kernel_size, dilation, padding, stride)
+    if is_for_torch():
+        return torch.nn.functional.unfold(input, *window)
     if input.dim() == 3:
         return ops.im2col(input.unsqueeze(0), *window).squeeze(0)
     return ops.im2col(input, *window)
@@ -159,6 +167,8 @@ def col2im(
     validation.tensor("col2im", "columns", columns)
     size = validation.pair("col2im", "output_size", output_size)
     window = _window("col2im", kernel_size, dilation, padding, stride)
+    if is_for_torch():
+        return torch.nn.functional.fold(columns, size, *window)
     if columns.dim() == 2:
         return ops.col2im(columns.unsqueeze(0), size, *window).squeeze(0)
     return ops.col2im(columns, size, *window)

@@ -172,4 +172,6 @@ def _like(module: nn.Module, settings: dict[str, Any]) -> ConvTranspose2d:
     new = ConvTranspose2d.__new__(ConvTranspose2d)
     new.__dict__.update(module.__dict__)
     new.__dict__.update(settings)
+    if new.__dict__.pop("_compiled_call_impl", None) is not None:
+        new.compile()  # what was compiled calls the module that it was made of
     return new

@@ -21,6 +21,7 @@ from gemmconv import selection, validation
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.turning import to_nchw
+from gemmconv.dispatch import loses_a_tangent
 from gemmconv.geometry import Pair, Problem
 
 _OPTIONS = (
@@ -44,14 +45,38 @@ for _name, _arguments in _SCHEMAS.items():
     _library.define(f"{_name}({_arguments}) -> {_RESULTS.get(_name, 'Tensor')}", tags=_tags)
 
 
+Tensors = tuple[Any, ...]  # tensors, the bias perhaps None
+Arguments = tuple[Any, ...]  # what follows an operator's tensors; the dispatcher leaves trailing defaults out
+
+
+class _Sealed:
+    """A tuple or list that transforms of torch.func take for one argument: they mix up the tangents of its items."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    @classmethod
+    def of(cls, argument: Any) -> Any:
+        return cls(argument) if isinstance(argument, tuple | list) else argument
+
+    @classmethod
+    def opened(cls, arguments: Arguments) -> Arguments:
+        return tuple(argument.content if isinstance(argument, cls) else argument for argument in arguments)
+
+
 def _routed(name: str) -> Callable[..., Any]:
     """The operator; under a transform of torch.func, the function that carries it through every level of transforms."""
     operator = getattr(torch.ops.gemmconv, name).default
 
     def call(*inputs: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return _TRANSFORMABLE[name].apply(*inputs)
-        return operator(*inputs)
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            return operator(*inputs)
+        if loses_a_tangent():
+            raise NotImplementedError(
+                f"{name}: torch.func.jvp inside torch.func.jvp has a rule for torch's own operator alone; use "
+                'algorithm="auto" with precision=None'
+            )
+        return _TRANSFORMABLE[name].apply(*map(_Sealed.of, inputs))
 
     return call
 
@@ -62,9 +87,6 @@ conv_transpose2d_weight_grad = _routed("conv_transpose2d_weight_grad")
 conv_transpose2d_grads = _routed("conv_transpose2d_grads")
 im2col = _routed("im2col")
 col2im = _routed("col2im")
-
-Tensors = tuple[Any, ...]  # tensors, the bias perhaps None
-Arguments = tuple[Any, ...]  # what follows an operator's tensors; the dispatcher leaves trailing defaults out
 
 
 class Options(NamedTuple):
@@ -576,11 +598,11 @@ def _transformable(
 
         @staticmethod
         def forward(*inputs: Any) -> Any:
-            return operator(*inputs)
+            return operator(*_Sealed.opened(inputs))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-            setup(ctx, inputs, output)
+            setup(ctx, _Sealed.opened(inputs), output)
 
     Function.backward = staticmethod(backward)  # type: ignore[method-assign]
     Function.jvp = staticmethod(tangent)  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision
 from gemmconv.algorithms.turning import grad_turning_seconds
 from gemmconv.geometry import Problem
-from gemmconv.validation import choice
+from gemmconv.validation import choice, made_problem
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
 
@@ -210,7 +210,8 @@ def explain(
 
     Raises:
         ValueError: an unknown algorithm, precision, memory format or direction, or a workspace limit below 1 byte.
-        NotImplementedError: the algorithm cannot serve the problem.
+        TypeError, RuntimeError: a dtype or a problem that no call can have.
+        NotImplementedError: an integer dtype, or the algorithm cannot serve the problem.
 
     >>> problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     >>> explain(problem).algorithm
@@ -220,6 +221,7 @@ def explain(
     >>> explain(problem, device="cuda", dtype=torch.float16, direction="weight_grad").algorithm
     'fused'
     """
+    made_problem("explain", problem, dtype)
     choice("explain", algorithm, NAMES, precision, workspace_limit)
     if memory_format not in (torch.contiguous_format, torch.channels_last):
         known = "torch.contiguous_format or torch.channels_last"

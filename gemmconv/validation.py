@@ -6,8 +6,9 @@ mistake, with the argument, the rule, the value and the way out. Nothing is comp
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +24,7 @@ def fail(kind: type[Exception], where: str, argument: str, rule: str, got: objec
 
 
 def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
-    """An int or a sequence of one or two ints as ``(height, width)``.
+    """An int or a sequence of one or two ints as ``(height, width)``. NumPy's ints and tensors of one int are ints too.
 
     Raises:
         TypeError: a value that is no int.
@@ -34,18 +35,33 @@ def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
     if type(value) is tuple and len(value) == 2 and type(value[0]) is int and type(value[1]) is int:
         return value
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    for item in values:
-        if isinstance(item, bool) or not isinstance(item, (int, torch.SymInt)):
-            fail(TypeError, where, argument, "be an int or a pair of ints", repr(value))
-    if len(values) not in (1, 2):
+    items = [_integer(item) for item in values]
+    if any(item is None for item in items):
+        fail(TypeError, where, argument, "be an int or a pair of ints", repr(value))
+    if len(items) not in (1, 2):
         fail(RuntimeError, where, argument, "have one or two elements", repr(value), "give (height, width)")
-    return (values[0], values[-1])
+    return (items[0], items[-1])  # type: ignore[return-value]
 
 
-def integer(where: str, argument: str, value: object) -> None:
-    """Raises TypeError where ``value`` is no int."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+def integer(where: str, argument: str, value: int) -> int:
+    """``value`` as an int. Raises TypeError where it is none."""
+    if type(value) is int:
+        return value
+    if (found := _integer(value)) is None:
         fail(TypeError, where, argument, "be an int", repr(value))
+    return found
+
+
+def _integer(value: Any) -> int | None:
+    """An int as it is; NumPy's, or a tensor of one, as an int; None for what is none."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, torch.SymInt)):
+        return value  # type: ignore[return-value]
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def tensor(where: str, argument: str, value: object) -> None:
@@ -198,6 +214,27 @@ def problem(
         got = f"{tuple(padding)}, an output of {result.output_size[0]}x{result.output_size[1]}"
         fail(RuntimeError, where, "padding", rule, got, "use less padding or a larger input")
     return result
+
+
+def made_problem(where: str, made: Problem, dtype: torch.dtype) -> None:
+    """Check a problem that someone made, and a dtype, as a call on such tensors would.
+
+    Raises:
+        TypeError: ``dtype`` is none.
+        RuntimeError: what :func:`problem` raises; a negative batch, output channels that groups do not divide.
+        NotImplementedError: an integer or boolean dtype.
+    """
+    if not isinstance(dtype, torch.dtype):
+        fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
+    if not (dtype.is_floating_point or dtype.is_complex):
+        fail(NotImplementedError, where, "dtype", "be floating-point", _name(dtype))
+    geometry = made.stride, made.padding, made.output_padding, made.groups, made.dilation
+    parameters(where, *geometry, made.kernel_size)
+    if made.batch < 0:
+        fail(RuntimeError, where, "batch", "be at least 0", made.batch)
+    if made.out_channels % made.groups:
+        fail(RuntimeError, where, "out_channels", f"be divisible by groups={made.groups}", made.out_channels)
+    problem(where, made.input_shape, made.weight_shape, *geometry)
 
 
 def bias_shape(where: str, bias: torch.Tensor | None, out_channels: int) -> None:

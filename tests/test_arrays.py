@@ -53,8 +53,10 @@ def test_numpy_of_any_strides_and_what_may_only_be_read():
 
 def test_arrays_that_do_not_fit_together_are_refused():
     input, weight, bias = data_of()
-    with pytest.raises(TypeError, match="weight must be an array of numpy, as the first argument is, got Tensor"):
+    with pytest.raises(TypeError, match=r"input must be a torch\.Tensor, as weight is, got ndarray"):
         gemmconv.conv_transpose2d(input.numpy(), weight, **OPTIONS)
+    with pytest.raises(TypeError, match="weight must be an array of numpy, as input is, got list"):
+        gemmconv.conv_transpose2d(input.numpy(), weight.tolist(), **OPTIONS)
     with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor, got ndarray"):
         gemmconv.conv_transpose2d(input, weight.numpy(), **OPTIONS)
     with pytest.raises(TypeError, match="bias must be an array that torch takes through DLPack, got object"):

@@ -291,6 +291,7 @@ def test_compare_writes_table_and_chart(tmp_path, capsys):
         ("--dtype int8", "argument --dtype: invalid choice"),
         ("--groups 5", "--in-channels must be divisible by --groups, got 4 and 5"),
         ("--out pyproject.toml", "argument --out: cannot make the folder"),
+        ("--out /proc", "argument --out: cannot make the folder /proc or write into it"),
     ],
 )
 def test_compare_refuses_bad_flags(flags, message, capsys, monkeypatch, request):

@@ -282,6 +282,17 @@ def test_convert_keeps_flags_dtype_device_and_layout(device):
     assert converted.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_convert_of_a_compiled_layer_compiles_the_new_one():
+    layer = torch.nn.ConvTranspose2d(4, 6, 3)
+    layer.compile(backend="eager")
+    converted = gemmconv.convert(layer, algorithm="gemm_col2im")
+    calls = []
+    converted.forward = lambda input: calls.append(input)
+    converted(torch.ones(1, 4, 5, 6))
+    assert len(calls) == 1
+    assert converted._compiled_call_impl is not layer._compiled_call_impl
+
+
 def test_convert_draws_no_random_numbers():
     model = Decoder()
     state = torch.get_rng_state()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -123,6 +123,65 @@ def test_folds_under_vmap_and_grad_match_torch(function, device):
     torch.testing.assert_close(vmap(calls[0])(values), rows)
     gradients = [vmap(grad(lambda x, f=f: f(x).sin().sum()))(values) for f in calls]
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+# What only torch's own operators are carried through: auto takes those.
+
+
+def _compiled(function):
+    return torch.compile(function, backend="eager")
+
+
+TRANSFORMED = {
+    "jvp_of_jvp": lambda f, x, w: jvp(lambda x: jvp(lambda w: f(x, w).sin(), (w,), (w,))[1], (x,), (x,))[1],
+    "jvp_of_vmap": lambda f, x, w: jvp(vmap(lambda x: f(x[None], w)), (x,), (x,))[1],
+    "vmap_of_nothing": lambda f, x, w: vmap(lambda x: f(x[None], w))(x[:0]),
+    "hessian": lambda f, x, w: hessian(lambda w: f(x, w).pow(3).sum())(w),
+    "jacfwd_of_jacfwd": lambda f, x, w: jacfwd(jacfwd(lambda w: f(x, w).pow(3).sum()))(w),
+    "functionalize": lambda f, x, w: functionalize(f)(x, w),
+    "compiled_grad": lambda f, x, w: _compiled(lambda x: grad(lambda x: f(x, w).sin().sum())(x))(x),
+    "compiled_grad_of_grad": lambda f, x, w: _compiled(
+        lambda x: grad(lambda x: grad(lambda x: f(x, w).pow(3).sum())(x).sum())(x)
+    )(x),
+    "compiled_gradients_per_sample": lambda f, x, w: _compiled(
+        lambda w, x: vmap(grad(lambda w, x: f(x[None], w).sin().sum()), in_dims=(None, 0))(w, x)
+    )(w, x),
+}
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_conv_transpose2d_under_any_transform_matches_torch(transformed, device):
+    input, weight, _ = tensors(device)
+    small = input[:2, :, :2, :2], weight
+    torch._dynamo.reset()
+    torch.testing.assert_close(transformed(ours, *small), transformed(theirs, *small))
+
+
+@pytest.mark.parametrize("transformed", ["jvp_of_vmap", "hessian"])
+def test_an_algorithm_by_name_under_transforms_matches_torch(transformed, device):
+    input, weight, _ = tensors(device)
+    small = input[:2, :, :2, :2], weight
+
+    def chosen(input, weight):
+        return gemmconv.conv_transpose2d(input, weight, algorithm="gemm_col2im", **OPTIONS)
+
+    torch.testing.assert_close(TRANSFORMED[transformed](chosen, *small), TRANSFORMED[transformed](theirs, *small))
+    with pytest.raises(NotImplementedError, match=r"jvp inside torch\.func\.jvp .* use algorithm=\"auto\""):
+        TRANSFORMED["jvp_of_jvp"](chosen, *small)
+
+
+FOLDED = {
+    "jvp_of_jvp": lambda f, x: jvp(lambda x: jvp(lambda x: f(x.sin()), (x,), (x,))[1], (x,), (x,))[1],
+    "jvp_of_vmap": lambda f, x: jvp(vmap(lambda x: f(x.sin())), (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("transformed", FOLDED.values(), ids=FOLDED)
+def test_folds_under_forward_mode_match_torch(transformed, device):
+    images = torch.randn(2, 3, 5, 6, dtype=torch.float64, device=device)
+    actual = transformed(lambda x: gemmconv.col2im(gemmconv.im2col(x, 3), (5, 6), 3), images)
+    unfold, fold = torch.nn.functional.unfold, torch.nn.functional.fold
+    torch.testing.assert_close(actual, transformed(lambda x: fold(unfold(x, 3), (5, 6), 3), images))
 
 
 # Forward-mode differentiation: the right tangent or an error, never a tangent that is lost.

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -274,7 +275,7 @@ def test_module_forward_rejects(mistake):
 
 GOOD_UNFOLD = {"input": INPUT, "kernel_size": 3}
 UNFOLD_MISTAKES = [
-    Mistake("input_array", {"input": INPUT.numpy()}, TypeError, "input", "ndarray"),
+    Mistake("input_list", {"input": [1.0]}, TypeError, "input", "list"),
     Mistake("input_rank_5", {"input": INPUT[None]}, RuntimeError, "input", "[1, 2, 4, 5, 6]"),
     Mistake("kernel_size_zero", {"kernel_size": 0}, RuntimeError, "kernel_size", "0"),
     Mistake("kernel_size_large", {"kernel_size": (3, 9)}, RuntimeError, "kernel_size", "9"),
@@ -295,7 +296,7 @@ def test_im2col_rejects(mistake):
 COLUMNS = torch.randn(2, 36, 12)
 GOOD_FOLD = {"columns": COLUMNS, "output_size": (5, 6), "kernel_size": 3}
 FOLD_MISTAKES = [
-    Mistake("columns_array", {"columns": COLUMNS.numpy()}, TypeError, "columns", "ndarray"),
+    Mistake("columns_list", {"columns": [1.0]}, TypeError, "columns", "list"),
     Mistake("columns_rank_1", {"columns": COLUMNS[0, 0]}, RuntimeError, "columns", "[12]"),
     Mistake("columns_rank_4", {"columns": COLUMNS[None]}, RuntimeError, "columns", "[1, 2, 36, 12]"),
     Mistake("columns_channels", {"columns": COLUMNS[:, :35]}, RuntimeError, "columns", "35"),
@@ -319,6 +320,15 @@ def test_col2im_rejects(mistake):
     check(mistake, gemmconv.col2im, fold, GOOD_FOLD)
 
 
+@pytest.mark.parametrize("two", [np.int64(2), torch.tensor(2)], ids=["numpy", "tensor"])
+def test_ints_of_other_libraries_are_ints(two):
+    wanted = gemmconv.conv_transpose2d(INPUT, WEIGHT, None, 2, 2, (1, 0), 2, (2, 2))
+    assert torch.equal(gemmconv.conv_transpose2d(INPUT, WEIGHT, None, two, (two, two), (1, 0), two, [two]), wanted)
+    layer = gemmconv.ConvTranspose2d(4, 6, 3, (two, two))
+    assert torch.equal(layer(INPUT, output_size=np.array([12, 13])), layer(INPUT, output_size=[12, 13]))
+    assert torch.equal(layer(INPUT, output_size=torch.tensor([12, 13])), layer(INPUT, output_size=[12, 13]))
+
+
 # explain
 
 PROBLEM = gemmconv.Problem(2, 4, 6, 1, (5, 6), (3, 3))
@@ -337,3 +347,27 @@ PROBLEM = gemmconv.Problem(2, 4, 6, 1, (5, 6), (3, 3))
 def test_explain_rejects_unknown_options(options, value):
     with pytest.raises(ValueError, match=value):
         gemmconv.explain(PROBLEM, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "error", "message"),
+    [
+        ({}, torch.int32, NotImplementedError, "dtype must be floating-point, got int32"),
+        ({}, "float32", TypeError, "dtype must be a torch.dtype, got 'float32'"),
+        ({"batch": -2}, torch.float32, RuntimeError, "batch must be at least 0, got -2"),
+        ({"groups": 0}, torch.float32, RuntimeError, "groups must be at least 1, got 0"),
+        (
+            {"groups": 3},
+            torch.float32,
+            RuntimeError,
+            "weight must have a number of input channels that groups=3 divides",
+        ),
+        ({"groups": 4}, torch.float32, RuntimeError, "out_channels must be divisible by groups=4, got 6"),
+        ({"stride": (0, 1)}, torch.float32, RuntimeError, "stride must be at least 1"),
+        ({"output_padding": (1, 0)}, torch.float32, RuntimeError, "output_padding must be less"),
+        ({"padding": (9, 0)}, torch.float32, RuntimeError, "padding must leave an output"),
+    ],
+)
+def test_explain_rejects_what_no_call_can_have(changes, dtype, error, message):
+    with pytest.raises(error, match=re.escape(f"explain: {message}")):
+        gemmconv.explain(replace(PROBLEM, **changes), dtype=dtype)
