@@ -14,4 +14,9 @@ first_call   what the first call of a layer costs, in processes of their own
 plot         speed-ups, rooflines, sweeps
 report       summary, plots and the README's results section
 compare      the command line
+progress     how far it is
+several      the work shared between GPUs
+precompile   kernels compiled ahead, in processes
+choices      what the estimates choose, measured: tiles and plans beside those chosen
+fold         col2im and im2col alone
 """

@@ -72,7 +72,8 @@ class Algorithm(Protocol):
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """Bytes of temporary memory that one call takes at most beside its arguments and its result.
 
-        A weight gradient's are those of both gradients at once too.
+        A weight gradient's are those of both gradients at once too. Tensors that are turned round (see turning.py) do
+        not count.
         """
         ...
 
