@@ -182,3 +182,9 @@ def test_tile_of_is_one_of_the_tiles(case):
 def test_tile_of_declines_depthwise_layers_and_too_many_weights():
     assert tile_of(Problem(2, 16, 16, 16, (32, 32), (3, 3)), 2, False) is None
     assert tile_of(Problem(2, 512, 512, 1, (32, 32), (3, 3)), 2, False) is None
+
+
+def test_tile_of_declines_more_sets_of_weights_than_a_grid_axis_holds():
+    many, too_many = (Problem(1, groups, 2 * groups, groups, (8, 8), (4, 4), (2, 2)) for groups in (65_535, 65_536))
+    assert tile_of(many, 2, False) is not None
+    assert tile_of(too_many, 2, False) is None

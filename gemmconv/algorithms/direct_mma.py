@@ -16,7 +16,7 @@ import torch
 from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
 from gemmconv.algorithms.integers import power_of_two
-from gemmconv.algorithms.launches import params_struct
+from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.geometry import Pair, Problem
 
@@ -374,7 +374,7 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool) -> Iterator[T
         warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
             tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m)
-            if tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
+            if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
                 continue
             if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
                 continue
