@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import gemmconv
+from gemmconv.algorithms import fold
 from tests import reference
 from tests.samples import channels_last, offset, spread, transposed
 
@@ -158,3 +159,15 @@ def test_im2col_and_col2im_match_reference_for_random_windows(data):
             actual = gemmconv.col2im(values, size, **settings_of(window))
             exact = reference.fold(reference.to_array(values), size, **settings_of(window))
         assert reference.relative_error(actual, exact) < 1e-13
+
+
+def test_planes_that_the_kernels_cannot_count_are_torchs(monkeypatch):
+    loaded = []
+    fold_kernels = pytest.importorskip("gemmconv.algorithms.fold_kernels")
+    for name in ("Col2im", "Im2col"):
+        monkeypatch.setattr(fold_kernels, name, lambda problem, *_: loaded.append(problem.batch))
+    for batch in (32_000, 32_768):  # of 65,536 channels: 2^31 - 50,331,648 planes, and 2^31
+        problem = gemmconv.Problem(batch, 1, 65_536, 1, (1, 1), (1, 1))
+        for prepare in (fold.prepare_col2im, fold.prepare_im2col):
+            prepare(problem, torch.float16, torch.device("cuda", 0))
+    assert loaded == [32_000, 32_000]

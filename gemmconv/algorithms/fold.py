@@ -1,6 +1,6 @@
 """im2col and col2im on their own, with the meaning of torch.nn.functional.unfold and fold.
 
-On CUDA they run the kernels of ``gemm_col2im``, elsewhere torch's own.
+On CUDA they run the kernels of ``gemm_col2im``, elsewhere, and for planes that these cannot count, torch's own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from gemmconv.geometry import Problem
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
 _KERNEL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MOST_PLANES = 2**31 - 2**23  # of all images; what a grid has beyond them is still an int
 
 
 def prepare_col2im(problem: Problem, dtype: torch.dtype, device: torch.device) -> Rearrange:
     """The fold of columns ``[N, C*K_h*K_w, H_in*W_in]`` into images ``[N, C, H_out, W_out]``."""
     p = problem
-    if device.type != "cuda" or dtype not in _KERNEL_DTYPES:
+    if not _takes_the_kernel(problem, dtype, device):
         return lambda columns: F.fold(columns, p.output_size, p.kernel_size, p.dilation, p.padding, p.stride)
     from gemmconv.algorithms.fold_kernels import Col2im
 
@@ -38,7 +39,7 @@ def prepare_col2im(problem: Problem, dtype: torch.dtype, device: torch.device) -
 def prepare_im2col(problem: Problem, dtype: torch.dtype, device: torch.device) -> Rearrange:
     """The columns ``[N, C*K_h*K_w, H_in*W_in]`` of images ``[N, C, H_out, W_out]``."""
     p = problem
-    if device.type != "cuda" or dtype not in _KERNEL_DTYPES:
+    if not _takes_the_kernel(problem, dtype, device):
         return lambda images: F.unfold(images, p.kernel_size, p.dilation, p.padding, p.stride)
     from gemmconv.algorithms.fold_kernels import Im2col
 
@@ -51,3 +52,8 @@ def prepare_im2col(problem: Problem, dtype: torch.dtype, device: torch.device) -
         return columns
 
     return call
+
+
+def _takes_the_kernel(problem: Problem, dtype: torch.dtype, device: torch.device) -> bool:
+    countable = problem.batch * problem.out_channels <= _MOST_PLANES
+    return device.type == "cuda" and dtype in _KERNEL_DTYPES and countable
