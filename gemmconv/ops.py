@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gemmconv import selection, validation
+from gemmconv import flops, selection, validation
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.turning import to_nchw
@@ -69,7 +69,10 @@ def _routed(name: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.gemmconv, name).default
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        flops.register()
+        if not torch._C._are_functorch_transforms_active():
             return operator(*inputs)
         if loses_a_tangent():
             raise NotImplementedError(

@@ -21,6 +21,7 @@ LEAVES = {
     "geometry": {"errors"},
     "validation": {"errors", "geometry"},
     "arrays": {"validation"},
+    "flops": set(),
 }
 
 

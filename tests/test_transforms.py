@@ -7,6 +7,7 @@ from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, v
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import gemmconv
 from gemmconv.algorithms import ALGORITHMS
@@ -123,6 +124,21 @@ def test_folds_under_vmap_and_grad_match_torch(function, device):
     torch.testing.assert_close(vmap(calls[0])(values), rows)
     gradients = [vmap(grad(lambda x, f=f: f(x).sin().sum()))(values) for f in calls]
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1, 2)], ids=["input", "weight", "all"])
+def test_flops_are_counted_as_those_of_torch(which, gradients, device):
+    shapes = (3, 4, 5, 6), (4, 2, 3, 2), (2,)  # of one group: torch counts weight gradients of several once for each
+    counts = []
+    for function in (gemmconv.conv_transpose2d, torch.nn.functional.conv_transpose2d):
+        given = [torch.ones(s, device=device, requires_grad=gradients and i in which) for i, s in enumerate(shapes)]
+        with FlopCounterMode(display=False) as counter:
+            output = function(*given, stride=2)
+            if gradients:
+                output.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 # What only torch's own operators are carried through: auto takes those.

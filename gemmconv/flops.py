@@ -1,0 +1,57 @@
+"""What torch.utils.flop_counter counts for the operators: what it counts for torch's own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_MODULE = "torch.utils.flop_counter"  # whose import takes long, so that only its users shall wait for it
+_registered = False
+
+
+def register() -> None:
+    """Have the operators counted, once that module is imported."""
+    global _registered
+    counter = sys.modules.get(_MODULE)
+    if _registered or counter is None or not hasattr(counter, "register_flop_formula"):
+        return
+    _registered = True
+    operators = torch.ops.gemmconv
+    for operator, formula in (
+        (operators.conv_transpose2d, _conv_transpose2d),
+        (operators.conv_transpose2d_input_grad, _input_grad),
+        (operators.conv_transpose2d_weight_grad, _weight_grad),
+        (operators.conv_transpose2d_grads, _grads),
+    ):
+        counter.register_flop_formula(operator)(formula)
+
+
+def _flops(input_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
+    """Two for each product of an input and a weight."""
+    return 2 * input_shape[0] * math.prod(input_shape[2:]) * math.prod(weight_shape)
+
+
+def _conv_transpose2d(input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+    return _flops(input_shape, weight_shape)
+
+
+def _input_grad(
+    grad_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any
+) -> int:
+    return _flops(out_shape, weight_shape)
+
+
+def _weight_grad(
+    grad_shape: Sequence[int], input_shape: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any
+) -> int:
+    return _flops(input_shape, out_shape)
+
+
+def _grads(
+    grad_shape: Sequence[int], input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any
+) -> int:
+    return 2 * _flops(input_shape, weight_shape)
