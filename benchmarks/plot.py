@@ -80,7 +80,7 @@ def draw(folder: Path) -> list[Path]:
             figure = roofline(of_precision, ceilings, precision, _heading(of_precision, runs))
             made.append(_save(figure, target / f"roofline_{precision}.png"))
         of_sweep = [row for row in of_precision if row.suite == "sweep"]
-        if of_sweep:
+        if any(not row.is_torch for row in of_sweep):
             figure = sweeps(of_sweep, precision, _heading(of_sweep, runs))
             made.append(_save(figure, target / f"sweep_{precision}.png"))
     return made

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_dynamic_layer_stack_depth, get_interpreter_stack
 
 _included = torch._C._dispatch_tls_local_include_set
 _excluded = torch._C._dispatch_tls_local_exclude_set
@@ -68,7 +68,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 def is_for_torch() -> bool:
     """Whether transforms of torch.func are active that want torch's own operators."""
-    if not torch._C._are_functorch_transforms_active():
+    if not get_dynamic_layer_stack_depth():  # which torch.compile knows beforehand
         return False
     return torch.compiler.is_compiling() or any(kind != TransformType.Grad for kind in _transforms())
 

@@ -17,6 +17,8 @@ from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
 
+_USUAL = (Tensor, torch.nn.Parameter)  # types of a weight
+
 
 def conv_transpose2d(
     input: Tensor,
@@ -61,9 +63,9 @@ def conv_transpose2d(
     torch.Size([1, 2, 16, 16])
     """
     where = "conv_transpose2d"
-    if type(input) is not Tensor and arrays.is_foreign(input):
+    if (type(input) is not Tensor or type(weight) not in _USUAL) and arrays.are_foreign(input, weight, bias):
         return arrays.call(
-            *(conv_transpose2d, where, {"input": input, "weight": weight, "bias": bias}),
+            *(conv_transpose2d, {"input": input, "weight": weight, "bias": bias}),
             *(stride, padding, output_padding, groups, dilation),
             algorithm=algorithm,
             precision=precision,
@@ -87,9 +89,9 @@ def conv_transpose2d(
         return torch.conv_transpose2d(input, weight, bias, *options)
     if is_plain(input, weight, bias):
         operator = ops.conv_transpose2d_directly
-    elif torch.onnx.is_in_onnx_export():
-        return torch.conv_transpose2d(input, weight, bias, *options)  # which ONNX has
-    elif is_for_torch() and algorithm in ("auto", "native") and _rounds_like_torch(input, precision):
+    elif torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
+        algorithm in ("auto", "native") and is_for_torch() and _rounds_like_torch(input, precision)
+    ):
         return torch.conv_transpose2d(input, weight, bias, *options)
     else:
         operator = ops.conv_transpose2d
@@ -99,7 +101,8 @@ def conv_transpose2d(
 
 
 def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:
-    return precision is None or precision == torch_precision(tensor.dtype, tensor.device)
+    ieee_alone = tensor.dtype != torch.float32 or not tensor.is_cuda
+    return precision is None or ieee_alone or precision == torch_precision(tensor.dtype, tensor.device)
 
 
 def im2col(
@@ -124,11 +127,11 @@ def im2col(
     >>> im2col(torch.ones(1, 2, 5, 5), 3).shape
     torch.Size([1, 18, 9])
     """
-    if type(input) is not Tensor and arrays.is_foreign(input):
-        return arrays.call(im2col, "im2col", {"input": input}, kernel_size, dilation, padding, stride)
+    if type(input) is not Tensor and arrays.are_foreign(input):
+        return arrays.call(im2col, {"input": input}, kernel_size, dilation, padding, stride)
     validation.tensor("im2col", "input", input)
     window = _window("im2col", kernel_size, dilation, padding, stride)
-    if is_for_torch():
+    if is_for_torch() or torch.onnx.is_in_onnx_export():
         return torch.nn.functional.unfold(input, *window)
     if input.dim() == 3:
         return ops.im2col(input.unsqueeze(0), *window).squeeze(0)
@@ -161,13 +164,13 @@ def col2im(
     >>> col2im(torch.ones(1, 18, 9), 5, 3).shape
     torch.Size([1, 2, 5, 5])
     """
-    if type(columns) is not Tensor and arrays.is_foreign(columns):
+    if type(columns) is not Tensor and arrays.are_foreign(columns):
         arguments = output_size, kernel_size, dilation, padding, stride
-        return arrays.call(col2im, "col2im", {"columns": columns}, *arguments)
+        return arrays.call(col2im, {"columns": columns}, *arguments)
     validation.tensor("col2im", "columns", columns)
     size = validation.pair("col2im", "output_size", output_size)
     window = _window("col2im", kernel_size, dilation, padding, stride)
-    if is_for_torch():
+    if is_for_torch() or torch.onnx.is_in_onnx_export():
         return torch.nn.functional.fold(columns, size, *window)
     if columns.dim() == 2:
         return ops.col2im(columns.unsqueeze(0), size, *window).squeeze(0)

@@ -120,8 +120,9 @@ def convert(
 ) -> Model | ConvTranspose2d:
     """Replace every torch.nn.ConvTranspose2d inside a model by gemmconv's, in place.
 
-    The new modules hold the same parameters, so optimizers and checkpoints go on working. Subclasses, and modules with
-    hooks or parametrizations, are left as they are: what they do besides could not be kept.
+    The new modules hold the same parameters, so optimizers and checkpoints go on working. A layer whose ``compile()``
+    was called is compiled anew, with torch.compile's defaults, since torch does not say with which options it was.
+    Subclasses, and modules with hooks or parametrizations, are left as they are: what else they do could not be kept.
 
     Args:
         model: any module; a bare torch.nn.ConvTranspose2d works too.

@@ -77,7 +77,7 @@ def _routed(name: str) -> Callable[..., Any]:
         if loses_a_tangent():
             raise NotImplementedError(
                 f"{name}: torch.func.jvp inside torch.func.jvp has a rule for torch's own operator alone; use "
-                'algorithm="auto" with precision=None'
+                'algorithm="auto" with precision=None, in a call inside of both'
             )
         return _TRANSFORMABLE[name].apply(*map(_Sealed.of, inputs))
 

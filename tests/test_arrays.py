@@ -28,6 +28,7 @@ def test_numpy_comes_in_and_goes_out(dtype, algorithm):
     assert type(output) is np.ndarray
     assert np.array_equal(output, gemmconv.conv_transpose2d(*tensors, **OPTIONS, algorithm=algorithm).numpy())
     assert output.shape == problem_of(CASE).output_shape
+    assert output.flags.writeable
     without_bias = gemmconv.conv_transpose2d(*(tensor.numpy() for tensor in tensors[:2]), **OPTIONS)
     assert np.array_equal(without_bias, gemmconv.conv_transpose2d(*tensors[:2], **OPTIONS).numpy())
 
@@ -51,6 +52,45 @@ def test_numpy_of_any_strides_and_what_may_only_be_read():
     assert np.array_equal(gemmconv.conv_transpose2d(backwards, read_only, spread, **OPTIONS), wanted)
 
 
+class Subclass(np.ndarray):
+    """An array of a module that is not NumPy's."""
+
+
+class Array:
+    """An array as the Python array API has them, of a library of this name."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array_namespace__(self):
+        return Library
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class Library:
+    """The module of such arrays."""
+
+    @staticmethod
+    def from_dlpack(tensor):
+        return Array(np.from_dlpack(tensor))
+
+
+def test_arrays_of_other_libraries_come_in_and_go_out():
+    given = [tensor.numpy() for tensor in data_of()]
+    wanted = gemmconv.conv_transpose2d(*given, **OPTIONS)
+    output = gemmconv.conv_transpose2d(*map(Array, given), **OPTIONS)
+    assert type(output) is Array
+    assert np.array_equal(output.array, wanted)
+    assert np.array_equal(gemmconv.conv_transpose2d(given[0].view(Subclass), *given[1:], **OPTIONS), wanted)
+    with pytest.raises(TypeError, match=r"weight must be an array of .*Library, as input is, got ndarray"):
+        gemmconv.conv_transpose2d(Array(given[0]), given[1], **OPTIONS)
+
+
 def test_arrays_that_do_not_fit_together_are_refused():
     input, weight, bias = data_of()
     with pytest.raises(TypeError, match=r"input must be a torch\.Tensor, as weight is, got ndarray"):
@@ -61,6 +101,11 @@ def test_arrays_that_do_not_fit_together_are_refused():
         gemmconv.conv_transpose2d(input, weight.numpy(), **OPTIONS)
     with pytest.raises(TypeError, match="bias must be an array that torch takes through DLPack, got object"):
         gemmconv.conv_transpose2d(input.numpy(), weight.numpy(), bias.numpy().astype(object), **OPTIONS)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match="of a dtype that NumPy has, got bfloat16"),
+    ):
+        gemmconv.conv_transpose2d(input.numpy(), weight.numpy(), **OPTIONS)
     with pytest.raises(NotImplementedError):
         gemmconv.conv_transpose2d(*(tensor.numpy().astype(np.int32) for tensor in (input, weight)), **OPTIONS)
     with pytest.raises(TypeError, match=r"input must be a torch\.Tensor, got list"):
@@ -84,7 +129,20 @@ def test_torch_fx_traces_through_a_converted_model():
     assert torch.equal(traced(input), model(input))
 
 
-def test_onnx_gets_the_operator_that_it_has(monkeypatch):
+def test_torch_fx_traces_a_weight_that_is_computed():
+    class Filter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("image", torch.randn(1, 4, 5, 6))
+
+        def forward(self, weight):
+            return gemmconv.conv_transpose2d(self.image, 2 * weight)
+
+    model, weight = Filter(), torch.randn(4, 3, 2, 2)
+    assert torch.equal(torch.fx.symbolic_trace(model)(weight), model(weight))
+
+
+def test_onnx_gets_the_operators_that_it_has(monkeypatch):
     model = gemmconv.ConvTranspose2d(4, 3, 3, 2)
     input = torch.randn(2, 4, 5, 6)
     assert "gemmconv::" in str(torch.jit.trace(model, input).graph)
@@ -92,3 +150,5 @@ def test_onnx_gets_the_operator_that_it_has(monkeypatch):
     traced = torch.jit.trace(model, input)
     assert "aten::_convolution" in str(traced.graph)
     assert "gemmconv::" not in str(traced.graph)
+    for fold in (lambda x: gemmconv.im2col(x, 3), lambda x: gemmconv.col2im(x.flatten(2)[:, :, :4], (3, 3), 2)):
+        assert "gemmconv::" not in str(torch.jit.trace(fold, input).graph)

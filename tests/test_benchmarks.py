@@ -1119,3 +1119,6 @@ def test_charts_are_drawn(tmp_path):
         "sweep_tf32.png",
     ]
     assert all((tmp_path / "plots" / name).stat().st_size > 10_000 for name in names)
+    of_torch = (row for row in rows if row.suite == "sweep" and row.is_torch)
+    results_of(*of_torch).save(tmp_path / "sweep.json")
+    assert [path.name for path in plot.draw(tmp_path)] == ["speedup_public_forward.png", "roofline_tf32.png"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gemmconv.algorithms import ALGORITHMS, Config
+from gemmconv.algorithms import ALGORITHMS, Config, fold
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
@@ -205,6 +205,7 @@ def test_auto_takes_native_on_gpus_older_than_the_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     for direction in ("forward", "input_grad", "weight_grad"):
         assert {taken(DENSE, dtype, "ieee", direction) for dtype in (torch.float32, torch.bfloat16)} == {"native"}
+    assert fold.prepare_col2im(DENSE, torch.bfloat16, torch.device("cuda", 0)).__name__ == "<lambda>"  # torch's
     with pytest.raises(NotImplementedError, match=r"direct: the device must have compute capability 8\.0 .* got 7\.5"):
         choose(config_of(DENSE, torch.float32, "ieee"), "direct", "test")
 

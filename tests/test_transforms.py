@@ -173,6 +173,19 @@ def test_conv_transpose2d_under_any_transform_matches_torch(transformed, device)
     torch.testing.assert_close(transformed(ours, *small), transformed(theirs, *small))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for float32 on CUDA it says something")
+@pytest.mark.parametrize("transformed", ["jvp_of_jvp", "functionalize", "compiled_grad"])
+def test_a_precision_that_says_nothing_under_transforms_changes_nothing(transformed):
+    input, weight, _ = tensors("cpu")
+    small = input[:2, :, :2, :2], weight
+
+    def chosen(input, weight):
+        return gemmconv.conv_transpose2d(input, weight, precision="tf32", **OPTIONS)
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(TRANSFORMED[transformed](chosen, *small), TRANSFORMED[transformed](theirs, *small))
+
+
 @pytest.mark.parametrize("transformed", ["jvp_of_vmap", "hessian"])
 def test_an_algorithm_by_name_under_transforms_matches_torch(transformed, device):
     input, weight, _ = tensors(device)

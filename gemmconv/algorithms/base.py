@@ -126,9 +126,9 @@ def capability_of(device: torch.device) -> Pair:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
 
 
-def why_not_older(config: Config) -> str | None:
+def why_not_older(device: torch.device) -> str | None:
     """Why kernels that need what GPUs have since compute capability 8.0 cannot run on the device, or None."""
-    if config.device.type != "cuda" or (capability := capability_of(config.device)) >= _AMPERE:
+    if device.type != "cuda" or (capability := capability_of(device)) >= _AMPERE:
         return None
     return f"the device must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
 

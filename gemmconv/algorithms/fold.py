@@ -1,6 +1,7 @@
 """im2col and col2im on their own, with the meaning of torch.nn.functional.unfold and fold.
 
-On CUDA they run the kernels of ``gemm_col2im``, elsewhere, and for planes that these cannot count, torch's own.
+On CUDA they run the kernels of ``gemm_col2im``. Elsewhere, on older GPUs, and for planes that these cannot count, they
+are torch's own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from gemmconv.algorithms.base import why_not_older
 from gemmconv.geometry import Problem
 
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
@@ -55,5 +57,6 @@ def prepare_im2col(problem: Problem, dtype: torch.dtype, device: torch.device) -
 
 
 def _takes_the_kernel(problem: Problem, dtype: torch.dtype, device: torch.device) -> bool:
-    countable = problem.batch * problem.out_channels <= _MOST_PLANES
-    return device.type == "cuda" and dtype in _KERNEL_DTYPES and countable
+    if device.type != "cuda" or dtype not in _KERNEL_DTYPES or why_not_older(device) is not None:
+        return False
+    return problem.batch * problem.out_channels <= _MOST_PLANES

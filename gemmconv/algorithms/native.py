@@ -184,7 +184,7 @@ def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, .
 
 class _Deterministic:
     """Has cuDNN take deterministic kernels, always the same, while any thread is inside, and puts torch's settings back
-    after the last, but for those that something else has changed meanwhile. A search of ``cudnn.benchmark`` could find
+    after the last, but for those that have another value by then. A search of ``cudnn.benchmark`` could find
     others in the next process."""
 
     def __init__(self) -> None:
