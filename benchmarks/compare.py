@@ -254,8 +254,8 @@ def _run(request: _Request) -> int:
         finally:
             files.save_all()
     complete = not files.missing(plan)
-    if complete and not lost and missing:
-        _first_calls(request, files)
+    if complete and not lost:
+        _first_calls(request, files, bool(missing))
 
     rows = files.rows(request)
     print()
@@ -400,6 +400,11 @@ class _Files:
         if self._request.out is not None:
             print(f"\nfiles: {', '.join(str(self._path(suite)) for suite in self._results)}, and .csv beside them")
 
+    def has_first_costs(self, layers: Sequence[str]) -> bool:
+        """Whether the rows of all these layers of suite latency say what first calls cost."""
+        rows = self._results["latency"].rows.values()
+        return {*layers} <= {row.layer for row in rows if row.cold_ms is not None}
+
     def first_costs(self, cold: first_call.Costs, warm: first_call.Costs) -> None:
         """Write what first calls cost into the rows of suite latency."""
         for key, row in list(self._results["latency"].rows.items()):
@@ -410,10 +415,12 @@ class _Files:
         self.save("latency")
 
 
-def _first_calls(request: _Request, files: _Files) -> None:
-    """Measure first calls, for the suite latency on a GPU; a CPU compiles nothing."""
+def _first_calls(request: _Request, files: _Files, again: bool) -> None:
+    """Measure first calls, for suite latency on a GPU, again or where there are none yet; a CPU compiles nothing."""
     layers = [workload.layer for workload in request.workloads if workload.suite == "latency"]
     if request.device.type != "cuda" or not layers or "forward" not in request.directions:
+        return
+    if not again and files.has_first_costs(layers):
         return
     print("first calls, in processes of their own", flush=True)
     try:

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -931,6 +932,22 @@ def test_command_line_lists_the_workloads(capsys):
     assert compare.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert all(workload.layer in out for suite in SUITES.values() for workload in suite)
+
+
+def test_first_calls_are_measured_until_there_are_some(monkeypatch, tmp_path):
+    calls = []
+    costs = {("n1 c8x8 k3 h4 w5", "fp32", "direct"): 2.0}
+    monkeypatch.setattr(first_call, "measure", lambda layers, *_: calls.append(layers) or (costs, {}))
+    latency = replace(custom("n1 c8x8 k3 h4 w5"), suite="latency")
+    request = SimpleNamespace(
+        workloads=[latency], device=torch.device("cuda", 0), directions=("forward",), precisions=("fp32",), out=tmp_path
+    )
+    results_of(row_of(suite="latency", precision="fp32", algorithm="direct")).save(tmp_path / "latency.json")
+    for again, count in ((False, 1), (False, 1), (True, 2)):
+        compare._first_calls(request, compare._Files(request, ABOUT), again)
+        assert len(calls) == count
+    (row,) = Results.load(tmp_path / "latency.json").rows.values()
+    assert (row.cold_ms, row.warm_ms) == (2.0, None)
 
 
 def test_first_call_child_prints_json(capsys):
