@@ -195,7 +195,7 @@ def problem(
     if input_shape[1] != in_channels:
         rule = f"have the {in_channels} channels of weight {list(weight_shape)}"
         fail(RuntimeError, where, "input", rule, f"{input_shape[1]} in shape {list(input_shape)}")
-    if input_shape[2] < 1 or input_shape[3] < 1:
+    if _any_below(1, input_shape[2:]):
         fail(RuntimeError, where, "input", "have a height and a width of at least 1", list(input_shape))
     result = Problem(
         input_shape[0],
@@ -364,8 +364,17 @@ def output_padding_for(
 
 
 def _any_below(least: int, values: Sequence[int]) -> bool:
-    """Whether any value is less. Unlike ``min``, it never ties a compiled graph's sizes."""
-    return any(value < least for value in values)
+    """Whether any value is less. Unlike ``min``, it never ties a compiled graph's sizes; data may decide over them."""
+    return any(_is_known(value < least) for value in values)
+
+
+def _is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition holds; not where data will decide that in a compiled graph."""
+    if not isinstance(condition, torch.SymBool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(condition))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -398,3 +398,16 @@ def test_conv_transpose2d_is_the_same_through_the_operator(device):
     assert torch.equal(*outputs)
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_compiled_call_takes_a_height_that_data_decide(monkeypatch, device):
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    input, weight, _ = tensors(device)
+
+    def of_chosen_rows(function):
+        return lambda chosen: function(input[:, :, chosen.nonzero().squeeze(1)], weight)
+
+    torch._dynamo.reset()
+    chosen = torch.tensor([1, 0, 1, 1], device=device)
+    actual = torch.compile(of_chosen_rows(ours), backend="aot_eager", fullgraph=True)(chosen)
+    torch.testing.assert_close(actual, of_chosen_rows(theirs)(chosen))
