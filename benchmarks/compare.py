@@ -257,7 +257,7 @@ def _run(request: _Request) -> int:
     if complete and not lost:
         _first_calls(request, files, bool(missing))
 
-    rows = files.rows(request)
+    rows = files.rows(plan)
     print()
     print(summary.report(rows))
     files.say_where()
@@ -380,20 +380,14 @@ class _Files:
         if path is not None:
             self._results[suite].save(path)
 
-    def rows(self, request: _Request) -> list[Row]:
-        """The finished rows of what was asked for, without those that are to be measured again."""
-        names = {workload.name for workload in request.workloads}
-        contenders = {(contender.name, contender.layout) for contender in request.contenders}
-        directions = {*request.directions, *(("both",) if len(request.directions) > 1 else ())}  # see _plan_for
+    def rows(self, plan: Plan) -> list[Row]:
+        """The finished rows of what was asked for, in every mode, without those that are to be measured again."""
+        wanted = {key for one in self._request.workloads for key in expected_keys(one, _plan_for(plan, one))}
         return [
             row
             for results in self._results.values()
             for row in results.finished()
-            if row.workload in names
-            and (row.algorithm, row.layout) in contenders
-            and row.precision in request.precisions
-            and row.direction in directions
-            and self.done(row.key) is not None
+            if in_mode(row.key, "eager") in wanted and self.done(row.key) is not None
         ]
 
     def say_where(self) -> None:

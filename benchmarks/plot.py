@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import summary
 from benchmarks.contenders import DEFAULT_TORCH, PRECISIONS
+from benchmarks.report import current_and_older, newest_results
 from benchmarks.results import Row, load_all
 from benchmarks.workloads import SUITES
 
@@ -56,23 +57,20 @@ def draw(folder: Path) -> list[Path]:
     Raises:
         ValueError: the folder holds no results.
     """
-    from benchmarks.report import current_and_older
-
     rows, runs = load_all(folder)
     if not rows:
         raise ValueError(f"{folder} holds no result files")
     target = folder / "plots"
     target.mkdir(exist_ok=True)
     made = []
-    timed = [row for row in rows if row.median_ms is not None and row.mode == "eager"]
     for suite in summary.SUITE_ORDER:
         for direction in ("forward", "backward"):
-            of_suite = [row for row in timed if row.suite == suite and row.direction == direction]
+            of_suite = [row for row in _timed(rows) if row.suite == suite and row.direction == direction]
             if any(row.speedup_default is not None and not row.is_torch for row in of_suite):
                 title = f"{suite}, {direction}: speed-up over torch's default"
                 figure = speedups(of_suite, title, _heading(of_suite, runs))
                 made.append(_save(figure, target / f"speedup_{suite}_{direction}.png"))
-    current = [row for row in current_and_older(rows, runs)[0] if row.median_ms is not None and row.mode == "eager"]
+    current = _timed(current_and_older(rows, runs)[0])
     for precision in PRECISIONS:
         of_precision = [row for row in current if row.precision == precision and row.direction == "forward"]
         if any(not row.is_torch and row.flops for row in of_precision):
@@ -84,6 +82,10 @@ def draw(folder: Path) -> list[Path]:
             figure = sweeps(of_sweep, precision, _heading(of_sweep, runs))
             made.append(_save(figure, target / f"sweep_{precision}.png"))
     return made
+
+
+def _timed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.median_ms is not None and row.mode == "eager"]
 
 
 def _heading(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
@@ -353,8 +355,6 @@ def sweeps(rows: Sequence[Row], precision: str, heading: str) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the charts of a folder."""
-    from benchmarks.report import newest_results
-
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plot", description="Draw the charts of a result folder."
     )

@@ -78,8 +78,7 @@ def _about_older(older: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
     """How many rows of which suites they are, and how many of them lose."""
     counts = Counter((row.suite, runs[row.run]["commit"][:7]) for row in older)
     suites = ", ".join(f"{count} of {suite} ({commit})" for (suite, commit), count in counts.items())
-    slower, total = summary.losing(older), len(summary.compared(older))
-    return f"{suites}. Of those that are compared {len(slower)} of {total} lose"
+    return f"{suites}. Of those that are compared {summary.losing_of(older)} lose"
 
 
 def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, charts: Sequence[str]) -> str:
@@ -105,12 +104,12 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
             f"Not in the tables here, since an older gemmconv was measured: {_about_older(older, runs)}; "
             f"[summary.md]({link}/summary.md) has them all."
         )
-    slower, total = summary.losing(rows), len(summary.compared(rows))
-    parts.append(f"**Slower than the best torch setting in {len(slower)} of {total} rows** of `auto` in NCHW")
-    others = [f"{_losing_of(rows, kind)} in {name}" for name, kind in summary.ASKED_FOR.items()]
-    parts[-1] += f" ({', '.join(others)})."
-    parts[-1] += _about_alone(rows)
-    if slower:
+    others = [f"{summary.losing_of(rows, kind)} in {name}" for name, kind in summary.ASKED_FOR.items()]
+    parts.append(
+        f"**Slower than the best torch setting in {summary.losing_of(rows)} rows** of `auto` in NCHW "
+        f"({', '.join(others)}).{_about_alone(rows)}"
+    )
+    if slower := summary.losing(rows):
         shown = [summary.losing_cells(row) for row in slower[:_MOST_LOSING]]
         parts[-1] += f" The worst in NCHW (all: [summary.md]({link}/summary.md)):"
         parts.append(summary.markdown_table(summary.LOSING_HEADINGS, shown, left=4))
@@ -163,17 +162,12 @@ def full(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
 def _losing_parts(rows: Sequence[Row]) -> list[str]:
     parts = []
     for name, kind in {"NCHW": summary.DEFAULT, **summary.ASKED_FOR}.items():
-        parts.append(
-            f"## Rows that lose, {name}\n\n`auto` against torch's best setting of any layout: {_losing_of(rows, kind)}."
-        )
+        count = summary.losing_of(rows, kind)
+        parts.append(f"## Rows that lose, {name}\n\n`auto` against torch's best setting of any layout: {count}.")
         if slower := summary.losing(rows, kind):
             cells = [summary.losing_cells(row) for row in slower]
             parts.append(summary.markdown_table(summary.LOSING_HEADINGS, cells, left=4))
     return parts
-
-
-def _losing_of(rows: Sequence[Row], kind: tuple[str, str]) -> str:
-    return f"{len(summary.losing(rows, kind))} of {len(summary.compared(rows, kind))}"
 
 
 def _about_alone(rows: Sequence[Row]) -> str:

@@ -108,6 +108,11 @@ def losing(rows: Iterable[Row], kind: tuple[str, str] = DEFAULT) -> list[Row]:
     return sorted(slower, key=lambda row: row.speedup_best or 0.0)
 
 
+def losing_of(rows: Sequence[Row], kind: tuple[str, str] = DEFAULT) -> str:
+    """How many of them lose, of how many."""
+    return f"{len(losing(rows, kind))} of {len(compared(rows, kind))}"
+
+
 def alone(rows: Iterable[Row]) -> list[Row]:
     """The rows of ``auto`` with a time where torch has none in any setting."""
     return [row for row in _timed(rows, DEFAULT) if row.speedup_best is None]
@@ -179,9 +184,8 @@ def report(rows: Sequence[Row], most_losing: int = 20) -> str:
     """The summary as plain text: what is wrong, what loses, then the ratios of auto, and of the algorithms in NCHW."""
     parts = [*troubles(rows)]
     slower = losing(rows)
-    total = len(compared(rows))
-    if total:
-        parts.append(f"\nauto in NCHW is slower than the best torch setting in {len(slower)} of {total} rows")
+    if compared(rows):
+        parts.append(f"\nauto in NCHW is slower than the best torch setting in {losing_of(rows)} rows")
     if slower:
         parts.append(text_table(LOSING_HEADINGS, [losing_cells(row) for row in slower[:most_losing]], left=4))
         if len(slower) > most_losing:

@@ -16,8 +16,10 @@ _registered = False
 def register() -> None:
     """Have the operators counted, once that module is imported."""
     global _registered
+    if _registered:
+        return
     counter = sys.modules.get(_MODULE)
-    if _registered or counter is None or not hasattr(counter, "register_flop_formula"):
+    if counter is None or not hasattr(counter, "register_flop_formula"):  # not all of it is imported yet
         return
     _registered = True
     operators = torch.ops.gemmconv

@@ -87,6 +87,12 @@ def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str
         fail(ValueError, where, "workspace_limit", "be at least 1 byte", limit, "leave it None for 64 MiB")
 
 
+def floating(where: str, argument: str, dtype: torch.dtype, remedy: str = "") -> None:
+    """Raises NotImplementedError where a dtype is neither floating-point nor complex."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        fail(NotImplementedError, where, argument, "be floating-point", _name(dtype), remedy)
+
+
 def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) -> None:
     """Check that all tensors share the first one's floating-point dtype and device.
 
@@ -96,15 +102,7 @@ def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) ->
     """
     (first_name, first), *rest = tensors
     assert first is not None
-    if not (first.is_floating_point() or first.is_complex()):
-        fail(
-            NotImplementedError,
-            where,
-            first_name,
-            "be floating-point",
-            _name(first.dtype),
-            f"use {first_name}.float()",
-        )
+    floating(where, first_name, first.dtype, f"use {first_name}.float()")
     for name, other in rest:
         if other is None:
             continue
@@ -226,8 +224,7 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> None:
     """
     if not isinstance(dtype, torch.dtype):
         fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
-    if not (dtype.is_floating_point or dtype.is_complex):
-        fail(NotImplementedError, where, "dtype", "be floating-point", _name(dtype))
+    floating(where, "dtype", dtype)
     geometry = made.stride, made.padding, made.output_padding, made.groups, made.dilation
     parameters(where, *geometry, made.kernel_size)
     if made.batch < 0:

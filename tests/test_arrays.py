@@ -10,7 +10,7 @@ from tests.samples import problem_of, sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 CASE = CASES[0]
-OPTIONS = {name: getattr(CASE, name) for name in ("stride", "padding", "output_padding", "groups", "dilation")}
+OPTIONS = CASE.parameters
 
 
 def data_of(dtype=torch.float32):
