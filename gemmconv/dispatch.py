@@ -68,9 +68,18 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 def is_for_torch() -> bool:
     """Whether transforms of torch.func are active that want torch's own operators."""
-    if not get_dynamic_layer_stack_depth():  # which torch.compile knows beforehand
+    if not _transforms_active():
         return False
     return torch.compiler.is_compiling() or any(kind != TransformType.Grad for kind in _transforms())
+
+
+def _transforms_active() -> bool:
+    return get_dynamic_layer_stack_depth() > 0
+
+
+# torch.compile, which may not look into the function before torch 2.13, takes its result for a constant: transforms are
+# guarded anyway. torch.compiler.assume_constant_result does the same, and imports all of torch._dynamo.
+_transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def loses_a_tangent() -> bool:

@@ -400,8 +400,8 @@ def test_conv_transpose2d_is_the_same_through_the_operator(device):
         assert torch.equal(one, other)
 
 
-def test_a_compiled_call_takes_a_height_that_data_decide(monkeypatch, device):
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_compiled_call_takes_a_height_that_data_decide(device):
     input, weight, _ = tensors(device)
 
     def of_chosen_rows(function):
