@@ -22,21 +22,21 @@
  * What lies outside of the tensors counts as zeros, so values must be finite, as in fused_wgmma.cu.
  *
  * A block has 64 * SIDES_CO output channels, CI_TILE input channels, and as many taps as its warpgroups have, each of its own:
- * TAPS_H x TAPS_W. It goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight; a second
- * kernel adds the slices in their order. One thread begins all copies, three warps round and mend. The sums of SPLIT leave the
- * tensor cores, which cut them off, after each tile.
+ * TAPS_H x TAPS_W. It goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight;
+ * fused_weight_grad_sum.cu adds the slices in their order. One thread begins all copies, three warps round and mend. The sums
+ * of SPLIT leave the tensor cores, which cut them off, after each tile.
  *
  * A line of a box costs some 7 cycles, however short it is, and that is what limits layers of few channels: so a tile has ROWS
  * rows of pixels, whose taps read the same rows of grad_output (KernelBench 57, ROWS = 2: 4 for 6), and three warpgroups may
  * have a row of taps each.
  *
- * Macros: ELEMENT_T, SPLIT; CI, CO (channels of a group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; PIXELS (of a
- * line: what 64 or 128 bytes have), ROWS (lines of a channel in a tile), TILE_W (pixels of a line in a row: all, or the input's
- * width), SEGMENT (of them that read one piece of a row of grad_output), VECTOR (words of it that a thread loads together);
+ * Macros: ELEMENT_T, SPLIT; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a
+ * group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; PIXELS (of a line: what 64 or 128 bytes have), ROWS (lines of a
+ * channel in a tile), TILE_W (pixels of a line in a row: all, or the input's width), SEGMENT (of them that read one piece of a
+ * row of grad_output), VECTOR (words of it that a thread loads together);
  * CI_TILE (a multiple of 16 up to 256); SIDES_CO, SIDES_H, SIDES_W (warpgroups with output channels, or taps, of their own),
  * TAPS_H, TAPS_W; SLOTS (pieces that a tile needs), SLOT_ROWS, SLOT_COLUMNS (which, from the first), SLOT_OF (of a segment and
- * a row of taps); ROW_PITCH (elements of a piece); PLANES (0 where boxes have rows); STAGES; SHARED_BYTES; of the second kernel
- * SUM_RUN (output channels of a block), SUM_SHARES (threads that share a weight). Chosen by
+ * a row of taps); ROW_PITCH (elements of a piece); PLANES (0 where boxes have rows); STAGES; SHARED_BYTES. Chosen by
  * gemmconv/algorithms/fused_gradient.py.
  */
 #include "common/dependent.cuh"
@@ -52,17 +52,10 @@
 
 struct fused_weight_grad_params {
     tensor_map_t input, grad_output;
-    float* __restrict__ partials;  // [slices, groups, K_H * K_W, CI, CO]
+    PARTIAL_T* __restrict__ partials;  // [slices, groups, K_H * K_W, CI, CO]
     int groups, w_in, h_out, w_out;
     int tiles_w, tiles_h;  // of an image: across, and rows of them
     int tiles, slices;     // tiles in all
-};
-
-struct fused_weight_grad_sum_params {
-    const float* partials;  // written by the launch before, which may still run
-    ELEMENT_T* __restrict__ grad_weight;  // [groups, CI, CO, K_H, K_W]
-    long long elements;
-    int slices;
 };
 
 constexpr int kWarpgroups = SIDES_CO * SIDES_H * SIDES_W, kMultipliers = 128 * kWarpgroups, kThreads = kMultipliers + 128;
@@ -335,17 +328,17 @@ __device__ __forceinline__ void consume(const fused_weight_grad_params& p, const
     #pragma unroll
     for (int tap = 0; tap < kTaps && !SPLIT; ++tap) wgmma_finish_rows(sums[tap]);
 
-    float* partials = p.partials + (static_cast<long long>(work.slice) * p.groups + work.group) * (kAllTaps * CI) * CO;
+    PARTIAL_T* partials = p.partials + (static_cast<long long>(work.slice) * p.groups + work.group) * (kAllTaps * CI) * CO;
     #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) {
         const int kh = work.kh + side_h * TAPS_H + tap / TAPS_W, kw = work.kw + side_w * TAPS_W + tap % TAPS_W;
         if (kh >= KERNEL_H || kw >= KERNEL_W) continue;
-        float* matrix = partials + static_cast<long long>(kh * KERNEL_W + kw) * CI * CO;
+        PARTIAL_T* matrix = partials + static_cast<long long>(kh * KERNEL_W + kw) * CI * CO;
         #pragma unroll
         for (int d = 0; d < CI_TILE / 2; ++d) {
             const int row = first_row + g + d / 2 % 2 * 8, ci = work.ci + d / 4 * 8 + 2 * t + d % 2;
             const int co = work.co + row % (kBlockCo / kClasses) * kClasses + plane;
-            if (co < CO && ci < CI) matrix[static_cast<long long>(ci) * CO + co] = sums[tap][d];
+            if (co < CO && ci < CI) matrix[static_cast<long long>(ci) * CO + co] = narrow<PARTIAL_T>(sums[tap][d]);
         }
     }
 }
@@ -372,36 +365,5 @@ fused_weight_grad_kernel(const __grid_constant__ fused_weight_grad_params p) {
         if (threadIdx.x == kMultipliers) produce(p, b);
         const int mender = threadIdx.x - (kThreads - kMenders);
         if (kMended && mender >= 0) mend(p, b, mender);
-    }
-}
-
-/* Adds the partial sums of all slices. A block owns all taps of SUM_RUN output channels of an input channel, which lie together
- * in grad_weight; SUM_SHARES threads share a weight, each adds every SUM_SHARES-th slice.
- */
-constexpr int kSumThreads = 256, kSumLanes = kSumThreads / SUM_SHARES, kRuns = ceil_div(CO, SUM_RUN);
-constexpr int kSumWeights = kAllTaps * SUM_RUN;
-extern "C" __global__ void __launch_bounds__(kSumThreads)
-fused_weight_grad_sum_kernel(const __grid_constant__ fused_weight_grad_sum_params p) {
-    __shared__ float totals[SUM_SHARES][kSumWeights];
-    const int lane = threadIdx.x % kSumLanes, share = threadIdx.x / kSumLanes;
-    const int co = blockIdx.x % kRuns * SUM_RUN, ci = blockIdx.x / kRuns % CI, group = blockIdx.x / kRuns / CI;
-    wait_for_previous_launch();
-    for (int weight = lane; weight < kSumWeights; weight += kSumLanes) {
-        const int tap = weight / SUM_RUN, channel = co + weight % SUM_RUN;
-        if (channel >= CO) continue;
-        const float* partial = p.partials + (static_cast<long long>(group * kAllTaps + tap) * CI + ci) * CO + channel;
-        float total = 0;
-        #pragma unroll 8
-        for (int slice = share; slice < p.slices; slice += SUM_SHARES) total += partial[slice * p.elements];
-        totals[share][weight] = total;
-    }
-    __syncthreads();
-    ELEMENT_T* grad_weight = p.grad_weight + (static_cast<long long>(group * CI + ci) * CO + co) * kAllTaps;
-    for (int i = threadIdx.x; i < kSumWeights && co + i / kAllTaps < CO; i += kSumThreads) {
-        const int weight = i % kAllTaps * SUM_RUN + i / kAllTaps;
-        float total = totals[0][weight];
-        #pragma unroll
-        for (int other = 1; other < SUM_SHARES; ++other) total += totals[other][weight];
-        grad_weight[i] = narrow<ELEMENT_T>(total);
     }
 }

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from random import Random
+from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.samples import channels_last, conv_precision, expected, offset, probl
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused, fused_choice, fused_fold, fused_gradient, fused_images
+from gemmconv.algorithms import fused, fused_choice, fused_fold, fused_gradient, fused_gradient_lines, fused_images
 
 HOPPER = (9, 0)
 pytestmark = [
@@ -195,6 +197,8 @@ IMAGE_RUNS = [
 class GradientRun(Run):
     """The same for csrc/fused_weight_grad.cu: its own tile and five others."""
 
+    kernel: ClassVar[ModuleType] = fused_gradient
+
     @property
     def tiles(self):
         config = self.config
@@ -215,6 +219,42 @@ GRADIENT_RUNS = [
 ]
 
 
+@dataclass(frozen=True)
+class LinesRun(Run):
+    """The same for csrc/fused_weight_grad_lines.cu: its own tile and seven others."""
+
+    kernel: ClassVar[ModuleType] = fused_gradient_lines
+
+    @property
+    def tiles(self):
+        config = self.config
+        own = fused_gradient_lines.tile_of(config.problem, config.workspace_limit)
+        if self.layout == "contiguous":  # what turns the tensors knows no tiles
+            return [own]
+        found = [tile for tile in fused_gradient_lines.tiles_of(config.problem) if tile.slices(config.workspace_limit)]
+        return [own, *Random(str(self)).sample(found, min(7, len(found)))]
+
+
+# Images smaller than eight pixels across, channels that fill no line, taps that share a box in either direction.
+LINES_CASES = [
+    Case(2, 64, 64, (16, 40), (3, 3), (1, 1), (1, 1)),
+    Case(9, 136, 72, (4, 4), (4, 4), (2, 2), (1, 1)),
+    Case(3, 128, 256, (14, 14), (2, 2), (2, 2)),
+    Case(4, 192, 64, (16, 16), (4, 4), (2, 2), (1, 1)),
+    Case(2, 64, 32, (1, 600), (1, 16), (1, 8), (0, 4)),
+    Case(2, 96, 128, (17, 24), (3, 5), (1, 1)),
+    Case(1, 512, 128, (33, 7), (3, 3), (2, 2), groups=2),
+    Case(2, 40, 104, (9, 33), (5, 3), (3, 2), (2, 1), (1, 0), (1, 3)),
+]
+LINES_RUNS = [
+    LinesRun(case, numerics, layout)
+    for case in (*LINES_CASES, *GRADIENT_CASES)
+    for numerics in ("float16", "bfloat16")
+    for layout in FORMATS
+    if fused_gradient_lines.tile_of(problem_of(case), 64 << 20) is not None
+]
+
+
 def compile_plans(run):
     """In a process of its own: put what a run loads into the kernel cache."""
     only_compile("sm_90a")
@@ -226,9 +266,9 @@ def compile_plans(run):
         for tile in run.tiles:
             fused_images.prepare_forward(run.config, tile)
         return
-    if isinstance(run, GradientRun):
+    if isinstance(run, GradientRun | LinesRun):
         for tile in run.tiles:
-            fused_gradient.prepare_weight_grad(run.config, tile)
+            run.kernel.prepare_weight_grad(run.config, tile)
         return
     for plan in run.plans:
         getattr(fused, f"prepare_{plan.direction}")(run.config, plan)
@@ -293,14 +333,14 @@ def test_fused_images_matches_reference_to_the_bit_again(run, compiled, poison):
             assert torch.equal(call(data.input, data.weight, bias), actual)
 
 
-@pytest.mark.parametrize("run", GRADIENT_RUNS, ids=str)
+@pytest.mark.parametrize("run", [*GRADIENT_RUNS, *LINES_RUNS], ids=str)
 def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
     data, wanted = sample(case, config.dtype, "cuda"), expected(case, config.dtype).weight_grad
     arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
     grad_output, input = arrange(data.grad_output), arrange(data.input)
     for tile in run.tiles:
-        call = fused_gradient.prepare_weight_grad(config, tile)
+        call = run.kernel.prepare_weight_grad(config, tile)
         poison("cuda")
         actual = call(grad_output, input)
         reference.assert_close(actual, wanted, config.dtype, config.precision)

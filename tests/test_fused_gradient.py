@@ -102,7 +102,7 @@ def test_pieces_have_what_the_taps_read(tile):
 
 @given(tiles)
 def test_stages_fit_and_boxes_are_what_a_tensor_map_takes(tile):
-    macros = fused_gradient.macros_of(tile, torch.float32 if tile.itemsize == 4 else torch.float16, LIMIT)
+    macros = fused_gradient.macros_of(tile, torch.float32 if tile.itemsize == 4 else torch.float16, 2)
     assert macros["STAGES"] >= 2
     assert macros["SHARED_BYTES"] <= SHARED_BYTES - 1024 + 24 * 8
     assert tile.row_pitch * tile.itemsize % 16 == 0
@@ -131,7 +131,12 @@ def test_real_layers_take_the_kernel(name, numerics, monkeypatch):
     config = Config(workload.problem, numerics[0], torch.device("cuda", 0), numerics[1])
     tile = fused.gradient_tile_for(config)
     assert tile is not None
-    assert fused.Fused().estimate(config, "weight_grad") == tile.seconds(config.workspace_limit)
+    seconds = tile.seconds(config.workspace_limit)
+    if (lines := fused.lines_tile_for(config)) is not None:  # which may be faster, both tensors turned before
+        assert numerics[0] == torch.float16
+        turned = lines.seconds(config.workspace_limit) + turning_seconds(config, torch.channels_last)
+        seconds = min(seconds, turned)
+    assert fused.Fused().estimate(config, "weight_grad") == seconds
     assert fused.Fused().workspace_bytes(config, "weight_grad") <= config.workspace_limit
 
 
@@ -166,7 +171,7 @@ def test_a_copy_of_the_input_counts_as_workspace():
     tile = fused.gradient_tile_for(config)
     assert tile.input_width == 16
     assert tile.padded_bytes == 2 * 16 * 4 * 16 * 2
-    assert fused_gradient.workspace_bytes(config, tile) > tile.padded_bytes
+    assert tile.workspace_bytes(config.workspace_limit) > tile.padded_bytes
     less = Config(problem, torch.float16, torch.device("cuda", 0), "ieee", workspace_limit=tile.padded_bytes)
     assert fused.gradient_tile_for(less) is None
 

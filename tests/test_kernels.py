@@ -31,6 +31,7 @@ from gemmconv.algorithms import (
     fused,
     fused_fold,
     fused_gradient,
+    fused_gradient_lines,
     fused_images,
 )
 from gemmconv.algorithms.base import Config
@@ -145,13 +146,14 @@ class Run:
 
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores or "grads", both; on tensor cores
-            "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_fold", "fused_images".
+            "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_weight_grad_lines",
+            "fused_fold", "fused_images".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
         multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
-        choice: which of the tiles that forward_mma, fused_fold, _images or _weight_grad may have; of forward_mma and
-            fused also the best on one of their paths, of fused a plan; None for the one that they take.
+        choice: which of the tiles that forward_mma, fused_fold, _images, _weight_grad or _lines may have; of
+            forward_mma and fused also the best on one of their paths, of fused a plan; None for the one that they take.
         tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
 
@@ -219,6 +221,14 @@ class Run:
         return tiles[self.choice % len(tiles)]
 
     @functools.cached_property
+    def lines_tile(self):
+        """The tile of fused_weight_grad_lines."""
+        if self.choice is None:
+            return fused_gradient_lines.tile_of(problem_of(self.case), self.config.workspace_limit)
+        tiles = [*fused_gradient_lines.tiles_of(problem_of(self.case))]
+        return tiles[self.choice % len(tiles)]
+
+    @functools.cached_property
     def grads_tile(self):
         """The tile of grads_mma, None where there is none."""
         return direct_grads.tile_for(self.config) if self.choice is None else self.grads_tiles[self.choice]
@@ -255,6 +265,10 @@ class Run:
                 if self.multiprocessors is not None:
                     patch.setattr(fused_gradient, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return fused_gradient.prepare_weight_grad(self.config, self.gradient_tile)
+            if self.operation == "fused_weight_grad_lines":
+                if self.multiprocessors is not None:
+                    patch.setattr(fused_gradient_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
+                return fused_gradient_lines.prepare_weight_grad(self.config, self.lines_tile)
             if self.operation == "fused_fold":
                 if self.multiprocessors is not None:
                     patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
@@ -605,6 +619,37 @@ GRADIENT_RUNS += [
 GRADIENT = Run("fused_weight_grad", Case(1, 16, 16, (20, 64), (3, 3), (1, 1), (1, 1)), torch.float16, multiprocessors=0)
 GRADIENT_TF32 = replace(GRADIENT, dtype=torch.float32, tf32=True)
 
+# Each case in its own tile and in others.
+LINES_CASES = [
+    Case(2, 24, 16, (5, 16), (3, 3), (1, 1), (1, 1)),
+    Case(3, 72, 136, (9, 16), (4, 4), (2, 2), (1, 1)),
+    Case(5, 40, 72, (4, 4), (4, 4), (2, 2), (1, 1)),
+    Case(3, 128, 64, (7, 14), (2, 2), (2, 2)),
+    Case(2, 128, 96, (7, 8), (3, 2), (2, 2), groups=2),
+    Case(1, 40, 24, (6, 40), (3, 5), (2, 1), (2, 2), (1, 0), (1, 1)),
+    Case(2, 16, 24, (3, 33), (3, 3), (1, 2), (1, 2), (0, 1), (2, 2)),
+    Case(3, 200, 40, (1, 88), (1, 16), (1, 8), (0, 4)),
+    Case(9, 72, 104, (1, 1), (4, 4)),
+    Case(2, 64, 128, (16, 24), (1, 1)),
+    Case(2, 64, 64, (5, 24), (5, 7), (3, 2), (4, 3), (2, 1), (2, 3)),
+]
+LINES_RUNS = [
+    Run(
+        "fused_weight_grad_lines",
+        case,
+        (torch.float16, torch.bfloat16)[(i + j) % 2],
+        "channels_last",
+        multiprocessors=(None, 0, 3)[(i + j) % 3],
+        choice=choice,
+    )
+    for i, case in enumerate(LINES_CASES)
+    for j, choice in enumerate((None, 37 * i, 101 * i + 59, 211 * i + 307))
+]
+
+
+LINES = replace(LINES_RUNS[0], case=Case(1, 64, 64, (20, 64), (3, 3), (1, 1), (1, 1)), multiprocessors=0)
+LINES_RUNS += [LINES]
+
 
 @pytest.fixture(scope="module")
 def calls(parametrized, folder):
@@ -808,6 +853,37 @@ def test_runs_of_fused_weight_grad_take_every_path():
     ):
         assert {bool(path(tile)) for tile in tiles} == {True, False}
     assert len({(tile.sides_co > 1, tile.itemsize, tile.split) for tile in tiles}) == 2 * len(FUSED_TYPES)
+
+
+@pytest.mark.parametrize("run", LINES_RUNS, ids=str)
+def test_fused_weight_grad_lines_kernel_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_weight_grad_lines_take_every_path():
+    tiles = [run.lines_tile for run in LINES_RUNS]
+    for path in (
+        lambda tile: tile.size[0] > 1,
+        lambda tile: tile.pair_rows,
+        lambda tile: tile.sides[0] > 1,
+        lambda tile: tile.sides[1] > 1,
+        lambda tile: tile.taps_h.sides > 1,
+        lambda tile: tile.taps_w.sides > 1,
+        lambda tile: tile.atoms > 1,
+        lambda tile: tile.merged > 1,
+        lambda tile: tile.taps_h.extra,
+        lambda tile: tile.taps_w.extra,
+        lambda tile: tile.taps_h.boxes > 1,
+        lambda tile: tile.taps_w.boxes > 1,
+        lambda tile: 1 < tile.taps_w.boxes < tile.taps_w.taps,
+        lambda tile: tile.size[2] % 8,
+        lambda tile: tile.columns % 64,
+        lambda tile: tile.weight_blocks > 1,
+        lambda tile: tile.warpgroups == 3,
+        lambda tile: tile.products > 1,
+    ):
+        assert {bool(path(tile)) for tile in tiles} == {True, False}
 
 
 # float32 that is rounded on its way to tensor cores, by each kernel that does so.
@@ -1538,7 +1614,29 @@ MISTAKES = {
     ),
     "weight_grad_slice_left_out": (
         replace(GRADIENT, multiprocessors=None),
-        emulator.Edit("fused_weight_grad.cu", r"slice < p\.slices;", "slice < p.slices - 1;"),
+        emulator.Edit("fused_weight_grad_sum.cu", r"slice < p\.slices;", "slice < p.slices - 1;"),
+        "relative error",
+    ),
+    "weight_grad_lines_stage_not_free": (
+        LINES,
+        emulator.Edit("fused_weight_grad_lines.cu", r"barrier_wait\(b\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "weight_grad_lines_stage_not_waited_for": (
+        LINES,
+        emulator.Edit("fused_weight_grad_lines.cu", r"barrier_wait\(b\.full[^;]*;", ""),
+        "relative error|deadlock|arrivals in a phase|never waited for",
+    ),
+    "weight_grad_lines_stage_released_too_early": (
+        LINES,
+        emulator.Edit(
+            "fused_weight_grad_lines.cu", r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);"
+        ),
+        "relative error|arrivals in a phase|overwritten|deadlock",
+    ),
+    "weight_grad_lines_of_another_tap": (
+        LINES,
+        emulator.Edit("fused_weight_grad_lines.cu", r"i / BOXES \* \(TAPS::kShift \* shift_lines\)", "i / BOXES"),
         "relative error",
     ),
     "fused_lined_of_one_place": (

@@ -32,6 +32,8 @@ from gemmconv.algorithms import (
     fused_choice,
     fused_fold,
     fused_gradient,
+    fused_gradient_lines,
+    fused_gradient_sum,
     fused_images,
     partials,
     turning,
@@ -219,13 +221,21 @@ GRADIENTS += [("kb71", "bfloat16"), ("pose3", "bfloat16"), ("stylegan_up256", "t
 
 
 def gradient_variants():
-    """fused_weight_grad.cu for layers of full size."""
+    """fused_weight_grad.cu, _lines.cu and _sum.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind in GRADIENTS:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
         tile = fused_gradient.tile_of(problems[name], dtype.itemsize, kind == "float32", 64 << 20)
-        macros = fused_gradient.macros_of(tile, dtype, 64 << 20)
-        variants[f"fused_weight_grad-{name}-{kind}"] = ("fused_weight_grad.cu", macros)
+        variants[f"fused_weight_grad-{name}-{kind}"] = (
+            "fused_weight_grad.cu",
+            fused_gradient.macros_of(tile, dtype, 2),
+        )
+        if dtype.itemsize == 2:
+            tile = fused_gradient_lines.tile_of(problems[name], 64 << 20)
+            macros = fused_gradient_lines.macros_of(tile, dtype, 2)
+            variants[f"fused_weight_grad_lines-{name}-{kind}"] = ("fused_weight_grad_lines.cu", macros)
+        macros = fused_gradient_sum.sum_macros(problems[name], dtype, 132)
+        variants[f"fused_weight_grad_sum-{name}-{kind}"] = ("fused_weight_grad_sum.cu", macros)
     return variants
 
 
@@ -290,8 +300,8 @@ def most_registers(source_name, macros):
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
     if source_name == "fused_images.cu":
         return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)
-    if source_name == "fused_weight_grad.cu":
-        warpgroups = macros["SIDES_CO"] * macros["SIDES_H"] * macros["SIDES_W"]
+    if source_name in ("fused_weight_grad.cu", "fused_weight_grad_lines.cu"):
+        warpgroups = math.prod(macros.get(f"SIDES_{side}", 1) for side in ("CI", "CO", "H", "W"))
         return min(255, 65_536 // (128 * (warpgroups + 1)) // 8 * 8)
     if source_name == "fused_wgmma.cu":
         return 65_536 // (macros["LOADERS"] + 288) // 8 * 8

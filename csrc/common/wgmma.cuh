@@ -13,7 +13,7 @@
  *
  *   c / 64 * leading_bytes + k / 8 * stride_bytes
  *
- * Either may also lie K-major as lines of 128 or 64 bytes, a row each (in_lines), whose pieces are in another order too: of the
+ * Either may also lie K-major as lines of 128 or 64 bytes, a row each (lines_of), whose pieces are in another order too: of the
  * address of a piece, bits 4 to 6 are changed by bits 7 to 9, or 4 and 5 by 7 and 8. Row r begins at
  *
  *   r / 8 * stride_bytes + r % 8 * line bytes

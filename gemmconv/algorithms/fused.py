@@ -8,6 +8,8 @@
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
     fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
     fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients, of outputs whose rows are whole words
+    fused_gradient_lines.py  csrc/fused_weight_grad_lines.cu  the same of 16 bits in channels_last
+    fused_gradient_sum.py  csrc/fused_weight_grad_sum.cu  adds up the parts that either has computed
 
 Other weight gradients are left to gemm_col2im, as are those for which it is faster.
 """
@@ -19,7 +21,7 @@ import math
 
 import torch
 
-from gemmconv.algorithms import fused_fold, fused_gradient, fused_images
+from gemmconv.algorithms import fused_fold, fused_gradient, fused_gradient_lines, fused_images
 from gemmconv.algorithms.base import (
     HOPPER,
     Config,
@@ -248,8 +250,8 @@ class Fused(OneByOne):
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         if direction == "forward" and isinstance(_forward_way(config), fused_fold.Tile | fused_images.Tile):
             return 0
-        if direction == "weight_grad" and (tile := _gradient_tile(config)) is not None:
-            return fused_gradient.workspace_bytes(config, tile)
+        if direction == "weight_grad" and (tile := _gradient_way(config)) is not None:
+            return tile.workspace_bytes(config.workspace_limit)
         plan = _own_plan(config, direction)
         return _OTHERWISE.workspace_bytes(config, direction) if plan is None else plan.packed_bytes
 
@@ -257,12 +259,14 @@ class Fused(OneByOne):
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
         if direction == "forward" and (way := _forward_way(config)) is not None:
             return _forward_seconds(way)
-        if direction == "weight_grad" and (gradient := _gradient_tile(config)) is not None:
+        if direction == "weight_grad" and (gradient := _gradient_way(config)) is not None:
             return _gradient_seconds(config, gradient)
         plan = _own_plan(config, direction)
         return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
 
     def turns(self, config: Config, direction: Direction) -> bool:
+        if direction == "weight_grad" and isinstance(_gradient_way(config), fused_gradient_lines.Tile):
+            return False
         return direction != "forward" and _own_plan(config, direction) is None
 
     def forward(self, config: Config) -> Forward:
@@ -279,8 +283,12 @@ class Fused(OneByOne):
         return _OTHERWISE.input_grad(config) if plan is None else prepare_input_grad(config, plan)
 
     def weight_grad(self, config: Config) -> Gradient:
-        tile = _gradient_tile(config)
-        return _OTHERWISE.weight_grad(config) if tile is None else fused_gradient.prepare_weight_grad(config, tile)
+        way = _gradient_way(config)
+        if isinstance(way, fused_gradient.Tile):
+            return fused_gradient.prepare_weight_grad(config, way)
+        if isinstance(way, fused_gradient_lines.Tile):
+            return fused_gradient_lines.prepare_weight_grad(config, way)
+        return _OTHERWISE.weight_grad(config)
 
 
 def fold_tile_for(config: Config) -> fused_fold.Tile | None:
@@ -300,6 +308,13 @@ def gradient_tile_for(config: Config) -> fused_gradient.Tile | None:
         return None
     itemsize, split, _ = variant_of(config)
     return fused_gradient.tile_of(config.problem, itemsize, split, config.workspace_limit)
+
+
+def lines_tile_for(config: Config) -> fused_gradient_lines.Tile | None:
+    """The tile of csrc/fused_weight_grad_lines.cu for a configuration, None where that kernel is not for it."""
+    if config.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return fused_gradient_lines.tile_of(config.problem, config.workspace_limit)
 
 
 def image_tile_for(config: Config) -> fused_images.Tile | None:
@@ -327,16 +342,20 @@ def _forward_seconds(way: _ForwardWay) -> float:
     return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 
 
-def _gradient_tile(config: Config) -> fused_gradient.Tile | None:
-    """The tile of csrc/fused_weight_grad.cu where a weight gradient takes it."""
-    tile = gradient_tile_for(config)
-    if tile is None or _gradient_seconds(config, tile) > _OTHERWISE.estimate(config, "weight_grad"):
+_GradientWay = fused_gradient.Tile | fused_gradient_lines.Tile
+
+
+def _gradient_way(config: Config) -> _GradientWay | None:
+    """What a weight gradient takes of the kernels that are for it: the fastest, None where gemm_col2im is faster."""
+    ways = [way for way in (gradient_tile_for(config), lines_tile_for(config)) if way is not None]
+    way = min(ways, key=lambda way: _gradient_seconds(config, way), default=None)
+    if way is None or _gradient_seconds(config, way) > _OTHERWISE.estimate(config, "weight_grad"):
         return None
-    return tile
+    return way
 
 
-def _gradient_seconds(config: Config, tile: fused_gradient.Tile) -> float:
-    return tile.seconds(config.workspace_limit) + turning_seconds(config)
+def _gradient_seconds(config: Config, way: _GradientWay) -> float:
+    return way.seconds(config.workspace_limit) + turning_seconds(config, way.computed_in)
 
 
 def _plan_seconds(plan: Plan) -> float:

@@ -10,10 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gemmconv.algorithms.base import Config, Gradient, aligned
+from gemmconv.algorithms.fused_gradient_sum import fits, partial_bytes, partial_dtype, prepare_sum
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
@@ -27,8 +29,6 @@ _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
 _INT32_MAX = 2**31 - 1
-# Of a block that adds slices: weights at most, shared memory that keeps them, output channels at least.
-_SUM_ELEMENTS, _SUM_BYTES, _LEAST_SUM_RUN, _SUM_BLOCKS = 1024, 32 << 10, 8, 4 * MULTIPROCESSORS
 # Of the estimate, in cycles, fitted to 1000 tiles on an H200. Of a product at least; of a step's row of taps, which is
 # waited for; of a word of grad_output, and of what a tap does with it, by bytes of an element and SPLIT:
 _LEAST_PRODUCT, _CHAIN_CYCLES, _CHAIN_SHARE, _WORD_CYCLES = 15, 80, 0.75, 4.2
@@ -47,9 +47,6 @@ FusedWeightGradParams = params_struct(
     ("partials",),
     ("groups", "w_in", "h_out", "w_out", "tiles_w", "tiles_h", "tiles", "slices"),
     tensor_maps=("input", "grad_output"),
-)
-FusedWeightGradSumParams = params_struct(
-    "fused_weight_grad_sum_params", ("partials", "grad_weight"), ("slices",), ("elements",)
 )
 
 
@@ -86,6 +83,8 @@ class Tile:
     sides_w: int
     taps: Pair
     planes: int
+
+    computed_in: ClassVar[torch.memory_format] = torch.contiguous_format
 
     @property
     def warpgroups(self) -> int:
@@ -272,29 +271,9 @@ class Tile:
         whole = max(1, MULTIPROCESSORS // self.weight_blocks)
         return min(fitting, whole, self.tiles)
 
-    @property
-    def sum_run(self) -> int:
-        """Output channels of a block that adds slices: a power of two, few enough for many blocks."""
-        co, taps = self.channels[1], self.problem.taps
-        run = _LEAST_SUM_RUN
-        while run > 1 and run * taps * 4 > _SUM_BYTES:
-            run //= 2
-        while run < co and 2 * run * taps <= _SUM_ELEMENTS and self.sum_blocks(2 * run) >= _SUM_BLOCKS:
-            run *= 2
-        return run
-
-    def sum_blocks(self, run: int) -> int:
-        """Blocks that add slices, if they have so many output channels."""
-        ci, co = self.channels
-        return self.problem.groups * ci * -(-co // run)
-
-    def sum_shares(self, limit: int) -> int:
-        """Threads that add the slices of one weight."""
-        shares = 8
-        weights = self.problem.taps * self.sum_run
-        while shares > 1 and (shares > self.slices(limit) or shares * weights * 4 > _SUM_BYTES):
-            shares //= 2
-        return shares
+    def workspace_bytes(self, limit: int) -> int:
+        """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
+        return partial_bytes(self.problem, self.itemsize, self.slices(limit)) + self.padded_bytes
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
@@ -305,7 +284,7 @@ class Tile:
         rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
         pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
         moved = pixels * self.itemsize / _MEMORY_RATE
-        partials = 2 * slices * 4 * math.prod(problem.weight_shape) / _PARTIAL_RATE
+        partials = 2 * partial_bytes(problem, self.itemsize, slices) / _PARTIAL_RATE
         padded = _PAD_SECONDS + 2 * self.padded_bytes / _PAD_RATE if self.padded_bytes else 0
         return _LAUNCH_SECONDS + padded + (computed**8 + moved**8) ** (1 / 8) + partials
 
@@ -328,7 +307,7 @@ def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
     planes = _planes(problem, itemsize)
     in_pixels = problem.batch * problem.input_size[0] * width
-    if planes is None or problem.taps * 4 > _SUM_BYTES or max(in_pixels, problem.out_pixels) > _INT32_MAX:
+    if planes is None or not fits(problem) or max(in_pixels, problem.out_pixels) > _INT32_MAX:
         return
     lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
     vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (planes and vector > 1)]
@@ -377,11 +356,12 @@ def tile_of(problem: Problem, itemsize: int, split: bool, limit: int) -> Tile | 
     return min(found, key=lambda tile: tile.seconds(limit), default=None)
 
 
-def macros_of(tile: Tile, dtype: torch.dtype, limit: int) -> Macros:
-    """Macros that specialise csrc/fused_weight_grad.cu, with a workspace of at most ``limit`` bytes."""
+def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
+    """Macros that specialise csrc/fused_weight_grad.cu."""
     ci, co = tile.channels
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "PARTIAL_T": ELEMENT_TYPES[partial_dtype(dtype, slices)],
         "SPLIT": int(tile.split),
         "CI": ci,
         "CO": co,
@@ -404,8 +384,6 @@ def macros_of(tile: Tile, dtype: torch.dtype, limit: int) -> Macros:
         "PLANES": tile.planes,
         "STAGES": tile.stages,
         "SHARED_BYTES": tile.shared_bytes,
-        "SUM_RUN": tile.sum_run,
-        "SUM_SHARES": tile.sum_shares(limit),
         **geometry_macros(tile.problem),
     }
 
@@ -432,11 +410,6 @@ def _boxes(tile: Tile) -> tuple[Boxes, Boxes]:
     return lines, of(p.output_shape, tile.planes, rows, False)
 
 
-def workspace_bytes(config: Config, tile: Tile) -> int:
-    """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
-    return 4 * tile.slices(config.workspace_limit) * math.prod(config.problem.weight_shape) + tile.padded_bytes
-
-
 def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     """Prepare grad_weight from (grad_output, input)."""
     from gemmconv.runtime import tensor_map
@@ -444,17 +417,16 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
 
     problem, shape = config.problem, config.problem.weight_shape
     elements, slices = math.prod(shape), tile.slices(config.workspace_limit)
-    source, index = "fused_weight_grad.cu", config.device.index
-    macros = macros_of(tile, config.dtype, config.workspace_limit)
-    shared_bytes, missing = tile.shared_bytes, tile.input_width - problem.input_size[1]
-    kernel = load(source, "fused_weight_grad_kernel", macros, index, shared_bytes)
-    sum_kernel = load(source, "fused_weight_grad_sum_kernel", macros, index)
+    macros, shared_bytes = macros_of(tile, config.dtype, slices), tile.shared_bytes
+    partials_dtype = partial_dtype(config.dtype, slices)
+    kernel = load("fused_weight_grad.cu", "fused_weight_grad_kernel", macros, config.device.index, shared_bytes)
+    missing = tile.input_width - problem.input_size[1]
+    add_up = prepare_sum(config, slices)
     boxes, grad_boxes = _boxes(tile)
     down, across = tile.tiles_image
     sizes = problem.groups, tile.input_width, *problem.output_size, across, down, tile.tiles, slices
     turned, turned_input = to_nchw(config, problem.output_shape), to_nchw(config, problem.input_shape)
     grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
-    sum_grid = (tile.sum_blocks(tile.sum_run), 1, 1)
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad_weight = grad_output.new_empty(shape)
@@ -463,11 +435,11 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
             # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
             input = torch.nn.functional.pad(input, (0, missing)).contiguous()
         grad_output, input = aligned(grad_output), aligned(input)
-        partials = torch.empty(slices * elements, dtype=torch.float32, device=input.device)
+        partials = torch.empty(slices * elements, dtype=partials_dtype, device=input.device)
+        kernel.make_current()
         maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
         kernel.launch(grid, block, FusedWeightGradParams(*maps, partials.data_ptr(), *sizes), shared_bytes)
-        summed = FusedWeightGradSumParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
-        sum_kernel.launch(sum_grid, (256, 1, 1), summed, overlaps=True)
+        add_up(partials, grad_weight)
         return grad_weight
 
     return call

@@ -260,6 +260,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         output = input.new_empty_strided(p.output_shape, strides)
         input, weight = aligned(with_strides(input, input_strides)), aligned(weight.contiguous())
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        kernel.make_current()
         params = FusedImagesParams(
             tensor_map.encode(weight.data_ptr(), *boxes),
             *(input.data_ptr(), bias_address, output.data_ptr(), p.batch, tile.items),

@@ -35,6 +35,7 @@ from gemmconv.algorithms.base import (
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.algorithms.macros import why_not_dtype
+from gemmconv.algorithms.partials import prepare_partials
 from gemmconv.algorithms.turning import (
     GradientsInNchw,
     from_nchw,
@@ -208,6 +209,7 @@ class GemmCol2im:
         chunks = _backward_chunks(config, "weight_grad")
         column_elements = _column_elements(problem, chunks)
         slots, partial_dtype = _partials(config, chunks), accumulator_dtype(config.dtype)
+        add_up = prepare_partials(config, slots)[1] if slots > 1 and config.device.type == "cuda" else None
         turned = to_nchw(config, problem.output_shape)
         turned_input = to_nchw(config, problem.input_shape)
         _say_if_over_limit(self, config, "weight_grad")
@@ -227,7 +229,11 @@ class GemmCol2im:
                 if weight is not None and grad_input is not None:
                     engine.input_grad(columns, weight, grad_input, chunk)
                 engine.weight_grad(columns, input, partials, chunk)
-            return partials.sum(0).to(config.dtype)
+            if add_up is None:
+                return (partials[0] if slots == 1 else partials.sum(0)).to(config.dtype)
+            grad_weight = grad_output.new_empty(problem.weight_shape)
+            add_up(partials, grad_weight)
+            return grad_weight
 
         return compute
 

@@ -1,4 +1,4 @@
-"""Turning tensors from NCHW to channels_last and back, for algorithms that compute in NCHW alone: host side of
+"""Turning tensors from NCHW to channels_last and back, for algorithms that compute in one of them alone: host side of
 csrc/turn.cu, several times as fast as torch's own copy."""
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ GradientsInNchw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, tor
 TurnParams = params_struct("turn_params", ("source", "target"), ("matrices", "rows", "columns", "tiles_columns"))
 
 
-def turning_seconds(config: Config) -> float:
-    """What turning input and output takes, for an algorithm that computes in NCHW alone.
+def turning_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
+    """What turning input and output takes, for an algorithm that computes in one format alone.
 
     >>> from gemmconv.geometry import Problem
-    >>> turning_seconds(Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0)))
+    >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
+    >>> turning_seconds(config)
     0.0
+    >>> turning_seconds(config, torch.channels_last) > 0
+    True
     """
-    return _seconds(config, config.problem.input_shape) + _seconds(config, config.problem.output_shape)
+    shapes = config.problem.input_shape, config.problem.output_shape
+    return sum(_seconds(config, shape, computed_in) for shape in shapes)
 
 
 def grad_turning_seconds(config: Config) -> float:
@@ -64,8 +68,8 @@ def one_by_one_seconds(algorithm: Algorithm, config: Config, weight_config: Conf
     return seconds - (grad_turning_seconds(config) if config.memory_format is weight_config.memory_format else 0)
 
 
-def _seconds(config: Config, shape: Shape4) -> float:
-    if config.memory_format is not torch.channels_last:
+def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = torch.contiguous_format) -> float:
+    if config.memory_format is computed_in:
         return 0.0
     return _LAUNCH_SECONDS + math.prod(shape) * config.dtype.itemsize * _BYTE_SECONDS
 
@@ -79,6 +83,13 @@ def to_nchw(config: Config, shape: Shape4) -> Turn:
     if _takes_the_kernel(config, shape):
         return prepare_turn(config, shape, torch.contiguous_format)
     return torch.Tensor.contiguous
+
+
+def to_channels_last(config: Config, shape: Shape4) -> Turn:
+    """As :func:`to_nchw`, the other way round: what is contiguous in channels_last comes back as it is."""
+    if _takes_the_kernel(config, shape, torch.contiguous_format):
+        return prepare_turn(config, shape, torch.channels_last)
+    return lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
 
 
 def from_nchw(config: Config, shape: Shape4) -> Turn:
@@ -102,10 +113,10 @@ def prepare_both(config: Config, compute: GradientsInNchw) -> BothGradients:
     return call
 
 
-def _takes_the_kernel(config: Config, shape: Shape4) -> bool:
-    """Whether there is anything to turn, on a GPU, of extents that the kernel's integers reach."""
+def _takes_the_kernel(config: Config, shape: Shape4, given: torch.memory_format = torch.channels_last) -> bool:
+    """Whether there is anything in that format to turn, on a GPU, of extents that the kernel's integers reach."""
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
-    if config.device.type != "cuda" or config.memory_format is not torch.channels_last:
+    if config.device.type != "cuda" or config.memory_format is not given:
         return False
     return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _LONGEST <= _INT32_MAX
 

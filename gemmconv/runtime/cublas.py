@@ -18,7 +18,7 @@ import torch
 _OP = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
 _DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-_DEFAULT_MATH = 0  # cublasMath_t
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t, of sums of slices of K: else in the type of C
 _GEMM_DEFAULT = -1  # cublasGemmAlgo_t
 
 
@@ -39,12 +39,12 @@ def _library() -> Any:
 
 
 def handle() -> int:
-    """torch's cuBLAS handle for this thread, device and stream, with no float32 mode of its own.
+    """torch's cuBLAS handle for this thread, device and stream, with no float32 mode of its own, sums in float32 alone.
 
     torch sets the mode each time that it takes the handle, so nothing that is set here outlives the call.
     """
     value = torch.cuda.current_blas_handle()
-    _check(_library().cublasSetMathMode(value, _DEFAULT_MATH), "cublasSetMathMode")
+    _check(_library().cublasSetMathMode(value, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
     return value
 
 

@@ -47,6 +47,15 @@ class Kernel:
         self._device_index = device_index
         self._current_stream = torch._C._cuda_getCurrentRawStream  # torch has it only where it is built for CUDA
 
+    def make_current(self) -> None:
+        """Give this thread the device's context, for what calls the driver before the first launch.
+
+        A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has none.
+        """
+        if self._device_index not in _thread.devices:
+            Device(self._device_index).set_current()
+            _thread.devices |= {self._device_index}
+
     def launch(
         self,
         grid: Extent3,
@@ -61,10 +70,7 @@ class Kernel:
         csrc/common/dependent.cuh. What it reads before it waits must have been there when that launch began: this must
         be an ordinary one, and nothing may be enqueued between the two that it reads.
         """
-        if self._device_index not in _thread.devices:
-            # A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has no context.
-            Device(self._device_index).set_current()
-            _thread.devices |= {self._device_index}
+        self.make_current()
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = self._current_stream(self._device_index)
         address = ctypes.addressof(argument)

@@ -72,6 +72,9 @@ class Kernel:
         library = ctypes.CDLL(str(self._library.result()))
         return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(library, f"emulated_{self.name}")))
 
+    def make_current(self) -> None:
+        """There is nothing to do."""
+
     def launch(
         self,
         grid: tuple[int, int, int],

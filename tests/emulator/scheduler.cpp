@@ -505,7 +505,7 @@ void begin(product_t product) {
 
 void check_swizzled_matrix(unsigned long long matrix, int columns) {
     if ((matrix & ~kMatrixBits) != kSwizzledBit) fail("%016llx for a swizzled matrix of wgmma", matrix);
-    if ((address_of(matrix) | leading_of(matrix) | stride_of(matrix)) % 1024 != 0) fail("a misaligned swizzled matrix");
+    if ((address_of(matrix) | leading_of(matrix) | stride_of(matrix)) % 128 != 0) fail("a misaligned swizzled matrix");
     if (address_of(matrix) + (columns - 1) / 64 * leading_of(matrix) + stride_of(matrix) + 1024 > dynamic_bytes)
         fail("a matrix of wgmma past the end of shared memory");
 }
