@@ -30,11 +30,11 @@
  * PAIR_ROWS (whether a step has eight pixels of two rows each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO;
  * TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; STAGES; SHARED_BYTES. Chosen by gemmconv/algorithms/fused_gradient_lines.py.
  */
-#include "common/axis.cuh"
 #include "common/dependent.cuh"
 #include "common/integers.cuh"
 #include "common/mbarrier.cuh"
 #include "common/numeric.cuh"
+#include "common/phase.cuh"
 #include "common/ring.cuh"
 #include "common/tensor_map.cuh"
 #include "common/unroll.cuh"
@@ -60,7 +60,7 @@ constexpr int kCiTiles = ceil_div(CI, kBlockCi), kCoTiles = ceil_div(CO, kBlockC
 /* Taps of a block and of a warpgroup along an axis, and where blocks begin. */
 template <int KERNEL, int STRIDE, int DILATION, int TAPS, int BOXES, int SIDES> struct taps_t {
     static constexpr int kStep = tap_step(STRIDE, DILATION), kShift = DILATION * kStep / STRIDE;  // lines
-    static constexpr int kOwn = TAPS / SIDES, kOwnBoxes = BOXES < kOwn ? BOXES : kOwn;
+    static constexpr int kOwn = TAPS / SIDES;
     static constexpr int kExtra = (TAPS - 1) / BOXES * kShift;  // lines of a box beyond those of the tile
     // Of the boxes of a step of taps, those of a block; and blocks that have some of the same.
     static constexpr bool kAll = BOXES == TAPS;

@@ -1,4 +1,4 @@
-/* Adds up partial sums: the second step of the weight gradients of `direct`.
+/* Adds up partial sums: the last step of the weight gradients of `direct` and `gemm_col2im`.
  *
  *   partials [slices, elements] -> sums [elements]
  *

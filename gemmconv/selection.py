@@ -41,7 +41,7 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
     large tiles, for arithmetic: it comes first where there are more channels. native has an estimate for gradients in
     TF32 and 16 bits and for forward passes in 16 bits in channels_last, without groups, alone: layers in cuDNN's own
-    format come to it, and weight gradients: most of them there, those of many channels and few pixels in NCHW.
+    format come to it, input gradients there, weight gradients in TF32 there, and those of few pixels.
 
     Elsewhere ``native`` first: there gemm_col2im runs on torch's own product and fold, and oneDNN, which forms no
     columns, has fewer bytes to move.

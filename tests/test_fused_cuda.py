@@ -348,6 +348,31 @@ def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poi
         assert torch.equal(call(grad_output, input), actual)
 
 
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("numerics", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 64, 64, (8, 8), (16, 16), (16, 16)),
+        Case(2, 64, 64, (9, 8), (3, 3), (9, 9)),
+        Case(2, 64, 128, (1, 40), (1, 20), (1, 10), (0, 5)),
+    ],
+    ids=str,
+)
+def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, numerics, layout, poison):
+    config = LinesRun(case, numerics, layout).config
+    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
+    arrange = channels_last if layout == "channels_last" else torch.Tensor.contiguous
+    grad_output, input, weight = arrange(data.grad_output), arrange(data.input), arrange(data.weight)
+    for direction, other, wanted in (
+        ("weight_grad", input, exact.weight_grad),
+        ("input_grad", weight, exact.input_grad),
+    ):
+        call = getattr(fused.Fused(), direction)(config)
+        poison("cuda")
+        reference.assert_close(call(grad_output, other), wanted, config.dtype, config.precision)
+
+
 def test_fused_fold_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):
     run = FoldRun(FOLD_CASES[0], "float16", "contiguous")
     data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)

@@ -32,7 +32,7 @@ def random_tile(seed):
             groups=groups,
             input_size=(random.randint(1, 17), random.randint(1, 40)),
             kernel_size=(random.randint(1, 5), random.choice((1, 2, 3, 4, 5, 7, 16))),
-            stride=(random.randint(1, 3), random.choice((1, 1, 2, 3, 4, 8))),
+            stride=(random.choice((1, 1, 2, 3, 9)), random.choice((1, 1, 2, 3, 4, 8, 10, 16))),
             padding=random.choice(((0, 0), (0, 0), (1, 1), (0, 2), (2, 4))),
             dilation=(random.randint(1, 2), random.choice((1, 1, 2, 3))),
         )
@@ -125,9 +125,25 @@ def test_stages_fit_and_boxes_are_what_a_tensor_map_takes(tile):
         assert not any(stride % 16 for stride in strides)
         assert max(count * step for count, step in zip(box, steps, strict=True)) <= 256
         assert max(sizes) < 2**31
+        assert max(steps) <= 8
     assert [math.prod(box[1]) for box in boxes] == [
         *map(math.prod, (tile.problem.input_shape, tile.problem.output_shape))
     ]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(2, 64, 64, 1, (32, 32), (16, 16), (16, 16)),  # steps of a tensor map
+        Problem(2, 64, 64, 1, (32, 32), (3, 3), (1, 9)),
+        Problem(1, 65536, 65536, 1, (8, 8), (2, 2)),  # 2^31 pieces of 16 bytes of weights
+        Problem(1, 8, 8, 1, (1, 64), (1, 9), (1, 1), (0, 1 << 32), dilation=(1, 1 << 30)),  # places of outputs
+        Problem(1, 12, 64, 1, (32, 32), (3, 3)),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_cannot_reach_has_no_tile(problem):
+    assert fused_gradient_lines.tile_of(problem, 1 << 40) is None
 
 
 @pytest.mark.parametrize("name", ["kb57", "pose3", "dcgan3", "unet1", "stylegan_up256", "hifigan2"])

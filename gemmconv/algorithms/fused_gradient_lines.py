@@ -24,7 +24,7 @@ from gemmconv.geometry import Pair, Problem, Shape4
 _ATOM = 64  # channels of a line
 _LINE_BYTES = 2 * _ATOM
 _STEP = 16  # pixels
-_LONGEST_BOX = 256
+_LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
 _MOST_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage
 # Of a thread and of a product, at most, by warpgroups: more columns than the compiler has registers for at first.
@@ -135,7 +135,7 @@ class Tile:
     def pixels(self) -> int:
         return math.prod(self.size)
 
-    @property
+    @functools.cached_property
     def box(self) -> tuple[int, int, int]:
         """Images, rows and columns of a box of grad_output."""
         images, height, width = self.size
@@ -146,7 +146,7 @@ class Tile:
         """Boxes of grad_output."""
         return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
 
-    @property
+    @functools.cached_property
     def stage_bytes(self) -> int:
         box = -(-math.prod(self.box) // 8) * 8
         return (self.sides[0] * self.pixels + self.boxes * box) * _LINE_BYTES
@@ -157,7 +157,7 @@ class Tile:
         compute-sanitizer counts them as if they were a whole step further on."""
         return (self.merged - 1) * _STEP * _LINE_BYTES
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         most = SHARED_BYTES - 1024 - self.unread_bytes
         return min(_MOST_STAGES, most // (self.stage_bytes + _BARRIER_BYTES))
@@ -172,11 +172,11 @@ class Tile:
         height, width = self.problem.input_size
         return -(-height // self.size[1]), -(-width // self.size[2])
 
-    @property
+    @functools.cached_property
     def tiles(self) -> int:
         return -(-self.problem.batch // self.size[0]) * math.prod(self.tiles_image)
 
-    @property
+    @functools.cached_property
     def weight_blocks(self) -> int:
         """Blocks that have different weights."""
         channels = [-(-count // own) for count, own in zip(self.channels, self.block_channels, strict=True)]
@@ -218,7 +218,7 @@ class Tile:
             and self.stages >= 2
         )
 
-    @property
+    @functools.cached_property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products, or of copies."""
         products = self.pixels / _STEP * self.products * self.warpgroups
@@ -254,9 +254,17 @@ class Tile:
 
 
 def tiles_of(problem: Problem) -> Iterator[Tile]:
-    """The tiles that a problem may have: none where channels are no whole 16 bytes, or images are too large."""
+    """The tiles that a problem may have.
+
+    None where channels are no whole 16 bytes, where strides are too long for a tensor map, or where the kernel's ints
+    do not reach: images, places in them, pieces of a group's weights.
+    """
     ci, co = problem.gemm_k, problem.out_channels // problem.groups
-    if ci % 8 or co % 8 or not fits(problem) or max(problem.in_pixels, problem.out_pixels) > _INT32_MAX:
+    if ci % 8 or co % 8 or not fits(problem) or max(problem.stride) > _LONGEST_STEP:
+        return
+    axes = zip(problem.input_size, problem.stride, problem.kernel_size, problem.dilation, problem.padding, strict=True)
+    places = [(size + _LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
+    if max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) > _INT32_MAX:
         return
     for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
         sides = [side if axis == other else 1 for other in range(4)]

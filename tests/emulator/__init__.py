@@ -150,6 +150,7 @@ def _tensor_map(
     assert not swizzled or box[0] * itemsize in (64, 128), "swizzled lines that have neither 64 nor 128 bytes"
     assert max(size * step for size, step in zip(box, steps, strict=True)) <= 256, "a box that is too large"
     assert steps[0] == steps[3] == 1, "steps that are not emulated"
+    assert max(steps) <= 8, "steps that are too long"
     assert box[0] * itemsize % 16 == 0, "a box of misaligned lines"
     return (ctypes.c_ulonglong * 16)(address, *sizes, *strides, *box, itemsize, swizzled, *steps[1:3])
 
