@@ -265,8 +265,8 @@ class Fused(OneByOne):
         return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
 
     def turns(self, config: Config, direction: Direction) -> bool:
-        if direction == "weight_grad" and isinstance(_gradient_way(config), fused_gradient_lines.Tile):
-            return False
+        if direction == "weight_grad" and (way := _gradient_way(config)) is not None:
+            return way.computed_in is torch.contiguous_format
         return direction != "forward" and _own_plan(config, direction) is None
 
     def forward(self, config: Config) -> Forward:

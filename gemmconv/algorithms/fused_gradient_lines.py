@@ -247,10 +247,12 @@ class Tile:
         return partial_bytes(self.problem, 2, self.slices(limit))
 
     def seconds(self, limit: int) -> float:
-        """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
-        problem = self.problem
+        """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
+        slices, problem = self.slices(limit), self.problem
+        if slices == 0:
+            return math.inf
         pixels = math.prod(problem.input_shape) + math.prod(problem.output_shape)
-        return _LAUNCH_SECONDS + max(self._sliced_seconds(self.slices(limit)), 2 * pixels / _MEMORY_RATE)
+        return _LAUNCH_SECONDS + max(self._sliced_seconds(slices), 2 * pixels / _MEMORY_RATE)
 
 
 def tiles_of(problem: Problem) -> Iterator[Tile]:
@@ -318,8 +320,8 @@ def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[tuple[tuple[int
 @functools.lru_cache(maxsize=1024)
 def tile_of(problem: Problem, limit: int) -> Tile | None:
     """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
-    found = (tile for tile in tiles_of(problem) if tile.slices(limit) > 0)
-    return min(found, key=lambda tile: tile.seconds(limit), default=None)
+    tile = min(tiles_of(problem), key=lambda tile: tile.seconds(limit), default=None)
+    return None if tile is None or tile.slices(limit) == 0 else tile
 
 
 def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
