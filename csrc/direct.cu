@@ -31,8 +31,8 @@
  * Stores. What a thread owns of a row are neighbours, and a warp turns them round in shared memory, see
  * common/runs.cuh. In channels_last the channels of a pixel are neighbours: where the tile has all of them
  * (WHOLE_PIXELS), the same holds; else the TILE_OUT channels of each pixel are, which neighbouring lanes store then.
- * Outputs that hold the bias alone need no accumulators: whole rows of them are stored before the work begins, columns
- * between others come from the bias.
+ * Outputs that hold the bias alone need no accumulators: whole rows of them are stored before the work begins, in
+ * channels_last as whole pixels, columns between others come from the bias.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
  * CHANNELS_LAST, WHOLE_PIXELS; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
@@ -64,7 +64,6 @@ template <int COUNT> using vector_t = vector_of<ELEMENT_T, COUNT>;
 constexpr int kTileW = LANES_W * CELLS;
 constexpr int kPartThreads = LANES_W * (TILE_H / ROWS) * TILE_PHASES * (TILE_PLANES / PLANE_VECTOR);
 constexpr int kThreads = kPartThreads * SPLIT_IN;
-constexpr int kWarps = kThreads / 32;
 constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() - kFirstH;
 constexpr int kFirstW = axis_w::least_shift(), kHaloW = axis_w::largest_shift() - kFirstW;
 
@@ -192,15 +191,18 @@ __device__ constexpr bias_rows_t bias_rows() {
 }
 __device__ constexpr bias_rows_t kBiasRows = bias_rows();
 
+constexpr int kOutTiles = ceil_div(OUT_CHANNELS, TILE_OUT);
+constexpr int kBiasRowsOfCell = STRIDE_H - axis_h::kPhases + (STRIDE_H == axis_h::kPhases);  // at least one, to divide by
+
+#if !CHANNELS_LAST || WHOLE_PIXELS
 /* Store the output rows that no tap reaches, a warp one row of the tile after the other. */
 __device__ __forceinline__ void store_bias_rows(const direct_params& p, const tile_t& tile) {
-    constexpr int kRows = STRIDE_H - axis_h::kPhases + (STRIDE_H == axis_h::kPhases);  // of a cell
-    constexpr int kOuts = CHANNELS_LAST ? TILE_OUT : 1, kLength = kTileW * STRIDE_W * kOuts;
+    constexpr int kRows = kBiasRowsOfCell;
+    constexpr int kOuts = WHOLE_PIXELS ? TILE_OUT : 1, kLength = kTileW * STRIDE_W * kOuts;
     const int ow = tile.cell_column * STRIDE_W, elements = min(kTileW * STRIDE_W, p.w_out - ow) * kOuts;
     const int lane_element = threadIdx.x % 32 * VECTOR;
-    const index_t out_channels = p.groups * OUT_CHANNELS;
     #pragma unroll 1
-    for (int line = threadIdx.x / 32; line < kRows * TILE_H * TILE_PLANES; line += kWarps) {
+    for (int line = threadIdx.x / 32; line < kRows * TILE_H * TILE_PLANES; line += kThreads / 32) {
         const int row = line / kRows, plane = tile.first_plane + row / TILE_H;
         const int oh = (tile.cell_row + row % TILE_H) * STRIDE_H + kBiasRows.output[line % kRows];
         const int group = plane % p.groups;
@@ -213,21 +215,55 @@ __device__ __forceinline__ void store_bias_rows(const direct_params& p, const ti
             for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(bias_of(p.bias, group, run));
             #pragma unroll (kLength <= 32 * 16 * VECTOR ? kLength / 32 / VECTOR + 1 : 4)
             for (int first = 0; first < kLength; first += 32 * VECTOR) {
-                const int element = first + lane_element, out = run + element % kOuts;
+                const int element = first + lane_element;
                 if (kOuts > 1)
                     #pragma unroll
                     for (int e = 0; e < VECTOR; ++e)
                         values.value[e] = narrow<ELEMENT_T>(bias_of(p.bias, group, run + (element + e) % kOuts));
-                index_t distance = first;
-                if (CHANNELS_LAST && !WHOLE_PIXELS)
-                    distance = element / kOuts * out_channels + element % kOuts - lane_element;
-                if (element < elements && out < OUT_CHANNELS)
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + distance) = values;
+                if (element < elements) *reinterpret_cast<vector_t<VECTOR>*>(target + first) = values;
             }
             target += static_cast<index_t>(p.h_out) * p.w_out;
         }
     }
 }
+
+#else
+/* Store the output rows that no tap reaches, in whole pixels: the blocks that own channels of them take pixels in turn, and
+ * a thread the same channels of each.
+ */
+__device__ __forceinline__ void store_bias_rows(const direct_params& p, const tile_t& tile) {
+    constexpr int kRows = kBiasRowsOfCell;
+    if (tile.first_plane >= p.planes) return;
+    const int first_group = tile.first_plane % p.groups, channels = p.groups * OUT_CHANNELS;
+    const int owners = p.groups / TILE_PLANES * kOutTiles;  // the block's planes are of one image
+    const int owner = first_group / TILE_PLANES * kOutTiles + tile.first_out / TILE_OUT;
+    const int vectors = channels / VECTOR, pixels_at_once = max(1, kThreads / vectors);
+    const int row0 = tile.cell_row * STRIDE_H, ow = tile.cell_column * STRIDE_W;
+    const int width = min(kTileW * STRIDE_W, p.w_out - ow), step = owners * pixels_at_once;
+    ELEMENT_T* __restrict__ output = p.output + output_offset(p, tile.first_plane - first_group, 0, row0, ow);
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < pixels_at_once * vectors; i += kThreads) {
+        int pixel = i / vectors;
+        const int channel = (i - pixel * vectors) * VECTOR;
+        vector_t<VECTOR> values;
+        #pragma unroll
+        for (int e = 0; e < VECTOR; ++e)
+            values.value[e] = p.bias == nullptr ? ELEMENT_T{} : load_once(p.bias + channel + e);
+        pixel += owner * pixels_at_once;
+        #pragma unroll 1
+        for (int line = 0; line < kRows * TILE_H; ++line) {
+            const int row = line / kRows * STRIDE_H + kBiasRows.output[line % kRows];
+            if (row0 + row >= p.h_out) continue;
+            ELEMENT_T* __restrict__ target =
+                output + ((static_cast<long long>(row) * p.w_out + pixel) * channels + channel);
+            #pragma unroll 4
+            for (; pixel < width; pixel += step, target += static_cast<long long>(step) * channels)
+                *reinterpret_cast<vector_t<VECTOR>*>(target) = values;
+            pixel -= width;  // in the next line
+        }
+    }
+}
+#endif
 
 /* One output of a thread: of a channel of the tile, pixel-th in the row. The bias comes last: were sums stored as they
  * are, the compiler would hold them in the registers of their vectors all along, with gaps for columns without sums.
@@ -288,7 +324,6 @@ __device__ __forceinline__ void store_pixels(
 
 __device__ __forceinline__ void direct_block(const direct_params& p) {
     // Index decode.
-    constexpr int kOutTiles = (OUT_CHANNELS + TILE_OUT - 1) / TILE_OUT;
     const int tile_index = blockIdx.x / kOutTiles;
     const tile_t tile = {static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES,
                          static_cast<int>(blockIdx.x % kOutTiles) * TILE_OUT, tile_index / p.tiles_w * TILE_H,

@@ -686,6 +686,28 @@ def test_direct_forward_kernel_matches_reference(run, calls, poison):
 
 
 @pytest.mark.parametrize(
+    ("case", "dtype", "channels_out", "planes"),
+    [
+        (Case(2, 8, 64, (6, 70), (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), groups=4), torch.float16, 16, 2),
+        (Case(3, 8, 44, (5, 9), (3, 3), (2, 2), (1, 1), (0, 1), (2, 2), groups=4), torch.float32, 6, 2),
+        (Case(2, 6, 24, (3, 20), (2, 3), (6, 1), (1, 1), (1, 0), (4, 1), groups=2), torch.float64, 6, 1),
+        (Case(1, 4, 1064, (4, 5), (1, 3), (3, 1), (1, 1)), torch.float32, 16, 1),  # more than a block stores at once
+    ],
+)
+def test_direct_blocks_share_rows_of_bias_in_channels_last(
+    case, dtype, channels_out, planes, folder, poison, monkeypatch
+):
+    run = Run("forward", case, dtype, "channels_last")
+    layer = direct_ffma._Layer(problem_of(case), dtype, True)
+    tiles = [tile for tile in layer.tiles(False) if (tile.channels_out, tile.planes) == (channels_out, planes)]
+    tile = min(tiles, key=layer.cycles)
+    monkeypatch.setattr(direct_ffma, "tile_of", lambda *_: tile)
+    with emulator.install(folder):
+        poison("cpu")
+        run.check(direct_ffma.prepare_forward(run.config, tile))
+
+
+@pytest.mark.parametrize(
     ("batch", "channels", "side", "most"),
     [(256, 1024, 7, 3), (128, 512, 14, 4), (4096, 32, 1, 1), (32, 256, 56, 16), (16, 128, 64, 20), (1, 16, 64, 66)],
 )
@@ -1267,6 +1289,11 @@ MISTAKES = {
         "relative error inf",
     ),
     "forward_no_barrier": (Run("forward", LAYER), emulator.Edit("direct.cu", *NO_BARRIER), "relative error"),
+    "forward_rows_of_bias_left_out": (
+        Run("forward", CASES[8], layout="channels_last"),
+        emulator.Edit("direct.cu", r"pixel -= width;", ""),
+        "relative error",
+    ),
     "input_grad_no_barrier": (
         Run("input_grad", LAYER),
         emulator.Edit("direct_input_grad.cu", *NO_BARRIER),

@@ -25,7 +25,7 @@ struct alignas(16) weight_quad_t { accumulate_t value[4]; };
 
 constexpr int kNeighbours = CELLS * STRIDE_W;
 constexpr int kWeightBytes = kPlaneThreads * kPlaneQuads * static_cast<int>(sizeof(weight_quad_t));
-constexpr int kStageBytes = (SHARED_BYTES - kWeightBytes) / kWarps / 16 * 16;  // of a warp
+constexpr int kStageBytes = (SHARED_BYTES - kWeightBytes) / (kThreads / 32) / 16 * 16;  // of a warp
 static_assert(kWeightBytes <= SHARED_BYTES, "the weights do not fit the shared memory of the launch");
 extern __shared__ __align__(16) unsigned char shared[];
 

@@ -271,7 +271,7 @@ class _Layer:
         """Cycles of an H200, roughly: rounds of the blocks that a multiprocessor holds at a time, and what they move.
 
         The constants were fitted to 620 tiles of 10 layers in float32: what they choose takes 8% longer than the best
-        of those (geometric mean).
+        of those (geometric mean). Those of what L1 does in channels_last are of 70 tiles of k3x5 s2x3 d2x1 in 4 groups.
         """
         kernel_h, kernel_w = self.problem.kernel_size
         turns, chunks = -(-self.tap_phases_h // tile.phases), -(-self.channels_in // tile.channels_in)
@@ -286,10 +286,14 @@ class _Layer:
         staged = turns * chunks * 2.1 * patch / tile.threads
         products = tile.cells * tile.channels_out * kernel_w * double
         instructions = tap_rows * (products + quads + windows + 6) + staged + 150
-        outputs = math.prod(self.problem.stride) * tile.cells * tile.channels_out / tile.phases
-        if self.channels_last:
-            instructions += 12.5 * outputs / tile.split
         wavefronts = tap_rows * (quads + windows * vector) * double + 2.9 * staged
+        if self.channels_last:
+            # Weights take L1 longer, and each piece of memory that a warp stores to: the tile's channels of a pixel.
+            pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
+            lines = tile.channels_out * self.item_bytes / 128
+            pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
+            instructions += 12.5 * pixels * tile.channels_out
+            wavefronts += tap_rows * quads * double + 1.8 * 32 * pieces
 
         # A block alone: it waits for its loads, then computes.
         warps = tile.threads / 32
@@ -309,8 +313,11 @@ class _Layer:
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
         moved = blocks * stored * self.item_bytes / 36
-        if self.channels_last:
-            moved *= 1 + 75 / (tile.planes * tile.channels_out * self.item_bytes)
+        if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
+            neighbours = tile.planes if tile.channels_out == self.channels_out else 1
+            parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
+            apart = self.tap_phases_h / self.problem.stride[0] * (120 if parts else 40)
+            moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
         else:
             moved *= 1 + 260 / (run * self.item_bytes)
         return max(rounds * max(alone, side_by_side * warps * (busiest + 0.15 * other)), moved) + 1.1 * moved
