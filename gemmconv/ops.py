@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd import forward_ad
 from gemmconv import flops, selection, validation
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
-from gemmconv.algorithms.turning import to_nchw
+from gemmconv.algorithms.turning import prepare_turned, to_nchw
 from gemmconv.dispatch import loses_a_tangent
 from gemmconv.geometry import Pair, Problem
 
@@ -265,10 +266,28 @@ def _conv_transpose2d_weight_grad(grad_output: Tensor, input: Tensor, kernel_siz
     return _compute(_WEIGHT_GRAD, "weight_grad", (grad_output, input), tuple(kernel_size), arguments)
 
 
+def _both_gradients(
+    gradients: selection.Gradients, config: Config, weight_config: Config
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare both gradients: of one call where an algorithm has it, else grad_output is turned once, if at all."""
+    if gradients.at_once:
+        return gradients.input_grad.grads(config, weight_config)
+    turned = to_nchw(config, config.problem.output_shape) if gradients.share else None
+    input_grad = gradients.input_grad.input_grad(config)
+    weight_grad = gradients.weight_grad.weight_grad(weight_config)
+
+    def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if turned is not None:
+            grad_output = turned(grad_output)
+        return input_grad(grad_output, weight), weight_grad(grad_output, input)
+
+    return call
+
+
 def _conv_transpose2d_grads(
     grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients of one backward pass: of one call where an algorithm has it, else grad_output is turned once."""
+    """Both gradients of one backward pass, which may share what is done to their tensors."""
     options = Options(*_hashable(arguments))
     current = selection.torch_precision(grad_output.dtype, grad_output.device)
     tensors = grad_output, input, weight
@@ -277,18 +296,10 @@ def _conv_transpose2d_grads(
         problem = _checked_problem(_GRADS, tensors, None, options)
         config, weight_config = (_config(problem, grad_output, other, options, current) for other in (weight, input))
         gradients = selection.choose_gradients(config, weight_config, options.algorithm, _GRADS.where)
-        if gradients.at_once:
-            return gradients.input_grad.grads(config, weight_config)
-        turned = to_nchw(config, problem.output_shape) if gradients.share else None
-        input_grad = gradients.input_grad.input_grad(config)
-        weight_grad = gradients.weight_grad.weight_grad(weight_config)
-
-        def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            if turned is not None:
-                grad_output = turned(grad_output)
-            return input_grad(grad_output, weight), weight_grad(grad_output, input)
-
-        return call
+        if gradients.turned:
+            last = replace(config, memory_format=torch.channels_last)
+            return prepare_turned(config, _both_gradients(gradients, last, last), gradients.turns_weight)
+        return _both_gradients(gradients, config, weight_config)
 
     key = ("grads", *map(_signature, tensors), options, current)
     with _on(grad_output.device):

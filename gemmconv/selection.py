@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision
-from gemmconv.algorithms.turning import grad_turning_seconds
+from gemmconv.algorithms.turning import grad_turning_seconds, turned_seconds
 from gemmconv.geometry import Problem
 from gemmconv.validation import choice, made_problem
 
@@ -88,20 +88,27 @@ class Gradients(NamedTuple):
         input_grad, weight_grad: the algorithms.
         share: whether both turn grad_output from channels_last to NCHW, so that turning it once serves both.
         at_once: whether one call of an algorithm computes both.
+        turned: whether both are computed in channels_last of tensors in NCHW, which are turned round before.
     """
 
     input_grad: Algorithm
     weight_grad: Algorithm
     share: bool
     at_once: bool = False
+    turned: bool = False
+
+    @property
+    def turns_weight(self) -> bool:
+        """Whether the weight is turned round as well: cuDNN wants all in one format, and torch's copy of it is slow."""
+        return self.turned and self.input_grad.name == "native"
 
 
 def choose_gradients(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """The algorithms of the input's and the weight's gradient of one backward pass.
 
     Those that :func:`choose` gives, at once where the algorithm has that; but for ``"auto"`` on CUDA what is estimated
-    to be faster together: an algorithm that computes both at once, or, where both are in channels_last, two that share
-    the turning of grad_output.
+    to be faster together: an algorithm that computes both at once; two that share the turning of grad_output, where
+    both are in channels_last; or, where both are in NCHW, of 16 bits, two in channels_last between three turns.
 
     Args:
         config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if at
@@ -111,31 +118,46 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     Raises:
         NotImplementedError: as :func:`choose`.
     """
-    both_last = config.memory_format is weight_config.memory_format is torch.channels_last
-
-    def shares(first: Algorithm, second: Algorithm) -> bool:
-        return both_last and first.turns(config, "input_grad") and second.turns(weight_config, "weight_grad")
-
-    first = choose(config, requested, where, "input_grad")
-    second = choose(weight_config, requested, where, "weight_grad")
     if requested != "auto" or config.device.type != "cuda":
+        first = choose(config, requested, where, "input_grad")
+        second = choose(weight_config, requested, where, "weight_grad")
         at_once = first is second and first.grads_estimate(config, weight_config) < math.inf
-        return Gradients(first, second, shares(first, second), at_once)
+        return Gradients(first, second, _share(first, second, config, weight_config), at_once)
+    seconds, gradients = _fastest(config, weight_config, where)
+    # In float32 less would be gained than the estimates of cuDNN's gradients are off, which are most of what it takes.
+    if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
+        last = replace(config, memory_format=torch.channels_last)
+        turned, others = _fastest(last, last, where)
+        others = others._replace(turned=True)
+        if turned + turned_seconds(config, others.turns_weight) < seconds - _CLEARLY:
+            return others
+    return gradients
+
+
+def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
+    """Whether two algorithms turn grad_output from channels_last to NCHW, the same tensor."""
+    both_last = config.memory_format is weight_config.memory_format is torch.channels_last
+    return both_last and first.turns(config, "input_grad") and second.turns(weight_config, "weight_grad")
+
+
+def _fastest(config: Config, weight_config: Config, where: str) -> tuple[float, Gradients]:
+    """The gradients of a backward pass that are estimated to be fastest, and the seconds they are estimated at."""
     one, other = _estimates(config, "input_grad"), _estimates(weight_config, "weight_grad")
-    saved = grad_turning_seconds(config)
-    seconds = one[0][0] + other[0][0]
-    chosen = Gradients(first, second, shares(first, second))
+    saved, seconds = grad_turning_seconds(config), one[0][0] + other[0][0]
+    first = choose(config, "auto", where, "input_grad")
+    second = choose(weight_config, "auto", where, "weight_grad")
+    chosen = Gradients(first, second, _share(first, second, config, weight_config))
     if chosen.share:
         seconds -= saved
     else:
-        sharing = [(a + b - saved, Gradients(x, y, True)) for a, x in one for b, y in other if shares(x, y)]
+        pairs = [(a + b - saved, Gradients(x, y, True)) for a, x in one for b, y in other]
+        sharing = [pair for pair in pairs if _share(*pair[1][:2], config, weight_config)]
         least, gradients = min(sharing, key=lambda item: item[0], default=(math.inf, chosen))
         if least < seconds - _CLEARLY:
             seconds, chosen = least, gradients
     able = [a for a in ALGORITHMS if a.why_not(config) is None]
     together = [(a.grads_estimate(config, weight_config), Gradients(a, a, False, True)) for a in able]
-    least, gradients = min(together, key=lambda item: item[0])
-    return gradients if least < seconds else chosen
+    return min((seconds, chosen), *together, key=lambda item: item[0])
 
 
 @dataclass(frozen=True)
@@ -150,6 +172,7 @@ class Explanation:
         workspace_bytes: for every algorithm that can serve it, bytes of temporary memory of such a call.
         gradients: names of the algorithms of the input's and the weight's gradient where a backward pass wants both;
             they may share work, so that they need not be those of one gradient alone.
+        gradients_turned: whether these compute in channels_last, of tensors in NCHW that are turned round.
     """
 
     algorithm: str
@@ -158,6 +181,7 @@ class Explanation:
     direction: Direction
     workspace_bytes: dict[str, int]
     gradients: tuple[str, str]
+    gradients_turned: bool = False
 
     def __str__(self) -> str:
         p, c = self.config.problem, self.config
@@ -180,7 +204,8 @@ class Explanation:
     @property
     def _backward(self) -> str:
         input_grad, weight_grad = self.gradients
-        return input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
+        names = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
+        return f"{names}, in channels_last between turns" if self.gradients_turned else names
 
 
 def explain(
@@ -251,4 +276,4 @@ def explain(
             reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
     workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
     names = gradients.input_grad.name, gradients.weight_grad.name
-    return Explanation(chosen.name, reasons, config, direction, workspace, names)
+    return Explanation(chosen.name, reasons, config, direction, workspace, names, gradients.turned)

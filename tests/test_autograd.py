@@ -8,11 +8,11 @@ import torch
 import torch._dynamo.testing
 
 import gemmconv
-from gemmconv import ops
-from gemmconv.algorithms import ALGORITHMS, gemm_col2im
+from gemmconv import ops, selection
+from gemmconv.algorithms import ALGORITHMS, Config, gemm_col2im
 from tests import reference
 from tests.cases import Case
-from tests.samples import channels_last, sample, spread
+from tests.samples import channels_last, problem_of, sample, spread
 
 NAMES = ["auto", *(algorithm.name for algorithm in ALGORITHMS)]
 SMALL_CASES = [
@@ -217,6 +217,52 @@ def test_a_backward_pass_turns_grad_output_once(at_once, monkeypatch):
     turned.clear()
     torch.autograd.grad(output, (input, weight), channels_last(data.grad_output))
     assert turned == [output.shape, input.shape]
+
+
+@pytest.mark.parametrize("algorithm", ["gemm_col2im", "fused", "native"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 16, 24, (6, 5), (4, 4), (2, 2), (1, 1)),
+        Case(2, 1, 8, (1, 7), (1, 3), (1, 2)),
+        Case(1, 8, 16, (4, 8), (4, 4), (4, 4)),
+    ],
+    ids=lambda case: case.id,
+)
+def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, algorithm, device, monkeypatch, poison):
+    chosen = next(one for one in ALGORITHMS if one.name == algorithm)
+    gradients = selection.Gradients(chosen, chosen, share=False, turned=True)
+    assert gradients.turns_weight is (algorithm == "native")
+    assert not gradients._replace(turned=False).turns_weight
+    monkeypatch.setattr(selection, "choose_gradients", lambda *arguments: gradients)
+    monkeypatch.setattr(ops, "_plans", {})
+    formats, input_grad = [], type(chosen).input_grad
+
+    def recorded(itself, config):
+        formats.append(config.memory_format)
+        return input_grad(itself, config)
+
+    monkeypatch.setattr(type(chosen), "input_grad", recorded)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    if chosen.why_not(Config(problem_of(case), dtype, torch.device(device))) is not None:
+        pytest.skip(f"{algorithm} is not for {device}")
+    data = sample(case, dtype, device).leaves()
+    wide = sample(case, dtype, device)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (wide.input, wide.weight)]
+    exact = torch.nn.functional.conv_transpose2d(*exact_inputs, **case.parameters)
+    output = gemmconv.conv_transpose2d(data.input, data.weight, **case.parameters)
+    for grad_output in (
+        data.grad_output.detach(),
+        spread(data.grad_output.detach()),
+        output.detach()[:1, :1].expand_as(output),
+    ):
+        poison(device)
+        found = torch.autograd.grad(output, (data.input, data.weight), grad_output, retain_graph=True)
+        wanted = torch.autograd.grad(exact, exact_inputs, grad_output.double(), retain_graph=True)
+        for one, other, leaf in zip(found, wanted, (data.input, data.weight), strict=True):
+            assert one.stride() == leaf.stride()
+            reference.assert_close(one, other, dtype, "ieee")
+    assert set(formats) == {torch.channels_last}
 
 
 @pytest.mark.parametrize("precision", [None, "ieee", "tf32"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import gemmconv
 from gemmconv.algorithms import ALGORITHMS, Config, fold
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fused import Fused
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="fused is for Hopper"
 )
 
+FORMATS = torch.contiguous_format, torch.channels_last
 DENSE = Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))  # DCGAN 2
 GROUPED = Problem(16, 32, 64, 4, (64, 64), (3, 3), stride=(2, 2))
 KERNELBENCH_75 = Problem(16, 32, 64, 4, (128, 256), (3, 5), (2, 3), (1, 2), dilation=(2, 1))
@@ -80,6 +82,25 @@ def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
     assert not gradients_taken(KERNELBENCH_75, torch.float32, "ieee", memory_format=torch.contiguous_format).share
     assert gradients_taken(KERNELBENCH_75, torch.float32, "ieee", "gemm_col2im").share
     assert not gradients_taken(KERNELBENCH_75, torch.float32, "ieee", "native").share
+
+
+def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_than_turning_costs():
+    upsampling = Problem(4, 256, 128, 1, (62, 54), (4, 4), stride=(4, 4))  # PointPillars 3
+    nchw, last = (config_of(upsampling, torch.float16, "ieee", memory_format=one) for one in FORMATS)
+    found = choose_gradients(nchw, nchw, "auto", "test")
+    assert found.turned
+    assert found == choose_gradients(last, last, "auto", "test")._replace(turned=True)
+    # Not where a tensor is in channels_last already, where an algorithm was asked for, or in float32.
+    for configs in ((last, last), (nchw, last), (last, nchw)):
+        assert not choose_gradients(*configs, "auto", "test").turned
+    for requested in ("fused", "gemm_col2im", "native"):
+        assert not choose_gradients(nchw, nchw, requested, "test").turned
+    for precision in ("ieee", "tf32"):
+        assert not gradients_taken(upsampling, torch.float32, precision, memory_format=torch.contiguous_format).turned
+    assert not gradients_taken(DENSE, torch.float16, "ieee", memory_format=torch.contiguous_format).turned
+    explained = [gemmconv.explain(upsampling, device="cuda", dtype=torch.float16, memory_format=one) for one in FORMATS]
+    assert [one.gradients_turned for one in explained] == [True, False]
+    assert ["in channels_last between turns" in str(one) for one in explained] == [True, False]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)

@@ -62,6 +62,19 @@ def grads_turning_seconds(config: Config, weight_config: Config) -> float:
     return grad_turning_seconds(both) + _seconds(weight_config, shape) + _seconds(config, shape)
 
 
+def turned_seconds(config: Config, turns_weight: bool) -> float:
+    """What turning takes where both gradients of tensors in NCHW are computed in channels_last; see prepare_turned.
+
+    >>> from gemmconv.geometry import Problem
+    >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
+    >>> turned_seconds(config, True) > turned_seconds(config, False) > turning_seconds(config, torch.channels_last)
+    True
+    """
+    p = config.problem
+    shapes = (p.output_shape, p.input_shape, p.input_shape, *([p.weight_shape] if turns_weight else []))
+    return sum(_seconds(config, shape, torch.channels_last) for shape in shapes)
+
+
 def one_by_one_seconds(algorithm: Algorithm, config: Config, weight_config: Config) -> float:
     """What an algorithm that turns grad_output takes for one gradient after the other, once turned in one format."""
     seconds = algorithm.estimate(config, "input_grad") + algorithm.estimate(weight_config, "weight_grad")
@@ -94,8 +107,17 @@ def to_channels_last(config: Config, shape: Shape4) -> Turn:
 
 def from_nchw(config: Config, shape: Shape4) -> Turn:
     """Prepare what gives a result of this shape, made in NCHW, the strides of the configuration's memory format."""
-    if _takes_the_kernel(config, shape):
-        return prepare_turn(config, shape, config.memory_format)
+    return _turn_back(config, shape, torch.channels_last)
+
+
+def from_channels_last(config: Config, shape: Shape4) -> Turn:
+    """As :func:`from_nchw`, of a result that was made in channels_last."""
+    return _turn_back(config, shape, torch.contiguous_format)
+
+
+def _turn_back(config: Config, shape: Shape4, wanted: torch.memory_format) -> Turn:
+    if _takes_the_kernel(config, shape, wanted):
+        return prepare_turn(config, shape, wanted)
     strides = strides_of(shape, config.memory_format)
     return lambda tensor: with_strides(tensor, strides)
 
@@ -108,6 +130,28 @@ def prepare_both(config: Config, compute: GradientsInNchw) -> BothGradients:
     def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grad_input = input.new_empty(shape)
         grad_weight = compute(grad_output, input, weight, grad_input)
+        return turned_back(grad_input), grad_weight
+
+    return call
+
+
+def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -> BothGradients:
+    """Prepare both gradients of tensors in NCHW with what computes them in channels_last.
+
+    Args:
+        config: in NCHW.
+        compute: from grad_output and input in channels_last.
+        turns_weight: whether it is to get the weight in channels_last too.
+    """
+    p = config.problem
+    turned, turned_input = to_channels_last(config, p.output_shape), to_channels_last(config, p.input_shape)
+    turned_weight = to_channels_last(config, p.weight_shape) if turns_weight else None
+    turned_back = from_channels_last(config, p.input_shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if turned_weight is not None:
+            weight = turned_weight(weight)
+        grad_input, grad_weight = compute(turned(grad_output), turned_input(input), weight)
         return turned_back(grad_input), grad_weight
 
     return call
