@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -120,9 +120,14 @@ class Contender:
         return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, LAYOUTS[self.layout], bias)
 
     def took(self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False) -> str:
-        """The algorithms that gemmconv takes for the passes of a direction, as ``fused`` or ``fused+native``."""
-        chosen = self._chosen(self.config(problem, precision, device, bias), direction)
-        return "+".join(dict.fromkeys(algorithm.name for algorithm in chosen.values()))
+        """The algorithms that gemmconv takes for the passes of a direction, as ``fused`` or ``fused+native``.
+
+        Gradients that are computed in channels_last, of tensors in NCHW, are ``turned``.
+        """
+        config = self.config(problem, precision, device, bias)
+        chosen = self._chosen(config, direction)
+        names = "+".join(dict.fromkeys(algorithm.name for algorithm, _ in chosen.values()))
+        return names if all(one is config for _, one in chosen.values()) else f"{names} turned"
 
     def workspace_bytes(
         self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
@@ -130,20 +135,20 @@ class Contender:
         """Temporary memory that the algorithm promises to stay within; None where torch manages it."""
         if self.kind == "torch":
             return None
-        config = self.config(problem, precision, device, bias)
-        chosen = self._chosen(config, direction)
-        if any(algorithm.name == "native" for algorithm in chosen.values()):
+        chosen = self._chosen(self.config(problem, precision, device, bias), direction)
+        if any(algorithm.name == "native" for algorithm, _ in chosen.values()):
             return None
-        return max(algorithm.workspace_bytes(config, one) for one, algorithm in chosen.items())
+        return max(algorithm.workspace_bytes(config, one) for one, (algorithm, config) in chosen.items())
 
-    def _chosen(self, config: Config, direction: str) -> dict[Direction, algorithms.Algorithm]:
-        """What gemmconv takes for the passes of a direction."""
-        chosen: dict[Direction, algorithms.Algorithm] = {}
+    def _chosen(self, config: Config, direction: str) -> dict[Direction, tuple[algorithms.Algorithm, Config]]:
+        """What gemmconv takes for the passes of a direction, and what it computes then."""
+        chosen: dict[Direction, tuple[algorithms.Algorithm, Config]] = {}
         if "forward" in PASSES[direction]:
-            chosen["forward"] = selection.choose(config, self.name, "benchmarks")
+            chosen["forward"] = selection.choose(config, self.name, "benchmarks"), config
         if "input_grad" in PASSES[direction]:
             gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
-            chosen |= {"input_grad": gradients.input_grad, "weight_grad": gradients.weight_grad}
+            computed = replace(config, memory_format=torch.channels_last) if gradients.turned else config
+            chosen |= {"input_grad": (gradients.input_grad, computed), "weight_grad": (gradients.weight_grad, computed)}
         return chosen
 
     def forward(self, problem: Problem) -> Forward:

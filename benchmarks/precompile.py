@@ -16,7 +16,9 @@ from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
 from benchmarks.workloads import Workload
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.algorithms.base import Precision
+from gemmconv.algorithms.turning import prepare_turned
 from gemmconv.geometry import Problem
+from gemmconv.selection import choose_gradients
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -74,3 +76,5 @@ def _compile(job: Job) -> None:
                 getattr(algorithm, one)(config)
             if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
                 algorithm.grads(config, config)
+    if "weight_grad" in passes and (gradients := choose_gradients(config, config, "auto", "benchmarks")).turned:
+        prepare_turned(config, lambda *tensors: tensors[:2], gradients.turns_weight)  # of which the turns are loaded

@@ -50,7 +50,8 @@ class Row:
             row) or module (call, through the module).
         algorithm: gemmconv's algorithms, ``auto``, or a setting of torch.
         status: ok, wrong (no time), refused or failed (``reason`` says why).
-        took: the algorithms that ``auto`` chose for the passes, in their order, as ``fused+native``.
+        took: the algorithms that ``auto`` chose for the passes, in their order, as ``fused+native``; ``turned`` where
+            gradients of tensors in NCHW are computed in channels_last.
         error_output, error_input, error_weight, error_bias: relative to float64, of the output and of gradients.
         error, bar: the error that came closest to its bar, and that bar.
         median_ms, p20_ms, p80_ms: of the time, each the mean of all looks.

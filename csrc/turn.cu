@@ -12,24 +12,16 @@
  *   row 0:  a b    column 0:  a c
  *   row 1:  c d    column 1:  b d
  *
+ * Extents that are multiples of 8 bytes and more are turn_units.cu's.
+ *
  * Macros: ELEMENT_BYTES (2, 4 or 8); PAIRS; TILE_ROWS, TILE_COLUMNS (even with PAIRS); INDEX_64.
  * Chosen by gemmconv/algorithms/turning.py.
  */
 #include "common/index.cuh"
 #include "common/plane.cuh"
+#include "common/turn.cuh"
 
-template <int BYTES> struct bits { using type = unsigned; };
-template <> struct bits<2> { using type = unsigned short; };
-template <> struct bits<8> { using type = unsigned long long; };
-using element_t = bits<ELEMENT_BYTES>::type;
 using word_t = bits<PAIRS ? 4 : ELEMENT_BYTES>::type;
-
-struct turn_params {
-    const element_t* __restrict__ source;
-    element_t* __restrict__ target;
-    int matrices, rows, columns;
-    int tiles_columns;  // blockIdx.x = tile row * tiles_columns + tile column
-};
 
 constexpr int kThreads = 256;
 constexpr int kStep = PAIRS ? 2 : 1;  // rows of a word of the target

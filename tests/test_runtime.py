@@ -104,6 +104,10 @@ def kernel_variants():
         for to_last in (False, True):
             macros = turning.turn_macros(channels, pixels, to_last, itemsize)
             variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn.cu", macros)
+    for channels, pixels, itemsize in ((96, 4096, 2), (12, 112, 2), (64, 1032, 4), (8, (1 << 31) - 1032, 8)):
+        for to_last in (False, True):
+            macros = turning.units_macros(channels, pixels, to_last, itemsize)
+            variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn_units.cu", macros)
     return {**variants, **fused_variants(), **fold_variants(), **image_variants(), **gradient_variants()}
 
 

@@ -1,4 +1,4 @@
-"""Turning tensors between NCHW and channels_last: csrc/turn.cu under the emulator and on the GPU."""
+"""Turning tensors between NCHW and channels_last: csrc/turn.cu and turn_units.cu under the emulator and on the GPU."""
 
 import itertools
 import math
@@ -22,6 +22,16 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 DTYPES = (torch.float16, torch.float32, torch.float64)
 # Even and odd extents, more channels or pixels than a tile has, and channels that two tiles share unevenly.
 SHAPES = [(2, 3, 5, 7), (1, 2, 1, 2), (3, 64, 8, 9), (2, 70, 4, 6), (1, 131, 3, 43), (2, 8, 32, 70), (70, 6, 2, 2)]
+# Multiples of what is read together: of one unit and of many, of more than a block has on either axis.
+SHAPES += [
+    (3, 4, 2, 2),
+    (2, 72, 6, 10),
+    (1, 20, 3, 4),
+    (2, 264, 1, 24),
+    (1, 8, 96, 32),
+    (2, 1040, 2, 4),
+    (1, 80, 10, 26),
+]
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 
@@ -84,16 +94,19 @@ def test_turn_takes_more_images_than_a_grid_axis_holds(folder, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "mistake",
+    ("shape", "mistake"),
     [
-        (r"upper >> 16", "lower >> 16"),  # a column takes the wrong row
-        (r"first_row \+ row >= p\.rows", "first_row + row + kStep >= p.rows"),  # the last row is left out
-        (r"__syncthreads\(\);", ""),
+        ((2, 6, 8, 9), ("turn.cu", r"upper >> 16", "lower >> 16")),  # a column takes the wrong row
+        ((2, 6, 8, 9), ("turn.cu", r"first_row \+ row >= p\.rows", "first_row + row + kStep >= p.rows")),  # or none
+        ((2, 6, 8, 9), ("turn.cu", r"__syncthreads\(\);", "")),
+        ((2, 72, 6, 10), ("turn_units.cu", r"pieces\[i\]\.value\[j\]", "pieces[j].value[i]")),
+        ((2, 72, 6, 10), ("turn_units.cu", r"row >= p\.rows", "row + ROW_UNIT >= p.rows")),
+        ((1, 8, 96, 32), ("turn_units.cu", r"kColumnThreads \+ column_thread", "kRowThreads + column_thread")),
     ],
+    ids=str,
 )
-def test_emulator_notices_a_mistake_in_turn(folder, mistake, poison):
-    shape = (2, 6, 8, 9)
-    with emulator.install(folder, emulator.Edit("turn.cu", *mistake)):
+def test_emulator_notices_a_mistake_in_turn(folder, shape, mistake, poison):
+    with emulator.install(folder, emulator.Edit(*mistake)):
         turn = turning.prepare_turn(config_of(torch.float16, "cpu"), shape, torch.channels_last)
         poison("cpu")
         with pytest.raises((AssertionError, RuntimeError)):
@@ -130,11 +143,11 @@ def test_planes_that_the_kernels_integers_do_not_reach_are_left_to_torch(monkeyp
     """23171 x 23171 inputs of stride 2 have outputs of 2^31 pixels and some: 8 GB in 16 bits."""
     monkeypatch.setattr(launch, "load", None)
     config = config_of(torch.float16, "cuda:0")
-    for shape in ((1, 2, 46342, 46342), (1, 2, 2**31 - 1024, 1), (1, 2**31 - 1024, 2, 1)):
+    for shape in ((1, 2, 46342, 46342), (1, 2, 2**31 - 2048, 1), (1, 2**31 - 2048, 2, 1)):
         assert turning.to_nchw(config, shape) is torch.Tensor.contiguous
         turning.from_nchw(config, shape)
     with pytest.raises(TypeError):  # which would load the kernel
-        turning.to_nchw(config, (1, 2, 2**31 - 1025, 1))
+        turning.to_nchw(config, (1, 2, 2**31 - 2049, 1))
 
 
 @given(st.integers(2, 5000), st.integers(2, (1 << 31) - 1025), st.booleans(), st.sampled_from([2, 4, 8]))
@@ -147,6 +160,25 @@ def test_tiles_fit_shared_memory_and_waste_little(channels, pixels, to_last, ite
     assert -(-channels // tile_channels) * tile_channels < channels + 2 * -(-channels // 64) + 2
     assert tile_pixels < 2 * pixels
     assert ("INDEX_64" in macros) == (1024 * max(channels, pixels) > 2**31 - 1)
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.booleans(), st.sampled_from([2, 4, 8]))
+def test_blocks_of_units_have_whole_warps_and_waste_little(rows, columns, to_last, itemsize):
+    macros = turning.units_macros(*((rows, columns) if to_last else (columns, rows)), to_last, itemsize)
+    if macros is None:
+        unit = 8 if itemsize == 2 else 16
+        assert rows * itemsize % 32 or columns * itemsize % unit
+        return
+    extents = {"ROW": rows, "COLUMN": columns}
+    for axis, extent in extents.items():
+        assert extent % macros[f"{axis}_UNIT"] == 0
+        assert macros[f"{axis}_UNIT"] * itemsize in ((8, 16) if itemsize == 2 else (16,))
+    assert 32 % macros["ROW_LANES"] == 8 % macros["ROW_WARPS"] == 0
+    tile_rows, tile_columns = turning.units_tile(macros)
+    assert max(tile_rows, tile_columns) <= turning._REACH
+    assert tile_rows * tile_columns == 256 * macros["ROW_UNIT"] * macros["COLUMN_UNIT"]
+    assert tile_rows < 2 * rows or tile_columns < 2 * columns
+    assert rows * itemsize % 32 == 0 or tile_rows >= rows
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 """Turning tensors from NCHW to channels_last and back, for algorithms that compute in one of them alone: host side of
-csrc/turn.cu, several times as fast as torch's own copy."""
+csrc/turn.cu and csrc/turn_units.cu, several times as fast as torch's own copy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ _THREADS = 256
 _TILE = 4096  # elements of a tile
 _MOST_CHANNELS = 64  # of a tile
 _SHORTEST, _LONGEST = 32, 1024  # pixels of a tile
+_REACH = 2048  # elements of an axis that a block has at most, of either kernel
+_LEAST_UNIT, _MOST_UNIT = 8, 16  # bytes that a thread of csrc/turn_units.cu reads and writes together
+_SECTOR_BYTES = 32  # that memory writes at once
+_PIXEL_BYTES, _CHANNEL_BYTES = 64, 128  # that lie together, of what a warp reads or writes at once
+_WARPS = _THREADS // 32
 _LAUNCH_SECONDS = 3e-6
-_BYTE_SECONDS = 1 / 1.6e12  # of what is turned, which is read and written
+_UNITS_RATE, _RATE = 1.8e12, 1.3e12  # bytes a second of what is turned, which is read and written
 
 Turn = Callable[[torch.Tensor], torch.Tensor]
 # grad_output, input, weight, grad_input -> grad_weight; the last two for the input gradient, or None
@@ -84,14 +89,17 @@ def one_by_one_seconds(algorithm: Algorithm, config: Config, weight_config: Conf
 def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = torch.contiguous_format) -> float:
     if config.memory_format is computed_in:
         return 0.0
-    return _LAUNCH_SECONDS + math.prod(shape) * config.dtype.itemsize * _BYTE_SECONDS
+    itemsize = config.dtype.itemsize
+    to_last = computed_in is torch.channels_last
+    rate = _RATE if units_macros(shape[1], math.prod(shape[2:]), to_last, itemsize) is None else _UNITS_RATE
+    return _LAUNCH_SECONDS + math.prod(shape) * itemsize / rate
 
 
 def to_nchw(config: Config, shape: Shape4) -> Turn:
     """Prepare what gives a tensor of this shape, an argument of any strides, contiguous in NCHW.
 
-    One that is so comes back as it is. One in channels_last is turned by csrc/turn.cu, where ``config`` is in
-    channels_last on a GPU; of any other torch makes a copy.
+    One that is so comes back as it is. One in channels_last is turned by a kernel, where ``config`` is in channels_last
+    on a GPU; of any other torch makes a copy.
     """
     if _takes_the_kernel(config, shape):
         return prepare_turn(config, shape, torch.contiguous_format)
@@ -162,23 +170,30 @@ def _takes_the_kernel(config: Config, shape: Shape4, given: torch.memory_format 
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     if config.device.type != "cuda" or config.memory_format is not given:
         return False
-    return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _LONGEST <= _INT32_MAX
+    return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _REACH <= _INT32_MAX
 
 
 def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Turn:
     """As :func:`to_nchw` and :func:`from_nchw`, always with the kernel."""
     from gemmconv.runtime.launch import load
 
-    strides = strides_of(shape, memory_format)
+    strides, itemsize = strides_of(shape, memory_format), config.dtype.itemsize
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     to_last = memory_format is torch.channels_last
     other = torch.contiguous_format if to_last else torch.channels_last
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
-    macros = turn_macros(channels, pixels, to_last, config.dtype.itemsize)
-    kernel = load("turn.cu", "turn_kernel", macros, config.device.index)
-    tiles_rows, tiles_columns = -(-rows // int(macros["TILE_ROWS"])), -(-columns // int(macros["TILE_COLUMNS"]))
-    grid, block = plane_grid(tiles_rows * tiles_columns, images), (_THREADS, 1, 1)
-    alignment = 4 if macros["PAIRS"] else config.dtype.itemsize
+    units = units_macros(channels, pixels, to_last, itemsize)
+    if units is not None:
+        kernel = load("turn_units.cu", "turn_units_kernel", units, config.device.index)
+        tile_rows, tile_columns = units_tile(units)
+        alignment = itemsize * max(int(units["ROW_UNIT"]), int(units["COLUMN_UNIT"]))
+    else:
+        macros = turn_macros(channels, pixels, to_last, itemsize)
+        kernel = load("turn.cu", "turn_kernel", macros, config.device.index)
+        tile_rows, tile_columns = int(macros["TILE_ROWS"]), int(macros["TILE_COLUMNS"])
+        alignment = 4 if macros["PAIRS"] else itemsize
+    tiles_columns = -(-columns // tile_columns)
+    grid, block = plane_grid(-(-rows // tile_rows) * tiles_columns, images), (_THREADS, 1, 1)
 
     def turn(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_contiguous(memory_format=memory_format):
@@ -192,6 +207,51 @@ def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_form
         return turned
 
     return turn
+
+
+def units_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros | None:
+    """Macros that specialise csrc/turn_units.cu, None where csrc/turn.cu is faster or the only one.
+
+    That is where extents are not multiples of 16 bytes (8 of 16-bit elements), and where a block writes parts of lines
+    that are no whole sectors.
+
+    >>> units_macros(96, 4096, True, 2)
+    {'ELEMENT_BYTES': 2, 'ROW_UNIT': 8, 'COLUMN_UNIT': 8, 'ROW_LANES': 8, 'ROW_WARPS': 1}
+    >>> units_macros(96, 49, True, 2)
+    """
+    rows, columns = (channels, pixels) if to_last else (pixels, channels)
+    row_unit, column_unit = (math.gcd(_MOST_UNIT // itemsize, extent) for extent in (rows, columns))
+    if min(row_unit, column_unit) * itemsize < (_LEAST_UNIT if itemsize == 2 else _MOST_UNIT):
+        return None
+    # Lanes, then warps, along the columns as far as there are some, the others along the rows.
+    row_units, column_units = rows // row_unit, columns // column_unit
+    read_bytes = _PIXEL_BYTES if to_last else _CHANNEL_BYTES
+    column_lanes = min(read_bytes // (column_unit * itemsize), power_of_two(column_units))
+    row_lanes = min(32 // column_lanes, power_of_two(row_units))
+    column_warps = min(_WARPS, power_of_two(-(-column_units // (32 // row_lanes))))
+    row_warps = min(_WARPS // column_warps, power_of_two(-(-row_units // row_lanes)))
+    macros: Macros = {
+        "ELEMENT_BYTES": itemsize,
+        "ROW_UNIT": row_unit,
+        "COLUMN_UNIT": column_unit,
+        "ROW_LANES": row_lanes,
+        "ROW_WARPS": row_warps,
+    }
+    if rows * itemsize % _SECTOR_BYTES and units_tile(macros)[0] < rows:
+        return None
+    if _MOST_UNIT * max(rows, columns) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+def units_tile(macros: Macros) -> tuple[int, int]:
+    """Rows and columns of a block of csrc/turn_units.cu.
+
+    >>> units_tile({"ELEMENT_BYTES": 2, "ROW_UNIT": 8, "COLUMN_UNIT": 8, "ROW_LANES": 8, "ROW_WARPS": 1})
+    (64, 256)
+    """
+    row_threads = int(macros["ROW_LANES"]) * int(macros["ROW_WARPS"])
+    return row_threads * int(macros["ROW_UNIT"]), _THREADS // row_threads * int(macros["COLUMN_UNIT"])
 
 
 def turn_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros:
