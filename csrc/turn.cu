@@ -12,7 +12,7 @@
  *   row 0:  a b    column 0:  a c
  *   row 1:  c d    column 1:  b d
  *
- * Extents that are multiples of 8 bytes and more are turn_units.cu's.
+ * turn_units.cu is faster where extents are multiples of pieces, which turning.py says.
  *
  * Macros: ELEMENT_BYTES (2, 4 or 8); PAIRS; TILE_ROWS, TILE_COLUMNS (even with PAIRS); INDEX_64.
  * Chosen by gemmconv/algorithms/turning.py.

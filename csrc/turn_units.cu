@@ -9,7 +9,7 @@
  *
  *   16 bits, ROW_UNIT = COLUMN_UNIT = 8, ROW_LANES = 8: 64 rows of 32 columns, read by 64 bytes and written by 128
  *
- * turn.cu takes 16 times as many instructions, and is for other extents.
+ * turn.cu, for other extents, takes 16 times as many instructions.
  *
  * Macros: ELEMENT_BYTES (2, 4 or 8); ROW_UNIT, COLUMN_UNIT (divide the extents); ROW_LANES, ROW_WARPS; INDEX_64.
  * Chosen by gemmconv/algorithms/turning.py.

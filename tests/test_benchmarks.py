@@ -647,6 +647,16 @@ def test_what_auto_took_and_its_workspace_are_of_one_choice(bias):
     assert (auto.workspace_bytes(*arguments, bias) is None) is not bias
 
 
+def test_auto_says_which_gradients_are_turned():
+    (upsampling,) = (workload.problem for workload in SUITES["models"] if workload.name == "pointpillars3")
+    device = torch.device("cuda", 0)
+    nchw, last = (Contender("auto", kind="gemmconv", layout=layout) for layout in ("nchw", "channels_last"))
+    took = last.took(upsampling, "fp16", device, "backward")
+    assert nchw.took(upsampling, "fp16", device, "backward") == f"{took} turned"
+    assert nchw.took(upsampling, "fp16", device, "both").endswith(" turned")
+    assert not nchw.took(upsampling, "fp16", device, "forward").endswith("turned")
+
+
 @pytest.mark.gpu
 def test_rows_on_the_gpu():
     """Every precision, contender and mode, on a layer small enough for graphs."""

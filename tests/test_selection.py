@@ -71,6 +71,12 @@ def test_auto_takes_gradients_in_channels_last_from_what_turns_nothing():
             assert turning_seconds(config) > pointwise.batch * pointwise.in_pixels * (64 + 128) * 2 / 4e12
 
 
+def test_auto_takes_layers_of_few_channels_and_long_strides_from_direct_in_either_format():
+    for memory_format in FORMATS:
+        for dtype, precision in ((torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")):
+            assert taken(KERNELBENCH_75, dtype, precision, "forward", memory_format=memory_format) == "direct"
+
+
 def gradients_taken(problem, dtype, precision, requested="auto", memory_format=torch.channels_last):
     config = config_of(problem, dtype, precision, memory_format=memory_format)
     return choose_gradients(config, config, requested, "test")
