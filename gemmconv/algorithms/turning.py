@@ -60,11 +60,14 @@ def grad_turning_seconds(config: Config) -> float:
     return _seconds(config, config.problem.output_shape)
 
 
-def grads_turning_seconds(config: Config, weight_config: Config) -> float:
-    """What turning takes where one call computes both gradients in NCHW: grad_output, the input, and its gradient."""
-    shape = config.problem.input_shape
+def grads_turning_seconds(
+    config: Config, weight_config: Config, computed_in: torch.memory_format = torch.contiguous_format
+) -> float:
+    """What turning takes where one format alone has both gradients: grad_output, the input, and its gradient."""
+    p = config.problem
     both = weight_config if config.memory_format is torch.channels_last else config
-    return grad_turning_seconds(both) + _seconds(weight_config, shape) + _seconds(config, shape)
+    turned = (both, p.output_shape), (weight_config, p.input_shape), (config, p.input_shape)
+    return sum(_seconds(of, shape, computed_in) for of, shape in turned)
 
 
 def turned_seconds(config: Config, turns_weight: bool) -> float:
@@ -75,9 +78,8 @@ def turned_seconds(config: Config, turns_weight: bool) -> float:
     >>> turned_seconds(config, True) > turned_seconds(config, False) > turning_seconds(config, torch.channels_last)
     True
     """
-    p = config.problem
-    shapes = (p.output_shape, p.input_shape, p.input_shape, *([p.weight_shape] if turns_weight else []))
-    return sum(_seconds(config, shape, torch.channels_last) for shape in shapes)
+    of_weight = _seconds(config, config.problem.weight_shape, torch.channels_last) if turns_weight else 0.0
+    return grads_turning_seconds(config, config, torch.channels_last) + of_weight
 
 
 def one_by_one_seconds(algorithm: Algorithm, config: Config, weight_config: Config) -> float:
