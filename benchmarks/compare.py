@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="DIR", help="for the files (default: benchmarks/results/<device>)")
     add("--fresh", action="store_true", help="measure rows anew that the files already have")
     add("--keep-baselines", action="store_true", help="keep torch's rows where only gemmconv has changed")
+    add("--sustained", action="store_true", help="time a GPU that is kept busy, as in training; else it rests")
     add("--charts", action="store_true", help="also write summary.md and charts into --out")
     add("--list", action="store_true", help="print the workloads and leave")
     add(
@@ -136,7 +137,8 @@ class _Request:
     @property
     def looks(self) -> Callable[[float], int]:
         """Of :class:`benchmarks.measure.Plan`."""
-        return looks_at if self.device.type == "cuda" and self.effort is not QUICK else once
+        is_quick = replace(self.effort, sustained=False) == QUICK
+        return once if self.device.type == "cpu" or is_quick else looks_at
 
 
 def _request(arguments: argparse.Namespace) -> _Request:
@@ -167,15 +169,17 @@ def _request(arguments: argparse.Namespace) -> _Request:
     if on_cpu and "tf32" in precisions:
         raise ValueError("argument --precision: tf32 needs a CUDA device, and torch finds none here; leave it out")
     out = arguments.out
+    if arguments.sustained and on_cpu:
+        raise ValueError("argument --sustained: needs a CUDA device; a CPU does not rest; leave it out")
     if out is None and (arguments.suite or arguments.workload or not arguments.layer):
-        out = RESULTS / environment.slug(device)
+        out = RESULTS / environment.slug(device, arguments.sustained)
     return _Request(
         devices,
         workloads,
         [c for c in theirs if c.name in baselines] + [c for c in ours if c.name in wanted],
         precisions,
         _chosen("--direction", arguments.direction, DIRECTIONS, ("forward", "backward")),
-        QUICK if quick else Effort(),
+        replace(QUICK if quick else Effort(), sustained=arguments.sustained),
         out,
         arguments.fresh,
         arguments.keep_baselines,
@@ -214,7 +218,7 @@ def _list() -> int:
 def _run(request: _Request) -> int:
     """Measure, save, print. Returns the exit status."""
     device = request.device
-    about = environment.describe(device)
+    about = environment.describe(device, request.effort.sustained)
     print(_heading(about), flush=True)
     files = _Files(request, about)
     plan = Plan(
@@ -292,7 +296,8 @@ def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
         ]
         yield from several.measure(plan, request.devices, tasks)
         return
-    plan = replace(plan, ceilings=measure_ceilings(request.device, request.precisions), done=files.done)
+    ceilings = measure_ceilings(request.device, request.precisions, plan.effort.sustained)
+    plan = replace(plan, ceilings=ceilings, done=files.done)
     lanes = Lanes(SEARCHES)
     for workload in workloads:
         if time.monotonic() > request.deadline:

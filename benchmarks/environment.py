@@ -43,11 +43,15 @@ def pick_device(text: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def describe(device: torch.device) -> dict[str, str]:
-    """Everything that a row must say about where it comes from. ``source`` changes with the library's own files."""
+def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
+    """Everything that a row must say about where it comes from. ``source`` changes with the library's own files.
+
+    A GPU under a sustained load is another machine: its rows are compared with each other alone.
+    """
     on_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_cuda else f"CPU, {torch.get_num_threads()} threads"
     return {
-        "gpu": torch.cuda.get_device_name(device) if on_cuda else f"CPU, {torch.get_num_threads()} threads",
+        "gpu": f"{name}, sustained load" if sustained else name,
         "driver": _driver() if on_cuda else "",
         "cuda": (torch.version.cuda or "") if on_cuda else "",
         "cudnn": _cudnn() if on_cuda else "",
@@ -60,9 +64,9 @@ def describe(device: torch.device) -> dict[str, str]:
     }
 
 
-def slug(device: torch.device) -> str:
-    """A folder's name for a device: ``nvidia-h200``, ``cpu-2-threads``."""
-    return re.sub(r"[^a-z0-9]+", "-", describe(device)["gpu"].lower()).strip("-")
+def slug(device: torch.device, sustained: bool = False) -> str:
+    """A folder's name for a device: ``nvidia-h200``, ``nvidia-h200-sustained-load``, ``cpu-2-threads``."""
+    return re.sub(r"[^a-z0-9]+", "-", describe(device, sustained)["gpu"].lower()).strip("-")
 
 
 @cache

@@ -6,7 +6,7 @@ floor = max(useful flops / rate of cuBLAS's matrix product, least bytes / rate o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -57,8 +57,9 @@ def least_bytes(problem: Problem, itemsize: int, direction: str, bias: bool) -> 
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
-def measure_ceilings(device: torch.device, precisions: Iterable[str]) -> Ceilings:
-    """Measure the rates that the floors of these precisions need."""
+def measure_ceilings(device: torch.device, precisions: Iterable[str], sustained: bool = False) -> Ceilings:
+    """Measure the rates that the floors of these precisions need, under a sustained load or not (see ``Effort``)."""
+    effort = replace(_EFFORT, sustained=sustained)
     wanted = set(precisions)
     if "fp32" in wanted and device.type == "cuda":
         wanted.add("tf32")
@@ -72,7 +73,7 @@ def measure_ceilings(device: torch.device, precisions: Iterable[str]) -> Ceiling
         with torch_settings(precision):
             product = partial(torch.mm, a, b, out=out)
             product()
-            tflops[precision] = 2e-9 * extent**3 / time_run(product, device, _EFFORT).median
+            tflops[precision] = 2e-9 * extent**3 / time_run(product, device, effort).median
     if "fp32" in tflops and "tf32" in tflops:
         tflops["fp32"] = max(tflops["fp32"], tflops["tf32"] / 3)
     size = _COPY_BYTES[device.type]
@@ -81,5 +82,5 @@ def measure_ceilings(device: torch.device, precisions: Iterable[str]) -> Ceiling
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    copy_ms = time_run(lambda: target.copy_(source), device, _EFFORT).median
+    copy_ms = time_run(lambda: target.copy_(source), device, effort).median
     return Ceilings(2e-9 * 4 * source.numel() / copy_ms, tflops)

@@ -28,13 +28,14 @@ _GRADIENTS = ("input", "weight", "bias")
 _SMALL_MS = 0.1
 
 # Calls of less than this are searched for by cudnn.benchmark in another lane too, and in more until they took so long
-# together: the searches of longer calls take seconds each.
-_SEARCHED_MS, _SEARCHES_MS = 5.0, 200.0
+# together, or so much longer while only one has found the fastest: the searches of longer calls take seconds each.
+_SEARCHED_MS, _SEARCHES_MS, _UNCONFIRMED_MS = 5.0, 200.0, 800.0
+_AS_FAST = 1.03
 
 # To see whether a further search found something faster.
 _GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
 
-# How much further tensors lie from each other, modulo pages, in each look: nine looks have nine places.
+# How much further tensors lie from each other, modulo pages, in each look: eighteen looks have eighteen places.
 _STEP_BYTES = 655 * 512
 
 # What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
@@ -201,8 +202,9 @@ def fastest_search(
 
     Of each search the eager row comes first, and decides. A search times each kernel once, so chance decides between
     close ones, and in the first it also waits for kernels to be loaded. Those of short calls are made once more, and
-    again until they took their time. A glance is enough to see whether another one found something faster; that is then
-    visited like the first. ``first_ms`` is that of the first, and ``reason`` says what was wrong with others.
+    again until they took their time and two have found what is fastest, or took four times as long. A glance is enough
+    to see whether another one found something faster; that is then visited like the first. ``first_ms`` is that of the
+    first, and ``reason`` says what was wrong with others.
 
     Args:
         lanes: a search is made in each, at most.
@@ -214,13 +216,18 @@ def fastest_search(
     if first.status != "ok" or first.median_ms is None or first.median_ms >= _SEARCHED_MS:
         return found, [], best
     glances: dict[int, Row] = {}
-    end = time.monotonic() + 1e-3 * _SEARCHES_MS
+    times: dict[int, float] = {}  # of those that did not fail
+    began = time.monotonic()
     for lane in range(1, len(lanes)):
-        if glances and time.monotonic() >= end:
+        took_ms = 1e3 * (time.monotonic() - began)
+        fastest, *others = sorted((first.median_ms, *times.values()))
+        confirmed = bool(others) and others[0] <= _AS_FAST * fastest
+        if glances and took_ms >= (_SEARCHES_MS if confirmed else _UNCONFIRMED_MS):
             break
-        glances[lane] = lanes.run_in(lane, glance)
+        row = glances[lane] = lanes.run_in(lane, glance)
+        if row.median_ms is not None:
+            times[lane] = row.median_ms
     bad = [row for row in glances.values() if row.status == "failed"]
-    times = {lane: row.median_ms for lane, row in glances.items() if row.median_ms is not None}
     for lane in sorted((lane for lane in times if times[lane] < first.median_ms), key=times.__getitem__):
         rows = lanes.run_in(lane, visit)
         if rows[0].status == "ok":

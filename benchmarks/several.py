@@ -120,7 +120,7 @@ def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Sequenc
 def _work(number: int, plan: Plan, tasks: Sequence[Task], answers: Any) -> None:
     """Measure one task after the other."""
     lanes = Lanes(SEARCHES)
-    plan = replace(plan, ceilings=measure_ceilings(plan.device, plan.precisions))
+    plan = replace(plan, ceilings=measure_ceilings(plan.device, plan.precisions, plan.effort.sustained))
     try:
         for task in tasks:
             if time.monotonic() > plan.deadline:

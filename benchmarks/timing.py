@@ -22,12 +22,15 @@ class Effort:
         target_ms: measured time that one look aims at.
         least, most: number of samples.
         cap_ms: where ``least`` samples would take longer than this, there are fewer, but at least three.
+        sustained: whether a GPU is kept busy with the same before and between samples, as in a training loop, so that
+            the power limit lowers its clock; else it rests.
     """
 
     target_ms: float = 15.0
     least: int = 5
     most: int = 11
     cap_ms: float = 100.0
+    sustained: bool = False
 
     def samples(self, estimate_ms: float) -> int:
         """How many samples to take of something that takes ``estimate_ms``.
@@ -40,6 +43,9 @@ class Effort:
 
 
 QUICK = Effort(target_ms=5.0, most=10, cap_ms=100.0)
+
+# For so long a device is busy before samples of a sustained load. Its clock has come down then; see compare/timing.py.
+_SUSTAINED_MS, _LEAST_MS = 60.0, 0.5  # of shorter runs the device waits for the host longer than they take
 
 # How much longer what is timed once may take, of ``target_ms``.
 _ONCE, _ONCE_ON_A_CPU = 2, 10
@@ -88,6 +94,10 @@ def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float 
     if estimate_ms is None:
         (warm_up,) = cuda_rounds([run], device, _nothing, 2)
         estimate_ms = min(warm_up)
+    if effort.sustained:
+        before = int(_SUSTAINED_MS / max(estimate_ms, _LEAST_MS))
+        (samples,) = cuda_rounds([run], device, _nothing, before + effort.samples(estimate_ms))
+        return Times.of(samples[before:])
     (samples,) = cuda_rounds([run], device, _nothing, effort.samples(estimate_ms), [estimate_ms])
     return Times.of(samples)
 

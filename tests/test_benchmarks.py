@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from dataclasses import replace
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -249,9 +250,14 @@ def test_rows_have_errors_times_and_ratios():
         }[row.direction]
 
 
-def test_looks_go_on_where_they_differ_and_their_mean_counts(monkeypatch):
+@pytest.mark.parametrize(("apart", "looks"), [(0.01, 3), (0.03, 9), (0.05, 18)])
+def test_looks_go_on_where_they_differ_and_their_mean_counts(apart, looks, monkeypatch):
     """Rows come again, those of cudnn.benchmark from the thread of their search."""
-    times, threads, known = iter([3.0, 2.0, 3.02, 3.0, 2.98, 2.5, 2.0, 1.5, 2.5, 2.25, 2.75, 1.75, 5.0]), [], []
+    differing = itertools.cycle([2.0, 2.0 * (1 + apart)])
+    agreeing = [3.0, 3.02, 2.98]
+    expected = list(itertools.islice(differing, looks))
+    times = iter([*itertools.chain(*zip(agreeing, expected, strict=False)), *expected[3:], 5.0])
+    threads, known = [], []
 
     def time_run(run, device, effort, estimate_ms=None):
         run()
@@ -267,15 +273,15 @@ def test_looks_go_on_where_they_differ_and_their_mean_counts(monkeypatch):
     agree = [row for row in rows if row.algorithm == "torch_nchw"]
     differ = [row for row in rows if row.algorithm == "searched"]
     assert [row.median_ms for row in agree] == pytest.approx([3.0, 3.01, 3.0])
-    assert [row.median_ms for row in differ] == pytest.approx([2.0, 2.5, 2.5, 2.375, 2.2, 2.25, 2.25, 2.3125, 2.25])
+    assert [row.median_ms for row in differ] == pytest.approx([fmean(expected[: i + 1]) for i in range(looks)])
     for found in (agree, differ):
         assert [row.looks for row in found] == list(range(1, len(found) + 1))
         assert [row.repeats for row in found] == [3 * row.looks for row in found]
     assert (agree[-1].fastest_ms, agree[-1].slowest_ms) == (2.98, 3.02)
-    assert (differ[-1].fastest_ms, differ[-1].slowest_ms) == (1.5, 3.0)
+    assert (differ[-1].fastest_ms, differ[-1].slowest_ms) == (2.0, pytest.approx(2.0 * (1 + apart)))
     assert known[:4] == [None, None, 3.0, 2.0]
     own = threads[1]
-    assert [thread == own for thread in threads] == [*[False, True] * 3, *[True] * 6]
+    assert [thread == own for thread in threads] == [*[False, True] * 3, *[True] * (looks - 3)]
     once = replace(looked, looks=measure.once, contenders=contenders[:1])
     assert [row.median_ms for row in measure.rows_of(custom(TINY), once, Lanes())] == [5.0]
 
@@ -307,7 +313,7 @@ def seen_in_looks(monkeypatch, device=CPU):
     contenders = [Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")]
     with monkeypatch.context() as patch:
         patch.setattr(measure._Bench, "_run", recorded)
-        patch.setattr(results, "_LOOKS_AGREE", math.inf)
+        patch.setattr(results, "_MORE_LOOKS", ())
         looked = plan(device, directions=("forward",), contenders=contenders, looks=thrice)
         rows = list(measure.rows_of(custom("n8 c64x64 k4 h32 w32 s2 p1"), looked, Lanes()))
     assert {row.status for row in rows} == {"ok"}
@@ -347,8 +353,14 @@ def test_each_look_has_places_of_its_own_whatever_was_before(device, monkeypatch
     assert places() == first
 
 
-def test_nine_looks_have_nine_places():
-    assert all(len({i * look * measure._STEP_BYTES % PAGE_BYTES for look in range(9)}) == 9 for i in (1, 2, 3, 4))
+def test_jitter_of_short_rows_is_not_looked_at_six_times_as_often():
+    row = results.Row("s", "w", "l", "tf32", "nchw", "forward", "eager", "a", median_ms=0.01, looks=9)
+    assert not replace(row, fastest_ms=0.010, slowest_ms=0.012).lacks_looks(thrice)
+    assert replace(row, fastest_ms=0.010, slowest_ms=0.0131).lacks_looks(thrice)
+
+
+def test_eighteen_looks_have_eighteen_places():
+    assert all(len({i * look * measure._STEP_BYTES % PAGE_BYTES for look in range(18)}) == 18 for i in (1, 2, 3, 4))
 
 
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
@@ -577,6 +589,25 @@ def test_a_device_rests_as_long_as_a_run_takes(estimate_ms, expected, monkeypatc
     assert found.count == calls[-1][0]
 
 
+def test_a_sustained_load_has_no_rests_and_its_first_samples_do_not_count(monkeypatch):
+    calls = []
+
+    def rounds(runs, device, before, count, estimates_ms=()):
+        calls.append((count, [*estimates_ms]))
+        return [[9.0 - i for i in range(count)] for _ in runs]
+
+    monkeypatch.setattr(timing, "cuda_rounds", rounds)
+    found = timing.time_run(lambda: None, torch.device("cuda"), Effort(sustained=True), 10.0)
+    busy = round(timing._SUSTAINED_MS / 10.0)
+    assert calls == [(busy + 5, [])]
+    assert (found.count, found.median) == (5, 9.0 - busy - 2)
+
+
+def test_a_sustained_load_is_another_machine():
+    assert environment.describe(CPU, True)["gpu"] == environment.describe(CPU)["gpu"] + ", sustained load"
+    assert environment.slug(CPU, True) == environment.slug(CPU) + "-sustained-load"
+
+
 def test_searches_run_in_threads_of_their_own():
     lanes = Lanes(3)
     threads = [*(lanes.run_in(lane, threading.get_ident) for lane in range(len(lanes))), threading.get_ident()]
@@ -617,6 +648,9 @@ class SearchesMade:
         (30.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.2, 0.2, "ok")], 2, [0, 2]),
         (30.0, [(0.3, 0.3, "ok")], 0, [0]),  # there is one lane
         (900.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.2, 0.2, "ok")], 1, [0, 1]),  # it takes too long for a third
+        # Two searches have found as fast a kernel when time is up, or only one.
+        (150.0, [(0.3, 0.3, "ok"), (0.301, 0.301, "ok"), (0.301, 0.301, "ok"), (0.2, 0.2, "ok")], 0, [0]),
+        (150.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.3, 0.3, "ok"), (0.2, 0.2, "ok")], 3, [0, 3]),
         (30.0, [(5.3, 5.3, "ok"), (5.2, 5.2, "ok")], 0, [0]),  # the calls are long
         (30.0, [(None, 0.3, "wrong"), (0.2, 0.2, "ok")], 0, [0]),
         (30.0, [(0.3, 0.3, "ok"), (0.2, None, "ok")], 0, [0]),
@@ -682,7 +716,7 @@ def test_graphs_are_captured_anew_for_each_look(monkeypatch):
     assert {row.mode for row in rows.values()} == {"eager", "graph"}
     for row in rows.values():
         assert row.status == "ok"
-        assert 3 <= row.looks <= 9
+        assert 3 <= row.looks <= 18
         assert row.fastest_ms <= row.median_ms <= row.slowest_ms
     assert len(captures) == sum(row.looks for row in rows.values() if row.mode == "graph")
 
@@ -777,7 +811,7 @@ def test_ratios_take_torch_of_the_same_machine_alone():
 @pytest.fixture
 def quick_run(monkeypatch, tmp_path):
     """quick_run(*flags): run the command line on a small layer, with next to no samples; counts measurements."""
-    monkeypatch.setattr(compare, "measure_ceilings", lambda device, precisions: CEILINGS)
+    monkeypatch.setattr(compare, "measure_ceilings", lambda device, precisions, sustained: CEILINGS)
     monkeypatch.setattr(compare, "Effort", lambda: BLINK)
     visits = []
     original = measure._Bench.visit
@@ -821,7 +855,7 @@ def test_command_line_shows_nothing_that_was_not_asked_for_or_is_to_be_measured_
     monkeypatch.setattr(summary, "report", lambda rows: shown.append(rows) or "")
     quick_run("--direction", "forward", "--layout", "nchw", *flags)
     about = compare.environment.describe(CPU)
-    monkeypatch.setattr(compare.environment, "describe", lambda device: {**about, "commit": "another"})
+    monkeypatch.setattr(compare.environment, "describe", lambda device, sustained: {**about, "commit": "another"})
     quick_run("--direction", "forward,backward", "--layout", "nchw", "--budget", "1e-9", *flags)
     assert [[(row.layout, row.direction) for row in rows] for rows in shown] == [[("nchw", "forward")], []]
 
@@ -858,7 +892,7 @@ def test_command_line_only_looks_at_rows_that_lack_looks(quick_run, monkeypatch,
         capsys.readouterr()
         assert quick_run(*flags)[1] == []
         assert f"{missing} rows to measure" in capsys.readouterr().out
-        assert all(3 <= row.looks <= 9 for row in Results.load(tmp_path / "layer.json").rows.values())
+        assert all(3 <= row.looks <= 18 for row in Results.load(tmp_path / "layer.json").rows.values())
     file = Results.load(tmp_path / "layer.json")
     file.add(replace(next(iter(file.rows.values())), mode="graph", looks=1))
     file.save(tmp_path / "layer.json")
@@ -918,6 +952,7 @@ def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):
         (["--device", "cpu", "--algorithms", "x"], "argument --algorithms: must be of direct, fused, gemm_col2im"),
         (["--device", "cpu", "--workload", "x"], "argument --workload: must be of seed0"),
         (["--layer", "n1"], "layer: c, k, h, w missing"),
+        (["--device", "cpu", "--sustained"], "argument --sustained: needs a CUDA device"),
         (["--check", "nowhere", "nowhere"], "argument --check: must be a result file or a folder"),
     ],
 )
