@@ -160,5 +160,24 @@ IMAGE_CASES = [
     Case(1, 200, 8, (12, 14), (4, 4), (2, 2), (1, 1)),
 ]
 
+# Wide rows, for csrc/fused_rows.cu: one step and several, ends within one and behind it; taps that reach far or stand
+# alone; outputs that are stored alone and together; channels that fill nothing.
+ROW_CASES = [
+    Case(2, 32, 40, (5, 24), (3, 3)),
+    Case(1, 16, 64, (6, 136), (3, 3), (1, 1), (1, 1)),
+    Case(2, 32, 32, (4, 72), (3, 7), (1, 1), (1, 3)),
+    Case(3, 20, 33, (4, 40), (4, 4), (2, 2), (1, 1)),
+    Case(2, 64, 32, (3, 32), (2, 5), (1, 1), (0, 2), dilation=(1, 2), groups=2),
+    Case(2, 16, 24, (1, 160), (1, 10), (1, 5)),
+    Case(1, 32, 70, (4, 64), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(1, 48, 64, (7, 24), (3, 5), (3, 4), (0, 1)),
+    Case(2, 48, 20, (5, 72), (3, 6), (2, 3), (1, 0), (0, 2), dilation=(1, 2)),
+    Case(1, 16, 16, (9, 128), (4, 9), (1, 1), (2, 8)),
+    Case(2, 16, 72, (3, 64), (1, 1)),
+    Case(2, 16, 8, (6, 16), (5, 3), (1, 1), (2, 3), dilation=(2, 4)),
+    Case(1, 16, 16, (3, 72), (2, 1), (1, 1), (0, 8)),
+    Case(2, 16, 136, (7, 24), (3, 3), (2, 2), (2, 1), dilation=(3, 1)),
+]
+
 # Few enough for tests that try many variants of the call itself.
 FEW_CASES = [CASES[1], CASES[3], CASES[6], CASES[13], CASES[22]]

@@ -11,12 +11,20 @@ import torch
 from benchmarks.precompile import in_processes, only_compile
 from gemmconv.algorithms.base import Config
 from tests import reference
-from tests.cases import CASES, FOLD_CASES, IMAGE_CASES, TILED_CASES, Case
+from tests.cases import CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, TILED_CASES, Case
 from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused, fused_choice, fused_fold, fused_gradient, fused_gradient_lines, fused_images
+from gemmconv.algorithms import (
+    fused,
+    fused_choice,
+    fused_fold,
+    fused_gradient,
+    fused_gradient_lines,
+    fused_images,
+    fused_rows,
+)
 
 HOPPER = (9, 0)
 pytestmark = [
@@ -194,6 +202,38 @@ IMAGE_RUNS = [
 
 
 @dataclass(frozen=True)
+class RowRun(Run):
+    """The same for csrc/fused_rows.cu: of each direction its own tile and three others."""
+
+    @property
+    def tiles(self):
+        chosen = []
+        for direction in DIRECTIONS:
+            own = fused_rows.tile_of(self.config.problem, direction)
+            found = [*fused_rows.tiles_of(self.config.problem, direction)]
+            chosen += [] if own is None else [own, *Random(str(self)).sample(found, min(3, len(found)))]
+        return chosen
+
+
+# Rows of many steps, items that fill no round, every stage in use, weights of several sets.
+LARGE_ROW_CASES = [
+    Case(3, 64, 64, (37, 520), (3, 3)),
+    Case(5, 64, 128, (19, 256), (3, 5)),
+    Case(2, 32, 32, (70, 136), (3, 7), (1, 1), (1, 3)),
+    Case(3, 128, 70, (9, 200), (4, 4), (2, 2), (1, 1)),
+    Case(40, 64, 32, (1, 1000), (1, 4), (1, 2), (0, 1)),
+    Case(4, 96, 48, (21, 104), (2, 2), (2, 2), groups=2),
+    Case(2, 256, 64, (17, 64), (2, 2), (2, 2)),
+    Case(3, 64, 24, (40, 72), (5, 5), (5, 5)),
+]
+ROW_RUNS = [
+    RowRun(case, numerics, "contiguous")
+    for case in (*ROW_CASES, *LARGE_ROW_CASES)
+    for numerics in ("float16", "bfloat16")
+]
+
+
+@dataclass(frozen=True)
 class GradientRun(Run):
     """The same for csrc/fused_weight_grad.cu: its own tile and five others."""
 
@@ -266,6 +306,10 @@ def compile_plans(run):
         for tile in run.tiles:
             fused_images.prepare_forward(run.config, tile)
         return
+    if isinstance(run, RowRun):
+        for tile in run.tiles:
+            getattr(fused_rows, f"prepare_{tile.direction}")(run.config, tile)
+        return
     if isinstance(run, GradientRun | LinesRun):
         for tile in run.tiles:
             run.kernel.prepare_weight_grad(run.config, tile)
@@ -333,6 +377,27 @@ def test_fused_images_matches_reference_to_the_bit_again(run, compiled, poison):
             assert torch.equal(call(data.input, data.weight, bias), actual)
 
 
+@pytest.mark.parametrize("run", ROW_RUNS, ids=str)
+def test_fused_rows_matches_reference_to_the_bit_again(run, compiled, poison):
+    config, case = run.config, run.case
+    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
+    assert run.tiles
+    for tile in run.tiles:
+        call = getattr(fused_rows, f"prepare_{tile.direction}")(config, tile)
+        calls = [((data.grad_output, data.weight), exact.input_grad)]
+        if tile.direction == "forward":
+            calls = [
+                ((data.input, data.weight, bias), wanted)
+                for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias))
+            ]
+        for arguments, wanted in calls:
+            poison("cuda")
+            actual = call(*arguments)
+            reference.assert_close(actual, wanted, config.dtype, config.precision)
+            poison("cuda")
+            assert torch.equal(call(*arguments), actual)
+
+
 @pytest.mark.parametrize("run", [*GRADIENT_RUNS, *LINES_RUNS], ids=str)
 def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
@@ -386,6 +451,14 @@ def test_fused_images_takes_weights_and_inputs_that_are_aligned_to_nothing(poiso
     data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
     poison("cuda")
     output = fused_images.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
+    reference.assert_close(output, exact.output, torch.float16, "ieee")
+
+
+def test_fused_rows_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):
+    run = RowRun(ROW_CASES[0], "float16", "contiguous")
+    data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
+    poison("cuda")
+    output = fused_rows.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
     reference.assert_close(output, exact.output, torch.float16, "ieee")
 
 

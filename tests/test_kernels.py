@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests import emulator, reference
-from tests.cases import CASES, FEW_CASES, FOLD_CASES, IMAGE_CASES, TILED_CASES, Case
+from tests.cases import CASES, FEW_CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, TILED_CASES, Case
 from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_mma import wide_problems
 from tests.test_fused_plan import plans
@@ -33,6 +33,7 @@ from gemmconv.algorithms import (
     fused_gradient,
     fused_gradient_lines,
     fused_images,
+    fused_rows,
 )
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of
@@ -147,12 +148,12 @@ class Run:
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores or "grads", both; on tensor cores
             "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_weight_grad_lines",
-            "fused_fold", "fused_images".
+            "fused_fold", "fused_images", "fused_rows", "fused_rows_input_grad".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
         multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
-        choice: which of the tiles that forward_mma, fused_fold, _images, _weight_grad or _lines may have; of
+        choice: which of the tiles that forward_mma, fused_fold, _images, _rows, _weight_grad or _lines may have; of
             forward_mma and fused also the best on one of their paths, of fused a plan; None for the one that they take.
         tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
@@ -167,7 +168,7 @@ class Run:
 
     def __str__(self):
         words = [self.case.id, "tf32" if self.tf32 else str(self.dtype).removeprefix("torch."), self.layout]
-        words += ["input_grad"] if self.operation == "fused_input_grad" else []
+        words += ["input_grad"] if self.operation.endswith("_input_grad") else []
         words += [] if self.multiprocessors is None else [f"{self.multiprocessors}mp"]
         return "-".join([*words, self.choice] if isinstance(self.choice, str) else words)
 
@@ -212,6 +213,14 @@ class Run:
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
+    def row_tile(self):
+        """The tile of fused_rows, None where it declines the problem."""
+        if self.choice is None:
+            return fused_rows.tile_of(problem_of(self.case), self.direction)
+        tiles = [*fused_rows.tiles_of(problem_of(self.case), self.direction)]
+        return tiles[self.choice % len(tiles)] if tiles else None
+
+    @functools.cached_property
     def gradient_tile(self):
         """The tile of fused_weight_grad."""
         arguments = problem_of(self.case), *fused.variant_of(self.config)[:2]
@@ -239,7 +248,7 @@ class Run:
 
     @property
     def direction(self):
-        return "input_grad" if self.operation == "fused_input_grad" else "forward"
+        return "input_grad" if self.operation.endswith("_input_grad") else "forward"
 
     @functools.cached_property
     def plan(self):
@@ -260,7 +269,12 @@ class Run:
             return Col2im(problem, self.column_dtype, self.dtype, CPU)
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
-                return self._on_few_multiprocessors(getattr(fused, f"prepare_{self.direction}")(self.config, self.plan))
+                call = getattr(fused, f"prepare_{self.direction}")(self.config, self.plan)
+                return self._on_few_multiprocessors(call, fused, self.plan.blocks_on)
+            if self.operation.startswith("fused_rows"):
+                call = getattr(fused_rows, f"prepare_{self.direction}")(self.config, self.row_tile)
+                tile = self.row_tile
+                return self._on_few_multiprocessors(call, fused_rows, lambda count: tile.blocks_on(count) * tile.sets)
             if self.operation == "fused_weight_grad":
                 if self.multiprocessors is not None:
                     patch.setattr(fused_gradient, "MULTIPROCESSORS", self.multiprocessors or 1)
@@ -295,7 +309,7 @@ class Run:
                 )
             return None if self.tile is None else direct_mma.prepare_forward(self.config, self.tile)
 
-    def _on_few_multiprocessors(self, call):
+    def _on_few_multiprocessors(self, call, module, blocks_on):
         """The call of fused with the grid that the run asks for, which it works out when it is called."""
         if self.multiprocessors is None:
             return call
@@ -308,10 +322,10 @@ class Run:
                 launch(kernel, grid, *rest, **more)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fused, "MULTIPROCESSORS", self.multiprocessors or 1)
+                patch.setattr(module, "MULTIPROCESSORS", self.multiprocessors or 1)
                 patch.setattr(emulator.Kernel, "launch", recorded)
                 output = call(*arguments)
-            assert grids[-1:] in ([], [(self.plan.blocks_on(self.multiprocessors or 1), 1, 1)])
+            assert grids[-1:] in ([], [(blocks_on(self.multiprocessors or 1), 1, 1)])
             return output
 
         return limited
@@ -559,6 +573,34 @@ IMAGES = with_first(
 )
 IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
+
+
+# Each case in its own tile and in others, many with few blocks.
+ROW_RUNS = [
+    Run(
+        operation,
+        case,
+        (torch.float16, torch.bfloat16)[(i + j) % 2],
+        multiprocessors=(None, 0, 3)[(i + j) % 3],
+        choice=choice,
+    )
+    for i, case in enumerate(ROW_CASES)
+    for operation in ("fused_rows", "fused_rows_input_grad")
+    for j, choice in enumerate((None, 5 * i + 3))
+]
+ROW_RUNS = [run for run in ROW_RUNS if run.row_tile is not None]
+
+
+def row_run_of(case, slots, columns, rows):
+    """A block with many items of many steps and rows."""
+    run = Run("fused_rows", case, torch.float16, multiprocessors=0)
+    tiles = fused_rows.tiles_of(problem_of(case), "forward")
+    return with_first(run, tiles, lambda tile: (tile.slots, tile.columns, tile.rows) == (slots, columns, rows))
+
+
+ROWS = row_run_of(Case(2, 32, 64, (9, 128), (3, 5), (1, 1), (1, 2)), 1, 64, 2)
+ROWS_IN_PARTS = row_run_of(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), 1, 128, 2)
+ROW_RUNS += [ROWS, ROWS_IN_PARTS]
 
 
 # Each case in each type, in its own tile and in others.
@@ -836,6 +878,40 @@ def test_runs_of_fused_images_take_every_path():
         lambda tile: tile.problem.in_channels % 64 == 0,
         lambda tile: tile.problem.out_channels % tile.tile_outs == 0,
         lambda tile: cells_of(tile.problem) == tile.problem.input_size,
+    ):
+        assert {path(tile) for tile in tiles} == {True, False}
+
+
+@pytest.mark.parametrize("run", ROW_RUNS, ids=str)
+def test_fused_rows_kernel_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_rows_take_every_path():
+    tiles = [run.row_tile for run in ROW_RUNS]
+    for path in (
+        lambda tile: tile.direction == "forward",
+        lambda tile: tile.slots == 2,
+        lambda tile: tile.rows == 2,
+        lambda tile: tile.columns == 64,
+        lambda tile: tile.steps > 1,
+        lambda tile: tile.multiplied % tile.columns == 0,
+        lambda tile: tile.multiplied < tile.input_size[1],
+        lambda tile: tile.line_cells < tile.columns,
+        lambda tile: tile.vector == 1,
+        lambda tile: tile.vector == 8,
+        lambda tile: tile.delayed == 0,
+        lambda tile: max(tile.delays) == 8,
+        lambda tile: len(tile.taps_across) % tile.slots == 0,
+        lambda tile: tile.channels == tile.in_channels,
+        lambda tile: tile.out_channels % tile.outs == 0,
+        lambda tile: tile.channel_sets > 1,
+        lambda tile: tile.problem.groups > 1,
+        lambda tile: len({*map(len, tile.taps_down)}) > 1,
+        lambda tile: any(-1 in own for rows in tile.row_taps for own in rows),
+        lambda tile: tile.row_step > 1,
+        lambda tile: tile.cells[0] % tile.rows > 0,
     ):
         assert {path(tile) for tile in tiles} == {True, False}
 
@@ -1232,10 +1308,10 @@ def check_results(call, run):
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
     for arrange, arrange_weight in zip(ARRANGEMENTS[run.layout], WEIGHT_ARRANGEMENTS[run.layout], strict=True):
         input, weight, grad_output = arrange(data.input), arrange_weight(data.weight), arrange(data.grad_output)
-        if run.operation in ("forward", "forward_mma", "fused", "fused_fold", "fused_images"):
+        if run.operation in ("forward", "forward_mma", "fused", "fused_fold", "fused_images", "fused_rows"):
             results = [(call(input, weight, data.bias), exact.output)]
             results += [(call(input, weight, None), exact.output_without_bias)]
-        elif run.operation in ("input_grad", "fused_input_grad"):
+        elif run.operation in ("input_grad", "fused_input_grad", "fused_rows_input_grad"):
             results = [(call(grad_output, weight), exact.input_grad)]
         elif run.operation in ("grads", "grads_mma"):
             results = [*zip(call(grad_output, input, weight), (exact.input_grad, exact.weight_grad), strict=True)]
@@ -1530,6 +1606,65 @@ MISTAKES = {
         IMAGES,
         emulator.Edit("fused_images.cu", r"(fused_images_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
         "past the end of shared memory",
+    ),
+    "rows_weights_not_waited_for": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"barrier_wait\(barriers\.weights, 0\);", ""),
+        "relative error|never waited for",
+    ),
+    "rows_inputs_not_waited_for": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
+        "relative error|arrivals in a phase|never waited for",
+    ),
+    "rows_stages_overwritten": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "rows_stages_released_too_early": (
+        ROWS,
+        emulator.Edit(
+            "fused_rows.cu",
+            r"(#pragma unroll\s*for \(int tile = 0; tile < TILES; \+\+tile\) wgmma_finish.*\s*)(if \(speaker\).*)",
+            r"\2\n\1",
+        ),
+        "relative error|arrivals in a phase|overwritten|deadlock",
+    ),
+    "rows_sums_read_too_early": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"wgmma_finish\(sums[^;]*;", ";"),
+        "relative error|never waited for|without wgmma_fence",
+    ),
+    "rows_carry_nothing": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"last = given;", "last = 0.0f;"),
+        "relative error",
+    ),
+    "rows_carry_on_to_the_next_row": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"before_t before = \{\};", "static before_t before;"),
+        "relative error",
+    ),
+    "rows_of_another_lane": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"lane % 4 \+ lanes < 4", "lane % 4 + lanes <= 4"),
+        "relative error",
+    ),
+    "rows_lines_read_too_early": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)", r"\1"),
+        "relative error",
+    ),
+    "rows_lines_overwritten": (
+        ROWS_IN_PARTS,
+        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*each<LINE_CELLS / 8>)", r"\1"),
+        "relative error",
+    ),
+    "rows_end_too_early": (
+        ROWS,
+        emulator.Edit("fused_rows.cu", r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)"),
+        "relative error inf",
     ),
     "fused_weights_not_waited_for": (
         FUSED,

@@ -35,6 +35,7 @@ from gemmconv.algorithms import (
     fused_gradient_lines,
     fused_gradient_sum,
     fused_images,
+    fused_rows,
     partials,
     turning,
 )
@@ -108,7 +109,8 @@ def kernel_variants():
         for to_last in (False, True):
             macros = turning.units_macros(channels, pixels, to_last, itemsize)
             variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn_units.cu", macros)
-    return {**variants, **fused_variants(), **fold_variants(), **image_variants(), **gradient_variants()}
+    variants |= fused_variants() | fold_variants() | image_variants() | row_variants() | gradient_variants()
+    return variants
 
 
 def mma_variants():
@@ -215,6 +217,30 @@ def image_variants():
     return variants
 
 
+# Name of a layer to measure, type, direction; which tile, None for its own.
+ROWS = [
+    (name, kind, direction, choice)
+    for name, direction in (
+        *(("kb57", "forward"), ("kb69", "forward"), ("kb71", "forward"), ("kb78", "input_grad"), ("sam1", "forward")),
+        *(("kernel_2", "forward"), ("stride_3", "forward"), ("encodec4", "forward"), ("groups_4", "forward")),
+    )
+    for kind, choice in (("float16", None), ("bfloat16", -1))
+]
+
+
+def row_variants():
+    """fused_rows.cu and fused_rows_weights.cu for layers of full size."""
+    problems, variants = problems_by_name(), {}
+    for name, kind, direction, choice in ROWS:
+        tile = fused_rows.tile_of(problems[name], direction)
+        if choice is not None:
+            tile = [*fused_rows.tiles_of(problems[name], direction)][choice]
+        for source in ("fused_rows", "fused_rows_weights"):
+            label = f"{source}-{direction}-{name}-{kind}-{choice}"
+            variants[label] = (f"{source}.cu", fused_rows.macros_of(tile, getattr(torch, kind)))
+    return variants
+
+
 # Name of a layer to measure, type.
 GRADIENTS = [
     (name, kind)
@@ -302,6 +328,8 @@ def most_registers(source_name, macros):
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
+    if source_name == "fused_rows.cu":
+        return 168
     if source_name == "fused_images.cu":
         return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)
     if source_name in ("fused_weight_grad.cu", "fused_weight_grad_lines.cu"):

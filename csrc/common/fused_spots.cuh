@@ -20,8 +20,6 @@ __device__ __forceinline__ spot_t spot_at(int spot) {
 }
 
 /* What a thread has of a spot: a unit of channels, of each its WIDE inputs. */
-template <int BYTES> struct alignas(BYTES) words_t { unsigned word[BYTES / 4]; };
-template <> struct words_t<2> { unsigned short word[1]; };
 struct spot_unit_t { words_t<kSpotBytes> channel[kElements]; };
 
 /* One of the inputs of a spot, as it is stored: input `even` or, where `odd`, the one after it. */

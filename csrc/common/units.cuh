@@ -5,6 +5,10 @@
 
 struct alignas(16) unit_t { unsigned word[4]; };
 
+/* So many bytes that lie together, and are read and written together. */
+template <int BYTES> struct alignas(BYTES) words_t { unsigned word[BYTES / 4]; };
+template <> struct words_t<2> { unsigned short word[1]; };
+
 template <typename T> constexpr int elements_of_unit = 16 / sizeof(T);
 
 /* float32 in two parts is a sum of TF32 values, all but its last two bits. */

@@ -7,6 +7,7 @@
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
     fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
+    fused_rows.py          csrc/fused_rows.cu  folds columns in registers, for wide rows of 16 bits in NCHW
     fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients, of outputs whose rows are whole words
     fused_gradient_lines.py  csrc/fused_weight_grad_lines.cu  the same of 16 bits in channels_last
     fused_gradient_sum.py  csrc/fused_weight_grad_sum.cu  adds up the parts that either has computed
@@ -21,7 +22,7 @@ import math
 
 import torch
 
-from gemmconv.algorithms import fused_fold, fused_gradient, fused_gradient_lines, fused_images
+from gemmconv.algorithms import fused_fold, fused_gradient, fused_gradient_lines, fused_images, fused_rows
 from gemmconv.algorithms.base import (
     HOPPER,
     Config,
@@ -45,7 +46,7 @@ from gemmconv.algorithms.fused_plan import (
     Plan,
 )
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
-from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, params_struct, reciprocal
+from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, multiprocessors_of, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
 from gemmconv.algorithms.turning import turning_seconds
 from gemmconv.geometry import Shape4
@@ -54,6 +55,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _FOLD_CLOCK_RATE = 1.755e9  # where they are not
+_ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for other weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
@@ -161,11 +163,6 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     return macros
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def prepare_forward(config: Config, plan: Plan) -> Forward:
     """As ``Algorithm.forward``."""
     return _prepare(config, plan, config.problem.input_shape, config.problem.output_shape)
@@ -215,7 +212,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
             params = FusedParams(*values)
         else:
             params = FusedBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
-        multiprocessors = _multiprocessors(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
+        multiprocessors = multiprocessors_of(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
         grid = (blocks_on(multiprocessors), 1, 1)
         kernel.launch(grid, (threads, 1, 1), params, shared_bytes, overlaps=True)
         return output
@@ -237,7 +234,7 @@ class Fused(OneByOne):
             return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
         if (reason := why_not_dtype(config.dtype, _DTYPES)) is not None:
             return reason
-        if fold_tile_for(config) is not None or image_tile_for(config) is not None:
+        if any(tile is not None for tile in _tiles_for(config, "forward")):
             return None
         plan = plan_for(config, "forward")
         if plan is None:
@@ -248,39 +245,41 @@ class Fused(OneByOne):
         return _too_large(plan)
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
-        if direction == "forward" and isinstance(_forward_way(config), fused_fold.Tile | fused_images.Tile):
-            return 0
         if direction == "weight_grad" and (tile := _gradient_way(config)) is not None:
             return tile.workspace_bytes(config.workspace_limit)
-        plan = _own_plan(config, direction)
-        return _OTHERWISE.workspace_bytes(config, direction) if plan is None else plan.packed_bytes
+        way = _way(config, direction)
+        if way is None:
+            return _OTHERWISE.workspace_bytes(config, direction)
+        return way.packed_bytes if isinstance(way, Plan | fused_rows.Tile) else 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
-        if direction == "forward" and (way := _forward_way(config)) is not None:
-            return _forward_seconds(way)
         if direction == "weight_grad" and (gradient := _gradient_way(config)) is not None:
             return _gradient_seconds(config, gradient)
-        plan = _own_plan(config, direction)
-        return _OTHERWISE.estimate(config, direction) if plan is None else _plan_seconds(plan)
+        way = _way(config, direction)
+        return _OTHERWISE.estimate(config, direction) if way is None else _seconds(way)
 
     def turns(self, config: Config, direction: Direction) -> bool:
         if direction == "weight_grad" and (way := _gradient_way(config)) is not None:
             return way.computed_in is torch.contiguous_format
-        return direction != "forward" and _own_plan(config, direction) is None
+        return direction != "forward" and _way(config, direction) is None
 
     def forward(self, config: Config) -> Forward:
-        way = _forward_way(config)
+        way = _way(config, "forward")
         if isinstance(way, fused_fold.Tile):
             return fused_fold.prepare_forward(config, way)
         if isinstance(way, fused_images.Tile):
             return fused_images.prepare_forward(config, way)
+        if isinstance(way, fused_rows.Tile):
+            return fused_rows.prepare_forward(config, way)
         assert way is not None
         return prepare_forward(config, way)
 
     def input_grad(self, config: Config) -> Gradient:
-        plan = _own_plan(config, "input_grad")
-        return _OTHERWISE.input_grad(config) if plan is None else prepare_input_grad(config, plan)
+        way = _way(config, "input_grad")
+        if isinstance(way, fused_rows.Tile):
+            return fused_rows.prepare_input_grad(config, way)
+        return prepare_input_grad(config, way) if isinstance(way, Plan) else _OTHERWISE.input_grad(config)
 
     def weight_grad(self, config: Config) -> Gradient:
         way = _gradient_way(config)
@@ -327,18 +326,36 @@ def image_tile_for(config: Config) -> fused_images.Tile | None:
     )
 
 
-_ForwardWay = Plan | fused_fold.Tile | fused_images.Tile
+def rows_tile_for(config: Config, direction: Direction) -> fused_rows.Tile | None:
+    """The tile of csrc/fused_rows.cu for a pass, None where that kernel is not for it."""
+    itemsize, _, channels_last = variant_of(config)
+    if config.dtype not in _DTYPES or itemsize != 2 or channels_last or direction == "weight_grad":
+        return None
+    return fused_rows.tile_of(config.problem, direction)
 
 
-def _forward_way(config: Config) -> _ForwardWay | None:
-    """What a forward pass takes of the kernels that are for it: the fastest."""
-    ways = _own_plan(config, "forward"), fold_tile_for(config), image_tile_for(config)
-    return min((way for way in ways if way is not None), key=_forward_seconds, default=None)
+_Tile = fused_fold.Tile | fused_images.Tile | fused_rows.Tile
 
 
-def _forward_seconds(way: _ForwardWay) -> float:
+def _tiles_for(config: Config, direction: Direction) -> list[_Tile | None]:
+    """Of each kernel that is for some layers alone."""
+    tiles: list[_Tile | None] = [rows_tile_for(config, direction)]
+    if direction == "forward":
+        tiles += [fold_tile_for(config), image_tile_for(config)]
+    return tiles
+
+
+def _way(config: Config, direction: Direction) -> Plan | _Tile | None:
+    """What a pass takes of the kernels that are for it: the fastest. None where gemm_col2im computes it."""
+    ways = [_own_plan(config, direction), *_tiles_for(config, direction)]
+    return min((way for way in ways if way is not None), key=_seconds, default=None)
+
+
+def _seconds(way: Plan | _Tile) -> float:
     if isinstance(way, Plan):
         return _plan_seconds(way)
+    if isinstance(way, fused_rows.Tile):
+        return _ROWS_MARGIN * way.seconds
     return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 
 

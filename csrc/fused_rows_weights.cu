@@ -1,0 +1,61 @@
+/* Lays the weights out for fused_rows.cu: for each set, side, tap down and tile of taps across, 64 rows of output channels.
+ *
+ *   packed [groups][PHASES][CHANNEL_SETS][sides][WEIGHT_ROWS][TILES][CHANNELS / 8][64 rows] of 16 bytes
+ *
+ * Row r of a tile is output channel r, or, with two SLOTS, rows g and g + 8 of each 16 are two taps of one. A phase that has
+ * fewer taps down than the one that has most leaves zeros, as do channels and taps that there are not.
+ *
+ * Macros: those of fused_rows.cu; INPUT_GRAD (output channels of the layer are input channels here); KERNEL_H, KERNEL_W; TAP_H
+ * (table: of each phase WEIGHT_ROWS taps down, -1 for none), TAP_W (table: taps across of TILES * SLOTS).
+ */
+#include "common/dependent.cuh"
+#include "common/integers.cuh"
+#include "common/units.cuh"
+
+struct fused_rows_weights_params {
+    const ELEMENT_T* __restrict__ weight;
+    unit_t* __restrict__ packed;
+    int channels_last;  // how the weights lie
+    int units;          // to lay out
+};
+
+constexpr int kThreads = 256, kElements = 8;
+constexpr int kSides = ROWS == 1 ? 2 : 1, kOuts = 64 / SLOTS, kUnits = CHANNELS / 8;
+__constant__ constexpr int kTapH[] = TAP_H;
+__constant__ constexpr int kTapW[] = TAP_W;
+
+/* A thread lays out one unit: eight input channels of a row. */
+extern "C" __global__ void __launch_bounds__(kThreads)
+fused_rows_weights_kernel(const __grid_constant__ fused_rows_weights_params p) {
+    allow_next_launch();
+    const int i = blockIdx.x * kThreads + threadIdx.x;
+    if (i >= p.units) return;
+    int place = i;
+    const auto next = [&](int count) {
+        const int digit = place % count;
+        place /= count;
+        return digit;
+    };
+    const int row = next(64), unit = next(kUnits), tile = next(TILES), down = next(WEIGHT_ROWS), side = next(kSides);
+    const int channels = next(CHANNEL_SETS), phase = next(PHASES), group = place;
+    const int slot = SLOTS == 2 ? row / 8 % 2 : 0, own = SLOTS == 2 ? row / 16 * 8 + row % 8 : row;
+    const int out = (channels * kSides + side) * kOuts + own;
+    const int kh = kTapH[phase * WEIGHT_ROWS + down], kw = kTapW[tile * SLOTS + slot];
+
+    ELEMENT_T values[kElements] = {};
+    if (out < OUT_CHANNELS && kh >= 0 && kw >= 0) {
+        // The layer's own: [input channels][output channels][taps], or [input channels][taps][output channels].
+        constexpr int kTaps = KERNEL_H * KERNEL_W, kLayerOut = INPUT_GRAD ? IN_CHANNELS : OUT_CHANNELS;
+        const int tap = kh * KERNEL_W + kw;
+        #pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+            const int in = unit * kElements + e;
+            if (in >= IN_CHANNELS) continue;
+            const int of_in = INPUT_GRAD ? out : in, of_out = INPUT_GRAD ? in : out;
+            const long long matrix = static_cast<long long>(group) * (INPUT_GRAD ? OUT_CHANNELS : IN_CHANNELS) + of_in;
+            const int at = p.channels_last ? tap * kLayerOut + of_out : of_out * kTaps + tap;
+            values[e] = load_once(p.weight + matrix * (kTaps * kLayerOut) + at);
+        }
+    }
+    p.packed[i] = pack_unit<1>(values).part[0];
+}

@@ -1,0 +1,150 @@
+"""The tiles of csrc/fused_rows.cu leave out nothing, and what they promise of addresses holds. No kernel runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gemmconv import Problem
+from gemmconv.algorithms import fused, fused_rows
+from gemmconv.algorithms.base import Config
+
+CUDA = torch.device("cuda", 0)
+WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
+
+
+@st.composite
+def tiles(draw):
+    """Any tile that a problem may have."""
+    kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
+    stride = tuple(draw(st.integers(1, min(size, 5))) for size in kernel_size)
+    # Where the stride does not divide a multiple of the dilation, every phase has a tap.
+    dilation = tuple(draw(st.sampled_from((1, 2, 3, 4) if step == 1 else (1, step + 1))) for step in stride)
+    input_size = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 40))
+    padding = tuple(draw(st.integers(0, dilation[axis] * (kernel_size[axis] - 1))) for axis in (0, 1))
+    more = tuple(draw(st.integers(0, max(stride[axis], dilation[axis]) - 1)) for axis in (0, 1))
+    groups, batch = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    in_channels = draw(st.integers(1, 8)) * 16 * groups if groups > 1 else draw(st.integers(1, 130))
+    out_channels = draw(st.integers(1, 80)) * groups
+    sizes = [
+        (input_size[i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel_size[i] - 1) + more[i] + 1
+        for i in (0, 1)
+    ]
+    assume(min(sizes) > 0)
+    problem = Problem(
+        batch, in_channels, out_channels, groups, input_size, kernel_size, stride, padding, more, dilation
+    )
+    found = [*fused_rows.tiles_of(problem, draw(st.sampled_from(("forward", "input_grad"))))]
+    assume(found)
+    return found[draw(st.integers(0, 10_000)) % len(found)]
+
+
+def reads(tile, axis):
+    """Return by the definition which inputs an output reads, by which tap: (output, tap, input)."""
+    p = tile.problem
+    pairs = [
+        (i, i * p.stride[axis] - p.padding[axis] + k * p.dilation[axis], k)
+        for i in range(p.input_size[axis])
+        for k in range(p.kernel_size[axis])
+    ]
+    pairs = [(i, o, k) for i, o, k in pairs if 0 <= o < p.output_size[axis]]
+    return {(o, k, i) if tile.direction == "forward" else (i, k, o) for i, o, k in pairs}
+
+
+@given(tiles())
+def test_columns_meet_the_outputs_that_the_definition_has_them_meet(tile):
+    """A column of a tap is read as many columns later as it is delayed, by the cell that is delayed as well."""
+    span, width = tile.span[1], tile.output_size[1]
+    found = set()
+    for tap, delay in zip(tile.taps_across, tile.delays, strict=True):
+        for column in range(tile.multiplied):
+            output = (column + delay - tile.delayed) * span + tap.phase
+            if 0 <= output < width and column + delay < tile.steps * tile.columns:
+                found.add((output, tap.tap, column))
+    assert found == reads(tile, 1)
+    assert 0 <= min(tile.delays) <= max(tile.delays) <= 8
+
+
+@given(tiles())
+def test_input_rows_are_those_that_the_definition_has(tile):
+    found = set()
+    for item in range(tile.image_items):
+        for phase, rows in enumerate(tile.row_taps):
+            for i, own in enumerate(rows):
+                for row in range(tile.rows):
+                    cell = item * tile.rows + row
+                    output = cell * tile.span[0] + phase
+                    input_row = item * tile.rows + tile.first_rows[phase] + i * tile.row_step
+                    if own[row] < 0 or output >= tile.output_size[0] or not 0 <= input_row < tile.input_size[0]:
+                        continue
+                    found.add((output, tile.taps_down[phase][own[row]].tap, input_row))
+    assert found == reads(tile, 0)
+
+
+@given(tiles())
+def test_cells_cover_all_outputs(tile):
+    assert tile.image_items * tile.rows >= tile.cells[0] > (tile.image_items - 1) * tile.rows
+    assert (tile.steps * tile.columns - tile.delayed) * tile.span[1] >= tile.output_size[1]
+    assert tile.channel_sets * tile.outs >= tile.out_channels > (tile.channel_sets - 1) * tile.outs
+    assert tile.channels >= tile.in_channels > tile.channels - 16
+    assert tile.channels == tile.in_channels or tile.problem.groups == 1
+
+
+@given(tiles())
+def test_copies_and_stores_are_aligned(tile):
+    assert tile.input_size[1] * 2 % 16 == 0
+    for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1], tile.line_pitch):
+        assert place % tile.vector == 0
+    assert tile.columns % tile.line_cells == 0
+    assert tile.line_pitch >= tile.line_cells * tile.span[1]
+    assert tile.line_pitch % fused_rows.word_of(tile.span[1]) == 0
+    assert tile.stage_bytes % 1024 == tile.tap_bytes % 1024 == 0
+
+
+@given(tiles())
+def test_tiles_fit_a_multiprocessor(tile):
+    assert tile.shared_bytes == fused_rows.macros_of(tile, torch.float16)["SHARED_BYTES"] <= 227 << 10
+    assert tile.stages >= 2
+    assert tile.tiles * tile.columns // 2 <= 192  # sums of a thread
+    assert tile.blocks_on(132) * tile.sets <= max(132, tile.sets)
+
+
+def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, precision="ieee"):
+    return Config(problem, dtype, CUDA, precision, memory_format=layout)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        replace(WIDE, batch=0),
+        replace(WIDE, input_size=(1024, 1023)),  # rows that are no whole pieces
+        replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
+        replace(WIDE, stride=(4, 1)),  # rows of the bias alone
+        replace(WIDE, stride=(1, 2), dilation=(1, 2)),  # columns of it
+        replace(WIDE, in_channels=512),  # weights that do not fit
+        replace(WIDE, in_channels=60, out_channels=60, groups=2),  # products of 16 channels
+        replace(WIDE, batch=2**23),  # more items than integers
+    ],
+)
+def test_others_are_declined(problem):
+    assert fused.rows_tile_for(config_of(problem), "forward") is None
+
+
+def test_only_16_bits_in_nchw_are_taken_and_gradients_of_stride_one():
+    assert fused.rows_tile_for(config_of(WIDE, torch.bfloat16), "forward") is not None
+    assert fused.rows_tile_for(config_of(WIDE, torch.float32, precision="tf32"), "forward") is None
+    assert fused.rows_tile_for(config_of(WIDE, layout=torch.channels_last), "forward") is None
+    assert fused.rows_tile_for(config_of(WIDE), "weight_grad") is None
+    same = replace(WIDE, padding=(1, 1))
+    assert fused.rows_tile_for(config_of(same), "input_grad") is not None
+    assert fused.rows_tile_for(config_of(replace(same, stride=(1, 2))), "input_grad") is None
+
+
+def test_fused_takes_it_where_that_is_faster_and_then_weights_are_its_workspace():
+    algorithm, config = fused.Fused(), config_of(WIDE)
+    tile = fused.rows_tile_for(config, "forward")
+    assert algorithm.workspace_bytes(config, "forward") == tile.packed_bytes == 9 * 64 * 64 * 2
+    assert algorithm.estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)
+    assert tile.seconds < fused._plan_seconds(fused.plan_for(config, "forward"))
