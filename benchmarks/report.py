@@ -26,7 +26,7 @@ _ONE_STATE = timedelta(days=1)  # between runs of suites that are shown together
 
 
 def newest_results() -> Path:
-    """The folder in benchmarks/results whose files are the newest, GPUs before CPUs.
+    """The folder in benchmarks/results whose files are the newest, GPUs before CPUs, those that rested before others.
 
     Raises:
         ValueError: there is none.
@@ -35,8 +35,9 @@ def newest_results() -> Path:
     if not folders:
         raise ValueError(f"{_RESULTS} holds no result files; run: python -m benchmarks.compare")
 
-    def age(folder: Path) -> tuple[bool, float]:
-        return not folder.name.startswith("cpu"), max(path.stat().st_mtime for path in folder.glob("*.json"))
+    def age(folder: Path) -> tuple[bool, bool, float]:
+        newest = max(path.stat().st_mtime for path in folder.glob("*.json"))
+        return not folder.name.startswith("cpu"), not folder.name.endswith("sustained-load"), newest
 
     return max(folders, key=age)
 

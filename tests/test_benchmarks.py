@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import os
 import threading
 import time
 from dataclasses import replace
@@ -1148,6 +1149,21 @@ def test_report_shows_suites_of_different_commits_unless_one_is_days_older():
     assert "bbbbbbb" in sweep
     assert sweep.endswith("(sweep)")
     assert report.current_and_older(rows, apart) == (rows[2:], rows[:1])
+
+
+def test_report_is_of_the_newest_results_of_a_gpu_that_rested(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_RESULTS", tmp_path)
+    with pytest.raises(ValueError, match="holds no result files"):
+        report.newest_results()
+    names = ["cpu-2-threads", "nvidia-h200-sustained-load", "nvidia-h100", "nvidia-h200"]
+    for age, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        file = saved(tmp_path / name / "public.json", row_of())
+        os.utime(file, (1000 + age, 1000 + age))
+        assert report.newest_results().name == name
+    os.utime(tmp_path / names[0] / "public.json", (2000, 2000))
+    os.utime(tmp_path / names[1] / "public.json", (2000, 2000))
+    assert report.newest_results().name == "nvidia-h200"
 
 
 def test_report_wants_markers(tmp_path):
