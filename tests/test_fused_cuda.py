@@ -325,6 +325,15 @@ def compiled(parametrized):
         pass
 
 
+def check_twice(call, arguments, wanted, config, poison):
+    """What a call gives is right, and the same to the bit when it is made again."""
+    poison("cuda")
+    actual = call(*arguments)
+    reference.assert_close(actual, wanted, config.dtype, config.precision)
+    poison("cuda")
+    assert torch.equal(call(*arguments), actual)
+
+
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_fused_matches_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
@@ -338,11 +347,7 @@ def test_fused_matches_reference_to_the_bit_again(run, compiled, poison):
         if plan.direction == "forward":
             calls = [((input, weight, data.bias), exact.output), ((input, weight, None), exact.output_without_bias)]
         for arguments, wanted in calls:
-            poison("cuda")
-            actual = call(*arguments)
-            reference.assert_close(actual, wanted, config.dtype, config.precision)
-            poison("cuda")
-            assert torch.equal(call(*arguments), actual)
+            check_twice(call, arguments, wanted, config, poison)
 
 
 @pytest.mark.parametrize("run", FOLD_RUNS, ids=str)
@@ -356,11 +361,7 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
     for tile in run.tiles:
         call = fused_fold.prepare_forward(config, tile)
         for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
-            poison("cuda")
-            actual = call(input, weight, bias)
-            reference.assert_close(actual, wanted, config.dtype, config.precision)
-            poison("cuda")
-            assert torch.equal(call(input, weight, bias), actual)
+            check_twice(call, (input, weight, bias), wanted, config, poison)
 
 
 @pytest.mark.parametrize("run", IMAGE_RUNS, ids=str)
@@ -370,11 +371,7 @@ def test_fused_images_matches_reference_to_the_bit_again(run, compiled, poison):
     for tile in run.tiles:
         call = fused_images.prepare_forward(config, tile)
         for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
-            poison("cuda")
-            actual = call(data.input, data.weight, bias)
-            reference.assert_close(actual, wanted, config.dtype, config.precision)
-            poison("cuda")
-            assert torch.equal(call(data.input, data.weight, bias), actual)
+            check_twice(call, (data.input, data.weight, bias), wanted, config, poison)
 
 
 @pytest.mark.parametrize("run", ROW_RUNS, ids=str)
@@ -391,11 +388,7 @@ def test_fused_rows_matches_reference_to_the_bit_again(run, compiled, poison):
                 for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias))
             ]
         for arguments, wanted in calls:
-            poison("cuda")
-            actual = call(*arguments)
-            reference.assert_close(actual, wanted, config.dtype, config.precision)
-            poison("cuda")
-            assert torch.equal(call(*arguments), actual)
+            check_twice(call, arguments, wanted, config, poison)
 
 
 @pytest.mark.parametrize("run", [*GRADIENT_RUNS, *LINES_RUNS], ids=str)
@@ -406,11 +399,7 @@ def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poi
     grad_output, input = arrange(data.grad_output), arrange(data.input)
     for tile in run.tiles:
         call = run.kernel.prepare_weight_grad(config, tile)
-        poison("cuda")
-        actual = call(grad_output, input)
-        reference.assert_close(actual, wanted, config.dtype, config.precision)
-        poison("cuda")
-        assert torch.equal(call(grad_output, input), actual)
+        check_twice(call, (grad_output, input), wanted, config, poison)
 
 
 @pytest.mark.parametrize("layout", FORMATS)

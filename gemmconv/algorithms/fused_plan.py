@@ -15,6 +15,7 @@ from typing import Literal
 from gemmconv.algorithms.base import Direction
 from gemmconv.algorithms.cells import phase_shifts
 from gemmconv.algorithms.fused_cycles import cost_of_boxes, cost_of_lines, cycles_of
+from gemmconv.algorithms.gathering import Gathering
 from gemmconv.geometry import Pair, Problem
 
 SHARED_BYTES = 227 << 10
@@ -59,7 +60,7 @@ Way = Literal["loaded", "landing", "blocks", "lines"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Gathering):
     """One way to go about a problem.
 
     Attributes:
@@ -117,22 +118,6 @@ class Plan:
         """Outputs of a cell, per axis."""
         (height, width), (stride_h, stride_w) = self.multiple, self.problem.stride
         return (height * stride_h, width * stride_w) if self.direction == "forward" else self.multiple
-
-    @property
-    def in_channels(self) -> int:
-        """Input channels of a group: those that are summed over."""
-        return self._channels[0]
-
-    @property
-    def out_channels(self) -> int:
-        """Output channels of a group."""
-        return self._channels[1]
-
-    @cached_property
-    def _channels(self) -> Pair:
-        p = self.problem
-        first, second = p.in_channels // p.groups, p.out_channels // p.groups
-        return (first, second) if self.direction == "forward" else (second, first)
 
     @property
     def channels(self) -> int:
@@ -264,16 +249,6 @@ class Plan:
         return -(-self.in_channels // (self.units * self.element_units))
 
     # Strips and positions: the right sides.
-
-    @property
-    def input_size(self) -> Pair:
-        """Height and width of the inputs."""
-        return self.problem.input_size if self.direction == "forward" else self.problem.output_size
-
-    @property
-    def output_size(self) -> Pair:
-        """Height and width of the outputs."""
-        return self.problem.output_size if self.direction == "forward" else self.problem.input_size
 
     @cached_property
     def unit(self) -> Pair:

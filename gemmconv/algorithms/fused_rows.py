@@ -26,6 +26,7 @@ from gemmconv.algorithms.base import (
     with_strides,
 )
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.gathering import Gathering
 from gemmconv.algorithms.launches import Boxes, multiprocessors_of, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.geometry import Pair, Problem
@@ -71,7 +72,7 @@ class Tap:
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(Gathering):
     """What a block of csrc/fused_rows.cu does; see its header.
 
     Attributes:
@@ -87,29 +88,6 @@ class Tile:
     slots: int
     columns: int
     rows: int
-
-    @property
-    def in_channels(self) -> int:
-        """Input channels of a group: those that are summed over."""
-        return self._channels[0]
-
-    @property
-    def out_channels(self) -> int:
-        return self._channels[1]
-
-    @cached_property
-    def _channels(self) -> Pair:
-        p = self.problem
-        first, second = p.in_channels // p.groups, p.out_channels // p.groups
-        return (first, second) if self.direction == "forward" else (second, first)
-
-    @property
-    def input_size(self) -> Pair:
-        return self.problem.input_size if self.direction == "forward" else self.problem.output_size
-
-    @property
-    def output_size(self) -> Pair:
-        return self.problem.output_size if self.direction == "forward" else self.problem.input_size
 
     @property
     def span(self) -> Pair:
