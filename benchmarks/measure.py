@@ -85,8 +85,8 @@ class Plan:
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that was measured before, which at most lacks looks, or None.
         looks: how often a row of so many milliseconds is timed, eager or as a graph: again once all of its workload
-            were, with tensors at other places, and three times as often where it differs. The mean counts: it depends
-            less than the fastest on a place that is seldom met.
+            were, with tensors at other places, and three or six times as often where it differs. The mean counts: it
+            depends less than the fastest on a place that is seldom met.
     """
 
     device: torch.device
@@ -327,7 +327,8 @@ class _Bench:
                 run = self._run(contender, direction)
                 run()
                 self._empty_cache()
-                return row.timed(time_run(run, self._device, _GLANCE))
+                effort = replace(_GLANCE, sustained=self._plan.effort.sustained)
+                return row.timed(time_run(run, self._device, effort))
             except Exception as error:  # as in visit
                 return _failed(row, error)
 

@@ -22,8 +22,8 @@ class Effort:
         target_ms: measured time that one look aims at.
         least, most: number of samples.
         cap_ms: where ``least`` samples would take longer than this, there are fewer, but at least three.
-        sustained: whether a GPU is kept busy with the same before and between samples, as in a training loop, so that
-            the power limit lowers its clock; else it rests.
+        sustained: whether a GPU is kept busy with the same before samples, and does not rest between them, so that the
+            power limit lowers its clock, as in a training loop.
     """
 
     target_ms: float = 15.0

@@ -25,6 +25,8 @@
  *   right  COLUMNS inputs of a row
  *   K      rows of the input, CHANNELS input channels each
  *
+ * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image.
+ *
  * Two warpgroups multiply by turns, each with a row of cells of its own (ROWS 2), or both with the same row and other output
  * channels (ROWS 1): one folds and stores while the other multiplies. One thread begins all copies, of all input rows of a
  * step together, since small boxes take as long as large ones. Weights of a set (a group, a row phase, output channels) stay
@@ -67,14 +69,14 @@ struct fused_rows_params {
 constexpr int kProducers = 128, kThreads = kProducers + 256;
 constexpr int kSets = CHANNEL_SETS * PHASES;  // of a group
 constexpr int kUnits = CHANNELS / 8, kSteps = CHANNELS / 16;
-constexpr int kLine = 64, kBoxes = ceil_div(COLUMNS, kLine), kRowBytes = CHANNELS * 128;
+constexpr int kLine = 64, kBoxes = COLUMNS / kLine, kRowBytes = CHANNELS * 128;
 constexpr int kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxes * kBoxBytes;
 constexpr int kSides = ROWS == 1 ? 2 : 1;  // warpgroups with output channels of their own
 constexpr int kTileBytes = kUnits * 64 * 16, kTapBytes = TILES * kTileBytes, kSideBytes = WEIGHT_ROWS * kTapBytes;
 constexpr int kWeightBytes = kSides * kSideBytes;
 constexpr int kOuts = 64 / SLOTS, kWarpOuts = kOuts / 4;  // output channels of a warpgroup, and of a warp
 constexpr int kWarpOutputs = kWarpOuts * LINE_PITCH;
-static_assert(CHANNELS % 16 == 0 && COLUMNS % 32 == 0, "products are whole");
+static_assert(CHANNELS % 16 == 0 && COLUMNS % kLine == 0, "products and boxes are whole");
 static_assert(COLUMNS % LINE_CELLS == 0 && LINE_CELLS % 8 == 0, "lines are whole, and of whole blocks of eight");
 
 __constant__ constexpr int kDelay[] = DELAY;

@@ -604,6 +604,15 @@ def test_a_sustained_load_has_no_rests_and_its_first_samples_do_not_count(monkey
     assert (found.count, found.median) == (5, 9.0 - busy - 2)
 
 
+def test_searches_under_a_sustained_load_are_compared_under_it(monkeypatch):
+    efforts = []
+    monkeypatch.setattr(measure, "time_run", lambda run, device, effort: efforts.append(effort) or Times(1, 1, 1, 3))
+    for sustained in (True, False):
+        one = replace(plan(), effort=replace(BLINK, sustained=sustained))
+        measure._Bench(custom(TINY), torch.float32, one).glance(Contender("torch_nchw"), "fp32", "forward")
+    assert efforts == [replace(measure._GLANCE, sustained=sustained) for sustained in (True, False)]
+
+
 def test_a_sustained_load_is_another_machine():
     assert environment.describe(CPU, True)["gpu"] == environment.describe(CPU)["gpu"] + ", sustained load"
     assert environment.slug(CPU, True) == environment.slug(CPU) + "-sustained-load"

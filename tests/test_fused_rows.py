@@ -19,11 +19,11 @@ WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
 def tiles(draw):
     """Any tile that a problem may have."""
     kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
-    stride = tuple(draw(st.integers(1, min(size, 5))) for size in kernel_size)
+    stride = tuple(draw(st.integers(1, min(size, 4))) for size in kernel_size)
     # Where the stride does not divide a multiple of the dilation, every phase has a tap.
     dilation = tuple(draw(st.sampled_from((1, 2, 3, 4) if step == 1 else (1, step + 1))) for step in stride)
     input_size = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 40))
-    padding = tuple(draw(st.integers(0, dilation[axis] * (kernel_size[axis] - 1))) for axis in (0, 1))
+    padding = tuple(draw(st.integers(0, dilation[axis] * (kernel_size[axis] - 1) + 9)) for axis in (0, 1))
     more = tuple(draw(st.integers(0, max(stride[axis], dilation[axis]) - 1)) for axis in (0, 1))
     groups, batch = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     in_channels = draw(st.integers(1, 8)) * 16 * groups if groups > 1 else draw(st.integers(1, 130))
@@ -123,7 +123,9 @@ def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, prec
         replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
         replace(WIDE, stride=(4, 1)),  # rows of the bias alone
         replace(WIDE, stride=(1, 2), dilation=(1, 2)),  # columns of it
-        replace(WIDE, in_channels=512),  # weights that do not fit
+        replace(WIDE, in_channels=192),  # weights that do not fit
+        replace(WIDE, kernel_size=(1, 1), in_channels=272),  # more lines than a box has
+        replace(WIDE, kernel_size=(1, 8), stride=(1, 8)),  # cells of many outputs
         replace(WIDE, in_channels=60, out_channels=60, groups=2),  # products of 16 channels
         replace(WIDE, batch=2**23),  # more items than integers
     ],

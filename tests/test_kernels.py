@@ -1641,11 +1641,6 @@ MISTAKES = {
         emulator.Edit("fused_rows.cu", r"last = given;", "last = 0.0f;"),
         "relative error",
     ),
-    "rows_carry_on_to_the_next_row": (
-        ROWS,
-        emulator.Edit("fused_rows.cu", r"before_t before = \{\};", "static before_t before;"),
-        "relative error",
-    ),
     "rows_of_another_lane": (
         ROWS,
         emulator.Edit("fused_rows.cu", r"lane % 4 \+ lanes < 4", "lane % 4 + lanes <= 4"),

@@ -1,8 +1,9 @@
 """How ``fused`` goes about wide rows in NCHW (csrc/fused_rows.cu): tiles, their estimates, the launches.
 
 It is for 16-bit types in NCHW, forward and the input gradients of stride 1, where rows of inputs are whole pieces of 16
-bytes, every phase has a tap, taps across reach over at most eight inputs, and the weights of 32 or 64 output channels
-fit shared memory; ``tile_of`` gives None for others.
+bytes, every phase has a tap, the stride across is at most four, taps across are at most twelve and reach over at most
+eight inputs, groups have at most 256 input channels, a multiple of 16 if there are several, and the weights of 32 or 64
+output channels fit shared memory; ``tile_of`` gives None for others.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _MOST_SUMS = 192  # registers of a thread
 _LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
 _CARRIED = 8  # columns of the step before
 _MOST_STAGES = 12
+_MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
 _LINE_BYTES = 128  # of outputs that are stored together, at most
 _BARRIER_BYTES = 8
 _THREADS, _WEIGHT_THREADS = 384, 256
@@ -346,7 +348,7 @@ def tile_of(problem: Problem, direction: Direction) -> Tile | None:
 def tiles_of(problem: Problem, direction: Direction) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     p = problem
-    if p.batch == 0 or (direction == "input_grad" and p.stride != (1, 1)):
+    if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
         return
     for axis in (0, 1) if direction == "forward" else ():
         if len({tap.phase for tap in taps_of(p, direction, axis)}) < p.stride[axis]:
