@@ -160,6 +160,8 @@ RUNS += [
 class FoldRun(Run):
     """The same for csrc/fused_fold.cu: its own tile and two others."""
 
+    kernel: ClassVar[ModuleType] = fused_fold
+
     @property
     def tiles(self):
         arguments = problem_of(self.case), *fused.variant_of(self.config)
@@ -179,6 +181,8 @@ FOLD_RUNS = [
 @dataclass(frozen=True)
 class ImageRun(Run):
     """The same for csrc/fused_images.cu: its own tile and five others."""
+
+    kernel: ClassVar[ModuleType] = fused_images
 
     @property
     def tiles(self):
@@ -204,6 +208,8 @@ IMAGE_RUNS = [
 @dataclass(frozen=True)
 class RowRun(Run):
     """The same for csrc/fused_rows.cu: of each direction its own tile and three others."""
+
+    kernel: ClassVar[ModuleType] = fused_rows
 
     @property
     def tiles(self):
@@ -298,17 +304,13 @@ LINES_RUNS = [
 def compile_plans(run):
     """In a process of its own: put what a run loads into the kernel cache."""
     only_compile("sm_90a")
-    if isinstance(run, FoldRun):
+    if isinstance(run, FoldRun | ImageRun):
         for tile in run.tiles:
-            fused_fold.prepare_forward(run.config, tile)
-        return
-    if isinstance(run, ImageRun):
-        for tile in run.tiles:
-            fused_images.prepare_forward(run.config, tile)
+            run.kernel.prepare_forward(run.config, tile)
         return
     if isinstance(run, RowRun):
         for tile in run.tiles:
-            getattr(fused_rows, f"prepare_{tile.direction}")(run.config, tile)
+            getattr(run.kernel, f"prepare_{tile.direction}")(run.config, tile)
         return
     if isinstance(run, GradientRun | LinesRun):
         for tile in run.tiles:
@@ -427,27 +429,18 @@ def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, num
         reference.assert_close(call(grad_output, other), wanted, config.dtype, config.precision)
 
 
-def test_fused_fold_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):
-    run = FoldRun(FOLD_CASES[0], "float16", "contiguous")
+@pytest.mark.parametrize(
+    "run",
+    [
+        kind(case, "float16", "contiguous")
+        for kind, case in ((FoldRun, FOLD_CASES[0]), (ImageRun, IMAGE_CASES[0]), (RowRun, ROW_CASES[0]))
+    ],
+    ids=lambda run: type(run).__name__,
+)
+def test_weights_and_inputs_may_be_aligned_to_nothing(run, poison):
     data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
     poison("cuda")
-    output = fused_fold.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
-    reference.assert_close(output, exact.output, torch.float16, "ieee")
-
-
-def test_fused_images_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):
-    run = ImageRun(IMAGE_CASES[0], "float16", "contiguous")
-    data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
-    poison("cuda")
-    output = fused_images.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
-    reference.assert_close(output, exact.output, torch.float16, "ieee")
-
-
-def test_fused_rows_takes_weights_and_inputs_that_are_aligned_to_nothing(poison):
-    run = RowRun(ROW_CASES[0], "float16", "contiguous")
-    data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
-    poison("cuda")
-    output = fused_rows.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
+    output = run.kernel.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
     reference.assert_close(output, exact.output, torch.float16, "ieee")
 
 
