@@ -16,6 +16,7 @@ import torch
 import gemmconv
 
 _PACKAGE = Path(gemmconv.__file__).parent
+SUSTAINED = "sustained load"  # what a GPU is called that does not rest
 
 
 def pick_device(text: str | None) -> torch.device:
@@ -51,7 +52,7 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
     on_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_cuda else f"CPU, {torch.get_num_threads()} threads"
     return {
-        "gpu": f"{name}, sustained load" if sustained else name,
+        "gpu": f"{name}, {SUSTAINED}" if sustained else name,
         "driver": _driver() if on_cuda else "",
         "cuda": (torch.version.cuda or "") if on_cuda else "",
         "cudnn": _cudnn() if on_cuda else "",
@@ -66,7 +67,16 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
 
 def slug(device: torch.device, sustained: bool = False) -> str:
     """A folder's name for a device: ``nvidia-h200``, ``nvidia-h200-sustained-load``, ``cpu-2-threads``."""
-    return re.sub(r"[^a-z0-9]+", "-", describe(device, sustained)["gpu"].lower()).strip("-")
+    return _slug(describe(device, sustained)["gpu"])
+
+
+def is_sustained(folder: str) -> bool:
+    """Whether a folder of that name has results of a GPU that did not rest."""
+    return folder.endswith(_slug(SUSTAINED))
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @cache

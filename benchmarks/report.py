@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import summary
+from benchmarks.environment import is_sustained
 from benchmarks.results import Row, load_all
 
 _RESULTS = Path(__file__).parent / "results"
@@ -37,7 +38,7 @@ def newest_results() -> Path:
 
     def age(folder: Path) -> tuple[bool, bool, float]:
         newest = max(path.stat().st_mtime for path in folder.glob("*.json"))
-        return not folder.name.startswith("cpu"), not folder.name.endswith("sustained-load"), newest
+        return not folder.name.startswith("cpu"), not is_sustained(folder.name), newest
 
     return max(folders, key=age)
 

@@ -20,7 +20,7 @@ def tiles(draw):
     """Any tile that a problem may have."""
     kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
     stride = tuple(draw(st.integers(1, min(size, 4))) for size in kernel_size)
-    # Where the stride does not divide a multiple of the dilation, every phase has a tap.
+    # Where stride and dilation have no factor in common, every phase has a tap.
     dilation = tuple(draw(st.sampled_from((1, 2, 3, 4) if step == 1 else (1, step + 1))) for step in stride)
     input_size = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 40))
     padding = tuple(draw(st.integers(0, dilation[axis] * (kernel_size[axis] - 1) + 9)) for axis in (0, 1))

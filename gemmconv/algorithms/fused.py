@@ -234,7 +234,7 @@ class Fused(OneByOne):
             return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
         if (reason := why_not_dtype(config.dtype, _DTYPES)) is not None:
             return reason
-        if any(tile is not None for tile in _tiles_for(config, "forward")):
+        if _tiles_for(config, "forward"):
             return None
         plan = plan_for(config, "forward")
         if plan is None:
@@ -328,27 +328,26 @@ def image_tile_for(config: Config) -> fused_images.Tile | None:
 
 def rows_tile_for(config: Config, direction: Direction) -> fused_rows.Tile | None:
     """The tile of csrc/fused_rows.cu for a pass, None where that kernel is not for it."""
-    itemsize, _, channels_last = variant_of(config)
-    if config.dtype not in _DTYPES or itemsize != 2 or channels_last or direction == "weight_grad":
+    if config.dtype not in (torch.float16, torch.bfloat16) or config.memory_format is torch.channels_last:
         return None
-    return fused_rows.tile_of(config.problem, direction)
+    return None if direction == "weight_grad" else fused_rows.tile_of(config.problem, direction)
 
 
 _Tile = fused_fold.Tile | fused_images.Tile | fused_rows.Tile
 
 
-def _tiles_for(config: Config, direction: Direction) -> list[_Tile | None]:
-    """Of each kernel that is for some layers alone."""
+def _tiles_for(config: Config, direction: Direction) -> list[_Tile]:
+    """Those of the kernels that are for some layers alone, and for this one."""
     tiles: list[_Tile | None] = [rows_tile_for(config, direction)]
     if direction == "forward":
         tiles += [fold_tile_for(config), image_tile_for(config)]
-    return tiles
+    return [tile for tile in tiles if tile is not None]
 
 
 def _way(config: Config, direction: Direction) -> Plan | _Tile | None:
     """What a pass takes of the kernels that are for it: the fastest. None where gemm_col2im computes it."""
-    ways = [_own_plan(config, direction), *_tiles_for(config, direction)]
-    return min((way for way in ways if way is not None), key=_seconds, default=None)
+    plan, tiles = _own_plan(config, direction), _tiles_for(config, direction)
+    return min(tiles if plan is None else [plan, *tiles], key=_seconds, default=None)
 
 
 def _seconds(way: Plan | _Tile) -> float:

@@ -240,7 +240,7 @@ class Tile(Gathering):
 
     @property
     def stage_bytes(self) -> int:
-        return -(-self.columns // _LINE) * self.input_rows * self.channels * _LINE * _ITEM
+        return self.columns * self.input_rows * self.channels * _ITEM
 
     @property
     def tap_bytes(self) -> int:
@@ -333,7 +333,7 @@ def taps_of(problem: Problem, direction: Direction, axis: int) -> tuple[Tap, ...
     for tap in range(problem.kernel_size[axis]):
         place = tap * dilation - padding
         if direction == "forward":
-            found.append(Tap(tap, place % stride, place % stride // stride - place // stride))
+            found.append(Tap(tap, place % stride, -(place // stride)))
         else:
             found.append(Tap(tap, 0, place))
     return tuple(found)
