@@ -135,7 +135,7 @@ class _Request:
         return self.devices[0]
 
     @property
-    def looks(self) -> Callable[[float], int]:
+    def looks(self) -> Callable[[Row], int]:
         """Of :class:`benchmarks.measure.Plan`."""
         is_quick = replace(self.effort, sustained=False) == QUICK
         return once if self.device.type == "cpu" or is_quick else looks_at

@@ -27,13 +27,9 @@ _GRADIENTS = ("input", "weight", "bias")
 # In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
 _SMALL_MS = 0.1
 
-# Calls of less than this are searched for by cudnn.benchmark in another lane too, and in more until they took so long
-# together, or so much longer while only one has found the fastest: the searches of longer calls take seconds each.
-_SEARCHED_MS, _SEARCHES_MS, _UNCONFIRMED_MS = 5.0, 200.0, 800.0
-_AS_FAST = 1.03
-
-# To see whether a further search found something faster.
-_GLANCE = Effort(target_ms=2.0, least=5, most=9, cap_ms=60.0)
+# Calls of less than this are searched for by cudnn.benchmark anew for each look, so often at least; the searches of
+# longer calls take seconds each.
+_SEARCHED_MS, _LEAST_SEARCHES = 5.0, 6
 
 # How much further tensors lie from each other, modulo pages, in each look: eighteen looks have eighteen places.
 _STEP_BYTES = 655 * 512
@@ -45,7 +41,7 @@ _IEEE_BAR = 1e-6
 _TORCH_BARS = {"fp32": 1e-4, "tf32": 6e-3, "fp16": 1e-2, "bf16": 5e-2}
 
 Results = dict[str, torch.Tensor]
-_Seen = tuple[Row, Contender, int]  # with the lane of its search
+_Seen = tuple[Row, Contender]
 
 
 class DeviceLost(RuntimeError):
@@ -56,18 +52,25 @@ def _never(key: Key) -> None:
     """No row was measured before."""
 
 
-def once(ms: float) -> int:
+def once(row: Row) -> int:
     """One look at each row, however long it takes."""
     return 1
 
 
-def looks_at(ms: float) -> int:
-    """How many looks to take at a row: short ones depend on places, long ones hardly differ.
+def looks_at(row: Row) -> int:
+    """How many looks to take at a timed row: more where they differ.
 
-    >>> [looks_at(ms) for ms in (0.05, 2, 50)]
+    Short rows depend on places, long ones hardly. What ``cudnn.benchmark`` searched for depends on chance too.
+
+    >>> rows = [Row(*("",) * 7, "auto", median_ms=ms, fastest_ms=ms, slowest_ms=ms) for ms in (0.05, 2, 50)]
+    >>> [looks_at(row) for row in rows]
     [3, 2, 1]
+    >>> [looks_at(replace(row, algorithm="torch_nchw_benchmark")) for row in rows]
+    [6, 6, 1]
     """
-    return 3 if ms < 1.0 else 2 if ms < 20.0 else 1
+    assert row.median_ms is not None
+    count = (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many
+    return max(count, _LEAST_SEARCHES) if row.is_searched and row.median_ms < _SEARCHED_MS else count
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,9 @@ class Plan:
         run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that was measured before, which at most lacks looks, or None.
-        looks: how often a row of so many milliseconds is timed, eager or as a graph: again once all of its workload
-            were, with tensors at other places, and three or six times as often where it differs. The mean counts: it
-            depends less than the fastest on a place that is seldom met.
+        looks: how often a timed row is to be looked at, eager or as a graph: again once all of its workload were, with
+            tensors at other places, and after another search of ``cudnn.benchmark``. The mean counts: it depends less
+            than the fastest on a place, or on a search, that is seldom met.
     """
 
     device: torch.device
@@ -98,7 +101,7 @@ class Plan:
     run: int = 0
     deadline: float = math.inf
     done: Callable[[Key], Row | None] = _never
-    looks: Callable[[float], int] = once
+    looks: Callable[[Row], int] = once
 
 
 def bar_of(name: str, precision: str, torch_errors: dict[str, float]) -> float:
@@ -145,22 +148,15 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
                     key = _row(workload, precision, contender, direction).key
                     done = [plan.done(in_mode(key, mode)) for mode in LOOKED_AT]
                     if done[0] is not None:
-                        lacking = [one for one in done if one is not None and one.lacks_looks(plan.looks)]
-                        # Looks at what a search found want that search; another one may find something else.
-                        if not (contender.benchmark and lacking):
-                            own += [(one, contender, 0) for one in lacking]
-                            continue
+                        own += [(one, contender) for one in done if one is not None and one.lacks_looks(plan.looks)]
+                        continue
                     if time.monotonic() > plan.deadline:
                         return
                     visit = partial(bench.visit, contender, precision, direction)
-                    if contender.benchmark:
-                        glance = partial(bench.glance, contender, precision, direction)
-                        rows, failed, lane = fastest_search(lanes, visit, glance)
-                    else:
-                        rows, failed, lane = visit(), [], 0
+                    rows = lanes.run_in(0, visit) if contender.benchmark else visit()
                     yield from rows
-                    own += [(row, contender, lane) for row in rows if row.lacks_looks(plan.looks)]
-                    for row in (*rows, *failed):
+                    own += [(row, contender) for row in rows if row.lacks_looks(plan.looks)]
+                    for row in rows:
                         if row.status == "failed":
                             _recover(plan.device, row)
         bench.forget()
@@ -180,64 +176,23 @@ def _looked_at(
     """A further look at each row. Returns those that lack one more."""
     after: list[_Seen] = []
     bench.place(look)
-    for row, contender, lane in seen:
+    for row, contender in seen:
         if time.monotonic() > plan.deadline:
             break
         if row.looks <= look:  # else an earlier run was further
             look_again = partial(bench.look_again, row, contender)
-            row = lanes.run_in(lane, look_again) if contender.benchmark else look_again()
+            if contender.benchmark:
+                assert row.median_ms is not None, "only timed rows lack looks"
+                row = lanes.run_in(look % len(lanes) if row.median_ms < _SEARCHED_MS else 0, look_again)
+            else:
+                row = look_again()
             yield row
         if row.status == "failed":
             _recover(plan.device, row)
         if row.lacks_looks(plan.looks):
-            after.append((row, contender, lane))
+            after.append((row, contender))
     bench.forget()
     return after
-
-
-def fastest_search(
-    lanes: Lanes, visit: Callable[[], list[Row]], glance: Callable[[], Row]
-) -> tuple[list[Row], list[Row], int]:
-    """The rows of the search of ``cudnn.benchmark`` that found the fastest kernel, failed rows of others, and its lane.
-
-    Of each search the eager row comes first, and decides. A search times each kernel once, so chance decides between
-    close ones, and in the first it also waits for kernels to be loaded. Those of short calls are made once more, and
-    again until they took their time and two have found what is fastest, or took four times as long. A glance is enough
-    to see whether another one found something faster; that is then visited like the first. ``first_ms`` is that of the
-    first, and ``reason`` says what was wrong with others.
-
-    Args:
-        lanes: a search is made in each, at most.
-        visit: gives the rows of a lane, after its search.
-        glance: gives the eager row of a lane, of a few samples, its errors not looked at; also after its search.
-    """
-    found, best = lanes.run_in(0, visit), 0
-    first = found[0]
-    if first.status != "ok" or first.median_ms is None or first.median_ms >= _SEARCHED_MS:
-        return found, [], best
-    glances: dict[int, Row] = {}
-    times: dict[int, float] = {}  # of those that did not fail
-    began = time.monotonic()
-    for lane in range(1, len(lanes)):
-        took_ms = 1e3 * (time.monotonic() - began)
-        fastest, *others = sorted((first.median_ms, *times.values()))
-        confirmed = bool(others) and others[0] <= _AS_FAST * fastest
-        if glances and took_ms >= (_SEARCHES_MS if confirmed else _UNCONFIRMED_MS):
-            break
-        row = glances[lane] = lanes.run_in(lane, glance)
-        if row.median_ms is not None:
-            times[lane] = row.median_ms
-    bad = [row for row in glances.values() if row.status == "failed"]
-    for lane in sorted((lane for lane in times if times[lane] < first.median_ms), key=times.__getitem__):
-        rows = lanes.run_in(lane, visit)
-        if rows[0].status == "ok":
-            if rows[0].median_ms is not None and rows[0].median_ms < first.median_ms:
-                found, best = rows, lane
-            break
-        bad += [row for row in rows if row.status in ("wrong", "failed")]
-    reason = "; ".join([found[0].reason, *(f"another search: {row.status}: {row.reason}" for row in bad)]).strip("; ")
-    rows = [replace(found[0], first_ms=first.first_ms, reason=reason), *found[1:]]
-    return rows, [row for row in bad if row.status == "failed"], best
 
 
 def expected_keys(workload: Workload, plan: Plan) -> list[Key]:
@@ -319,28 +274,24 @@ class _Bench:
             except Exception as error:  # whatever breaks one row must not end the run; the row says what it was
                 return [_failed(row, error)]
 
-    def glance(self, contender: Contender, precision: str, direction: str) -> Row:
-        """The eager row of a contender and direction, of a few samples, its errors not looked at."""
-        row = _row(self._workload, precision, contender, direction)
-        with self._settings(contender, precision):
-            try:
-                run = self._run(contender, direction)
-                run()
-                self._empty_cache()
-                effort = replace(_GLANCE, sustained=self._plan.effort.sustained)
-                return row.timed(time_run(run, self._device, effort))
-            except Exception as error:  # as in visit
-                return _failed(row, error)
-
     def look_again(self, row: Row, contender: Contender) -> Row:
-        """A row of a contender, eager or of a graph, timed once more; as it is where memory does not suffice now."""
+        """A row of a contender, eager or of a graph, timed once more.
+
+        As it is, with a reason, where memory does not suffice now, or where another search found what is wrong.
+        """
         with self._settings(contender, row.precision):
             try:
-                run: Run = self._run(contender, row.direction)
+                computed = self._run(contender, row.direction)
+                if contender.benchmark:  # in a thread that may not have searched yet
+                    found = self._judged(row, contender, self._errors(computed)[0])
+                    if found.status != "ok":
+                        return replace(row, looks=row.looks + 1, reason=f"another search: wrong: {found.reason}")
+                    self._empty_cache()
+                run: Run = computed
                 if row.mode == "graph":
-                    found = self._captured(contender, row.direction, run)
-                    assert found is not None, "a row of a graph has one"
-                    run = found[0].replay
+                    graph = self._captured(contender, row.direction, computed)
+                    assert graph is not None, "a row of a graph has one"
+                    run = graph[0].replay
                 return row.looked_at(time_run(run, self._device, self._plan.effort, row.median_ms))
             except torch.OutOfMemoryError:
                 return replace(row, looks=row.looks + 1, reason="a look ran out of memory")

@@ -58,7 +58,8 @@ class Row:
         error, bar: the error that came closest to its bar, and that bar.
         median_ms, p20_ms, p80_ms: of the time, each the mean of all looks.
         repeats: runs that were timed.
-        looks: how often the time was taken, some time apart, with tensors at other places.
+        looks: how often the time was taken, some time apart, with tensors at other places; of rows of
+            ``cudnn.benchmark`` below 5 ms each after a search of its own.
         fastest_ms, slowest_ms: the medians of the fastest and of the slowest look.
         speedup_default: time of torch's default settings in NCHW, divided by this time.
         speedup_best: time of torch's best setting, of any layout, divided by this time.
@@ -163,22 +164,23 @@ class Row:
             slowest_ms=max(self.slowest_ms, times.median),
         )
 
-    def lacks_looks(self, looks: Callable[[float], int]) -> bool:
-        """Whether it is a row that is looked at, and was less often than rows of so many milliseconds are.
-
-        Where looks differ, there are to be three times as many, or six times.
-        """
-        if self.mode not in LOOKED_AT or self.median_ms is None:
-            return False
-        return self.looks < looks(self.median_ms) * self._times_as_many
+    def lacks_looks(self, looks: Callable[[Row], int]) -> bool:
+        """Whether it is a row that is looked at, and was less often than ``looks`` has it."""
+        return self.mode in LOOKED_AT and self.median_ms is not None and self.looks < looks(self)
 
     @property
-    def _times_as_many(self) -> int:
+    def times_as_many(self) -> int:
+        """Times as many looks as else, where those that were taken differ."""
         if self.fastest_ms is None or self.slowest_ms is None:
             return 1
         apart = self.slowest_ms - self.fastest_ms
         differing = (times for share, ms, times in _MORE_LOOKS if apart > max(share * self.fastest_ms, ms))
         return next(differing, 1)
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether a search of ``cudnn.benchmark`` found what was timed."""
+        return self.algorithm.endswith("_benchmark")
 
     @property
     def is_torch(self) -> bool:

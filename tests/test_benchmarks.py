@@ -30,7 +30,7 @@ from benchmarks import (
     summary,
     timing,
 )
-from benchmarks.contenders import PRECISIONS, Contender, Lanes
+from benchmarks.contenders import PRECISIONS, SEARCHES, Contender, Lanes
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import PAGE_BYTES, random_tensors
 from benchmarks.reference import reference as float64_reference
@@ -62,9 +62,9 @@ def plan(device=CPU, **changes):
     return measure.Plan(**{**values, **changes})
 
 
-def thrice(ms):
-    """Three looks at each row."""
-    return 3
+def thrice(row):
+    """Three looks at each row, more where they differ."""
+    return 3 * row.times_as_many
 
 
 def rows_of(layer=TINY, **changes):
@@ -253,7 +253,7 @@ def test_rows_have_errors_times_and_ratios():
 
 @pytest.mark.parametrize(("apart", "looks"), [(0.01, 3), (0.03, 9), (0.05, 18)])
 def test_looks_go_on_where_they_differ_and_their_mean_counts(apart, looks, monkeypatch):
-    """Rows come again, those of cudnn.benchmark from the thread of their search."""
+    """Rows come again, those of cudnn.benchmark from threads that search."""
     differing = itertools.cycle([2.0, 2.0 * (1 + apart)])
     agreeing = [3.0, 3.02, 2.98]
     expected = list(itertools.islice(differing, looks))
@@ -390,13 +390,55 @@ def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
     assert third == replace(first, looks=3, reason="a look ran out of memory")
 
 
-def test_looks_at_what_a_search_found_are_not_gone_on_with_by_another_search():
-    contenders = [Contender("torch_nchw"), Contender("searched", benchmark=True)]
-    both = plan(directions=("forward",), contenders=contenders)
-    before = {row.key: row for row in measure.rows_of(custom(TINY), both, Lanes())}
-    again = [*measure.rows_of(custom(TINY), replace(both, done=before.get, looks=thrice), Lanes())]
-    assert [row.looks for row in again if row.algorithm == "torch_nchw"][:2] == [2, 3]
-    assert [row.looks for row in again if row.algorithm == "searched"][:3] == [1, 2, 3]
+def searched_rows(monkeypatch, medians, median_ms=0.1, wrong=(), **changes):
+    """Rows of a setting that searches, of which each look has a median of its own; and the thread of each."""
+    threads, times = [], iter(medians)
+
+    def time_run(run, device, effort, estimate_ms=None):
+        threads.append(threading.get_ident())
+        median = next(times)
+        return Times(median, median, median, 3)
+
+    def errors(bench, run):
+        run()
+        return {"output": 1.0 if bench._look in wrong else 0.0}, 0.1
+
+    monkeypatch.setattr(measure, "time_run", time_run)
+    monkeypatch.setattr(measure._Bench, "_errors", errors)
+    contenders = [Contender("torch_nchw_benchmark", benchmark=True)]
+    looked = plan(directions=("forward",), contenders=contenders, looks=measure.looks_at, **changes)
+    return list(measure.rows_of(custom(TINY), looked, Lanes(SEARCHES))), threads
+
+
+@pytest.mark.parametrize(("fast", "looks"), [(0, 6), (1, 18)])
+def test_each_look_at_what_is_searched_for_searches_anew_and_the_mean_counts(fast, looks, monkeypatch):
+    """What a search finds is chance: of one that seldom finds the fastest, all of 18 tell more than the fastest."""
+    medians = [0.4] * fast + [0.5] * (looks - fast)
+    rows, threads = searched_rows(monkeypatch, medians)
+    assert [row.looks for row in rows] == list(range(1, looks + 1))
+    assert rows[-1].median_ms == pytest.approx(fmean(medians))
+    assert rows[-1].fastest_ms == min(medians)
+    assert len(set(threads)) == looks == len(threads)
+
+
+def test_long_calls_are_searched_for_once(monkeypatch):
+    rows, threads = searched_rows(monkeypatch, [6.0, 6.0])
+    assert [row.looks for row in rows] == [1, 2]
+    assert len(set(threads)) == 1
+
+
+def test_a_search_that_finds_what_is_wrong_does_not_count(monkeypatch):
+    rows, _ = searched_rows(monkeypatch, [0.5] * 5, wrong={2})
+    assert [row.looks for row in rows] == list(range(1, 7))
+    assert (rows[-1].status, rows[-1].median_ms, rows[-1].repeats) == ("ok", 0.5, 15)
+    assert rows[-1].reason.startswith("another search: wrong: error 1.0e+00 of the output")
+
+
+def test_looks_go_on_with_what_was_searched_for_before(monkeypatch):
+    rows, _ = searched_rows(monkeypatch, [0.5] * 6)
+    before = {rows[1].key: rows[1]}
+    again, _ = searched_rows(monkeypatch, [0.6] * 16, done=before.get)
+    assert [row.looks for row in again] == list(range(3, 19))
 
 
 def test_latency_rows_have_calls_and_modules():
@@ -604,15 +646,6 @@ def test_a_sustained_load_has_no_rests_and_its_first_samples_do_not_count(monkey
     assert (found.count, found.median) == (5, 9.0 - busy - 2)
 
 
-def test_searches_under_a_sustained_load_are_compared_under_it(monkeypatch):
-    efforts = []
-    monkeypatch.setattr(measure, "time_run", lambda run, device, effort: efforts.append(effort) or Times(1, 1, 1, 3))
-    for sustained in (True, False):
-        one = replace(plan(), effort=replace(BLINK, sustained=sustained))
-        measure._Bench(custom(TINY), torch.float32, one).glance(Contender("torch_nchw"), "fp32", "forward")
-    assert efforts == [replace(measure._GLANCE, sustained=sustained) for sustained in (True, False)]
-
-
 def test_a_sustained_load_is_another_machine():
     assert environment.describe(CPU, True)["gpu"] == environment.describe(CPU)["gpu"] + ", sustained load"
     assert environment.slug(CPU, True) == environment.slug(CPU) + "-sustained-load"
@@ -622,63 +655,6 @@ def test_searches_run_in_threads_of_their_own():
     lanes = Lanes(3)
     threads = [*(lanes.run_in(lane, threading.get_ident) for lane in range(len(lanes))), threading.get_ident()]
     assert len(set(threads)) == 4
-
-
-def searched(median_ms, first_ms, status="ok"):
-    row = results.Row("s", "w", "l", "tf32", "nchw", "forward", "eager", "a", status=status)
-    return [replace(row, median_ms=median_ms, first_ms=first_ms), replace(row, mode="graph", median_ms=median_ms)]
-
-
-class SearchesMade:
-    """Lanes whose searches are known: of each, the median of a visit, that of a glance, and the status of a visit."""
-
-    def __init__(self, search_ms, searches):
-        self.search_ms, self.searches, self.seen, self.now = search_ms, searches, [], 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def __len__(self):
-        return len(self.searches)
-
-    def run_in(self, lane, work):
-        self.seen.append((lane, work))
-        self.now += 1e-3 * self.search_ms
-        median_ms, glance_ms, status = self.searches[lane]
-        if work == "visit":
-            return searched(median_ms if status == "ok" else None, 5.0 if lane else self.search_ms, status)
-        row = searched(glance_ms, None, "ok" if glance_ms is not None else "failed")[0]
-        return replace(row, reason="" if glance_ms is not None else "of a glance")
-
-
-@pytest.mark.parametrize(
-    ("search_ms", "searches", "kept", "visited"),
-    [
-        (30.0, [(0.3, 0.3, "ok"), (0.2, 0.2, "ok"), (0.4, 0.4, "ok")], 1, [0, 1]),
-        (30.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.2, 0.2, "ok")], 2, [0, 2]),
-        (30.0, [(0.3, 0.3, "ok")], 0, [0]),  # there is one lane
-        (900.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.2, 0.2, "ok")], 1, [0, 1]),  # it takes too long for a third
-        # Two searches have found as fast a kernel when time is up, or only one.
-        (150.0, [(0.3, 0.3, "ok"), (0.301, 0.301, "ok"), (0.301, 0.301, "ok"), (0.2, 0.2, "ok")], 0, [0]),
-        (150.0, [(0.3, 0.3, "ok"), (0.25, 0.25, "ok"), (0.3, 0.3, "ok"), (0.2, 0.2, "ok")], 3, [0, 3]),
-        (30.0, [(5.3, 5.3, "ok"), (5.2, 5.2, "ok")], 0, [0]),  # the calls are long
-        (30.0, [(None, 0.3, "wrong"), (0.2, 0.2, "ok")], 0, [0]),
-        (30.0, [(0.3, 0.3, "ok"), (0.2, None, "ok")], 0, [0]),
-        (30.0, [(0.3, 0.3, "ok"), (0.31, 0.29, "ok")], 0, [0, 1]),  # no faster when timed for long
-        (30.0, [(0.3, 0.3, "ok"), (0.1, 0.1, "wrong"), (0.2, 0.2, "ok")], 2, [0, 1, 2]),
-    ],
-)
-def test_the_fastest_search_counts(search_ms, searches, kept, visited, monkeypatch):
-    lanes = SearchesMade(search_ms, searches)
-    monkeypatch.setattr(measure.time, "monotonic", lanes.monotonic)
-    rows, failed, lane = measure.fastest_search(lanes, "visit", "glance")
-    assert lane == kept
-    assert [lane for lane, work in lanes.seen if work == "visit"] == visited
-    assert rows[0].first_ms == search_ms  # what the first call cost
-    assert [row.median_ms for row in rows] == [searches[kept][0]] * 2
-    assert [row.reason for row in failed] == ["of a glance"] * any(glance is None for _, glance, _ in searches)
-    for status in {status for _, _, status in searches[1:]} - {"ok"}:
-        assert f"another search: {status}" in rows[0].reason
 
 
 @pytest.mark.parametrize("bias", [False, True])
