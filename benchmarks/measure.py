@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, Contender, Lanes, torch_settings
+from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, SEARCHES, Contender, Lanes, torch_settings
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
 from benchmarks.results import LOOKED_AT, Key, Row, in_mode
@@ -27,9 +27,9 @@ _GRADIENTS = ("input", "weight", "bias")
 # In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
 _SMALL_MS = 0.1
 
-# Calls of less than this are searched for by cudnn.benchmark anew for each look, so often at least; the searches of
-# longer calls take seconds each.
-_SEARCHED_MS, _LEAST_SEARCHES = 5.0, 6
+# Calls of less than this are searched for by cudnn.benchmark anew for each look, so often, or as often as there are
+# lanes where looks differ; the searches of longer calls take seconds each.
+_SEARCHED_MS, _LEAST_SEARCHES = 5.0, 3
 
 # How much further tensors lie from each other, modulo pages, in each look: eighteen looks have eighteen places.
 _STEP_BYTES = 655 * 512
@@ -66,11 +66,12 @@ def looks_at(row: Row) -> int:
     >>> [looks_at(row) for row in rows]
     [3, 2, 1]
     >>> [looks_at(replace(row, algorithm="torch_nchw_benchmark")) for row in rows]
-    [6, 6, 1]
+    [3, 3, 1]
     """
     assert row.median_ms is not None
-    count = (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many
-    return max(count, _LEAST_SEARCHES) if row.is_searched and row.median_ms < _SEARCHED_MS else count
+    if row.is_searched and row.median_ms < _SEARCHED_MS:
+        return SEARCHES if row.differs else _LEAST_SEARCHES
+    return (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,11 @@ class Row:
         return next(differing, 1)
 
     @property
+    def differs(self) -> bool:
+        """Whether looks differ by as much as two kernels do."""
+        return self.times_as_many == _MORE_LOOKS[0][2]
+
+    @property
     def is_searched(self) -> bool:
         """Whether a search of ``cudnn.benchmark`` found what was timed."""
         return self.algorithm.endswith("_benchmark")
