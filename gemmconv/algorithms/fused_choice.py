@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from gemmconv.algorithms.base import Direction
-from gemmconv.algorithms.fused_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, WIDEST, Plan
+from gemmconv.algorithms.fused_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, WIDEST, Plan, Way
 from gemmconv.geometry import Pair, Problem
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
@@ -80,9 +80,10 @@ def _plans_of(
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
-    boxed = replace(plan, way="lines" if plan.channels_last else "blocks")
-    if boxed.may_be_boxed:
-        yield boxed
+    ways: tuple[Way, ...] = ("lines",) if plan.channels_last else ("blocks", "pieces")
+    for straight in (replace(plan, way=way) for way in ways):
+        if straight.may_come_straight:
+            yield straight
     for wide, landing in itertools.product(_WIDES, (False, True)):
         loaded = replace(plan, wide=wide, way="landing" if landing else "loaded")
         if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):
