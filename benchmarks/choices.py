@@ -36,9 +36,10 @@ from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
 from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
-from gemmconv.algorithms import direct_mma, fused, fused_choice, fused_fold, fused_images, fused_plan, fused_rows
+from gemmconv.algorithms import direct_mma, fused, fused_choice, fused_fold, fused_images, fused_plan, row_gathering
 from gemmconv.algorithms.base import Config, Forward, Precision
 from gemmconv.algorithms.direct import Direct
+from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import cuda_rounds
 from gemmconv.errors import CompileError
@@ -82,9 +83,8 @@ def _fused_images_tiles(config: Config) -> Iterable[fused_images.Tile]:
     return () if fused.image_tile_for(config) is None else fused_images.tiles_of(config.problem, config.dtype.itemsize)
 
 
-def _fused_rows_tiles(config: Config) -> Iterable[fused_rows.Tile]:
-    none = fused.rows_tile_for(config, "forward") is None
-    return () if none else fused_rows.tiles_of(config.problem, "forward")
+def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:
+    return fused.rows_tiles_for(config, "forward")
 
 
 def _direct_mma_tiles(config: Config) -> Iterable[direct_mma.Tile]:
@@ -99,7 +99,7 @@ KERNELS = {
         Kernel("fused", _fused_plans, fused.prepare_forward),
         Kernel("fused_fold", _fused_fold_tiles, fused_fold.prepare_forward),
         Kernel("fused_images", _fused_images_tiles, fused_images.prepare_forward),
-        Kernel("fused_rows", _fused_rows_tiles, fused_rows.prepare_forward),
+        Kernel("fused_rows", _fused_rows_tiles, row_gathering.prepare_forward),
         Kernel("direct_mma", _direct_mma_tiles, direct_mma.prepare_forward),
     )
 }

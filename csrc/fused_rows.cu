@@ -45,29 +45,14 @@
  * a line that is stored together), LINE_PITCH (outputs), VECTOR (outputs that are stored together); SHARED_BYTES.
  * Chosen by gemmconv/algorithms/fused_rows.py.
  */
-#include "common/dependent.cuh"
-#include "common/divide.cuh"
 #include "common/integers.cuh"
 #include "common/meet.cuh"
 #include "common/ring.cuh"
-#include "common/tensor_map.cuh"
-#include "common/units.cuh"
+#include "common/row_items.cuh"
 #include "common/unroll.cuh"
 #include "common/wgmma.cuh"
 
-struct fused_rows_params {
-    tensor_map_t map;  // of the input: [images][rows][channels][columns]; a box has INPUT_ROWS x CHANNELS lines of 64
-    const unit_t* __restrict__ packed;
-    const ELEMENT_T* __restrict__ bias;  // or null
-    ELEMENT_T* __restrict__ output;
-    unsigned long long by_image_items;  // see divide.cuh
-    int groups, columns, h_out, w_out, cells_h;  // columns: inputs of a row that are multiplied
-    int image_items, items;  // of an image; of all
-    int steps;               // of a row, those behind its end among them
-};
-
 constexpr int kProducers = 128, kThreads = kProducers + 256;
-constexpr int kSets = CHANNEL_SETS * PHASES;  // of a group
 constexpr int kUnits = CHANNELS / 8, kSteps = CHANNELS / 16;
 constexpr int kLine = 64, kBoxes = COLUMNS / kLine, kRowBytes = CHANNELS * 128;
 constexpr int kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxes * kBoxBytes;
@@ -79,9 +64,6 @@ constexpr int kWarpOutputs = kWarpOuts * LINE_PITCH;
 static_assert(CHANNELS % 16 == 0 && COLUMNS % kLine == 0, "products and boxes are whole");
 static_assert(COLUMNS % LINE_CELLS == 0 && LINE_CELLS % 8 == 0, "lines are whole, and of whole blocks of eight");
 
-__constant__ constexpr int kDelay[] = DELAY;
-__constant__ constexpr int kPhase[] = PHASE;
-__constant__ constexpr int kFirstRow[] = FIRST_ROW;
 __constant__ constexpr int kRowTap[] = ROW_TAP;
 
 // Shared memory: stages [STAGES][kBoxes][INPUT_ROWS][CHANNELS][64 columns] swizzled, weights
@@ -96,32 +78,6 @@ extern __shared__ __align__(1024) unsigned char shared[];
 constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
 
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
-
-/* What a block works on: a row phase, output channels, a group; the same for all of its items. */
-struct set_t { int number, phase, channels, group; };
-__device__ __forceinline__ set_t set_of(const fused_rows_params& p) {
-    const int number = blockIdx.x % (kSets * p.groups);
-    return {number, number % kSets / CHANNEL_SETS, number % CHANNEL_SETS, number / kSets};
-}
-/* Calls body(image, first row of cells) for the items of a block. */
-template <typename BODY> __device__ __forceinline__ void each_item(const fused_rows_params& p, const BODY& body) {
-    const int sets = kSets * p.groups;
-    #pragma unroll 1
-    for (int i = blockIdx.x / sets; i < p.items; i += gridDim.x / sets) {
-        const int image = divided(i, p.by_image_items);
-        body(image, (i - image * p.image_items) * ROWS);
-    }
-}
-
-/* Copies the weights, once. */
-__device__ __forceinline__ void produce_weights(const fused_rows_params& p, const set_t& set, barriers_t& barriers) {
-    wait_for_previous_launch();  // which lays them out
-    barrier_arrive_expecting(barriers.weights, kWeightBytes);
-    const unit_t* source = p.packed + static_cast<long long>(set.number) * (kWeightBytes / 16);
-    #pragma unroll 1
-    for (int i = 0; i < kWeightBytes; i += kTapBytes)
-        bulk_copy(shared + kFirstWeight + i, source + i / 16, kTapBytes, barriers.weights);
-}
 
 /* Copies the inputs of step after step: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const fused_rows_params& p, const set_t& set, barriers_t& barriers) {
@@ -143,23 +99,6 @@ __device__ __forceinline__ void produce_inputs(const fused_rows_params& p, const
 
 using sums_t = float[TILES][COLUMNS / 2];
 
-// What is late by DELAY columns comes from one of the two columns of a lane, of a lane so many before, modulo four; from four
-// on from the block of eight before.
-constexpr int kMostLanes = 4;
-__device__ constexpr int column_of(int delay, int e) { return (e + delay) % 2; }
-__device__ constexpr int lanes_of(int delay, int e) { return (delay + column_of(delay, e) - e) / 2; }
-
-/* Whether a tap gives the outputs of a phase at a lane's cell E something, from so many lanes before. */
-__device__ constexpr bool gives(int tap, int phase, int e, int lanes) {
-    return kPhase[tap] == phase && lanes_of(kDelay[tap], e) == lanes;
-}
-/* The first tap that does, or TILES * SLOTS. */
-__device__ constexpr int first_to_give(int phase, int e, int lanes) {
-    int tap = 0;
-    while (tap < TILES * SLOTS && !gives(tap, phase, e, lanes)) ++tap;
-    return tap;
-}
-
 /* Of the block before, what taps give to other lanes: for either row of a thread, or one, each phase, cell and distance. */
 using before_t = float[2 / SLOTS][SPAN_W][2][kMostLanes];
 
@@ -169,9 +108,9 @@ __device__ __forceinline__ float folded(const sums_t& sums, before_t& before, fl
     float output = bias;
     each<kMostLanes + 1>([&](auto lanes_) {
         constexpr int lanes = decltype(lanes_)::value, first = first_to_give(PHASE_, E, lanes);
-        if constexpr (first < TILES * SLOTS) {
+        if constexpr (first < kTapsAcross) {
             float given = 0.0f;
-            each<TILES * SLOTS>([&](auto tap_) {
+            each<kTapsAcross>([&](auto tap_) {
                 constexpr int tap = decltype(tap_)::value, row = SLOTS == 2 ? tap % 2 : HALF;
                 if constexpr (gives(tap, PHASE_, E, lanes)) {
                     const float column = sums[tap / SLOTS][4 * BLOCK + 2 * row + column_of(kDelay[tap], E)];
@@ -345,6 +284,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_rows_kernel(cons
     } else {
         registers_down<24>();
         if (threadIdx.x == 0) produce_inputs(p, set, barriers);
-        else if (threadIdx.x == 32) produce_weights(p, set, barriers);
+        else if (threadIdx.x == 32)
+            produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);
     }
 }

@@ -1,12 +1,15 @@
-/* Lays the weights out for fused_rows.cu: for each set, side, tap down and tile of taps across, 64 rows of output channels.
+/* Lays the weights out for fused_rows.cu and fused_rows_tf32.cu: for each set, side, tap down and tile of taps across, LINES
+ * rows of output channels.
  *
- *   packed [groups][PHASES][CHANNEL_SETS][sides][WEIGHT_ROWS][TILES][CHANNELS / 8][64 rows] of 16 bytes
+ *   packed [groups][PHASES][CHANNEL_SETS][SIDES][WEIGHT_ROWS][TILES][units of channels][LINES] of 16 bytes
  *
- * Row r of a tile is output channel r, or, with two SLOTS, rows g and g + 8 of each 16 are two taps of one. A phase that has
+ * A tile has SLOTS taps of OUTS output channels, one after the other; but of values of 16 bits, with two SLOTS, rows g and g +
+ * 8 of each 16 are two taps of one. The channels of units of float32 are in the order of fused_rows_tf32.cu. A phase that has
  * fewer taps down than the one that has most leaves zeros, as do channels and taps that there are not.
  *
- * Macros: those of fused_rows.cu; INPUT_GRAD (output channels of the layer are input channels here); KERNEL_H, KERNEL_W; TAP_H
- * (table: of each phase WEIGHT_ROWS taps down, -1 for none), TAP_W (table: taps across of TILES * SLOTS).
+ * Macros: those of the kernels; SIDES, TILES, SLOTS, OUTS, LINES; INPUT_GRAD (output channels of the layer are input channels
+ * here); KERNEL_H, KERNEL_W; TAP_H (table: of each phase WEIGHT_ROWS taps down, -1 for none), TAP_W (table: taps across of
+ * TILES * SLOTS).
  */
 #include "common/dependent.cuh"
 #include "common/integers.cuh"
@@ -19,12 +22,18 @@ struct fused_rows_weights_params {
     int units;          // to lay out
 };
 
-constexpr int kThreads = 256, kElements = 8;
-constexpr int kSides = ROWS == 1 ? 2 : 1, kOuts = 64 / SLOTS, kUnits = CHANNELS / 8;
+constexpr int kThreads = 256, kElements = elements_of_unit<ELEMENT_T>, kUnits = CHANNELS / kElements;
+constexpr bool kPaired = SLOTS == 2 && sizeof(ELEMENT_T) == 2;
 __constant__ constexpr int kTapH[] = TAP_H;
 __constant__ constexpr int kTapW[] = TAP_W;
 
-/* A thread lays out one unit: eight input channels of a row. */
+/* Which input channel an element of a unit is. */
+__device__ __forceinline__ int channel_of(int unit, int e) {
+    if (sizeof(ELEMENT_T) == 2) return unit * kElements + e;
+    return unit / 2 * 8 + unit % 2 * 2 + e / 2 * 4 + e % 2;
+}
+
+/* A thread lays out one unit: input channels of a row. */
 extern "C" __global__ void __launch_bounds__(kThreads)
 fused_rows_weights_kernel(const __grid_constant__ fused_rows_weights_params p) {
     allow_next_launch();
@@ -36,11 +45,11 @@ fused_rows_weights_kernel(const __grid_constant__ fused_rows_weights_params p) {
         place /= count;
         return digit;
     };
-    const int row = next(64), unit = next(kUnits), tile = next(TILES), down = next(WEIGHT_ROWS), side = next(kSides);
+    const int row = next(LINES), unit = next(kUnits), tile = next(TILES), down = next(WEIGHT_ROWS), side = next(SIDES);
     const int channels = next(CHANNEL_SETS), phase = next(PHASES), group = place;
-    const int slot = SLOTS == 2 ? row / 8 % 2 : 0, own = SLOTS == 2 ? row / 16 * 8 + row % 8 : row;
-    const int out = (channels * kSides + side) * kOuts + own;
-    const int kh = kTapH[phase * WEIGHT_ROWS + down], kw = kTapW[tile * SLOTS + slot];
+    const int slot = kPaired ? row / 8 % 2 : row / OUTS, own = kPaired ? row / 16 * 8 + row % 8 : row % OUTS;
+    const int out = (channels * SIDES + side) * OUTS + own;
+    const int kh = kTapH[phase * WEIGHT_ROWS + down], kw = slot < SLOTS ? kTapW[tile * SLOTS + slot] : -1;
 
     ELEMENT_T values[kElements] = {};
     if (out < OUT_CHANNELS && kh >= 0 && kw >= 0) {
@@ -49,7 +58,7 @@ fused_rows_weights_kernel(const __grid_constant__ fused_rows_weights_params p) {
         const int tap = kh * KERNEL_W + kw;
         #pragma unroll
         for (int e = 0; e < kElements; ++e) {
-            const int in = unit * kElements + e;
+            const int in = channel_of(unit, e);
             if (in >= IN_CHANNELS) continue;
             const int of_in = INPUT_GRAD ? out : in, of_out = INPUT_GRAD ? in : out;
             const long long matrix = static_cast<long long>(group) * (INPUT_GRAD ? OUT_CHANNELS : IN_CHANNELS) + of_in;

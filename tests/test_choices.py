@@ -154,7 +154,7 @@ def test_first_candidate_is_the_kernels_own_choice(name, precision):
     }
     choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    declined = {"direct_mma": ("fp32",), "fused_images": ("fp32",), "fused_rows": ("fp32", "tf32")}
+    declined = {"direct_mma": ("fp32",), "fused_images": ("fp32",), "fused_rows": ("fp32",)}
     assert (choice is None) == (precision in declined.get(name, ()))
 
 

@@ -23,7 +23,7 @@ from gemmconv.algorithms import (
     fused_gradient,
     fused_gradient_lines,
     fused_images,
-    fused_rows,
+    row_gathering,
 )
 
 HOPPER = (9, 0)
@@ -47,8 +47,11 @@ LARGE_CASES = [
     Case(3, 64, 96, (1, 152), (1, 10), (1, 5)),
     Case(2, 33, 70, (3, 64), (1, 16), (1, 8), (0, 4)),
 ]
-# Images that are whole boxes of a tensor map, or patches; rows of strips that are.
+# Images that are whole boxes of a tensor map, or patches, or pieces; rows of strips that are boxes.
 BOX_CASES = [
+    Case(9, 136, 72, (14, 14), (2, 2), (2, 2)),
+    Case(3, 72, 140, (31, 10), (4, 4), (4, 4)),
+    Case(5, 64, 40, (13, 24), (1, 2), (1, 2), groups=2),
     Case(5, 200, 130, (8, 8), (2, 2), (2, 2)),
     Case(3, 72, 70, (16, 48), (2, 4), (2, 4)),
     Case(7, 128, 128, (4, 16), (3, 2), (3, 2), groups=2),
@@ -207,16 +210,16 @@ IMAGE_RUNS = [
 
 @dataclass(frozen=True)
 class RowRun(Run):
-    """The same for csrc/fused_rows.cu: of each direction its own tile and three others."""
+    """The same for csrc/fused_rows.cu and csrc/fused_rows_tf32.cu: of each direction its own tile and three others."""
 
-    kernel: ClassVar[ModuleType] = fused_rows
+    kernel: ClassVar[ModuleType] = row_gathering
 
     @property
     def tiles(self):
         chosen = []
         for direction in DIRECTIONS:
-            own = fused_rows.tile_of(self.config.problem, direction)
-            found = [*fused_rows.tiles_of(self.config.problem, direction)]
+            own = fused.rows_tile_for(self.config, direction)
+            found = [*fused.rows_tiles_for(self.config, direction)]
             chosen += [] if own is None else [own, *Random(str(self)).sample(found, min(3, len(found)))]
         return chosen
 
@@ -235,7 +238,7 @@ LARGE_ROW_CASES = [
 ROW_RUNS = [
     RowRun(case, numerics, "contiguous")
     for case in (*ROW_CASES, *LARGE_ROW_CASES)
-    for numerics in ("float16", "bfloat16")
+    for numerics in ("float16", "bfloat16", "tf32")
 ]
 
 
@@ -382,7 +385,7 @@ def test_fused_rows_matches_reference_to_the_bit_again(run, compiled, poison):
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     assert run.tiles
     for tile in run.tiles:
-        call = getattr(fused_rows, f"prepare_{tile.direction}")(config, tile)
+        call = getattr(row_gathering, f"prepare_{tile.direction}")(config, tile)
         calls = [((data.grad_output, data.weight), exact.input_grad)]
         if tile.direction == "forward":
             calls = [

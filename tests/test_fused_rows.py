@@ -1,4 +1,7 @@
-"""The tiles of csrc/fused_rows.cu leave out nothing, and what they promise of addresses holds. No kernel runs."""
+"""The tiles of csrc/fused_rows.cu and csrc/fused_rows_tf32.cu leave out nothing; their promises of addresses hold.
+
+No kernel runs.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gemmconv import Problem
-from gemmconv.algorithms import fused, fused_rows
+from gemmconv.algorithms import fused, fused_rows, fused_rows_tf32, row_gathering
 from gemmconv.algorithms.base import Config
 
 CUDA = torch.device("cuda", 0)
@@ -16,8 +19,9 @@ WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
 
 
 @st.composite
-def tiles(draw):
-    """Any tile that a problem may have."""
+def tiles(draw, *kernels):
+    """Any tile that a problem may have, of these kernels; of either by default."""
+    kernel = draw(st.sampled_from(kernels or (fused_rows, fused_rows_tf32)))
     kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
     stride = tuple(draw(st.integers(1, min(size, 4))) for size in kernel_size)
     # Where stride and dilation have no factor in common, every phase has a tap.
@@ -36,7 +40,7 @@ def tiles(draw):
     problem = Problem(
         batch, in_channels, out_channels, groups, input_size, kernel_size, stride, padding, more, dilation
     )
-    found = [*fused_rows.tiles_of(problem, draw(st.sampled_from(("forward", "input_grad"))))]
+    found = [*kernel.tiles_of(problem, draw(st.sampled_from(("forward", "input_grad"))))]
     assume(found)
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
@@ -67,7 +71,23 @@ def test_columns_meet_the_outputs_that_the_definition_has_them_meet(tile):
     assert 0 <= min(tile.delays) <= max(tile.delays) <= 8
 
 
-@given(tiles())
+@given(tiles(fused_rows_tf32))
+def test_input_rows_of_taps_are_those_that_the_definition_has(tile):
+    found = set()
+    for item in range(tile.image_items):
+        for phase, (first, places) in enumerate(zip(tile.first_rows, tile.row_places, strict=True)):
+            for row in range(tile.rows):
+                output = (item * tile.rows + row) * tile.span[0] + phase
+                assert len(places) == tile.weight_rows
+                assert max(places) + row < tile.input_rows
+                for tap, place in zip(tile.taps_down[phase], places, strict=False):
+                    input_row = item * tile.rows + first + row + place
+                    if output < tile.output_size[0] and 0 <= input_row < tile.input_size[0]:
+                        found.add((output, tap.tap, input_row))
+    assert found == reads(tile, 0)
+
+
+@given(tiles(fused_rows))
 def test_input_rows_are_those_that_the_definition_has(tile):
     found = set()
     for item in range(tile.image_items):
@@ -86,13 +106,41 @@ def test_input_rows_are_those_that_the_definition_has(tile):
 @given(tiles())
 def test_cells_cover_all_outputs(tile):
     assert tile.image_items * tile.rows >= tile.cells[0] > (tile.image_items - 1) * tile.rows
-    assert (tile.steps * tile.columns - tile.delayed) * tile.span[1] >= tile.output_size[1]
-    assert tile.channel_sets * tile.outs >= tile.out_channels > (tile.channel_sets - 1) * tile.outs
-    assert tile.channels >= tile.in_channels > tile.channels - 16
+    assert (tile.steps * tile.columns - tile.delayed) * tile.span[1] >= tile.output_size[1] + tile.kept
+    assert tile.channel_sets * tile.set_outs >= tile.out_channels > (tile.channel_sets - 1) * tile.set_outs
+    assert tile.channels >= tile.in_channels > tile.channels - 32 // tile.itemsize
     assert tile.channels == tile.in_channels or tile.problem.groups == 1
 
 
-@given(tiles())
+@given(tiles(fused_rows_tf32))
+def test_copies_and_stores_of_tf32_are_aligned(tile):
+    assert tile.input_size[1] * 4 % 16 == 0
+    for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1]):
+        assert place % tile.vector == 0
+    assert tile.stage_bytes % 512 == 0  # where the order of pieces begins anew
+    assert tile.weight_bytes % 16 == tile.steps % 2 == 0
+
+
+@given(tiles(fused_rows_tf32))
+def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
+    """Whatever a row begins with: memory is written eight outputs at a time."""
+    width, line = tile.output_size[1], 2 * tile.columns * tile.span[1]
+    for begin in range(0, 8, tile.vector):
+        early = (begin - tile.delayed * tile.span[1]) % 8 if tile.whole_sectors else 0
+        if not tile.whole_sectors and begin:
+            continue  # all rows begin with a sector
+        assert early <= tile.kept or width % 8 == 0
+        assert early % tile.vector == 0
+        stored = set()
+        for step in range(0, tile.steps, 2):
+            first = (step * tile.columns - tile.delayed) * tile.span[1] - early
+            assert (begin + first) % 8 == 0
+            stored.update(range(max(0, first), min(width, first + line)))
+        if width % 8 > 0 or begin == 0:
+            assert stored == {*range(width)}
+
+
+@given(tiles(fused_rows))
 def test_copies_and_stores_are_aligned(tile):
     assert tile.input_size[1] * 2 % 16 == 0
     for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1], tile.line_pitch):
@@ -105,9 +153,15 @@ def test_copies_and_stores_are_aligned(tile):
 
 @given(tiles())
 def test_tiles_fit_a_multiprocessor(tile):
-    assert tile.shared_bytes == fused_rows.macros_of(tile, torch.float16)["SHARED_BYTES"] <= 227 << 10
+    dtype = torch.float16 if tile.itemsize == 2 else torch.float32
+    assert tile.shared_bytes == row_gathering.macros_of(tile, dtype)["SHARED_BYTES"] <= 227 << 10
     assert tile.stages >= 2
-    assert tile.tiles * tile.columns // 2 <= 192  # sums of a thread
+    if tile.itemsize == 2:
+        assert tile.tiles * tile.columns // 2 <= 192  # sums of a thread
+    else:
+        assert tile.stages > tile.chunks
+        assert tile.lines <= 256
+        assert tile.registers <= 240
     assert tile.blocks_on(132) * tile.sets <= max(132, tile.sets)
 
 
@@ -134,9 +188,30 @@ def test_others_are_declined(problem):
     assert fused.rows_tile_for(config_of(problem), "forward") is None
 
 
-def test_only_16_bits_in_nchw_are_taken_and_gradients_of_stride_one():
-    assert fused.rows_tile_for(config_of(WIDE, torch.bfloat16), "forward") is not None
-    assert fused.rows_tile_for(config_of(WIDE, torch.float32, precision="tf32"), "forward") is None
+@pytest.mark.parametrize(
+    "problem",
+    [
+        replace(WIDE, batch=0),
+        replace(WIDE, input_size=(1024, 1022)),  # rows that are no whole pieces
+        replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
+        replace(WIDE, stride=(4, 1)),  # rows of the bias alone
+        replace(WIDE, kernel_size=(3, 9), in_channels=512),  # weights that do not fit
+        replace(WIDE, kernel_size=(1, 8), stride=(1, 8)),  # cells of many outputs
+        replace(WIDE, in_channels=60, out_channels=60, groups=5),  # products of eight channels
+        replace(WIDE, batch=2**25),  # more items than integers
+    ],
+)
+def test_others_are_declined_in_tf32(problem):
+    assert fused.rows_tile_for(config_of(problem, torch.float32, precision="tf32"), "forward") is None
+
+
+def test_only_one_product_in_nchw_is_taken_and_gradients_of_stride_one():
+    assert isinstance(fused.rows_tile_for(config_of(WIDE, torch.bfloat16), "forward"), fused_rows.Tile)
+    tf32 = config_of(WIDE, torch.float32, precision="tf32")
+    assert isinstance(fused.rows_tile_for(tf32, "forward"), fused_rows_tf32.Tile)
+    assert fused.rows_tile_for(replace(tf32, precision="ieee"), "forward") is None
+    assert fused.rows_tile_for(replace(tf32, memory_format=torch.channels_last), "forward") is None
+    assert fused.rows_tile_for(config_of(WIDE, torch.float64), "forward") is None
     assert fused.rows_tile_for(config_of(WIDE, layout=torch.channels_last), "forward") is None
     assert fused.rows_tile_for(config_of(WIDE), "weight_grad") is None
     same = replace(WIDE, padding=(1, 1))

@@ -34,6 +34,8 @@ from gemmconv.algorithms import (
     fused_gradient_lines,
     fused_images,
     fused_rows,
+    fused_rows_tf32,
+    row_gathering,
 )
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of
@@ -106,6 +108,10 @@ FUSED_PATHS = {
     "blocks_of_their_own": lambda plan: plan.way == "blocks" and plan.box_blocks == 1 and plan.tile > 64,
     "blocks_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 1,
     "blocks_of_rows_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 2,
+    "pieces": lambda plan: plan.way == "pieces",
+    "pieces_of_two": lambda plan: plan.piece == 2,
+    "pieces_of_eight": lambda plan: plan.piece == 8,
+    "pieces_shared": lambda plan: plan.way == "pieces" and plan.warpgroups_m == 1,
     "lines": lambda plan: plan.way == "lines",
     "half_lines": lambda plan: plan.way == "lines" and plan.units == 4,
     "lines_of_images": lambda plan: plan.way == "lines" and plan.line_box[0] > 1,
@@ -216,8 +222,8 @@ class Run:
     def row_tile(self):
         """The tile of fused_rows, None where it declines the problem."""
         if self.choice is None:
-            return fused_rows.tile_of(problem_of(self.case), self.direction)
-        tiles = [*fused_rows.tiles_of(problem_of(self.case), self.direction)]
+            return fused.rows_tile_for(self.config, self.direction)
+        tiles = [*fused.rows_tiles_for(self.config, self.direction)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -272,9 +278,10 @@ class Run:
                 call = getattr(fused, f"prepare_{self.direction}")(self.config, self.plan)
                 return self._on_few_multiprocessors(call, fused, self.plan.blocks_on)
             if self.operation.startswith("fused_rows"):
-                call = getattr(fused_rows, f"prepare_{self.direction}")(self.config, self.row_tile)
+                call = getattr(row_gathering, f"prepare_{self.direction}")(self.config, self.row_tile)
                 tile = self.row_tile
-                return self._on_few_multiprocessors(call, fused_rows, lambda count: tile.blocks_on(count) * tile.sets)
+                blocks_on = lambda count: tile.blocks_on(count) * tile.sets  # noqa: E731
+                return self._on_few_multiprocessors(call, row_gathering, blocks_on)
             if self.operation == "fused_weight_grad":
                 if self.multiprocessors is not None:
                     patch.setattr(fused_gradient, "MULTIPROCESSORS", self.multiprocessors or 1)
@@ -441,6 +448,11 @@ FUSED_RUNS += [
             ("blocks_of_their_own", "contiguous", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
             ("blocks_shared", "contiguous", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
             ("blocks_of_rows_shared", "contiguous", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
+            ("pieces", "contiguous", Case(3, 20, 40, (6, 14), (2, 2), (2, 2))),
+            ("pieces", "contiguous", Case(2, 36, 24, (31, 10), (4, 4), (4, 4))),
+            ("pieces_of_two", "contiguous", Case(5, 36, 40, (5, 6), (3, 2), (3, 2))),
+            ("pieces_of_eight", "contiguous", Case(7, 72, 48, (5, 8), (1, 1), (1, 1), groups=2)),
+            ("pieces_shared", "contiguous", Case(3, 36, 40, (9, 12), (2, 2), (2, 2))),
             ("rows_below_each_other", "contiguous", Case(3, 20, 40, (5, 7), (2, 2), (2, 2))),
             ("rows_below_each_other", "contiguous", Case(2, 24, 44, (4, 13), (4, 4), (2, 2), (0, 0), groups=2)),
             ("rows_below_each_other_with_channels_shared", "contiguous", Case(2, 20, 70, (9, 7), (2, 2), (2, 2))),
@@ -499,6 +511,9 @@ FUSED_LINES = run_of_many_items(
     layout="channels_last",
 )
 FUSED_BLOCKS = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
+FUSED_PIECES = run_of_many_items(
+    Case(7, 224, 24, (6, 6), (2, 2), (2, 2)), lambda plan: plan.way == "pieces", columns=64
+)
 FUSED_TURNS = Run(
     "fused", Case(5, 40, 24, (9, 11), (3, 3), (1, 1), (1, 1)), torch.float16, "channels_last", 0, "lines_by_turns"
 )
@@ -513,6 +528,7 @@ FUSED_RUNS += [
     FUSED_LANDED,
     FUSED_LANDED_BOX,
     FUSED_BLOCKS,
+    FUSED_PIECES,
     FUSED_LINES,
     FUSED_STRIPS,
     FUSED_TURNS,
@@ -580,15 +596,20 @@ ROW_RUNS = [
     Run(
         operation,
         case,
-        (torch.float16, torch.bfloat16)[i % 2],
+        dtype or (torch.float16, torch.bfloat16)[i % 2],
         multiprocessors=(None, 0, 3)[i % 3],
         choice=None if (i + j) % 2 else 5 * i + 3,
+        tf32=dtype is not None,
     )
     for i, case in enumerate(ROW_CASES)
     for j, operation in enumerate(("fused_rows", "fused_rows_input_grad"))
+    for dtype in (None, torch.float32)
 ]
 ROW_RUNS = [run for run in ROW_RUNS if run.row_tile is not None]
-ROW_RUNS += [Run("fused_rows", ROW_CASES[-2], torch.float16)]  # whose rows end before those of the input
+ROW_RUNS += [  # whose rows end before those of the input
+    Run("fused_rows", ROW_CASES[-2], torch.float16),
+    Run("fused_rows", ROW_CASES[-2], torch.float32, tf32=True),
+]
 
 
 def row_run_of(case, slots, columns, rows):
@@ -600,7 +621,13 @@ def row_run_of(case, slots, columns, rows):
 
 ROWS = row_run_of(Case(2, 32, 64, (9, 128), (3, 5), (1, 1), (1, 2)), 1, 64, 2)
 ROWS_IN_PARTS = row_run_of(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), 1, 128, 2)
-ROW_RUNS += [ROWS, ROWS_IN_PARTS]
+ROWS_TF32 = replace(ROWS, case=replace(ROWS.case, padding=(1, 1)), dtype=torch.float32, tf32=True)
+ROWS_TF32 = with_first(
+    ROWS_TF32,
+    fused_rows_tf32.tiles_of(problem_of(ROWS_TF32.case), "forward"),
+    lambda tile: (tile.outs, tile.chunk) == (32, 16),
+)
+ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_TF32]
 
 
 # Each case in each type, in its own tile and in others.
@@ -889,7 +916,31 @@ def test_fused_rows_kernel_matches_reference(run, calls, poison):
 
 
 def test_runs_of_fused_rows_take_every_path():
-    tiles = [run.row_tile for run in ROW_RUNS]
+    every = [run.row_tile for run in ROW_RUNS]
+    tf32 = [tile for tile in every if isinstance(tile, fused_rows_tf32.Tile)]
+    for path in (
+        lambda tile: tile.direction == "forward",
+        lambda tile: tile.multiplied % tile.columns == 0,
+        lambda tile: tile.multiplied < tile.input_size[1],
+        lambda tile: tile.vector == 1,
+        lambda tile: tile.vector == 4,
+        lambda tile: tile.delayed == 0,
+        lambda tile: max(tile.delays) == 8,
+        lambda tile: tile.lines == len(tile.taps_across) * tile.outs,
+        lambda tile: tile.channels == tile.in_channels,
+        lambda tile: tile.out_channels % tile.outs == 0,
+        lambda tile: tile.channel_sets > 1,
+        lambda tile: tile.chunks > 1,
+        lambda tile: tile.chunk > 8,
+        lambda tile: tile.weight_rows % 2 == 1,
+        lambda tile: tile.stages > 2 * tile.chunks,
+        lambda tile: tile.problem.groups > 1,
+        lambda tile: len({*map(len, tile.taps_down)}) > 1,
+        lambda tile: tile.cells[0] % tile.rows > 0,
+        lambda tile: tile.cells[0] > tile.rows,
+    ):
+        assert {path(tile) for tile in tf32} == {True, False}
+    tiles = [tile for tile in every if isinstance(tile, fused_rows.Tile)]
     for path in (
         lambda tile: tile.direction == "forward",
         lambda tile: tile.slots == 2,
@@ -1661,6 +1712,56 @@ MISTAKES = {
         emulator.Edit("fused_rows.cu", r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)"),
         "relative error inf",
     ),
+    "rows_tf32_weights_not_waited_for": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"barrier_wait\(barriers\.weights, 0\);", ""),
+        "relative error|never waited for",
+    ),
+    "rows_tf32_inputs_not_waited_for": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"barrier_wait\(barriers\.full[^;]*;", ";"),
+        "relative error|arrivals in a phase|never waited for",
+    ),
+    "rows_tf32_stages_overwritten": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "rows_tf32_sums_read_too_early": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"wgmma_finish_rows\(sums[^;]*;", ";"),
+        "relative error|never waited for|without wgmma_fence",
+    ),
+    "rows_tf32_channels_in_another_order": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"t / 2 \* 4 \+ t % 2", "t"),
+        "relative error",
+    ),
+    "rows_tf32_carry_nothing": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"last = given;", "last = 0.0f;"),
+        "relative error",
+    ),
+    "rows_tf32_of_another_lane": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"lane / 4 \+ lanes < 8", "lane / 4 + lanes <= 8"),
+        "relative error",
+    ),
+    "rows_tf32_lines_read_too_early": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"__syncwarp\(\);(\s*\[\[maybe_unused)", r"\1"),
+        "relative error",
+    ),
+    "rows_tf32_lines_overwritten": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"__syncwarp\(\);  // all have read what was kept", ""),
+        "relative error",
+    ),
+    "rows_tf32_nothing_kept": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"if constexpr \(WHOLE_SECTORS\) \*reinterpret", "if (false) *reinterpret"),
+        "relative error",
+    ),
     "fused_weights_not_waited_for": (
         FUSED,
         emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.weight_full[^;]*;", ""),
@@ -1693,6 +1794,26 @@ MISTAKES = {
     "fused_blocks_of_other_images": (
         FUSED_BLOCKS,
         emulator.Edit("common/fused_blocks.cuh", r"block - image \* image_blocks", "block"),
+        "relative error",
+    ),
+    "fused_pieces_waited_for_too_little": (
+        FUSED_PIECES,
+        emulator.Edit("common/fused_pieces.cuh", r"wait_for_groups<kBehind>", "wait_for_groups<kBehind + 1>"),
+        "relative error",
+    ),
+    "fused_pieces_into_what_is_read": (
+        FUSED_PIECES,
+        emulator.Edit("common/fused_pieces.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "fused_pieces_behind_what_products_hold": (
+        FUSED_PIECES,
+        emulator.Edit("common/fused_pieces.cuh", r"PATCH_STAGES - 2", "PATCH_STAGES - 1"),
+        "deadlock",
+    ),
+    "fused_pieces_of_other_images": (
+        FUSED_PIECES,
+        emulator.Edit("common/fused_pieces.cuh", r"position - image \* pixels", "position"),
         "relative error",
     ),
     "fused_lines_into_what_is_read": (

@@ -36,7 +36,9 @@ from gemmconv.algorithms import (
     fused_gradient_sum,
     fused_images,
     fused_rows,
+    fused_rows_tf32,
     partials,
+    row_gathering,
     turning,
 )
 from gemmconv.algorithms.macros import ELEMENT_TYPES
@@ -230,20 +232,21 @@ ROWS = [
             ("groups_4", "forward"),
         ),
     )
-    for kind, choice in (("float16", None), ("bfloat16", -1))
+    for kind, choice in (("float16", None), ("bfloat16", -1), ("float32", None), ("float32", -1))
 ]
 
 
 def row_variants():
-    """fused_rows.cu and fused_rows_weights.cu for layers of full size."""
+    """fused_rows.cu, fused_rows_tf32.cu and fused_rows_weights.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, direction, choice in ROWS:
-        tile = fused_rows.tile_of(problems[name], direction)
+        kernel = fused_rows_tf32 if kind == "float32" else fused_rows
+        tile = kernel.tile_of(problems[name], direction)
         if choice is not None:
-            tile = [*fused_rows.tiles_of(problems[name], direction)][choice]
-        for source in ("fused_rows", "fused_rows_weights"):
+            tile = [*kernel.tiles_of(problems[name], direction)][choice]
+        for source in (tile.source, "fused_rows_weights"):
             label = f"{source}-{direction}-{name}-{kind}-{choice}"
-            variants[label] = (f"{source}.cu", fused_rows.macros_of(tile, getattr(torch, kind)))
+            variants[label] = (f"{source}.cu", row_gathering.macros_of(tile, getattr(torch, kind)))
     return variants
 
 
@@ -334,7 +337,7 @@ def most_registers(source_name, macros):
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
-    if source_name == "fused_rows.cu":
+    if source_name in ("fused_rows.cu", "fused_rows_tf32.cu"):
         return 65_536 // 384 // 8 * 8  # as launch bounds have it; those who multiply take more once others gave some up
     if source_name == "fused_images.cu":
         return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)

@@ -4,3 +4,6 @@
 template <typename T> __device__ __forceinline__ void keep(T*& address) { asm("" : "+l"(address)); }
 __device__ __forceinline__ void keep(int& offset) { asm("" : "+r"(offset)); }
 __device__ __forceinline__ void keep(long long& offset) { asm("" : "+l"(offset)); }
+
+/* Has a word worked out here, before anything that follows. */
+__device__ __forceinline__ void settle(unsigned& word) { asm volatile("" : "+r"(word) : : "memory"); }

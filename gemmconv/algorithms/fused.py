@@ -8,6 +8,8 @@
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
     fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
     fused_rows.py          csrc/fused_rows.cu  folds columns in registers, for wide rows of 16 bits in NCHW
+    fused_rows_tf32.py     csrc/fused_rows_tf32.cu  the same of TF32
+    row_gathering.py       what both have in common
     fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients, of outputs whose rows are whole words
     fused_gradient_lines.py  csrc/fused_weight_grad_lines.cu  the same of 16 bits in channels_last
     fused_gradient_sum.py  csrc/fused_weight_grad_sum.cu  adds up the parts that either has computed
@@ -19,10 +21,20 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
+from types import ModuleType
 
 import torch
 
-from gemmconv.algorithms import fused_fold, fused_gradient, fused_gradient_lines, fused_images, fused_rows
+from gemmconv.algorithms import (
+    fused_fold,
+    fused_gradient,
+    fused_gradient_lines,
+    fused_images,
+    fused_rows,
+    fused_rows_tf32,
+    row_gathering,
+)
 from gemmconv.algorithms.base import (
     HOPPER,
     Config,
@@ -48,6 +60,7 @@ from gemmconv.algorithms.fused_plan import (
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, multiprocessors_of, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
+from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.algorithms.turning import turning_seconds
 from gemmconv.geometry import Shape4
 
@@ -251,7 +264,7 @@ class Fused(OneByOne):
         way = _way(config, direction)
         if way is None:
             return _OTHERWISE.workspace_bytes(config, direction)
-        return way.packed_bytes if isinstance(way, Plan | fused_rows.Tile) else 0
+        return way.packed_bytes if isinstance(way, Plan | RowGathering) else 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
@@ -271,15 +284,15 @@ class Fused(OneByOne):
             return fused_fold.prepare_forward(config, way)
         if isinstance(way, fused_images.Tile):
             return fused_images.prepare_forward(config, way)
-        if isinstance(way, fused_rows.Tile):
-            return fused_rows.prepare_forward(config, way)
+        if isinstance(way, RowGathering):
+            return row_gathering.prepare_forward(config, way)
         assert way is not None
         return prepare_forward(config, way)
 
     def input_grad(self, config: Config) -> Gradient:
         way = _way(config, "input_grad")
-        if isinstance(way, fused_rows.Tile):
-            return fused_rows.prepare_input_grad(config, way)
+        if isinstance(way, RowGathering):
+            return row_gathering.prepare_input_grad(config, way)
         return prepare_input_grad(config, way) if isinstance(way, Plan) else _OTHERWISE.input_grad(config)
 
     def weight_grad(self, config: Config) -> Gradient:
@@ -327,14 +340,29 @@ def image_tile_for(config: Config) -> fused_images.Tile | None:
     )
 
 
-def rows_tile_for(config: Config, direction: Direction) -> fused_rows.Tile | None:
-    """The tile of csrc/fused_rows.cu for a pass, None where that kernel is not for it."""
-    if config.dtype not in (torch.float16, torch.bfloat16) or config.memory_format is torch.channels_last:
+def rows_tile_for(config: Config, direction: Direction) -> RowGathering | None:
+    """The tile of csrc/fused_rows.cu or csrc/fused_rows_tf32.cu for a pass, None where they are not for it."""
+    if (kernel := _rows_kernel_of(config)) is None or direction == "weight_grad":
         return None
-    return None if direction == "weight_grad" else fused_rows.tile_of(config.problem, direction)
+    return kernel.tile_of(config.problem, direction)
 
 
-_Tile = fused_fold.Tile | fused_images.Tile | fused_rows.Tile
+def rows_tiles_for(config: Config, direction: Direction) -> Iterable[RowGathering]:
+    """All tiles that it may have."""
+    if (kernel := _rows_kernel_of(config)) is None or direction == "weight_grad":
+        return ()
+    return kernel.tiles_of(config.problem, direction)
+
+
+def _rows_kernel_of(config: Config) -> ModuleType | None:
+    """What goes along rows of values of a configuration's type and format."""
+    if config.dtype not in _DTYPES:
+        return None
+    itemsize, split, channels_last = variant_of(config)
+    return None if split or channels_last else fused_rows if itemsize == 2 else fused_rows_tf32
+
+
+_Tile = fused_fold.Tile | fused_images.Tile | RowGathering
 
 
 def _tiles_for(config: Config, direction: Direction) -> list[_Tile]:
@@ -354,7 +382,7 @@ def _way(config: Config, direction: Direction) -> Plan | _Tile | None:
 def _seconds(way: Plan | _Tile) -> float:
     if isinstance(way, Plan):
         return _plan_seconds(way)
-    if isinstance(way, fused_rows.Tile):
+    if isinstance(way, RowGathering):
         return _ROWS_MARGIN * way.seconds
     return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 

@@ -1,0 +1,360 @@
+/* fused for wide rows of float32 in NCHW, in products of TF32: as fused_rows.cu, with both sides of the product changed over.
+ *
+ * The right side of a product of TF32 lies in shared memory by channels, which rows of NCHW do not, and threads that lay them
+ * out so are what fused_wgmma.cu spends most on. The left side may come from registers, so here it is inputs:
+ *
+ *   columns [i, (kw, co)] = sum over (kh, ci) of input [i, (kh, ci)] . weights [(kh, ci), (kw, co)]
+ *   output [co, (cell, phase)] = bias [co] + sum over the taps kw of the phase of columns [cell + shift of kw, (kw, co)]
+ *
+ * with the same taps kh down, which sums of products have, and the same distances of the taps kw across, here along the rows of
+ * a product. A block goes along ROWS rows of cells, 16 inputs a step, and each of the eight warps that multiply has a row of
+ * its own: 16 rows of the left side, of which a thread has inputs 2g and 2g + 1. So to be late (see fused_rows.cu) is a shuffle
+ * among the eight lanes g, the first of which get what the last had of the step before.
+ *
+ *   left   16 inputs of a row, of each of four warps; a thread loads what it multiplies from where boxes of a tensor map lie
+ *   right  LINES: OUTS output channels of each tap across
+ *   K      WEIGHT_ROWS taps down, each CHANNELS input channels, CHUNK of which are a stage
+ *
+ * A thread reads inputs 2g and 2g + 1 of a channel together, and of four lanes t each another channel. Lines of a box have 64
+ * bytes, whose pieces of 16 lie in another order in every other pair of them; with channels 0, 1, 4 and 5 for the words t of a
+ * step, and 2, 3, 6 and 7 for the words t + 4, each half of a warp reads from all banks. Weights lie in that order too.
+ *
+ * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image.
+ *
+ * Two warpgroups multiply by turns, as there; words of the first products are loaded before a turn, those of the others while
+ * products run. One thread begins all copies. Weights of a set stay in shared memory.
+ *
+ * Macros: ELEMENT_T (float); CHANNELS (of a group, up to a multiple of CHUNK), CHUNK (a multiple of 8), IN_CHANNELS,
+ * OUT_CHANNELS (of a group); OUTS (a multiple of 8), LINES (up to a multiple of 16); ROWS (8); CHANNEL_SETS, PHASES (rows of a
+ * cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across; WEIGHT_ROWS (taps down, of the phase that has
+ * most); INPUT_ROWS (of an item), tables FIRST_ROW (of each phase: from an item's first cell to its first input row) and
+ * ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of a tap); STAGES; VECTOR (outputs that are
+ * stored together), WHOLE_SECTORS (lines begin early, where sectors do); SHARED_BYTES. Chosen by gemmconv/algorithms/fused_rows_tf32.py.
+ */
+#include "common/integers.cuh"
+#include "common/keep.cuh"
+#include "common/meet.cuh"
+#include "common/ring.cuh"
+#include "common/row_items.cuh"
+#include "common/unroll.cuh"
+#include "common/wgmma_rows.cuh"
+
+constexpr int kProducers = 128, kThreads = kProducers + 256;
+constexpr int kColumns = 16, kLineBytes = kColumns * 4;
+constexpr int kChunks = CHANNELS / CHUNK, kSteps = CHUNK / 8, kGroups = kChunks * WEIGHT_ROWS;
+constexpr int kRowBytes = CHUNK * kLineBytes, kStageBytes = INPUT_ROWS * kRowBytes;
+constexpr int kStepBytes = 2 * LINES * 16, kTapBytes = CHANNELS / 8 * kStepBytes, kWeightBytes = WEIGHT_ROWS * kTapBytes;
+constexpr int kLaneOuts = OUTS / 4;  // output channels of a thread
+static_assert(CHANNELS % CHUNK == 0 && CHUNK % 8 == 0 && OUTS % 8 == 0, "products are whole");
+static_assert(kTapsAcross * OUTS <= LINES && LINES % 16 == 0 && LINES <= 256, "a product has all taps");
+static_assert(STAGES > kChunks, "a warpgroup's turn ends only if all stages of a step may come before the other's");
+
+__constant__ constexpr int kRowPlace[] = ROW_PLACE;
+
+// Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
+// begin anywhere in a sector. So a line that is stored begins up to a sector early, with what was kept of the line before, and
+// ends as early. 8 x 64 planes of 1026 x 1026 floats, in lines of 128 bytes, nothing else done: 1657 us, 8 x 32 planes of 514 x
+// 1026 350 us, of 512 x 1024 152 us.
+constexpr int kSector = 8;  // outputs
+
+/* How many outputs lie between the beginning of a sector and output `column` of a row, so many planes after that of `first`.
+ * Eight planes are whole sectors.
+ */
+__device__ __forceinline__ int beyond_sector(const float* first, int planes, long long pixels, int column) {
+    const unsigned begin = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first) / sizeof(float));
+    return (begin + planes * static_cast<unsigned>(pixels) + column) % kSector;
+}
+
+// Shared memory: stages [STAGES][INPUT_ROWS][CHUNK][16 inputs] swizzled, weights [WEIGHT_ROWS][CHANNELS / 4][LINES] of 16
+// bytes, outputs [8 warps][8 channels][kLinePitch], outputs that are kept [8 warps][OUTS][kSector], the bias, barriers. With that
+// pitch all lanes write to different banks.
+constexpr int kLine = 2 * kColumns * SPAN_W, kLinePitch = kLine + 4;  // outputs of two steps
+constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
+constexpr int kFirstKept = kFirstOutput + 8 * 8 * kLinePitch * 4;
+constexpr int kFirstBias = kFirstKept + (WHOLE_SECTORS ? 8 * OUTS * kSector * 4 : 0);
+constexpr int kFirstBarrier = kFirstBias + OUTS * 4;
+struct barriers_t { barrier_t full[STAGES], empty[STAGES], weights; };
+static_assert(kStageBytes % 512 == 0, "a stage begins where the order of pieces does");
+static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits");
+extern __shared__ __align__(1024) unsigned char shared[];
+
+// Barriers of warps: the turn of either warpgroup; once, of all that multiply.
+constexpr int kTurnOf0 = 1, kTurnOf1 = 2, kBiasMeet = 3;
+
+template <int COUNT> struct alignas(COUNT * 4) vector_t { float value[COUNT]; };
+
+/* Copies the inputs of step after step, chunk after chunk: zeros for rows and columns that there are not. */
+__device__ __forceinline__ void produce_inputs(const fused_rows_params& p, const set_t& set, barriers_t& barriers) {
+    ring_t<STAGES> ring;
+    each_item(p, [&](int image, int first_row) {
+        #pragma unroll 1
+        for (int column = 0; column < p.columns; column += kColumns)
+            #pragma unroll 1
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                barrier_t& full = barriers.full[ring.stage];
+                barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
+                barrier_arrive_expecting(full, kStageBytes);
+                copy_box(shared + ring.stage * kStageBytes, p.map, column, set.group * IN_CHANNELS + chunk * CHUNK,
+                         first_row + kFirstRow[set.phase], image, full);
+                ring.advance();
+            }
+    });
+}
+
+using sums_t = float[LINES / 2];
+using words_of_group_t = unsigned[kSteps][4];
+
+/* Of the step before, what taps give to other lanes: each output channel, phase, input and distance. */
+using before_t = float[kLaneOuts][SPAN_W][2][kMostLanes];
+
+__device__ __forceinline__ void settle_words(words_of_group_t& words) {
+    #pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) settle(words[k][i]);
+}
+
+/* A thread's words of a row, for all steps of a chunk. `low` and `high` are where its words t and t + 4 are in a line's step. */
+__device__ __forceinline__ void load_words(words_of_group_t& words, const unsigned char* row, int low, int high) {
+    #pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+        const words_t<8> first = *reinterpret_cast<const words_t<8>*>(row + k * 8 * kLineBytes + low);
+        const words_t<8> second = *reinterpret_cast<const words_t<8>*>(row + k * 8 * kLineBytes + high);
+        words[k][0] = mma_words<float>::rounded(first.word[0]);
+        words[k][1] = mma_words<float>::rounded(first.word[1]);
+        words[k][2] = mma_words<float>::rounded(second.word[0]);
+        words[k][3] = mma_words<float>::rounded(second.word[1]);
+    }
+    settle_words(words);  // were one of them rounded where products run, those would be waited for
+}
+
+/* The output of a phase at a lane's input E, of its output channel OUT. What comes from the same lane is added up there first. */
+template <int OUT, int PHASE_, int E>
+__device__ __forceinline__ float folded(const sums_t& sums, before_t& before, float bias, int lane) {
+    float output = bias;
+    each<kMostLanes + 1>([&](auto lanes_) {
+        constexpr int lanes = decltype(lanes_)::value, first = first_to_give(PHASE_, E, lanes);
+        if constexpr (first < kTapsAcross) {
+            float given = 0.0f;
+            each<kTapsAcross>([&](auto tap_) {
+                constexpr int tap = decltype(tap_)::value;
+                if constexpr (gives(tap, PHASE_, E, lanes)) {
+                    constexpr int tile = tap * (OUTS / 8) + OUT / 2;
+                    const float column = sums[4 * tile + 2 * column_of(kDelay[tap], E) + OUT % 2];
+                    given = tap == first ? column : given + column;
+                }
+            });
+            if constexpr (lanes == 0) {
+                output += given;
+            } else {
+                float& last = before[OUT][PHASE_][E][lanes - 1];
+                const float value = lane / 4 + lanes < 8 ? given : last;
+                output += __shfl_sync(0xffffffffu, value, lane - 4 * lanes & 31);
+                last = given;
+            }
+        }
+    });
+    return output;
+}
+
+/* The outputs of a lane's two cells of a step, of an output channel. */
+using run_t = float[2 * SPAN_W];
+
+/* Those of its output channel OUT, with the bias. */
+template <int OUT>
+__device__ __forceinline__ void fold(run_t& run, const sums_t& sums, before_t& before, const float* bias, int lane) {
+    const float own = bias[OUT / 2 * 8 + OUT % 2];
+    each<2 * SPAN_W>([&](auto i_) {
+        constexpr int i = decltype(i_)::value;
+        run[i] = folded<OUT, i % SPAN_W, i / SPAN_W>(sums, before, own, lane);
+    });
+}
+
+// How a warp stores lines of eight channels: pieces of a line, and lines, of a turn.
+constexpr int kPieces = kLine / VECTOR, kAcross = gcd(kPieces, 32), kAtOnce = 32 / kAcross, kTurns = 8 / kAtOnce;
+static_assert(kAcross >= 4, "a turn has at most eight lines");
+
+/* Folds the columns of a second step, and stores its outputs beside those of the first, by way of shared memory: a warp has
+ * whole lines of eight channels at a time. Whole sectors are stored: what is left over of a line is `kept` for the next one. `early` is how many outputs each of a lane's lines begins early, as many for every eight channels; `ow` is
+ * where they would begin in the row, and may lie beyond either end of it; `target` is of the warp's first output channel, of
+ * which there are `channels`.
+ */
+__device__ __forceinline__ void fold_and_store(
+    const fused_rows_params& p, const run_t (&first)[kLaneOuts], const sums_t& sums, before_t& before, const float* bias,
+    float* stage, float* kept, const int (&early)[kTurns], float* target, int channels, int ow) {
+    constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, 4);  // of which a thread writes so many together
+    constexpr bool kFull = OUT_CHANNELS % OUTS == 0;        // all output channels are there
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, line = lane / kAcross, place = lane % kAcross * VECTOR;
+    const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
+    float* const own = stage + 2 * t * kLinePitch + g * kRun;
+    const float* const staged = stage + line * kLinePitch + place;
+    const float* const was_kept = kept + (line + 1) * kSector + place;
+    float* const to = target + (line * pixels + ow + place);
+    each<kLaneOuts / 2>([&](auto eight_) {
+        constexpr int eight = decltype(eight_)::value;
+        each<2>([&](auto out_) {
+            constexpr int kOut = 2 * eight + decltype(out_)::value;
+            run_t second;
+            fold<kOut>(second, sums, before, bias, lane);
+            float* const put = own + decltype(out_)::value * kLinePitch;
+            #pragma unroll
+            for (int i = 0; i < kRun; i += kWord) {
+                vector_t<kWord> words[2];
+                #pragma unroll
+                for (int e = 0; e < kWord; ++e) {
+                    words[0].value[e] = first[kOut][i + e];
+                    words[1].value[e] = second[i + e];
+                }
+                *reinterpret_cast<vector_t<kWord>*>(put + i) = words[0];
+                *reinterpret_cast<vector_t<kWord>*>(put + kColumns * SPAN_W + i) = words[1];
+            }
+        });
+        __syncwarp();
+        [[maybe_unused]] vector_t<2> left;  // of the line's last sector, a lane's share
+        if constexpr (WHOLE_SECTORS)
+            left = *reinterpret_cast<const vector_t<2>*>(stage + lane / 4 * kLinePitch + (kLine - kSector + lane % 4 * 2));
+        #pragma unroll
+        for (int across = 0; across < kPieces; across += kAcross) {
+            vector_t<VECTOR> pieces[kTurns];
+            #pragma unroll
+            for (int turn = 0; turn < kTurns; ++turn) {
+                const float* from = staged + (turn * kAtOnce * kLinePitch + across * VECTOR);
+                if (WHOLE_SECTORS && across == 0 && place < early[turn])
+                    from = was_kept + (eight * 8 + turn * kAtOnce) * kSector;
+                pieces[turn] = *reinterpret_cast<const vector_t<VECTOR>*>(from - early[turn]);
+            }
+            #pragma unroll
+            for (int turn = 0; turn < kTurns; ++turn) {
+                // VECTOR divides the output's width, and where steps begin: all outputs of a piece are there, or none.
+                if (static_cast<unsigned>(ow + place + across * VECTOR - early[turn]) >= p.w_out) continue;
+                if (!kFull && eight * 8 + turn * kAtOnce + line >= channels) continue;
+                float* const here = to + ((eight * 8 + turn * kAtOnce) * pixels + across * VECTOR);
+                *reinterpret_cast<vector_t<VECTOR>*>(here - early[turn]) = pieces[turn];
+            }
+        }
+        __syncwarp();  // all have read what was kept
+        if constexpr (WHOLE_SECTORS) *reinterpret_cast<vector_t<2>*>(kept + (eight * 8 * kSector + lane * 2)) = left;
+    });
+}
+
+/* A warp's part of item after item: row `own` of eight. It is the same for a whole warp, as far as the compiler can see. */
+__device__ __forceinline__ void consume(const fused_rows_params& p, const set_t& set, barriers_t& barriers, int own) {
+    const int lane = threadIdx.x % 32, warpgroup = own / 4, g = lane / 4, t = lane % 4;
+    const bool speaker = lane == 0;  // arrives at barriers for its warp
+    const matrix_t weights = matrix_of(shared + kFirstWeight, LINES * 16, 128);
+    const int channel = t / 2 * 4 + t % 2, at = channel * kLineBytes + g % 2 * 8;
+    const int low = at + (g / 2 ^ t / 2 * 2) * 16, high = at + 2 * kLineBytes + (g / 2 ^ t / 2 * 2 + 1) * 16;
+    const auto row_of = [&](int stage, int down) {
+        return shared + stage * kStageBytes + (own + kRowPlace[set.phase * WEIGHT_ROWS + down]) * kRowBytes;
+    };
+
+    const int first_out = set.channels * OUTS, channels = OUT_CHANNELS - first_out;
+    float* const stage = reinterpret_cast<float*>(shared + kFirstOutput) + own * (8 * kLinePitch);
+    float* const kept = reinterpret_cast<float*>(shared + kFirstKept) + own * (OUTS * kSector);
+    float* const bias = reinterpret_cast<float*>(shared + kFirstBias);
+    if (own == 0)
+        for (int out = lane; out < OUTS; out += 32) {
+            const bool there = out < channels && p.bias != nullptr;
+            bias[out] = there ? load_once(p.bias + set.group * OUT_CHANNELS + first_out + out) : 0.0f;
+        }
+    meet<kBiasMeet, 256>();
+    barrier_wait(barriers.weights, 0);
+    if (warpgroup == 1) arrive<kTurnOf0, 256>();
+    ring_t<STAGES> ring;
+    const auto multiply = [&](sums_t& sums) {
+        words_of_group_t words[2];
+        const auto load_group = [&](auto group_) {
+            constexpr int group = decltype(group_)::value, down = group % WEIGHT_ROWS;
+            if constexpr (down == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
+            load_words(words[group % 2], row_of(ring.stage, down), low, high);
+        };
+        load_group(constant<0>());
+        if (warpgroup == 0) meet<kTurnOf0, 256>();
+        else meet<kTurnOf1, 256>();
+        each<kGroups>([&](auto group_) {
+            constexpr int group = decltype(group_)::value;
+            constexpr int kFirst = group % WEIGHT_ROWS * kTapBytes + group / WEIGHT_ROWS * kSteps * kStepBytes;
+            wgmma_fence();
+            #pragma unroll
+            for (int k = 0; k < kSteps; ++k)
+                wgmma_rows<float, LINES>(sums, words[group % 2][k], advanced(weights, kFirst + k * kStepBytes),
+                                         group > 0 || k > 0);
+            wgmma_commit();
+            if constexpr (group % WEIGHT_ROWS == WEIGHT_ROWS - 1) {
+                // Not when its last words are asked for, but now that they have come.
+                if (speaker) barrier_arrive(barriers.empty[ring.stage]);
+                ring.advance();
+            }
+            if constexpr (group + 1 < kGroups) {
+                if constexpr (group > 0) {
+                    wgmma_wait<1>();
+                    settle_words(words[(group + 1) % 2]);  // nobody else may have their registers until here
+                }
+                load_group(constant<group + 1>());
+            }
+        });
+        if (warpgroup == 0) arrive<kTurnOf1, 256>();
+        else arrive<kTurnOf0, 256>();
+        wgmma_finish_rows(sums);
+        settle_words(words[0]);
+        if constexpr (kGroups > 1) settle_words(words[1]);
+    };
+    each_item(p, [&](int image, int first_row) {
+        const int oh = (first_row + own) * PHASES + set.phase;
+        const bool there = oh < p.h_out;
+        const long long plane = (static_cast<long long>(image) * p.groups + set.group) * OUT_CHANNELS + first_out;
+        float* const target = p.output + (plane * p.h_out + oh) * p.w_out;
+        const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
+        int early[kTurns];  // where steps end, sectors do: the same for all of them
+        #pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+            early[turn] = WHOLE_SECTORS ? beyond_sector(target, turn * kAtOnce + lane / kAcross, pixels, -DELAYED * SPAN_W) : 0;
+        before_t before = {};
+        run_t first[kLaneOuts];
+        // Steps come two by two. Behind the row's end there are no columns but those that are late, and outputs that hold the
+        // bias alone.
+        #pragma unroll 1
+        for (int step = 0; step < p.steps; step += 2)
+            each<2>([&](auto half_) {
+                constexpr int half = decltype(half_)::value;
+                sums_t sums;
+                if ((step + half) * kColumns < p.columns) multiply(sums);
+                else
+                    #pragma unroll
+                    for (int i = 0; i < LINES / 2; ++i) sums[i] = 0.0f;
+                if (!there) return;
+                if constexpr (half == 0)
+                    each<kLaneOuts>([&](auto out) {
+                        fold<decltype(out)::value>(first[decltype(out)::value], sums, before, bias + 2 * t, lane);
+                    });
+                else
+                    fold_and_store(p, first, sums, before, bias + 2 * t, stage, kept, early, target, channels,
+                                   (step * kColumns - DELAYED) * SPAN_W);
+            });
+    });
+    if (warpgroup == 0) meet<kTurnOf0, 256>();  // the other's last turn has ended
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+fused_rows_tf32_kernel(const __grid_constant__ fused_rows_params p) {
+    barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(barriers.full[i], 1);
+            barrier_init(barriers.empty[i], 8);  // warps that multiply
+        }
+        barrier_init(barriers.weights, 1);
+        barrier_init_done();
+    }
+    __syncthreads();
+    const set_t set = set_of(p);
+    if (threadIdx.x >= kProducers) {
+        registers_up<240>();
+        consume(p, set, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
+    } else {
+        registers_down<24>();
+        if (threadIdx.x == 0) produce_inputs(p, set, barriers);
+        else if (threadIdx.x == 32)
+            produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);
+    }
+}

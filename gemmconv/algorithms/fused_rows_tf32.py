@@ -1,0 +1,219 @@
+"""How ``fused`` goes about wide rows of float32 in NCHW, as TF32 (csrc/fused_rows_tf32.cu): tiles and their estimates.
+
+It is for forward passes and the input gradients of stride 1, where rows of inputs are whole pieces of 16 bytes, every
+phase has a tap, the stride across is at most four, taps across reach over at most eight inputs, and the weights of
+some output channels fit shared memory; ``tile_of`` gives None for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+from gemmconv.algorithms.base import Direction
+from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.macros import Macros, table
+from gemmconv.algorithms.row_gathering import BARRIER_BYTES, RowGathering, across, may_gather
+from gemmconv.geometry import Problem
+
+_ITEM = 4  # bytes of an element
+_STEP = 8  # channels of a product
+_WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and columns of a product
+_CHUNKS = (8, 16, 32, 64)  # channels of a stage
+_MOST_PRODUCTS, _MOST_GROUPS = (
+    96,
+    16,
+)  # of a step, which are written out one by one: of products, and of those of a chunk
+_MOST_REGISTERS, _OTHER_REGISTERS = 240, 40  # of a thread
+_MOST_STAGES = 16
+_LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
+_SECTOR = 8  # outputs that memory is written by
+
+
+@dataclass(frozen=True)
+class Tile(RowGathering):
+    """What a block of csrc/fused_rows_tf32.cu does; see its header.
+
+    Attributes:
+        problem: the geometry.
+        direction: "forward" or "input_grad".
+        outs: output channels of a block.
+        chunk: input channels of a stage.
+        columns, rows: inputs of a row of a step, and rows of cells of an item: 16 for each of 8 warps.
+    """
+
+    problem: Problem
+    direction: Direction
+    outs: int
+    chunk: int
+    columns: int = 16
+    rows: int = 8
+
+    itemsize: ClassVar[int] = _ITEM
+    source: ClassVar[str] = "fused_rows_tf32"
+
+    @property
+    def channels(self) -> int:
+        """Input channels, up to whole chunks."""
+        return -(-self.in_channels // self.chunk) * self.chunk
+
+    @property
+    def chunks(self) -> int:
+        return self.channels // self.chunk
+
+    @property
+    def set_outs(self) -> int:
+        return self.outs
+
+    @property
+    def lines(self) -> int:
+        """Columns of a product: the output channels of each tap across."""
+        return -(-len(self.taps_across) * self.outs // _WHOLE_LINES) * _WHOLE_LINES
+
+    @property
+    def products(self) -> int:
+        """Of a warpgroup's step."""
+        return self.weight_rows * self.channels // _STEP
+
+    @property
+    def groups(self) -> int:
+        """Of products of a step: of a chunk, and a tap down."""
+        return self.weight_rows * self.chunks
+
+    @cached_property
+    def row_places(self) -> list[list[int]]:
+        """Of each row phase, from a cell's first input row to that of each of ``weight_rows`` taps down."""
+        return [
+            [tap.shift - first for tap in taps] + [0] * (self.weight_rows - len(taps))
+            for first, taps in zip(self.first_rows, self.taps_down, strict=True)
+        ]
+
+    @property
+    def vector(self) -> int:
+        """Outputs that a thread stores together."""
+        span = self.span[1]
+        return math.gcd(self.piece, 2 * span, self.output_size[1], self.delayed * span)
+
+    @property
+    def steps(self) -> int:
+        """Along a row; they come two by two."""
+        return -(-super().steps // 2) * 2
+
+    @property
+    def whole_sectors(self) -> bool:
+        """Whether lines begin early, as sectors of memory do: where they do not begin with one."""
+        return self.output_size[1] % _SECTOR > 0 or self.delayed * self.span[1] % _SECTOR > 0
+
+    @property
+    def kept(self) -> int:
+        if not self.whole_sectors:
+            return 0
+        return -self.delayed * self.span[1] % _SECTOR if self.output_size[1] % _SECTOR == 0 else _SECTOR - 1
+
+    # Shared memory and registers.
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.columns * self.input_rows * self.chunk * _ITEM
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_rows * self.channels * self.lines * _ITEM
+
+    @property
+    def stages(self) -> int:
+        """Each has the inputs of a chunk of a step; no more than two steps are ahead."""
+        left = SHARED_BYTES - self.weight_bytes - self._other_bytes
+        return min(_MOST_STAGES, 3 * self.chunks, left // (self.stage_bytes + 2 * BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 2 * BARRIER_BYTES) + self.weight_bytes + self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        """Outputs of two steps of eight channels of each warp, and what is kept of all; the bias, a barrier."""
+        line = 2 * self.columns * self.span[1] + _LINE_PAD
+        outputs = _WHOLE_OUTS * line * _ITEM + self.whole_sectors * self.outs * _SECTOR * _ITEM
+        return self.rows * outputs + self.outs * _ITEM + BARRIER_BYTES
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        return self.columns, self.chunk, self.input_rows
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that multiplies, about: sums, words of two groups of products, what is carried."""
+        carried = sum(distance > 0 for distance in self.given)
+        outs = self.outs // 4 * (carried + 2 * self.span[1])
+        return self.lines // 2 + self.chunk // _STEP * 8 + outs + _OTHER_REGISTERS
+
+    @property
+    def possible(self) -> bool:
+        """Whether registers, shared memory, boxes and integers hold it."""
+        fits = self.lines <= _MOST_LINES and self.registers <= _MOST_REGISTERS and self.products <= _MOST_PRODUCTS
+        fits = fits and self.groups <= _MOST_GROUPS
+        return fits and self.stages > self.chunks and self.addressable
+
+    @cached_property
+    def cycles(self) -> float:
+        """Roughly the cycles of a call, its launches among them.
+
+        Of a step a warpgroup multiplies, and folds while the other multiplies. What both ask of shared memory counts,
+        where it is more: reads of products and of words, inputs that come, shuffles, stores.
+        """
+        blocks, rounds = self.blocks_on(MULTIPROCESSORS), -(-self.sets // MULTIPROCESSORS)
+        shuffles = 8 * self.outs / 4 * sum(distance > 0 for distance in self.given)
+        outputs = 8 * self.outs / 4 * 2 * self.span[1] / self.vector  # instructions
+        shared = 2 * self.products * (self.lines / 4 + 16) + self.stage_bytes * self.chunks / 128
+        shared += 2 * shuffles + 4 * outputs
+        multiplying = self.products * self.lines + 2 * 50 * self.groups
+        step = (shared**3 + multiplying**3) ** (1 / 3)
+        computing = rounds * -(-self.items // blocks) * self.steps * step
+        return 15_700 + (computing**3 + self.moved_cycles**3) ** (1 / 3)
+
+    @property
+    def macros(self) -> Macros:
+        places = len(self.taps_across)
+        return {
+            "CHANNELS": self.channels,
+            "CHUNK": self.chunk,
+            "TILES": 1,
+            "SLOTS": places,
+            "SIDES": 1,
+            "OUTS": self.outs,
+            "LINES": self.lines,
+            "ROW_PLACE": table([place for phase in self.row_places for place in phase]),
+            "STAGES": self.stages,
+            "VECTOR": self.vector,
+            "WHOLE_SECTORS": int(self.whole_sectors),
+            **across(self, places),
+        }
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem, direction: Direction) -> Tile | None:
+    """The tile for a problem of TF32 in NCHW: a pure function of it. None where the kernel is not for it."""
+    return min(tiles_of(problem, direction), key=lambda tile: tile.cycles, default=None)
+
+
+def tiles_of(problem: Problem, direction: Direction) -> Iterator[Tile]:
+    """The tiles that a problem may have: those that fit registers and shared memory."""
+    if not may_gather(problem, direction):
+        return
+    channels = Tile(problem, direction, _WHOLE_OUTS, _CHUNKS[0]).out_channels
+    sets = range(1, -(-channels // _WHOLE_OUTS) + 1)
+    outs = {-(-channels // (count * _WHOLE_OUTS)) * _WHOLE_OUTS for count in sets}
+    for tile in itertools.starmap(
+        Tile, itertools.product((problem,), (direction,), sorted(outs, reverse=True), _CHUNKS)
+    ):
+        if tile.input_size[1] % tile.piece:
+            return
+        if tile.channels - tile.in_channels >= _STEP or (problem.groups > 1 and tile.in_channels != tile.channels):
+            continue  # chunks would have products of nothing, or read channels of the next group
+        if tile.possible:
+            yield tile
