@@ -27,9 +27,12 @@ _GRADIENTS = ("input", "weight", "bias")
 # In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
 _SMALL_MS = 0.1
 
-# Calls of less than this are searched for by cudnn.benchmark anew for each look, so often, or as often as there are
-# lanes where looks differ; the searches of longer calls take seconds each.
-_SEARCHED_MS, _LEAST_SEARCHES = 5.0, 3
+# Calls of less than this are searched for by cudnn.benchmark anew for each look, so often, or where looks differ until
+# searches took so long, at most as often as there are lanes; the searches of longer calls take seconds each.
+_SEARCHED_MS, _LEAST_SEARCHES, _SEARCHES_MS = 5.0, 3, 1000.0
+
+# Elements of a result, about, by which what another search has found is compared with what the first has.
+_SAMPLE = 1 << 16
 
 # How much further tensors lie from each other, modulo pages, in each look: eighteen looks have eighteen places.
 _STEP_BYTES = 655 * 512
@@ -42,6 +45,7 @@ _TORCH_BARS = {"fp32": 1e-4, "tf32": 6e-3, "fp16": 1e-2, "bf16": 5e-2}
 
 Results = dict[str, torch.Tensor]
 _Seen = tuple[Row, Contender]
+_Sample = tuple[tuple[int, ...], torch.Tensor]  # strides, and values in float64
 
 
 class DeviceLost(RuntimeError):
@@ -70,7 +74,8 @@ def looks_at(row: Row) -> int:
     """
     assert row.median_ms is not None
     if row.is_searched and row.median_ms < _SEARCHED_MS:
-        return SEARCHES if row.differs else _LEAST_SEARCHES
+        possible = SEARCHES if not row.first_ms else min(SEARCHES, int(_SEARCHES_MS / row.first_ms))
+        return max(_LEAST_SEARCHES, possible) if row.differs else _LEAST_SEARCHES
     return (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many
 
 
@@ -239,6 +244,7 @@ class _Bench:
         self._look = 0
         self._torch_errors: dict[tuple[str, str, str], dict[str, float]] = {}
         self._torch_ms: dict[tuple[str, str], float] = {}
+        self._samples: dict[Key, dict[str, _Sample]] = {}  # of what first searches found
 
     @cached_property
     def _reference(self) -> Reference:
@@ -284,9 +290,13 @@ class _Bench:
             try:
                 computed = self._run(contender, row.direction)
                 if contender.benchmark:  # in a thread that may not have searched yet
-                    found = self._judged(row, contender, self._errors(computed)[0])
+                    results, first_ms = self._first_call(computed)
+                    found = self._judged(row, contender, self._differences(row, results))
                     if found.status != "ok":
                         return replace(row, looks=row.looks + 1, reason=f"another search: wrong: {found.reason}")
+                    if row.first_ms is not None:
+                        row = replace(row, first_ms=min(row.first_ms, first_ms))
+                    del results
                     self._empty_cache()
                 run: Run = computed
                 if row.mode == "graph":
@@ -324,10 +334,13 @@ class _Bench:
             least_bytes=least_bytes(problem, self._dtype.itemsize, direction, bias),
         )
         run = self._run(contender, direction)
-        errors, first_ms = self._errors(run)
-        row = self._judged(replace(row, first_ms=first_ms), contender, errors)
+        results, first_ms = self._first_call(run)
+        row = self._judged(replace(row, first_ms=first_ms), contender, self._reference.errors(results))
         if row.status != "ok":
             return [row]
+        if contender.benchmark:
+            self._samples[in_mode(row.key, "")] = _samples_of(results)
+        del results
         if device.type == "cuda":
             row = replace(row, peak_bytes=self._peak_bytes(run))
         self._empty_cache()
@@ -380,19 +393,25 @@ class _Bench:
                 stored = {name: getattr(done, f"error_{name}") for name in ("output", *_GRADIENTS)}
                 known = {name: error for name, error in stored.items() if error is not None}
             else:
-                known, _ = self._errors(self._run(default, row.direction))
+                known = self._reference.errors(self._first_call(self._run(default, row.direction))[0])
             self._torch_errors[place] = known
         return known
 
-    def _errors(self, run: Callable[[], Results]) -> tuple[dict[str, float], float]:
-        """The errors of a pass, and the time of this, its first call, in milliseconds."""
+    def _first_call(self, run: Callable[[], Results]) -> tuple[Results, float]:
+        """The results of a pass, and the time of this, its first call, in milliseconds."""
         with self._poisoned():
             synchronize(self._device)
             start = time.perf_counter()
             results = run()
             synchronize(self._device)
-            first_ms = 1e3 * (time.perf_counter() - start)
-        return self._reference.errors(results), first_ms
+        return results, 1e3 * (time.perf_counter() - start)
+
+    def _differences(self, row: Row, results: Results) -> dict[str, float]:
+        """How far results are from those of the first search's, by samples; from what is right, if it is not known."""
+        before, now = self._samples.get(in_mode(row.key, "")), _samples_of(results)
+        if before is None or any(before[name][0] != strides for name, (strides, _) in now.items()):
+            return self._reference.errors(results)
+        return {name: _relative_error(sample, before[name][1]) for name, (_, sample) in now.items()}
 
     @contextmanager
     def _poisoned(self) -> Iterator[None]:
@@ -534,6 +553,23 @@ def _pass(
         return {"output": output.detach(), **dict(zip(_GRADIENTS, found, strict=False))}
 
     return run_both
+
+
+def _samples_of(results: Results) -> dict[str, _Sample]:
+    """Some values of each result, evenly spread over its memory."""
+    return {
+        name: (
+            result.stride(),
+            result.as_strided((result.numel(),), (1,))[:: result.numel() // _SAMPLE | 1].double().cpu(),
+        )
+        for name, result in results.items()
+    }
+
+
+def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
+    size = float(torch.linalg.vector_norm(expected))
+    difference = float(torch.linalg.vector_norm(values - expected))
+    return difference / size if size else difference
 
 
 def _failed(row: Row, error: Exception) -> Row:

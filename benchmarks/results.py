@@ -68,7 +68,8 @@ class Row:
         flops, least_bytes: useful operations, and bytes that any algorithm moves.
         workspace_bytes: what the algorithm promises to stay within; empty for torch.
         peak_bytes: device memory that the call took beyond its results.
-        first_ms: wall-clock time of the first call in the process that measured.
+        first_ms: wall-clock time of the first call in the process that measured; of rows of ``cudnn.benchmark`` below
+            5 ms that of the shortest search.
         cold_ms, warm_ms: of the first call in a new process, with an empty and with a filled kernel cache.
         note: what was made smaller.
         run: index of the run, whose environment the file holds.

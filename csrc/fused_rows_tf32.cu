@@ -19,17 +19,23 @@
  * bytes, whose pieces of 16 lie in another order in every other pair of them; with channels 0, 1, 4 and 5 for the words t of a
  * step, and 2, 3, 6 and 7 for the words t + 4, each half of a warp reads from all banks. Weights lie in that order too.
  *
- * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image.
+ * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image, and an infinite input of what it
+ * makes infinite, where a row phase has fewer taps down than another: the products that it lacks have weights of zero.
  *
  * Two warpgroups multiply by turns, as there; words of the first products are loaded before a turn, those of the others while
  * products run. One thread begins all copies. Weights of a set stay in shared memory.
+ *
+ * What limits it: stores, before they were of whole sectors (see kSector), then reads of shared memory. A product of 64 x 8 x 192
+ * keeps tensor cores busy for 96 cycles, and reads weights for 48 and words for 16; beside that come boxes, shuffles and lines.
+ * benchmarks/README.md has the measurements.
  *
  * Macros: ELEMENT_T (float); CHANNELS (of a group, up to a multiple of CHUNK), CHUNK (a multiple of 8), IN_CHANNELS,
  * OUT_CHANNELS (of a group); OUTS (a multiple of 8), LINES (up to a multiple of 16); ROWS (8); CHANNEL_SETS, PHASES (rows of a
  * cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across; WEIGHT_ROWS (taps down, of the phase that has
  * most); INPUT_ROWS (of an item), tables FIRST_ROW (of each phase: from an item's first cell to its first input row) and
  * ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of a tap); STAGES; VECTOR (outputs that are
- * stored together), WHOLE_SECTORS (lines begin early, where sectors do); SHARED_BYTES. Chosen by gemmconv/algorithms/fused_rows_tf32.py.
+ * stored together), WHOLE_SECTORS (lines begin early, where sectors do); SHARED_BYTES.
+ * Chosen by gemmconv/algorithms/fused_rows_tf32.py.
  */
 #include "common/integers.cuh"
 #include "common/keep.cuh"
@@ -175,9 +181,10 @@ constexpr int kPieces = kLine / VECTOR, kAcross = gcd(kPieces, 32), kAtOnce = 32
 static_assert(kAcross >= 4, "a turn has at most eight lines");
 
 /* Folds the columns of a second step, and stores its outputs beside those of the first, by way of shared memory: a warp has
- * whole lines of eight channels at a time. Whole sectors are stored: what is left over of a line is `kept` for the next one. `early` is how many outputs each of a lane's lines begins early, as many for every eight channels; `ow` is
- * where they would begin in the row, and may lie beyond either end of it; `target` is of the warp's first output channel, of
- * which there are `channels`.
+ * whole lines of eight channels at a time. Whole sectors are stored: what is left over of a line is `kept` for the next one.
+ * `early` is how many outputs each of a lane's lines begins early, as many for every eight channels; `ow` is where they would
+ * begin in the row, and may lie beyond either end of it; `target` is of the warp's first output channel, of which there are
+ * `channels`.
  */
 __device__ __forceinline__ void fold_and_store(
     const fused_rows_params& p, const run_t (&first)[kLaneOuts], const sums_t& sums, before_t& before, const float* bias,

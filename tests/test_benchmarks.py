@@ -390,7 +390,7 @@ def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
     assert third == replace(first, looks=3, reason="a look ran out of memory")
 
 
-def searched_rows(monkeypatch, medians, median_ms=0.1, wrong=(), **changes):
+def searched_rows(monkeypatch, medians, search_ms=0.1, wrong=(), **changes):
     """Rows of a setting that searches, of which each look has a median of its own; and the thread of each."""
     threads, times = [], iter(medians)
 
@@ -399,22 +399,26 @@ def searched_rows(monkeypatch, medians, median_ms=0.1, wrong=(), **changes):
         median = next(times)
         return Times(median, median, median, 3)
 
-    def errors(bench, run):
-        run()
-        return {"output": 1.0 if bench._look in wrong else 0.0}, 0.1
+    def first_call(bench, run):
+        results = run()
+        if bench._look in wrong:
+            results["output"] *= 2
+        return results, search_ms
 
     monkeypatch.setattr(measure, "time_run", time_run)
-    monkeypatch.setattr(measure._Bench, "_errors", errors)
+    monkeypatch.setattr(measure._Bench, "_first_call", first_call)
     contenders = [Contender("torch_nchw_benchmark", benchmark=True)]
     looked = plan(directions=("forward",), contenders=contenders, looks=measure.looks_at, **changes)
     return list(measure.rows_of(custom(TINY), looked, Lanes(SEARCHES))), threads
 
 
-@pytest.mark.parametrize(("fast", "looks"), [(0, 3), (1, 12)])
-def test_each_look_at_what_is_searched_for_searches_anew_and_the_mean_counts(fast, looks, monkeypatch):
+@pytest.mark.parametrize(
+    ("fast", "search_ms", "looks"), [(0, 0.1, 3), (1, 0.1, 12), (1, 160.0, 6), (1, 700.0, 3), (0, 700.0, 3)]
+)
+def test_each_look_at_what_is_searched_for_searches_anew_and_the_mean_counts(fast, search_ms, looks, monkeypatch):
     """What a search finds is chance: of one that seldom finds the fastest, the mean of 12 tells more."""
     medians = [0.4] * fast + [0.5] * (looks - fast)
-    rows, threads = searched_rows(monkeypatch, medians)
+    rows, threads = searched_rows(monkeypatch, medians, search_ms)
     assert [row.looks for row in rows] == list(range(1, looks + 1))
     assert rows[-1].median_ms == pytest.approx(fmean(medians))
     assert rows[-1].fastest_ms == min(medians)
@@ -432,6 +436,24 @@ def test_a_search_that_finds_what_is_wrong_does_not_count(monkeypatch):
     assert [row.looks for row in rows] == [1, 2, 3]
     assert (rows[-1].status, rows[-1].median_ms, rows[-1].repeats) == ("ok", 0.5, 6)
     assert rows[-1].reason.startswith("another search: wrong: error 1.0e+00 of the output")
+
+
+def test_what_another_search_found_is_held_against_what_is_right_where_the_first_is_not_known(monkeypatch):
+    rows, _ = searched_rows(monkeypatch, [0.5] * 3)
+    before = {rows[0].key: rows[0]}
+    again, _ = searched_rows(monkeypatch, [0.5] * 2, wrong={1}, done=before.get)
+    assert [row.looks for row in again] == [2, 3]
+    assert [bool(row.reason) for row in again] == [True, True]
+    assert again[0].reason.startswith("another search: wrong")
+
+
+def test_samples_are_of_all_of_a_result():
+    result = torch.zeros(3, 5, 300, 200).to(memory_format=torch.channels_last)
+    strides, sample = measure._samples_of({"output": result})["output"]
+    assert strides == result.stride()
+    assert measure._SAMPLE <= len(sample) <= 2 * measure._SAMPLE
+    result[-1, :, -1:] = 1.0
+    assert measure._relative_error(measure._samples_of({"output": result})["output"][1], sample) > 0
 
 
 def test_looks_go_on_with_what_was_searched_for_before(monkeypatch):

@@ -196,6 +196,7 @@ def test_others_are_declined(problem):
         replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
         replace(WIDE, stride=(4, 1)),  # rows of the bias alone
         replace(WIDE, kernel_size=(3, 9), in_channels=512),  # weights that do not fit
+        replace(WIDE, kernel_size=(3, 2), stride=(1, 2)),  # columns that are outputs
         replace(WIDE, kernel_size=(1, 8), stride=(1, 8)),  # cells of many outputs
         replace(WIDE, in_channels=60, out_channels=60, groups=5),  # products of eight channels
         replace(WIDE, batch=2**25),  # more items than integers

@@ -449,7 +449,7 @@ FUSED_RUNS += [
             ("blocks_shared", "contiguous", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
             ("blocks_of_rows_shared", "contiguous", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
             ("pieces", "contiguous", Case(3, 20, 40, (6, 14), (2, 2), (2, 2))),
-            ("pieces", "contiguous", Case(2, 36, 24, (31, 10), (4, 4), (4, 4))),
+            ("pieces", "contiguous", Case(2, 36, 24, (31, 10), (4, 2), (4, 2))),
             ("pieces_of_two", "contiguous", Case(5, 36, 40, (5, 6), (3, 2), (3, 2))),
             ("pieces_of_eight", "contiguous", Case(7, 72, 48, (5, 8), (1, 1), (1, 1), groups=2)),
             ("pieces_shared", "contiguous", Case(3, 36, 40, (9, 12), (2, 2), (2, 2))),
@@ -608,7 +608,7 @@ ROW_RUNS = [
 ROW_RUNS = [run for run in ROW_RUNS if run.row_tile is not None]
 ROW_RUNS += [  # whose rows end before those of the input
     Run("fused_rows", ROW_CASES[-2], torch.float16),
-    Run("fused_rows", ROW_CASES[-2], torch.float32, tf32=True),
+    Run("fused_rows", Case(1, 16, 16, (3, 132), (2, 5), (1, 1), (0, 8)), torch.float32, tf32=True),
 ]
 
 
@@ -627,7 +627,14 @@ ROWS_TF32 = with_first(
     fused_rows_tf32.tiles_of(problem_of(ROWS_TF32.case), "forward"),
     lambda tile: (tile.outs, tile.chunk) == (32, 16),
 )
-ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_TF32]
+# Not all chunks of two steps have a stage.
+ROWS_OF_MANY_CHUNKS = Run("fused_rows", Case(1, 96, 16, (3, 40), (1, 3)), torch.float32, multiprocessors=0, tf32=True)
+ROWS_OF_MANY_CHUNKS = with_first(
+    ROWS_OF_MANY_CHUNKS,
+    fused_rows_tf32.tiles_of(problem_of(ROWS_OF_MANY_CHUNKS.case), "forward"),
+    lambda tile: tile.chunk == 8,
+)
+ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_TF32, ROWS_OF_MANY_CHUNKS]
 
 
 # Each case in each type, in its own tile and in others.
@@ -934,6 +941,7 @@ def test_runs_of_fused_rows_take_every_path():
         lambda tile: tile.chunk > 8,
         lambda tile: tile.weight_rows % 2 == 1,
         lambda tile: tile.stages > 2 * tile.chunks,
+        lambda tile: tile.whole_sectors,
         lambda tile: tile.problem.groups > 1,
         lambda tile: len({*map(len, tile.taps_down)}) > 1,
         lambda tile: tile.cells[0] % tile.rows > 0,

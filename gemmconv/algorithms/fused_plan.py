@@ -42,6 +42,7 @@ _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
 _PIECES = 8, 4, 2  # positions of 16 bits, which cp.async takes together
+_MOST_PIECES_SPAN = 2  # outputs of a cell across; of more, storing decides (PointPillars 3 took 5% longer)
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 FEW_LOADERS, MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
@@ -459,7 +460,8 @@ class Plan(Gathering):
             return False
         if self.way != "lines":
             blocks = math.prod(self.input_size) % BLOCK_POSITIONS == 0
-            whole = self.piece > 0 and not blocks if self.way == "pieces" else blocks
+            pieces = self.piece > 0 and not blocks and self.span[1] <= _MOST_PIECES_SPAN
+            whole = pieces if self.way == "pieces" else blocks
             return self.itemsize == 2 and self._unshifted and whole
         pieces = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
         fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
