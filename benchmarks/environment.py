@@ -60,6 +60,7 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
         "python": platform.python_version(),
         "gemmconv": gemmconv.__version__,
         "source": source_digest(),
+        "searches": "mean",  # what counts of those of cudnn.benchmark; once it was the fastest
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }

@@ -284,20 +284,15 @@ class _Bench:
     def look_again(self, row: Row, contender: Contender) -> Row:
         """A row of a contender, eager or of a graph, timed once more.
 
-        As it is, with a reason, where memory does not suffice now, or where another search found what is wrong.
+        As it is, with a reason, where memory does not suffice now, or another search failed or found what is wrong.
         """
         with self._settings(contender, row.precision):
             try:
                 computed = self._run(contender, row.direction)
-                if contender.benchmark:  # in a thread that may not have searched yet
-                    results, first_ms = self._first_call(computed)
-                    found = self._judged(row, contender, self._differences(row, results))
-                    if found.status != "ok":
-                        return replace(row, looks=row.looks + 1, reason=f"another search: wrong: {found.reason}")
-                    if row.first_ms is not None:
-                        row = replace(row, first_ms=min(row.first_ms, first_ms))
-                    del results
-                    self._empty_cache()
+                if contender.benchmark:
+                    row, right = self._searched(row, contender, computed)
+                    if not right:
+                        return row
                 run: Run = computed
                 if row.mode == "graph":
                     graph = self._captured(contender, row.direction, computed)
@@ -305,9 +300,34 @@ class _Bench:
                     run = graph[0].replay
                 return row.looked_at(time_run(run, self._device, self._plan.effort, row.median_ms))
             except torch.OutOfMemoryError:
-                return replace(row, looks=row.looks + 1, reason="a look ran out of memory")
+                return _untimed_look(row, "a look ran out of memory")
             except Exception as error:  # as in visit
                 return _failed(row, error)
+
+    def _searched(self, row: Row, contender: Contender, computed: Callable[[], Results]) -> tuple[Row, bool]:
+        """A row once this thread has searched, now or before, and whether it found what is right.
+
+        What earlier searches found stays, where this one fails. A GPU that answers nothing any more is an error.
+        """
+        try:
+            results, first_ms = self._first_call(computed)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            synchronize(self._device)
+            self._empty_cache()
+            return _untimed_look(row, f"another search: failed: {_first_line(error)}"), False
+        samples = _samples_of(results)
+        found = self._judged(row, contender, self._differences(row, results, samples))
+        del results
+        self.__dict__.pop("_reference", None)  # it has no place beside what is timed
+        self._empty_cache()
+        if found.status != "ok":
+            return _untimed_look(row, f"another search: wrong: {found.reason}"), False
+        self._samples.setdefault(in_mode(row.key, ""), samples)
+        if row.first_ms is not None and row.median_ms is not None and row.median_ms < _SEARCHED_MS:
+            row = replace(row, first_ms=min(row.first_ms, first_ms))
+        return row, True
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:
@@ -339,7 +359,7 @@ class _Bench:
         if row.status != "ok":
             return [row]
         if contender.benchmark:
-            self._samples[in_mode(row.key, "")] = _samples_of(results)
+            self._samples[in_mode(row.key, "")] = _samples_of(results)  # of this row and of its graph's
         del results
         if device.type == "cuda":
             row = replace(row, peak_bytes=self._peak_bytes(run))
@@ -406,12 +426,12 @@ class _Bench:
             synchronize(self._device)
         return results, 1e3 * (time.perf_counter() - start)
 
-    def _differences(self, row: Row, results: Results) -> dict[str, float]:
-        """How far results are from those of the first search's, by samples; from what is right, if it is not known."""
-        before, now = self._samples.get(in_mode(row.key, "")), _samples_of(results)
-        if before is None or any(before[name][0] != strides for name, (strides, _) in now.items()):
+    def _differences(self, row: Row, results: Results, samples: dict[str, _Sample]) -> dict[str, float]:
+        """How far results are from the first search's, by samples; from what is right, if that is not known."""
+        before = self._samples.get(in_mode(row.key, ""))
+        if before is None or any(before[name][0] != strides for name, (strides, _) in samples.items()):
             return self._reference.errors(results)
-        return {name: _relative_error(sample, before[name][1]) for name, (_, sample) in now.items()}
+        return {name: _relative_error(sample, before[name][1]) for name, (_, sample) in samples.items()}
 
     @contextmanager
     def _poisoned(self) -> Iterator[None]:
@@ -574,9 +594,17 @@ def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _failed(row: Row, error: Exception) -> Row:
     """A row that has no times, and says why."""
+    return replace(row.untimed(), status="failed", reason=_first_line(error))
+
+
+def _untimed_look(row: Row, why: str) -> Row:
+    """A row after a look that gave no time: as it is, with one more reason."""
+    return replace(row, looks=row.looks + 1, reason="; ".join(filter(None, (row.reason, why))))
+
+
+def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [""]
-    reason = f"{type(error).__name__}: {lines[0]}"[:300]
-    return replace(row.untimed(), status="failed", reason=reason)
+    return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 def _badness(ratio: float) -> float:

@@ -229,8 +229,9 @@ class Results:
         if row is None or (row.mode in LOOKED_AT and row.median_ms is not None and row.fastest_ms is None):
             return None  # files had the fastest of all looks, not their mean
         names = [name for name in _IDENTITY if not (keep_torch and row.is_torch and name in _LIBRARY)]
+        names += ["searches"] * row.is_searched
         made = self.runs[row.run]
-        return row if all(made.get(name) == environment[name] for name in names) else None
+        return row if all(made.get(name) == environment.get(name) for name in names) else None
 
     def finished(self) -> list[Row]:
         """The rows, with the ratios to torch's."""

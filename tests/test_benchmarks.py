@@ -387,7 +387,7 @@ def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
     monkeypatch.setattr(measure._Bench, "_run", first_alone)
     first, second, third = measure.rows_of(custom(TINY), looked, Lanes())
     assert [first.looks, second.looks, third.looks] == [1, 2, 3]
-    assert third == replace(first, looks=3, reason="a look ran out of memory")
+    assert third == replace(first, looks=3, reason="a look ran out of memory; a look ran out of memory")
 
 
 def searched_rows(monkeypatch, medians, search_ms=0.1, wrong=(), **changes):
@@ -445,6 +445,41 @@ def test_what_another_search_found_is_held_against_what_is_right_where_the_first
     assert [row.looks for row in again] == [2, 3]
     assert [bool(row.reason) for row in again] == [True, True]
     assert again[0].reason.startswith("another search: wrong")
+
+
+def test_a_search_that_fails_leaves_what_others_found(monkeypatch):
+    first_call = measure._Bench._first_call
+
+    def failing(bench, run):
+        if bench._look == 1:
+            raise RuntimeError("FIND was unable to find an engine\nand more")
+        return first_call(bench, run)
+
+    medians = iter([0.5, 0.51])
+
+    def time_run(run, device, effort, estimate_ms=None):
+        median = next(medians)
+        return Times(median, median, median, 3)
+
+    monkeypatch.setattr(measure, "time_run", time_run)
+    monkeypatch.setattr(measure._Bench, "_first_call", failing)
+    contenders = [Contender("torch_nchw_benchmark", benchmark=True)]
+    looked = plan(directions=("forward",), contenders=contenders, looks=measure.looks_at)
+    rows = list(measure.rows_of(custom(TINY), looked, Lanes(SEARCHES)))
+    assert [(row.looks, row.status, row.repeats) for row in rows] == [(1, "ok", 3), (2, "ok", 3), (3, "ok", 6)]
+    assert rows[-1].reason == "another search: failed: RuntimeError: FIND was unable to find an engine"
+
+
+def test_rows_of_another_rule_of_searches_are_measured_anew():
+    row = results.Row(
+        "s", "w", "l", "tf32", "nchw", "forward", "eager", "torch_nchw_benchmark", median_ms=1, fastest_ms=1
+    )
+    other = replace(row, algorithm="torch_nchw")
+    file = Results([{**ABOUT, "searches": "fastest"}], {one.key: one for one in (row, other)})
+    mean = {**ABOUT, "searches": "mean", "source": "other"}
+    assert file.done(other.key, mean, keep_torch=True) == other
+    assert file.done(row.key, mean, keep_torch=True) is None
+    assert file.done(row.key, {**mean, "searches": "fastest"}, keep_torch=True) == row
 
 
 def test_samples_are_of_all_of_a_result():
@@ -744,7 +779,7 @@ def row_of(**changes):
 
 ABOUT = {
     **{"gpu": "NVIDIA H200", "driver": "1", "cuda": "13.0", "cudnn": "9.19.0", "torch": "2.11", "python": "3.12"},
-    **{"gemmconv": "0.1", "source": "abc", "commit": "def", "date": "2026-01-01T00:00:00Z"},
+    **{"gemmconv": "0.1", "source": "abc", "searches": "mean", "commit": "def", "date": "2026-01-01T00:00:00Z"},
 }
 
 

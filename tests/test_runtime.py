@@ -236,10 +236,18 @@ ROWS = [
 ]
 
 
+# Rows of outputs of odd widths, which take more registers.
+ODD_ROWS = {
+    "odd_stride_2": Problem(8, 64, 96, 1, (128, 128), (3, 3), (2, 2), (1, 1)),
+    "odd_stride_3": Problem(8, 64, 64, 1, (132, 132), (4, 4), (3, 3), (3, 3)),
+    "odd_stride_4": Problem(8, 16, 32, 1, (128, 128), (5, 5), (4, 4), (1, 1)),
+}
+
+
 def row_variants():
     """fused_rows.cu, fused_rows_tf32.cu and fused_rows_weights.cu for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name, kind, direction, choice in ROWS:
+    problems, variants = {**problems_by_name(), **ODD_ROWS}, {}
+    for name, kind, direction, choice in (*ROWS, *((name, "float32", "forward", None) for name in ODD_ROWS)):
         kernel = fused_rows_tf32 if kind == "float32" else fused_rows
         tile = kernel.tile_of(problems[name], direction)
         if tile is None:  # in TF32, a layer whose columns are outputs

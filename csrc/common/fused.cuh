@@ -91,7 +91,7 @@ constexpr int kPieces = UNIT_H * kRunPieces;
 constexpr int kLandingChannels = LANDING_UNITS * kElements;
 constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.cuh
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED, PIECE: see fused_blocks.cuh, fused_lines.cuh), weights
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED, PIECE: see fused_blocks.cuh and others), weights
 // [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
 // [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED, PIECE), in the landing where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;

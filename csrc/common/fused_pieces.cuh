@@ -38,7 +38,7 @@ __device__ __forceinline__ void produce_patches(const fused_params& p, const sta
         #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
             const int position = item.tile * kTile + b * kSwizzled + piece * PIECE, image = divided(position, p.by_image_positions);
-            const index_t plane = static_cast<index_t>(image * p.groups + item.group) * IN_CHANNELS + first_channel;
+            const index_t plane = (static_cast<index_t>(image) * p.groups + item.group) * IN_CHANNELS + first_channel;
             there[b] = image < p.batch;
             from[b] = p.input + (there[b] ? plane * pixels + (position - image * pixels) : 0);
         }

@@ -59,7 +59,8 @@ _STRIPS_FACTOR = 1.08  # of loads and stores
 _WIDE_STRIP, _WIDE_STRIPS_FACTOR = 66, (1.02, 1.1)  # cells; where inputs land, more take longer, if planes conflict too
 _SHARED_SECTORS_FACTOR = 1.08  # where strips share sectors of planes that conflict
 
-# How much hides behind other things: 1 if nothing does. Of inputs that are loaded into registers, that land, that come.
+# How much hides behind other things: 1 if nothing does. Of inputs that are loaded into registers, or come as pieces,
+# where stores are what is waited for; that land; that come as boxes.
 _OVERLAP, _LANDING_OVERLAP, _BLOCKS_OVERLAP, _LINES_OVERLAP = 1.03, 1.26, 1.4, 2.05
 _TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
 _LINES_STAGES_FACTOR = {3: 1.16, 4: 1.04}  # of so few stages of weights that come again and again, of one part
