@@ -27,7 +27,7 @@ _CHUNKS = (8, 16, 32, 64)  # channels of a stage
 # Of a step, which are written out one by one; a group has those of a chunk and a tap down.
 _MOST_PRODUCTS, _MOST_GROUPS = 96, 16
 _MOST_REGISTERS, _OTHER_REGISTERS = 240, 40  # of a thread
-_FEW_TURNS, _PLACES_REGISTERS = 4, 40  # of more turns each has places of its own
+_FEW_TURNS = 4  # of more, each has places of its own to store
 _GROUP_CYCLES = 50
 _MOST_STAGES = 16
 _LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
@@ -149,11 +149,11 @@ class Tile(RowGathering):
     def registers(self) -> int:
         """Registers of a thread that multiplies, about: sums, words of two groups, what is carried or waits.
 
-        Of 160 tiles that take 170 and more, most of them of random layers, four spill, 60 bytes at most.
+        Of 208 tiles of random layers that take 170 and more, three spill, 44 bytes at most.
         """
         carried = sum(distance > 0 for distance in self.given)
         outs = self.outs // 4 * (carried + 2 * self.span[1])
-        places = _PLACES_REGISTERS if self._turns > _FEW_TURNS else 0
+        places = 3 * self.outs * self.span[1] // 4 if self._turns > _FEW_TURNS else 0
         return self.lines // 2 + self.chunk // _STEP * 8 + outs + places + _OTHER_REGISTERS
 
     @property
