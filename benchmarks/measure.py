@@ -19,7 +19,7 @@ from benchmarks.reference import Reference, Tensors, random_tensors, reference
 from benchmarks.results import LOOKED_AT, Key, Row, in_mode
 from benchmarks.timing import Effort, Run, captured, synchronize, time_calls, time_run
 from benchmarks.workloads import Workload
-from gemmconv.compare.measure import error_bar
+from gemmconv.compare.measure import error_bar, relative_error
 
 DIRECTIONS = ("forward", "backward", "both")
 _GRADIENTS = ("input", "weight", "bias")
@@ -431,7 +431,7 @@ class _Bench:
         before = self._samples.get(in_mode(row.key, ""))
         if before is None or any(before[name][0] != strides for name, (strides, _) in samples.items()):
             return self._reference.errors(results)
-        return {name: _relative_error(sample, before[name][1]) for name, (_, sample) in samples.items()}
+        return {name: relative_error(sample, before[name][1]) for name, (_, sample) in samples.items()}
 
     @contextmanager
     def _poisoned(self) -> Iterator[None]:
@@ -584,12 +584,6 @@ def _samples_of(results: Results) -> dict[str, _Sample]:
         )
         for name, result in results.items()
     }
-
-
-def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
-    size = float(torch.linalg.vector_norm(expected))
-    difference = float(torch.linalg.vector_norm(values - expected))
-    return difference / size if size else difference
 
 
 def _failed(row: Row, error: Exception) -> Row:
