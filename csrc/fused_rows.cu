@@ -52,7 +52,6 @@
 #include "common/unroll.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int kProducers = 128, kThreads = kProducers + 256;
 constexpr int kUnits = CHANNELS / 8, kSteps = CHANNELS / 16;
 constexpr int kLine = 64, kBoxes = COLUMNS / kLine, kRowBytes = CHANNELS * 128;
 constexpr int kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxes * kBoxBytes;
@@ -70,14 +69,8 @@ __constant__ constexpr int kRowTap[] = ROW_TAP;
 // [kSides][WEIGHT_ROWS][TILES][kUnits][64 rows] of 16 bytes, outputs [8 warps][kWarpOuts][LINE_PITCH], barriers.
 constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
 constexpr int kFirstBarrier = kFirstOutput + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T));
-struct barriers_t { barrier_t full[STAGES], empty[STAGES], weights; };
 static_assert(kFirstBarrier % 8 == 0 && kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits");
 extern __shared__ __align__(1024) unsigned char shared[];
-
-// Barriers of warps: the turn of either warpgroup.
-constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
-
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
 /* Copies the inputs of step after step: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const fused_rows_params& p, const set_t& set, barriers_t& barriers) {
@@ -268,15 +261,7 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fused_rows_kernel(const __grid_constant__ fused_rows_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], 1);
-            barrier_init(barriers.empty[i], 8);  // warps that multiply
-        }
-        barrier_init(barriers.weights, 1);
-        barrier_init_done();
-    }
-    __syncthreads();
+    begin_barriers(barriers);
     const set_t set = set_of(p);
     if (threadIdx.x >= kProducers) {
         registers_up<240>();

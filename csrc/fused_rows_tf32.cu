@@ -45,7 +45,6 @@
 #include "common/unroll.cuh"
 #include "common/wgmma_rows.cuh"
 
-constexpr int kProducers = 128, kThreads = kProducers + 256;
 constexpr int kColumns = 16, kLineBytes = kColumns * 4;
 constexpr int kChunks = CHANNELS / CHUNK, kSteps = CHUNK / 8, kGroups = kChunks * WEIGHT_ROWS;
 constexpr int kRowBytes = CHUNK * kLineBytes, kStageBytes = INPUT_ROWS * kRowBytes;
@@ -79,15 +78,11 @@ constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight +
 constexpr int kFirstKept = kFirstOutput + 8 * 8 * kLinePitch * 4;
 constexpr int kFirstBias = kFirstKept + (WHOLE_SECTORS ? 8 * OUTS * kSector * 4 : 0);
 constexpr int kFirstBarrier = kFirstBias + OUTS * 4;
-struct barriers_t { barrier_t full[STAGES], empty[STAGES], weights; };
 static_assert(kStageBytes % 512 == 0, "a stage begins where the order of pieces does");
 static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits");
 extern __shared__ __align__(1024) unsigned char shared[];
 
-// Barriers of warps: the turn of either warpgroup; once, of all that multiply.
-constexpr int kTurnOf0 = 1, kTurnOf1 = 2, kBiasMeet = 3;
-
-template <int COUNT> struct alignas(COUNT * 4) vector_t { float value[COUNT]; };
+constexpr int kBiasMeet = 3;  // a barrier of all warps that multiply
 
 /* Copies the inputs of step after step, chunk after chunk: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const fused_rows_params& p, const set_t& set, barriers_t& barriers) {
@@ -345,15 +340,7 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 fused_rows_tf32_kernel(const __grid_constant__ fused_rows_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], 1);
-            barrier_init(barriers.empty[i], 8);  // warps that multiply
-        }
-        barrier_init(barriers.weights, 1);
-        barrier_init_done();
-    }
-    __syncthreads();
+    begin_barriers(barriers);
     const set_t set = set_of(p);
     if (threadIdx.x >= kProducers) {
         registers_up<240>();

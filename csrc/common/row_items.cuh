@@ -1,5 +1,5 @@
-/* What fused_rows.cu and fused_rows_tf32.cu share: items, the weights of a set, and how late columns are. The macros are those
- * of the kernels.
+/* What fused_rows.cu and fused_rows_tf32.cu share: barriers, items, the weights of a set, and how
+ * late columns are. The macros are those of the kernels.
  */
 #pragma once
 
@@ -19,12 +19,33 @@ struct fused_rows_params {
     int steps;               // of a row, those behind its end among them
 };
 
+constexpr int kProducers = 128, kThreads = kProducers + 256;
 constexpr int kSets = CHANNEL_SETS * PHASES;  // of a group
 
 __constant__ constexpr int kDelay[] = DELAY;
 __constant__ constexpr int kPhase[] = PHASE;
 __constant__ constexpr int kFirstRow[] = FIRST_ROW;
 constexpr int kTapsAcross = sizeof(kDelay) / sizeof(int);  // places for them
+
+// Barriers of warps: the turn of either warpgroup.
+constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
+
+template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
+
+struct barriers_t { barrier_t full[STAGES], empty[STAGES], weights; };
+
+/* Has the barriers ready, before any thread goes on. */
+__device__ __forceinline__ void begin_barriers(barriers_t& barriers) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(barriers.full[i], 1);
+            barrier_init(barriers.empty[i], 8);  // warps that multiply
+        }
+        barrier_init(barriers.weights, 1);
+        barrier_init_done();
+    }
+    __syncthreads();
+}
 
 /* What a block works on: a row phase, output channels, a group; the same for all of its items. */
 struct set_t { int number, phase, channels, group; };

@@ -342,21 +342,19 @@ def image_tile_for(config: Config) -> fused_images.Tile | None:
 
 def rows_tile_for(config: Config, direction: Direction) -> RowGathering | None:
     """The tile of csrc/fused_rows.cu or csrc/fused_rows_tf32.cu for a pass, None where they are not for it."""
-    if (kernel := _rows_kernel_of(config)) is None or direction == "weight_grad":
-        return None
-    return kernel.tile_of(config.problem, direction)
+    kernel = _rows_kernel_for(config, direction)
+    return None if kernel is None else kernel.tile_of(config.problem, direction)
 
 
 def rows_tiles_for(config: Config, direction: Direction) -> Iterable[RowGathering]:
     """All tiles that it may have."""
-    if (kernel := _rows_kernel_of(config)) is None or direction == "weight_grad":
-        return ()
-    return kernel.tiles_of(config.problem, direction)
+    kernel = _rows_kernel_for(config, direction)
+    return () if kernel is None else kernel.tiles_of(config.problem, direction)
 
 
-def _rows_kernel_of(config: Config) -> ModuleType | None:
+def _rows_kernel_for(config: Config, direction: Direction) -> ModuleType | None:
     """What goes along rows of values of a configuration's type and format."""
-    if config.dtype not in _DTYPES:
+    if config.dtype not in _DTYPES or direction == "weight_grad":
         return None
     itemsize, split, channels_last = variant_of(config)
     return None if split or channels_last else fused_rows if itemsize == 2 else fused_rows_tf32

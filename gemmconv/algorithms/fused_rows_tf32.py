@@ -17,7 +17,7 @@ from typing import ClassVar
 from gemmconv.algorithms.base import Direction
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.macros import Macros, table
-from gemmconv.algorithms.row_gathering import BARRIER_BYTES, RowGathering, across, may_gather, taps_of
+from gemmconv.algorithms.row_gathering import BARRIER_BYTES, RowGathering, across, may_gather
 from gemmconv.geometry import Problem
 
 _ITEM = 4  # bytes of an element
@@ -151,10 +151,14 @@ class Tile(RowGathering):
 
         Of 208 tiles of random layers that take 170 and more, three spill, 44 bytes at most.
         """
-        carried = sum(distance > 0 for distance in self.given)
-        outs = self.outs // 4 * (carried + 2 * self.span[1])
+        outs = self.outs // 4 * (self._carried + 2 * self.span[1])
         places = 3 * self.outs * self.span[1] // 4 if self._turns > _FEW_TURNS else 0
         return self.lines // 2 + self.chunk // _STEP * 8 + outs + places + _OTHER_REGISTERS
+
+    @property
+    def _carried(self) -> int:
+        """Of an output channel's two cells of a lane, what comes from other lanes."""
+        return sum(distance > 0 for distance in self.given)
 
     @property
     def _turns(self) -> int:
@@ -178,7 +182,7 @@ class Tile(RowGathering):
         whose planes of 2048 x 2048 outputs conflict, 1.3.
         """
         blocks, rounds = self.blocks_on(MULTIPROCESSORS), -(-self.sets // MULTIPROCESSORS)
-        shuffles = 8 * self.outs / 4 * sum(distance > 0 for distance in self.given)
+        shuffles = 8 * self.outs / 4 * self._carried
         outputs = 8 * self.outs / 4 * 2 * self.span[1] / self.vector  # instructions
         shared = 2 * self.products * (self.lines / 4 + 16) + self.stage_bytes * self.chunks / 128
         shared += 2 * shuffles + 4 * outputs
@@ -214,8 +218,8 @@ def tile_of(problem: Problem, direction: Direction) -> Tile | None:
 
 def tiles_of(problem: Problem, direction: Direction) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
-    if not may_gather(problem, direction) or _folds_nothing(problem, direction):
-        return  # nothing folds: others store what each tap gives in longer runs
+    if not may_gather(problem, direction):
+        return
     channels = Tile(problem, direction, _WHOLE_OUTS, _CHUNKS[0]).out_channels
     sets = range(1, -(-channels // _WHOLE_OUTS) + 1)
     outs = {-(-channels // (count * _WHOLE_OUTS)) * _WHOLE_OUTS for count in sets}
@@ -224,12 +228,9 @@ def tiles_of(problem: Problem, direction: Direction) -> Iterator[Tile]:
     ):
         if tile.input_size[1] % tile.piece:
             return
+        if len(tile.taps_across) == tile.span[1]:
+            return  # nothing folds: others store what each tap gives in longer runs
         if tile.channels - tile.in_channels >= _STEP or (problem.groups > 1 and tile.in_channels != tile.channels):
             continue  # chunks would have products of nothing, or read channels of the next group
         if tile.possible:
             yield tile
-
-
-def _folds_nothing(problem: Problem, direction: Direction) -> bool:
-    """Whether every column across is an output: each phase has one tap."""
-    return len(taps_of(problem, direction, 1)) == (problem.stride[1] if direction == "forward" else 1)
