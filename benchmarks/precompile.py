@@ -37,9 +37,9 @@ def compile_ahead(
 
     arch = architecture(device.index or 0)
     passes = tuple(dict.fromkeys(itertools.chain(*(PASSES[one] for one in directions))))
-    jobs: list[Job] = [
+    jobs: list[Job] = [  # those of one workload share kernels: far apart, they find in the cache what others compiled
         (workload.problem, precision, layout, passes, arch)
-        for workload, precision, layout in itertools.product(workloads, precisions, layouts)
+        for precision, layout, workload in itertools.product(precisions, layouts, workloads)
     ]
     for _ in in_processes(_compile, jobs):
         pass

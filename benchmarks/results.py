@@ -20,7 +20,7 @@ FORMAT = 1
 LOOKED_AT = ("eager", "graph")  # modes that are timed more than once; every row has the first
 # Where looks differ by more than so much, a share of the fastest and milliseconds, there are so many times as many.
 # Of a row with two speeds, 15% apart, the mean of 18 looks is within 1.8% (one standard error).
-_MORE_LOOKS = ((0.04, 0.003, 6), (0.02, 0.0, 3))
+_MORE_LOOKS = ((0.04, 0.003, 6), (0.02, 0.001, 2))
 
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
 _IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")

@@ -26,17 +26,17 @@ class Effort:
             power limit lowers its clock, as in a training loop.
     """
 
-    target_ms: float = 15.0
+    target_ms: float = 10.0
     least: int = 5
-    most: int = 11
-    cap_ms: float = 100.0
+    most: int = 9
+    cap_ms: float = 30.0
     sustained: bool = False
 
     def samples(self, estimate_ms: float) -> int:
         """How many samples to take of something that takes ``estimate_ms``.
 
         >>> [Effort().samples(ms) for ms in (0.1, 2, 20, 500)]
-        [11, 7, 5, 3]
+        [9, 5, 3, 3]
         """
         count = max(self.least, min(self.most, int(self.target_ms / max(estimate_ms, 1e-6))))
         return max(3, min(count, int(self.cap_ms / max(estimate_ms, 1e-6))))
@@ -92,8 +92,7 @@ def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float 
             samples.append(seconds.timeit(1).median)
         return Times.of([1e3 * sample for sample in samples])
     if estimate_ms is None:
-        (warm_up,) = cuda_rounds([run], device, _nothing, 2)
-        estimate_ms = min(warm_up)
+        ((estimate_ms,),) = cuda_rounds([run], device, _nothing, 1)
     if effort.sustained:
         before = int(_SUSTAINED_MS / max(estimate_ms, _LEAST_MS))
         (samples,) = cuda_rounds([run], device, _nothing, before + effort.samples(estimate_ms))
