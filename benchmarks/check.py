@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.results import Results, Row, load_all
+from benchmarks.results import SMALL_MS, Results, Row, load_all
 from benchmarks.summary import milliseconds, text_table, title
 
-# Below this, a microsecond of jitter is a large share; the allowance there is absolute.
-_SMALL_MS = 0.05
-_JITTER_MS = 0.003
+_JITTER_MS = 0.003  # allowed below SMALL_MS
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def _beyond(fast: Row, slow: Row, tolerance: float) -> bool:
     """Whether the second takes longer than the first, beyond noise."""
     assert fast.median_ms is not None
     assert slow.median_ms is not None
-    allowance = fast.median_ms * tolerance + (_JITTER_MS if fast.median_ms < _SMALL_MS else 0.0)
+    allowance = fast.median_ms * tolerance + (_JITTER_MS if fast.median_ms < SMALL_MS else 0.0)
     above = min(ms for ms in (slow.median_ms, slow.p20_ms, slow.fastest_ms) if ms is not None)
     below = max(ms for ms in (fast.median_ms, fast.p80_ms, fast.slowest_ms) if ms is not None)
     return slow.median_ms > fast.median_ms + allowance and above > below
@@ -105,11 +103,11 @@ def main(old_path: Path, new_path: Path, tolerance: float = 0.05) -> int:
     timed = [(a.median_ms, b.median_ms) for a, b in pairs if a.median_ms and b.median_ms]
     alone = f"{len(old) - len(pairs)} only in the first, {len(new) - len(pairs)} only in the second"
     print(f"{len(timed)} rows with a time in both; {alone}")
-    large = [abs(b / a - 1) for a, b in timed if a >= _SMALL_MS]
+    large = [abs(b / a - 1) for a, b in timed if a >= SMALL_MS]
     if large:
         over = sum(change > tolerance for change in large)
         print(
-            f"above {1e3 * _SMALL_MS:.0f} us: {len(large)} rows, {over} differ by more than {tolerance:.0%}; "
+            f"above {1e3 * SMALL_MS:.0f} us: {len(large)} rows, {over} differ by more than {tolerance:.0%}; "
             f"median difference {sorted(large)[len(large) // 2]:.1%}, largest {max(large):.1%}"
         )
     for kind in ("broken", "slower", "faster"):

@@ -28,10 +28,12 @@ _GRADIENTS = ("input", "weight", "bias")
 _SMALL_MS = 0.1
 
 # Calls of less than this are searched for by cudnn.benchmark anew for each look; the searches of longer calls take
-# seconds each. Within limits there are as many searches as take so long: (least, most, milliseconds). Of two kernels
-# that are found equally often eight searches miss one once in 128 times.
+# seconds each. There are as many searches as take _SEARCHES_MS, between these; two kernels that are found equally often
+# are both among eight but once in 128 times. Where looks differ there are as many more, while they take _MORE_MS, as
+# bring the mean of two such kernels within _STANDARD_ERROR.
 _SEARCHED_MS = 5.0
-_SEARCHES, _SEARCHES_THAT_DIFFER = (2, 8, 400.0), (2, SEARCHES, 4000.0)
+_LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCHES_MS = 2, 8, 400.0
+_STANDARD_ERROR, _MORE_MS = 0.014, 4000.0
 
 # Elements of a result, about, by which what another search has found is compared with what the first has.
 _SAMPLE = 1 << 16
@@ -76,9 +78,10 @@ def looks_at(row: Row) -> int:
     """
     assert row.median_ms is not None
     if row.is_searched and row.median_ms < _SEARCHED_MS:
-        least, most, milliseconds = _SEARCHES_THAT_DIFFER if row.differs else _SEARCHES
-        possible = int(milliseconds / row.first_ms) if row.first_ms else most
-        return max(least, min(most, possible))
+        each_ms = row.first_ms or _SEARCHES_MS / _ENOUGH_SEARCHES
+        enough = max(_LEAST_SEARCHES, min(_ENOUGH_SEARCHES, int(_SEARCHES_MS / each_ms)))
+        wanted = math.ceil((row.apart / 2 / _STANDARD_ERROR) ** 2)
+        return max(enough, min(wanted, SEARCHES, int(_MORE_MS / each_ms)))
     return (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many
 
 

@@ -18,9 +18,11 @@ from benchmarks.timing import Times
 FORMAT = 1
 
 LOOKED_AT = ("eager", "graph")  # modes that are timed more than once; every row has the first
-# Where looks differ by more than so much, a share of the fastest and milliseconds, there are so many times as many.
-# Of a row with two speeds, 15% apart, the mean of 18 looks is within 1.8% (one standard error).
-_MORE_LOOKS = ((0.04, 0.003, 6), (0.02, 0.001, 2))
+# Below this a microsecond of jitter is a large share.
+SMALL_MS = 0.05
+# Where looks differ by more than such a share there are so many times as many. Of a row with two speeds, 15% apart, the
+# mean of 18 looks is within 1.8% (one standard error).
+_MORE_LOOKS = ((0.05, 6), (0.02, 2))
 
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
 _IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
@@ -170,18 +172,21 @@ class Row:
         return self.mode in LOOKED_AT and self.median_ms is not None and self.looks < looks(self)
 
     @property
-    def times_as_many(self) -> int:
-        """Times as many looks as else, where those that were taken differ."""
+    def apart(self) -> float:
+        """How much longer the slowest look took than the fastest: a share, of SMALL_MS where that is more.
+
+        >>> row = Row(*("",) * 8, median_ms=0.011, fastest_ms=0.010, slowest_ms=0.012)
+        >>> round(row.apart, 3), round(replace(row, slowest_ms=0.11).apart, 3)
+        (0.04, 2.0)
+        """
         if self.fastest_ms is None or self.slowest_ms is None:
-            return 1
-        apart = self.slowest_ms - self.fastest_ms
-        differing = (times for share, ms, times in _MORE_LOOKS if apart > max(share * self.fastest_ms, ms))
-        return next(differing, 1)
+            return 0.0
+        return (self.slowest_ms - self.fastest_ms) / max(self.fastest_ms, SMALL_MS)
 
     @property
-    def differs(self) -> bool:
-        """Whether looks differ by as much as two kernels do."""
-        return self.times_as_many == _MORE_LOOKS[0][2]
+    def times_as_many(self) -> int:
+        """Times as many looks as else, where those that were taken differ."""
+        return next((times for share, times in _MORE_LOOKS if self.apart > share), 1)
 
     @property
     def is_searched(self) -> bool:
