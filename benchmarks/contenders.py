@@ -43,7 +43,7 @@ PASSES: dict[str, tuple[Direction, ...]] = {
 _UNFUSED_BYTES = {"forward": 32 << 30, "backward": 4 << 30, "both": 4 << 30}
 
 
-SEARCHES = 18  # of cudnn.benchmark, at most
+SEARCHES = 96  # of cudnn.benchmark, at most
 
 
 class Lanes:

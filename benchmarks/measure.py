@@ -28,17 +28,17 @@ _GRADIENTS = ("input", "weight", "bias")
 _SMALL_MS = 0.1
 
 # Calls of less than this are searched for by cudnn.benchmark anew for each look; the searches of longer calls take
-# seconds each. There are as many searches as take _SEARCHES_MS, between these; two kernels that are found equally often
-# are both among eight but once in 128 times. Where looks differ there are as many more, while they take _MORE_MS, as
-# bring the mean of two such kernels within _STANDARD_ERROR.
+# seconds each. Eight searches find both of two kernels that are found equally often, but once in 128 times: that many
+# are enough, or fewer where one takes long, _SEARCH_EFFORT over the root of its milliseconds. Where looks differ there
+# are as many more, while they take _MORE_MS, as bring the mean of two such kernels within _STANDARD_ERROR.
 _SEARCHED_MS = 5.0
-_LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCHES_MS = 2, 8, 400.0
+_LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCH_EFFORT = 2, 8, 55.0
 _STANDARD_ERROR, _MORE_MS = 0.014, 4000.0
 
 # Elements of a result, about, by which what another search has found is compared with what the first has.
 _SAMPLE = 1 << 16
 
-# How much further tensors lie from each other, modulo pages, in each look: eighteen looks have eighteen places.
+# How much further tensors lie from each other, modulo pages, in each look: no two looks have the same places.
 _STEP_BYTES = 655 * 512
 
 # What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
@@ -74,12 +74,12 @@ def looks_at(row: Row) -> int:
     >>> [looks_at(row) for row in rows]
     [3, 2, 1]
     >>> [looks_at(replace(row, algorithm="torch_nchw_benchmark", first_ms=100)) for row in rows]
-    [4, 4, 1]
+    [5, 5, 1]
     """
     assert row.median_ms is not None
     if row.is_searched and row.median_ms < _SEARCHED_MS:
-        each_ms = row.first_ms or _SEARCHES_MS / _ENOUGH_SEARCHES
-        enough = max(_LEAST_SEARCHES, min(_ENOUGH_SEARCHES, int(_SEARCHES_MS / each_ms)))
+        each_ms = row.first_ms or 1.0
+        enough = max(_LEAST_SEARCHES, min(_ENOUGH_SEARCHES, int(_SEARCH_EFFORT / math.sqrt(each_ms))))
         wanted = math.ceil((row.apart / 2 / _STANDARD_ERROR) ** 2)
         return max(enough, min(wanted, SEARCHES, int(_MORE_MS / each_ms)))
     return (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many

@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -270,6 +271,16 @@ def test_a_gpu_rests_as_long_as_a_run_takes(monkeypatch):
     short = rests()
     assert len(short) == 6  # a round that counts, after one that does not
     assert rests(3.0, 50.0, 0.01) == [3.0, 10.0, short[0]] * 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_waits_for_the_host_but_not_for_what_only_the_first_run_does(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
+    device = torch.device("cuda", torch.cuda.current_device())
+    timing.cuda_rounds([lambda: time.sleep(0.01)], device, lambda index: None, 2)
+    assert waits[:2] == [timing._LEAST_HEAD_START_CYCLES, timing._SECOND_HEAD_START_CYCLES]
+    assert waits[2] >= 0.01 * timing._CYCLES_A_SECOND * timing._HOST_MARGIN
 
 
 # The command line.
