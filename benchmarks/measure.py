@@ -30,7 +30,7 @@ _SMALL_MS = 0.1
 # Calls of less than this are searched for by cudnn.benchmark anew for each look; the searches of longer calls take
 # seconds each. Eight searches find both of two kernels that are found equally often, but once in 128 times: that many
 # are enough, or fewer where one takes long, _SEARCH_EFFORT over the root of its milliseconds. Where looks differ there
-# are as many more, while they take _MORE_MS, as bring the mean of two such kernels within _STANDARD_ERROR.
+# are as many more, while they take _MORE_MS, as bring the standard error of their mean below _STANDARD_ERROR.
 _SEARCHED_MS = 5.0
 _LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCH_EFFORT = 2, 8, 55.0
 _STANDARD_ERROR, _MORE_MS = 0.014, 4000.0
@@ -80,7 +80,7 @@ def looks_at(row: Row) -> int:
     if row.is_searched and row.median_ms < _SEARCHED_MS:
         each_ms = row.first_ms or 1.0
         enough = max(_LEAST_SEARCHES, min(_ENOUGH_SEARCHES, int(_SEARCH_EFFORT / math.sqrt(each_ms))))
-        wanted = math.ceil((row.apart / 2 / _STANDARD_ERROR) ** 2)
+        wanted = math.ceil((row.spread / _STANDARD_ERROR) ** 2)
         return max(enough, min(wanted, SEARCHES, int(_MORE_MS / each_ms)))
     return (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many
 

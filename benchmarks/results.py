@@ -184,6 +184,21 @@ class Row:
         return (self.slowest_ms - self.fastest_ms) / max(self.fastest_ms, SMALL_MS)
 
     @property
+    def spread(self) -> float:
+        """The standard deviation of the looks if each is as fast as the fastest or as slow as the slowest: their most.
+
+        It is a share of the mean, of SMALL_MS where that is more.
+
+        >>> row = Row(*("",) * 8, median_ms=0.22, fastest_ms=0.2, slowest_ms=0.24)
+        >>> round(row.spread, 3), round(replace(row, slowest_ms=0.22).spread, 3)
+        (0.091, 0.0)
+        """
+        if self.median_ms is None or self.fastest_ms is None or self.slowest_ms is None:
+            return 0.0
+        variance = (self.slowest_ms - self.median_ms) * (self.median_ms - self.fastest_ms)
+        return math.sqrt(max(0.0, variance)) / max(self.median_ms, SMALL_MS)
+
+    @property
     def times_as_many(self) -> int:
         """Times as many looks as else, where those that were taken differ."""
         return next((times for share, times in _MORE_LOOKS if self.apart > share), 1)
