@@ -32,8 +32,12 @@ _SMALL_MS = 0.1
 # are enough, or fewer where one takes long, _SEARCH_EFFORT over the root of its milliseconds. Where looks differ there
 # are as many more, while they take _MORE_MS, as bring the standard error of their mean below _STANDARD_ERROR.
 _SEARCHED_MS = 5.0
-_LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCH_EFFORT = 2, 8, 55.0
+_LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCH_EFFORT = 2, 8, 45.0
 _STANDARD_ERROR, _MORE_MS = 0.014, 4000.0
+
+# Other rows are looked at three times, long ones twice, the longest once; so are long ones of gemmconv's so many times
+# above the floor.
+_LONG_MS, _LONGEST_MS, _FAR = 1.0, 20.0, 10.0
 
 # Elements of a result, about, by which what another search has found is compared with what the first has.
 _SAMPLE = 1 << 16
@@ -68,13 +72,14 @@ def once(row: Row) -> int:
 def looks_at(row: Row) -> int:
     """How many looks to take at a timed row: more where they differ.
 
-    Short rows depend on places, long ones hardly. What ``cudnn.benchmark`` searched for depends on chance too.
+    Short rows depend on places, long ones hardly. What ``cudnn.benchmark`` searched for depends on chance too. Nobody
+    would take an algorithm of gemmconv's that is far from the floor.
 
     >>> rows = [Row(*("",) * 7, "auto", median_ms=ms, fastest_ms=ms, slowest_ms=ms) for ms in (0.05, 2, 50)]
     >>> [looks_at(row) for row in rows]
     [3, 2, 1]
     >>> [looks_at(replace(row, algorithm="torch_nchw_benchmark", first_ms=100)) for row in rows]
-    [5, 5, 1]
+    [4, 4, 1]
     """
     assert row.median_ms is not None
     if row.is_searched and row.median_ms < _SEARCHED_MS:
@@ -82,7 +87,9 @@ def looks_at(row: Row) -> int:
         enough = max(_LEAST_SEARCHES, min(_ENOUGH_SEARCHES, int(_SEARCH_EFFORT / math.sqrt(each_ms))))
         wanted = math.ceil((row.spread / _STANDARD_ERROR) ** 2)
         return max(enough, min(wanted, SEARCHES, int(_MORE_MS / each_ms)))
-    return (3 if row.median_ms < 1.0 else 2 if row.median_ms < 20.0 else 1) * row.times_as_many
+    if not row.is_torch and row.median_ms > max(_LONG_MS, _FAR * (row.floor_ms or math.inf)):
+        return 1
+    return (3 if row.median_ms < _LONG_MS else 2 if row.median_ms < _LONGEST_MS else 1) * row.times_as_many
 
 
 @dataclass(frozen=True)

@@ -391,7 +391,7 @@ def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
     assert third == replace(first, looks=3, reason="a look ran out of memory; a look ran out of memory")
 
 
-def searched_rows(monkeypatch, medians, search_ms=300.0, wrong=(), **changes):
+def searched_rows(monkeypatch, medians, search_ms=200.0, wrong=(), **changes):
     """Rows of a setting that searches, of which each look has a median of its own; and the thread of each."""
     threads, times = [], iter(medians)
 
@@ -415,7 +415,7 @@ def searched_rows(monkeypatch, medians, search_ms=300.0, wrong=(), **changes):
 
 @pytest.mark.parametrize(
     ("fast", "search_ms", "looks"),
-    [(0, 0.1, 8), (0, 90.0, 5), (0, 800.0, 2), (1, 0.1, 14), (1, 600.0, 6), (1, 3000.0, 2)],
+    [(0, 0.1, 8), (0, 90.0, 4), (0, 600.0, 2), (1, 0.1, 14), (1, 600.0, 6), (1, 3000.0, 2)],
 )
 def test_each_look_at_what_is_searched_for_searches_anew_and_the_mean_counts(fast, search_ms, looks, monkeypatch):
     """What a search finds is chance: the mean of 14 tells more of one that seldom finds the fastest."""
@@ -425,6 +425,18 @@ def test_each_look_at_what_is_searched_for_searches_anew_and_the_mean_counts(fas
     assert rows[-1].median_ms == pytest.approx(fmean(medians))
     assert rows[-1].fastest_ms == min(medians)
     assert len(set(threads)) == looks == len(threads)
+
+
+def test_algorithms_far_from_the_floor_are_looked_at_once():
+    row = results.Row("s", "w", "l", "tf32", "nchw", "forward", "eager", "direct", median_ms=5, floor_ms=0.4)
+    others = replace(row, floor_ms=0.6), replace(row, algorithm="torch_nchw"), replace(row, floor_ms=None)
+    assert [measure.looks_at(one) for one in (row, *others, replace(row, median_ms=0.9, floor_ms=0.01))] == [
+        1,
+        2,
+        2,
+        2,
+        3,
+    ]
 
 
 def test_long_calls_are_searched_for_once(monkeypatch):
@@ -455,7 +467,7 @@ def test_a_search_that_fails_leaves_what_others_found(monkeypatch):
     def failing(bench, run):
         if bench._look == 1:
             raise RuntimeError("FIND was unable to find an engine\nand more")
-        return first_call(bench, run)[0], 300.0
+        return first_call(bench, run)[0], 200.0
 
     medians = iter([0.5, 0.51])
 
@@ -496,8 +508,8 @@ def test_samples_are_of_all_of_a_result():
 def test_looks_go_on_with_what_was_searched_for_before(monkeypatch):
     rows, _ = searched_rows(monkeypatch, [0.5] * 3)
     before = {rows[1].key: rows[1]}
-    again, _ = searched_rows(monkeypatch, [0.6] * 11, done=before.get)
-    assert [row.looks for row in again] == list(range(3, 14))
+    again, _ = searched_rows(monkeypatch, [0.6] * 15, done=before.get)
+    assert [row.looks for row in again] == list(range(3, 18))
 
 
 def test_latency_rows_have_calls_and_modules():
