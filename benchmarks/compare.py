@@ -232,14 +232,12 @@ def _run(request: _Request) -> int:
         looks=request.looks,
     )
     missing = files.missing(plan)
-    if missing:
-        _compile_ahead(request)
     print(f"{missing} rows to measure, at least", flush=True)
 
     lost = ""
     with Progress(missing) as progress:
         try:
-            for part in _measured(request, plan, files) if missing else ():
+            for part in _measured(request, plan, files, progress.say) if missing else ():
                 row, workload = part.row, part.workload
                 if row is None:
                     files.save(workload.suite)
@@ -282,8 +280,8 @@ def _is_wrong(rows: Sequence[Row]) -> bool:
     return any(not row.is_torch and not (row.algorithm == "native" and row.cell in of_torch) for row in wrong)
 
 
-def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
-    """What is measured of the workloads, until all is or the deadline comes."""
+def _measured(request: _Request, plan: Plan, files: _Files, say: Callable[[str], None]) -> Iterator[Part]:
+    """What is measured of the workloads, until all is or the deadline comes. ``say`` prints what else was done."""
     workloads = [workload for workload in request.workloads if files.missing(plan, [workload])]
     if len(request.devices) > 1:
         tasks = [
@@ -294,8 +292,9 @@ def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
             ]
             for share in several.shares(request.workloads, len(request.devices))
         ]
-        yield from several.measure(plan, request.devices, tasks)
+        yield from several.measure(plan, request.devices, tasks, lambda: _compile_ahead(request, say))
         return
+    _compile_ahead(request, say)
     ceilings = measure_ceilings(request.device, request.precisions, plan.effort.sustained)
     plan = replace(plan, ceilings=ceilings, done=files.done)
     lanes = Lanes(SEARCHES)
@@ -305,13 +304,13 @@ def _measured(request: _Request, plan: Plan, files: _Files) -> Iterator[Part]:
         yield from several.parts_of(workload, _plan_for(plan, workload), lanes, str(request.device))
 
 
-def _compile_ahead(request: _Request) -> None:
+def _compile_ahead(request: _Request, say: Callable[[str], None]) -> None:
     """Have the kernels of gemmconv's contenders ready, where there is a GPU to run them."""
     layouts = dict.fromkeys(contender.layout for contender in request.contenders if contender.kind == "gemmconv")
     if request.device.type == "cuda" and layouts:
         began = time.monotonic()
         compile_ahead(request.workloads, request.precisions, request.directions, layouts, request.device)
-        print(f"compiled kernels ahead, {time.monotonic() - began:.0f} s", flush=True)
+        say(f"compiled kernels ahead, {time.monotonic() - began:.0f} s")
 
 
 def _plan_for(plan: Plan, workload: Workload) -> Plan:

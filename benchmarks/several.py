@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,22 +80,34 @@ def shares(workloads: Sequence[Workload], count: int) -> list[list[Workload]]:
     return found
 
 
-def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Sequence[Task]]) -> Iterator[Part]:
+def measure(
+    plan: Plan,
+    devices: Sequence[torch.device],
+    tasks: Sequence[Sequence[Task]],
+    ahead: Callable[[], None] = lambda: None,
+) -> Iterator[Part]:
     """Measure the tasks of each device as the plan says; but each device has ceilings of its own.
+
+    Args:
+        plan, devices, tasks: how, where and what.
+        ahead: called before anything is measured, while the processes start.
 
     Raises:
         DeviceLost: a contender broke a device's context, or the process of one ended.
     """
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()  # parts, what is wrong, and numbers of devices that are done
+    begin = context.Event()
     processes = [
-        context.Process(target=_work, args=(i, replace(plan, device=device), share, answers), daemon=True)
+        context.Process(target=_work, args=(i, replace(plan, device=device), share, answers, begin), daemon=True)
         for i, (device, share) in enumerate(zip(devices, tasks, strict=True))
     ]
     for process in processes:
         process.start()
     busy = set(range(len(devices)))
     try:
+        ahead()
+        begin.set()
         while busy:
             try:
                 answer = answers.get(timeout=_PATIENCE_SECONDS)
@@ -117,9 +129,11 @@ def measure(plan: Plan, devices: Sequence[torch.device], tasks: Sequence[Sequenc
             process.join()
 
 
-def _work(number: int, plan: Plan, tasks: Sequence[Task], answers: Any) -> None:
-    """Measure one task after the other."""
+def _work(number: int, plan: Plan, tasks: Sequence[Task], answers: Any, begin: Any) -> None:
+    """Measure one task after the other, once it may begin."""
     lanes = Lanes(SEARCHES)
+    torch.zeros(1, device=plan.device)  # the first use of a device takes seconds
+    begin.wait()
     plan = replace(plan, ceilings=measure_ceilings(plan.device, plan.precisions, plan.effort.sustained))
     try:
         for task in tasks:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -981,6 +982,32 @@ def test_devices_have_the_same_share_in_every_run():
     assert first == workloads[:1]  # the large one has a device to itself, as long as the others are few
     assert second == workloads[:0:-1]
     assert several.shares(workloads[::-1], 2) == [first, second]
+
+
+def test_devices_wait_for_what_is_done_ahead(monkeypatch):
+    measured, begin, answers = threading.Event(), threading.Event(), queue.Queue()
+
+    def ceilings(*arguments):
+        measured.set()
+        return Ceilings(1.0, {"fp32": 1.0})
+
+    monkeypatch.setattr(several, "measure_ceilings", ceilings)
+    worker = threading.Thread(target=several._work, args=(3, plan(), [], answers, begin))
+    worker.start()
+    assert not measured.wait(0.2)
+    begin.set()
+    assert measured.wait(10)
+    worker.join()
+    assert answers.get_nowait() == 3
+
+
+def test_what_is_done_ahead_comes_before_anything_is_measured():
+    done = []
+    tasks = [[several.Task(custom(TINY), ("forward",), {})], []]
+    for part in several.measure(plan(), [CPU, CPU], tasks, lambda: done.append(1)):
+        assert done == [1]
+        assert part.device == "cpu#0"
+    assert done == [1]
 
 
 def test_devices_that_end_are_told():
