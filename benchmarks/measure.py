@@ -83,7 +83,7 @@ def looks_at(row: Row) -> int:
     """
     assert row.median_ms is not None
     if row.is_searched and row.median_ms < _SEARCHED_MS:
-        each_ms = row.first_ms or 1.0
+        each_ms = row.first_ms or 1.0  # rows of graphs do not know it
         enough = max(_LEAST_SEARCHES, min(_ENOUGH_SEARCHES, int(_SEARCH_EFFORT / math.sqrt(each_ms))))
         wanted = math.ceil((row.spread / _STANDARD_ERROR) ** 2)
         return max(enough, min(wanted, SEARCHES, int(_MORE_MS / each_ms)))

@@ -169,41 +169,38 @@ def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, prec
     return Config(problem, dtype, CUDA, precision, memory_format=layout)
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        replace(WIDE, batch=0),
-        replace(WIDE, input_size=(1024, 1023)),  # rows that are no whole pieces
-        replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
-        replace(WIDE, stride=(4, 1)),  # rows of the bias alone
-        replace(WIDE, stride=(1, 2), dilation=(1, 2)),  # columns of it
-        replace(WIDE, in_channels=192),  # weights that do not fit
-        replace(WIDE, kernel_size=(1, 1), in_channels=272),  # more lines than a box has
-        replace(WIDE, kernel_size=(1, 8), stride=(1, 8)),  # cells of many outputs
-        replace(WIDE, in_channels=60, out_channels=60, groups=2),  # products of 16 channels
-        replace(WIDE, batch=2**23),  # more items than integers
-    ],
-)
-def test_others_are_declined(problem):
-    assert fused.rows_tile_for(config_of(problem), "forward") is None
+DECLINED = [
+    replace(WIDE, batch=0),
+    replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
+    replace(WIDE, stride=(4, 1)),  # rows of the bias alone
+    replace(WIDE, kernel_size=(1, 8), stride=(1, 8)),  # cells of many outputs
+]
+DECLINED_IN_16_BITS = [
+    replace(WIDE, input_size=(1024, 1023)),  # rows that are no whole pieces
+    replace(WIDE, stride=(1, 2), dilation=(1, 2)),  # columns of the bias alone
+    replace(WIDE, in_channels=192),  # weights that do not fit
+    replace(WIDE, kernel_size=(1, 1), in_channels=272),  # more lines than a box has
+    replace(WIDE, in_channels=60, out_channels=60, groups=2),  # products of 16 channels
+    replace(WIDE, batch=2**23),  # more items than integers
+]
+DECLINED_IN_TF32 = [
+    replace(WIDE, input_size=(1024, 1022)),  # rows that are no whole pieces
+    replace(WIDE, kernel_size=(3, 9), in_channels=512),  # weights that do not fit
+    replace(WIDE, kernel_size=(3, 2), stride=(1, 2)),  # columns that are outputs
+    replace(WIDE, in_channels=60, out_channels=60, groups=5),  # products of eight channels
+    replace(WIDE, batch=2**25),  # more items than integers
+]
 
 
 @pytest.mark.parametrize(
-    "problem",
+    ("dtype", "precision", "problem"),
     [
-        replace(WIDE, batch=0),
-        replace(WIDE, input_size=(1024, 1022)),  # rows that are no whole pieces
-        replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
-        replace(WIDE, stride=(4, 1)),  # rows of the bias alone
-        replace(WIDE, kernel_size=(3, 9), in_channels=512),  # weights that do not fit
-        replace(WIDE, kernel_size=(3, 2), stride=(1, 2)),  # columns that are outputs
-        replace(WIDE, kernel_size=(1, 8), stride=(1, 8)),  # cells of many outputs
-        replace(WIDE, in_channels=60, out_channels=60, groups=5),  # products of eight channels
-        replace(WIDE, batch=2**25),  # more items than integers
+        *((torch.float16, "ieee", problem) for problem in DECLINED + DECLINED_IN_16_BITS),
+        *((torch.float32, "tf32", problem) for problem in DECLINED + DECLINED_IN_TF32),
     ],
 )
-def test_others_are_declined_in_tf32(problem):
-    assert fused.rows_tile_for(config_of(problem, torch.float32, precision="tf32"), "forward") is None
+def test_others_are_declined(dtype, precision, problem):
+    assert fused.rows_tile_for(config_of(problem, dtype, precision=precision), "forward") is None
 
 
 def test_only_one_product_in_nchw_is_taken_and_gradients_of_stride_one():

@@ -264,12 +264,6 @@ class Plan(Gathering):
         return self.multiple if self.direction == "forward" else (height * stride_h, width * stride_w)
 
     @cached_property
-    def cells(self) -> Pair:
-        """Cells of an image, down and across, that have outputs."""
-        (height, width), (span_h, span_w) = self.output_size, self.span
-        return -(-height // span_h), -(-width // span_w)
-
-    @cached_property
     def strip_cells(self) -> int:
         """Cells across of a strip, the last of which may have fewer; even where there are several strips."""
         if self.strips == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from gemmconv.algorithms.base import Direction
 from gemmconv.geometry import Pair, Problem
 
@@ -38,3 +40,14 @@ class Gathering:
     def output_size(self) -> Pair:
         """Height and width of the outputs."""
         return self.problem.output_size if self.direction == "forward" else self.problem.input_size
+
+    @property
+    def span(self) -> Pair:
+        """Outputs of a cell, per axis."""
+        raise NotImplementedError
+
+    @cached_property
+    def cells(self) -> Pair:
+        """Cells of an image, down and across, that have outputs."""
+        (height, width), (span_h, span_w) = self.output_size, self.span
+        return -(-height // span_h), -(-width // span_w)

@@ -88,12 +88,6 @@ class RowGathering(Gathering):
         """Outputs of a cell."""
         return self.problem.stride if self.direction == "forward" else (1, 1)
 
-    @cached_property
-    def cells(self) -> Pair:
-        """Cells of an image, down and across."""
-        (height, width), (span_h, span_w) = self.output_size, self.span
-        return -(-height // span_h), -(-width // span_w)
-
     @property
     def set_outs(self) -> int:
         """Output channels of a set."""
