@@ -239,6 +239,7 @@ ROW_RUNS = [
     RowRun(case, numerics, "contiguous")
     for case in (*ROW_CASES, *LARGE_ROW_CASES)
     for numerics in ("float16", "bfloat16", "tf32")
+    if numerics != "tf32" or case.kernel_size[1] > case.stride[1]  # else nothing folds, and it is left to others
 ]
 
 
