@@ -42,7 +42,7 @@ _FEW_TURNS_FACTOR = 0.85  # fewer loaders take longer, but not by as much
 _BOX_CYCLES, _BOX_BYTE_CYCLES = 250, 0.03
 # As lines, where products take what tensor cores do: of a column; of a box and of a byte; of a turn of all threads that
 # round, by parts, of which one of fewer takes less; of a chunk, for all stages.
-_LINE_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES = 0.5, 230, 0.024
+_TENSOR_COLUMN_CYCLES, _LINE_BOX_CYCLES, _LINE_BYTE_CYCLES = 0.5, 230, 0.024
 _ROUNDING_CYCLES, _FEW_ROUNDERS_FACTOR = {1: 115, 2: 295}, 0.65
 _LINES_WAIT_CYCLES = 3_000
 
@@ -63,6 +63,8 @@ _SHARED_SECTORS_FACTOR = 1.08  # where strips share sectors of planes that confl
 # where stores are what is waited for; that land; that come as boxes.
 _OVERLAP, _LANDING_OVERLAP, _BLOCKS_OVERLAP, _LINES_OVERLAP = 1.03, 1.26, 1.4, 2.05
 _TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
+# Where inputs are loaded and float32 is one part, tensor cores may be what is waited for, and of all else this share.
+_BESIDE_PRODUCTS = 0.5
 _LINES_STAGES_FACTOR = {3: 1.16, 4: 1.04}  # of so few stages of weights that come again and again, of one part
 # Of all that an item takes, where weights that come again and again have few stages, as inputs have.
 _FEW_WEIGHT_STAGES, _FEW_STAGES_FACTOR = 9, 1.11
@@ -74,7 +76,10 @@ _START_CYCLES = 4_290
 
 def cycles_of(plan: Plan) -> float:
     """Roughly the cycles of the launch of a plan that is possible."""
-    item = _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), _waited(plan)) * _factor(plan)
+    loaded, stored = _loaded(plan), _stored(plan)
+    item = _overlapping(plan, _multiplied(plan), loaded, stored, _waited(plan)) * _factor(plan)
+    if plan.way == "loaded" and not plan.split:
+        item = max(item, _of_tensor_cores(plan) + _BESIDE_PRODUCTS * (loaded + stored))
     least = plan.problem.least_bytes(plan.itemsize) * _MEMORY_CYCLES
     return _START_CYCLES + max(plan.items_of_a_block * item, least)
 
@@ -127,10 +132,15 @@ def _factor(plan: Plan) -> float:
 def _multiplied(plan: Plan) -> float:
     """Of the products of an item."""
     products = plan.units // 2 * (3 if plan.split else 1)
-    column = _LINE_COLUMN_CYCLES if plan.way == "lines" else _COLUMN_CYCLES[plan.split]
+    column = _TENSOR_COLUMN_CYCLES if plan.way == "lines" else _COLUMN_CYCLES[plan.split]
     step = products * (plan.columns * column + _PRODUCT_CYCLES) + _STEP_CYCLES[plan.split]
     multiplied = 2 * plan.item_steps * step
     return multiplied * (_MANY_BLOCKS_FACTOR if plan.blocks > 2 else 1) * (_LANDING_FACTOR if plan.landing else 1)
+
+
+def _of_tensor_cores(plan: Plan) -> float:
+    """Of the products of an item, if tensor cores never wait."""
+    return plan.item_steps * plan.units * plan.columns * _TENSOR_COLUMN_CYCLES
 
 
 def _stored(plan: Plan) -> float:
