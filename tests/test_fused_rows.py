@@ -223,3 +223,21 @@ def test_fused_takes_it_where_that_is_faster_and_then_weights_are_its_workspace(
     assert algorithm.workspace_bytes(config, "forward") == tile.packed_bytes == 9 * 64 * 64 * 2
     assert algorithm.estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)
     assert tile.seconds < fused._plan_seconds(fused.plan_for(config, "forward"))
+
+
+@pytest.mark.parametrize(
+    ("problem", "rows"),
+    [
+        (Problem(64, 64, 128, 1, (128, 256), (3, 5)), True),  # KernelBench 69: 838 and 911 us in fp16
+        (WIDE, True),  # KernelBench 57: 1097, 1197
+        (Problem(8, 32, 32, 1, (512, 1024), (3, 3)), True),  # KernelBench 71: 208, 292
+        (Problem(1, 64, 64, 1, (512, 512), (4, 4), (2, 2), (1, 1)), True),  # 309, 423
+        (Problem(8, 64, 64, 1, (512, 512), (3, 7)), False),  # KernelBench 65: 632, 585
+        (Problem(8, 32, 32, 1, (512, 1024), (3, 7), (1, 1), (1, 3)), False),  # KernelBench 78: 401, 368
+        (Problem(16, 64, 32, 1, (1, 4096), (1, 4), (1, 2), (0, 1)), False),  # HiFi-GAN 4: 57, 13
+    ],
+)
+def test_fused_takes_what_was_faster_in_16_bits(problem, rows):
+    config = config_of(problem)
+    tile = fused.rows_tile_for(config, "forward")
+    assert (fused.Fused().estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)) == rows

@@ -402,7 +402,7 @@ def _gradient_seconds(config: Config, way: _GradientWay) -> float:
 
 
 def _plan_seconds(plan: Plan) -> float:
-    return _LAUNCH_SECONDS + plan.cycles / _CLOCK_RATE + 2 * plan.packed_bytes / _WEIGHT_RATE
+    return _LAUNCH_SECONDS + plan.expected_cycles / _CLOCK_RATE + 2 * plan.packed_bytes / _WEIGHT_RATE
 
 
 def _own_plan(config: Config, direction: Direction) -> Plan | None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from gemmconv.algorithms.base import Direction
 from gemmconv.algorithms.cells import phase_shifts
-from gemmconv.algorithms.fused_cycles import cost_of_boxes, cost_of_lines, cycles_of
+from gemmconv.algorithms.fused_cycles import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
 from gemmconv.algorithms.gathering import Gathering
 from gemmconv.geometry import Pair, Problem
 
@@ -788,8 +788,13 @@ class Plan(Gathering):
 
     @cached_property
     def cycles(self) -> float:
-        """Roughly the cycles of the launch."""
+        """Roughly the cycles of the launch, by which plans are chosen."""
         return cycles_of(self)
+
+    @cached_property
+    def expected_cycles(self) -> float:
+        """The same, by which other kernels are chosen instead."""
+        return max(self.cycles, cycles_of_tensor_cores(self))
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
