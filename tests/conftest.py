@@ -24,6 +24,11 @@ import numpy as np
 import pytest
 import torch
 
+# Set before CUDA is initialised: a worker of pytest-xdist has one of the GPUs, all of them by turns.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
+
 from tests.samples import DEVICES
 
 torch.set_num_threads(1)  # the tensors are tiny: threads would mostly wait for each other

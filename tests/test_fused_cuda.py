@@ -1,5 +1,6 @@
 """`fused` on the GPU, against the float64 reference: its own plans, and others that it might have chosen."""
 
+import os
 from dataclasses import dataclass
 from random import Random
 from types import ModuleType
@@ -326,7 +327,12 @@ def compile_plans(run):
 
 @pytest.fixture(scope="module")
 def compiled(parametrized):
-    """All kernels of the runs that are to come, compiled on all cores: one after the other would take half an hour."""
+    """All kernels of the runs that are to come, compiled on all cores: one after the other would take half an hour.
+
+    Workers of pytest-xdist each compile their own: pools of all of them would be a process for each pair of cores.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     for _ in in_processes(compile_plans, [one["run"] for _, one in parametrized if isinstance(one.get("run"), Run)]):
         pass
 
