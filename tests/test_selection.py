@@ -77,6 +77,13 @@ def test_auto_takes_layers_of_few_channels_and_long_strides_from_direct_in_eithe
             assert taken(KERNELBENCH_75, dtype, precision, "forward", memory_format=memory_format) == "direct"
 
 
+def test_auto_takes_float32_of_few_output_channels_from_what_was_measured_to_be_faster():
+    fsrcnn = Problem(1, 56, 1, 1, (512, 512), (9, 9), (3, 3), (4, 4), (2, 2))  # 73 us and 80, on an H200 and an H100
+    tiny = Problem(4, 4, 4, 1, (32, 32), (4, 4), (2, 2), (1, 1))  # 7.0 and 6.3
+    assert taken(fsrcnn, torch.float32, "ieee", "forward") == "fused"
+    assert taken(tiny, torch.float32, "ieee", "forward") == "direct"
+
+
 def gradients_taken(problem, dtype, precision, requested="auto", memory_format=torch.channels_last):
     config = config_of(problem, dtype, precision, memory_format=memory_format)
     return choose_gradients(config, config, requested, "test")

@@ -37,6 +37,7 @@ _MOST_ITEMS = 4  # of a block, where segments are chosen
 _MOST_FOLDERS, _LEAST_FOLDERS = 256, 64
 _LOADERS = 32, 64
 _STAGES = 2, 3
+_SPLIT_FACTOR = 0.77  # of a step of float32 in NCHW, whose products do not wait any more: of two layers
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,7 @@ class Tile:
         moved = loaded + self.positions * math.prod(p.stride) * p.out_channels * self.itemsize
         shared = max(1.9 * products * self.positions / 64, 2.8 * wavefronts, 0.075 * moved) * blocks
         step = sum(part**4 for part in (multiplying, folding, loading, shared)) ** 0.25
+        step *= _SPLIT_FACTOR if self.split and not self.channels_last else 1
         words = self.steps * 8 * self.whole_lines * (1 + self.split)
         return 12_000 + 4 * words / (self.threads - self.loaders) + rounds * self.item_steps * step
 
