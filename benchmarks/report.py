@@ -1,12 +1,15 @@
 """Everything that is made from the result files: summary.md, the charts, and the results section of README.md.
 
 python -m benchmarks.report [FOLDER] [--readme README.md]
+
+Without FOLDER it is of the results that README.md shows, or of the newest where it shows none.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -41,6 +44,17 @@ def newest_results() -> Path:
         return not folder.name.startswith("cpu"), not is_sustained(folder.name), newest
 
     return max(folders, key=age)
+
+
+def shown_results(readme: Path) -> Path | None:
+    """The result folder that the results section of a README is of, None where there is none.
+
+    It is the first link there that is its own text.
+    """
+    text = readme.read_text() if readme.is_file() else ""
+    found = re.search(r"\[([^]\n]+)\]\(\1\)", text.partition(START)[2].partition(END)[0])
+    folder = None if found is None else readme.resolve().parent / found[1]
+    return folder if folder is not None and any(folder.glob("*.json")) else None
 
 
 def made_with(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -201,12 +215,12 @@ def write_between(path: Path, text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write summary.md, the charts and the README's section."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="result folder (default: the newest)")
+    parser.add_argument("folder", type=Path, nargs="?", help="result folder (default: the one shown)")
     parser.add_argument("--readme", type=Path, default=_README, help="default: README.md")
     parser.add_argument("--no-readme", action="store_true", help="leave the README alone")
     arguments = parser.parse_args(argv)
     try:
-        folder = (arguments.folder or newest_results()).resolve()
+        folder = (arguments.folder or shown_results(arguments.readme) or newest_results()).resolve()
         charts = write_beside(folder)
         if not arguments.no_readme:
             rows, runs = load_all(folder)

@@ -1182,6 +1182,23 @@ def test_report_writes_between_the_markers(tmp_path, capsys):
     assert readme.read_text() == again
 
 
+def test_report_is_of_the_results_that_the_readme_shows(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
+    readme = tmp_path / "README.md"
+    assert report.shown_results(readme) is None
+    readme.write_text(f"[no](no)\n{report.START}\n[x](y)\n{report.END}\n[results/gone](results/gone)\n")
+    assert report.shown_results(readme) is None
+    for age, name in enumerate(("shown", "newer")):
+        results_of(*losing_and_winning()).save(tmp_path / "results" / name / "public.json")
+        os.utime(tmp_path / "results" / name / "public.json", (1000 + age, 1000 + age))
+    assert report.main([str(tmp_path / "results" / "shown"), "--readme", str(readme)]) == 0
+    assert report.main(["--readme", str(readme)]) == 0
+    assert report.shown_results(readme) == tmp_path / "results" / "shown"
+    (tmp_path / "results" / "shown" / "public.json").unlink()
+    assert report.main(["--readme", str(readme)]) == 0
+    assert report.shown_results(readme) == tmp_path / "results" / "newer"
+
+
 def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
     older, newer = (
         {"commit": commit, "source": commit, "date": date}
