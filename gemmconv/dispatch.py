@@ -11,6 +11,8 @@ gradients, however deep, are served as well.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_dynamic_layer_stack_depth, get_interpreter_stack
@@ -71,6 +73,18 @@ def is_for_torch() -> bool:
     if not _transforms_active():
         return False
     return torch.compiler.is_compiling() or any(kind != TransformType.Grad for kind in _transforms())
+
+
+def are_for_torch(*tensors: Tensor | None) -> bool:
+    """Whether one is of a kind that torch's operator knows and ours cannot: distributed, or without strides."""
+    return any(tensor is not None and (tensor.layout != torch.strided or _is_distributed(tensor)) for tensor in tensors)
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # where it is not, there is no such tensor
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _transforms_active() -> bool:

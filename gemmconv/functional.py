@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms.base import Precision
-from gemmconv.dispatch import is_for_torch, is_plain
+from gemmconv.dispatch import are_for_torch, is_for_torch, is_plain
 from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
@@ -55,7 +55,8 @@ def conv_transpose2d(
 
     Raises:
         TypeError: an argument of the wrong type.
-        RuntimeError: shapes, dtypes, devices or values that do not fit together.
+        RuntimeError: shapes, dtypes, devices or values that do not fit together; images of no pixels, input or output,
+            of which torch takes some.
         ValueError: an unknown algorithm or precision, or a workspace_limit below 1.
         NotImplementedError: an integer dtype, or an algorithm that cannot serve the call.
 
@@ -90,7 +91,9 @@ def conv_transpose2d(
     if is_plain(input, weight, bias):
         operator = ops.conv_transpose2d_directly
     elif torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
-        algorithm in ("auto", "native") and is_for_torch() and _rounds_like_torch(input, precision)
+        algorithm in ("auto", "native")
+        and (is_for_torch() or are_for_torch(input, weight, bias))
+        and _rounds_like_torch(input, precision)
     ):
         return torch.conv_transpose2d(input, weight, bias, *options)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.common_types import _size_2_t
 
@@ -33,6 +34,11 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     >>> ConvTranspose2d(64, 32, 4, stride=2, padding=1)(torch.ones(1, 64, 8, 8)).shape
     torch.Size([1, 32, 16, 16])
     """
+
+    # Of modules that were made otherwise: another version's pickles, torch's modules whose class was changed.
+    algorithm: str = "auto"
+    precision: Precision | None = None
+    workspace_limit: int | None = None
 
     def __init__(
         self,
@@ -78,15 +84,8 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         """
         output_padding = self.output_padding
         if output_size is not None:
-            output_padding = validation.output_padding_for(
-                "ConvTranspose2d",
-                output_size,
-                input.shape,
-                self.kernel_size,  # type: ignore[arg-type]
-                self.stride,  # type: ignore[arg-type]
-                self.padding,  # type: ignore[arg-type]
-                self.dilation,  # type: ignore[arg-type]
-            )
+            geometry = self.kernel_size, self.stride, self.padding, self.dilation
+            output_padding = _output_padding_for("ConvTranspose2d", output_size, input.shape, *geometry)  # type: ignore[arg-type]
         return functional.conv_transpose2d(
             input,
             self.weight,
@@ -109,6 +108,10 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         if self.workspace_limit is not None:
             parts.append(f"workspace_limit={self.workspace_limit}")
         return ", ".join(parts)
+
+
+_output_padding_for = validation.output_padding_for
+torch.fx.wrap("_output_padding_for")  # a node of a traced graph, whose sizes are not known yet
 
 
 def convert(
@@ -173,6 +176,9 @@ def _like(module: nn.Module, settings: dict[str, Any]) -> ConvTranspose2d:
     new = ConvTranspose2d.__new__(ConvTranspose2d)
     new.__dict__.update(module.__dict__)
     new.__dict__.update(settings)
+    for name, value in vars(module).items():  # those that are empty; what is added to one of them is not the other's
+        if "_hooks" in name and isinstance(value, dict):
+            new.__dict__[name] = value.copy()
     if new.__dict__.pop("_compiled_call_impl", None) is not None:
         new.compile()  # what was compiled calls the module that it was made of
     return new

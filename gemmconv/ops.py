@@ -80,6 +80,8 @@ def _routed(name: str) -> Callable[..., Any]:
                 f"{name}: torch.func.jvp inside torch.func.jvp has a rule for torch's own operator alone; use "
                 'algorithm="auto" with precision=None, in a call inside of both'
             )
+        if name == "conv_transpose2d" and (cast := _cast_by_autocast(inputs[0].device.type)) is not None:
+            return cast(*inputs)  # here, since what the transforms keep for the gradients has to be of one dtype
         return _TRANSFORMABLE[name].apply(*map(_Sealed.of, inputs))
 
     return call
@@ -434,7 +436,7 @@ def _input_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
     grad_output, weight = ctx.saved_tensors
     needs_grad_output, needs_weight, *_ = ctx.needs_input_grad
     return (
-        conv_transpose2d(grad, weight, None, *ctx.options) if needs_grad_output else None,
+        _without_autocast(grad, weight, None, *ctx.options) if needs_grad_output else None,
         conv_transpose2d_weight_grad(grad_output, grad, weight.shape[2:], *ctx.options) if needs_weight else None,
         *_no_gradients(1 + len(ctx.options)),
     )
@@ -444,7 +446,7 @@ def _weight_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
     grad_output, input = ctx.saved_tensors
     needs_grad_output, needs_input, *_ = ctx.needs_input_grad
     return (
-        conv_transpose2d(input, grad, None, *ctx.options) if needs_grad_output else None,
+        _without_autocast(input, grad, None, *ctx.options) if needs_grad_output else None,
         conv_transpose2d_input_grad(grad_output, grad, input.shape[2:], *ctx.options) if needs_input else None,
         *_no_gradients(1 + len(ctx.options)),
     )
@@ -463,7 +465,7 @@ def _grads_backward(ctx: Any, grad_input: Tensor | None, grad_weight: Tensor | N
     needs, options, grads = ctx.needs_input_grad, ctx.options, (grad_input, grad_weight)
     of_input, of_weight = needs[1] and grad_weight is not None, needs[2] and grad_input is not None
     return (
-        _sum(_bilinear_tangent(conv_transpose2d, (input, weight), grads, None, *options)) if needs[0] else None,
+        _sum(_bilinear_tangent(_without_autocast, (input, weight), grads, None, *options)) if needs[0] else None,
         conv_transpose2d_input_grad(grad_output, grad_weight, input.shape[2:], *options) if of_input else None,
         conv_transpose2d_weight_grad(grad_output, grad_input, weight.shape[2:], *options) if of_weight else None,
         *_no_gradients(len(options)),
@@ -509,7 +511,7 @@ def _bilinear_tangent(
 
 
 def _conv_transpose2d_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
-    terms = _bilinear_tangent(conv_transpose2d, ctx.saved_tensors, tangents[:2], None, *ctx.options)
+    terms = _bilinear_tangent(_without_autocast, ctx.saved_tensors, tangents[:2], None, *ctx.options)
     if ctx.has_bias and (bias := tangents[2]) is not None:
         shape = ctx.output_shape
         terms.append(bias.view(-1, 1, 1).expand(shape))
@@ -548,10 +550,27 @@ def _col2im_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
 
 
 # Autocast: as torch treats conv_transpose2d, tensors of lower or equal precision than float32 take the autocast dtype.
+# Gradients and tangents are of the dtypes that the call had, wherever they are computed.
+
+_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_EVERY_AUTOCAST_KEY = torch._C.DispatchKeySet(_AUTOCAST_KEYS["cpu"]) | torch._C.DispatchKeySet(_AUTOCAST_KEYS["cuda"])
 
 
-def _autocast(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
-    excluded = torch._C.DispatchKeySet(key)
+def _without_autocast(*inputs: Any) -> Tensor:
+    with torch._C._ExcludeDispatchKeyGuard(_EVERY_AUTOCAST_KEY):
+        return conv_transpose2d(*inputs)
+
+
+def _cast_by_autocast(device_type: str) -> Callable[..., Tensor] | None:
+    """The call that casts, None where autocast is off or has cast already."""
+    key = _AUTOCAST_KEYS.get(device_type)
+    if key is None or not torch.is_autocast_enabled(device_type):
+        return None
+    return None if torch._C._dispatch_tls_is_dispatch_key_excluded(key) else _AUTOCAST[device_type]
+
+
+def _autocast(device_type: str) -> Callable[..., Tensor]:
+    excluded = torch._C.DispatchKeySet(_AUTOCAST_KEYS[device_type])
 
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(device_type)
@@ -565,6 +584,9 @@ def _autocast(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tens
             return conv_transpose2d(lower(input), lower(weight), lower(bias), *arguments)
 
     return call
+
+
+_AUTOCAST = {device_type: _autocast(device_type) for device_type in _AUTOCAST_KEYS}
 
 
 # Registration.
@@ -671,8 +693,8 @@ for _name, (_implementation, _fake, *_derivatives) in _ENTRIES.items():
     torch.library.register_fake(f"gemmconv::{_name}", _fake, lib=_library)
     _library.impl(_name, _with_gradient(_below_autograd(_operator), *_derivatives), "Autograd")
     _TRANSFORMABLE[_name] = _transformable(_operator, *_derivatives)
-_library.impl("conv_transpose2d", _autocast("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
-_library.impl("conv_transpose2d", _autocast("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
+for _device_type, _key in _AUTOCAST_KEYS.items():
+    _library.impl("conv_transpose2d", _AUTOCAST[_device_type], _key.name)
 
 # conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
 conv_transpose2d_directly = _with_gradient(_conv_transpose2d, *_ENTRIES["conv_transpose2d"][2:])

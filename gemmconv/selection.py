@@ -246,7 +246,7 @@ def explain(
     >>> explain(problem, device="cuda", dtype=torch.float16, direction="weight_grad").algorithm
     'fused'
     """
-    made_problem("explain", problem, dtype)
+    problem = made_problem("explain", problem, dtype)
     choice("explain", algorithm, NAMES, precision, workspace_limit)
     if memory_format not in (torch.contiguous_format, torch.channels_last):
         known = "torch.contiguous_format or torch.channels_last"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from gemmconv.geometry import Pair, Problem, output_extent
 
 PRECISIONS = ("ieee", "tf32")
 _AXES = ("height", "width")
+_COUNTS = ("batch", "in_channels", "out_channels", "groups")  # of a problem; all else are pairs
 
 
 def fail(kind: type[Exception], where: str, argument: str, rule: str, got: object, remedy: str = "") -> NoReturn:
@@ -34,7 +36,7 @@ def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
         return (value, value)
     if type(value) is tuple and len(value) == 2 and type(value[0]) is int and type(value[1]) is int:
         return value
-    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (value,)
     items = [_integer(item) for item in values]
     if any(item is None for item in items):
         fail(TypeError, where, argument, "be an int or a pair of ints", repr(value))
@@ -214,17 +216,24 @@ def problem(
     return result
 
 
-def made_problem(where: str, made: Problem, dtype: torch.dtype) -> None:
-    """Check a problem that someone made, and a dtype, as a call on such tensors would.
+def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
+    """The problem that someone made, in one form; it and a dtype checked as a call on such tensors would.
 
     Raises:
-        TypeError: ``dtype`` is none.
+        TypeError: ``made`` is no problem, ``dtype`` none; a value that is no int.
         RuntimeError: what :func:`problem` raises; a negative batch, output channels that groups do not divide.
         NotImplementedError: an integer or boolean dtype.
     """
     if not isinstance(dtype, torch.dtype):
         fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
     floating(where, "dtype", dtype)
+    if not isinstance(made, Problem):
+        fail(TypeError, where, "problem", "be a gemmconv.Problem", type(made).__name__)
+    values: dict[str, Any] = {
+        field.name: (integer if field.name in _COUNTS else pair)(where, field.name, getattr(made, field.name))
+        for field in fields(Problem)
+    }
+    made = Problem(**values)
     geometry = made.stride, made.padding, made.output_padding, made.groups, made.dilation
     parameters(where, *geometry, made.kernel_size)
     if made.batch < 0:
@@ -232,6 +241,7 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> None:
     if made.out_channels % made.groups:
         fail(RuntimeError, where, "out_channels", f"be divisible by groups={made.groups}", made.out_channels)
     problem(where, made.input_shape, made.weight_shape, *geometry)
+    return made
 
 
 def bias_shape(where: str, bias: torch.Tensor | None, out_channels: int) -> None:

@@ -129,6 +129,29 @@ def test_torch_fx_traces_through_a_converted_model():
     assert torch.equal(traced(input), model(input))
 
 
+class UNet(torch.nn.Module):
+    def __init__(self, constant):
+        super().__init__()
+        self.down = torch.nn.Conv2d(4, 4, 3, 2, 1)
+        self.up = gemmconv.ConvTranspose2d(4, 6, 3, stride=2, padding=1)
+        self.constant = constant
+
+    def forward(self, x):
+        return self.up(self.down(x), output_size=[8, 8] if self.constant else x.shape[2:])
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_torch_fx_traces_an_output_size(constant):
+    model = UNet(constant)
+    traced = torch.fx.symbolic_trace(model)
+    for side in (8, 8) if constant else (7, 8):
+        images = torch.randn(1, 4, side, side)
+        assert torch.equal(traced(images), model(images))
+    if constant:
+        with pytest.raises(ValueError, match="output_size must be from"):
+            traced(torch.randn(1, 4, 20, 20))
+
+
 def test_torch_fx_traces_a_weight_that_is_computed():
     class Filter(torch.nn.Module):
         def __init__(self):

@@ -123,3 +123,33 @@ def test_conv_transpose2d_gives_the_same_either_way(algorithm, images, weight):
         strict=True,
     ):
         assert torch.equal(one, other)
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed tensors")
+def test_distributed_tensors_go_to_the_operator_that_torch_has_rules_for(one_process):
+    from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    layer = distribute_module(gemmconv.ConvTranspose2d(4, 6, 3, stride=2), mesh)
+    images = torch.randn(2, 4, 5, 6)
+    output = layer(distribute_tensor(images, mesh, [Shard(0)]))
+    assert isinstance(output, DTensor)
+    output.sum().backward()
+    weight, bias = (one.detach().to_local() for one in (layer.weight, layer.bias))
+    torch.testing.assert_close(output.to_local(), torch.conv_transpose2d(images, weight, bias, stride=2))
+    assert isinstance(layer.weight.grad, DTensor)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without mkldnn")
+def test_tensors_without_strides_go_to_torch():
+    images, weight = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3)
+    output = gemmconv.conv_transpose2d(images.to_mkldnn(), weight).to_dense()
+    torch.testing.assert_close(output, torch.conv_transpose2d(images, weight))

@@ -353,3 +353,20 @@ def test_convert_of_a_materialised_lazy_module():
     images = torch.randn(2, 3, 5, 6)
     before = module(images)
     torch.testing.assert_close(gemmconv.convert(module)(images), before)
+
+
+def test_convert_of_a_single_module_leaves_the_hooks_of_either_to_it():
+    old = torch.nn.ConvTranspose2d(4, 6, 3)
+    new, called = gemmconv.convert(old), []
+    new.register_forward_hook(lambda *_: called.append("new"))
+    old.register_forward_pre_hook(lambda *_: called.append("old"))
+    images = torch.randn(1, 4, 5, 6)
+    assert torch.equal(new(images), old(images))
+    assert called == ["new", "old"]
+
+
+def test_module_of_torch_whose_class_is_changed_has_the_defaults():
+    layer = torch.nn.ConvTranspose2d(4, 6, 3)
+    layer.__class__ = gemmconv.ConvTranspose2d
+    assert "algorithm=auto" in repr(layer)
+    assert layer(torch.randn(1, 4, 5, 6)).shape == (1, 6, 7, 8)

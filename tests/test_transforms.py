@@ -411,3 +411,31 @@ def test_a_compiled_call_takes_a_height_that_data_decide(device):
     chosen = torch.tensor([1, 0, 1, 1], device=device)
     actual = torch.compile(of_chosen_rows(ours), backend="aot_eager", fullgraph=True)(chosen)
     torch.testing.assert_close(actual, of_chosen_rows(theirs)(chosen))
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "gemm_col2im"}], ids=["auto", "gemm_col2im"])
+def test_transforms_under_autocast_give_the_dtypes_that_torch_gives(options, device):
+    input, weight, bias = (tensor.float() for tensor in tensors(device))
+
+    def results(function):
+        call = lambda input, weight: function(input, weight, bias)  # noqa: E731
+        loss = lambda *both: call(*both).float().square().sum()  # noqa: E731
+        with torch.autocast(device, torch.bfloat16):
+            gradients = grad(loss, argnums=(0, 1))(input, weight)
+            return *gradients, *jvp(call, (input, weight), (input, weight))
+
+    wanted = results(theirs)
+    for actual, expected in zip(
+        results(lambda *both: gemmconv.conv_transpose2d(*both, **OPTIONS, **options)), wanted, strict=True
+    ):
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2 * expected.abs().max().item())
+
+
+def test_vmap_of_a_named_algorithm_under_autocast_casts(device):
+    """torch's own operator takes no part in autocast under vmap."""
+    input, weight, _ = (tensor.float() for tensor in tensors(device))
+    call = lambda one: gemmconv.conv_transpose2d(one, weight, **OPTIONS, algorithm="gemm_col2im")  # noqa: E731
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(vmap(call)(input[:, None]).squeeze(1), call(input))
+        assert call(input).dtype == torch.bfloat16

@@ -366,8 +366,27 @@ def test_explain_rejects_unknown_options(options, value):
         ({"stride": (0, 1)}, torch.float32, RuntimeError, "stride must be at least 1"),
         ({"output_padding": (1, 0)}, torch.float32, RuntimeError, "output_padding must be less"),
         ({"padding": (9, 0)}, torch.float32, RuntimeError, "padding must leave an output"),
+        ({"stride": (2.5, 2)}, torch.float32, TypeError, "stride must be an int or a pair of ints, got (2.5, 2)"),
+        ({"input_size": (4, 5, 6)}, torch.float32, RuntimeError, "input_size must have one or two elements"),
+        ({"batch": 2.0}, torch.float32, TypeError, "batch must be an int, got 2.0"),
     ],
 )
 def test_explain_rejects_what_no_call_can_have(changes, dtype, error, message):
     with pytest.raises(error, match=re.escape(f"explain: {message}")):
         gemmconv.explain(replace(PROBLEM, **changes), dtype=dtype)
+
+
+def test_explain_takes_a_problem_with_ints_and_lists_for_pairs():
+    loose = gemmconv.Problem(2, 4, 6, 1, [5, 6], 3, stride=[1], padding=0)
+    for device in ("cpu", "cuda"):
+        assert str(gemmconv.explain(loose, device=device)) == str(gemmconv.explain(PROBLEM, device=device))
+
+
+def test_explain_rejects_what_is_no_problem():
+    with pytest.raises(TypeError, match=r"explain: problem must be a gemmconv\.Problem, got tuple"):
+        gemmconv.explain((2, 4, 6))
+
+
+def test_bytes_are_no_pair():
+    with pytest.raises(TypeError, match="stride must be an int or a pair of ints, got b'2'"):
+        gemmconv.conv_transpose2d(torch.ones(1, 2, 3, 3), torch.ones(2, 2, 1, 1), stride=b"2")
