@@ -29,6 +29,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
 
+from tests import emulator
 from tests.samples import DEVICES
 
 torch.set_num_threads(1)  # the tensors are tiny: threads would mostly wait for each other
@@ -50,6 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "calls" in getattr(item, "fixturenames", ()))  # what waits for compilers comes last
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -109,6 +111,20 @@ def compilations(parametrized: list[tuple[Any, dict[str, Any]]]) -> Iterator[dic
     pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), os.nice, (10,))
     yield {key: pool.submit(compile_variant, *variant, key[1]) for key, variant in wanted.items()}
     pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prepared(parametrized: list[tuple[Any, dict[str, Any]]], folder: Path) -> Iterator[dict[Any, Any]]:
+    """The prepared calls of the emulator's runs, whose kernels are compiled from the beginning of the session on."""
+    runs = [values["run"] for _, values in parametrized if hasattr(values.get("run"), "prepare")]
+    if not runs or emulator.compiler() is None:
+        yield {}
+        return
+    builder = emulator.Builder(folder)
+    with emulator.install(folder, builder=builder):
+        calls = {run: run.prepare() for run in runs}
+    yield calls
+    builder.close()
 
 
 def compile_variant(source_name: str, macros: Mapping[str, Any], arch: str) -> Any:

@@ -728,11 +728,10 @@ LINES_RUNS += [LINES]
 
 
 @pytest.fixture(scope="module")
-def calls(parametrized, folder):
-    """The prepared calls of all tests that are to run: their kernels compile beside each other and beside the tests."""
-    runs = [values["run"] for _, values in parametrized if isinstance(values.get("run"), Run)]
+def calls(prepared, folder):
+    """The prepared calls of all tests that are to run."""
     with emulator.install(folder):
-        yield {run: run.prepare() for run in runs}
+        yield prepared
 
 
 @each_run("im2col", "contiguous")

@@ -37,7 +37,7 @@ from pathlib import Path
 from tests.emulator.build import Builder, compiler
 from tests.emulator.translate import TWINS
 
-__all__ = ["Edit", "Kernel", "compiler", "install"]
+__all__ = ["Builder", "Edit", "Kernel", "compiler", "install"]
 
 _SHARED_BYTES_UNASKED = 48 << 10
 
@@ -97,7 +97,7 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
+def install(folder: Path, edit: Edit | None = None, builder: Builder | None = None) -> Iterator[None]:
     """Let gemmconv load emulated kernels for a while, in which they can be launched.
 
     They are compiled in the background from the moment they are loaded; their first launch waits for that.
@@ -105,6 +105,7 @@ def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
     Args:
         folder: where compiled kernels are kept.
         edit: a change of the sources to make first.
+        builder: what compiles, into that folder; of this while alone if it is None, and then it ends with it.
     """
     from gemmconv.runtime import launch, sources, tensor_map
 
@@ -123,7 +124,7 @@ def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
     ) -> Kernel:
         return Kernel(builder, builder.kernel(source_name, macros, read), kernel_name, shared_bytes)
 
-    builder = Builder(folder)
+    lasting, builder = builder is not None, builder or Builder(folder)
     original, encode = launch.load, tensor_map.encode
     _replace_everywhere(original, load)
     tensor_map.encode = _tensor_map  # type: ignore[assignment]
@@ -132,7 +133,8 @@ def install(folder: Path, edit: Edit | None = None) -> Iterator[None]:
     finally:
         tensor_map.encode = encode
         _replace_everywhere(load, original)
-        builder.close()
+        if not lasting:
+            builder.close()
 
 
 def _tensor_map(

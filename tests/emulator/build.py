@@ -28,6 +28,7 @@ _KERNEL_OPTIONS = [
 # What a compiler says that was kept from its work, by a shortage of processes or memory mostly.
 _HINDRANCES = ("Resource temporarily unavailable", "Cannot allocate memory", "Killed signal", "cannot execute")
 _PAUSES = (1, 2, 4, 8, 15, 30, 60)  # seconds between tries
+_AFTER_OTHERS = ["nice", "-n", "10"] if shutil.which("nice") else []  # tests go first
 _KEPT_SECONDS = 3 * 24 * 3600  # for libraries that no test has used
 
 
@@ -81,7 +82,7 @@ class Builder:
             library.touch()
             return library
         part = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        command = [str(compiler()), *options, "-xc++", "-", "-o", str(part)]
+        command = [*_AFTER_OTHERS, str(compiler()), *options, "-xc++", "-", "-o", str(part)]
         result = _run(command, text)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
