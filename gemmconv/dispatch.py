@@ -12,6 +12,7 @@ gradients, however deep, are served as well.
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ def _keys_of_dense(device_type: str) -> set[int]:
     return {ordinary, inference}
 
 
-_THREAD_STATES = _default_thread_states()
+with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one imports gemmconv in: autocast, say
+    _THREAD_STATES = _fresh.submit(_default_thread_states).result()
 _plain_keys = {"cpu": _keys_of_dense("cpu")}  # by device type; CUDA's come with its first tensor
 _all_plain_keys = set(_plain_keys["cpu"])
 

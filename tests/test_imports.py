@@ -155,3 +155,17 @@ def test_cpu_use_loads_no_cuda_package():
         "gemmconv.col2im(gemmconv.im2col(torch.randn(1, 2, 5, 5), 3), 5, 3); print('done')"
     )
     assert run_python(code) == "done"
+
+
+def test_import_inside_autocast_leaves_autocast_its_effect():
+    """What is on while gemmconv is imported is no part of a plain call."""
+    code = """
+import torch
+with torch.autocast("cpu", torch.bfloat16):
+    import gemmconv
+    images, weight = torch.ones(1, 2, 3, 3), torch.ones(2, 2, 2, 2)
+    assert gemmconv.conv_transpose2d(images, weight, algorithm="gemm_col2im").dtype == torch.bfloat16
+    gemmconv.conv_transpose2d(images.bfloat16(), weight)
+assert gemmconv.dispatch.is_plain(images, weight)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

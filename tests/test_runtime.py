@@ -532,6 +532,9 @@ def test_cache_directory_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("GEMMCONV_CACHE_DIR", str(tmp_path / "mine"))
     assert cache_module.directory() == tmp_path / "mine"
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GEMMCONV_CACHE_DIR", "mine")
+    assert cache_module.directory() == tmp_path / "mine"
     monkeypatch.setenv("GEMMCONV_CACHE_DIR", "~/kernels")
     assert cache_module.directory() == tmp_path / "kernels"
     for unset in ("", None):

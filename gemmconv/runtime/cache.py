@@ -19,7 +19,7 @@ def directory() -> Path | None:
     """``$GEMMCONV_CACHE_DIR``, else ``gemmconv`` in the platform's user cache directory; None where none is known."""
     try:
         if configured := os.environ.get("GEMMCONV_CACHE_DIR"):
-            return Path(configured).expanduser()
+            return Path(configured).expanduser().absolute()  # the process may change its directory
         if sys.platform == "win32":
             base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
         else:
