@@ -121,7 +121,7 @@ def prepared(parametrized: list[tuple[Any, dict[str, Any]]], folder: Path) -> It
         yield {}
         return
     builder = emulator.Builder(folder)
-    with emulator.install(folder, builder=builder):
+    with emulator.install(builder):
         calls = {run: run.prepare() for run in runs}
     yield calls
     builder.close()

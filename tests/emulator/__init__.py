@@ -97,15 +97,14 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def install(folder: Path, edit: Edit | None = None, builder: Builder | None = None) -> Iterator[None]:
+def install(place: Path | Builder, edit: Edit | None = None) -> Iterator[None]:
     """Let gemmconv load emulated kernels for a while, in which they can be launched.
 
     They are compiled in the background from the moment they are loaded; their first launch waits for that.
 
     Args:
-        folder: where compiled kernels are kept.
+        place: the folder where compiled kernels are kept, or what builds into one and goes on to afterwards.
         edit: a change of the sources to make first.
-        builder: what compiles, into that folder; of this while alone if it is None, and then it ends with it.
     """
     from gemmconv.runtime import launch, sources, tensor_map
 
@@ -124,7 +123,7 @@ def install(folder: Path, edit: Edit | None = None, builder: Builder | None = No
     ) -> Kernel:
         return Kernel(builder, builder.kernel(source_name, macros, read), kernel_name, shared_bytes)
 
-    lasting, builder = builder is not None, builder or Builder(folder)
+    builder = place if isinstance(place, Builder) else Builder(place)
     original, encode = launch.load, tensor_map.encode
     _replace_everywhere(original, load)
     tensor_map.encode = _tensor_map  # type: ignore[assignment]
@@ -133,7 +132,7 @@ def install(folder: Path, edit: Edit | None = None, builder: Builder | None = No
     finally:
         tensor_map.encode = encode
         _replace_everywhere(load, original)
-        if not lasting:
+        if builder is not place:
             builder.close()
 
 
