@@ -36,7 +36,16 @@ from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
 from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
-from gemmconv.algorithms import direct_mma, fused, fused_choice, fused_fold, fused_images, fused_plan, row_gathering
+from gemmconv.algorithms import (
+    direct_mma,
+    fused,
+    fused_choice,
+    fused_fold,
+    fused_images,
+    fused_plan,
+    fused_shuffle,
+    row_gathering,
+)
 from gemmconv.algorithms.base import Config, Forward, Precision
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.row_gathering import RowGathering
@@ -83,6 +92,10 @@ def _fused_images_tiles(config: Config) -> Iterable[fused_images.Tile]:
     return () if fused.image_tile_for(config) is None else fused_images.tiles_of(config.problem, config.dtype.itemsize)
 
 
+def _fused_shuffle_tiles(config: Config) -> Iterable[fused_shuffle.Tile]:
+    return () if fused.shuffle_tile_for(config) is None else fused_shuffle.tiles_of(config.problem)
+
+
 def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:
     return fused.rows_tiles_for(config, "forward")
 
@@ -99,6 +112,7 @@ KERNELS = {
         Kernel("fused", _fused_plans, fused.prepare_forward),
         Kernel("fused_fold", _fused_fold_tiles, fused_fold.prepare_forward),
         Kernel("fused_images", _fused_images_tiles, fused_images.prepare_forward),
+        Kernel("fused_shuffle", _fused_shuffle_tiles, fused_shuffle.prepare_forward),
         Kernel("fused_rows", _fused_rows_tiles, row_gathering.prepare_forward),
         Kernel("direct_mma", _direct_mma_tiles, direct_mma.prepare_forward),
     )

@@ -26,6 +26,7 @@ LAYERS = {
     "fused_fold": ("n2 c32x4 k3 h16 w16 s2", "channels_last"),
     "fused_images": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
     "fused_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
+    "fused_shuffle": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
     "direct_mma": (LAYER, "channels_last"),
 }
 SMALL, OTHER = "n2 c2x3 k3 h4 w5 s2 p1 bias", "n1 c4x4 k2 h3 w3"
@@ -149,12 +150,14 @@ def test_first_candidate_is_the_kernels_own_choice(name, precision):
         "fused": lambda config: fused.plan_for(config, "forward"),
         "fused_fold": fused.fold_tile_for,
         "fused_images": fused.image_tile_for,
+        "fused_shuffle": fused.shuffle_tile_for,
         "fused_rows": lambda config: fused.rows_tile_for(config, "forward"),
         "direct_mma": direct_mma.tile_for,
     }
     choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    declined = {"direct_mma": ("fp32",), "fused_images": ("fp32",), "fused_rows": ("fp32",)}
+    declined = {"fused_shuffle": ("fp32", "tf32")}
+    declined |= dict.fromkeys(("direct_mma", "fused_images", "fused_rows"), ("fp32",))
     assert (choice is None) == (precision in declined.get(name, ()))
 
 

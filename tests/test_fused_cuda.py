@@ -12,7 +12,7 @@ import torch
 from benchmarks.precompile import in_processes, only_compile
 from gemmconv.algorithms.base import Config
 from tests import reference
-from tests.cases import CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, TILED_CASES, Case
+from tests.cases import CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, SHUFFLE_CASES, TILED_CASES, Case
 from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
@@ -24,6 +24,7 @@ from gemmconv.algorithms import (
     fused_gradient,
     fused_gradient_lines,
     fused_images,
+    fused_shuffle,
     row_gathering,
 )
 
@@ -210,6 +211,34 @@ IMAGE_RUNS = [
 
 
 @dataclass(frozen=True)
+class ShuffleRun(Run):
+    """The same for csrc/fused_shuffle.cu: its own tile and three others."""
+
+    kernel: ClassVar[ModuleType] = fused_shuffle
+
+    @property
+    def tiles(self):
+        own, found = fused_shuffle.tile_of(self.config.problem), [*fused_shuffle.tiles_of(self.config.problem)]
+        return [own, *Random(str(self)).sample(found, min(3, len(found)))]
+
+
+# Items that share a multiprocessor, and fill no round; inputs of more slots than one item has; many steps.
+LARGE_SHUFFLE_CASES = [
+    Case(140, 264, 72, (14, 14), (2, 2), (2, 2)),
+    Case(3, 512, 96, (24, 64), (2, 2), (2, 2)),
+    Case(2, 128, 64, (80, 256), (2, 2), (2, 2)),
+    Case(3, 64, 200, (70, 52), (1, 1)),
+    Case(2, 256, 72, (30, 54), (4, 4), (4, 4)),
+    Case(4, 96, 40, (1, 3000), (1, 8), (1, 8)),
+]
+SHUFFLE_RUNS = [
+    ShuffleRun(case, numerics, "contiguous")
+    for case in (*SHUFFLE_CASES, *LARGE_SHUFFLE_CASES)
+    for numerics in ("float16", "bfloat16")
+]
+
+
+@dataclass(frozen=True)
 class RowRun(Run):
     """The same for csrc/fused_rows.cu and csrc/fused_rows_tf32.cu: of each direction its own tile and three others."""
 
@@ -309,7 +338,7 @@ LINES_RUNS = [
 def compile_plans(run):
     """In a process of its own: put what a run loads into the kernel cache."""
     only_compile("sm_90a")
-    if isinstance(run, FoldRun | ImageRun):
+    if isinstance(run, FoldRun | ImageRun | ShuffleRun):
         for tile in run.tiles:
             run.kernel.prepare_forward(run.config, tile)
         return
@@ -376,12 +405,12 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
             check_twice(call, (input, weight, bias), wanted, config, poison)
 
 
-@pytest.mark.parametrize("run", IMAGE_RUNS, ids=str)
-def test_fused_images_matches_reference_to_the_bit_again(run, compiled, poison):
+@pytest.mark.parametrize("run", [*IMAGE_RUNS, *SHUFFLE_RUNS], ids=str)
+def test_fused_images_and_shuffle_match_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     for tile in run.tiles:
-        call = fused_images.prepare_forward(config, tile)
+        call = run.kernel.prepare_forward(config, tile)
         for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
             check_twice(call, (data.input, data.weight, bias), wanted, config, poison)
 

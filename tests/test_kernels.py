@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests import emulator, reference
-from tests.cases import CASES, FEW_CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, TILED_CASES, Case
+from tests.cases import CASES, FEW_CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, SHUFFLE_CASES, TILED_CASES, Case
 from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_mma import wide_problems
 from tests.test_fused_plan import plans
@@ -35,6 +35,7 @@ from gemmconv.algorithms import (
     fused_images,
     fused_rows,
     fused_rows_tf32,
+    fused_shuffle,
     row_gathering,
 )
 from gemmconv.algorithms.base import Config
@@ -147,6 +148,9 @@ FUSED_PATHS = {
 }
 
 
+FORWARDS = ("forward", "forward_mma", "fused", "fused_fold", "fused_images", "fused_shuffle", "fused_rows")
+
+
 @dataclass(frozen=True)
 class Run:
     """One kernel on one case.
@@ -154,7 +158,7 @@ class Run:
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores or "grads", both; on tensor cores
             "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_weight_grad_lines",
-            "fused_fold", "fused_images", "fused_rows", "fused_rows_input_grad".
+            "fused_fold", "fused_images", "fused_shuffle", "fused_rows", "fused_rows_input_grad".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
@@ -216,6 +220,14 @@ class Run:
         if self.choice is None:
             return fused_images.tile_of(problem_of(self.case), self.dtype.itemsize)
         tiles = [*fused_images.tiles_of(problem_of(self.case), self.dtype.itemsize)]
+        return tiles[self.choice % len(tiles)] if tiles else None
+
+    @functools.cached_property
+    def shuffle_tile(self):
+        """The tile of fused_shuffle, None where it declines the problem."""
+        if self.choice is None:
+            return fused_shuffle.tile_of(problem_of(self.case))
+        tiles = [*fused_shuffle.tiles_of(problem_of(self.case))]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -298,6 +310,10 @@ class Run:
                 if self.multiprocessors is not None:
                     patch.setattr(fused_images, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return fused_images.prepare_forward(self.config, self.image_tile)
+            if self.operation == "fused_shuffle":
+                if self.multiprocessors is not None:
+                    patch.setattr(fused_shuffle, "MULTIPROCESSORS", self.multiprocessors or 1)
+                return fused_shuffle.prepare_forward(self.config, self.shuffle_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:
                     patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
@@ -589,6 +605,32 @@ IMAGES = with_first(
 )
 IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
+
+
+# Each case in its own tile and in another one, many with few blocks.
+SHUFFLE_RUNS = [
+    Run("fused_shuffle", case, dtype, multiprocessors=(None, 0, 3)[(i + j + k) % 3], choice=choice)
+    for i, case in enumerate(SHUFFLE_CASES)
+    for j, dtype in enumerate((torch.float16, torch.bfloat16))
+    for k, choice in enumerate((None, 5 * i + 7 * j + 1))
+]
+# A block with many items of several blocks of lines and of several steps.
+SHUFFLE = Run("fused_shuffle", SHUFFLE_CASES[5], torch.float16, multiprocessors=0)
+SHUFFLE = with_first(
+    SHUFFLE,
+    fused_shuffle.tiles_of(problem_of(SHUFFLE.case)),
+    lambda tile: tile.blocks == 3 and tile.width == 64,
+)
+# The same where a warpgroup has no block of every other item.
+SHUFFLE_ALONE = with_first(SHUFFLE, fused_shuffle.tiles_of(problem_of(SHUFFLE.case)), lambda tile: tile.blocks == 1)
+# And where slots are those of one item.
+SHUFFLE_FULL = Run("fused_shuffle", SHUFFLE_CASES[9], torch.float16, multiprocessors=0)
+SHUFFLE_FULL = with_first(
+    SHUFFLE_FULL,
+    fused_shuffle.tiles_of(problem_of(SHUFFLE_FULL.case)),
+    lambda tile: tile.ring_sizes[0] == tile.chunks,
+)
+SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_ALONE, SHUFFLE_FULL]
 
 
 # Each case in its own tile or another one, and the other way round backwards, many with few blocks.
@@ -890,6 +932,38 @@ def test_fused_fold_kernel_matches_reference(run, calls, poison):
 def test_fused_images_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
+
+
+@pytest.mark.parametrize("run", SHUFFLE_RUNS, ids=str)
+def test_fused_shuffle_kernel_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_shuffle_take_every_path():
+    tiles = [run.shuffle_tile for run in SHUFFLE_RUNS]
+    for path in (
+        lambda tile: tile.whole,
+        lambda tile: tile.input_size == tile.problem.input_size,
+        lambda tile: tile.input_size[0] % tile.rows == 0,
+        lambda tile: tile.input_size[1] % tile.width == 0,
+        lambda tile: tile.positions < tile.columns,
+        lambda tile: tile.sets > 1,
+        lambda tile: tile.blocks == 1,
+        lambda tile: tile.blocks % 2 == 0,
+        lambda tile: tile.subs == 2,
+        lambda tile: tile.steps > 1,
+        lambda tile: tile.steps > tile.ring_sizes[1],
+        lambda tile: tile.ring_sizes[0] >= 2 * tile.chunks,
+        lambda tile: tile.piece == 8,
+        lambda tile: tile.vector == 8,
+        lambda tile: tile.width * tile.problem.kernel_size[1] > 32 * tile.vector,
+        lambda tile: tile.problem.kernel_size[1] == 1,
+        lambda tile: tile.problem.kernel_size[1] > 2,
+        lambda tile: tile.problem.in_channels % 64 == 0,
+        lambda tile: tile.problem.out_channels * tile.problem.taps % 64 == 0,
+    ):
+        assert {path(tile) for tile in tiles} == {True, False}
 
 
 def test_runs_of_fused_images_take_every_path():
@@ -1366,7 +1440,7 @@ def check_results(call, run):
     data, exact = sample(run.case, run.dtype, "cpu"), expected(run.case, run.dtype)
     for arrange, arrange_weight in zip(ARRANGEMENTS[run.layout], WEIGHT_ARRANGEMENTS[run.layout], strict=True):
         input, weight, grad_output = arrange(data.input), arrange_weight(data.weight), arrange(data.grad_output)
-        if run.operation in ("forward", "forward_mma", "fused", "fused_fold", "fused_images", "fused_rows"):
+        if run.operation in FORWARDS:
             results = [(call(input, weight, data.bias), exact.output)]
             results += [(call(input, weight, None), exact.output_without_bias)]
         elif run.operation in ("input_grad", "fused_input_grad", "fused_rows_input_grad"):
@@ -1663,6 +1737,61 @@ MISTAKES = {
     "images_past_dynamic_shared": (
         IMAGES,
         emulator.Edit("fused_images.cu", r"(fused_images_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        "past the end of shared memory",
+    ),
+    "shuffle_inputs_passed_on_too_early": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"if \(underway == 1\) wait.*\s*else if.*\s*else wait_for.*;", ""),
+        "relative error",
+    ),
+    "shuffle_inputs_not_waited_for": (
+        SHUFFLE_FULL,
+        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.slot_full[^;]*;(\s*right)", r"\1"),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "shuffle_slots_overwritten": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "shuffle_slots_waited_for_by_those_who_free_them": (
+        SHUFFLE_FULL,
+        emulator.Edit("fused_shuffle.cu", r"pass_on_to\(most_underway\(chunk\)\);", "pass_on_to(kMostUnderway);"),
+        "deadlock",
+    ),
+    "shuffle_slots_not_passed_by": (
+        SHUFFLE_ALONE,
+        emulator.Edit("fused_shuffle.cu", r"if \(BLOCKS == 1\) pass_by\(slots, barriers\);", ""),
+        "deadlock",
+    ),
+    "shuffle_slots_released_too_early": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        "relative error",
+    ),
+    "shuffle_weights_not_waited_for": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
+        "relative error|arrivals in a phase|never waited for|deadlock",
+    ),
+    "shuffle_stages_overwritten": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|too many bytes|deadlock",
+    ),
+    "shuffle_lines_read_too_early": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"__syncwarp\(\);(\s*\}\s*/\* Stores vectors)", r"\1"),
+        "relative error",
+    ),
+    "shuffle_sums_read_too_early": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"wgmma_finish_rows\(sums\);", ""),
+        "relative error|never waited for|without wgmma_fence",
+    ),
+    "shuffle_past_dynamic_shared": (
+        SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"(fused_shuffle_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
         "past the end of shared memory",
     ),
     "rows_weights_not_waited_for": (

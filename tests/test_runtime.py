@@ -37,6 +37,7 @@ from gemmconv.algorithms import (
     fused_images,
     fused_rows,
     fused_rows_tf32,
+    fused_shuffle,
     partials,
     row_gathering,
     turning,
@@ -111,7 +112,8 @@ def kernel_variants():
         for to_last in (False, True):
             macros = turning.units_macros(channels, pixels, to_last, itemsize)
             variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn_units.cu", macros)
-    variants |= fused_variants() | fold_variants() | image_variants() | row_variants() | gradient_variants()
+    variants |= fused_variants() | fold_variants() | image_variants() | shuffle_variants() | row_variants()
+    variants |= gradient_variants()
     return variants
 
 
@@ -216,6 +218,26 @@ def image_variants():
         if choice is not None:
             tile = [*fused_images.tiles_of(problems[name], dtype.itemsize)][choice]
         variants[f"fused_images-{name}-{kind}-{choice}"] = ("fused_images.cu", fused_images.macros_of(tile, dtype))
+    return variants
+
+
+# Name of a layer to measure, type; which tile, None for its own.
+SHUFFLES = [
+    (name, kind, choice)
+    for name in ("maskrcnn", "unet4", "sam2", "pointpillars1", "pointpillars3", "stride_4")
+    for kind, choice in (("float16", None), ("bfloat16", 5), ("float16", -1))
+]
+
+
+def shuffle_variants():
+    """fused_shuffle.cu for layers of full size."""
+    problems, variants = problems_by_name(), {}
+    for name, kind, choice in SHUFFLES:
+        tile = fused_shuffle.tile_of(problems[name])
+        if choice is not None:
+            tile = [*fused_shuffle.tiles_of(problems[name])][choice]
+        macros = fused_shuffle.macros_of(tile, getattr(torch, kind))
+        variants[f"fused_shuffle-{name}-{kind}-{choice}"] = ("fused_shuffle.cu", macros)
     return variants
 
 
@@ -347,7 +369,7 @@ def most_registers(source_name, macros):
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
-    if source_name in ("fused_rows.cu", "fused_rows_tf32.cu"):
+    if source_name in ("fused_rows.cu", "fused_rows_tf32.cu", "fused_shuffle.cu"):
         return 65_536 // 384 // 8 * 8  # as launch bounds have it; those who multiply take more once others gave some up
     if source_name == "fused_images.cu":
         return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)

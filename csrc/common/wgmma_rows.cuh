@@ -1,7 +1,8 @@
 /* wgmma whose A is in registers: D (+)= A B by a warpgroup, as in wgmma.cuh but for A. sm_90a.
  *
  * With w = warp % 4, g = lane / 4, t = lane % 4 a thread's a has, of rows 16w + g and 16w + g + 8, the words t and t + 4 of the
- * 32 bytes of K, as mma.cuh has them: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4). B is K-major, N is a multiple of 16.
+ * 32 bytes of K, as mma.cuh has them: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4). B is K-major or, of 16-bit values, the other way round (SWIZZLED); N is a
+ * multiple of 16. While products run, what they have of A may not change either: words are kept for two groups by turns.
  */
 #pragma once
 
@@ -9,7 +10,7 @@
 #include "common/wgmma_operands.cuh"
 
 /* Begin D = A B, plus D where `accumulate` is not 0. */
-template <typename T, int N>
+template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], matrix_t b, int accumulate);
 
 /* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
@@ -29,10 +30,10 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
 }
 
-// A0 to A3, B and ACCUMULATE: numbers of the operands after those of d. LAST: 0 says that B is K-major.
-#define WGMMA_OF(T, N, KIND, LAST, A0, A1, A2, A3, B, ACCUMULATE)                                                        \
+// A0 to A3, B and ACCUMULATE: numbers of the operands after those of d. LAST: whether B is the other way round, of 16 bits.
+#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, A0, A1, A2, A3, B, ACCUMULATE)                                              \
     template <>                                                                                                          \
-    __device__ __forceinline__ void wgmma_rows<T, N>(                                                                    \
+    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                          \
         float (&d)[N / 2], const unsigned (&a)[4], matrix_t b, int accumulate) {                                         \
         asm volatile("{\n"                                                                                               \
                      ".reg .pred sum;\n"                                                                                 \
@@ -41,10 +42,12 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
                      "}, %" #B ", sum, 1, 1" LAST ";\n}"                                                                 \
                      : SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                  \
     }
-#define WGMMA(N, ...)                                             \
-    WGMMA_OF(half_t, N, "k16.f32.f16.f16", ", 0", __VA_ARGS__)    \
-    WGMMA_OF(bfloat16_t, N, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__) \
-    WGMMA_OF(float, N, "k8.f32.tf32.tf32", "", __VA_ARGS__)
+#define WGMMA(N, ...)                                                          \
+    WGMMA_OF(half_t, N, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__)          \
+    WGMMA_OF(half_t, N, true, "k16.f32.f16.f16", ", 1", __VA_ARGS__)           \
+    WGMMA_OF(bfloat16_t, N, false, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__)    \
+    WGMMA_OF(bfloat16_t, N, true, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__)     \
+    WGMMA_OF(float, N, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)
 
 WGMMA(16, 8, 9, 10, 11, 12, 13)
 WGMMA(32, 16, 17, 18, 19, 20, 21)

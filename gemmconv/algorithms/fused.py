@@ -7,6 +7,7 @@
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
     fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
+    fused_shuffle.py       csrc/fused_shuffle.cu  nothing to fold: kernels as large as their stride, of 16 bits in NCHW
     fused_rows.py          csrc/fused_rows.cu  folds columns in registers, for wide rows of 16 bits in NCHW
     fused_rows_tf32.py     csrc/fused_rows_tf32.cu  the same of TF32
     row_gathering.py       what both have in common
@@ -33,6 +34,7 @@ from gemmconv.algorithms import (
     fused_images,
     fused_rows,
     fused_rows_tf32,
+    fused_shuffle,
     row_gathering,
 )
 from gemmconv.algorithms.base import (
@@ -69,6 +71,7 @@ _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _FOLD_CLOCK_RATE = 1.755e9  # where they are not
 _ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
+_SHUFFLE_MARGIN = 1.12  # its estimates are 11% off
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for other weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
@@ -284,6 +287,8 @@ class Fused(OneByOne):
             return fused_fold.prepare_forward(config, way)
         if isinstance(way, fused_images.Tile):
             return fused_images.prepare_forward(config, way)
+        if isinstance(way, fused_shuffle.Tile):
+            return fused_shuffle.prepare_forward(config, way)
         if isinstance(way, RowGathering):
             return row_gathering.prepare_forward(config, way)
         assert way is not None
@@ -340,6 +345,13 @@ def image_tile_for(config: Config) -> fused_images.Tile | None:
     )
 
 
+def shuffle_tile_for(config: Config) -> fused_shuffle.Tile | None:
+    """The tile of csrc/fused_shuffle.cu for a configuration, None where that kernel is not for it."""
+    itemsize, _, channels_last = variant_of(config)
+    is_for_it = config.dtype in _DTYPES and itemsize == 2 and not channels_last
+    return fused_shuffle.tile_of(config.problem) if is_for_it else None
+
+
 def rows_tile_for(config: Config, direction: Direction) -> RowGathering | None:
     """The tile of csrc/fused_rows.cu or csrc/fused_rows_tf32.cu for a pass, None where they are not for it."""
     kernel = _rows_kernel_for(config, direction)
@@ -360,14 +372,14 @@ def _rows_kernel_for(config: Config, direction: Direction) -> ModuleType | None:
     return None if split or channels_last else fused_rows if itemsize == 2 else fused_rows_tf32
 
 
-_Tile = fused_fold.Tile | fused_images.Tile | RowGathering
+_Tile = fused_fold.Tile | fused_images.Tile | fused_shuffle.Tile | RowGathering
 
 
 def _tiles_for(config: Config, direction: Direction) -> list[_Tile]:
     """Those of the kernels that are for some layers alone, and for this one."""
     tiles: list[_Tile | None] = [rows_tile_for(config, direction)]
     if direction == "forward":
-        tiles += [fold_tile_for(config), image_tile_for(config)]
+        tiles += [fold_tile_for(config), image_tile_for(config), shuffle_tile_for(config)]
     return [tile for tile in tiles if tile is not None]
 
 
@@ -382,6 +394,8 @@ def _seconds(way: Plan | _Tile) -> float:
         return _plan_seconds(way)
     if isinstance(way, RowGathering):
         return _ROWS_MARGIN * way.seconds
+    if isinstance(way, fused_shuffle.Tile):
+        return _SHUFFLE_MARGIN * way.cycles / _CLOCK_RATE
     return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 
 

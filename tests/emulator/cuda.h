@@ -72,6 +72,9 @@ template <typename T> T __shfl_xor_sync(unsigned mask, T value, int distance) {
 }
 
 template <typename T> T __ldg(const T* address) { return *address; }
+inline unsigned long long __cvta_generic_to_global(const void* address) {
+    return reinterpret_cast<unsigned long long>(address);
+}
 inline unsigned long __cvta_generic_to_shared(const void* address) {
     return static_cast<const unsigned char*>(address) - emulator_dynamic_shared;
 }
@@ -94,6 +97,12 @@ inline unsigned emulator_permute(unsigned a, unsigned b, unsigned selector) {
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
+}
+
+/* st.global.v2 and v4: alignment is checked. */
+template <int COUNT> struct alignas(COUNT * 4) emulator_words_t { unsigned word[COUNT]; };
+template <int COUNT> void emulator_store_words(unsigned long long address, emulator_words_t<COUNT> words) {
+    *reinterpret_cast<emulator_words_t<COUNT>*>(address) = words;
 }
 
 /* ldmatrix.x4, as csrc/common/mma.cuh describes it; `row` is the lane's own address in dynamic shared memory. */

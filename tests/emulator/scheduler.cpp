@@ -701,10 +701,11 @@ void emulator_wgmma_commit() { ++current().groups; }
  * needs of A, and the four lanes of its quad have those.
  */
 void emulator_wgmma_rows(
-    int type, int columns, float* d, const unsigned* a, unsigned long long b, int accumulate) {
+    int type, int columns, int swizzled, float* d, const unsigned* a, unsigned long long b, int accumulate) {
     fiber_t& fiber = current();
     do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), ~0ull, b, accumulate != 0});
-    check_matrix(b, columns);
+    if (swizzled) check_swizzled_matrix(b, columns);
+    else check_matrix(b, columns);
     unsigned long long* const slots = fiber.thread.exchange;
     slots[fiber.thread.lane] = reinterpret_cast<unsigned long long>(a);
     emulator_warp_barrier(0xffffffffu);
@@ -712,7 +713,7 @@ void emulator_wgmma_rows(
     for (int i = 0; i < 16; ++i)
         words[i] = reinterpret_cast<const unsigned*>(slots[fiber.thread.lane / 4 * 4 + i / 4])[i % 4];
     emulator_warp_barrier(0xffffffffu);
-    begin({type, columns, 0, d, 0, b, accumulate != 0, fiber.groups, false, true, words});
+    begin({type, columns, swizzled, d, 0, b, accumulate != 0, fiber.groups, false, true, words});
 }
 
 void emulator_wgmma(

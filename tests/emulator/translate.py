@@ -37,6 +37,12 @@ _INSTRUCTIONS = {
     "cp.async.commit_group;": "emulator_commit_copies();",
     "cp.async.wait_group %0;": "emulator_wait_for_copies({0});",
     "cp.async.wait_all;": "emulator_wait_for_copies(-1);",
+    "{ .reg .pred is; setp.ne.s32 is, %5, 0; @is st.global.v4.b32 [%0], {%1, %2, %3, %4}; }": (
+        "if ({5} != 0) emulator_store_words<4>({0}, {{{{{1}, {2}, {3}, {4}}}}});"
+    ),
+    "{ .reg .pred is; setp.ne.s32 is, %3, 0; @is st.global.v2.b32 [%0], {%1, %2}; }": (
+        "if ({3} != 0) emulator_store_words<2>({0}, {{{{{1}, {2}}}}});"
+    ),
     "griddepcontrol.launch_dependents;": ";",  # launches do not overlap here
     "griddepcontrol.wait;": ";",
     "bar.sync %0, %1;": "emulator_barrier({0}, {1});",
