@@ -607,12 +607,13 @@ IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
 
 
-# Each case in its own tile and in another one, many with few blocks.
+# Each case in its own tile in one type and in another tile in the other, many with few blocks.
 SHUFFLE_RUNS = [
-    Run("fused_shuffle", case, dtype, multiprocessors=(None, 0, 3)[(i + j + k) % 3], choice=choice)
+    Run("fused_shuffle", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice)
     for i, case in enumerate(SHUFFLE_CASES)
-    for j, dtype in enumerate((torch.float16, torch.bfloat16))
-    for k, choice in enumerate((None, 5 * i + 7 * j + 1))
+    for j, (dtype, choice) in enumerate(
+        zip((torch.float16, torch.bfloat16)[:: (-1) ** i], (None, 5 * i + 7), strict=True)
+    )
 ]
 # A block with many items of several blocks of lines and of several steps.
 SHUFFLE = Run("fused_shuffle", SHUFFLE_CASES[5], torch.float16, multiprocessors=0)

@@ -223,9 +223,13 @@ def image_variants():
 
 # Name of a layer to measure, type; which tile, None for its own.
 SHUFFLES = [
-    (name, kind, choice)
-    for name in ("maskrcnn", "unet4", "sam2", "pointpillars1", "pointpillars3", "stride_4")
-    for kind, choice in (("float16", None), ("bfloat16", 5), ("float16", -1))
+    ("maskrcnn", "float16", None),
+    ("maskrcnn", "bfloat16", 5),
+    ("unet4", "bfloat16", None),
+    ("sam2", "float16", -1),
+    ("pointpillars1", "float16", None),
+    ("pointpillars3", "bfloat16", None),
+    ("stride_4", "float16", None),
 ]
 
 
