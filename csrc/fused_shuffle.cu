@@ -209,10 +209,7 @@ __device__ __forceinline__ void produce_inputs(const fused_shuffle_params& p, ba
  * wgmma turns them round itself, from shared memory, each product waits 107 cycles for them, whatever its columns.
  */
 constexpr int kProducts = SUBS * kChannels / 16;  // of a step, one after the other
-struct words_t {
-    unsigned of[kProducts][4];
-    __device__ __forceinline__ const unsigned (&operator[](int k) const)[4] { return of[k]; }
-};
+struct words_t { unsigned of[kProducts][4]; };
 __device__ __forceinline__ void load_weights(words_t& words, const unsigned char* stage, int warp) {
     const int lane = threadIdx.x % 32, channel = lane / 16 * 8 + lane % 8, piece = (warp * 2 + lane / 8 % 2) ^ lane % 8;
     const unsigned char* row = stage + (channel * 128 + piece * 16);
@@ -251,7 +248,7 @@ __device__ __forceinline__ void multiply(
         #pragma unroll
         for (int k = 0; k < kProducts; ++k)
             wgmma_rows<ELEMENT_T, COLUMNS, true>(
-                sums, words[kStep % 2][k], advanced(right[k / 4], k % 4 * 2048), kStep + k > 0);
+                sums, words[kStep % 2].of[k], advanced(right[k / 4], k % 4 * 2048), kStep + k > 0);
         wgmma_commit();
         if (speaker) barrier_arrive(barriers.empty[warpgroup][ring.stage]);  // its words are there: products have begun
         ring.advance();
@@ -308,7 +305,9 @@ struct lines_t {
         each<END - FIRST>([&](auto turn) {
             constexpr int kTurn = FIRST + decltype(turn)::value, kFirst = kTurn % kAcross * 32;
             constexpr int kRow = kTurn / kAcross % kRowTurns * kAtOnce, kOut = kTurn / kAcross / kRowTurns;
+            // The last turns are for some lanes alone: what others would read is not of this warp, or not there.
             if (kFirst + 32 > kRowVectors && kAcross > 1 && kFirst + vector() >= kRowVectors) return;
+            if (kRow + kAtOnce > ROWS * KERNEL_H && kRow + row() >= ROWS * KERNEL_H) return;
             const ELEMENT_T* here = from + ((kOut * kTaps + kRow % KERNEL_H * KERNEL_W) * STAGED_PITCH +
                                             kRow / KERNEL_H * WIDTH + kFirst * kTogether);
             vector_t<VECTOR> values;

@@ -92,6 +92,7 @@ def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, prec
         replace(MASK_HEAD, out_channels=35),  # rows of 280 bytes
         replace(MASK_HEAD, in_channels=2048),  # more than shared memory holds of 14 inputs
         replace(MASK_HEAD, in_channels=2**24),
+        Problem(1, 1, 2**31 - 72, 1, (2, 2), (1, 1), (1, 1)),  # more lines, with those of empty blocks, than integers
         replace(MASK_HEAD, batch=2**31 - 1),  # more items than integers
     ],
 )

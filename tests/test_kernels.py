@@ -941,6 +941,22 @@ def test_fused_shuffle_kernel_matches_reference(run, calls, poison):
     run.check(calls[run])
 
 
+@pytest.mark.parametrize("size", [(17, 8), (10, 16)], ids=str)
+def test_fused_shuffle_reads_no_lines_but_those_of_a_warp(size, folder, poison):
+    """Where rows of outputs fill no last turn of the lanes; what is so read is not stored."""
+    case = Case(1, 40, 64, size, (2, 1), (2, 1)) if size == (17, 8) else SHUFFLE_CASES[9]
+    run = Run("fused_shuffle", case, torch.float16, multiprocessors=0)
+    fitting = lambda tile: (tile.rows, tile.width) == size  # noqa: E731
+    run = with_first(run, fused_shuffle.tiles_of(problem_of(case)), fitting)
+    beyond = "here - staged + (KERNEL_W - 1) * STAGED_PITCH + kTogether > kWarpLines * STAGED_PITCH"
+    trap = emulator.Edit(
+        "fused_shuffle.cu", r"(vector_t<VECTOR> values;)", rf"if ({beyond}) shared[SHARED_BYTES] = 0; \1"
+    )
+    poison("cpu")
+    with emulator.install(folder, trap):
+        run.check(run.prepare())
+
+
 def test_runs_of_fused_shuffle_take_every_path():
     tiles = [run.shuffle_tile for run in SHUFFLE_RUNS]
     for path in (

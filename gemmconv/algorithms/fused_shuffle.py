@@ -27,6 +27,7 @@ _CHANNELS, _LINE = 64, 64  # of a slot of inputs, and positions that lie in one 
 _LINE_BYTES = _CHANNELS * _LINE * _ITEMSIZE
 _MOST_COLUMNS = 256  # that tensor cores take
 _WIDTHS = (64, 96, 128, 160, 192, 224, 256)  # of tiles that are parts of rows
+_SETS = (1, 2, 3, 4, 6, 8, 12, 16)
 _WARPS = 8  # that multiply and store
 _LOADERS = 96  # threads
 _REGISTERS = (216, 72)  # of a thread that multiplies, and of others, which give theirs up: of 384 each begins with 168
@@ -138,7 +139,7 @@ class Tile:
 
     @property
     def vector(self) -> int:
-        """Outputs that are stored together: rows, and what passes have of them, are multiples."""
+        """Outputs that are stored together: rows, and what items have of them, are multiples."""
         kernel_w = self.problem.kernel_size[1]
         return kernel_w * math.gcd(_MOST_VECTOR // kernel_w, self.input_size[1], self.width)
 
@@ -161,9 +162,8 @@ class Tile:
         """
         assert self.ring_sizes is not None
         products = 4 * self.chunks * max(self.columns / 2, 32)
-        waiting = (
-            880 * self.chunks / min(4, self.ring_sizes[1] * self.subs)
-        )  # for weights, of which few are on their way
+        # For weights, where few are on their way.
+        waiting = 880 * self.chunks / min(4, self.ring_sizes[1] * self.subs)
         block = 0.49 * products + 0.61 * self.positions + 326 + waiting
         item = 340 + self.blocks * block + 27.6 * self.chunks * self.slot_bytes / 1024
         computed = 9_060 + -(-self.items // MULTIPROCESSORS) * item
@@ -197,11 +197,12 @@ def tiles_of(problem: Problem) -> Iterator[Tile]:
     height, width = _input_size(p)
     if p.out_channels * p.taps * _ITEMSIZE % 16 or p.in_pixels % 4:
         return
-    if max((p.in_channels + 64) * p.in_pixels, (p.out_channels + 64) * p.taps, 16 * p.out_pixels) > _INT32_MAX:
+    lines = p.out_channels * p.taps + max(_SETS) * _BLOCK_LINES  # with those that fill the last blocks of sets
+    if max((p.in_channels + 64) * p.in_pixels, lines, 16 * p.out_pixels) > _INT32_MAX:
         return
     sizes = [(rows, width) for rows in range(1, min(height, _MOST_COLUMNS // width) + 1)]
     sizes += [(1, part) for part in _WIDTHS if part < width]
-    sets = [count for count in (1, 2, 3, 4, 6, 8, 12, 16) if count <= _line_blocks(p)]
+    sets = [count for count in _SETS if count <= _line_blocks(p)]
     subs = (1, 2) if -(-p.in_channels // _CHANNELS) % 2 == 0 else (1,)
     for (rows, part), count, together in itertools.product(sizes, sets, subs):
         tile = Tile(p, rows, part, count, together)
