@@ -1,8 +1,9 @@
 /* wgmma whose A is in registers: D (+)= A B by a warpgroup, as in wgmma.cuh but for A. sm_90a.
  *
  * With w = warp % 4, g = lane / 4, t = lane % 4 a thread's a has, of rows 16w + g and 16w + g + 8, the words t and t + 4 of the
- * 32 bytes of K, as mma.cuh has them: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4). B is K-major or, of 16-bit values, the other way round (SWIZZLED); N is a
- * multiple of 16. While products run, what they have of A may not change either: words are kept for two groups by turns.
+ * 32 bytes of K, as mma.cuh has them: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4). B is K-major or, of 16-bit values, the
+ * other way round (SWIZZLED); N is a multiple of 16. While products run, what they have of A may not change either: words are
+ * kept for two groups by turns.
  */
 #pragma once
 
