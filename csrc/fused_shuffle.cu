@@ -265,6 +265,7 @@ __device__ __forceinline__ void pass_by(ring_t<SLOTS> slots, barriers_t& barrier
     #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
         barrier_wait(barriers.slot_full[slots.stage], slots.parity);
+        __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(barriers.slot_empty[slots.stage]);
         slots.advance();
     }

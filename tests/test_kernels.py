@@ -37,6 +37,7 @@ from gemmconv.algorithms import (
     fused_rows_tf32,
     fused_shuffle,
     row_gathering,
+    weight_lines,
 )
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of
@@ -308,11 +309,11 @@ class Run:
                 return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
             if self.operation == "fused_images":
                 if self.multiprocessors is not None:
-                    patch.setattr(fused_images, "MULTIPROCESSORS", self.multiprocessors or 1)
+                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return fused_images.prepare_forward(self.config, self.image_tile)
             if self.operation == "fused_shuffle":
                 if self.multiprocessors is not None:
-                    patch.setattr(fused_shuffle, "MULTIPROCESSORS", self.multiprocessors or 1)
+                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return fused_shuffle.prepare_forward(self.config, self.shuffle_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:

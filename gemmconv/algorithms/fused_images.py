@@ -15,10 +15,11 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from gemmconv.algorithms.base import Config, Forward, aligned, strides_of, with_strides
+from gemmconv.algorithms import weight_lines
+from gemmconv.algorithms.base import Config, Forward
 from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
-from gemmconv.algorithms.launches import Boxes, params_struct
+from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Problem
 
@@ -244,43 +245,8 @@ FusedImagesParams = params_struct(
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
-    from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
-
-    p, shared_bytes = config.problem, tile.shared_bytes
-    kernel = load(
-        "fused_images.cu", "fused_images_kernel", macros_of(tile, config.dtype), config.device.index, shared_bytes
-    )
-    strides = strides_of(p.output_shape, config.memory_format)
-    input_strides = strides_of(p.input_shape, config.memory_format)
-    boxes = _boxes(p, tile.itemsize)
-    grid, block = (min(tile.items, MULTIPROCESSORS), 1, 1), (tile.threads, 1, 1)
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(p.output_shape, strides)
-        input, weight = aligned(with_strides(input, input_strides)), aligned(weight.contiguous())
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        kernel.make_current()
-        params = FusedImagesParams(
-            tensor_map.encode(weight.data_ptr(), *boxes),
-            *(input.data_ptr(), bias_address, output.data_ptr(), p.batch, tile.items),
-        )
-        kernel.launch(grid, block, params, shared_bytes)
-        return output
-
-    return call
-
-
-def _boxes(problem: Problem, itemsize: int) -> Boxes:
-    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the weights, [lines][channels], and their boxes."""
-    p, each = problem, _LINE_BYTES // itemsize
-    lines = p.out_channels * p.taps
-    matrix = p.in_channels * lines * itemsize
-    return (
-        itemsize,
-        (lines, p.in_channels, 1, 1),
-        (lines * itemsize, matrix, matrix),
-        (each, each, 1, 1),
-        (1, 1, 1, 1),
-        True,
-    )
+    channels = _LINE_BYTES // tile.itemsize
+    boxes = weight_lines.boxes_of(tile.problem, tile.itemsize, (channels, channels))
+    macros = macros_of(tile, config.dtype)
+    counts = tile.problem.batch, tile.items
+    return weight_lines.prepare_forward(config, "fused_images", macros, FusedImagesParams, boxes, counts, tile.threads)

@@ -15,9 +15,10 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from gemmconv.algorithms.base import Config, Forward, aligned, strides_of, with_strides
+from gemmconv.algorithms import weight_lines
+from gemmconv.algorithms.base import Config, Forward
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
-from gemmconv.algorithms.launches import Boxes, params_struct
+from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
 from gemmconv.geometry import Pair, Problem
 
@@ -248,42 +249,9 @@ FusedShuffleParams = params_struct(
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
-    from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
-
-    p, shared_bytes = config.problem, tile.shared_bytes
+    boxes = weight_lines.boxes_of(tile.problem, _ITEMSIZE, (_BLOCK_LINES, tile.subs * _CHANNELS))
     macros = macros_of(tile, config.dtype)
-    kernel = load("fused_shuffle.cu", "fused_shuffle_kernel", macros, config.device.index, shared_bytes)
-    strides = strides_of(p.output_shape, config.memory_format)
-    input_strides = strides_of(p.input_shape, config.memory_format)
-    boxes = _boxes(tile)
-    grid, block = (min(tile.items, MULTIPROCESSORS), 1, 1), (tile.threads, 1, 1)
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(p.output_shape, strides)
-        input, weight = aligned(with_strides(input, input_strides)), aligned(weight.contiguous())
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        kernel.make_current()
-        params = FusedShuffleParams(
-            tensor_map.encode(weight.data_ptr(), *boxes),
-            *(input.data_ptr(), bias_address, output.data_ptr(), tile.items),
-        )
-        kernel.launch(grid, block, params, shared_bytes)
-        return output
-
-    return call
-
-
-def _boxes(tile: Tile) -> Boxes:
-    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the weights, [lines][channels], and their boxes."""
-    p = tile.problem
-    lines = p.out_channels * p.taps
-    matrix = p.in_channels * lines * _ITEMSIZE
-    return (
-        _ITEMSIZE,
-        (lines, p.in_channels, 1, 1),
-        (lines * _ITEMSIZE, matrix, matrix),
-        (_BLOCK_LINES, tile.subs * _CHANNELS, 1, 1),
-        (1, 1, 1, 1),
-        True,
+    counts = (tile.items,)
+    return weight_lines.prepare_forward(
+        config, "fused_shuffle", macros, FusedShuffleParams, boxes, counts, tile.threads
     )

@@ -1,0 +1,69 @@
+"""What fused_images and fused_shuffle share: weights that are brought by boxes of lines, inputs as they lie.
+
+Lines are the rows of weightᵀ, C_out * kH * kW of them: the weight tensor is [C_in][lines], and a box has some lines of
+some channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from gemmconv.algorithms.base import Config, Forward, aligned, strides_of, with_strides
+from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
+from gemmconv.algorithms.launches import Boxes
+from gemmconv.algorithms.macros import Macros
+from gemmconv.geometry import Pair, Problem
+
+
+def boxes_of(problem: Problem, itemsize: int, box: Pair) -> Boxes:
+    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the weights, and of boxes of (lines, channels)."""
+    lines = problem.out_channels * problem.taps
+    matrix = problem.in_channels * lines * itemsize
+    return (
+        itemsize,
+        (lines, problem.in_channels, 1, 1),
+        (lines * itemsize, matrix, matrix),
+        (*box, 1, 1),
+        (1, 1, 1, 1),
+        True,
+    )
+
+
+def prepare_forward(
+    config: Config,
+    name: str,
+    macros: Macros,
+    params_of: Callable[..., ctypes.Structure],
+    boxes: Boxes,
+    counts: tuple[int, ...],
+    threads: int,
+) -> Forward:
+    """The call of csrc/``name``.cu, for ``Algorithm.forward``.
+
+    Its params are the weights' tensor map, the addresses of input, bias and output, and ``counts``, whose last is that
+    of items: as many blocks as there are multiprocessors take turns at them.
+    """
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    p, shared_bytes = config.problem, macros["SHARED_BYTES"]
+    assert isinstance(shared_bytes, int)
+    kernel = load(f"{name}.cu", f"{name}_kernel", macros, config.device.index, shared_bytes)
+    strides = strides_of(p.output_shape, config.memory_format)
+    input_strides = strides_of(p.input_shape, config.memory_format)
+    grid, block = (min(counts[-1], MULTIPROCESSORS), 1, 1), (threads, 1, 1)
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(p.output_shape, strides)
+        input, weight = aligned(with_strides(input, input_strides)), aligned(weight.contiguous())
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        kernel.make_current()
+        weights = tensor_map.encode(weight.data_ptr(), *boxes)
+        params = params_of(weights, input.data_ptr(), bias_address, output.data_ptr(), *counts)
+        kernel.launch(grid, block, params, shared_bytes)
+        return output
+
+    return call
