@@ -34,6 +34,11 @@ __device__ __forceinline__ void barrier_arrive(barrier_t& b) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(&b)) : "memory");
 }
 
+/* Arrive once all copies of async.cuh that this thread has begun are complete: others see them behind the barrier. */
+__device__ __forceinline__ void barrier_arrive_when_copied(barrier_t& b) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(&b)) : "memory");
+}
+
 /* Announce what bulk copies will bring in this phase, and arrive. */
 __device__ __forceinline__ void barrier_arrive_expecting(barrier_t& b, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"

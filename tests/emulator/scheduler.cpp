@@ -85,6 +85,13 @@ struct bulk_copy_t {
     size_t barrier;
 };
 
+/* A thread's arrival at a barrier that waits for copies. */
+struct arrival_t {
+    std::vector<copy_t> copies;
+    const void* thread;
+    size_t barrier;
+};
+
 /* A wgmma of one thread: its part of D. */
 struct product_t {
     int type, columns, swizzled;
@@ -146,6 +153,7 @@ std::vector<shared_array_t> shared_arrays;
 std::vector<barrier_t> barriers;
 int passed[kNamedBarriers];  // threads that came to a barrier and went on, since it was last complete
 std::vector<bulk_copy_t> bulk_copies;  // to be done
+std::vector<arrival_t> arrivals;       // to come
 std::deque<std::vector<unsigned char>> boxes;  // that were copied from
 std::vector<step_t> steps[kMostThreads / kWarpgroup];
 
@@ -263,8 +271,28 @@ void do_copy(const bulk_copy_t& bulk) {
     barriers[bulk.barrier].proceed();
 }
 
-/* Does one of the bulk copies that are left. */
+void arrive(barrier_t& barrier, int bytes) {
+    if (barrier.missing == 0) fail("more than %d arrivals in a phase of an mbarrier", barrier.arrivals);
+    barrier.bytes += bytes;
+    --barrier.missing;
+    barrier.proceed();
+}
+
+/* Has the i-th of the arrivals that are to come. */
+void have_arrival(size_t i) {
+    std::swap(arrivals[i], arrivals.back());
+    const arrival_t arrival = std::move(arrivals.back());
+    arrivals.pop_back();
+    for (const copy_t& copy : arrival.copies) copy.run();
+    arrive(barriers[arrival.barrier], 0);
+}
+
+/* Does one of the bulk copies that are left, or has one of the arrivals. */
 bool do_some_copy() {
+    if (!arrivals.empty()) {
+        have_arrival(below(arrivals.size()));
+        return true;
+    }
     if (bulk_copies.empty()) return false;
     std::swap(bulk_copies[below(bulk_copies.size())], bulk_copies.back());
     const bulk_copy_t bulk = bulk_copies.back();
@@ -325,6 +353,7 @@ void run_block() {
     barriers.clear();
     memset(passed, 0, sizeof(passed));
     bulk_copies.clear();
+    arrivals.clear();
     boxes.clear();
     for (std::vector<step_t>& of_warpgroup : steps) of_warpgroup.clear();
     memset(emulator_dynamic_shared, kUnwritten, dynamic_bytes + kGuardBytes);
@@ -572,9 +601,11 @@ void emulator_copy_async(unsigned target, const void* source, int bytes, int sou
 
 void emulator_commit_copies() { ++current().copy_groups; }
 
-/* Completes all groups but the last so many; where that is negative, all copies. */
+/* Completes all groups but the last so many; where that is negative, all copies, those that arrivals wait for among them. */
 void emulator_wait_for_copies(int pending) {
     fiber_t& fiber = current();
+    for (size_t i = arrivals.size(); pending < 0 && i-- > 0;)
+        if (arrivals[i].thread == &fiber) have_arrival(i);
     size_t count = 0;
     for (; count < fiber.copies.size(); ++count) {
         if (pending >= 0 && fiber.copies[count].group + pending >= fiber.copy_groups) break;
@@ -619,11 +650,16 @@ void emulator_barrier_init_done() {
 void emulator_barrier_arrive(void* place, int bytes) {
     barrier_t& barrier = barriers[barrier_at(place)];
     if (bytes < 0 || barrier.bytes + bytes > kMostInBarrier) fail("an mbarrier that expects too many bytes");
-    if (barrier.missing == 0) fail("more than %d arrivals in a phase of an mbarrier", barrier.arrivals);
-    barrier.bytes += bytes;
-    --barrier.missing;
-    barrier.proceed();
+    arrive(barrier, bytes);
     if (bytes == 0) fall_behind();
+}
+
+/* Arrives once the thread's copies are complete: now, or when nothing else can go on. */
+void emulator_barrier_arrive_when_copied(void* place) {
+    fiber_t& fiber = current();
+    arrivals.push_back({std::move(fiber.copies), &fiber, barrier_at(place)});
+    fiber.copies.clear();
+    if (draw() % 2) have_arrival(arrivals.size() - 1);
 }
 
 void emulator_barrier_wait(void* place, int parity) {
