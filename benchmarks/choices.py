@@ -93,7 +93,9 @@ def _fused_images_tiles(config: Config) -> Iterable[fused_images.Tile]:
 
 
 def _fused_shuffle_tiles(config: Config) -> Iterable[fused_shuffle.Tile]:
-    return () if fused.shuffle_tile_for(config) is None else fused_shuffle.tiles_of(config.problem)
+    if fused.shuffle_tile_for(config) is None:
+        return ()
+    return fused_shuffle.tiles_of(config.problem, config.dtype.itemsize)
 
 
 def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:

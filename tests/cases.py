@@ -160,8 +160,8 @@ IMAGE_CASES = [
     Case(1, 200, 8, (12, 14), (4, 4), (2, 2), (1, 1)),
 ]
 
-# Taps that neither overlap nor leave gaps, for csrc/fused_shuffle.cu: whole rows and parts of one; pieces of eight and
-# of four; inputs that fill nothing; channels of one slot and several; lines of one block and several.
+# Taps that neither overlap nor leave gaps, for csrc/fused_shuffle.cu: rows of even and odd widths; pieces of 8 and of
+# 16 bytes; positions that fill nothing; channels of one slot and several; lines of one block and several.
 SHUFFLE_CASES = [
     Case(3, 72, 34, (14, 14), (2, 2), (2, 2)),
     Case(2, 40, 16, (6, 20), (2, 2), (2, 2)),
@@ -169,10 +169,11 @@ SHUFFLE_CASES = [
     Case(2, 64, 9, (4, 6), (4, 4), (4, 4)),
     Case(3, 5, 264, (2, 18), (1, 1)),
     Case(1, 300, 72, (3, 64), (1, 2), (1, 2)),
+    Case(3, 48, 36, (12, 15), (2, 2), (2, 2)),
     Case(1, 33, 24, (2, 300), (2, 2), (2, 2)),
     Case(2, 24, 7, (2, 48), (1, 8), (1, 8)),
-    Case(2, 96, 40, (8, 8), (2, 1), (2, 1)),
-    Case(5, 200, 12, (16, 16), (2, 2), (2, 2)),
+    Case(2, 96, 40, (12, 7), (2, 1), (2, 1)),
+    Case(5, 200, 40, (16, 16), (2, 2), (2, 2)),
 ]
 
 # Wide rows, for csrc/fused_rows.cu: one step and several, ends within one and behind it; taps that reach far or stand

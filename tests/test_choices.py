@@ -156,8 +156,7 @@ def test_first_candidate_is_the_kernels_own_choice(name, precision):
     }
     choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    declined = {"fused_shuffle": ("fp32", "tf32")}
-    declined |= dict.fromkeys(("direct_mma", "fused_images", "fused_rows"), ("fp32",))
+    declined = dict.fromkeys(("direct_mma", "fused_images", "fused_shuffle", "fused_rows"), ("fp32",))
     assert (choice is None) == (precision in declined.get(name, ()))
 
 

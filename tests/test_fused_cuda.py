@@ -218,11 +218,12 @@ class ShuffleRun(Run):
 
     @property
     def tiles(self):
-        own, found = fused_shuffle.tile_of(self.config.problem), [*fused_shuffle.tiles_of(self.config.problem)]
-        return [own, *Random(str(self)).sample(found, min(3, len(found)))]
+        arguments = self.config.problem, self.config.dtype.itemsize
+        found = [*fused_shuffle.tiles_of(*arguments)]
+        return [fused_shuffle.tile_of(*arguments), *Random(str(self)).sample(found, min(3, len(found)))]
 
 
-# Items that share a multiprocessor, and fill no round; inputs of more slots than one item has; many steps.
+# Items that share a multiprocessor, and fill no round; inputs of more slots than one item has, or than there are.
 LARGE_SHUFFLE_CASES = [
     Case(140, 264, 72, (14, 14), (2, 2), (2, 2)),
     Case(3, 512, 96, (24, 64), (2, 2), (2, 2)),
@@ -234,8 +235,9 @@ LARGE_SHUFFLE_CASES = [
 SHUFFLE_RUNS = [
     ShuffleRun(case, numerics, "contiguous")
     for case in (*SHUFFLE_CASES, *LARGE_SHUFFLE_CASES)
-    for numerics in ("float16", "bfloat16")
+    for numerics in ("float16", "bfloat16", "tf32")
 ]
+SHUFFLE_RUNS = [run for run in SHUFFLE_RUNS if None not in run.tiles]
 
 
 @dataclass(frozen=True)

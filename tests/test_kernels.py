@@ -227,8 +227,8 @@ class Run:
     def shuffle_tile(self):
         """The tile of fused_shuffle, None where it declines the problem."""
         if self.choice is None:
-            return fused_shuffle.tile_of(problem_of(self.case))
-        tiles = [*fused_shuffle.tiles_of(problem_of(self.case))]
+            return fused_shuffle.tile_of(problem_of(self.case), self.dtype.itemsize)
+        tiles = [*fused_shuffle.tiles_of(problem_of(self.case), self.dtype.itemsize)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -608,31 +608,33 @@ IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
 
 
+def shuffle_run_of(case, dtype, suits, multiprocessors=0):
+    """A block with many items, of the first tile that suits."""
+    run = Run("fused_shuffle", case, dtype, multiprocessors=multiprocessors, tf32=dtype.itemsize == 4)
+    return with_first(run, fused_shuffle.tiles_of(problem_of(case), dtype.itemsize), suits)
+
+
 # Each case in its own tile in one type and in another tile in the other, many with few blocks.
 SHUFFLE_RUNS = [
-    Run("fused_shuffle", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice)
+    Run(
+        "fused_shuffle", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, tf32=dtype.itemsize == 4
+    )
     for i, case in enumerate(SHUFFLE_CASES)
     for j, (dtype, choice) in enumerate(
-        zip((torch.float16, torch.bfloat16)[:: (-1) ** i], (None, 5 * i + 7), strict=True)
+        (
+            ((torch.float16, torch.bfloat16)[i % 2], (None, 5 * i + 7)[i // 2 % 2]),
+            (torch.float32, (5 * i + 3, None)[i % 2]),
+        )
     )
 ]
-# A block with many items of several blocks of lines and of several steps.
-SHUFFLE = Run("fused_shuffle", SHUFFLE_CASES[5], torch.float16, multiprocessors=0)
-SHUFFLE = with_first(
-    SHUFFLE,
-    fused_shuffle.tiles_of(problem_of(SHUFFLE.case)),
-    lambda tile: tile.blocks == 3 and tile.width == 64,
+SHUFFLE_RUNS = [run for run in SHUFFLE_RUNS if run.shuffle_tile is not None]
+# Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
+SHUFFLE, SHUFFLE_TF32 = (
+    shuffle_run_of(SHUFFLE_CASES[-1], dtype, lambda tile: tile.held and tile.blocks > 2)
+    for dtype in (torch.float16, torch.float32)
 )
-# The same where a warpgroup has no block of every other item.
-SHUFFLE_ALONE = with_first(SHUFFLE, fused_shuffle.tiles_of(problem_of(SHUFFLE.case)), lambda tile: tile.blocks == 1)
-# And where slots are those of one item.
-SHUFFLE_FULL = Run("fused_shuffle", SHUFFLE_CASES[9], torch.float16, multiprocessors=0)
-SHUFFLE_FULL = with_first(
-    SHUFFLE_FULL,
-    fused_shuffle.tiles_of(problem_of(SHUFFLE_FULL.case)),
-    lambda tile: tile.ring_sizes[0] == tile.chunks,
-)
-SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_ALONE, SHUFFLE_FULL]
+SHUFFLE_ALONE = shuffle_run_of(SHUFFLE_CASES[4], torch.float16, lambda tile: not tile.kept)
+SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_TF32, SHUFFLE_ALONE]
 
 
 # Each case in its own tile or another one, and the other way round backwards, many with few blocks.
@@ -942,44 +944,28 @@ def test_fused_shuffle_kernel_matches_reference(run, calls, poison):
     run.check(calls[run])
 
 
-@pytest.mark.parametrize("size", [(17, 8), (10, 16)], ids=str)
-def test_fused_shuffle_reads_no_lines_but_those_of_a_warp(size, folder, poison):
-    """Where rows of outputs fill no last turn of the lanes; what is so read is not stored."""
-    case = Case(1, 40, 64, size, (2, 1), (2, 1)) if size == (17, 8) else SHUFFLE_CASES[9]
-    run = Run("fused_shuffle", case, torch.float16, multiprocessors=0)
-    fitting = lambda tile: (tile.rows, tile.width) == size  # noqa: E731
-    run = with_first(run, fused_shuffle.tiles_of(problem_of(case)), fitting)
-    beyond = "here - staged + (KERNEL_W - 1) * STAGED_PITCH + kTogether > kWarpLines * STAGED_PITCH"
-    trap = emulator.Edit(
-        "fused_shuffle.cu", r"(vector_t<VECTOR> values;)", rf"if ({beyond}) shared[SHARED_BYTES] = 0; \1"
-    )
-    poison("cpu")
-    with emulator.install(folder, trap):
-        run.check(run.prepare())
-
-
 def test_runs_of_fused_shuffle_take_every_path():
     tiles = [run.shuffle_tile for run in SHUFFLE_RUNS]
     for path in (
-        lambda tile: tile.whole,
+        lambda tile: tile.packed,
+        lambda tile: tile.held,
+        lambda tile: tile.positions % 128 == 0,
+        lambda tile: tile.positions > 128,
+        lambda tile: tile.problem.in_pixels % 128 == 0,
+        lambda tile: tile.input_size[1] % 2 == 0,
         lambda tile: tile.input_size == tile.problem.input_size,
-        lambda tile: tile.input_size[0] % tile.rows == 0,
-        lambda tile: tile.input_size[1] % tile.width == 0,
-        lambda tile: tile.positions < tile.columns,
         lambda tile: tile.sets > 1,
-        lambda tile: tile.blocks == 1,
-        lambda tile: tile.blocks % 2 == 0,
-        lambda tile: tile.subs == 2,
-        lambda tile: tile.steps > 1,
-        lambda tile: tile.steps > tile.ring_sizes[1],
-        lambda tile: tile.ring_sizes[0] >= 2 * tile.chunks,
-        lambda tile: tile.piece == 8,
-        lambda tile: tile.vector == 8,
-        lambda tile: tile.width * tile.problem.kernel_size[1] > 32 * tile.vector,
+        lambda tile: tile.line_blocks % tile.sets == 0,
+        lambda tile: tile.blocks > 1,
+        lambda tile: tile.chunks > 1,
+        lambda tile: tile.chunks > 8,  # those before are unrolled
+        lambda tile: tile.ring_sizes[0] > tile.chunks,
+        lambda tile: tile.lines % 64 == 0,
+        lambda tile: tile.piece * tile.itemsize == 16,
         lambda tile: tile.problem.kernel_size[1] == 1,
         lambda tile: tile.problem.kernel_size[1] > 2,
-        lambda tile: tile.problem.in_channels % 64 == 0,
-        lambda tile: tile.problem.out_channels * tile.problem.taps % 64 == 0,
+        lambda tile: tile.problem.in_channels * tile.itemsize % 128 == 0,
+        lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
     ):
         assert {path(tile) for tile in tiles} == {True, False}
 
@@ -1759,12 +1745,12 @@ MISTAKES = {
     ),
     "shuffle_inputs_passed_on_too_early": (
         SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"if \(underway == 1\) wait.*\s*else if.*\s*else wait_for.*;", ""),
+        emulator.Edit("fused_shuffle.cu", r"barrier_arrive_when_copied\(", "barrier_arrive("),
         "relative error",
     ),
     "shuffle_inputs_not_waited_for": (
-        SHUFFLE_FULL,
-        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.slot_full[^;]*;(\s*right)", r"\1"),
+        SHUFFLE_TF32,
+        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.slot_full[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "shuffle_slots_overwritten": (
@@ -1772,18 +1758,13 @@ MISTAKES = {
         emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
-    "shuffle_slots_waited_for_by_those_who_free_them": (
-        SHUFFLE_FULL,
-        emulator.Edit("fused_shuffle.cu", r"pass_on_to\(most_underway\(chunk\)\);", "pass_on_to(kMostUnderway);"),
-        "deadlock",
-    ),
-    "shuffle_slots_not_passed_by": (
-        SHUFFLE_ALONE,
-        emulator.Edit("fused_shuffle.cu", r"if \(BLOCKS == 1\) pass_by\(slots, barriers\);", ""),
-        "deadlock",
-    ),
-    "shuffle_slots_released_too_early": (
+    "shuffle_slots_freed_before_the_last_block": (
         SHUFFLE,
+        emulator.Edit("fused_shuffle.cu", r"if \(frees && speaker\)", "if (speaker)"),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "shuffle_words_overwritten": (
+        SHUFFLE_TF32,
         emulator.Edit("fused_shuffle.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "relative error",
     ),
@@ -1793,13 +1774,13 @@ MISTAKES = {
         "relative error|arrivals in a phase|never waited for|deadlock",
     ),
     "shuffle_stages_overwritten": (
-        SHUFFLE,
+        SHUFFLE_TF32,
         emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
-    "shuffle_lines_read_too_early": (
-        SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"__syncwarp\(\);(\s*\}\s*/\* Stores vectors)", r"\1"),
+    "shuffle_biases_read_too_early": (
+        SHUFFLE_ALONE,
+        emulator.Edit("fused_shuffle.cu", r"__syncwarp\(\);(\s*outputs = )", r"\1"),
         "relative error",
     ),
     "shuffle_sums_read_too_early": (

@@ -224,24 +224,27 @@ def image_variants():
 # Name of a layer to measure, type; which tile, None for its own.
 SHUFFLES = [
     ("maskrcnn", "float16", None),
-    ("maskrcnn", "bfloat16", 5),
-    ("unet4", "bfloat16", None),
-    ("sam2", "float16", -1),
-    ("pointpillars1", "float16", None),
+    ("maskrcnn", "float32", None),
+    ("unet1", "float32", None),
+    ("unet4", "bfloat16", -1),
+    ("pointpillars1", "float32", None),
     ("pointpillars3", "bfloat16", None),
-    ("stride_4", "float16", None),
+    ("pointpillars3", "float32", 5),
+    ("stride_4", "float32", None),
 ]
 
 
 def shuffle_variants():
-    """fused_shuffle.cu for layers of full size."""
+    """fused_shuffle.cu for layers of full size, and fused_shuffle_weights.cu."""
     problems, variants = problems_by_name(), {}
     for name, kind, choice in SHUFFLES:
-        tile = fused_shuffle.tile_of(problems[name])
+        dtype = getattr(torch, kind)
+        tile = fused_shuffle.tile_of(problems[name], dtype.itemsize)
         if choice is not None:
-            tile = [*fused_shuffle.tiles_of(problems[name])][choice]
-        macros = fused_shuffle.macros_of(tile, getattr(torch, kind))
+            tile = [*fused_shuffle.tiles_of(problems[name], dtype.itemsize)][choice]
+        macros = fused_shuffle.macros_of(tile, dtype)
         variants[f"fused_shuffle-{name}-{kind}-{choice}"] = ("fused_shuffle.cu", macros)
+    variants["fused_shuffle_weights"] = ("fused_shuffle_weights.cu", fused_shuffle.weights_macros_of(tile))
     return variants
 
 

@@ -7,7 +7,7 @@
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
     fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
-    fused_shuffle.py       csrc/fused_shuffle.cu  nothing to fold: kernels as large as their stride, of 16 bits in NCHW
+    fused_shuffle.py       csrc/fused_shuffle.cu  nothing to fold: kernels as large as their stride, in NCHW
     fused_rows.py          csrc/fused_rows.cu  folds columns in registers, for wide rows of 16 bits in NCHW
     fused_rows_tf32.py     csrc/fused_rows_tf32.cu  the same of TF32
     row_gathering.py       what both have in common
@@ -71,7 +71,6 @@ _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _FOLD_CLOCK_RATE = 1.755e9  # where they are not
 _ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
-_SHUFFLE_MARGIN = 1.12  # its estimates are 11% off
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for other weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
@@ -267,7 +266,7 @@ class Fused(OneByOne):
         way = _way(config, direction)
         if way is None:
             return _OTHERWISE.workspace_bytes(config, direction)
-        return way.packed_bytes if isinstance(way, Plan | RowGathering) else 0
+        return way.packed_bytes if isinstance(way, Plan | RowGathering | fused_shuffle.Tile) else 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
@@ -347,9 +346,12 @@ def image_tile_for(config: Config) -> fused_images.Tile | None:
 
 def shuffle_tile_for(config: Config) -> fused_shuffle.Tile | None:
     """The tile of csrc/fused_shuffle.cu for a configuration, None where that kernel is not for it."""
-    itemsize, _, channels_last = variant_of(config)
-    is_for_it = config.dtype in _DTYPES and itemsize == 2 and not channels_last
-    return fused_shuffle.tile_of(config.problem) if is_for_it else None
+    itemsize, split, channels_last = variant_of(config)
+    return (
+        None
+        if config.dtype not in _DTYPES or split or channels_last
+        else fused_shuffle.tile_of(config.problem, itemsize)
+    )
 
 
 def rows_tile_for(config: Config, direction: Direction) -> RowGathering | None:
@@ -394,8 +396,6 @@ def _seconds(way: Plan | _Tile) -> float:
         return _plan_seconds(way)
     if isinstance(way, RowGathering):
         return _ROWS_MARGIN * way.seconds
-    if isinstance(way, fused_shuffle.Tile):
-        return _SHUFFLE_MARGIN * way.cycles / _CLOCK_RATE
     return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 
 

@@ -246,7 +246,9 @@ FusedImagesParams = params_struct(
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
     channels = _LINE_BYTES // tile.itemsize
-    boxes = weight_lines.boxes_of(tile.problem, tile.itemsize, (channels, channels))
+    weights = weight_lines.mapped(weight_lines.boxes_of(tile.problem, tile.itemsize, (channels, channels)))
     macros = macros_of(tile, config.dtype)
     counts = tile.problem.batch, tile.items
-    return weight_lines.prepare_forward(config, "fused_images", macros, FusedImagesParams, boxes, counts, tile.threads)
+    return weight_lines.prepare_forward(
+        config, "fused_images", macros, FusedImagesParams, weights, counts, tile.threads
+    )

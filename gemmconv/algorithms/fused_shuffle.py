@@ -1,13 +1,12 @@
 """How ``fused`` goes about kernels as large as their stride (csrc/fused_shuffle.cu): tiles, estimates, the launch.
 
-It is for 16-bit types, NCHW, one group, kernels whose taps divide 16 and neither overlap nor leave gaps, no padding,
-weights whose rows of lines begin at 16 bytes, and images whose pixels are a multiple of four; ``tile_of`` gives None
-for others, and where the inputs of a tile do not fit shared memory.
+It is for 16-bit types and TF32, NCHW, one group, kernels whose taps divide 16 and neither overlap nor leave gaps, no
+padding, and images whose pixels are a multiple of four; of 16 bits, weights whose rows of lines begin at 16 bytes.
+``tiles_of`` gives none for others.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,20 +21,25 @@ from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
 from gemmconv.geometry import Pair, Problem
 
-_ITEMSIZE = 2
-_WARP_LINES, _BLOCK_LINES = 16, 64
-_CHANNELS, _LINE = 64, 64  # of a slot of inputs, and positions that lie in one piece there
-_LINE_BYTES = _CHANNELS * _LINE * _ITEMSIZE
-_MOST_COLUMNS = 256  # that tensor cores take
-_WIDTHS = (64, 96, 128, 160, 192, 224, 256)  # of tiles that are parts of rows
+_POSITIONS = 128  # of an item
+_CHUNK_BYTES = 128  # of channels, of a slot and a stage
+_SLOT_BYTES = _POSITIONS * _CHUNK_BYTES
+_BOX_LINES = 64
+_MOST_LINES = 256  # that tensor cores take
+_MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
+_LINES = (64, 96, 128, 160, 192, 224, 256)
 _SETS = (1, 2, 3, 4, 6, 8, 12, 16)
 _WARPS = 8  # that multiply and store
 _LOADERS = 96  # threads
-_REGISTERS = (216, 72)  # of a thread that multiplies, and of others, which give theirs up: of 384 each begins with 168
-_MOST_VECTOR = 8  # outputs that a thread stores together
+_WEIGHT_THREADS = 256
+_REGISTERS = (232, 40)  # of a thread that multiplies, and of others, which give theirs up: of 384 each begins with 168
 _BARRIER_BYTES = 16  # of a slot or a stage
-_MOST_SLOTS, _MOST_STAGES = 12, 4
+_MOST_KERNEL_W = 8
+_MOST_TAPS = 16
+_MOST_RING = 12
+_STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # that hide how long weights take from the L2 cache
 _BYTES_A_CYCLE = 2_560  # that memory moves
+_COPIED_A_CYCLE = 5_500  # bytes, from the L2 cache to all multiprocessors
 _INT32_MAX = 2**31 - 1
 
 
@@ -45,213 +49,229 @@ class Tile:
 
     Attributes:
         problem: the geometry.
-        rows: of inputs of an item.
-        width: of a row of an item: all of it, or a part where there is one row.
-        sets: that lines are divided into, each for other items.
-        subs: times 64 channels that a stage of weights has, 1 or 2.
+        itemsize: bytes of an element; of four, float32 as TF32.
+        lines: of weights that are multiplied together.
+        sets: that blocks of lines are divided into, each for other items.
     """
 
     problem: Problem
-    rows: int
-    width: int
+    itemsize: int
+    lines: int
     sets: int
-    subs: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are laid out by a launch of their own."""
+        return self.itemsize == 4
 
     @cached_property
     def input_size(self) -> Pair:
         """Rows and columns; one row where rows of inputs are rows of outputs, which then follow each other too."""
-        return _input_size(self.problem)
+        height, width = self.problem.input_size
+        return (1, height * width) if self.problem.kernel_size[0] == 1 else (height, width)
 
     @property
     def positions(self) -> int:
-        return self.rows * self.width
+        """Of all images."""
+        return self.problem.batch * self.problem.in_pixels
 
     @property
-    def columns(self) -> int:
-        """Positions, up to what the tensor core takes."""
-        return -(-self.positions // 16) * 16
+    def line_blocks(self) -> int:
+        return -(-self.problem.out_channels * self.problem.taps // self.lines)
 
     @property
     def blocks(self) -> int:
-        """Of 64 lines, of a set."""
-        return -(-_line_blocks(self.problem) // self.sets)
-
-    @property
-    def whole(self) -> bool:
-        """Whether an item has whole rows."""
-        return self.width == self.input_size[1]
-
-    @property
-    def staged_pitch(self) -> int:
-        """Elements from one line of outputs to the next: an odd multiple of 8, which spreads lines over banks."""
-        return (self.positions + 7) // 16 * 16 + 8
-
-    @property
-    def steps(self) -> int:
-        """Stages of a block of lines."""
-        return -(-self.problem.in_channels // (self.subs * _CHANNELS))
+        """Of lines, of a set; the last may have fewer."""
+        return -(-self.line_blocks // self.sets)
 
     @property
     def chunks(self) -> int:
-        """Slots of an item."""
-        return self.steps * self.subs
-
-    @property
-    def slot_bytes(self) -> int:
-        return -(-self.columns // _LINE) * _LINE_BYTES
+        """Slots of an item, and stages of a block of lines."""
+        return -(-self.problem.in_channels * self.itemsize // _CHUNK_BYTES)
 
     @property
     def stage_bytes(self) -> int:
-        return self.subs * _LINE_BYTES
+        return (self.lines if self.packed else -(-self.lines // _BOX_LINES) * _BOX_LINES) * _CHUNK_BYTES
 
     @property
-    def staged_bytes(self) -> int:
-        """Of the outputs of all warps."""
-        return _WARPS * _WARP_LINES * self.staged_pitch * _ITEMSIZE
+    def bias_bytes(self) -> int:
+        """Of each warp's copy of a block's."""
+        return -(-_WARPS * (self.lines // self.problem.taps) // 4) * 16
 
     @cached_property
-    def ring_sizes(self) -> tuple[int, int] | None:
-        """Slots of inputs and stages of weights of a warpgroup, None where they do not fit: an item's inputs must."""
-        free = SHARED_BYTES - self.staged_bytes
-        slot, stages = self.slot_bytes + _BARRIER_BYTES, 2 * (self.stage_bytes + _BARRIER_BYTES)
-        for least, count in ((2 * self.chunks, 2), (self.chunks + 1, 3), (self.chunks, 2)):
-            slots = min((free - count * stages) // slot, max(2 * self.chunks, 4), _MOST_SLOTS)
-            if slots >= least:  # one stage is not free before the products of the next are begun
-                return slots, min((free - slots * slot) // stages, _MOST_STAGES)
-        return None
+    def ring_sizes(self) -> tuple[int, int]:
+        """Slots of inputs and stages of weights."""
+        free = SHARED_BYTES - self.bias_bytes
+        slot, stage = _SLOT_BYTES + _BARRIER_BYTES, self.stage_bytes + _BARRIER_BYTES
+        if self.held:
+            stages = min(free - self.chunks * slot, _STAGES_BYTES) // stage
+            slots = min((free - stages * stage) // slot, max(2 * self.chunks, 4), _MOST_RING)
+        else:
+            slots = min(free // (slot + stage), _MOST_RING)
+        return slots, min((free - slots * slot) // stage, _MOST_RING)
+
+    @cached_property
+    def held(self) -> bool:
+        """Whether inputs stay in shared memory for all blocks of lines of an item: if they fit."""
+        free = SHARED_BYTES - self.bias_bytes - 2 * (self.stage_bytes + _BARRIER_BYTES)
+        return self.blocks > 1 and self.chunks <= min(free // (_SLOT_BYTES + _BARRIER_BYTES), _MOST_RING)
+
+    @property
+    def kept(self) -> bool:
+        """Whether outputs are stored while products of the next block run."""
+        return self.lines <= _MOST_KEPT[self.itemsize]
 
     @property
     def shared_bytes(self) -> int:
-        assert self.ring_sizes is not None
         slots, stages = self.ring_sizes
-        weights = 2 * stages * (self.stage_bytes + _BARRIER_BYTES)
-        return slots * (self.slot_bytes + _BARRIER_BYTES) + weights + self.staged_bytes
+        rings = slots * (_SLOT_BYTES + _BARRIER_BYTES) + stages * (self.stage_bytes + _BARRIER_BYTES)
+        return rings + self.bias_bytes
 
     @property
     def items(self) -> int:
-        height, width = self.input_size
-        return self.problem.batch * -(-height // self.rows) * -(-width // self.width) * self.sets
+        return -(-self.positions // _POSITIONS) * self.sets
 
     @property
     def piece(self) -> int:
-        """Inputs that are copied together: items begin at multiples of it."""
-        begins = (self.rows * self.width,) if self.whole else (self.width, self.input_size[1])
-        return math.gcd(8, self.problem.in_pixels, *begins)
-
-    @property
-    def vector(self) -> int:
-        """Outputs that are stored together: rows, and what items have of them, are multiples."""
-        kernel_w = self.problem.kernel_size[1]
-        return kernel_w * math.gcd(_MOST_VECTOR // kernel_w, self.input_size[1], self.width)
+        """Inputs that are copied together."""
+        return math.gcd(16 // self.itemsize, self.problem.in_pixels)
 
     @property
     def threads(self) -> int:
         return 32 + _LOADERS + 32 * _WARPS
 
     @property
-    def possible(self) -> bool:
-        if self.items + MULTIPROCESSORS > _INT32_MAX or self.piece < 4:
-            return False
-        return self.ring_sizes is not None
+    def packed_bytes(self) -> int:
+        """Of the weights as they are laid out."""
+        return self.line_blocks * self.lines * self.chunks * _CHUNK_BYTES if self.packed else 0
 
     @property
     def cycles(self) -> float:
-        """Roughly the cycles that a call takes, its launch among them.
+        """Roughly the cycles that a call takes, its launches among them.
 
-        Fitted to 166 tiles of 8 layers on an H100, 11% off as the root mean square of the logarithm; those that it
-        chooses take 2% longer than the best of those measured (geometric mean). Memory is an H200's.
+        Fitted to 221 tiles of 12 layers in two types on an H100, the best ones above all: 8% off as the root mean
+        square of the logarithm, all alike 11%. Those that it chooses take 2% longer than the best of those measured
+        (geometric mean). Memory is an H200's.
         """
-        assert self.ring_sizes is not None
-        products = 4 * self.chunks * max(self.columns / 2, 32)
-        # For weights, where few are on their way.
-        waiting = 880 * self.chunks / min(4, self.ring_sizes[1] * self.subs)
-        block = 0.49 * products + 0.61 * self.positions + 326 + waiting
-        item = 340 + self.blocks * block + 27.6 * self.chunks * self.slot_bytes / 1024
-        computed = 9_060 + -(-self.items // MULTIPROCESSORS) * item
         p = self.problem
-        elements = math.prod(p.input_shape) + math.prod(p.output_shape) + math.prod(p.weight_shape)
-        return math.hypot(computed, elements * _ITEMSIZE / _BYTES_A_CYCLE)
-
-
-def _input_size(problem: Problem) -> Pair:
-    height, width = problem.input_size
-    return (1, height * width) if problem.kernel_size[0] == 1 else (height, width)
-
-
-def _line_blocks(problem: Problem) -> int:
-    return -(-problem.out_channels * problem.taps // _BLOCK_LINES)
+        chunk = 3.6 * self.lines + 170
+        stored = self.lines * self.itemsize * (4.6 if self.kept else 5.3)
+        item = 540 + self.blocks * (self.chunks * chunk + stored)
+        computed = -(-self.items // MULTIPROCESSORS) * item
+        passes = 1 if self.held else self.blocks  # over an item's inputs, which the L2 cache hardly keeps
+        elements = math.prod(p.output_shape) + math.prod(p.input_shape) * (1 + 0.9 * (passes - 1))
+        moved = elements * self.itemsize / _BYTES_A_CYCLE
+        copied = self.chunks * (self.blocks * self.lines * _CHUNK_BYTES + passes * _SLOT_BYTES)
+        parts = computed, moved, self.items * copied / _COPIED_A_CYCLE
+        return 8_900 + (900 if self.packed else 0) + sum(part**4.4 for part in parts) ** (1 / 4.4)
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, itemsize), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem) -> Iterator[Tile]:
-    """The tiles that a problem may have: those that fit shared memory."""
+def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
+    """The tiles that a problem may have."""
     p = problem
-    if p.groups > 1 or p.batch == 0 or _WARP_LINES % p.taps or p.kernel_size[1] > _MOST_VECTOR:
+    if p.groups > 1 or p.batch == 0 or _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W:
         return
     if p.kernel_size != p.stride or p.padding != (0, 0) or p.out_pixels != p.taps * p.in_pixels:
         return
-    height, width = _input_size(p)
-    if p.out_channels * p.taps * _ITEMSIZE % 16 or p.in_pixels % 4:
+    all_lines, step = p.out_channels * p.taps, max(16, 4 * p.kernel_size[1])
+    if p.in_pixels % 4 or (itemsize == 2 and all_lines * itemsize % 16):
         return
-    lines = p.out_channels * p.taps + max(_SETS) * _BLOCK_LINES  # with those that fill the last blocks of sets
-    if max((p.in_channels + 64) * p.in_pixels, lines, 16 * p.out_pixels) > _INT32_MAX:
+    # Also of channels and lines that fill the last ones, and of blocks of threads that look for a next item.
+    products = (p.in_channels + 64) * max(all_lines + _MOST_LINES, p.in_pixels)
+    items = (p.batch * p.in_pixels + (MULTIPROCESSORS + 1) * _POSITIONS) * max(_SETS) // _POSITIONS
+    if max(products, items, p.batch * p.in_pixels + _POSITIONS, _MOST_LINES // p.taps * p.out_pixels) > _INT32_MAX:
         return
-    sizes = [(rows, width) for rows in range(1, min(height, _MOST_COLUMNS // width) + 1)]
-    sizes += [(1, part) for part in _WIDTHS if part < width]
-    sets = [count for count in _SETS if count <= _line_blocks(p)]
-    subs = (1, 2) if -(-p.in_channels // _CHANNELS) % 2 == 0 else (1,)
-    for (rows, part), count, together in itertools.product(sizes, sets, subs):
-        tile = Tile(p, rows, part, count, together)
-        if tile.possible:
-            yield tile
+    few = -(-all_lines // step) * step
+    for lines in (*(lines for lines in _LINES if lines < few), *((few,) if few <= _MOST_LINES else ())):
+        blocks = -(-all_lines // lines)
+        for sets in {-(-blocks // -(-blocks // count)) for count in _SETS}:
+            tile = Tile(p, itemsize, lines, sets)
+            if tile.kept or tile.blocks == 1:  # others took longer wherever they were tried
+                yield tile
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/fused_shuffle.cu."""
+    """Macros that specialise csrc/fused_shuffle.cu and csrc/fused_shuffle_weights.cu."""
     p = tile.problem
-    assert tile.ring_sizes is not None
     slots, stages = tile.ring_sizes
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "PACKED": int(tile.packed),
         "KERNEL_H": p.kernel_size[0],
         "KERNEL_W": p.kernel_size[1],
         "IN_CHANNELS": p.in_channels,
         "OUT_CHANNELS": p.out_channels,
         "IN_H": tile.input_size[0],
         "IN_W": tile.input_size[1],
-        "ROWS": tile.rows,
-        "WIDTH": tile.width,
-        "COLUMNS": tile.columns,
+        "LINES": tile.lines,
         "SETS": tile.sets,
         "BLOCKS": tile.blocks,
-        "STAGED_PITCH": tile.staged_pitch,
+        "HELD": int(tile.held),
+        "KEPT": int(tile.kept),
         "SLOTS": slots,
         "STAGES": stages,
-        "SUBS": tile.subs,
         "LOADERS": _LOADERS,
         "MULTIPLIER_REGISTERS": _REGISTERS[0],
         "LOADER_REGISTERS": _REGISTERS[1],
         "PIECE": tile.piece,
-        "VECTOR": tile.vector,
         "SHARED_BYTES": tile.shared_bytes,
     }
 
 
+def weights_macros_of(tile: Tile) -> Macros:
+    """Macros that specialise csrc/fused_shuffle_weights.cu."""
+    p = tile.problem
+    return {
+        "IN_CHANNELS": p.in_channels,
+        "KERNEL_W": p.kernel_size[1],
+        "ALL_LINES": p.out_channels * p.taps,
+        "LINES": tile.lines,
+        "UNITS": tile.chunks * (_CHUNK_BYTES // 16),
+    }
+
+
+_COUNTS = ("positions", "items")
 FusedShuffleParams = params_struct(
-    "fused_shuffle_params", ("input", "bias", "output"), ("items",), tensor_maps=("weights",)
+    "fused_shuffle_params", ("input", "bias", "output"), _COUNTS, tensor_maps=("weights",)
 )
+FusedShufflePackedParams = params_struct("fused_shuffle_params", ("weights", "input", "bias", "output"), _COUNTS)
+FusedShuffleWeightsParams = params_struct("fused_shuffle_weights_params", ("weight", "packed"), ("units",))
 
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
-    boxes = weight_lines.boxes_of(tile.problem, _ITEMSIZE, (_BLOCK_LINES, tile.subs * _CHANNELS))
+    params, weights = FusedShuffleParams, _mapped(tile)
+    if tile.packed:
+        params, weights = FusedShufflePackedParams, _packed(tile, config.device)
     macros = macros_of(tile, config.dtype)
-    counts = (tile.items,)
+    counts = tile.positions, tile.items
     return weight_lines.prepare_forward(
-        config, "fused_shuffle", macros, FusedShuffleParams, boxes, counts, tile.threads
+        config, "fused_shuffle", macros, params, weights, counts, tile.threads, overlaps=tile.packed
     )
+
+
+def _mapped(tile: Tile) -> weight_lines.Weights:
+    box = _BOX_LINES, _CHUNK_BYTES // tile.itemsize
+    return weight_lines.mapped(weight_lines.boxes_of(tile.problem, tile.itemsize, box))
+
+
+def _packed(tile: Tile, device: torch.device) -> weight_lines.Weights:
+    """Weights that csrc/fused_shuffle_weights.cu lays out."""
+    from gemmconv.runtime.launch import load
+
+    kernel = load("fused_shuffle_weights.cu", "fused_shuffle_weights_kernel", weights_macros_of(tile), device.index)
+    packed_bytes, units = tile.packed_bytes, tile.packed_bytes // 16
+    grid, block = (-(-units // _WEIGHT_THREADS), 1, 1), (_WEIGHT_THREADS, 1, 1)
+
+    def pack(weight: torch.Tensor) -> tuple[int, torch.Tensor]:
+        packed = torch.empty(packed_bytes, dtype=torch.uint8, device=weight.device)
+        kernel.launch(grid, block, FusedShuffleWeightsParams(weight.data_ptr(), packed.data_ptr(), units))
+        return packed.data_ptr(), packed
+
+    return pack

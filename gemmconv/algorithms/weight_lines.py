@@ -1,13 +1,14 @@
-"""What fused_images and fused_shuffle share: weights that are brought by boxes of lines, inputs as they lie.
+"""What fused_images and fused_shuffle share: weights that are brought as lines, inputs as they lie.
 
-Lines are the rows of weightᵀ, C_out * kH * kW of them: the weight tensor is [C_in][lines], and a box has some lines of
-some channels.
+Lines are the rows of weightᵀ, C_out * kH * kW of them: the weight tensor is [C_in][lines], and a box of it has some
+lines of some channels.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +17,9 @@ from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.launches import Boxes
 from gemmconv.algorithms.macros import Macros
 from gemmconv.geometry import Pair, Problem
+
+# What a kernel is to be told of its weights, a tensor map or an address, and the tensor that it is told of.
+Weights = Callable[[torch.Tensor], tuple[Any, torch.Tensor]]
 
 
 def boxes_of(problem: Problem, itemsize: int, box: Pair) -> Boxes:
@@ -32,21 +36,34 @@ def boxes_of(problem: Problem, itemsize: int, box: Pair) -> Boxes:
     )
 
 
+def mapped(boxes: Boxes) -> Weights:
+    """Weights that lie as torch has them, and come by boxes."""
+    from gemmconv.runtime import tensor_map
+
+    def map_of(weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        weight = aligned(weight)
+        return tensor_map.encode(weight.data_ptr(), *boxes), weight
+
+    return map_of
+
+
 def prepare_forward(
     config: Config,
     name: str,
     macros: Macros,
     params_of: Callable[..., ctypes.Structure],
-    boxes: Boxes,
+    weights_of: Weights,
     counts: tuple[int, ...],
     threads: int,
+    *,
+    overlaps: bool = False,
 ) -> Forward:
     """The call of csrc/``name``.cu, for ``Algorithm.forward``.
 
-    Its params are the weights' tensor map, the addresses of input, bias and output, and ``counts``, whose last is that
-    of items: as many blocks as there are multiprocessors take turns at them.
+    Its params are its weights, the addresses of input, bias and output, and ``counts``, whose last is that of items: as
+    many blocks as there are multiprocessors take turns at them. ``overlaps`` says that ``weights_of`` launches a
+    kernel, which it waits for.
     """
-    from gemmconv.runtime import tensor_map
     from gemmconv.runtime.launch import load
 
     p, shared_bytes = config.problem, macros["SHARED_BYTES"]
@@ -58,12 +75,13 @@ def prepare_forward(
 
     def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output = input.new_empty_strided(p.output_shape, strides)
-        input, weight = aligned(with_strides(input, input_strides)), aligned(weight.contiguous())
+        input = aligned(with_strides(input, input_strides))
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         kernel.make_current()
-        weights = tensor_map.encode(weight.data_ptr(), *boxes)
+        # All else that the kernel reads is there before weights_of launches one; see Kernel.launch.
+        weights, _kept = weights_of(weight.contiguous())
         params = params_of(weights, input.data_ptr(), bias_address, output.data_ptr(), *counts)
-        kernel.launch(grid, block, params, shared_bytes)
+        kernel.launch(grid, block, params, shared_bytes, overlaps=overlaps)
         return output
 
     return call

@@ -1,0 +1,44 @@
+/* Rounds the weights and lays them out for fused_shuffle.cu, of float32: units of four input channels of a line,
+ *
+ *   packed [blocks of LINES][units][LINES] of 16 bytes
+ *
+ * Lines are in an order in which columns of the product that a thread has are neighbours in a row of outputs: of 4 * KERNEL_W
+ * lines, those of four rows, column 8j + 2t + e is line t * KERNEL_W + 2j + e. Lines and channels that there are not are zeros.
+ *
+ * Macros: IN_CHANNELS, KERNEL_W, ALL_LINES (output channels times taps), LINES, UNITS (of all stages of a block).
+ */
+#include "common/dependent.cuh"
+#include "common/units.cuh"
+
+struct fused_shuffle_weights_params {
+    const float* __restrict__ weight;  // [IN_CHANNELS][ALL_LINES]
+    unit_t* __restrict__ packed;
+    int units;  // to lay out
+};
+
+constexpr int kThreads = 256;
+
+/* The line that is column `column` of its block. */
+__device__ __forceinline__ int line_of(int column) {
+    constexpr int kPeriod = 4 * KERNEL_W;
+    if (KERNEL_W <= 2) return column;
+    const int j = column % kPeriod / 8, t = column % 8 / 2;
+    return column / kPeriod * kPeriod + t * KERNEL_W + j * 2 + column % 2;
+}
+
+/* A thread lays out one unit. */
+extern "C" __global__ void __launch_bounds__(kThreads)
+fused_shuffle_weights_kernel(const __grid_constant__ fused_shuffle_weights_params p) {
+    allow_next_launch();
+    const int i = blockIdx.x * kThreads + threadIdx.x;
+    if (i >= p.units) return;
+    const int line = i / (UNITS * LINES) * LINES + line_of(i % LINES), channel = i / LINES % UNITS * 4;
+    float values[4] = {};
+    if (line < ALL_LINES) {
+        #pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (channel + e < IN_CHANNELS)
+                values[e] = load_once(p.weight + (static_cast<long long>(channel + e) * ALL_LINES + line));
+    }
+    p.packed[i] = pack_unit<1>(values).part[0];
+}
