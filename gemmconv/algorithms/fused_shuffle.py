@@ -197,7 +197,7 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/fused_shuffle.cu and csrc/fused_shuffle_weights.cu."""
+    """Macros that specialise csrc/fused_shuffle.cu."""
     p = tile.problem
     slots, stages = tile.ring_sizes
     return {
