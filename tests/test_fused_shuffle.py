@@ -23,9 +23,8 @@ def tiles(draw):
     input_size = draw(st.integers(1, 70)), 4 * draw(st.integers(1, 150))
     batch, in_channels = draw(st.integers(1, 300)), draw(st.integers(1, 3000))
     out_channels = draw(st.integers(1, 40)) * (8 if kernel_size == (1, 1) else 4 if 2 in kernel_size else 1)
-    problem = Problem(
-        batch, in_channels, out_channels, 1, input_size[:: draw(st.sampled_from((1, -1)))], *[kernel_size] * 2
-    )
+    size = input_size[:: draw(st.sampled_from((1, -1)))]
+    problem = Problem(batch, in_channels, out_channels, 1, size, kernel_size, kernel_size)
     found = [*fused_shuffle.tiles_of(problem, itemsize)]
     assert found
     return found[draw(st.integers(0, 10_000)) % len(found)]

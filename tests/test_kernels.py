@@ -608,9 +608,9 @@ IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
 
 
-def shuffle_run_of(case, dtype, suits, multiprocessors=0):
+def shuffle_run_of(case, dtype, suits):
     """A block with many items, of the first tile that suits."""
-    run = Run("fused_shuffle", case, dtype, multiprocessors=multiprocessors, tf32=dtype.itemsize == 4)
+    run = Run("fused_shuffle", case, dtype, multiprocessors=0, tf32=dtype.itemsize == 4)
     return with_first(run, fused_shuffle.tiles_of(problem_of(case), dtype.itemsize), suits)
 
 
