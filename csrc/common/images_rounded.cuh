@@ -8,6 +8,7 @@
 #include "common/async.cuh"
 #include "common/images.cuh"
 #include "common/units.cuh"
+#include "common/unroll.cuh"
 #include "common/wgmma_rows.cuh"
 
 /* What a warp loads one after the other: of stage after stage the lines of every so many blocks of 32 positions. */
@@ -103,42 +104,49 @@ __device__ __forceinline__ void produce_inputs(const fused_images_params& p, bar
     wait_for_copies();
 }
 
-/* The words of all steps of a stage, of a block of lines whose weights begin there, as wgmma_rows has them. */
-__device__ __forceinline__ void load_words(unsigned (&words)[kChannels / 8][4], const unsigned char* weights) {
+/* Steps of eight channels whose products are begun together, of a block of lines, and the words of them that wgmma_rows asks
+ * for, of weights that begin there. There are an even number of such groups in a stage: words of two take turns.
+ */
+constexpr int kSteps = kChannels / 8, kTogether = BLOCKS == 1 || COLUMNS > 112 ? 2 : 4;
+constexpr int kGroups = kSteps / kTogether * BLOCKS;
+static_assert(kSteps % kTogether == 0 && kGroups % 2 == 0, "groups take turns");
+__device__ __forceinline__ void load_words(unsigned (&words)[kTogether][4], const unsigned char* weights, int first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, line = warp % 2 * 16 + lane / 4;
     const unsigned char* box = weights + (warp / 2 * kBoxBytes + line % 4 * 4);
     #pragma unroll
-    for (int step = 0; step < kChannels / 8; ++step)
+    for (int step = 0; step < kTogether; ++step)
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int channel = channel_of(lane % 4 + i / 2 * 4), piece = (line / 4 + i % 2 * 2) ^ channel;
-            const unsigned word = *reinterpret_cast<const unsigned*>(box + ((step * 8 + channel) * 128 + piece * 16));
+            const unsigned word = *reinterpret_cast<const unsigned*>(box + (((first + step) * 8 + channel) * 128 + piece * 16));
             words[step][i] = mma_words<float>::rounded(word);
         }
 }
 
-/* The sums of a warpgroup's lines, over all stages of an item. While one block is multiplied, the words of the next come. */
+/* The sums of a warpgroup's lines, over all stages of an item. While one group is multiplied, the words of the next come. */
 __device__ __forceinline__ void multiply(
     float (&sums)[BLOCKS][COLUMNS / 2], ring_t<STAGES>& ring, barriers_t& barriers, int warpgroup) {
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     int held = -1;                               // stage that products in flight may still read
-    unsigned words[BLOCKS][kChannels / 8][4];
+    unsigned words[2][kTogether][4];
     #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
         barrier_wait(barriers.full[ring.stage], ring.parity);
         const unsigned char* stage = shared + ring.stage * kStageBytes;
         const matrix_t right = lines_of<128>(stage + kWeightBytes);
-        #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-            wgmma_wait<BLOCKS - 1>();  // for those of this block
-            if (block == BLOCKS - 1 && held >= 0 && speaker) barrier_arrive(barriers.empty[held]);
-            load_words(words[block], stage + (warpgroup * BLOCKS + block) * kBlockBytes);
+        each<kGroups>([&](auto group) {
+            constexpr int kGroup = decltype(group)::value, kBlock = kGroup % BLOCKS, kFirst = kGroup / BLOCKS * kTogether;
+            unsigned(&own)[kTogether][4] = words[kGroup % 2];
+            wgmma_wait<1>();  // for those that had these words
+            if (kGroup == 1 && held >= 0 && speaker) barrier_arrive(barriers.empty[held]);
+            load_words(own, stage + (warpgroup * BLOCKS + kBlock) * kBlockBytes, kFirst);
             wgmma_fence();
             #pragma unroll
-            for (int step = 0; step < kChannels / 8; ++step)
-                wgmma_rows<float, COLUMNS>(sums[block], words[block][step], advanced(right, step * 32), step > 0 || chunk > 0);
+            for (int step = 0; step < kTogether; ++step)
+                wgmma_rows<float, COLUMNS>(sums[kBlock], own[step], advanced(right, (kFirst + step) * 32),
+                                           kFirst + step > 0 || chunk > 0);
             wgmma_commit();
-        }
+        });
         held = ring.stage;
         ring.advance();
     }

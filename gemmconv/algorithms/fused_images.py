@@ -26,7 +26,7 @@ from gemmconv.geometry import Problem
 _LINE_BYTES = 128  # of channels that a stage has, and of values that lie in one piece in shared memory
 _BLOCK_LINES, _WARP_LINES = 64, 16
 _BLOCK_BYTES = _BLOCK_LINES * _LINE_BYTES  # of a stage: of lines, and of positions
-_MOST_COLUMNS = {2: {1: 256, 2: 192}, 4: {1: 256, 2: 112}}  # by bytes of an element and blocks: registers have room for
+_MOST_COLUMNS = {2: {1: 256, 2: 192}, 4: {1: 256, 2: 128}}  # by bytes of an element and blocks: registers have room for
 _LOADERS = 96  # threads
 _PIECES_AT_ONCE = 12  # of a channel, that threads begin to copy together
 _INT32_MAX = 2**31 - 1
