@@ -41,6 +41,7 @@ from gemmconv.algorithms import (
     fused,
     fused_choice,
     fused_fold,
+    fused_image_rows,
     fused_images,
     fused_plan,
     fused_shuffle,
@@ -92,6 +93,12 @@ def _fused_images_tiles(config: Config) -> Iterable[fused_images.Tile]:
     return () if fused.image_tile_for(config) is None else fused_images.tiles_of(config.problem, config.dtype.itemsize)
 
 
+def _fused_image_rows_tiles(config: Config) -> Iterable[fused_image_rows.Tile]:
+    if fused.image_rows_tile_for(config) is None:
+        return ()
+    return fused_image_rows.tiles_of(config.problem, config.dtype.itemsize)
+
+
 def _fused_shuffle_tiles(config: Config) -> Iterable[fused_shuffle.Tile]:
     if fused.shuffle_tile_for(config) is None:
         return ()
@@ -114,6 +121,7 @@ KERNELS = {
         Kernel("fused", _fused_plans, fused.prepare_forward),
         Kernel("fused_fold", _fused_fold_tiles, fused_fold.prepare_forward),
         Kernel("fused_images", _fused_images_tiles, fused_images.prepare_forward),
+        Kernel("fused_image_rows", _fused_image_rows_tiles, fused_image_rows.prepare_forward),
         Kernel("fused_shuffle", _fused_shuffle_tiles, fused_shuffle.prepare_forward),
         Kernel("fused_rows", _fused_rows_tiles, row_gathering.prepare_forward),
         Kernel("direct_mma", _direct_mma_tiles, direct_mma.prepare_forward),

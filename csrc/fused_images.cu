@@ -36,54 +36,15 @@
 #include "common/meet.cuh"
 
 struct alignas(8) pair_t { float value[2]; };
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
-/* Gather the columns of a group and a pass, and store outputs: of output channels from `out` on, images from `image` on. */
-__device__ __forceinline__ void gather(
-    const fused_images_params& p, const float* columns, const float* biases, int image, int out, int pass) {
-    constexpr int kLanes = 32 * FOLD_WARPS, kImages = FOLDED / kPixels;  // of a pass
-    constexpr int kCells = kInPlace ? FOLDED : kImages * kCellsH * kCellsW, kTurns = ceil_div(kCells, kLanes);
-    #pragma unroll (kTurns * kGroupOuts * kTaps <= 64 ? kTurns : 1)
-    for (int turn = 0; turn < kTurns; ++turn) {
-        const int cell = turn * kLanes + threadIdx.x % kLanes;
-        int n = 0, of_image = pass * FOLDED + cell;  // image of the item, and cell of it
-        if constexpr (kInPlace) n = of_image / kPixels, of_image %= kPixels;
-        else n = pass * kImages + cell / (kCellsH * kCellsW), of_image = cell % (kCellsH * kCellsW);
-        if ((kCells % kLanes != 0 && cell >= kCells) || n >= IMAGES || image + n >= p.batch) continue;
-        const int cell_h = of_image / kCellsW, cell_w = of_image % kCellsW;
-        const int at = kInPlace ? cell : (n - pass * kImages) * kPixels + cell_h * IN_W + cell_w;
-        const long long plane = static_cast<long long>(image + n) * OUT_CHANNELS + out;
-        ELEMENT_T* target = p.output + (plane * (OUT_H * OUT_W) + (cell_h * STRIDE_H * OUT_W + cell_w * STRIDE_W));
-        #pragma unroll (kTaps <= 16 ? least(kGroupOuts, 4) : 1)
-        for (int channel = 0; channel < kGroupOuts; ++channel) {
-            if (OUT_CHANNELS % kGroupOuts != 0 && out + channel >= OUT_CHANNELS) continue;
-            const float* from = columns + (channel * (kTaps * FOLD_PITCH) + at);
-            float sums[STRIDE_H][STRIDE_W];
-            #pragma unroll
-            for (int r = 0; r < STRIDE_H * STRIDE_W; ++r) sums[r / STRIDE_W][r % STRIDE_W] = biases[channel];
-            #pragma unroll
-            for (int tap = 0; tap < kTaps; ++tap) {
-                const int kh = tap / KERNEL_W, kw = tap % KERNEL_W;
-                const int row = cell_h + axis_h::shift(kh), column = cell_w + axis_w::shift(kw);
-                const bool inside = kInPlace || (0 <= row && row < IN_H && 0 <= column && column < IN_W);
-                const int there = tap * FOLD_PITCH + axis_h::shift(kh) * IN_W + axis_w::shift(kw);
-                sums[axis_h::output(kh % axis_h::kStep)][axis_w::output(kw % axis_w::kStep)] += inside ? from[there] : 0.0f;
-            }
-            #pragma unroll
-            for (int r = 0; r < STRIDE_H; ++r) {
-                if (OUT_H % STRIDE_H != 0 && cell_h * STRIDE_H + r >= OUT_H) continue;
-                #pragma unroll
-                for (int first = 0; first < STRIDE_W; first += VECTOR) {
-                    if (OUT_W % STRIDE_W != 0 && cell_w * STRIDE_W + first >= OUT_W) continue;
-                    vector_t<VECTOR> values;
-                    #pragma unroll
-                    for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(sums[r][first + e]);
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + (r * OUT_W + first)) = values;
-                }
-            }
-            target += OUT_H * OUT_W;
-        }
-    }
+/* The i-th cell of a pass of the item that begins with `image`. */
+__device__ __forceinline__ cell_t cell_of(const fused_images_params& p, int image, int pass, int i) {
+    int n = 0, of_image = pass * FOLDED + i;  // image of the item, and cell of it
+    if constexpr (kInPlace) n = of_image / kPixels, of_image %= kPixels;
+    else n = pass * kPassImages + i / (kCellsH * kCellsW), of_image = i % (kCellsH * kCellsW);
+    const int row = of_image / kCellsW, column = of_image % kCellsW;
+    const int at = kInPlace ? i : (n - pass * kPassImages) * kPixels + row * IN_W + column;
+    return {n < IMAGES && image + n < p.batch, image + n, row, column, at};
 }
 
 /* A warpgroup's lines of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
@@ -126,7 +87,9 @@ __device__ __forceinline__ void consume(const fused_images_params& p, barriers_t
                     }
                 }
                 meet_group();
-                gather(p, columns, biases + out, image, out0 + out, pass);
+                gather<kPassCells, 32 * FOLD_WARPS, kGroupOuts>(
+                    p.output, columns, biases + out, out0 + out, threadIdx.x % (32 * FOLD_WARPS),
+                    [&](int i) { return cell_of(p, image, pass, i); });
                 meet_group();
             }
         }

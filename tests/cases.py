@@ -160,6 +160,18 @@ IMAGE_CASES = [
     Case(1, 200, 8, (12, 14), (4, 4), (2, 2), (1, 1)),
 ]
 
+# For csrc/fused_image_rows.cu beside those: nine taps, images of one block of rows and of two, and signals in
+# windows, with neighbours on either side and on one.
+IMAGE_ROW_CASES = [
+    Case(3, 40, 24, (6, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(3, 72, 17, (16, 16), (4, 4), (2, 2), (1, 1)),
+    Case(3, 40, 24, (1, 300), (1, 10), (1, 5)),
+    Case(2, 24, 8, (1, 520), (1, 16), (1, 8), (0, 4)),
+    Case(2, 72, 16, (1, 264), (1, 4), (1, 2), (0, 1)),
+    Case(3, 24, 16, (1, 264), (1, 2), (1, 1), (0, 6)),
+    Case(2, 24, 16, (1, 1000), (1, 9), (1, 1), (0, 2), dilation=(1, 3)),
+]
+
 # Taps that neither overlap nor leave gaps, for csrc/fused_shuffle.cu: rows of even and odd widths; pieces of 8 and of
 # 16 bytes; positions that fill nothing; channels of one slot and several; lines of one block and several.
 SHUFFLE_CASES = [

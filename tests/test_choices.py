@@ -25,6 +25,7 @@ LAYERS = {
     "fused": (LAYER, "channels_last"),
     "fused_fold": ("n2 c32x4 k3 h16 w16 s2", "channels_last"),
     "fused_images": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
+    "fused_image_rows": ("n5 c32x32 k3 h8 w8 s2", "nchw"),
     "fused_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
     "fused_shuffle": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
     "direct_mma": (LAYER, "channels_last"),
@@ -150,13 +151,15 @@ def test_first_candidate_is_the_kernels_own_choice(name, precision):
         "fused": lambda config: fused.plan_for(config, "forward"),
         "fused_fold": fused.fold_tile_for,
         "fused_images": fused.image_tile_for,
+        "fused_image_rows": fused.image_rows_tile_for,
         "fused_shuffle": fused.shuffle_tile_for,
         "fused_rows": lambda config: fused.rows_tile_for(config, "forward"),
         "direct_mma": direct_mma.tile_for,
     }
     choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    declined = dict.fromkeys(("direct_mma", "fused_images", "fused_shuffle", "fused_rows"), ("fp32",))
+    of_tf32 = "direct_mma", "fused_images", "fused_image_rows", "fused_shuffle", "fused_rows"
+    declined = dict.fromkeys(of_tf32, ("fp32",))
     assert (choice is None) == (precision in declined.get(name, ()))
 
 

@@ -12,7 +12,16 @@ import torch
 from benchmarks.precompile import in_processes, only_compile
 from gemmconv.algorithms.base import Config
 from tests import reference
-from tests.cases import CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, SHUFFLE_CASES, TILED_CASES, Case
+from tests.cases import (
+    CASES,
+    FOLD_CASES,
+    IMAGE_CASES,
+    IMAGE_ROW_CASES,
+    ROW_CASES,
+    SHUFFLE_CASES,
+    TILED_CASES,
+    Case,
+)
 from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
@@ -23,6 +32,7 @@ from gemmconv.algorithms import (
     fused_fold,
     fused_gradient,
     fused_gradient_lines,
+    fused_image_rows,
     fused_images,
     fused_shuffle,
     row_gathering,
@@ -208,6 +218,33 @@ IMAGE_RUNS = [
     for case in (*IMAGE_CASES, *LARGE_IMAGE_CASES)
     for numerics in ("float16", "bfloat16", "tf32")
 ]
+
+
+@dataclass(frozen=True)
+class ImageRowRun(Run):
+    """The same for csrc/fused_image_rows.cu: its own tile and three others."""
+
+    kernel: ClassVar[ModuleType] = fused_image_rows
+
+    @property
+    def tiles(self):
+        arguments = self.config.problem, self.config.dtype.itemsize
+        found = [*fused_image_rows.tiles_of(*arguments)]
+        return [fused_image_rows.tile_of(*arguments), *Random(str(self)).sample(found, min(3, len(found)))]
+
+
+# Signals of many windows, nine taps, inputs that are held and that are not.
+LARGE_IMAGE_ROW_CASES = [
+    Case(60, 264, 72, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(11, 256, 72, (1, 600), (1, 10), (1, 5)),
+    Case(7, 72, 40, (1, 5000), (1, 4), (1, 2), (0, 1)),
+]
+IMAGE_ROW_RUNS = [
+    ImageRowRun(case, numerics, "contiguous")
+    for case in (*IMAGE_CASES, *LARGE_IMAGE_CASES, *IMAGE_ROW_CASES, *LARGE_IMAGE_ROW_CASES)
+    for numerics in ("float16", "bfloat16", "tf32")
+]
+IMAGE_ROW_RUNS = [run for run in IMAGE_ROW_RUNS if None not in run.tiles]
 
 
 @dataclass(frozen=True)
@@ -407,8 +444,8 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
             check_twice(call, (input, weight, bias), wanted, config, poison)
 
 
-@pytest.mark.parametrize("run", [*IMAGE_RUNS, *SHUFFLE_RUNS], ids=str)
-def test_fused_images_and_shuffle_match_reference_to_the_bit_again(run, compiled, poison):
+@pytest.mark.parametrize("run", [*IMAGE_RUNS, *IMAGE_ROW_RUNS, *SHUFFLE_RUNS], ids=str)
+def test_fused_images_image_rows_and_shuffle_match_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     for tile in run.tiles:
@@ -474,7 +511,12 @@ def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, num
     "run",
     [
         kind(case, "float16", "contiguous")
-        for kind, case in ((FoldRun, FOLD_CASES[0]), (ImageRun, IMAGE_CASES[0]), (RowRun, ROW_CASES[0]))
+        for kind, case in (
+            (FoldRun, FOLD_CASES[0]),
+            (ImageRun, IMAGE_CASES[0]),
+            (ImageRowRun, IMAGE_CASES[0]),
+            (RowRun, ROW_CASES[0]),
+        )
     ],
     ids=lambda run: type(run).__name__,
 )

@@ -15,7 +15,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests import emulator, reference
-from tests.cases import CASES, FEW_CASES, FOLD_CASES, IMAGE_CASES, ROW_CASES, SHUFFLE_CASES, TILED_CASES, Case
+from tests.cases import (
+    CASES,
+    FEW_CASES,
+    FOLD_CASES,
+    IMAGE_CASES,
+    IMAGE_ROW_CASES,
+    ROW_CASES,
+    SHUFFLE_CASES,
+    TILED_CASES,
+    Case,
+)
 from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
 from tests.test_direct_mma import wide_problems
 from tests.test_fused_plan import plans
@@ -32,6 +42,7 @@ from gemmconv.algorithms import (
     fused_fold,
     fused_gradient,
     fused_gradient_lines,
+    fused_image_rows,
     fused_images,
     fused_rows,
     fused_rows_tf32,
@@ -149,7 +160,16 @@ FUSED_PATHS = {
 }
 
 
-FORWARDS = ("forward", "forward_mma", "fused", "fused_fold", "fused_images", "fused_shuffle", "fused_rows")
+FORWARDS = (
+    "forward",
+    "forward_mma",
+    "fused",
+    "fused_fold",
+    "fused_images",
+    "fused_image_rows",
+    "fused_shuffle",
+    "fused_rows",
+)
 
 
 @dataclass(frozen=True)
@@ -159,12 +179,12 @@ class Run:
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores or "grads", both; on tensor cores
             "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_weight_grad_lines",
-            "fused_fold", "fused_images", "fused_shuffle", "fused_rows", "fused_rows_input_grad".
+            "fused_fold", "fused_images", "fused_image_rows", "fused_shuffle", "fused_rows", "fused_rows_input_grad".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
         multiprocessors: how many the grid on tensor cores is for; 0 leaves one block. None for the true number.
-        choice: which of the tiles that forward_mma, fused_fold, _images, _rows, _weight_grad or _lines may have; of
+        choice: which of the tiles that forward_mma or a kernel of fused with tiles may have; of
             forward_mma and fused also the best on one of their paths, of fused a plan; None for the one that they take.
         tf32: whether fused may take TF32 for float32; forward_mma always may.
     """
@@ -221,6 +241,14 @@ class Run:
         if self.choice is None:
             return fused_images.tile_of(problem_of(self.case), self.dtype.itemsize)
         tiles = [*fused_images.tiles_of(problem_of(self.case), self.dtype.itemsize)]
+        return tiles[self.choice % len(tiles)] if tiles else None
+
+    @functools.cached_property
+    def image_rows_tile(self):
+        """The tile of fused_image_rows, None where it declines the problem."""
+        if self.choice is None:
+            return fused_image_rows.tile_of(problem_of(self.case), self.dtype.itemsize)
+        tiles = [*fused_image_rows.tiles_of(problem_of(self.case), self.dtype.itemsize)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -311,6 +339,10 @@ class Run:
                 if self.multiprocessors is not None:
                     patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return fused_images.prepare_forward(self.config, self.image_tile)
+            if self.operation == "fused_image_rows":
+                if self.multiprocessors is not None:
+                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
+                return fused_image_rows.prepare_forward(self.config, self.image_rows_tile)
             if self.operation == "fused_shuffle":
                 if self.multiprocessors is not None:
                     patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
@@ -606,6 +638,40 @@ IMAGES = with_first(
 )
 IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
+
+
+# Each case in its own tile in one type and in another tile in the other, many with few blocks.
+IMAGE_ROW_RUNS = [
+    Run(
+        "fused_image_rows",
+        case,
+        dtype,
+        multiprocessors=(None, 0, 3)[(i + j) % 3],
+        choice=choice,
+        tf32=dtype.itemsize == 4,
+    )
+    for i, case in enumerate((*IMAGE_CASES, *IMAGE_ROW_CASES))
+    for j, (dtype, choice) in enumerate(
+        (
+            ((torch.float16, torch.bfloat16)[i % 2], (None, 5 * i + 7)[i // 2 % 2]),
+            (torch.float32, (5 * i + 3, None)[i % 2]),
+        )
+    )
+]
+IMAGE_ROW_RUNS = [run for run in IMAGE_ROW_RUNS if run.image_rows_tile is not None]
+# Many items of two blocks of rows, with more passes than there is room for; and of windows.
+IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
+    with_first(
+        Run("fused_image_rows", case, torch.float32, multiprocessors=0, tf32=True),
+        fused_image_rows.tiles_of(problem_of(case), 4),
+        suits,
+    )
+    for case, suits in (
+        (IMAGE_ROW_CASES[1], lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs),
+        (IMAGE_ROW_CASES[2], lambda tile: tile.windows[2] > 0),
+    )
+)
+IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
 
 
 def shuffle_run_of(case, dtype, suits):
@@ -966,6 +1032,38 @@ def test_runs_of_fused_shuffle_take_every_path():
         lambda tile: tile.problem.kernel_size[1] > 2,
         lambda tile: tile.problem.in_channels * tile.itemsize % 128 == 0,
         lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
+    ):
+        assert {path(tile) for tile in tiles} == {True, False}
+
+
+@pytest.mark.parametrize("run", IMAGE_ROW_RUNS, ids=str)
+def test_fused_image_rows_kernel_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_image_rows_take_every_path():
+    tiles = [run.image_rows_tile for run in IMAGE_ROW_RUNS]
+    for path in (
+        lambda tile: tile.packed,
+        lambda tile: tile.held,
+        lambda tile: tile.row_blocks == 2,
+        lambda tile: tile.windows[0] > 1,
+        lambda tile: tile.windows[2] > 0,
+        lambda tile: tile.item_positions % 128 == 0,
+        lambda tile: tile.images > 1,
+        lambda tile: tile.problem.batch % tile.images > 0,
+        lambda tile: tile.sets > 1,
+        lambda tile: tile.blocks > 1,
+        lambda tile: tile.chunks > 1,
+        lambda tile: tile.lines // tile.problem.taps // tile.fold_outs % 2 == 1,
+        lambda tile: tile.lines // tile.problem.taps // tile.fold_outs > 2,
+        lambda tile: tile.cells > 128,  # all threads gather the same output channels
+        lambda tile: 16 % tile.problem.taps == 0,
+        lambda tile: tile.piece * tile.itemsize == 16,
+        lambda tile: tile.vector > 1,
+        lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
+        lambda tile: cells_of(tile.problem) == tile.problem.input_size,
     ):
         assert {path(tile) for tile in tiles} == {True, False}
 
@@ -1705,7 +1803,7 @@ MISTAKES = {
     ),
     "images_columns_overwritten": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"(gather\(p, columns[^;]*;\s*)meet_group\(\);", r"\1"),
+        emulator.Edit("fused_images.cu", r"(return cell_of\([^;]*; \}\);\s*)meet_group\(\);", r"\1"),
         "relative error",
     ),
     "images_landing_not_waited_for": (
@@ -1730,7 +1828,7 @@ MISTAKES = {
     ),
     "images_border_column": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"0 <= column && column < IN_W", "column < IN_W"),
+        emulator.Edit("common/images_fold.cuh", r"0 <= column && column < IN_W", "column < IN_W"),
         "relative error",
     ),
     "images_sums_read_too_early": (
@@ -1743,49 +1841,69 @@ MISTAKES = {
         emulator.Edit("fused_images.cu", r"(fused_images_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
         "past the end of shared memory",
     ),
+    "image_rows_columns_read_too_early": (
+        IMAGE_ROWS,
+        emulator.Edit("fused_image_rows.cu", r"meet<1, kConsumers>\(\);(\s*const int out)", r"\1"),
+        "relative error",
+    ),
+    "image_rows_columns_of_one_pass": (
+        IMAGE_ROWS,
+        emulator.Edit("fused_image_rows.cu", r"kPass % 2 \* kPassFloats", "0"),
+        "relative error",
+    ),
+    "image_rows_window_without_its_left": (
+        IMAGE_ROW_WINDOWS,
+        emulator.Edit("common/position_rows.cuh", r" - WINDOW_LEFT;", ";"),
+        "relative error",
+    ),
+    "image_rows_past_dynamic_shared": (
+        IMAGE_ROWS,
+        emulator.Edit("fused_image_rows.cu", r"(fused_image_rows_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        "past the end of shared memory",
+    ),
     "shuffle_inputs_passed_on_too_early": (
         SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"barrier_arrive_when_copied\(", "barrier_arrive("),
+        emulator.Edit("common/position_rows.cuh", r"barrier_arrive_when_copied\(", "barrier_arrive("),
         "relative error",
     ),
     "shuffle_inputs_not_waited_for": (
         SHUFFLE_TF32,
-        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.slot_full[^;]*;", ""),
+        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.slot_full[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "shuffle_slots_overwritten": (
         SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
+        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "shuffle_slots_freed_before_the_last_block": (
         SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"if \(frees && speaker\)", "if (speaker)"),
+        emulator.Edit("common/position_rows.cuh", r"if \(frees\) barrier", "barrier"),
         "relative error|arrivals in a phase|deadlock",
     ),
     "shuffle_words_overwritten": (
         SHUFFLE_TF32,
-        emulator.Edit("fused_shuffle.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        emulator.Edit("common/position_rows.cuh", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "relative error",
     ),
     "shuffle_weights_not_waited_for": (
         SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
+        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.full[^;]*;", ""),
         "relative error|arrivals in a phase|never waited for|deadlock",
     ),
     "shuffle_stages_overwritten": (
         SHUFFLE_TF32,
-        emulator.Edit("fused_shuffle.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "shuffle_biases_read_too_early": (
         SHUFFLE_ALONE,
-        emulator.Edit("fused_shuffle.cu", r"__syncwarp\(\);(\s*outputs = )", r"\1"),
+        emulator.Edit("common/position_rows.cuh", r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
         "relative error",
     ),
     "shuffle_sums_read_too_early": (
         SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"wgmma_finish_rows\(sums\);", ""),
+        emulator.Edit("common/position_rows.cuh", r"wgmma_finish_rows\(sums\[row\]\);", ";"),
         "relative error|never waited for|without wgmma_fence",
     ),
     "shuffle_past_dynamic_shared": (

@@ -34,6 +34,7 @@ from gemmconv.algorithms import (
     fused_gradient,
     fused_gradient_lines,
     fused_gradient_sum,
+    fused_image_rows,
     fused_images,
     fused_rows,
     fused_rows_tf32,
@@ -41,6 +42,7 @@ from gemmconv.algorithms import (
     partials,
     row_gathering,
     turning,
+    weight_lines,
 )
 from gemmconv.algorithms.macros import ELEMENT_TYPES
 from gemmconv.runtime import cache as cache_module
@@ -112,8 +114,8 @@ def kernel_variants():
         for to_last in (False, True):
             macros = turning.units_macros(channels, pixels, to_last, itemsize)
             variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn_units.cu", macros)
-    variants |= fused_variants() | fold_variants() | image_variants() | shuffle_variants() | row_variants()
-    variants |= gradient_variants()
+    variants |= fused_variants() | fold_variants() | image_variants() | image_rows_variants() | shuffle_variants()
+    variants |= row_variants() | gradient_variants()
     return variants
 
 
@@ -235,7 +237,7 @@ SHUFFLES = [
 
 
 def shuffle_variants():
-    """fused_shuffle.cu for layers of full size, and fused_shuffle_weights.cu."""
+    """fused_shuffle.cu and fused_weight_lines.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, choice in SHUFFLES:
         dtype = getattr(torch, kind)
@@ -244,7 +246,32 @@ def shuffle_variants():
             tile = [*fused_shuffle.tiles_of(problems[name], dtype.itemsize)][choice]
         macros = fused_shuffle.macros_of(tile, dtype)
         variants[f"fused_shuffle-{name}-{kind}-{choice}"] = ("fused_shuffle.cu", macros)
-    variants["fused_shuffle_weights"] = ("fused_shuffle_weights.cu", fused_shuffle.weights_macros_of(tile))
+        if tile.packed:
+            p, units = tile.problem, tile.chunks * 8
+            macros = weight_lines.packing_macros_of(p, tile.lines, units, p.kernel_size[1])
+            variants[f"fused_weight_lines-{name}"] = ("fused_weight_lines.cu", macros)
+    return variants
+
+
+# The same.
+IMAGE_ROWS = [
+    (name, kind, choice)
+    for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "hifigan2", "hifigan3", "encodec2", "fcn8s_up2")
+    for kind, choice in (("float16", None), ("bfloat16", -1), ("float32", None), ("float32", 0), ("float32", -1))
+]
+
+
+def image_rows_variants():
+    """fused_image_rows.cu for layers of full size."""
+    problems, variants = problems_by_name(), {}
+    for name, kind, choice in IMAGE_ROWS:
+        dtype = getattr(torch, kind)
+        tile = fused_image_rows.tile_of(problems[name], dtype.itemsize)
+        if choice is not None and tile is not None:
+            tile = [*fused_image_rows.tiles_of(problems[name], dtype.itemsize)][choice]
+        if tile is not None:
+            macros = fused_image_rows.macros_of(tile, dtype)
+            variants[f"fused_image_rows-{name}-{kind}-{choice}"] = ("fused_image_rows.cu", macros)
     return variants
 
 
@@ -376,7 +403,7 @@ def most_registers(source_name, macros):
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
-    if source_name in ("fused_rows.cu", "fused_rows_tf32.cu", "fused_shuffle.cu"):
+    if source_name in ("fused_rows.cu", "fused_rows_tf32.cu", "fused_shuffle.cu", "fused_image_rows.cu"):
         return 65_536 // 384 // 8 * 8  # as launch bounds have it; those who multiply take more once others gave some up
     if source_name == "fused_images.cu":
         return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)

@@ -3,7 +3,7 @@
  */
 #pragma once
 
-#include "common/axis.cuh"
+#include "common/images_fold.cuh"
 #include "common/mbarrier.cuh"
 #include "common/numeric.cuh"
 #include "common/ring.cuh"
@@ -17,29 +17,22 @@ struct fused_images_params {
     int batch, items;
 };
 
-using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
-using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
-static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
-
 constexpr int kProducers = LOADERS + 32, kConsumers = WARPGROUPS * 128, kThreads = kProducers + kConsumers;
 constexpr int kItem = sizeof(ELEMENT_T);
 constexpr int kChannels = 128 / kItem, kChunks = ceil_div(IN_CHANNELS, kChannels);  // of a stage
-constexpr int kPixels = IN_H * IN_W, kPositions = IMAGES * kPixels;
-constexpr int kCellsH = ceil_div(OUT_H, STRIDE_H), kCellsW = ceil_div(OUT_W, STRIDE_W);
-constexpr int kTaps = KERNEL_H * KERNEL_W;
+constexpr int kPositions = IMAGES * kPixels;
 constexpr int kGroupLines = 16 * FOLD_WARPS, kGroupOuts = kGroupLines / kTaps;
 constexpr int kBlockOuts = 4 / FOLD_WARPS * kGroupOuts, kTileOuts = WARPGROUPS * BLOCKS * kBlockOuts;
 constexpr int kLineTiles = ceil_div(OUT_CHANNELS, kTileOuts);
 static_assert(kGroupLines % kTaps == 0 && BLOCKS * kGroupOuts <= 32, "a group has whole output channels, no more than lanes");
 static_assert(kPositions <= COLUMNS && COLUMNS % 16 == 0 && kPixels % PIECE == 0, "positions fit a tile, in whole pieces");
 
-// Where outputs read the input at their own cell alone, a cell is a position.
-constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() == 0 && axis_w::least_shift() == 0 &&
-                          axis_w::largest_shift() == 0 && kCellsH == IN_H && kCellsW == IN_W;
-constexpr int kPasses = ceil_div(kPositions, FOLDED);
-static_assert(kInPlace ? FOLDED % 8 == 0 : FOLDED % kPixels == 0, "images are folded whole");
-static_assert(FOLDED % 8 == 0 || kPasses == 1, "passes begin with a column of a thread");
-static_assert(FOLD_PITCH % 16 == 8 && FOLDED <= FOLD_PITCH, "a warp writes columns to different banks");
+constexpr int kPasses = ceil_div(kPositions, FOLDED), kPassImages = FOLDED / kPixels;
+constexpr int kPassCells = kInPlace ? FOLDED : kPassImages * kCellsH * kCellsW;
+static_assert(kInPlace || FOLDED % kPixels == 0, "images are folded whole");
+static_assert(FOLDED <= FOLD_PITCH, "lines do not overlap");
+static_assert(FOLDED % 8 == 0 || (kPasses == 1 && !kInPlace), "passes begin with a column of a thread");
+static_assert(FOLD_PITCH % 16 == 8, "a warp writes columns to different banks");
 
 // Shared memory: stages [STAGES], each of weights [WARPGROUPS * BLOCKS][64 lines in 128-byte parts][kChannels][128 bytes],
 // swizzled, and of inputs (images_turned.cuh, images_rounded.cuh); columns [groups][kGroupLines][FOLD_PITCH]; where inputs land

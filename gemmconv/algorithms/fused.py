@@ -7,10 +7,12 @@
     csrc/fused_wgmma.cu    gathers inputs, for layers whose work is arithmetic, and for input gradients
     fused_fold.py          csrc/fused_fold.cu  folds columns in shared memory, for layers of few output channels
     fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
+    fused_image_rows.py    csrc/fused_image_rows.cu  the same with positions as rows of the product
     fused_shuffle.py       csrc/fused_shuffle.cu  nothing to fold: kernels as large as their stride, in NCHW
     fused_rows.py          csrc/fused_rows.cu  folds columns in registers, for wide rows of 16 bits in NCHW
     fused_rows_tf32.py     csrc/fused_rows_tf32.cu  the same of TF32
     row_gathering.py       what both have in common
+    position_rows.py       what those two have in common whose positions are rows
     fused_gradient.py      csrc/fused_weight_grad.cu  weight gradients, of outputs whose rows are whole words
     fused_gradient_lines.py  csrc/fused_weight_grad_lines.cu  the same of 16 bits in channels_last
     fused_gradient_sum.py  csrc/fused_weight_grad_sum.cu  adds up the parts that either has computed
@@ -31,6 +33,7 @@ from gemmconv.algorithms import (
     fused_fold,
     fused_gradient,
     fused_gradient_lines,
+    fused_image_rows,
     fused_images,
     fused_rows,
     fused_rows_tf32,
@@ -62,6 +65,7 @@ from gemmconv.algorithms.fused_plan import (
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, multiprocessors_of, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
+from gemmconv.algorithms.position_rows import PositionRows
 from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.algorithms.turning import turning_seconds
 from gemmconv.geometry import Shape4
@@ -71,6 +75,7 @@ _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _FOLD_CLOCK_RATE = 1.755e9  # where they are not
 _ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
+_IMAGE_ROWS_MARGIN = 1.2  # of 16 bits, whose estimates are up to 15% too low
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for other weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
@@ -266,7 +271,7 @@ class Fused(OneByOne):
         way = _way(config, direction)
         if way is None:
             return _OTHERWISE.workspace_bytes(config, direction)
-        return way.packed_bytes if isinstance(way, Plan | RowGathering | fused_shuffle.Tile) else 0
+        return way.packed_bytes if isinstance(way, Plan | RowGathering | PositionRows) else 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
@@ -286,6 +291,8 @@ class Fused(OneByOne):
             return fused_fold.prepare_forward(config, way)
         if isinstance(way, fused_images.Tile):
             return fused_images.prepare_forward(config, way)
+        if isinstance(way, fused_image_rows.Tile):
+            return fused_image_rows.prepare_forward(config, way)
         if isinstance(way, fused_shuffle.Tile):
             return fused_shuffle.prepare_forward(config, way)
         if isinstance(way, RowGathering):
@@ -336,22 +343,20 @@ def lines_tile_for(config: Config) -> fused_gradient_lines.Tile | None:
 
 def image_tile_for(config: Config) -> fused_images.Tile | None:
     """The tile of csrc/fused_images.cu for a configuration, None where that kernel is not for it."""
-    itemsize, split, channels_last = variant_of(config)
-    return (
-        None
-        if config.dtype not in _DTYPES or split or channels_last
-        else fused_images.tile_of(config.problem, itemsize)
-    )
+    itemsize = _itemsize_in_nchw(config)
+    return None if itemsize is None else fused_images.tile_of(config.problem, itemsize)
+
+
+def image_rows_tile_for(config: Config) -> fused_image_rows.Tile | None:
+    """The tile of csrc/fused_image_rows.cu for a configuration, None where that kernel is not for it."""
+    itemsize = _itemsize_in_nchw(config)
+    return None if itemsize is None else fused_image_rows.tile_of(config.problem, itemsize)
 
 
 def shuffle_tile_for(config: Config) -> fused_shuffle.Tile | None:
     """The tile of csrc/fused_shuffle.cu for a configuration, None where that kernel is not for it."""
-    itemsize, split, channels_last = variant_of(config)
-    return (
-        None
-        if config.dtype not in _DTYPES or split or channels_last
-        else fused_shuffle.tile_of(config.problem, itemsize)
-    )
+    itemsize = _itemsize_in_nchw(config)
+    return None if itemsize is None else fused_shuffle.tile_of(config.problem, itemsize)
 
 
 def rows_tile_for(config: Config, direction: Direction) -> RowGathering | None:
@@ -368,20 +373,27 @@ def rows_tiles_for(config: Config, direction: Direction) -> Iterable[RowGatherin
 
 def _rows_kernel_for(config: Config, direction: Direction) -> ModuleType | None:
     """What goes along rows of values of a configuration's type and format."""
-    if config.dtype not in _DTYPES or direction == "weight_grad":
+    itemsize = _itemsize_in_nchw(config)
+    if itemsize is None or direction == "weight_grad":
         return None
+    return fused_rows if itemsize == 2 else fused_rows_tf32
+
+
+def _itemsize_in_nchw(config: Config) -> int | None:
+    """Bytes of an element, for the kernels that are for 16 bits and TF32 in NCHW; None for others."""
     itemsize, split, channels_last = variant_of(config)
-    return None if split or channels_last else fused_rows if itemsize == 2 else fused_rows_tf32
+    return None if config.dtype not in _DTYPES or split or channels_last else itemsize
 
 
-_Tile = fused_fold.Tile | fused_images.Tile | fused_shuffle.Tile | RowGathering
+_Tile = fused_fold.Tile | fused_images.Tile | fused_image_rows.Tile | fused_shuffle.Tile | RowGathering
 
 
 def _tiles_for(config: Config, direction: Direction) -> list[_Tile]:
     """Those of the kernels that are for some layers alone, and for this one."""
     tiles: list[_Tile | None] = [rows_tile_for(config, direction)]
     if direction == "forward":
-        tiles += [fold_tile_for(config), image_tile_for(config), shuffle_tile_for(config)]
+        of_images = image_tile_for(config), image_rows_tile_for(config)
+        tiles += [fold_tile_for(config), *of_images, shuffle_tile_for(config)]
     return [tile for tile in tiles if tile is not None]
 
 
@@ -396,6 +408,8 @@ def _seconds(way: Plan | _Tile) -> float:
         return _plan_seconds(way)
     if isinstance(way, RowGathering):
         return _ROWS_MARGIN * way.seconds
+    if isinstance(way, fused_image_rows.Tile) and way.itemsize == 2:
+        return _IMAGE_ROWS_MARGIN * way.cycles / _CLOCK_RATE
     return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 
 

@@ -1,4 +1,4 @@
-"""What fused_images and fused_shuffle share: weights that are brought as lines, inputs as they lie.
+"""What fused_images, fused_image_rows and fused_shuffle share: weights as lines, inputs as they lie.
 
 Lines are the rows of weightᵀ, C_out * kH * kW of them: the weight tensor is [C_in][lines], and a box of it has some
 lines of some channels.
@@ -14,9 +14,13 @@ import torch
 
 from gemmconv.algorithms.base import Config, Forward, aligned, strides_of, with_strides
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
-from gemmconv.algorithms.launches import Boxes
+from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import Macros
 from gemmconv.geometry import Pair, Problem
+
+_THREADS = 256  # of a block of csrc/fused_weight_lines.cu
+
+FusedWeightLinesParams = params_struct("fused_weight_lines_params", ("weight", "packed"), ("units",))
 
 # What a kernel is to be told of its weights, a tensor map or an address, and the tensor that it is told of.
 Weights = Callable[[torch.Tensor], tuple[Any, torch.Tensor]]
@@ -45,6 +49,34 @@ def mapped(boxes: Boxes) -> Weights:
         return tensor_map.encode(weight.data_ptr(), *boxes), weight
 
     return map_of
+
+
+def packing_macros_of(problem: Problem, lines: int, units: int, row: int) -> Macros:
+    """Macros that specialise csrc/fused_weight_lines.cu, for blocks of ``lines`` with so many units each."""
+    return {
+        "IN_CHANNELS": problem.in_channels,
+        "ROW": row,
+        "ALL_LINES": problem.out_channels * problem.taps,
+        "LINES": lines,
+        "UNITS": units,
+    }
+
+
+def packed(problem: Problem, lines: int, units: int, row: int, device: torch.device) -> Weights:
+    """Weights that csrc/fused_weight_lines.cu lays out."""
+    from gemmconv.runtime.launch import load
+
+    macros = packing_macros_of(problem, lines, units, row)
+    kernel = load("fused_weight_lines.cu", "fused_weight_lines_kernel", macros, device.index)
+    count = -(-problem.out_channels * problem.taps // lines) * lines * units
+    grid, block = (-(-count // _THREADS), 1, 1), (_THREADS, 1, 1)
+
+    def pack(weight: torch.Tensor) -> tuple[int, torch.Tensor]:
+        packed = torch.empty(count * 16, dtype=torch.uint8, device=weight.device)
+        kernel.launch(grid, block, FusedWeightLinesParams(weight.data_ptr(), packed.data_ptr(), count))
+        return packed.data_ptr(), packed
+
+    return pack
 
 
 def prepare_forward(

@@ -1,16 +1,19 @@
-/* Rounds the weights and lays them out for fused_shuffle.cu, of float32: units of four input channels of a line,
+/* Rounds the weights and lays them out for kernels that include common/position_rows.cuh, of float32: units of four input
+ * channels of a line,
  *
  *   packed [blocks of LINES][units][LINES] of 16 bytes
  *
- * Lines are in an order in which columns of the product that a thread has are neighbours in a row of outputs: of 4 * KERNEL_W
- * lines, those of four rows, column 8j + 2t + e is line t * KERNEL_W + 2j + e. Lines and channels that there are not are zeros.
+ * Where a row of a kernel has more than two taps, and outputs are to be neighbours (ROW), lines are in an order in which columns
+ * of the product that a thread has are neighbours in a row of outputs: of 4 * ROW lines, those of four rows, column 8j + 2t + e
+ * is line t * ROW + 2j + e. Lines and channels that there are not are zeros.
  *
- * Macros: IN_CHANNELS, KERNEL_W, ALL_LINES (output channels times taps), LINES, UNITS (of all stages of a block).
+ * Macros: IN_CHANNELS, ROW (taps of a row; 1 for lines in order), ALL_LINES (output channels times taps), LINES, UNITS (of all
+ * stages of a block).
  */
 #include "common/dependent.cuh"
 #include "common/units.cuh"
 
-struct fused_shuffle_weights_params {
+struct fused_weight_lines_params {
     const float* __restrict__ weight;  // [IN_CHANNELS][ALL_LINES]
     unit_t* __restrict__ packed;
     int units;  // to lay out
@@ -20,15 +23,15 @@ constexpr int kThreads = 256;
 
 /* The line that is column `column` of its block. */
 __device__ __forceinline__ int line_of(int column) {
-    constexpr int kPeriod = 4 * KERNEL_W;
-    if (KERNEL_W <= 2) return column;
+    constexpr int kPeriod = 4 * ROW;
+    if (ROW <= 2) return column;
     const int j = column % kPeriod / 8, t = column % 8 / 2;
-    return column / kPeriod * kPeriod + t * KERNEL_W + j * 2 + column % 2;
+    return column / kPeriod * kPeriod + t * ROW + j * 2 + column % 2;
 }
 
 /* A thread lays out one unit. */
 extern "C" __global__ void __launch_bounds__(kThreads)
-fused_shuffle_weights_kernel(const __grid_constant__ fused_shuffle_weights_params p) {
+fused_weight_lines_kernel(const __grid_constant__ fused_weight_lines_params p) {
     allow_next_launch();
     const int i = blockIdx.x * kThreads + threadIdx.x;
     if (i >= p.units) return;
