@@ -27,10 +27,11 @@ static_assert(WINDOWS == 1 ? IMAGES * kPixels == ITEM_POSITIONS
                                  ITEM_POSITIONS >= WINDOW_LEFT + WINDOW_STEP + axis_w::largest_shift(),
               "an item has all inputs that its cells read");
 
-/* Threads that gather the same output channels: as few as there are cells for, so that others gather other ones. */
+/* Threads that gather the same output channels: as few as there are parts of cells for, so that others gather other ones.
+ */
 constexpr int kGroups = [] {
     int groups = 1;
-    while (FOLD_OUTS % (groups * 2) == 0 && groups * 2 * ceil_div(kCells, 32) * 32 <= kConsumers) groups *= 2;
+    while (FOLD_OUTS % (groups * 2) == 0 && groups * 2 * ceil_div(kCells * kParts, 32) * 32 <= kConsumers) groups *= 2;
     return groups;
 }();
 constexpr int kLanes = kConsumers / kGroups, kGroupOuts = FOLD_OUTS / kGroups;

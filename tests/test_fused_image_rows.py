@@ -142,13 +142,12 @@ def test_float32_needs_no_aligned_rows_of_weights():
 
 
 @pytest.mark.parametrize("problem", [THIRD_OF_DCGAN, SECOND_OF_ENCODEC])
-def test_fused_takes_it_where_that_is_faster(problem):
-    algorithm, config = fused.Fused(), config_of(problem, torch.float32, precision="tf32")
+def test_fused_takes_it_where_that_is_faster(problem, monkeypatch):
+    config = config_of(problem, torch.float32, precision="tf32")
     tile = fused.image_rows_tile_for(config)
-    assert (
-        algorithm.estimate(config, "forward") == tile.cycles / 1.6e9 < fused.plan_for(config, "forward").cycles / 1.6e9
-    )
-    assert algorithm.workspace_bytes(config, "forward") == tile.packed_bytes > 0
+    assert fused.Fused().workspace_bytes(config, "forward") == tile.packed_bytes > 0
+    monkeypatch.setattr(fused_image_rows, "prepare_forward", lambda config, tile: tile)
+    assert fused.Fused().forward(config) == tile
 
 
 def test_fused_does_not_take_it_where_that_is_slower():

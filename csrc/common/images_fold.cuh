@@ -21,6 +21,10 @@ constexpr int kCellsH = ceil_div(OUT_H, STRIDE_H), kCellsW = ceil_div(OUT_W, STR
 // Where outputs read the input at their own cell alone, a cell is a position.
 constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() == 0 && axis_w::least_shift() == 0 &&
                           axis_w::largest_shift() == 0 && kCellsH == IN_H && kCellsW == IN_W;
+// A row of a cell is divided into parts where a lane's store has not all of it, and lanes beside each other have parts beside
+// each other. Which taps are of a lane's outputs is known when running then.
+constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W / kParts;
+
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
 /* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */
@@ -32,36 +36,54 @@ struct cell_t { bool is; int image, row, column, at; };
 template <int CELLS, int LANES, int OUTS, typename CELL_OF>
 __device__ __forceinline__ void gather(
     ELEMENT_T* output, const float* columns, const float* biases, int out, int lane, const CELL_OF& cell_of) {
-    constexpr int kTurns = ceil_div(CELLS, LANES);
+    constexpr int kTurns = ceil_div(CELLS * kParts, LANES);
     #pragma unroll (kTurns * OUTS * kTaps <= 64 ? kTurns : 1)
     for (int turn = 0; turn < kTurns; ++turn) {
         const int i = turn * LANES + lane;
-        if (CELLS % LANES != 0 && i >= CELLS) continue;
-        const auto [is, image, cell_h, cell_w, at] = cell_of(i);
-        if (!is) continue;
-        const long long plane = static_cast<long long>(image) * OUT_CHANNELS + out;
-        ELEMENT_T* target = output + (plane * (OUT_H * OUT_W) + (cell_h * STRIDE_H * OUT_W + cell_w * STRIDE_W));
+        if (CELLS * kParts % LANES != 0 && i >= CELLS * kParts) continue;
+        const cell_t cell = cell_of(i / kParts);
+        const int cell_h = cell.row, cell_w = cell.column;
+        const int first_w = cell_w * STRIDE_W + i % kParts * kRun;
+        if (!cell.is || (OUT_W % STRIDE_W != 0 && kParts > 1 && first_w >= OUT_W)) continue;
+        const long long plane = static_cast<long long>(cell.image) * OUT_CHANNELS + out;
+        ELEMENT_T* target = output + (plane * (OUT_H * OUT_W) + (cell_h * STRIDE_H * OUT_W + first_w));
         #pragma unroll (kTaps <= 16 ? least(OUTS, 4) : 1)
         for (int channel = 0; channel < OUTS; ++channel) {
             if (OUT_CHANNELS % OUTS != 0 && out + channel >= OUT_CHANNELS) continue;
-            const float* from = columns + (channel * (kTaps * FOLD_PITCH) + at);
-            float sums[STRIDE_H][STRIDE_W];
+            const float* from = columns + (channel * (kTaps * FOLD_PITCH) + cell.at);
+            float sums[STRIDE_H][kRun];
             #pragma unroll
-            for (int r = 0; r < STRIDE_H * STRIDE_W; ++r) sums[r / STRIDE_W][r % STRIDE_W] = biases[channel];
+            for (int r = 0; r < STRIDE_H * kRun; ++r) sums[r / kRun][r % kRun] = biases[channel];
             #pragma unroll
-            for (int tap = 0; tap < kTaps; ++tap) {
-                const int kh = tap / KERNEL_W, kw = tap % KERNEL_W;
-                const int row = cell_h + axis_h::shift(kh), column = cell_w + axis_w::shift(kw);
-                const bool inside = kInPlace || (0 <= row && row < IN_H && 0 <= column && column < IN_W);
-                const int there = tap * FOLD_PITCH + axis_h::shift(kh) * IN_W + axis_w::shift(kw);
-                sums[axis_h::output(kh % axis_h::kStep)][axis_w::output(kw % axis_w::kStep)] += inside ? from[there] : 0.0f;
+            for (int kh = 0; kh < KERNEL_H; ++kh) {
+                const int row = cell_h + axis_h::shift(kh);
+                const float* of_row = from + (kh * (KERNEL_W * FOLD_PITCH) + axis_h::shift(kh) * IN_W);
+                // What is added to an output of the cell, of a tap of the row and its shift across.
+                const auto add = [&](int r, int kw, int shift) {
+                    const int column = cell_w + shift;
+                    const bool inside = kInPlace || (0 <= row && row < IN_H && 0 <= column && column < IN_W);
+                    const bool tap = kParts == 1 || KERNEL_W % STRIDE_W == 0 || kw < KERNEL_W;
+                    sums[axis_h::output(kh % axis_h::kStep)][r] += inside && tap ? of_row[kw * FOLD_PITCH + shift] : 0.0f;
+                };
+                if constexpr (kParts == 1) {
+                    #pragma unroll
+                    for (int kw = 0; kw < KERNEL_W; ++kw) add(axis_w::output(kw % axis_w::kStep), kw, axis_w::shift(kw));
+                } else {
+                    #pragma unroll
+                    for (int r = 0; r < kRun; ++r) {
+                        const int reach = i % kParts * kRun + r + PADDING_W;
+                        #pragma unroll
+                        for (int n = 0; n < ceil_div(KERNEL_W, STRIDE_W); ++n)
+                            add(r, reach % STRIDE_W + n * STRIDE_W, reach / STRIDE_W - n);
+                    }
+                }
             }
             #pragma unroll
             for (int r = 0; r < STRIDE_H; ++r) {
                 if (OUT_H % STRIDE_H != 0 && cell_h * STRIDE_H + r >= OUT_H) continue;
                 #pragma unroll
-                for (int first = 0; first < STRIDE_W; first += VECTOR) {
-                    if (OUT_W % STRIDE_W != 0 && cell_w * STRIDE_W + first >= OUT_W) continue;
+                for (int first = 0; first < kRun; first += VECTOR) {
+                    if (OUT_W % STRIDE_W != 0 && kParts == 1 && first_w + first >= OUT_W) continue;
                     vector_t<VECTOR> values;
                     #pragma unroll
                     for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(sums[r][first + e]);

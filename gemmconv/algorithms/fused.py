@@ -75,7 +75,7 @@ _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _FOLD_CLOCK_RATE = 1.755e9  # where they are not
 _ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
-_IMAGE_ROWS_MARGIN = 1.2  # of 16 bits, whose estimates are up to 15% too low
+_IMAGE_ROWS_MARGIN = 1.15  # of 16 bits and of signals, whose estimates are up to that too low
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for other weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
@@ -408,7 +408,7 @@ def _seconds(way: Plan | _Tile) -> float:
         return _plan_seconds(way)
     if isinstance(way, RowGathering):
         return _ROWS_MARGIN * way.seconds
-    if isinstance(way, fused_image_rows.Tile) and way.itemsize == 2:
+    if isinstance(way, fused_image_rows.Tile) and (way.itemsize == 2 or way.windows[0] > 1):
         return _IMAGE_ROWS_MARGIN * way.cycles / _CLOCK_RATE
     return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 

@@ -89,7 +89,7 @@ class Tile(PositionRows):
     def fold_outs(self) -> int:
         """Output channels that are folded together: of whole columns of a thread, and some for all threads."""
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
-        threads = -(-self.cells // 32) * 32
+        threads = -(-self.cells * self.parts // 32) * 32
         wanted = max(_PASS_LINES // self.problem.taps, _THREADS // threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
         most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.blocks > 1 else _OWN_BYTES
@@ -106,6 +106,11 @@ class Tile(PositionRows):
         """Outputs that are stored together."""
         p = self.problem
         return math.gcd(16 // self.itemsize, p.stride[1], p.output_size[1])
+
+    @property
+    def parts(self) -> int:
+        """Of a row of a cell, for a thread each."""
+        return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
 
     @property
     def possible(self) -> bool:
