@@ -667,8 +667,8 @@ IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
         suits,
     )
     for case, suits in (
-        (IMAGE_ROW_CASES[1], lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs),
-        (IMAGE_ROW_CASES[2], lambda tile: tile.windows[2] > 0),
+        (IMAGE_ROW_CASES[2], lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs),
+        (IMAGE_ROW_CASES[3], lambda tile: tile.windows[2] > 0),
     )
 )
 IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
@@ -1059,6 +1059,8 @@ def test_runs_of_fused_image_rows_take_every_path():
         lambda tile: tile.lines // tile.problem.taps // tile.fold_outs % 2 == 1,
         lambda tile: tile.lines // tile.problem.taps // tile.fold_outs > 2,
         lambda tile: tile.cells > 128,  # all threads gather the same output channels
+        lambda tile: tile.parts > 1,
+        lambda tile: tile.parts > 1 and tile.problem.kernel_size[1] % tile.problem.stride[1] > 0,
         lambda tile: 16 % tile.problem.taps == 0,
         lambda tile: tile.piece * tile.itemsize == 16,
         lambda tile: tile.vector > 1,
