@@ -39,3 +39,9 @@ def reach_of(problem: Problem, axis: int) -> Pair:
     """
     shifts = frozenset().union(*phase_shifts(problem, axis))
     return min(shifts), max(shifts)
+
+
+def every_output_has_taps(problem: Problem) -> bool:
+    """Whether every phase has a tap, so that no output is the bias alone."""
+    p = problem
+    return all(p.kernel_size[axis] >= p.stride[axis] and all(phase_shifts(p, axis)) for axis in (0, 1))
