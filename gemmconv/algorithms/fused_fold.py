@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
-from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
+from gemmconv.algorithms.cells import cells_of, every_output_has_taps, reach_of
 from gemmconv.algorithms.fused_plan import CHAIN, MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
@@ -250,8 +250,8 @@ def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) 
     p = problem
     if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES:
         return
-    if any(p.kernel_size[axis] < p.stride[axis] or not all(phase_shifts(p, axis)) for axis in (0, 1)):
-        return  # a phase without taps
+    if not every_output_has_taps(p):
+        return
     width = p.input_size[1]
     together = math.gcd(_MOST_COPY, (p.in_channels if channels_last else width) * itemsize)
     if together < _LEAST_COPY:
