@@ -171,6 +171,7 @@ IMAGE_ROW_CASES = [
     Case(2, 72, 16, (1, 264), (1, 4), (1, 2), (0, 1)),
     Case(3, 24, 16, (1, 264), (1, 2), (1, 1), (0, 6)),
     Case(2, 24, 16, (1, 1000), (1, 9), (1, 1), (0, 2), dilation=(1, 3)),
+    Case(2, 24, 16, (1, 260), (1, 2), (1, 1), (0, 16)),
 ]
 
 # Taps that neither overlap nor leave gaps, for csrc/fused_shuffle.cu: rows of even and odd widths; pieces of 8 and of

@@ -26,6 +26,8 @@ def tiles(draw):
     kernel_size = draw(st.sampled_from(kernels))
     stride = tuple(draw(st.integers(1, min(size, 8))) for size in kernel_size)
     padding = tuple(draw(st.integers(0, size // 2)) for size in kernel_size)
+    if signal:
+        padding = 0, draw(st.integers(0, 40))  # more than a kernel reaches leaves fewer cells than inputs
     dilation = 1, draw(st.sampled_from((1, 1, 3)))
     input_size = (1, 4 * draw(st.integers(65, 800))) if signal else draw(st.sampled_from(IMAGES))
     assume(all(2 * pad < size + more - 1 for pad, size, more in zip(padding, input_size, kernel_size, strict=True)))
@@ -40,8 +42,8 @@ def tiles(draw):
 def test_items_cover_all_cells_of_all_images_and_lines(tile):
     p, (windows, step, _) = tile.problem, tile.windows
     assert tile.items % tile.sets == 0
+    assert (windows == 1) == (tile.window == p.in_pixels)  # as the kernel has it
     if windows == 1:
-        assert tile.window == p.in_pixels
         assert 0 <= tile.items // tile.sets * tile.images - p.batch < tile.images
     else:
         assert tile.images == 1
@@ -99,6 +101,11 @@ def test_tiles_fit_a_multiprocessor(tile):
     assert min(slots, stages) >= 2
     assert not tile.held or slots >= tile.chunks
     assert 2 * tile.registers[0] + tile.registers[1] <= 3 * 168
+
+
+def test_signal_of_fewer_cells_than_a_window_has_smaller_windows():
+    cropped = Problem(64, 256, 256, 1, (1, 260), (1, 2), (1, 1), (0, 16))  # 229 outputs
+    assert {tile.window for tile in fused_image_rows.tiles_of(cropped, 4)} == {128}
 
 
 def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, precision="ieee"):

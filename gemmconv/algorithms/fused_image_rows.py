@@ -115,7 +115,8 @@ class Tile(PositionRows):
     @property
     def possible(self) -> bool:
         slots, stages = self.ring_sizes
-        return slots >= 2 and stages >= 2
+        whole = self.window == self.problem.in_pixels
+        return slots >= 2 and stages >= 2 and (whole or self.windows[0] > 1)  # one window is an image, to the kernel
 
     @property
     def cycles(self) -> float:
