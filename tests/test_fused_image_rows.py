@@ -123,6 +123,7 @@ def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, prec
         replace(THIRD_OF_DCGAN, kernel_size=(2, 2), stride=(3, 3), padding=(0, 0)),  # a phase without taps
         replace(THIRD_OF_DCGAN, kernel_size=(2, 2), padding=(0, 0), out_channels=35),  # rows of 280 bytes
         replace(THIRD_OF_DCGAN, dilation=(32, 32)),  # outputs mostly of border
+        replace(THIRD_OF_DCGAN, kernel_size=(1, 3), stride=(1, 1), padding=(0, 2**30), dilation=(1, 2**30)),
         replace(THIRD_OF_DCGAN, batch=2**25),
         replace(THIRD_OF_DCGAN, in_channels=2**24),
         replace(SECOND_OF_ENCODEC, kernel_size=(2, 10)),

@@ -99,6 +99,7 @@ def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, prec
         replace(FIRST_OF_POSE, kernel_size=(2, 2), stride=(3, 3), padding=(0, 0)),  # a phase without taps
         replace(FIRST_OF_POSE, kernel_size=(2, 2), padding=(0, 0), out_channels=35),  # rows of 280 bytes
         replace(FIRST_OF_POSE, dilation=(32, 32)),  # outputs mostly of border
+        replace(FIRST_OF_POSE, kernel_size=(1, 4), stride=(1, 1), padding=(0, 3 * 2**29), dilation=(1, 2**30)),
         replace(FIRST_OF_POSE, batch=2**24),
         replace(FIRST_OF_POSE, in_channels=2**24),
         replace(FIRST_OF_POSE, batch=2**23 - 1, out_channels=2**20),  # more items than integers

@@ -10,6 +10,8 @@ from functools import lru_cache
 
 from gemmconv.geometry import Pair, Problem
 
+_MOST_REACH = 2**20
+
 
 def cells_of(problem: Problem) -> Pair:
     """Cells of an image, down and across."""
@@ -41,7 +43,12 @@ def reach_of(problem: Problem, axis: int) -> Pair:
     return min(shifts), max(shifts)
 
 
-def every_output_has_taps(problem: Problem) -> bool:
-    """Whether every phase has a tap, so that no output is the bias alone."""
+def can_be_folded(problem: Problem) -> bool:
+    """Whether every phase has a tap, and shifts times the width of an image that fits a tile are integers of a kernel.
+
+    Else an output may be the bias alone, and padding may undo a dilation that reaches farther than images ever do.
+    """
     p = problem
+    if any(p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] > _MOST_REACH for axis in (0, 1)):
+        return False
     return all(p.kernel_size[axis] >= p.stride[axis] and all(phase_shifts(p, axis)) for axis in (0, 1))

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
-from gemmconv.algorithms.cells import cells_of, every_output_has_taps, reach_of
+from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of
 from gemmconv.algorithms.fused_plan import CHAIN, MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
@@ -250,7 +250,7 @@ def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) 
     p = problem
     if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES:
         return
-    if not every_output_has_taps(p):
+    if not can_be_folded(p):
         return
     width = p.input_size[1]
     together = math.gcd(_MOST_COPY, (p.in_channels if channels_last else width) * itemsize)

@@ -17,7 +17,7 @@ import torch
 
 from gemmconv.algorithms import position_rows
 from gemmconv.algorithms.base import Config, Forward
-from gemmconv.algorithms.cells import cells_of, every_output_has_taps, reach_of
+from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.macros import Macros, geometry_macros
 from gemmconv.algorithms.position_rows import BLOCK_POSITIONS, CHUNK_BYTES, MOST_LINES, PositionRows
@@ -156,7 +156,7 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
         return
     if math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels:
         return
-    if not every_output_has_taps(p):
+    if not can_be_folded(p):
         return
     if (itemsize == 2 and p.out_channels * p.taps % 8) or not position_rows.fits_integers(p):
         return

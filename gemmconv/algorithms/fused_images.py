@@ -17,7 +17,7 @@ import torch
 
 from gemmconv.algorithms import weight_lines
 from gemmconv.algorithms.base import Config, Forward
-from gemmconv.algorithms.cells import cells_of, every_output_has_taps, reach_of
+from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
@@ -200,7 +200,7 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
         return
     if max(most * p.in_channels, (p.out_channels + 256) * p.taps, p.out_pixels, p.batch * 256) > _INT32_MAX:
         return
-    if not every_output_has_taps(p):
+    if not can_be_folded(p):
         return
     images = range(1, min(p.batch, most // p.in_pixels) + 1)
     for tile in itertools.starmap(Tile, itertools.product((p,), (itemsize,), images, (1, 2), (1, 2))):
