@@ -27,8 +27,7 @@ static_assert(WINDOWS == 1 ? IMAGES * kPixels == ITEM_POSITIONS
                                  ITEM_POSITIONS >= WINDOW_LEFT + WINDOW_STEP + axis_w::largest_shift(),
               "an item has all inputs that its cells read");
 
-/* Threads that gather the same output channels: as few as there are parts of cells for, so that others gather other ones.
- */
+// Threads are divided into groups where there are more of them than parts of cells: each gathers other output channels.
 constexpr int kGroups = [] {
     int groups = 1;
     while (FOLD_OUTS % (groups * 2) == 0 && groups * 2 * ceil_div(kCells * kParts, 32) * 32 <= kConsumers) groups *= 2;
@@ -39,7 +38,8 @@ constexpr int kLanes = kConsumers / kGroups, kGroupOuts = FOLD_OUTS / kGroups;
 struct alignas(8) pair_t { float value[2]; };
 
 /* Writes a pass of a warp's columns. Sums of rows g and g + 8 are neighbours. */
-template <int PASS> __device__ __forceinline__ void write_columns(float* columns, const float (&sums)[ROW_BLOCKS][LINES / 2], int warp) {
+template <int PASS>
+__device__ __forceinline__ void write_columns(float* columns, const float (&sums)[ROW_BLOCKS][LINES / 2], int warp) {
     const int lane = threadIdx.x % 32;
     #pragma unroll
     for (int row = 0; row < ROW_BLOCKS; ++row) {

@@ -6,16 +6,17 @@
  * rounded to TF32. Weights are the columns' side: of 16 bits as torch has them, [ci][line], the other way round
  * (common/wgmma.cuh); tensor cores take TF32 K-major alone, and fused_weight_lines.cu lays it out (PACKED).
  *
- * An item is ITEM_POSITIONS positions, across images or one of an image's WINDOWS, and BLOCKS times LINES lines. Each of two warpgroups has 64 of every 128
- * positions. LOADERS threads bring inputs to slots, one thread the weights to stages, each of 128 bytes of channels. Slots are
- * kept for all lines of an item where it has more than one block of them (HELD), else both come together.
+ * An item is ITEM_POSITIONS positions, across images or one of an image's WINDOWS, and BLOCKS times LINES lines. Each of two
+ * warpgroups has 64 of every 128 positions. LOADERS threads bring inputs to slots, one thread the weights to stages, each of 128
+ * bytes of channels. Slots are kept for all lines of an item where it has more than one block of them (HELD), else both come
+ * together.
  *
  * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W; IN_CHANNELS, OUT_CHANNELS; IN_H, IN_W;
  * ROW_BLOCKS (of 128 positions), ITEM_POSITIONS; WINDOWS, WINDOW_STEP and WINDOW_LEFT (positions from one to the next, and before
- * the first; multiples of PIECE; 1, 0 and 0 where items go across images); LINES (a multiple of 16 up to 256, with all taps of its output channels); SETS
- * (of lines, for other items), BLOCKS (of LINES of a set, at most), HELD (1 or 0); SLOTS, STAGES; LOADERS;
- * MULTIPLIER_REGISTERS, LOADER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied together);
- * OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16), SHARED_BYTES.
+ * the first; multiples of PIECE; 1, 0 and 0 where items go across images); LINES (a multiple of 16 up to 256, with all taps of
+ * its output channels); SETS (of lines, for other items), BLOCKS (of LINES of a set, at most), HELD (1 or 0); SLOTS, STAGES;
+ * LOADERS; MULTIPLIER_REGISTERS, LOADER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied
+ * together); OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16), SHARED_BYTES.
  */
 #pragma once
 
