@@ -53,6 +53,7 @@ from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import cuda_rounds
 from gemmconv.errors import CompileError
+from gemmconv.geometry import Problem
 
 _BARS = {"fp32": 2e-6, "tf32": 5e-4, "fp16": 1e-3, "bf16": 5e-3}
 _ROUNDS = 5
@@ -89,20 +90,10 @@ def _fused_fold_tiles(config: Config) -> Iterable[fused_fold.Tile]:
     return () if fused.fold_tile_for(config) is None else fused_fold.tiles_of(config.problem, *fused.variant_of(config))
 
 
-def _fused_images_tiles(config: Config) -> Iterable[fused_images.Tile]:
-    return () if fused.image_tile_for(config) is None else fused_images.tiles_of(config.problem, config.dtype.itemsize)
-
-
-def _fused_image_rows_tiles(config: Config) -> Iterable[fused_image_rows.Tile]:
-    if fused.image_rows_tile_for(config) is None:
-        return ()
-    return fused_image_rows.tiles_of(config.problem, config.dtype.itemsize)
-
-
-def _fused_shuffle_tiles(config: Config) -> Iterable[fused_shuffle.Tile]:
-    if fused.shuffle_tile_for(config) is None:
-        return ()
-    return fused_shuffle.tiles_of(config.problem, config.dtype.itemsize)
+def _tiles_where_it_has_one(
+    tile_for: Callable[[Config], Any], tiles_of: Callable[[Problem, int], Iterable[Any]], config: Config
+) -> Iterable[Any]:
+    return () if tile_for(config) is None else tiles_of(config.problem, config.dtype.itemsize)
 
 
 def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:
@@ -120,9 +111,21 @@ KERNELS = {
     for kernel in (
         Kernel("fused", _fused_plans, fused.prepare_forward),
         Kernel("fused_fold", _fused_fold_tiles, fused_fold.prepare_forward),
-        Kernel("fused_images", _fused_images_tiles, fused_images.prepare_forward),
-        Kernel("fused_image_rows", _fused_image_rows_tiles, fused_image_rows.prepare_forward),
-        Kernel("fused_shuffle", _fused_shuffle_tiles, fused_shuffle.prepare_forward),
+        Kernel(
+            "fused_images",
+            partial(_tiles_where_it_has_one, fused.image_tile_for, fused_images.tiles_of),
+            fused_images.prepare_forward,
+        ),
+        Kernel(
+            "fused_image_rows",
+            partial(_tiles_where_it_has_one, fused.image_rows_tile_for, fused_image_rows.tiles_of),
+            fused_image_rows.prepare_forward,
+        ),
+        Kernel(
+            "fused_shuffle",
+            partial(_tiles_where_it_has_one, fused.shuffle_tile_for, fused_shuffle.tiles_of),
+            fused_shuffle.prepare_forward,
+        ),
         Kernel("fused_rows", _fused_rows_tiles, row_gathering.prepare_forward),
         Kernel("direct_mma", _direct_mma_tiles, direct_mma.prepare_forward),
     )

@@ -229,8 +229,8 @@ class ImageRowRun(Run):
     @property
     def tiles(self):
         arguments = self.config.problem, self.config.dtype.itemsize
-        found = [*fused_image_rows.tiles_of(*arguments)]
-        return [fused_image_rows.tile_of(*arguments), *Random(str(self)).sample(found, min(3, len(found)))]
+        found = [*self.kernel.tiles_of(*arguments)]
+        return [self.kernel.tile_of(*arguments), *Random(str(self)).sample(found, min(3, len(found)))]
 
 
 # Signals of many windows, nine taps, inputs that are held and that are not.
@@ -247,17 +247,10 @@ IMAGE_ROW_RUNS = [
 IMAGE_ROW_RUNS = [run for run in IMAGE_ROW_RUNS if None not in run.tiles]
 
 
-@dataclass(frozen=True)
-class ShuffleRun(Run):
-    """The same for csrc/fused_shuffle.cu: its own tile and three others."""
+class ShuffleRun(ImageRowRun):
+    """The same for csrc/fused_shuffle.cu."""
 
     kernel: ClassVar[ModuleType] = fused_shuffle
-
-    @property
-    def tiles(self):
-        arguments = self.config.problem, self.config.dtype.itemsize
-        found = [*fused_shuffle.tiles_of(*arguments)]
-        return [fused_shuffle.tile_of(*arguments), *Random(str(self)).sample(found, min(3, len(found)))]
 
 
 # Items that share a multiprocessor, and fill no round; inputs of more slots than one item has, or than there are.

@@ -160,16 +160,13 @@ FUSED_PATHS = {
 }
 
 
-FORWARDS = (
-    "forward",
-    "forward_mma",
-    "fused",
-    "fused_fold",
-    "fused_images",
-    "fused_image_rows",
-    "fused_shuffle",
-    "fused_rows",
-)
+# Those that algorithms/weight_lines.py launches.
+LINES_KERNELS = {
+    "fused_images": fused_images,
+    "fused_image_rows": fused_image_rows,
+    "fused_shuffle": fused_shuffle,
+}
+FORWARDS = "forward", "forward_mma", "fused", "fused_fold", *LINES_KERNELS, "fused_rows"
 
 
 @dataclass(frozen=True)
@@ -236,27 +233,12 @@ class Run:
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
-    def image_tile(self):
-        """The tile of fused_images, None where it declines the problem."""
+    def lines_kernel_tile(self):
+        """The tile of a kernel of LINES_KERNELS, None where it declines the problem."""
+        kernel, arguments = LINES_KERNELS[self.operation], (problem_of(self.case), self.dtype.itemsize)
         if self.choice is None:
-            return fused_images.tile_of(problem_of(self.case), self.dtype.itemsize)
-        tiles = [*fused_images.tiles_of(problem_of(self.case), self.dtype.itemsize)]
-        return tiles[self.choice % len(tiles)] if tiles else None
-
-    @functools.cached_property
-    def image_rows_tile(self):
-        """The tile of fused_image_rows, None where it declines the problem."""
-        if self.choice is None:
-            return fused_image_rows.tile_of(problem_of(self.case), self.dtype.itemsize)
-        tiles = [*fused_image_rows.tiles_of(problem_of(self.case), self.dtype.itemsize)]
-        return tiles[self.choice % len(tiles)] if tiles else None
-
-    @functools.cached_property
-    def shuffle_tile(self):
-        """The tile of fused_shuffle, None where it declines the problem."""
-        if self.choice is None:
-            return fused_shuffle.tile_of(problem_of(self.case), self.dtype.itemsize)
-        tiles = [*fused_shuffle.tiles_of(problem_of(self.case), self.dtype.itemsize)]
+            return kernel.tile_of(*arguments)
+        tiles = [*kernel.tiles_of(*arguments)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -335,18 +317,10 @@ class Run:
                 if self.multiprocessors is not None:
                     patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
                 return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
-            if self.operation == "fused_images":
+            if self.operation in LINES_KERNELS:
                 if self.multiprocessors is not None:
                     patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_images.prepare_forward(self.config, self.image_tile)
-            if self.operation == "fused_image_rows":
-                if self.multiprocessors is not None:
-                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_image_rows.prepare_forward(self.config, self.image_rows_tile)
-            if self.operation == "fused_shuffle":
-                if self.multiprocessors is not None:
-                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_shuffle.prepare_forward(self.config, self.shuffle_tile)
+                return LINES_KERNELS[self.operation].prepare_forward(self.config, self.lines_kernel_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:
                     patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
@@ -623,7 +597,7 @@ IMAGE_RUNS = [
     for j, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32))
     for choice in (None, 5 * i + 7 * j)
 ]
-IMAGE_RUNS = [run for run in IMAGE_RUNS if run.image_tile is not None]
+IMAGE_RUNS = [run for run in IMAGE_RUNS if run.lines_kernel_tile is not None]
 # Few stages for many chunks, in either way that inputs come.
 IMAGE_RUNS += [
     Run("fused_images", IMAGE_CASES[-1], dtype, multiprocessors=0, choice=-1, tf32=dtype.itemsize == 4)
@@ -640,32 +614,31 @@ IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
 
 
-# Each case in its own tile in one type and in another tile in the other, many with few blocks.
-IMAGE_ROW_RUNS = [
-    Run(
-        "fused_image_rows",
-        case,
-        dtype,
-        multiprocessors=(None, 0, 3)[(i + j) % 3],
-        choice=choice,
-        tf32=dtype.itemsize == 4,
-    )
-    for i, case in enumerate((*IMAGE_CASES, *IMAGE_ROW_CASES))
-    for j, (dtype, choice) in enumerate(
-        (
-            ((torch.float16, torch.bfloat16)[i % 2], (None, 5 * i + 7)[i // 2 % 2]),
-            (torch.float32, (5 * i + 3, None)[i % 2]),
+def runs_in_two_types(operation, cases):
+    """Each case in its own tile in one type and in another tile in the other, many with few blocks."""
+    runs = [
+        Run(operation, case, dtype, "contiguous", (None, 0, 3)[(i + j) % 3], choice, tf32=dtype.itemsize == 4)
+        for i, case in enumerate(cases)
+        for j, (dtype, choice) in enumerate(
+            (
+                ((torch.float16, torch.bfloat16)[i % 2], (None, 5 * i + 7)[i // 2 % 2]),
+                (torch.float32, (5 * i + 3, None)[i % 2]),
+            )
         )
-    )
-]
-IMAGE_ROW_RUNS = [run for run in IMAGE_ROW_RUNS if run.image_rows_tile is not None]
+    ]
+    return [run for run in runs if run.lines_kernel_tile is not None]
+
+
+def lines_run_of(operation, case, dtype, suits):
+    """A block with many items, of the first tile that suits."""
+    run = Run(operation, case, dtype, multiprocessors=0, tf32=dtype.itemsize == 4)
+    return with_first(run, LINES_KERNELS[operation].tiles_of(problem_of(case), dtype.itemsize), suits)
+
+
+IMAGE_ROW_RUNS = runs_in_two_types("fused_image_rows", (*IMAGE_CASES, *IMAGE_ROW_CASES))
 # Many items of two blocks of rows, with more passes than there is room for; and of windows.
 IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
-    with_first(
-        Run("fused_image_rows", case, torch.float32, multiprocessors=0, tf32=True),
-        fused_image_rows.tiles_of(problem_of(case), 4),
-        suits,
-    )
+    lines_run_of("fused_image_rows", case, torch.float32, suits)
     for case, suits in (
         (IMAGE_ROW_CASES[2], lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs),
         (IMAGE_ROW_CASES[3], lambda tile: tile.windows[2] > 0),
@@ -674,32 +647,13 @@ IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
 IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
 
 
-def shuffle_run_of(case, dtype, suits):
-    """A block with many items, of the first tile that suits."""
-    run = Run("fused_shuffle", case, dtype, multiprocessors=0, tf32=dtype.itemsize == 4)
-    return with_first(run, fused_shuffle.tiles_of(problem_of(case), dtype.itemsize), suits)
-
-
-# Each case in its own tile in one type and in another tile in the other, many with few blocks.
-SHUFFLE_RUNS = [
-    Run(
-        "fused_shuffle", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, tf32=dtype.itemsize == 4
-    )
-    for i, case in enumerate(SHUFFLE_CASES)
-    for j, (dtype, choice) in enumerate(
-        (
-            ((torch.float16, torch.bfloat16)[i % 2], (None, 5 * i + 7)[i // 2 % 2]),
-            (torch.float32, (5 * i + 3, None)[i % 2]),
-        )
-    )
-]
-SHUFFLE_RUNS = [run for run in SHUFFLE_RUNS if run.shuffle_tile is not None]
+SHUFFLE_RUNS = runs_in_two_types("fused_shuffle", SHUFFLE_CASES)
 # Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
 SHUFFLE, SHUFFLE_TF32 = (
-    shuffle_run_of(SHUFFLE_CASES[-1], dtype, lambda tile: tile.held and tile.blocks > 2)
+    lines_run_of("fused_shuffle", SHUFFLE_CASES[-1], dtype, lambda tile: tile.held and tile.blocks > 2)
     for dtype in (torch.float16, torch.float32)
 )
-SHUFFLE_ALONE = shuffle_run_of(SHUFFLE_CASES[4], torch.float16, lambda tile: not tile.kept)
+SHUFFLE_ALONE = lines_run_of("fused_shuffle", SHUFFLE_CASES[4], torch.float16, lambda tile: not tile.kept)
 SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_TF32, SHUFFLE_ALONE]
 
 
@@ -1011,7 +965,7 @@ def test_fused_shuffle_kernel_matches_reference(run, calls, poison):
 
 
 def test_runs_of_fused_shuffle_take_every_path():
-    tiles = [run.shuffle_tile for run in SHUFFLE_RUNS]
+    tiles = [run.lines_kernel_tile for run in SHUFFLE_RUNS]
     for path in (
         lambda tile: tile.packed,
         lambda tile: tile.held,
@@ -1043,7 +997,7 @@ def test_fused_image_rows_kernel_matches_reference(run, calls, poison):
 
 
 def test_runs_of_fused_image_rows_take_every_path():
-    tiles = [run.image_rows_tile for run in IMAGE_ROW_RUNS]
+    tiles = [run.lines_kernel_tile for run in IMAGE_ROW_RUNS]
     for path in (
         lambda tile: tile.packed,
         lambda tile: tile.held,
@@ -1071,7 +1025,7 @@ def test_runs_of_fused_image_rows_take_every_path():
 
 
 def test_runs_of_fused_images_take_every_path():
-    tiles = [run.image_tile for run in IMAGE_RUNS]
+    tiles = [run.lines_kernel_tile for run in IMAGE_RUNS]
     for path in (
         lambda tile: tile.in_place,
         lambda tile: tile.fold_warps == 4,
