@@ -19,22 +19,30 @@
  *   S=2 P=1 K=4:  shifts -1, 0, 1; with ROWS=4 a step ends with the cells above row 3, and two rows stay for the next one
  *
  * Warps have roles, since each of them waits most of the time and none for long: WARPGROUPS multiply, FOLDERS threads fold
- * what was multiplied the step before, LOADERS copy the inputs of the next steps. The steps of a role are passed on by
- * mbarriers: full and empty for stages, made and folded for the ring, which has room for the rows of two steps.
+ * what was multiplied the step before, LOADERS copy the inputs of the next steps: piece by piece, or one of them begins boxes
+ * of a tensor map (BOXED). The steps of a role are passed on by mbarriers: full and empty for stages, made and folded for the
+ * ring, which has room for the rows of two steps.
+ *
+ * Boxes lie as lines of 128 bytes, whose pieces of 16 are in another order (wgmma.cuh), so that words come free of bank
+ * conflicts: a channel's neighbouring positions, of a row or, where positions are whole rows (FLAT), of any; in
+ * channels_last a position's channels. Of float32 in NCHW the words t and t + 4 of a product are channels 2t and 2t + 1 for
+ * the same reason.
  *
  * A warp's positions go from the stage to registers, where float32 is rounded to TF32, each once; the weights stay in shared
  * memory. SPLIT: float32 in three products of TF32 (see fused_wgmma.cu), whose sums leave the tensor core, which rounds
  * towards zero, after CHAIN steps. Positions outside of the image count as zeros, not as products with zeros.
  *
- * What limits it: instructions, alike in all roles; see benchmarks/README.md.
+ * A thread folds a few cell rows at a time: it waits for their columns once. Weights are asked for before any inputs, which
+ * would keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see benchmarks/README.md.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
  * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, LOADERS;
  * ROWS, COLUMNS (positions of a step; together a multiple of 64), CELLS; ORIGIN (the first strip's first position), LEFT
- * (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring to the next); STAGES; PITCH
- * (elements between channels in a stage, or between positions in channels_last); UNIT (elements that are copied together;
- * divides the input's width, in channels_last IN_CHANNELS), VECTOR (outputs that are stored together); MIN_BLOCKS (blocks
- * that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64. Chosen by gemmconv/algorithms/fused_fold.py.
+ * (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring to the next); TOGETHER (cell rows
+ * that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels in a stage, or between positions
+ * in channels_last), UNIT (elements that are copied together; divides the input's width, in channels_last IN_CHANNELS), or
+ * BOXED, FLAT; VECTOR (outputs that are stored together); MIN_BLOCKS (blocks that a multiprocessor must have registers for),
+ * SHARED_BYTES, INDEX_64. Chosen by gemmconv/algorithms/fused_fold.py.
  */
 #include "common/async.cuh"
 #include "common/axis.cuh"
@@ -43,9 +51,16 @@
 #include "common/meet.cuh"
 #include "common/mma.cuh"
 #include "common/ring.cuh"
+#include "common/unroll.cuh"
 #include "common/wgmma_rows.cuh"
+#if BOXED
+#include "common/tensor_map.cuh"
+#endif
 
 struct fused_fold_params {
+#if BOXED
+    tensor_map_t map;  // of the input: [images][rows][channels][columns]; FLAT: of one row; channels_last: channels innermost
+#endif
     const ELEMENT_T* __restrict__ input;
     const ELEMENT_T* __restrict__ weight;
     const ELEMENT_T* __restrict__ bias;  // or null
@@ -74,17 +89,21 @@ constexpr int kPadded = CHANNEL_STEPS * 8 * kElements;  // channels
 static_assert(kPositions % 64 == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
 static_assert(COLUMN_PITCH % 8 == 4, "a warp writes columns to different banks");
 
-// Shared memory: barriers; weights [kParts][kPadded * kItem / 16][kWholeLines][16 bytes]; the ring of columns
-// [kRing][kLines][COLUMN_PITCH], and before that the weights as they come; stages of inputs [STAGES], each [kPadded][PITCH],
-// or [kPositions][PITCH] in channels_last.
+// Shared memory: stages of inputs [STAGES], each [kPadded][PITCH], or [kPositions][PITCH] in channels_last, or of lines of boxes
+// [kBlocks][kPadded], or [kBlocks][kPositions]; barriers; weights [kParts][kPadded * kItem / 16][kWholeLines][16 bytes]; the
+// ring of columns [kRing][kLines][COLUMN_PITCH], and before that the weights as they come.
 constexpr int kStepBytes = 32 * kWholeLines, kWeightBytes = CHANNEL_STEPS * kStepBytes;
 constexpr int kRowFloats = kLines * COLUMN_PITCH, kCame = IN_CHANNELS * kLines * kItem;
 constexpr int kRingBytes = ceil_div(kRing * kRowFloats * 4 < kCame ? kCame : kRing * kRowFloats * 4, 16) * 16;
-constexpr int kBarrierBytes = 128, kFirstRing = kBarrierBytes + kParts * kWeightBytes;
-constexpr int kFirstStage = kFirstRing + kRingBytes;
-constexpr int kStage = (CHANNELS_LAST ? kPositions : kPadded) * PITCH;  // elements
-static_assert(kFirstStage + STAGES * kStage * kItem <= SHARED_BYTES, "ring and stages do not fit the launch's shared memory");
-extern __shared__ __align__(128) unsigned char shared[];
+constexpr int kLine = 128 / kItem;  // elements of a line of a box
+constexpr int kBlocks = CHANNELS_LAST ? ceil_div(IN_CHANNELS, kLine) : kPositions / kLine;
+constexpr int kBlock = (CHANNELS_LAST ? kPositions : kPadded) * kLine;                             // elements
+constexpr int kStage = BOXED ? kBlocks * kBlock : (CHANNELS_LAST ? kPositions : kPadded) * PITCH;  // elements
+static_assert(!BOXED || CHANNELS_LAST || FLAT || COLUMNS % kLine == 0, "lines do not cross rows");
+constexpr int kFirstBarrier = STAGES * kStage * kItem, kBarrierBytes = 128, kFirstWeight = kFirstBarrier + kBarrierBytes;
+constexpr int kFirstRing = kFirstWeight + kParts * kWeightBytes;
+static_assert(kFirstRing + kRingBytes <= SHARED_BYTES, "ring and stages do not fit the launch's shared memory");
+extern __shared__ __align__(1024) unsigned char shared[];
 
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
@@ -118,6 +137,25 @@ struct course_t {
     }
 };
 
+#if BOXED
+/* Begin to copy the inputs of a step; zeros where the image has none. One thread. */
+__device__ __forceinline__ void fetch(
+    const fused_fold_params& p, ELEMENT_T* stage, const course_t& course, barrier_t& full) {
+    const item_t& item = course.item;
+    const int row0 = item.cell_row + kFirstH + course.step * ROWS, column0 = first_position(item);
+    barrier_arrive_expecting(full, kStage * kItem);
+#if CHANNELS_LAST
+    for (int block = 0; block < kBlocks; ++block, stage += kBlock)
+        copy_box(stage, p.map, block * kLine, column0, row0, item.image, full);
+#elif FLAT
+    for (int block = 0; block < kBlocks; ++block, stage += kBlock)
+        copy_box(stage, p.map, row0 * COLUMNS + block * kLine, 0, 0, item.image, full);
+#else
+    for (int column = 0; column < COLUMNS; column += kLine, stage += ROWS * kBlock)
+        copy_box(stage, p.map, column0 + column, 0, row0, item.image, full);
+#endif
+}
+#else
 __device__ __forceinline__ void copy_unit(ELEMENT_T* target, const ELEMENT_T* source, bool inside) {
     if constexpr (UNIT * kItem == 16) copy_piece_async(target, source, inside);
     else copy_async<UNIT * kItem>(target, source, inside);
@@ -163,11 +201,24 @@ __device__ __forceinline__ void fetch(const fused_fold_params& p, ELEMENT_T* sta
     }
 #endif
 }
+#endif
 
-/* Lay the weights out for wgmma, zeros after the last channel and line; all threads but those that load. */
-__device__ __forceinline__ void load_weights(const fused_fold_params& p, unsigned char* target, unsigned char* came) {
+/* Which channel a word of a product is of, or the first of a pair. */
+__device__ __forceinline__ int channel_of(int word) {
+    const int place = word % 8;
+    return (BOXED && !CHANNELS_LAST && kElements == 1 ? word - place + place % 4 * 2 + place / 4 : word) * kElements;
+}
+
+/* Begin to copy the weights; all threads but those that load. */
+__device__ __forceinline__ void fetch_weights(const fused_fold_params& p, unsigned char* came) {
+    if (threadIdx.x >= kOthers) return;
     for (int i = threadIdx.x * 16; i < kCame; i += kOthers * 16)
         copy_some_async(came + i, reinterpret_cast<const unsigned char*>(p.weight) + i, least(kCame - i, 16));
+}
+
+/* Lay them out for wgmma, zeros after the last channel and line; the same threads. */
+__device__ __forceinline__ void lay_weights_out(
+    const fused_fold_params& p, unsigned char* target, const unsigned char* came) {
     wait_for_copies();
     meet<1, kOthers>();
     const ELEMENT_T* all = reinterpret_cast<const ELEMENT_T*>(came);
@@ -178,7 +229,7 @@ __device__ __forceinline__ void load_weights(const fused_fold_params& p, unsigne
         ELEMENT_T values[kElements];
         #pragma unroll
         for (int e = 0; e < kElements; ++e) {
-            const int channel = word * kElements + e;
+            const int channel = channel_of(word) + e;
             const bool is = channel < IN_CHANNELS && line < kLines;
             values[e] = is ? all[channel * kLines + place] : element_of<ELEMENT_T>(0);
         }
@@ -191,10 +242,34 @@ __device__ __forceinline__ void load_weights(const fused_fold_params& p, unsigne
     meet<1, kOthers>();
 }
 
+/* Where a piece of 16 bytes of a line of a box lies. */
+__device__ __forceinline__ const unsigned char* piece_of(const ELEMENT_T* stage, int block, int line, int piece) {
+    return reinterpret_cast<const unsigned char*>(stage + (block * kBlock + line * kLine)) + (piece ^ line % 8) * 16;
+}
+
 /* The words of a step and of the warp's 16 positions from `position` on, as wgmma_rows has them. */
 __device__ __forceinline__ void load_words(unsigned (&a)[4], const ELEMENT_T* stage, int position, int step) {
-    const int lane = threadIdx.x % 32, first = position + lane / 8 % 2 * 8;
-#if CHANNELS_LAST
+    const int lane = threadIdx.x % 32;
+    [[maybe_unused]] const int first = position + lane / 8 % 2 * 8;
+#if BOXED && CHANNELS_LAST
+    const int piece = step * 2 + lane / 16;
+    load_matrices(a[0], a[1], a[2], a[3], piece_of(stage, piece / 8, first + lane % 8, piece % 8));
+#elif BOXED
+    // Lines do not end within 16 positions.
+    const int row = position / COLUMNS, column = position % COLUMNS;
+    const int block = FLAT ? position / kLine : column / kLine * ROWS + row, place = (FLAT ? position : column) % kLine;
+    if constexpr (kElements == 2) {
+        const int channel = step * 16 + lane / 16 * 8 + lane % 8;
+        load_matrices_turned(a[0], a[1], a[2], a[3], piece_of(stage, block, channel, place / 8 + lane / 8 % 2));
+    } else {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int channel = step * 8 + lane % 4 * 2 + i / 2;
+            const unsigned char* piece = piece_of(stage, block, channel, place / 4 + i % 2 * 2 + lane / 16);
+            a[i] = reinterpret_cast<const unsigned*>(piece)[lane / 4 % 4];
+        }
+    }
+#elif CHANNELS_LAST
     load_matrices(a[0], a[1], a[2], a[3], stage + ((first + lane % 8) * PITCH + (step * 8 + lane / 16 * 4) * kElements));
 #else
     if constexpr (kElements == 2) {
@@ -295,7 +370,7 @@ __device__ __forceinline__ void fold(const fused_fold_params& p, const float* ri
     for (int i = threadIdx.x - kMultipliers; i < STRIDE_H * kRest * CELLS; i += FOLDERS) {
         const int cell = i % CELLS, line = i / CELLS, out = line % kRest, phase = line / kRest;
         const int ow = (cell0 + cell) * STRIDE_W;
-        int oh = (item.cell_row + first_row) * STRIDE_H + axis_h::output(phase);
+        const int oh = (item.cell_row + first_row) * STRIDE_H + axis_h::output(phase);
         if (ow >= p.w_out) continue;
         float bias[kEach];
         #pragma unroll
@@ -308,65 +383,82 @@ __device__ __forceinline__ void fold(const fused_fold_params& p, const float* ri
 #else
         ELEMENT_T* target = image + (out * out_pixels + static_cast<index_t>(oh) * p.w_out + ow);
 #endif
-        #pragma unroll 1
-        for (int row = 0; row < rows && oh < p.h_out; ++row) {
-            float sum[STRIDE_W][kEach];
+        const auto next = [&](auto count) {
+            // All that is read comes before what is stored, so that rows wait together.
+            constexpr int kCount = count.value;
+            float sum[kCount][STRIDE_W][kEach];
             #pragma unroll
-            for (int r = 0; r < STRIDE_W; ++r)
+            for (int row = 0; row < kCount; ++row) {
                 #pragma unroll
-                for (int each = 0; each < kEach; ++each) sum[r][each] = bias[each];
-            #pragma unroll (axis_h::kEven ? axis_h::taps(0) : 1)
-            for (int tap = 0; tap < axis_h::taps(phase); ++tap) {
-                const int here = slot - tap * axis_h::kShiftStep;
-                const float* from = lines + ((here < 0 ? here + kRing : here) * kRowFloats +
-                                             tap * (axis_h::kStep * KERNEL_W * COLUMN_PITCH));
-                #pragma unroll
-                for (int kw = 0; kw < KERNEL_W; ++kw)
+                for (int r = 0; r < STRIDE_W; ++r)
                     #pragma unroll
-                    for (int each = 0; each < kEach; ++each)
-                        sum[axis_w::output(kw % axis_w::kStep)][each] +=
-                            from[(each * kTaps + kw) * COLUMN_PITCH + axis_w::shift(kw) - (ORIGIN) + LEFT];
+                    for (int each = 0; each < kEach; ++each) sum[row][r][each] = bias[each];
+                #pragma unroll (axis_h::kEven ? axis_h::taps(0) : 1)
+                for (int tap = 0; tap < axis_h::taps(phase); ++tap) {
+                    const int here = slot - tap * axis_h::kShiftStep;
+                    const float* from = lines + ((here < 0 ? here + kRing : here) * kRowFloats +
+                                                 tap * (axis_h::kStep * KERNEL_W * COLUMN_PITCH));
+                    #pragma unroll
+                    for (int kw = 0; kw < KERNEL_W; ++kw)
+                        #pragma unroll
+                        for (int each = 0; each < kEach; ++each)
+                            sum[row][axis_w::output(kw % axis_w::kStep)][each] +=
+                                from[(each * kTaps + kw) * COLUMN_PITCH + axis_w::shift(kw) - (ORIGIN) + LEFT];
+                }
+                slot = slot == kRing - 1 ? 0 : slot + 1;
             }
             #pragma unroll
-            for (int first = 0; first < kNeighbours; first += VECTOR) {
-                if (ow + first / kEach >= p.w_out) continue;
-                vector_t<VECTOR> values;
+            for (int row = 0; row < kCount; ++row) {
                 #pragma unroll
-                for (int e = 0; e < VECTOR; ++e)
-                    values.value[e] = narrow<ELEMENT_T>(sum[(first + e) / kEach][(first + e) % kEach]);
-                *reinterpret_cast<vector_t<VECTOR>*>(target + first) = values;
+                for (int first = 0; first < kNeighbours; first += VECTOR) {
+                    if (ow + first / kEach >= p.w_out) continue;
+                    vector_t<VECTOR> values;
+                    #pragma unroll
+                    for (int e = 0; e < VECTOR; ++e)
+                        values.value[e] = narrow<ELEMENT_T>(sum[row][(first + e) / kEach][(first + e) % kEach]);
+                    *reinterpret_cast<vector_t<VECTOR>*>(target + first) = values;
+                }
+                target += static_cast<index_t>(STRIDE_H) * p.w_out * (CHANNELS_LAST ? OUT_CHANNELS : 1);
             }
-            oh += STRIDE_H;
-            target += static_cast<index_t>(STRIDE_H) * p.w_out * (CHANNELS_LAST ? OUT_CHANNELS : 1);
-            slot = slot == kRing - 1 ? 0 : slot + 1;
-        }
+        };
+        const int complete = oh < p.h_out ? min(rows, (p.h_out - oh - 1) / STRIDE_H + 1) : 0;
+        int row = 0;
+        #pragma unroll 1
+        for (; row + TOGETHER <= complete; row += TOGETHER) next(constant<TOGETHER>{});
+        #pragma unroll 1
+        for (; TOGETHER > 1 && row < complete; ++row) next(constant<1>{});
     }
 }
 
-/* Zeros where nothing is ever written, but read: before and after a row's columns, and channels that there are not. */
-__device__ __forceinline__ void clear(float* ring, ELEMENT_T* stages) {
+/* Zeros where nothing is ever written, but read: before and after a row's columns, and channels that there are not, of which
+ * boxes bring zeros.
+ */
+__device__ __forceinline__ void clear(float* ring, [[maybe_unused]] ELEMENT_T* stages) {
     constexpr int kBeside = COLUMN_PITCH - COLUMNS;
     if (LEFT > 0 || kReach > LEFT + COLUMNS)
         for (int i = threadIdx.x; i < kRing * kLines * kBeside; i += kOthers) {
             const int column = i % kBeside;
             ring[i / kBeside * COLUMN_PITCH + column + (column < LEFT ? 0 : COLUMNS)] = 0.0f;
         }
+#if !BOXED
     for (int channel = IN_CHANNELS; channel < kPadded; ++channel)
         for (int i = threadIdx.x; i < STAGES * kPositions; i += kOthers) {
             const int position = i % kPositions, at = CHANNELS_LAST ? position * PITCH + channel : channel * PITCH + position;
             stages[i / kPositions * kStage + at] = element_of<ELEMENT_T>(0);
         }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
-    barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared);
-    unsigned char* weights = shared + kBarrierBytes;
+    ELEMENT_T* stages = reinterpret_cast<ELEMENT_T*>(shared);
+    barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
+    unsigned char* weights = shared + kFirstWeight;
     float* ring = reinterpret_cast<float*>(shared + kFirstRing);
-    ELEMENT_T* stages = reinterpret_cast<ELEMENT_T*>(shared + kFirstStage);
+    fetch_weights(p, shared + kFirstRing);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], LOADERS);
+            barrier_init(barriers.full[i], BOXED ? 1 : LOADERS);
             barrier_init(barriers.empty[i], kMultipliers);
         }
         for (int i = 0; i < 2; ++i) {
@@ -383,6 +475,15 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
     ring_t<2> half;
 
     if (threadIdx.x >= kOthers) {
+#if BOXED
+        if (threadIdx.x > kOthers) return;
+        #pragma unroll 1
+        for (; !course.ended(p); course.advance(p)) {
+            barrier_wait(barriers.empty[inputs.stage], inputs.parity ^ 1);
+            fetch(p, stages + inputs.stage * kStage, course, barriers.full[inputs.stage]);
+            inputs.advance();
+        }
+#else
         // Begin a step's copies, and pass on those that were begun STAGES - 1 steps before.
         ring_t<STAGES> come;
         int begun = 0;
@@ -402,9 +503,10 @@ fused_fold_kernel(const __grid_constant__ fused_fold_params p) {
             come.advance();
             ++passed;
         }
+#endif
         return;
     }
-    load_weights(p, weights, shared + kFirstRing);
+    lay_weights_out(p, weights, shared + kFirstRing);
     clear(ring, stages);
     fence_async_proxy();
     meet<1, kOthers>();

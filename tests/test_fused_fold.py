@@ -69,13 +69,14 @@ def test_strips_have_all_that_their_cells_read(tile):
 @given(tiles())
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
-    assert tile.copied in (4, 8, 16)
-    assert tile.copied % tile.itemsize == 0
+    assert tile.copied in (0, 4, 8, 16)
+    unit = 16 // tile.itemsize if tile.boxed else tile.unit
+    assert unit * tile.itemsize % 4 == 0
     if tile.channels_last:
-        assert p.in_channels % tile.unit == 0
+        assert p.in_channels % unit == 0
     else:
-        assert p.input_size[1] % tile.unit == tile.columns % tile.unit == 0
-        assert all((tile.origin + strip * tile.cells) % tile.unit == 0 for strip in range(tile.strips))
+        assert p.input_size[1] % unit == tile.columns % unit == 0
+        assert all((tile.origin + strip * tile.cells) % unit == 0 for strip in range(tile.strips))
     assert tile.pitch * tile.itemsize % 16 == 0
     channels = p.out_channels if tile.channels_last else 1
     assert 16 % (tile.vector * tile.itemsize) == 0
@@ -83,9 +84,44 @@ def test_copies_and_stores_are_aligned(tile):
 
 
 @given(tiles())
+def test_boxes_are_what_cuda_takes_and_fill_a_stage(tile):
+    assume(tile.boxed)
+    itemsize, sizes, strides, box, _, swizzled = tile.boxes
+    assert swizzled
+    assert box[0] * itemsize == 128
+    assert all(stride % 16 == 0 for stride in strides)
+    assert all(1 <= size <= 256 for size in box)
+    assert math.prod(sizes) == math.prod(tile.problem.input_shape)
+    if tile.channels_last:
+        lines = math.prod(box[1:])
+        assert lines == tile.positions
+        count = -(-tile.problem.in_channels // box[0])
+    else:
+        channels, rows = box[1:3]
+        lines = channels * rows
+        assert tile.problem.in_channels <= channels == tile.steps * 32 // itemsize
+        count = tile.positions // (rows * box[0])
+        assert count * rows * box[0] == tile.positions  # no box ends within a line
+        assert tile.flat == (tile.columns % box[0] > 0)
+        assert not tile.flat or (rows == 1 and tile.columns == tile.problem.input_size[1])
+    assert lines % 8 == 0  # where a line's pieces are follows from its number
+    assert count * lines * 128 == tile.stage_bytes
+
+
+def test_boxes_bring_what_they_can():
+    tiles = [*fused_fold.tiles_of(LAST_OF_DCGAN, 2, False, False)]
+    assert {tile.boxed for tile in tiles} == {True}
+    narrow = replace(LAST_OF_DCGAN, input_size=(32, 28))  # rows of 56 bytes
+    assert {tile.boxed for tile in fused_fold.tiles_of(narrow, 2, False, False)} == {False}
+    assert {tile.boxed for tile in fused_fold.tiles_of(narrow, 2, False, True)} == {True}
+
+
+@given(tiles())
 def test_warps_reach_different_banks(tile):
     """Eight rows of 16 bytes that are loaded together, or words of four channels; columns as a warp writes them."""
-    if tile.channels_last or tile.itemsize == 2:
+    if tile.boxed:
+        assert tile.pitch == 0  # the order of pieces in lines does it
+    elif tile.channels_last or tile.itemsize == 2:
         assert tile.pitch * tile.itemsize // 16 % 2 == 1
     else:
         assert len({(channel * tile.pitch + position) % 32 for channel in range(4) for position in range(8)}) == 32

@@ -586,8 +586,27 @@ def fold_run_of(case, suits):
 
 
 FOLD = fold_run_of(Case(2, 24, 3, (35, 16), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
-FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 16), (2, 4), (1, 2), (1, 1)), lambda tile: tile.loaders == 32)
-FOLD_RUNS += [FOLD, FOLD_MANY_CHANNELS]
+# Rows of 36 and of 40 bytes, of which there are no boxes.
+FOLD_PIECES = fold_run_of(Case(2, 24, 3, (35, 18), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
+FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 20), (2, 4), (1, 2), (1, 1)), lambda tile: tile.loaders == 32)
+FOLD_RUNS += [FOLD, FOLD_PIECES, FOLD_MANY_CHANNELS]
+# Boxes: one and several of a row, flat ones, channels of several, strips, few and many stages.
+FOLD_RUNS += [
+    with_first(
+        run := Run("fused_fold", case, layout=layout, multiprocessors=multiprocessors, **kind),
+        fused_fold.tiles_of(problem_of(case), *fused.variant_of(run.config)),
+        suits,
+    )
+    for case, layout, multiprocessors, kind, suits in (
+        (FOLD_CASES[3], "contiguous", 0, FUSED_TYPES[2], lambda tile: tile.columns == 128 and tile.stages == 4),
+        (FOLD_CASES[3], "contiguous", 3, FUSED_TYPES[1], lambda tile: tile.columns == 96),
+        (FOLD_CASES[0], "contiguous", 0, FUSED_TYPES[0], lambda tile: tile.flat and tile.stages == 3),
+        (FOLD_CASES[4], "contiguous", None, FUSED_TYPES[1], lambda tile: tile.columns == 32 and tile.rows > 2),
+        (FOLD_CASES[0], "contiguous", 0, FUSED_TYPES[2], lambda tile: tile.flat and tile.warpgroups == 2),
+        (FOLD_CASES[6], "channels_last", 3, FUSED_TYPES[0], lambda tile: tile.boxed and tile.rows > 1),
+        (FOLD_CASES[6], "channels_last", 0, FUSED_TYPES[2], lambda tile: tile.boxed and tile.stages == 2),
+    )
+]
 
 
 # Each case in its own tile and in others, many with few blocks.
@@ -1236,6 +1255,14 @@ def test_runs_of_fused_fold_take_every_path():
         lambda tile: tile.warpgroups == 2,
         lambda tile: tile.loaders == 64,
         lambda tile: tile.stages == 3,
+        lambda tile: tile.boxed,
+        lambda tile: tile.boxed and tile.channels_last,
+        lambda tile: tile.boxed and tile.strips > 1,
+        lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.columns > tile.line,
+        lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.rows > 1,
+        lambda tile: tile.flat,
+        lambda tile: tile.flat and tile.positions > tile.line,
+        lambda tile: tile.rows_together > 1,
         lambda tile: tile.folded > tile.folders,
         lambda tile: tile.vector > 1,
         lambda tile: tile.positions > 64 * tile.warpgroups,
@@ -1243,7 +1270,8 @@ def test_runs_of_fused_fold_take_every_path():
         lambda tile: tile.steps > 8 and not tile.split,
     ):
         assert {path(tile) for tile in tiles} == {True, False}
-    assert {tile.copied for tile in tiles} == {4, 8, 16}
+    assert {tile.copied for tile in tiles} == {0, 4, 8, 16}
+    assert {tile.itemsize for tile in tiles if tile.flat} == {2, 4}
     assert {run.fold_tile.item_steps == 1 for run in FOLD_RUNS if run.fold_tile} == {True, False}
 
 
@@ -1697,13 +1725,23 @@ MISTAKES = {
         emulator.Edit("fused_fold.cu", r"(barrier_wait\(barriers\.full.*?inputs\.parity)", r"\1 ^ 1"),
         "relative error|arrivals in a phase|deadlock",
     ),
-    "fold_copies_not_waited_for": (
+    "fold_boxes_not_waited_for": (
         FOLD,
+        emulator.Edit("fused_fold.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock",
+    ),
+    "fold_boxes_overwritten": (
+        FOLD,
+        emulator.Edit("fused_fold.cu", r"(inputs\.parity \^ 1\);\s*fetch\(p)", r"inputs.parity); fetch(p"),
+        "relative error|arrivals in a phase|deadlock|announced",
+    ),
+    "fold_copies_not_waited_for": (
+        FOLD_PIECES,
         emulator.Edit("fused_fold.cu", r"wait_for_groups<STAGES - 1>\(\);", ""),
         "relative error",
     ),
     "fold_stages_overwritten": (
-        FOLD,
+        FOLD_PIECES,
         emulator.Edit("fused_fold.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
@@ -1728,7 +1766,7 @@ MISTAKES = {
         "relative error|never waited for|without wgmma_fence",
     ),
     "fold_channels_not_cleared": (
-        FOLD,
+        FOLD_PIECES,
         emulator.Edit("fused_fold.cu", r"channel < kPadded; \+\+channel", "channel < 0; ++channel"),
         "relative error",
     ),

@@ -17,7 +17,7 @@ import torch
 from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of
 from gemmconv.algorithms.fused_plan import CHAIN, MULTIPROCESSORS, SHARED_BYTES
-from gemmconv.algorithms.launches import params_struct
+from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Pair, Problem
 
@@ -31,13 +31,15 @@ _WARPGROUP = 128  # threads; ptxas gives registers to whole ones
 _MOST_LINES = 256  # that the tensor core takes
 _MOST_OUTPUTS = 32  # that a thread folds at a time; with more it has no registers
 _LEAST_COPY, _MOST_COPY = 4, 16  # bytes that cp.async takes
+_BOX_LINE, _LONGEST_BOX = 128, 256  # bytes of a line of boxes; elements of a box
 _COLUMNS = 32, 48, 64, 96, 128  # of strips
 _MOST_ROWS, _MOST_POSITIONS = 8, 512  # of a step
 _MOST_ITEMS = 4  # of a block, where segments are chosen
 _MOST_FOLDERS, _LEAST_FOLDERS = 256, 64
 _LOADERS = 32, 64
 _STAGES = 2, 3
-_SPLIT_FACTOR = 0.77  # of a step of float32 in NCHW, whose products do not wait any more: of two layers
+_BOX_LOADERS, _BOX_STAGES = 32, (3, 2, 4)  # of those of one estimate the first is taken
+_MOST_TOGETHER = 12  # outputs that a thread folds together
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Tile:
         columns: positions across.
         warpgroups: that share the positions of a step.
         folders, loaders: threads that fold, and that copy.
-        copied: bytes that are copied together.
+        copied: bytes that are copied together; 0 where boxes of a tensor map are.
         stages: of inputs.
         segments: parts of an image's cell rows.
     """
@@ -95,6 +97,20 @@ class Tile:
         return _OTHER_REGISTERS + self.whole_lines // 2 + words
 
     @property
+    def boxed(self) -> bool:
+        return self.copied == 0
+
+    @property
+    def line(self) -> int:
+        """Elements of a line of boxes."""
+        return _BOX_LINE // self.itemsize
+
+    @property
+    def flat(self) -> bool:
+        """Whether lines of boxes go on with the next row."""
+        return self.boxed and not self.channels_last and self.columns % self.line > 0
+
+    @property
     def unit(self) -> int:
         """Elements that are copied together."""
         return self.copied // self.itemsize
@@ -116,8 +132,8 @@ class Tile:
 
     @property
     def position_unit(self) -> int:
-        """Positions that are copied together."""
-        return 1 if self.channels_last else self.unit
+        """Positions that are copied together; boxes begin with such."""
+        return 1 if self.channels_last else 16 // self.itemsize if self.boxed else self.unit
 
     @property
     def origin(self) -> int:
@@ -148,18 +164,58 @@ class Tile:
 
     @property
     def pitch(self) -> int:
-        """Elements between channels of a stage, or between positions: free of bank conflicts."""
+        """Elements between channels of a stage, or between positions: free of bank conflicts. 0 of boxes."""
+        if self.boxed:
+            return 0
         if self.channels_last:
             return (self.steps * 32 + 16) // self.itemsize
         return self.positions + 8
+
+    @property
+    def padded(self) -> int:
+        """Channels, up to whole steps."""
+        return self.steps * 32 // self.itemsize
+
+    @property
+    def stage_bytes(self) -> int:
+        if not self.boxed:
+            return (self.positions if self.channels_last else self.padded) * self.pitch * self.itemsize
+        if self.channels_last:
+            return -(-self.padded // self.line) * self.positions * _BOX_LINE
+        return self.positions * self.padded * self.itemsize
+
+    @property
+    def boxable(self) -> bool:
+        """Whether boxes of a tensor map, whose lines are whole, can have the inputs of a step."""
+        p = self.problem
+        across = p.in_channels if self.channels_last else p.input_size[1]
+        lines = self.columns if self.channels_last else self.padded
+        whole = self.channels_last or self.columns % self.line == 0 or self.columns == p.input_size[1]
+        return whole and across * self.itemsize % 16 == 0 and lines <= _LONGEST_BOX
+
+    @property
+    def boxes(self) -> Boxes:
+        """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input: see the kernel."""
+        p, (height, width) = self.problem, self.problem.input_size
+        if self.flat:
+            height, width = 1, height * width
+        channels, size = p.in_channels, self.itemsize
+        plane, image = height * width * size, height * width * channels * size
+        if self.channels_last:
+            pixel = channels * size
+            sizes, strides = (channels, width, height, p.batch), (pixel, width * pixel, image)
+            box = self.line, self.columns, self.rows, 1
+        else:
+            sizes, strides = (width, channels, height, p.batch), (plane, width * size, image)
+            box = self.line, self.padded, 1 if self.flat else self.rows, 1
+        return size, sizes, strides, box, (1, 1, 1, 1), True
 
     @property
     def shared_bytes(self) -> int:
         ring = (2 * self.rows + self.halo_h) * self.lines * self.column_pitch * 4
         ring = -(-max(ring, self.problem.in_channels * self.lines * self.itemsize) // 16) * 16
         weights = (1 + self.split) * self.steps * 32 * self.whole_lines
-        lines = self.positions if self.channels_last else self.steps * 32 // self.itemsize
-        return _BARRIER_BYTES + ring + weights + self.stages * lines * self.pitch * self.itemsize
+        return _BARRIER_BYTES + ring + weights + self.stages * self.stage_bytes
 
     @property
     def blocks_resident(self) -> int:
@@ -196,12 +252,18 @@ class Tile:
         return self.problem.stride[1] * (self.problem.out_channels if self.channels_last else 1)
 
     @property
+    def rows_together(self) -> int:
+        """Cell rows that a thread folds together."""
+        most = max(1, _MOST_TOGETHER // self.outputs)
+        return max(count for count in range(1, min(self.rows, most) + 1) if self.rows % count == 0)
+
+    @property
     def reaches(self) -> int:
         """The largest row or column that the kernel works out: whole strips, and what a step has beyond the image."""
         p, (down, across) = self.problem, self.reach
         rows = cells_of(p)[0] + self.rows + self.halo_h + abs(down[0]) + 1
         columns = self.strips * self.cells + self.columns + max(map(abs, across))
-        return max(rows * p.stride[0], columns * p.stride[1])
+        return max(rows * p.stride[0], columns * p.stride[1], rows * self.columns if self.flat else 0)
 
     @property
     def vector(self) -> int:
@@ -215,28 +277,30 @@ class Tile:
         """Roughly the cycles that a call takes.
 
         A step takes as long as the slowest role, or what all blocks of a multiprocessor ask of its tensor cores, its
-        shared memory or the L2 cache, and more where several are close. The constants were fitted to 516 tiles of 7
-        layers on an H200: they are 17% off, and what they choose takes 2% longer than the best of those (both means
-        geometric).
+        shared memory or the L2 cache, and more where several are close. The constants were fitted to 1188 measurements
+        of tiles of 8 layers on H100s, the best ones above all: 9% off (root mean square of the logarithm). What they
+        choose takes 2% longer than the best of those measured (geometric mean).
         """
         p, blocks = self.problem, self.blocks_resident
         rounds = max(1.0, self.items / (MULTIPROCESSORS * blocks))
         rounds = math.ceil(rounds) if rounds < 4 else rounds
         products = self.steps * self.whole_lines * (3 if self.split else 1)
-        rounding = 0 if self.itemsize == 2 else 35 * self.steps if self.split else 17 * self.steps
-        multiplying = 130 + self.positions / (64 * self.warpgroups) * (600 + 0.5 * products + rounding)
-        outputs = self.outputs
-        added = outputs * p.taps / math.prod(p.stride)
-        folding = 390 + -(-self.folded // self.folders) * self.rows * (9.4 * added + 29 * outputs)
+        rounding = 0 if self.itemsize == 2 else 48 if self.split else 23
+        multiplying = self.positions / (64 * self.warpgroups) * (325 + 0.53 * products + rounding * self.steps)
+        together, added = self.rows_together, self.outputs * p.taps / math.prod(p.stride)
+        turns = -(-self.folded // self.folders) * self.rows // together
+        folding = 160 + turns * (233 + 2.7 * together * added)
         loaded = self.positions * p.in_channels * self.itemsize
-        loading = 780 + 14 * loaded / (self.copied * self.loaders)
-        wavefronts = (loaded / 1.5 + self.positions * 8 * self.lines) / 128 + loaded / (16 * self.copied)
+        if self.boxed:
+            loading, written = 60 + 0.016 * loaded, loaded / 128
+        else:
+            loading, written = 745 + 12.6 * loaded / (self.copied * self.loaders), loaded / (16 * self.copied)
+        wavefronts = (loaded / 1.5 + self.positions * 8 * self.lines) / 128 + written
         moved = loaded + self.positions * math.prod(p.stride) * p.out_channels * self.itemsize
-        shared = max(1.9 * products * self.positions / 64, 2.8 * wavefronts, 0.075 * moved) * blocks
-        step = sum(part**4 for part in (multiplying, folding, loading, shared)) ** 0.25
-        step *= _SPLIT_FACTOR if self.split and not self.channels_last else 1
+        shared = max(0.72 * products * self.positions / 64, 1.9 * wavefronts, 0.069 * moved) * blocks
+        step = sum(part**1.93 for part in (multiplying, folding, loading, shared)) ** (1 / 1.93)
         words = self.steps * 8 * self.whole_lines * (1 + self.split)
-        return 12_000 + 4 * words / (self.threads - self.loaders) + rounds * self.item_steps * step
+        return 13_500 + 4 * words / (self.threads - self.loaders) + rounds * self.item_steps * step
 
 
 @lru_cache(maxsize=1024)
@@ -264,8 +328,13 @@ def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) 
             continue
         # Smaller units waste fewer columns at the ends of strips.
         least = together if columns >= width or channels_last else _LEAST_COPY
-        for copied, warpgroups, loaders, stages in itertools.product({together, least}, (1, 2), _LOADERS, _STAGES):
-            tile = Tile(p, itemsize, split, channels_last, rows, columns, warpgroups, 0, loaders, copied, stages)
+        boxed = Tile(p, itemsize, split, channels_last, rows, columns, 1, 0, _BOX_LOADERS, 0)
+        if boxed.boxable:
+            ways = [(0, _BOX_LOADERS, stages) for stages in _BOX_STAGES]
+        else:
+            ways = [*itertools.product({together, least}, _LOADERS, _STAGES)]
+        for (copied, loaders, stages), warpgroups in itertools.product(ways, (1, 2)):
+            tile = replace(boxed, copied=copied, loaders=loaders, stages=stages, warpgroups=warpgroups)
             if groups % warpgroups or tile.cells <= 0:
                 continue
             for folders in _shares(tile.folded):
@@ -319,8 +388,11 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "ORIGIN": tile.origin,
         "LEFT": tile.left,
         "COLUMN_PITCH": tile.column_pitch,
+        "TOGETHER": tile.rows_together,
         "PITCH": tile.pitch,
         "UNIT": tile.unit,
+        "BOXED": int(tile.boxed),
+        "FLAT": int(tile.flat),
         "VECTOR": tile.vector,
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
@@ -331,7 +403,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     return macros
 
 
-FusedFoldParams = params_struct(
+_PARAMS = (
     "fused_fold_params",
     ("input", "weight", "bias", "output"),
     (
@@ -339,6 +411,7 @@ FusedFoldParams = params_struct(
         *("weight_channel", "weight_tap"),
     ),
 )
+FusedFoldParams, FusedFoldBoxedParams = params_struct(*_PARAMS), params_struct(*_PARAMS, tensor_maps=("map",))
 
 
 def blocks_at_once(tile: Tile) -> int:
@@ -348,6 +421,7 @@ def blocks_at_once(tile: Tile) -> int:
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
+    from gemmconv.runtime import tensor_map
     from gemmconv.runtime.launch import load
 
     p, shared_bytes = config.problem, tile.shared_bytes
@@ -356,7 +430,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     strides = strides_of(p.output_shape, config.memory_format)
     input_strides = strides_of(p.input_shape, config.memory_format)
     grid = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1)
-    block = (tile.threads, 1, 1)
+    block, boxes = (tile.threads, 1, 1), tile.boxes if tile.boxed else None
     sizes = (
         *(*p.input_size, *p.output_size, *cells_of(p)),
         *(tile.strips, tile.segments, tile.segment_rows, tile.items),
@@ -367,12 +441,12 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         input, (weight, steps) = aligned(with_strides(input, input_strides)), in_either_format(weight)
         weight = aligned(weight)
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        kernel.launch(
-            grid,
-            block,
-            FusedFoldParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps),
-            shared_bytes,
-        )
+        values = input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps
+        if boxes is None:
+            params = FusedFoldParams(*values)
+        else:
+            params = FusedFoldBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
+        kernel.launch(grid, block, params, shared_bytes)
         return output
 
     return call
