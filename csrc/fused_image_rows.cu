@@ -35,8 +35,6 @@ constexpr int kGroups = [] {
 }();
 constexpr int kLanes = kConsumers / kGroups, kGroupOuts = FOLD_OUTS / kGroups;
 
-struct alignas(8) pair_t { float value[2]; };
-
 /* Writes a pass of a warp's columns. Sums of rows g and g + 8 are neighbours. */
 template <int PASS>
 __device__ __forceinline__ void write_columns(float* columns, const float (&sums)[ROW_BLOCKS][LINES / 2], int warp) {

@@ -35,8 +35,6 @@
 #endif
 #include "common/meet.cuh"
 
-struct alignas(8) pair_t { float value[2]; };
-
 /* The i-th cell of a pass of the item that begins with `image`. */
 __device__ __forceinline__ cell_t cell_of(const fused_images_params& p, int image, int pass, int i) {
     int n = 0, of_image = pass * FOLDED + i;  // image of the item, and cell of it

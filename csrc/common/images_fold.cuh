@@ -26,6 +26,7 @@ constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() 
 constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W / kParts;
 
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
+struct alignas(8) pair_t { float value[2]; };  // columns of neighbours, as they are written
 
 /* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */
 struct cell_t { bool is; int image, row, column, at; };

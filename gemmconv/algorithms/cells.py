@@ -6,6 +6,7 @@ depend on ``o % stride`` alone.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from gemmconv.geometry import Pair, Problem
@@ -41,6 +42,17 @@ def reach_of(problem: Problem, axis: int) -> Pair:
     """
     shifts = frozenset().union(*phase_shifts(problem, axis))
     return min(shifts), max(shifts)
+
+
+def stored_together(problem: Problem, itemsize: int, channels: int = 1) -> int:
+    """Outputs of a row of a cell that are stored together, which begin at a multiple of their bytes.
+
+    Args:
+        problem: the geometry.
+        itemsize: bytes of an element.
+        channels: of a pixel, beside each other.
+    """
+    return math.gcd(16 // itemsize, problem.stride[1] * channels, problem.output_size[1] * channels)
 
 
 def can_be_folded(problem: Problem) -> bool:

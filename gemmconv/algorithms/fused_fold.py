@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
-from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of
+from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.algorithms.fused_plan import CHAIN, MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
@@ -268,9 +268,7 @@ class Tile:
     @property
     def vector(self) -> int:
         """Outputs that are stored together."""
-        p = self.problem
-        channels = p.out_channels if self.channels_last else 1
-        return math.gcd(16 // self.itemsize, p.stride[1] * channels, p.output_size[1] * channels)
+        return stored_together(self.problem, self.itemsize, self.problem.out_channels if self.channels_last else 1)
 
     @property
     def cycles(self) -> float:

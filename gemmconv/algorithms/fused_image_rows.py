@@ -17,10 +17,10 @@ import torch
 
 from gemmconv.algorithms import position_rows
 from gemmconv.algorithms.base import Config, Forward
-from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of
+from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.macros import Macros, geometry_macros
-from gemmconv.algorithms.position_rows import BLOCK_POSITIONS, CHUNK_BYTES, MOST_LINES, PositionRows
+from gemmconv.algorithms.position_rows import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
 from gemmconv.geometry import Pair, Problem
 
 _MOST_ROW_BLOCKS = 2
@@ -28,7 +28,6 @@ _MOST_SUMS = 256  # lines times blocks of rows: registers have room for
 _MOST_CELLS = 16  # for each input: beyond, outputs are mostly what lies beside images
 _PASS_LINES = 32  # at least, where that is not too much of shared memory
 _OWN_BYTES, _MOST_OWN_BYTES = 40 << 10, 72 << 10  # of shared memory for columns; where inputs leave some more
-_THREADS = 256  # that gather
 _PIECE = 4  # inputs, at least, that are copied together
 _MOST_HALO = 32  # inputs of a window's neighbours
 _BYTES_A_CYCLE = 1_400  # that memory moves, by and by
@@ -90,7 +89,7 @@ class Tile(PositionRows):
         """Output channels that are folded together: of whole columns of a thread, and some for all threads."""
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
         threads = -(-self.cells * self.parts // 32) * 32
-        wanted = max(_PASS_LINES // self.problem.taps, _THREADS // threads, unit)
+        wanted = max(_PASS_LINES // self.problem.taps, CONSUMERS // threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
         most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.blocks > 1 else _OWN_BYTES
         fitting = [outs for outs in possible if 2 * self._pass_bytes(outs) <= most] or possible[:1]
@@ -104,8 +103,7 @@ class Tile(PositionRows):
     @property
     def vector(self) -> int:
         """Outputs that are stored together."""
-        p = self.problem
-        return math.gcd(16 // self.itemsize, p.stride[1], p.output_size[1])
+        return stored_together(self.problem, self.itemsize)
 
     @property
     def parts(self) -> int:

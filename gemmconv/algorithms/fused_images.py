@@ -17,7 +17,7 @@ import torch
 
 from gemmconv.algorithms import weight_lines
 from gemmconv.algorithms.base import Config, Forward
-from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of
+from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
@@ -155,8 +155,7 @@ class Tile:
     @property
     def vector(self) -> int:
         """Outputs that are stored together."""
-        p = self.problem
-        return math.gcd(16 // self.itemsize, p.stride[1], p.output_size[1])
+        return stored_together(self.problem, self.itemsize)
 
     @property
     def possible(self) -> bool:

@@ -19,7 +19,7 @@ BLOCK_POSITIONS = 128  # that two warpgroups multiply at once
 MOST_LINES = 256  # that tensor cores take
 CHUNK_BYTES = 128  # of channels, of a slot and a stage
 _BOX_LINES = 64
-_WARPS = 8  # that multiply and store
+CONSUMERS = 256  # threads that multiply and store
 _LOADERS = 96  # threads
 _BARRIER_BYTES = 16  # of a slot or a stage
 _MOST_RING = 12
@@ -108,7 +108,7 @@ class PositionRows:
     @property
     def bias_bytes(self) -> int:
         """Of each warp's copy of a block's."""
-        return -(-_WARPS * (self.lines // self.problem.taps) // 4) * 16
+        return -(-CONSUMERS // 32 * (self.lines // self.problem.taps) // 4) * 16
 
     @property
     def left_bytes(self) -> int:
@@ -150,7 +150,7 @@ class PositionRows:
 
     @property
     def threads(self) -> int:
-        return 32 + _LOADERS + 32 * _WARPS
+        return 32 + _LOADERS + CONSUMERS
 
     @property
     def packed_bytes(self) -> int:
