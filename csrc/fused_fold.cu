@@ -24,25 +24,26 @@
  * ring, which has room for the rows of two steps.
  *
  * Boxes lie as lines of 128 bytes, whose pieces of 16 are in another order (wgmma.cuh), so that words come free of bank
- * conflicts: a channel's neighbouring positions, of a row or, where positions are whole rows (FLAT), of any; in
- * channels_last a position's channels. Of float32 in NCHW the words t and t + 4 of a product are channels 2t and 2t + 1 for
- * the same reason.
+ * conflicts: a channel's neighbouring positions, of one row or, where positions are whole rows (FLAT), going on into the next;
+ * in channels_last a position's channels. Of float32 in NCHW the words t and t + 4 of a product are channels 2t and 2t + 1
+ * for the same reason.
  *
  * A warp's positions go from the stage to registers, where float32 is rounded to TF32, each once; the weights stay in shared
  * memory. SPLIT: float32 in three products of TF32 (see fused_wgmma.cu), whose sums leave the tensor core, which rounds
  * towards zero, after CHAIN steps. Positions outside of the image count as zeros, not as products with zeros.
  *
- * A thread folds a few cell rows at a time: it waits for their columns once. Weights are asked for before any inputs, which
- * would keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see benchmarks/README.md.
+ * A thread folds a few cell rows at a time: it waits for their columns once. Weights are asked for before any inputs: those
+ * keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see benchmarks/README.md.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
  * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, LOADERS;
  * ROWS, COLUMNS (positions of a step; together a multiple of 64), CELLS; ORIGIN (the first strip's first position), LEFT
  * (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring to the next); TOGETHER (cell rows
  * that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels in a stage, or between positions
- * in channels_last), UNIT (elements that are copied together; divides the input's width, in channels_last IN_CHANNELS), or
- * BOXED, FLAT; VECTOR (outputs that are stored together); MIN_BLOCKS (blocks that a multiprocessor must have registers for),
- * SHARED_BYTES, INDEX_64. Chosen by gemmconv/algorithms/fused_fold.py.
+ * in channels_last), UNIT (elements that are copied together; divides the input's width, in channels_last IN_CHANNELS);
+ * BOXED, of which both are 0, and LOADERS a warp, of which one thread begins boxes; FLAT; VECTOR (outputs that are stored
+ * together); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64. Chosen by
+ * gemmconv/algorithms/fused_fold.py.
  */
 #include "common/async.cuh"
 #include "common/axis.cuh"
@@ -86,7 +87,8 @@ constexpr int kPositions = ROWS * COLUMNS;
 constexpr int kReach = LEFT + CELLS + axis_w::largest_shift() - (ORIGIN);  // columns of the ring that a strip's cells read
 static_assert(LEFT + axis_w::least_shift() - (ORIGIN) >= 0 && kReach <= COLUMN_PITCH, "cells read within a line");
 constexpr int kPadded = CHANNEL_STEPS * 8 * kElements;  // channels
-static_assert(kPositions % 64 == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
+static_assert(kPositions % (64 * WARPGROUPS) == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
+static_assert(ROWS % TOGETHER == 0, "rows that are folded together end with a step");
 static_assert(COLUMN_PITCH % 8 == 4, "a warp writes columns to different banks");
 
 // Shared memory: stages of inputs [STAGES], each [kPadded][PITCH], or [kPositions][PITCH] in channels_last, or of lines of boxes
@@ -100,6 +102,7 @@ constexpr int kBlocks = CHANNELS_LAST ? ceil_div(IN_CHANNELS, kLine) : kPosition
 constexpr int kBlock = (CHANNELS_LAST ? kPositions : kPadded) * kLine;                             // elements
 constexpr int kStage = BOXED ? kBlocks * kBlock : (CHANNELS_LAST ? kPositions : kPadded) * PITCH;  // elements
 static_assert(!BOXED || CHANNELS_LAST || FLAT || COLUMNS % kLine == 0, "lines do not cross rows");
+static_assert(!BOXED || kBlock * kItem % 1024 == 0, "boxes begin where the order of their pieces does");
 constexpr int kFirstBarrier = STAGES * kStage * kItem, kBarrierBytes = 128, kFirstWeight = kFirstBarrier + kBarrierBytes;
 constexpr int kFirstRing = kFirstWeight + kParts * kWeightBytes;
 static_assert(kFirstRing + kRingBytes <= SHARED_BYTES, "ring and stages do not fit the launch's shared memory");
@@ -290,10 +293,11 @@ __device__ __forceinline__ void multiply(
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int row0 = item.cell_row + kFirstH + course.step * ROWS, column0 = first_position(item);
     const matrix_t weights = matrix_of(weights_here, 16 * kWholeLines, 128);
+    constexpr int kTurns = kPositions / (64 * WARPGROUPS);
     #pragma unroll 1
-    for (int group = threadIdx.x / 128; group < kPositions / 64; group += WARPGROUPS) {
-        const bool last = group + WARPGROUPS >= kPositions / 64;
-        const int first = group * 64 + threadIdx.x / 32 % 4 * 16;
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const bool last = turn == kTurns - 1;
+        const int first = (turn * WARPGROUPS * 4 + threadIdx.x / 32) * 16;
         float sum[kWholeLines / 2];
         // Not the first chain's own: its registers would be another chain's too, and each product waited for.
         if constexpr (SPLIT)
@@ -311,7 +315,6 @@ __device__ __forceinline__ void multiply(
                     #pragma unroll
                     for (int i = 0; i < 4; ++i) a[k][i] = rounded<kParts, ELEMENT_T>(a[k][i], rest[k][i]);
             }
-            if (!SPLIT && step0 + kAtOnce >= CHANNEL_STEPS && last) barrier_arrive(empty);
             wgmma_fence();
 #if SPLIT
             float chain[kWholeLines / 2];
@@ -333,6 +336,8 @@ __device__ __forceinline__ void multiply(
                 if (step0 + k < CHANNEL_STEPS)
                     wgmma_rows<ELEMENT_T, kWholeLines>(sum, a[k], advanced(weights, (step0 + k) * kStepBytes), step0 + k > 0);
             wgmma_commit();
+            // Behind products, which have the words: between words and products a branch makes each product wait.
+            if (step0 + kAtOnce >= CHANNEL_STEPS && last) barrier_arrive(empty);
             wgmma_finish_rows(sum);
 #endif
         }

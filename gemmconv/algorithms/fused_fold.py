@@ -27,6 +27,7 @@ _BARRIER_BYTES = 128
 _REGISTERS = 65_536
 _OTHER_REGISTERS = 56  # of a thread, beside sums and words that are multiplied
 _SPLIT_REGISTERS = 12
+_SPARED_REGISTERS = 24  # that ptxas can do without, but for three products
 _WARPGROUP = 128  # threads; ptxas gives registers to whole ones
 _MOST_LINES = 256  # that the tensor core takes
 _MOST_OUTPUTS = 32  # that a thread folds at a time; with more it has no registers
@@ -132,7 +133,7 @@ class Tile:
 
     @property
     def position_unit(self) -> int:
-        """Positions that are copied together; boxes begin with such."""
+        """Positions that are copied together; boxes begin at multiples of 16 bytes."""
         return 1 if self.channels_last else 16 // self.itemsize if self.boxed else self.unit
 
     @property
@@ -360,9 +361,10 @@ def _segments(tile: Tile) -> set[int]:
 
 
 def _fits(tile: Tile) -> bool:
-    threads = -(-tile.threads // _WARPGROUP) * _WARPGROUP if tile.split else tile.threads  # most others need fewer
-    most = min(255, _REGISTERS // threads)
-    return tile.registers <= most and tile.outputs <= _MOST_OUTPUTS and tile.shared_bytes <= SHARED_BYTES
+    threads = -(-tile.threads // _WARPGROUP) * _WARPGROUP
+    needed = tile.registers - (0 if tile.split else _SPARED_REGISTERS)
+    fits = needed <= min(255, _REGISTERS // threads) and tile.shared_bytes <= SHARED_BYTES
+    return fits and tile.outputs <= _MOST_OUTPUTS
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
