@@ -296,7 +296,7 @@ __device__ __forceinline__ void multiply(
     constexpr int kTurns = kPositions / (64 * WARPGROUPS);
     #pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn) {
-        const bool last = turn == kTurns - 1;
+        [[maybe_unused]] const bool last = turn == kTurns - 1;
         const int first = (turn * WARPGROUPS * 4 + threadIdx.x / 32) * 16;
         float sum[kWholeLines / 2];
         // Not the first chain's own: its registers would be another chain's too, and each product waited for.
@@ -341,7 +341,7 @@ __device__ __forceinline__ void multiply(
             wgmma_finish_rows(sum);
 #endif
         }
-        if (SPLIT && last) barrier_arrive(empty);  // a branch between chains has all their products waited for
+        if constexpr (SPLIT && kTurns == 1) barrier_arrive(empty);
         barrier_wait(folded, parity);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -358,6 +358,8 @@ __device__ __forceinline__ void multiply(
             }
         }
     }
+    // Not in the last turn: a branch between chains has all their products waited for.
+    if constexpr (SPLIT && kTurns > 1) barrier_arrive(empty);
 }
 
 /* Gather and store the cell rows that the columns of a step complete. */
