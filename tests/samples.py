@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gemmconv
+from gemmconv.algorithms.base import Config, Precision
 from tests import reference
 from tests.cases import Case
 
@@ -58,6 +59,16 @@ def arrays(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, 
 def sample(case: Case, dtype: torch.dtype, device: str) -> Sample:
     """Return fresh copies of the random data of a case on a device."""
     return Sample(*(tensor.to(device, copy=True) for tensor in arrays(case, dtype)))
+
+
+def config_of(
+    problem: gemmconv.Problem,
+    dtype: torch.dtype = torch.float16,
+    layout: torch.memory_format = torch.contiguous_format,
+    precision: Precision = "ieee",
+) -> Config:
+    """What a call on a GPU, of which there need not be any, asks for."""
+    return Config(problem, dtype, torch.device("cuda", 0), precision, memory_format=layout)
 
 
 def problem_of(case: Case) -> gemmconv.Problem:

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused, fused_fold
-from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of, reach_of
+from tests.samples import config_of
 
-CUDA = torch.device("cuda", 0)
 LAST_OF_DCGAN = Problem(128, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1))
 
 
@@ -136,10 +135,6 @@ def test_tiles_fit_a_multiprocessor(tile):
     assert tile.blocks_resident * tile.threads <= 2048
     assert tile.positions % (64 * tile.warpgroups) == 0
     assert tile.folders % 32 == tile.loaders % 32 == 0
-
-
-def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format):
-    return Config(problem, dtype, CUDA, "ieee", memory_format=layout)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused, fused_image_rows
-from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of, phase_shifts
+from tests.samples import config_of
 
-CUDA = torch.device("cuda", 0)
 THIRD_OF_DCGAN = Problem(128, 256, 128, 1, (8, 8), (4, 4), (2, 2), (1, 1))
 SECOND_OF_ENCODEC = Problem(16, 256, 128, 1, (1, 600), (1, 10), (1, 5))
 IMAGES = [(height, width) for height in range(1, 17) for width in range(1, 65) if height * width in range(4, 257, 4)]
@@ -106,10 +105,6 @@ def test_tiles_fit_a_multiprocessor(tile):
 def test_signal_of_fewer_cells_than_a_window_has_smaller_windows():
     cropped = Problem(64, 256, 256, 1, (1, 260), (1, 2), (1, 1), (0, 16))  # 229 outputs
     assert {tile.window for tile in fused_image_rows.tiles_of(cropped, 4)} == {128}
-
-
-def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, precision="ieee"):
-    return Config(problem, dtype, CUDA, precision, memory_format=layout)
 
 
 @pytest.mark.parametrize(

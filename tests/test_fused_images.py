@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused, fused_images
-from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of
+from tests.samples import config_of
 
-CUDA = torch.device("cuda", 0)
 FIRST_OF_POSE = Problem(32, 2048, 256, 1, (8, 6), (4, 4), (2, 2), (1, 1))
 SIZES = [(height, width) for height in range(1, 17) for width in range(1, 65) if height * width in range(4, 257, 4)]
 
@@ -82,10 +81,6 @@ def test_tiles_fit_a_multiprocessor(tile):
     assert tile.blocks * tile.columns // 2 + 40 <= tile.registers[0]  # sums of a thread, and others
     if tile.warpgroups == 2:  # with one, nobody gives registers up
         assert 2 * tile.registers[0] + tile.registers[1] <= 3 * 168
-
-
-def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, precision="ieee"):
-    return Config(problem, dtype, CUDA, precision, memory_format=layout)
 
 
 @pytest.mark.parametrize(

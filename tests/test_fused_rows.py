@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused, fused_rows, fused_rows_tf32, row_gathering
-from gemmconv.algorithms.base import Config
+from tests.samples import config_of
 
-CUDA = torch.device("cuda", 0)
 WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
 
 
@@ -163,10 +162,6 @@ def test_tiles_fit_a_multiprocessor(tile):
         assert tile.lines <= 256
         assert tile.registers <= 240
     assert tile.blocks_on(132) * tile.sets <= max(132, tile.sets)
-
-
-def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, precision="ieee"):
-    return Config(problem, dtype, CUDA, precision, memory_format=layout)
 
 
 DECLINED = [

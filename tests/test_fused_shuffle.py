@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused, fused_shuffle
-from gemmconv.algorithms.base import Config
+from tests.samples import config_of
 
-CUDA = torch.device("cuda", 0)
 MASK_HEAD = Problem(256, 256, 256, 1, (14, 14), (2, 2), (2, 2))
 KERNELS = [(1, 1), (2, 2), (4, 4), (1, 2), (1, 8), (2, 1), (2, 8), (4, 2), (16, 1)]
 
@@ -70,10 +69,6 @@ def test_tiles_fit_a_multiprocessor(tile):
     assert tile.threads == 384
     assert tile.blocks == 1 or tile.kept
     assert tile.cycles > 0
-
-
-def config_of(problem, dtype=torch.float16, layout=torch.contiguous_format, precision="ieee"):
-    return Config(problem, dtype, CUDA, precision, memory_format=layout)
 
 
 @pytest.mark.parametrize(

@@ -579,10 +579,10 @@ def with_first(run, tiles, suits):
     return replace(run, choice=next(i for i, tile in enumerate(tiles) if suits(tile)))
 
 
-def fold_run_of(case, suits):
-    """A block with many steps, of the first tile that suits."""
-    run = Run("fused_fold", case, torch.float16, multiprocessors=0)
-    return with_first(run, fused_fold.tiles_of(problem_of(case), 2, False, False), suits)
+def fold_run_of(case, suits, layout="contiguous", multiprocessors=0, kind=FUSED_TYPES[2]):
+    """A block with many steps unless there are more multiprocessors, of the first tile that suits."""
+    run = Run("fused_fold", case, layout=layout, multiprocessors=multiprocessors, **kind)
+    return with_first(run, fused_fold.tiles_of(problem_of(case), *fused.variant_of(run.config)), suits)
 
 
 FOLD = fold_run_of(Case(2, 24, 3, (35, 16), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
@@ -592,20 +592,15 @@ FOLD_MANY_CHANNELS = fold_run_of(Case(2, 240, 1, (35, 20), (2, 4), (1, 2), (1, 1
 FOLD_RUNS += [FOLD, FOLD_PIECES, FOLD_MANY_CHANNELS]
 # Boxes: one and several of a row, flat ones, channels of several, strips, few and many stages.
 FOLD_RUNS += [
-    with_first(
-        run := Run("fused_fold", case, layout=layout, multiprocessors=multiprocessors, **kind),
-        fused_fold.tiles_of(problem_of(case), *fused.variant_of(run.config)),
-        suits,
-    )
-    for case, layout, multiprocessors, kind, suits in (
-        (FOLD_CASES[3], "contiguous", 0, FUSED_TYPES[2], lambda tile: tile.columns == 128 and tile.stages == 4),
-        (FOLD_CASES[3], "contiguous", 3, FUSED_TYPES[1], lambda tile: tile.columns == 96),
-        (FOLD_CASES[0], "contiguous", 0, FUSED_TYPES[0], lambda tile: tile.flat and tile.stages == 3),
-        (FOLD_CASES[4], "contiguous", None, FUSED_TYPES[1], lambda tile: tile.columns == 32 and tile.rows > 2),
-        (FOLD_CASES[0], "contiguous", 0, FUSED_TYPES[2], lambda tile: tile.flat and tile.warpgroups == 2),
-        (FOLD_CASES[6], "channels_last", 3, FUSED_TYPES[0], lambda tile: tile.boxed and tile.rows > 1),
-        (FOLD_CASES[6], "channels_last", 0, FUSED_TYPES[2], lambda tile: tile.boxed and tile.stages == 2),
-    )
+    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 128 and tile.stages == 4),
+    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 96, multiprocessors=3, kind=FUSED_TYPES[1]),
+    fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.stages == 3, kind=FUSED_TYPES[0]),
+    fold_run_of(
+        FOLD_CASES[4], lambda tile: tile.columns == 32 and tile.rows > 2, multiprocessors=None, kind=FUSED_TYPES[1]
+    ),
+    fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.warpgroups == 2),
+    fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.rows > 1, "channels_last", 3, FUSED_TYPES[0]),
+    fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.stages == 2, "channels_last"),
 ]
 
 
