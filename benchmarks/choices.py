@@ -39,6 +39,7 @@ from benchmarks.workloads import SUITES, Workload, custom, select
 from gemmconv.algorithms import (
     direct_mma,
     fused,
+    fused_cell_rows,
     fused_choice,
     fused_fold,
     fused_image_rows,
@@ -125,6 +126,11 @@ KERNELS = {
             "fused_shuffle",
             partial(_tiles_where_it_has_one, fused.shuffle_tile_for, fused_shuffle.tiles_of),
             fused_shuffle.prepare_forward,
+        ),
+        Kernel(
+            "fused_cell_rows",
+            partial(_tiles_where_it_has_one, fused.cell_rows_tile_for, fused_cell_rows.tiles_of),
+            fused_cell_rows.prepare_forward,
         ),
         Kernel("fused_rows", _fused_rows_tiles, row_gathering.prepare_forward),
         Kernel("direct_mma", _direct_mma_tiles, direct_mma.prepare_forward),
@@ -371,7 +377,8 @@ def measure(kernel: Kernel, trials: Sequence[Trial], device: torch.device, deadl
     case = trials[0].case
     p, config = case.workload.problem, case.config(device)
     tensors = random_tensors(case.workload, device).to(config.dtype)
-    x, weight, bias = tensors.x.contiguous(memory_format=config.memory_format), tensors.weight, tensors.bias
+    x, weight = (each.contiguous(memory_format=config.memory_format) for each in (tensors.x, tensors.weight))
+    bias = tensors.bias
     del tensors
     exact = None if bias is None else bias.double()
     options = p.stride, p.padding, p.output_padding, p.groups, p.dilation

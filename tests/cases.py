@@ -190,6 +190,24 @@ SHUFFLE_CASES = [
     Case(5, 200, 40, (16, 16), (2, 2), (2, 2)),
 ]
 
+# Kernels larger than their stride, for csrc/fused_cell_rows.cu: whole images, alone and several; strips and parts of
+# them; phases of as many taps and not; halos that differ; channels of one line and several, that fill nothing.
+CELL_ROW_CASES = [
+    Case(19, 72, 40, (4, 4), (4, 4), (2, 2), (1, 1)),
+    Case(3, 136, 192, (8, 6), (4, 4), (2, 2), (1, 1)),
+    Case(2, 64, 64, (11, 30), (3, 3), (1, 1), (1, 1)),
+    Case(2, 24, 160, (21, 33), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(1, 40, 32, (7, 70), (3, 5), (1, 1), (0, 2), (0, 0), (2, 1)),
+    Case(3, 16, 96, (1, 300), (1, 16), (1, 8), (0, 4)),
+    Case(2, 200, 32, (5, 9), (5, 4), (3, 2), (1, 3), (2, 1), (2, 3)),
+    Case(2, 8, 8, (40, 13), (2, 1), (1, 1), (1, 0)),
+    Case(130, 64, 96, (1, 1), (4, 4)),
+    Case(1, 128, 264, (6, 24), (3, 1), (2, 1), (0, 4)),
+    Case(5, 40, 256, (8, 8), (4, 4), (2, 2), (1, 1)),
+    Case(3, 24, 72, (16, 16), (3, 3), (2, 2), (1, 1), (1, 1)),
+    Case(2, 72, 32, (37, 16), (3, 3), (1, 1), (1, 1)),
+]
+
 # Wide rows, for csrc/fused_rows.cu: one step and several, ends within one and behind it; taps that reach far or stand
 # alone; outputs that are stored alone and together; channels that fill nothing.
 ROW_CASES = [

@@ -28,6 +28,7 @@ LAYERS = {
     "fused_image_rows": ("n5 c32x32 k3 h8 w8 s2", "nchw"),
     "fused_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
     "fused_shuffle": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
+    "fused_cell_rows": (LAYER, "channels_last"),
     "direct_mma": (LAYER, "channels_last"),
 }
 SMALL, OTHER = "n2 c2x3 k3 h4 w5 s2 p1 bias", "n1 c4x4 k2 h3 w3"
@@ -153,12 +154,13 @@ def test_first_candidate_is_the_kernels_own_choice(name, precision):
         "fused_images": fused.image_tile_for,
         "fused_image_rows": fused.image_rows_tile_for,
         "fused_shuffle": fused.shuffle_tile_for,
+        "fused_cell_rows": fused.cell_rows_tile_for,
         "fused_rows": lambda config: fused.rows_tile_for(config, "forward"),
         "direct_mma": direct_mma.tile_for,
     }
     choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    of_tf32 = "direct_mma", "fused_images", "fused_image_rows", "fused_shuffle", "fused_rows"
+    of_tf32 = "direct_mma", "fused_images", "fused_image_rows", "fused_shuffle", "fused_cell_rows", "fused_rows"
     declined = dict.fromkeys(of_tf32, ("fp32",))
     assert (choice is None) == (precision in declined.get(name, ()))
 
@@ -366,8 +368,8 @@ def test_in_processes_keeps_the_order():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_of_the_file_name_their_candidates(name, tmp_path):
-    layer, _ = LAYERS[name]
-    kernel, case = KERNELS[name], case_of(layer, "fp16")
+    layer, layout = LAYERS[name]
+    kernel, case = KERNELS[name], case_of(layer, "fp16", layout)
     candidates = sample(kernel.candidates(case.config(torch.device("cuda", 0))), 6)
     trials = [Trial(case, one, i == 0, "ok", "", float("nan") if i else 1e-4, 2.5) for i, one in enumerate(candidates)]
     choices.save(tmp_path / "x.json", {"device": "H200", "rows": [trial.row(kernel) for trial in trials]})
@@ -379,7 +381,7 @@ def test_rows_of_the_file_name_their_candidates(name, tmp_path):
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()}
         assert type(candidate)(problem, **fields) == candidate
         assert row["estimate"] == candidate.cycles
-        assert (row["layer"], row["precision"], row["layout"], row["kernel"]) == (layer, "fp16", "nchw", name)
+        assert (row["layer"], row["precision"], row["layout"], row["kernel"]) == (layer, "fp16", layout, name)
         assert (row["median_us"], row["status"], row["chosen"]) == (2.5, "ok", candidate is candidates[0])
         assert row["error"] == (1e-4 if candidate is candidates[0] else None)
 

@@ -14,6 +14,7 @@ from gemmconv.algorithms.base import Config
 from tests import reference
 from tests.cases import (
     CASES,
+    CELL_ROW_CASES,
     FOLD_CASES,
     IMAGE_CASES,
     IMAGE_ROW_CASES,
@@ -28,6 +29,7 @@ pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core pac
 
 from gemmconv.algorithms import (
     fused,
+    fused_cell_rows,
     fused_choice,
     fused_fold,
     fused_gradient,
@@ -270,6 +272,31 @@ SHUFFLE_RUNS = [
 SHUFFLE_RUNS = [run for run in SHUFFLE_RUNS if None not in run.tiles]
 
 
+class CellRowRun(ImageRowRun):
+    """The same for csrc/fused_cell_rows.cu."""
+
+    kernel: ClassVar[ModuleType] = fused_cell_rows
+
+
+# Items that share a multiprocessor, and fill no round; more steps than are unrolled; few of many channels.
+LARGE_CELL_ROW_CASES = [
+    Case(131, 200, 64, (4, 4), (4, 4), (2, 2), (1, 1)),
+    Case(37, 264, 96, (8, 6), (4, 4), (2, 2), (1, 1)),
+    Case(9, 128, 256, (32, 24), (4, 4), (2, 2), (1, 1)),
+    Case(3, 64, 128, (61, 130), (3, 5)),
+    Case(17, 72, 136, (16, 16), (5, 5), (2, 2), (2, 2), (1, 1)),
+    Case(5, 96, 192, (33, 40), (3, 3), (1, 1), (1, 1)),
+    Case(40, 256, 64, (1, 600), (1, 10), (1, 5)),
+    Case(2, 48, 32, (70, 400), (7, 7), (1, 1), (3, 3)),
+]
+CELL_ROW_RUNS = [
+    CellRowRun(case, numerics, "channels_last")
+    for case in (*CELL_ROW_CASES, *LARGE_CELL_ROW_CASES)
+    for numerics in ("float16", "bfloat16", "tf32")
+]
+CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if None not in run.tiles]
+
+
 @dataclass(frozen=True)
 class RowRun(Run):
     """The same for csrc/fused_rows.cu and csrc/fused_rows_tf32.cu: of each direction its own tile and three others."""
@@ -437,14 +464,16 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
             check_twice(call, (input, weight, bias), wanted, config, poison)
 
 
-@pytest.mark.parametrize("run", [*IMAGE_RUNS, *IMAGE_ROW_RUNS, *SHUFFLE_RUNS], ids=str)
-def test_fused_images_image_rows_and_shuffle_match_reference_to_the_bit_again(run, compiled, poison):
+@pytest.mark.parametrize("run", [*IMAGE_RUNS, *IMAGE_ROW_RUNS, *SHUFFLE_RUNS, *CELL_ROW_RUNS], ids=str)
+def test_fused_images_shuffle_and_rows_of_both_match_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
+    arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
+    input, weight = arrange(data.input), arrange(data.weight)
     for tile in run.tiles:
         call = run.kernel.prepare_forward(config, tile)
         for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
-            check_twice(call, (data.input, data.weight, bias), wanted, config, poison)
+            check_twice(call, (input, weight, bias), wanted, config, poison)
 
 
 @pytest.mark.parametrize("run", ROW_RUNS, ids=str)

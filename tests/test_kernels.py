@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests import emulator, reference
 from tests.cases import (
     CASES,
+    CELL_ROW_CASES,
     FEW_CASES,
     FOLD_CASES,
     IMAGE_CASES,
@@ -39,6 +40,7 @@ from gemmconv.algorithms import (
     direct_weight_grad,
     fold_kernels,
     fused,
+    fused_cell_rows,
     fused_fold,
     fused_gradient,
     fused_gradient_lines,
@@ -166,7 +168,7 @@ LINES_KERNELS = {
     "fused_image_rows": fused_image_rows,
     "fused_shuffle": fused_shuffle,
 }
-FORWARDS = "forward", "forward_mma", "fused", "fused_fold", *LINES_KERNELS, "fused_rows"
+FORWARDS = "forward", "forward_mma", "fused", "fused_fold", *LINES_KERNELS, "fused_cell_rows", "fused_rows"
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ class Run:
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores or "grads", both; on tensor cores
             "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_weight_grad_lines",
-            "fused_fold", "fused_images", "fused_image_rows", "fused_shuffle", "fused_rows", "fused_rows_input_grad".
+            "fused_fold", "fused_images", "fused_image_rows", "fused_shuffle", "fused_cell_rows", "fused_rows",
+            "fused_rows_input_grad".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
@@ -239,6 +242,15 @@ class Run:
         if self.choice is None:
             return kernel.tile_of(*arguments)
         tiles = [*kernel.tiles_of(*arguments)]
+        return tiles[self.choice % len(tiles)] if tiles else None
+
+    @functools.cached_property
+    def cell_rows_tile(self):
+        """The tile of fused_cell_rows, None where it declines the problem."""
+        arguments = problem_of(self.case), self.dtype.itemsize
+        if self.choice is None:
+            return fused_cell_rows.tile_of(*arguments)
+        tiles = [*fused_cell_rows.tiles_of(*arguments)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -321,6 +333,10 @@ class Run:
                 if self.multiprocessors is not None:
                     patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return LINES_KERNELS[self.operation].prepare_forward(self.config, self.lines_kernel_tile)
+            if self.operation == "fused_cell_rows":
+                if self.multiprocessors is not None:
+                    patch.setattr(fused_cell_rows, "MULTIPROCESSORS", self.multiprocessors or 1)
+                return fused_cell_rows.prepare_forward(self.config, self.cell_rows_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:
                     patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
@@ -671,6 +687,53 @@ SHUFFLE_ALONE = lines_run_of("fused_shuffle", SHUFFLE_CASES[4], torch.float16, l
 SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_TF32, SHUFFLE_ALONE]
 
 
+# Each case in its own tile in one type and in another tile in the other, many with few blocks.
+CELL_ROW_RUNS = [
+    Run(
+        "fused_cell_rows",
+        case,
+        dtype,
+        "channels_last",
+        multiprocessors=(None, 0, 3)[(i + j) % 3],
+        choice=choice,
+        tf32=dtype.itemsize == 4,
+    )
+    for i, case in enumerate(CELL_ROW_CASES)
+    for j, (dtype, choice) in enumerate(
+        (
+            ((torch.float16, torch.bfloat16)[i % 2], None if i % 3 == 0 else 5 * i + 2),
+            (torch.float32, 3 * i + 1 if i % 3 == 0 else None),
+        )
+    )
+]
+CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if run.cell_rows_tile is not None]
+
+
+def cell_row_run_of(case, dtype, suits):
+    """A block with many items, of the first tile that suits."""
+    run = Run("fused_cell_rows", case, dtype, "channels_last", multiprocessors=0, tf32=dtype.itemsize == 4)
+    return with_first(run, fused_cell_rows.tiles_of(problem_of(case), dtype.itemsize), suits)
+
+
+# Many items of several chunks: rows from anywhere, in either type; lines one after the other; strips of eight cells.
+CELL_ROWS, CELL_ROWS_TF32, CELL_ROWS_IN_LINES, CELL_ROWS_IN_EIGHTS = (
+    cell_row_run_of(case, dtype, suits)
+    for case, dtype, suits in (
+        (CELL_ROW_CASES[0], torch.float16, lambda tile: tile.group == 0 and tile.lines == 64),
+        (CELL_ROW_CASES[1], torch.float32, lambda tile: tile.kept and tile.lines == 96),
+        (CELL_ROW_CASES[1], torch.float16, lambda tile: tile.group == 8 and tile.lines == 96),
+        (CELL_ROW_CASES[10], torch.float16, lambda tile: tile.group > 8 and tile.row_blocks == 2 and tile.lines == 64),
+    )
+)
+CELL_ROW_RUNS += [CELL_ROWS, CELL_ROWS_TF32, CELL_ROWS_IN_LINES, CELL_ROWS_IN_EIGHTS]
+CELL_ROW_RUNS += [
+    cell_row_run_of(CELL_ROW_CASES[10], torch.float32, lambda tile: not tile.kept),
+    cell_row_run_of(CELL_ROW_CASES[3], torch.float32, lambda tile: tile.row_blocks == 2),
+    cell_row_run_of(CELL_ROW_CASES[12], torch.float16, lambda tile: tile.group > 8 and tile.segments > 1),
+    cell_row_run_of(CELL_ROW_CASES[11], torch.bfloat16, lambda tile: tile.group > 8 and tile.strips > 1),
+]
+
+
 # Each case in its own tile or another one, and the other way round backwards, many with few blocks.
 ROW_RUNS = [
     Run(
@@ -1000,6 +1063,43 @@ def test_runs_of_fused_shuffle_take_every_path():
         lambda tile: tile.problem.kernel_size[1] > 2,
         lambda tile: tile.problem.in_channels * tile.itemsize % 128 == 0,
         lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
+    ):
+        assert {path(tile) for tile in tiles} == {True, False}
+
+
+@pytest.mark.parametrize("run", CELL_ROW_RUNS, ids=str)
+def test_fused_cell_rows_kernel_matches_reference(run, calls, poison):
+    poison("cpu")
+    run.check(calls[run])
+
+
+def test_runs_of_fused_cell_rows_take_every_path():
+    tiles = [run.cell_rows_tile for run in CELL_ROW_RUNS]
+    for path in (
+        lambda tile: tile.packed,
+        lambda tile: tile.kept,
+        lambda tile: tile.group == 0,
+        lambda tile: tile.group == 8,
+        lambda tile: tile.group > 8,
+        lambda tile: tile.group > 8 and tile.images > 1,
+        lambda tile: tile.group > 8 and tile.segments > 1,
+        lambda tile: tile.row_blocks == 2,
+        lambda tile: tile.images > 1,
+        lambda tile: tile.problem.batch % tile.images > 0,
+        lambda tile: tile.strips > 1,
+        lambda tile: tile.strips * tile.strip_cells > cells_of(tile.problem)[1],
+        lambda tile: tile.segments > 1,
+        lambda tile: tile.group == 0 and tile.segments > 1 and tile.rows % tile.strip_cells > 0,
+        lambda tile: tile.chunks > 1,
+        lambda tile: tile.line_blocks > 1,
+        lambda tile: tile.lines % 64 == 0,
+        lambda tile: tile.problem.out_channels % tile.lines == 0,
+        lambda tile: tile.problem.in_channels % tile.channels == 0,
+        lambda tile: tile.ring_sizes[0] > 2,
+        lambda tile: tile.chunks * tile.problem.taps > 24 * math.prod(tile.problem.stride),  # more than are unrolled
+        lambda tile: all(
+            size % step == 0 for size, step in zip(tile.problem.kernel_size, tile.problem.stride, strict=True)
+        ),
     ):
         assert {path(tile) for tile in tiles} == {True, False}
 
@@ -1898,6 +1998,62 @@ MISTAKES = {
     "shuffle_past_dynamic_shared": (
         SHUFFLE,
         emulator.Edit("fused_shuffle.cu", r"(fused_shuffle_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        "past the end of shared memory",
+    ),
+    "cell_rows_patch_not_waited_for": (
+        CELL_ROWS,
+        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.slot_full[^;]*;", ";"),
+        "relative error|arrivals in a phase|deadlock|never waited for",
+    ),
+    "cell_rows_patch_overwritten": (
+        CELL_ROWS_TF32,
+        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock|too many bytes",
+    ),
+    "cell_rows_patch_freed_while_products_read_it": (
+        CELL_ROWS_IN_LINES,
+        emulator.Edit("fused_cell_rows.cu", r"wgmma_wait<1>\(\);(\s*if \(kGroup == 0)", "\\1"),
+        "relative error|arrivals in a phase|deadlock|too many bytes",
+    ),
+    "cell_rows_weights_not_waited_for": (
+        CELL_ROWS_IN_EIGHTS,
+        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.full[^;]*;", ";"),
+        "relative error|arrivals in a phase|deadlock|never waited for",
+    ),
+    "cell_rows_weights_overwritten": (
+        CELL_ROWS,
+        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        "relative error|arrivals in a phase|deadlock|too many bytes",
+    ),
+    "cell_rows_words_overwritten": (
+        CELL_ROWS_TF32,
+        emulator.Edit("fused_cell_rows.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        "relative error",
+    ),
+    "cell_rows_sums_read_too_early": (
+        CELL_ROWS_IN_EIGHTS,
+        emulator.Edit("fused_cell_rows.cu", r"wgmma_finish_rows\(sums\[block\]\);", ";"),
+        "relative error|never waited for|without wgmma_fence",
+    ),
+    "cell_rows_lines_of_the_tap_before": (
+        CELL_ROWS,
+        emulator.Edit(
+            "fused_cell_rows.cu", r"h \* axis_h::kShiftStep \* PATCH_W", "(h + 1) * axis_h::kShiftStep * PATCH_W"
+        ),
+        "relative error",
+    ),
+    "cell_rows_last_item_not_stored": (
+        CELL_ROWS_IN_EIGHTS,
+        emulator.Edit(
+            "fused_cell_rows.cu",
+            r"if constexpr \(KEPT\) (outputs\.template store_share<0, 1>)",
+            "if constexpr (!KEPT) \\1",
+        ),
+        "relative error",
+    ),
+    "cell_rows_past_dynamic_shared": (
+        CELL_ROWS,
+        emulator.Edit("fused_cell_rows.cu", r"(fused_cell_rows_kernel\([^)]*\) \{)", "\\1 shared[SHARED_BYTES] = 0;"),
         "past the end of shared memory",
     ),
     "rows_weights_not_waited_for": (

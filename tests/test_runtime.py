@@ -29,6 +29,7 @@ from gemmconv.algorithms import (
     direct_weight_grad,
     fold_kernels,
     fused,
+    fused_cell_rows,
     fused_choice,
     fused_fold,
     fused_gradient,
@@ -115,6 +116,7 @@ def kernel_variants():
             macros = turning.units_macros(channels, pixels, to_last, itemsize)
             variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn_units.cu", macros)
     variants |= fused_variants() | fold_variants() | image_variants() | image_rows_variants() | shuffle_variants()
+    variants |= cell_rows_variants()
     variants |= row_variants() | gradient_variants()
     return variants
 
@@ -275,6 +277,36 @@ def image_rows_variants():
     return variants
 
 
+# The same, of channels_last; blocks of rows, lines and what lies between groups of the tile, None for its own.
+CELL_ROWS = [
+    *((name, kind, None) for name in ("pose3", "dcgan2", "kb69", "hifigan1") for kind in ("float16", "float32")),
+    *((name, "bfloat16", (2, 128, 0)) for name in ("pose3", "dcgan3", "kb69", "encodec2")),
+    *((name, "float16", (1, 256, 0)) for name in ("pose1", "hifigan1", "encodec1")),
+    *((name, "bfloat16", (1, 256, 8)) for name in ("pose1", "pose3", "channels_1024")),
+    *((name, "float32", (2, 128, 0)) for name in ("pose3", "dcgan3")),
+    ("pose1", "float32", (1, 256, 0)),
+    ("pose3", "float16", (2, 128, 9)),
+    ("dcgan4", "bfloat16", (2, 64, 9)),
+    ("kb57", "bfloat16", (2, 64, 8)),
+    ("kernel_7", "float32", (2, 64, 0)),
+]
+
+
+def cell_rows_variants():
+    """fused_cell_rows.cu for layers of full size."""
+    problems, variants = problems_by_name(), {}
+    for name, kind, fields in CELL_ROWS:
+        dtype = getattr(torch, kind)
+        tile = fused_cell_rows.tile_of(problems[name], dtype.itemsize)
+        if fields is not None:
+            tiles = fused_cell_rows.tiles_of(problems[name], dtype.itemsize)
+            tile = next((one for one in tiles if (one.row_blocks, one.lines, one.group) == fields), None)
+        if tile is not None:
+            macros = fused_cell_rows.macros_of(tile, dtype)
+            variants[f"fused_cell_rows-{name}-{kind}-{fields}"] = ("fused_cell_rows.cu", macros)
+    return variants
+
+
 # Name of a layer to measure, type, direction; which tile, None for its own.
 ROWS = [
     (name, kind, direction, choice)
@@ -403,7 +435,8 @@ def most_registers(source_name, macros):
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
-    if source_name in ("fused_rows.cu", "fused_rows_tf32.cu", "fused_shuffle.cu", "fused_image_rows.cu"):
+    of_384 = "fused_rows.cu", "fused_rows_tf32.cu", "fused_shuffle.cu", "fused_image_rows.cu", "fused_cell_rows.cu"
+    if source_name in of_384:
         return 65_536 // 384 // 8 * 8  # as launch bounds have it; those who multiply take more once others gave some up
     if source_name == "fused_images.cu":
         return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)

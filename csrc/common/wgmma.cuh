@@ -50,9 +50,9 @@ __device__ __forceinline__ matrix_t swizzled_matrix_of(const void* shared, int l
 }
 
 /* A matrix in lines of 64 or 128 bytes. */
-template <int LINE_BYTES> __device__ __forceinline__ matrix_t lines_of(const void* shared) {
+template <int LINE_BYTES> __device__ __forceinline__ matrix_t lines_of(const void* shared, int stride_bytes = 8 * LINE_BYTES) {
     static_assert(LINE_BYTES == 64 || LINE_BYTES == 128, "other lines are not for wgmma");
-    return matrix_of(shared, 16, 8 * LINE_BYTES) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
+    return matrix_of(shared, 16, stride_bytes) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
 }
 
 /* The same matrix so many bytes (a multiple of 16) further on. */

@@ -9,6 +9,7 @@
     fused_images.py        csrc/fused_images.cu  the same of whole small images in NCHW
     fused_image_rows.py    csrc/fused_image_rows.cu  the same with positions as rows of the product
     fused_shuffle.py       csrc/fused_shuffle.cu  nothing to fold: kernels as large as their stride, in NCHW
+    fused_cell_rows.py     csrc/fused_cell_rows.cu  nothing to fold: cells as rows of the product, in channels_last
     fused_rows.py          csrc/fused_rows.cu  folds columns in registers, for wide rows of 16 bits in NCHW
     fused_rows_tf32.py     csrc/fused_rows_tf32.cu  the same of TF32
     row_gathering.py       what both have in common
@@ -30,6 +31,7 @@ from types import ModuleType
 import torch
 
 from gemmconv.algorithms import (
+    fused_cell_rows,
     fused_fold,
     fused_gradient,
     fused_gradient_lines,
@@ -73,7 +75,7 @@ from gemmconv.geometry import Shape4
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
-_FOLD_CLOCK_RATE = 1.755e9  # where they are not
+_FAST_CLOCK_RATE = 1.755e9  # where they are not
 _ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
 _IMAGE_ROWS_MARGIN = 1.15  # of 16 bits and of signals, whose estimates are up to that too low
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
@@ -271,7 +273,7 @@ class Fused(OneByOne):
         way = _way(config, direction)
         if way is None:
             return _OTHERWISE.workspace_bytes(config, direction)
-        return way.packed_bytes if isinstance(way, Plan | RowGathering | PositionRows) else 0
+        return way.packed_bytes if isinstance(way, Plan | RowGathering | PositionRows | fused_cell_rows.Tile) else 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
@@ -295,6 +297,8 @@ class Fused(OneByOne):
             return fused_image_rows.prepare_forward(config, way)
         if isinstance(way, fused_shuffle.Tile):
             return fused_shuffle.prepare_forward(config, way)
+        if isinstance(way, fused_cell_rows.Tile):
+            return fused_cell_rows.prepare_forward(config, way)
         if isinstance(way, RowGathering):
             return row_gathering.prepare_forward(config, way)
         assert way is not None
@@ -359,6 +363,14 @@ def shuffle_tile_for(config: Config) -> fused_shuffle.Tile | None:
     return None if itemsize is None else fused_shuffle.tile_of(config.problem, itemsize)
 
 
+def cell_rows_tile_for(config: Config) -> fused_cell_rows.Tile | None:
+    """The tile of csrc/fused_cell_rows.cu for a configuration, None where that kernel is not for it."""
+    itemsize, split, channels_last = variant_of(config)
+    if config.dtype not in _DTYPES or split or not channels_last:
+        return None
+    return fused_cell_rows.tile_of(config.problem, itemsize)
+
+
 def rows_tile_for(config: Config, direction: Direction) -> RowGathering | None:
     """The tile of csrc/fused_rows.cu or csrc/fused_rows_tf32.cu for a pass, None where they are not for it."""
     kernel = _rows_kernel_for(config, direction)
@@ -385,7 +397,14 @@ def _itemsize_in_nchw(config: Config) -> int | None:
     return None if config.dtype not in _DTYPES or split or channels_last else itemsize
 
 
-_Tile = fused_fold.Tile | fused_images.Tile | fused_image_rows.Tile | fused_shuffle.Tile | RowGathering
+_Tile = (
+    fused_fold.Tile
+    | fused_images.Tile
+    | fused_image_rows.Tile
+    | fused_shuffle.Tile
+    | fused_cell_rows.Tile
+    | RowGathering
+)
 
 
 def _tiles_for(config: Config, direction: Direction) -> list[_Tile]:
@@ -393,7 +412,7 @@ def _tiles_for(config: Config, direction: Direction) -> list[_Tile]:
     tiles: list[_Tile | None] = [rows_tile_for(config, direction)]
     if direction == "forward":
         of_images = image_tile_for(config), image_rows_tile_for(config)
-        tiles += [fold_tile_for(config), *of_images, shuffle_tile_for(config)]
+        tiles += [fold_tile_for(config), *of_images, shuffle_tile_for(config), cell_rows_tile_for(config)]
     return [tile for tile in tiles if tile is not None]
 
 
@@ -410,7 +429,8 @@ def _seconds(way: Plan | _Tile) -> float:
         return _ROWS_MARGIN * way.seconds
     if isinstance(way, fused_image_rows.Tile) and (way.itemsize == 2 or way.windows[0] > 1):
         return _IMAGE_ROWS_MARGIN * way.cycles / _CLOCK_RATE
-    return way.cycles / (_FOLD_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
+    fast = isinstance(way, fused_fold.Tile | fused_cell_rows.Tile)  # as their estimates are fitted
+    return way.cycles / (_FAST_CLOCK_RATE if fast else _CLOCK_RATE)
 
 
 _GradientWay = fused_gradient.Tile | fused_gradient_lines.Tile

@@ -20,9 +20,9 @@ __device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_by
 __device__ __forceinline__ matrix_t swizzled_matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
     return matrix_of(shared, leading_bytes, stride_bytes) | 1ull << 62;
 }
-template <int LINE_BYTES> __device__ __forceinline__ matrix_t lines_of(const void* shared) {
+template <int LINE_BYTES> __device__ __forceinline__ matrix_t lines_of(const void* shared, int stride_bytes = 8 * LINE_BYTES) {
     static_assert(LINE_BYTES == 64 || LINE_BYTES == 128, "other lines are not for wgmma");
-    return matrix_of(shared, 16, 8 * LINE_BYTES) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
+    return matrix_of(shared, 16, stride_bytes) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
 }
 __device__ __forceinline__ matrix_t advanced(matrix_t matrix, int bytes) { return emulator_advanced(matrix, bytes); }
 __device__ __forceinline__ void wgmma_fence() { emulator_wgmma_fence(); }
