@@ -42,13 +42,15 @@
  * (TILES * SLOTS of them; the phase is -1 where there is none); WEIGHT_ROWS (taps down, of the phase that has most; each has
  * one); INPUT_ROWS (of an item), tables FIRST_ROW (of each phase: from an item's first cell to its first input row) and
  * ROW_TAP (of each phase and input row, for either warpgroup: which of the phase's taps it is, or -1); STAGES; LINE_CELLS (of
- * a line that is stored together), LINE_PITCH (outputs), VECTOR (outputs that are stored together); SHARED_BYTES.
+ * a line that is stored together), LINE_PITCH (outputs), VECTOR (outputs that begin at their multiples in memory, and are stored
+ * together unless WHOLE_SECTORS are); SHARED_BYTES.
  * Chosen by gemmconv/algorithms/fused_rows.py.
  */
 #include "common/integers.cuh"
 #include "common/meet.cuh"
 #include "common/ring.cuh"
 #include "common/row_items.cuh"
+#include "common/store.cuh"
 #include "common/unroll.cuh"
 #include "common/wgmma.cuh"
 
@@ -130,26 +132,73 @@ __device__ __forceinline__ float folded(const sums_t& sums, before_t& before, fl
 /* The largest power of two that is not more than n. */
 __device__ constexpr int power_within(int n) { return n < 2 ? 1 : 2 * power_within(n / 2); }
 
+// Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
+// begin anywhere in a sector. So a line lies in shared memory as far behind a sector's beginning as in memory, behind what was
+// left over of the line before, and is stored by whole sectors; what is left over of it waits for the next line.
+constexpr int kSector = 16;                            // outputs
+constexpr int kStored = WHOLE_SECTORS ? 8 : VECTOR;    // that a thread stores together
+constexpr int kLineOutputs = LINE_CELLS * SPAN_W;
+static_assert(!WHOLE_SECTORS || (kLineOutputs % kSector == 0 && COLUMNS * SPAN_W % kSector == 0 && LINE_PITCH % 8 == 0 &&
+                                 LINE_PITCH >= kLineOutputs + kSector),
+              "lines are whole sectors, and a sector lies behind them");
+
+/* How many outputs lie between the beginning of a sector and one in memory. */
+__device__ __forceinline__ int beyond_sector(const ELEMENT_T* output) {
+    return WHOLE_SECTORS ? static_cast<int>(reinterpret_cast<unsigned long long>(output) / sizeof(ELEMENT_T) % kSector) : 0;
+}
+
+#if WHOLE_SECTORS
+using piece_t = vector_t<kStored>;  // as lanes write them: what is read as another type may be read before
+
+/* Stores those of a piece, whose first is in `column` of a row, that the row has. */
+__device__ __forceinline__ void store_piece(ELEMENT_T* to, const piece_t& piece, int column, int width) {
+    if (column < 0 || column + kStored > width) {
+        #pragma unroll
+        for (int e = 0; e < kStored; e += VECTOR) {
+            // VECTOR divides the row, and where it begins.
+            if (static_cast<unsigned>(column + e) >= width) continue;
+            vector_t<VECTOR> part;
+            #pragma unroll
+            for (int i = 0; i < VECTOR; ++i) part.value[i] = piece.value[e + i];
+            *reinterpret_cast<vector_t<VECTOR>*>(to + e) = part;
+        }
+    } else {
+        unsigned words[4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const ELEMENT_T pair[2] = {piece.value[i * 2], piece.value[i * 2 + 1]};
+            words[i] = mma_words<ELEMENT_T>::pack(pair);
+        }
+        store_words(to, words, 1);
+    }
+}
+#else
+using piece_t = words_t<kStored * static_cast<int>(sizeof(ELEMENT_T))>;
+__device__ __forceinline__ void store_piece(ELEMENT_T* to, const piece_t& piece, int, int) {
+    *reinterpret_cast<piece_t*>(to) = piece;
+}
+#endif
+
 /* Folds the columns of a step, adds the bias and stores, by way of shared memory: a warp has whole lines of channels.
  * `ow` is where the step's first cell begins in the row, and may lie before it; `there` is false for rows beyond the image.
+ * `early` is how far behind a sector's beginning lines g and g + 8 begin.
  */
 __device__ __forceinline__ void fold(
-    const fused_rows_params& p, const sums_t& sums, before_t& before, const float (&bias)[2 / SLOTS], int channels,
-    ELEMENT_T* stage, ELEMENT_T* target, int ow, bool there) {
-    constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, 8);  // a thread's outputs of two cells; that it writes together
-    constexpr int kParts = COLUMNS / LINE_CELLS, kPieces = LINE_CELLS * SPAN_W / VECTOR;
+    const fused_rows_params& p, const sums_t& sums, before_t& before, const float (&bias)[2 / SLOTS],
+    const int (&early)[2 / SLOTS], int channels, ELEMENT_T* stage, ELEMENT_T* target, int ow, bool there) {
+    constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, WHOLE_SECTORS ? VECTOR : 8);  // outputs of two cells; written together
+    constexpr int kParts = COLUMNS / LINE_CELLS, kPieces = kLineOutputs / kStored;
     // Of a turn: pieces of a line, and lines; how many turns have their pieces in registers together.
     constexpr int kAcross = least(kPieces, 32), kAtOnce = least(power_within(32 / kAcross), kWarpOuts);
     constexpr int kTurns = kWarpOuts / kAtOnce;
-    constexpr int kTogether = least(kTurns, VECTOR == 1 ? 8 : 16 / VECTOR);
+    constexpr int kTogether = least(kTurns, kStored == 1 ? 8 : WHOLE_SECTORS ? 4 : 16 / kStored);
     constexpr bool kFull = OUT_CHANNELS % (kSides * kOuts) == 0;  // all output channels are there
-    using piece_t = words_t<VECTOR * static_cast<int>(sizeof(ELEMENT_T))>;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
     each<kParts>([&](auto part) {
         constexpr int kFirstCell = decltype(part)::value * LINE_CELLS;
         const int first = ow + kFirstCell * SPAN_W;
-        if (!there || first >= p.w_out) return;  // and nothing comes after it
+        if (!there || first - (WHOLE_SECTORS ? kSector - 1 : 0) >= p.w_out) return;  // and nothing comes after it
         __syncwarp();
         each<LINE_CELLS / 8>([&](auto tile) {
             constexpr int kBlock = kFirstCell / 8 + decltype(tile)::value;
@@ -160,7 +209,8 @@ __device__ __forceinline__ void fold(
                     constexpr int i = decltype(i_)::value;
                     outputs[i] = folded<kBlock, kHalf, i % SPAN_W, i / SPAN_W>(sums, before, bias[kHalf], lane);
                 });
-                ELEMENT_T* to = stage + (kHalf * 8 + g) * LINE_PITCH + (decltype(tile)::value * 8 + 2 * t) * SPAN_W;
+                ELEMENT_T* to =
+                    stage + ((kHalf * 8 + g) * LINE_PITCH + (decltype(tile)::value * 8 + 2 * t) * SPAN_W + early[kHalf]);
                 #pragma unroll
                 for (int i = 0; i < kRun; i += kWord) {
                     vector_t<kWord> word;
@@ -173,11 +223,12 @@ __device__ __forceinline__ void fold(
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kPieces; i += kAcross) {
-            // VECTOR divides the output's width, and where steps begin: all outputs of a piece are there, or none.
-            const int piece = i + lane % kAcross, column = first + piece * VECTOR;
-            if (lane >= kAtOnce * kAcross || piece >= kPieces || static_cast<unsigned>(column) >= p.w_out) continue;
+            const int piece = i + lane % kAcross, column = first + piece * kStored;
+            if (lane >= kAtOnce * kAcross || piece >= kPieces) continue;
+            // VECTOR divides the output's width, and where steps begin: all outputs of such a piece are there, or none.
+            if (!WHOLE_SECTORS && static_cast<unsigned>(column) >= p.w_out) continue;
             int line = lane / kAcross;
-            const ELEMENT_T* from = stage + line * LINE_PITCH + piece * VECTOR;
+            const ELEMENT_T* from = stage + line * LINE_PITCH + piece * kStored;
             ELEMENT_T* to = target + (line * pixels + column);
             #pragma unroll
             for (int turn = 0; turn < kTurns; turn += kTogether) {
@@ -186,9 +237,17 @@ __device__ __forceinline__ void fold(
                 for (int k = 0; k < least(kTogether, kTurns - turn); ++k, from += kAtOnce * LINE_PITCH)
                     pieces[k] = *reinterpret_cast<const piece_t*>(from);
                 #pragma unroll
-                for (int k = 0; k < least(kTogether, kTurns - turn); ++k, to += kAtOnce * pixels, line += kAtOnce)
-                    if (kFull || line < channels) *reinterpret_cast<piece_t*>(to) = pieces[k];
+                for (int k = 0; k < least(kTogether, kTurns - turn); ++k, to += kAtOnce * pixels, line += kAtOnce) {
+                    // The same for all pieces of a line, which are half sectors.
+                    const int behind = beyond_sector(to - piece * kStored);
+                    if (kFull || line < channels) store_piece(to - behind, pieces[k], column - behind, p.w_out);
+                }
             }
+        }
+        if constexpr (WHOLE_SECTORS) {
+            __syncwarp();
+            ELEMENT_T* left = stage + (lane / 2 * LINE_PITCH + lane % 2 * 8);
+            if (lane / 2 < kWarpOuts) *reinterpret_cast<piece_t*>(left) = *reinterpret_cast<const piece_t*>(left + kLineOutputs);
         }
     });
 }
@@ -218,6 +277,12 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
         const bool there = row < p.cells_h && oh < p.h_out;
         const long long plane = (static_cast<long long>(image) * p.groups + set.group) * OUT_CHANNELS + first_out;
         ELEMENT_T* const target = p.output + (plane * p.h_out + oh) * p.w_out;
+        int early[2 / SLOTS];
+        #pragma unroll
+        for (int half = 0; half < 2 / SLOTS; ++half) {
+            const long long line = static_cast<long long>(half * 8 + lane / 4) * p.h_out * p.w_out;
+            early[half] = beyond_sector(target + (line - DELAYED * SPAN_W));
+        }
         sums_t sums;
         before_t before = {};
         int step = 0;
@@ -249,12 +314,12 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
             for (int tile = 0; tile < TILES; ++tile) wgmma_finish(sums[tile]);
             if (speaker) barrier_arrive(barriers.empty[ring.stage]);
             ring.advance();
-            fold(p, sums, before, bias, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
+            fold(p, sums, before, bias, early, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
         }
         // Behind the row's end there are no columns but those that are late, and outputs that hold the bias alone.
         #pragma unroll 1
         for (; step < p.steps; ++step)
-            fold(p, {}, before, bias, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
+            fold(p, {}, before, bias, early, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
     });
     if (warpgroup == 0) meet<kTurnOf0, 256>();  // the other's last turn has ended
 }

@@ -140,6 +140,24 @@ def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
 
 
 @given(tiles(fused_rows))
+def test_lines_of_16_bits_are_stored_as_sectors_lie_and_leave_nothing_over(tile):
+    """Whatever a row begins with: what lies behind a line's last sector waits for the next line."""
+    assume(tile.whole_sectors)
+    width, line = tile.output_size[1], tile.line_cells * tile.span[1]
+    for begin in range(0, 16, tile.vector):  # of the row, in a sector
+        early = (begin - tile.delayed * tile.span[1]) % 16
+        assert early % tile.vector == 0
+        assert early + line <= line + 16 <= tile.line_pitch
+        stored = []
+        for place in range(0, tile.steps * tile.columns * tile.span[1], line):
+            first = place - tile.delayed * tile.span[1]
+            if first - 15 < width:  # as the kernel has it
+                assert (begin + first - early) % 16 == 0
+                stored += [column for column in range(first - early, first - early + line) if 0 <= column < width]
+        assert stored == [*range(width)]
+
+
+@given(tiles(fused_rows))
 def test_copies_and_stores_are_aligned(tile):
     assert tile.input_size[1] * 2 % 16 == 0
     for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1], tile.line_pitch):

@@ -28,12 +28,16 @@ from gemmconv.algorithms.row_gathering import (
 from gemmconv.geometry import Problem
 
 _ITEM = 2  # bytes of an element
+_SECTOR = 16  # outputs that memory writes together
 _LINE = 64  # columns of a box, 128 bytes
 _BLOCK_ROWS, _STEP = 64, 16  # rows of a product, and channels
 _SLOTS, _COLUMNS, _ROWS = (1, 2), (64, 128), (1, 2)  # of tiles; 96, 192 and 256 columns were hardly ever faster
 _MOST_SUMS = 192  # registers of a thread
 _MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
+_WHOLE_SECTORS_FACTORS = 1.4, 1.12  # of what stays in the L2 cache, which has nothing to gain, and of more
+_CUT_SECTORS = 0.5  # of the time of outputs, more, where sectors are written in parts: once on H100s, less on H200s
+_CACHED_BYTES = 96 << 20  # of outputs: beyond, hardly any are still in the L2 cache when their neighbours are stored
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Tile(RowGathering):
         slots: taps that a product's rows have, each with 64 / slots output channels.
         columns: inputs of a row of a step.
         rows: of cells of an item: of either warpgroup one, or both the same.
+        whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
     """
 
     problem: Problem
@@ -53,6 +58,7 @@ class Tile(RowGathering):
     slots: int
     columns: int
     rows: int
+    whole_sectors: bool
 
     itemsize: ClassVar[int] = _ITEM
     source: ClassVar[str] = "fused_rows"
@@ -101,21 +107,41 @@ class Tile(RowGathering):
 
     @property
     def vector(self) -> int:
-        """Outputs that a thread stores together."""
+        """Outputs that begin at a multiple of their bytes in memory, in any line."""
         span = self.span[1]
         return math.gcd(self.piece, self.output_size[1], self.delayed * span, self.line_cells * span)
+
+    @property
+    def cuts_sectors(self) -> bool:
+        """Whether steps end, and rows begin, within sectors."""
+        return any(place % _SECTOR for place in (self.output_size[1], self.delayed * self.span[1]))
+
+    @property
+    def _lines_are_sectors(self) -> bool:
+        """Whether lines have as much as some sectors."""
+        return self.line_cells * self.span[1] % _SECTOR == self.columns * self.span[1] % _SECTOR == 0
+
+    @property
+    def stored(self) -> int:
+        """Outputs that a thread stores together."""
+        return self.piece if self.whole_sectors else self.vector
+
+    @property
+    def kept(self) -> int:
+        return _SECTOR - 1 if self.whole_sectors else 0
 
     @cached_property
     def line_pitch(self) -> int:
         """Outputs from a line to the next, in shared memory: such that lanes write to different banks."""
-        run, word = 2 * self.span[1], word_of(self.span[1])
-        multiple, together = max(word, self.vector, 2), 64 // max(2, word)
+        run = 2 * self.span[1]
+        word = math.gcd(run, self.vector) if self.whole_sectors else word_of(self.span[1])
+        multiple, together = max(word, self.stored, 2), 64 // max(2, word)
 
         def conflicts(pitch: int) -> int:
             banks = [(lane // 4 * pitch + lane % 4 * run) // 2 % 32 for lane in range(together)]
             return max(map(banks.count, banks))
 
-        first = self.line_cells * self.span[1]
+        first = self.line_cells * self.span[1] + (_SECTOR if self.whole_sectors else 0)
         return min(range(-(-first // multiple) * multiple, first + 65, multiple), key=conflicts)
 
     # Shared memory.
@@ -155,7 +181,8 @@ class Tile(RowGathering):
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory, boxes and integers hold it."""
-        return self.tiles * self.columns // 2 <= _MOST_SUMS and self.stages > 1 and self.addressable
+        sectors = not self.whole_sectors or (self.cuts_sectors and self._lines_are_sectors)
+        return sectors and self.tiles * self.columns // 2 <= _MOST_SUMS and self.stages > 1 and self.addressable
 
     @cached_property
     def cycles(self) -> float:
@@ -164,7 +191,8 @@ class Tile(RowGathering):
         Of a step a warpgroup multiplies, and folds while the other multiplies. What both ask of shared memory counts,
         where it is more: reads of products, three accesses for the outputs of a line, shuffles. The constants were
         fitted to 95 tiles of 19 layers on an H200, which are 10% off (root mean square of the logarithm); tiles of the
-        least estimate took 1.2% longer than the best (geometric mean).
+        least estimate took 1.2% longer than the best (geometric mean). Whole sectors take up to 13% longer where folds
+        are what is waited for; where memory is, sectors that are written in two parts count more than once.
         """
         blocks, rounds = self.blocks_on(MULTIPROCESSORS), -(-self.sets // MULTIPROCESSORS)
         products, span = self.weight_rows * self.channels / _STEP * self.tiles, self.span[1]
@@ -173,11 +201,24 @@ class Tile(RowGathering):
         shuffles = pairs * sum(0 < distance < 4 for distance in self.given)
         read = products * (2048 + 32 * self.columns) / 128
         shared = 2 * (1.11 * read + 1.08 * (4 * shuffles + 3 * outputs * _ITEM / 128))
-        folding = pairs * (0.77 * len(self.taps_across) + 9.2 * span) + shuffles + 12 * outputs / (32 * self.vector)
+        folding = pairs * (0.77 * len(self.taps_across) + 9.2 * span) + shuffles + 12 * outputs / (32 * self.stored)
         step = (shared**3 + (products * self.columns / 2 + folding) ** 3) ** (1 / 3)
         multiplied = -(-self.multiplied // self.columns)
         computing = rounds * -(-self.items // blocks) * (multiplied * step + (self.steps - multiplied) * 1.3 * folding)
-        return 15_700 + (computing**3 + self.moved_cycles**3) ** (1 / 3)
+        computing *= _WHOLE_SECTORS_FACTORS[self._output_bytes_of_all > _CACHED_BYTES] if self.whole_sectors else 1
+        return 15_700 + (computing**3 + self._written_cycles**3) ** (1 / 3)
+
+    @property
+    def _written_cycles(self) -> float:
+        """Of moving the inputs and outputs, which the L2 cache puts together as long as it has room for them."""
+        outputs = self._output_bytes_of_all
+        twice = self.cuts_sectors and not self.whole_sectors and outputs > _CACHED_BYTES
+        return self.moved_cycles + (_CUT_SECTORS * self.cycles_of_bytes(outputs) if twice else 0)
+
+    @property
+    def _output_bytes_of_all(self) -> int:
+        p = self.problem
+        return p.batch * p.groups * self.out_channels * math.prod(self.output_size) * _ITEM
 
     @property
     def macros(self) -> Macros:
@@ -194,6 +235,7 @@ class Tile(RowGathering):
             "LINE_CELLS": self.line_cells,
             "LINE_PITCH": self.line_pitch,
             "VECTOR": self.vector,
+            "WHOLE_SECTORS": int(self.whole_sectors),
             **across(self, self.tiles * self.slots),
         }
 
@@ -213,7 +255,8 @@ def tiles_of(problem: Problem, direction: Direction) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     if not may_gather(problem, direction):
         return
-    for tile in itertools.starmap(Tile, itertools.product((problem,), (direction,), _SLOTS, _COLUMNS, _ROWS)):
+    choices = (problem,), (direction,), _SLOTS, _COLUMNS, _ROWS, (False, True)
+    for tile in itertools.starmap(Tile, itertools.product(*choices)):
         if tile.input_size[1] % tile.piece or tile.channels > LONGEST_BOX:
             return
         if problem.groups > 1 and tile.in_channels != tile.channels:

@@ -230,7 +230,12 @@ class RowGathering(Gathering):
     def moved_cycles(self) -> float:
         """Of moving the inputs and outputs of a call."""
         pixels = self.in_channels * math.prod(self.input_size) + self.out_channels * math.prod(self.output_size)
-        return self.problem.batch * self.problem.groups * pixels * self.itemsize / _MEMORY_RATE * _CLOCK_RATE
+        return self.cycles_of_bytes(self.problem.batch * self.problem.groups * pixels * self.itemsize)
+
+    @staticmethod
+    def cycles_of_bytes(count: int) -> float:
+        """Of reading or writing so many bytes of memory."""
+        return count / _MEMORY_RATE * _CLOCK_RATE
 
     @property
     def macros(self) -> Macros:
