@@ -141,6 +141,7 @@ __device__ __forceinline__ void produce_inputs(const fused_cell_rows_params& p, 
 /* Begins to copy the weights of all items, tap after tap of a chunk of channels. One thread. */
 __device__ __forceinline__ void produce_weights(const fused_cell_rows_params& p, barriers_t& barriers) {
     ring_t<STAGES> ring;
+    if (PACKED) wait_for_previous_launch();  // which lays them out
     each_item(p, [&](int index) {
         const item_t item(index);
         #pragma unroll 1

@@ -2099,7 +2099,11 @@ MISTAKES = {
     ),
     "rows_lines_read_too_early": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*(#pragma unroll\s*for \(int i = 0; i < kPieces|ELEMENT_T\* left))", r"\1"),
+        emulator.Edit(
+            "fused_rows.cu",
+            r"__syncwarp\(\);(\s*(#pragma unroll\s*for \(int i = 0; i < kPieces|ELEMENT_T\* left))",
+            r"\1",
+        ),
         "relative error",
     ),
     "rows_lines_overwritten": (
