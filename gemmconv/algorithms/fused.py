@@ -75,9 +75,10 @@ from gemmconv.geometry import Shape4
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
-_FAST_CLOCK_RATE = 1.755e9  # where they are not
+_FAST_CLOCK_RATE = 1.755e9  # where they are not, as estimates of such kernels are fitted
 _ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
 _IMAGE_ROWS_MARGIN = 1.15  # of 16 bits and of signals, whose estimates are up to that too low
+_CELL_ROWS_MARGIN = 1.05  # of TF32: where much of the time goes to laying weights out, estimates are too low
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHERWISE = GemmCol2im()  # for other weight gradients, and input gradients of large strides
 _INT32_MAX = 2**31 - 1
@@ -429,8 +430,9 @@ def _seconds(way: Plan | _Tile) -> float:
         return _ROWS_MARGIN * way.seconds
     if isinstance(way, fused_image_rows.Tile) and (way.itemsize == 2 or way.windows[0] > 1):
         return _IMAGE_ROWS_MARGIN * way.cycles / _CLOCK_RATE
-    fast = isinstance(way, fused_fold.Tile | fused_cell_rows.Tile)  # as their estimates are fitted
-    return way.cycles / (_FAST_CLOCK_RATE if fast else _CLOCK_RATE)
+    if isinstance(way, fused_cell_rows.Tile):
+        return (_CELL_ROWS_MARGIN if way.packed else 1) * way.cycles / _FAST_CLOCK_RATE
+    return way.cycles / (_FAST_CLOCK_RATE if isinstance(way, fused_fold.Tile) else _CLOCK_RATE)
 
 
 _GradientWay = fused_gradient.Tile | fused_gradient_lines.Tile
