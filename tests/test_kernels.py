@@ -2053,6 +2053,11 @@ MISTAKES = {
         ),
         "relative error",
     ),
+    "cell_rows_weights_read_while_they_are_laid_out": (
+        CELL_ROWS_TF32,
+        emulator.Edit("fused_cell_rows.cu", r"if \(PACKED\) wait_for_previous_launch\(\);", ""),
+        "did not wait for the launch before",
+    ),
     "cell_rows_past_dynamic_shared": (
         CELL_ROWS,
         emulator.Edit("fused_cell_rows.cu", r"(fused_cell_rows_kernel\([^)]*\) \{)", "\\1 shared[SHARED_BYTES] = 0;"),

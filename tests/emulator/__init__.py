@@ -91,7 +91,7 @@ class Kernel:
         assert shared_bytes <= self._shared_bytes, f"{self.name}: more shared memory than it was loaded for"
         launch = self._builder.scheduler.emulator_launch
         extents = [ctypes.byref((ctypes.c_uint * 3)(*extent)) for extent in (grid, block)]
-        error = launch(self._entry, *extents, ctypes.byref(params), ctypes.sizeof(params), shared_bytes)
+        error = launch(self._entry, *extents, ctypes.byref(params), ctypes.sizeof(params), shared_bytes, overlaps)
         if error:
             raise RuntimeError(f"{self.name}: {error.decode()}; grid {grid}, block {block}")
 

@@ -38,6 +38,7 @@ extern "C" {
 extern emulator_launch_t emulator_now;
 extern unsigned char emulator_dynamic_shared[];
 void* emulator_shared_array(int declaration, unsigned long bytes);
+void emulator_wait_for_previous_launch();
 void emulator_block_barrier();
 void emulator_warp_barrier(unsigned mask);
 float emulator_half_to_float(unsigned short bits);

@@ -176,6 +176,8 @@ template <typename... Values> [[noreturn]] void fail(const char* format, Values.
     _longjmp(scheduler, 1);
 }
 
+bool waited;  // for the launch before, a thread of the block that runs
+
 /* Goes on with the next block or launch. */
 void fiber_main() {
     for (;;) {
@@ -811,10 +813,15 @@ unsigned short emulator_float_to_bfloat16(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-/* Runs all blocks. Returns what was wrong, or null. */
+/* A thread waits for the launch before, which has ended here. */
+void emulator_wait_for_previous_launch() { waited = true; }
+
+/* Runs all blocks. Returns what was wrong, or null. `overlaps` is whether the launch may begin before the one before it has
+ * ended, so that a thread of each block has to wait for that.
+ */
 __attribute__((visibility("default"))) const char* emulator_launch(
     const emulator_kernel_t* kernel, const uint3* grid, const uint3* block, const void* params, size_t params_bytes,
-    size_t shared_bytes) {
+    size_t shared_bytes, int overlaps) {
     message[0] = 0;
     dynamic_bytes = shared_bytes;
     const unsigned long long threads = 1ull * block->x * block->y * block->z;
@@ -843,7 +850,10 @@ __attribute__((visibility("default"))) const char* emulator_launch(
         for (index.y = 0; index.y < grid->y; ++index.y)
             for (index.x = 0; index.x < grid->x; ++index.x) {
                 random_state = ++turn * 2654435769u;
+                waited = false;
                 run_block();
+                if (!message[0] && overlaps && !waited)
+                    snprintf(message, sizeof(message), "a block that did not wait for the launch before, which may go on");
                 if (message[0]) return message;
             }
     return nullptr;

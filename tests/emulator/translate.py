@@ -44,7 +44,7 @@ _INSTRUCTIONS = {
         "if ({3} != 0) emulator_store_words<2>({0}, {{{{{1}, {2}}}}});"
     ),
     "griddepcontrol.launch_dependents;": ";",  # launches do not overlap here
-    "griddepcontrol.wait;": ";",
+    "griddepcontrol.wait;": "emulator_wait_for_previous_launch();",
     "bar.sync %0, %1;": "emulator_barrier({0}, {1});",
     "bar.arrive %0, %1;": "emulator_barrier_pass({0}, {1});",
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": _MATRICES.format("false"),
