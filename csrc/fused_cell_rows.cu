@@ -187,10 +187,10 @@ __device__ __forceinline__ int line_of(const item_t& item, int i) {
 
 /* Outputs as they are stored: of rows g and g + 8 of a warp's 16 of each block, two of every eight channels. */
 struct outputs_t {
-    static constexpr int kPair = kItem / 2;             // words of two channels
+    static constexpr int kPair = kItem / 2;               // words of two channels
     static constexpr int kTurns = LINES / 8 * kPair / 4;  // of four words of each lane
-    int to[ROW_BLOCKS][2];                              // pieces of 16 bytes before the item's first channel, or -1 for none
-    int channels = 0;                                   // that there are from there on
+    int to[ROW_BLOCKS][2];                                // pieces of 16 bytes before the item's first channel, or -1 for none
+    int channels = 0;                                     // that there are from there on
     unsigned words[ROW_BLOCKS][2][LINES / 8 * kPair] = {};
 
     __device__ __forceinline__ outputs_t() {

@@ -36,7 +36,7 @@ _MOST_SUMS = 192  # registers of a thread
 _MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
 _WHOLE_SECTORS_FACTORS = 1.4, 1.12  # of what stays in the L2 cache, which has nothing to gain, and of more
-_CUT_SECTORS = 0.5  # of the time of outputs, more, where sectors are written in parts: once on H100s, less on H200s
+_CUT_SECTORS = 0.5  # of the time of outputs, more, where sectors are written in parts; stores alone take twice as long
 _CACHED_BYTES = 96 << 20  # of outputs: beyond, hardly any are still in the L2 cache when their neighbours are stored
 
 
