@@ -1,5 +1,5 @@
-/* Rounds the weights and lays them out for kernels that include common/position_rows.cuh, of float32: units of four input
- * channels of a line,
+/* Rounds the weights and lays them out, of float32, for kernels that include common/position_rows.cuh, and for fused_cell_rows.cu,
+ * whose lines are those of channels_last, (kh, kw, co): units of four input channels of a line,
  *
  *   packed [blocks of LINES][units][LINES] of 16 bytes
  *

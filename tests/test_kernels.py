@@ -162,13 +162,14 @@ FUSED_PATHS = {
 }
 
 
-# Those that algorithms/weight_lines.py launches.
+# Whose tiles depend on a problem and on bytes of an element; all but the last are launched by weight_lines.py.
 LINES_KERNELS = {
     "fused_images": fused_images,
     "fused_image_rows": fused_image_rows,
     "fused_shuffle": fused_shuffle,
+    "fused_cell_rows": fused_cell_rows,
 }
-FORWARDS = "forward", "forward_mma", "fused", "fused_fold", *LINES_KERNELS, "fused_cell_rows", "fused_rows"
+FORWARDS = "forward", "forward_mma", "fused", "fused_fold", *LINES_KERNELS, "fused_rows"
 
 
 @dataclass(frozen=True)
@@ -242,15 +243,6 @@ class Run:
         if self.choice is None:
             return kernel.tile_of(*arguments)
         tiles = [*kernel.tiles_of(*arguments)]
-        return tiles[self.choice % len(tiles)] if tiles else None
-
-    @functools.cached_property
-    def cell_rows_tile(self):
-        """The tile of fused_cell_rows, None where it declines the problem."""
-        arguments = problem_of(self.case), self.dtype.itemsize
-        if self.choice is None:
-            return fused_cell_rows.tile_of(*arguments)
-        tiles = [*fused_cell_rows.tiles_of(*arguments)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -331,12 +323,9 @@ class Run:
                 return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
             if self.operation in LINES_KERNELS:
                 if self.multiprocessors is not None:
-                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
+                    launched_by = fused_cell_rows if self.operation == "fused_cell_rows" else weight_lines
+                    patch.setattr(launched_by, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return LINES_KERNELS[self.operation].prepare_forward(self.config, self.lines_kernel_tile)
-            if self.operation == "fused_cell_rows":
-                if self.multiprocessors is not None:
-                    patch.setattr(fused_cell_rows, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_cell_rows.prepare_forward(self.config, self.cell_rows_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:
                     patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
@@ -659,9 +648,9 @@ def runs_in_two_types(operation, cases):
     return [run for run in runs if run.lines_kernel_tile is not None]
 
 
-def lines_run_of(operation, case, dtype, suits):
+def lines_run_of(operation, case, dtype, suits, layout="contiguous"):
     """A block with many items, of the first tile that suits."""
-    run = Run(operation, case, dtype, multiprocessors=0, tf32=dtype.itemsize == 4)
+    run = Run(operation, case, dtype, layout, multiprocessors=0, tf32=dtype.itemsize == 4)
     return with_first(run, LINES_KERNELS[operation].tiles_of(problem_of(case), dtype.itemsize), suits)
 
 
@@ -706,13 +695,10 @@ CELL_ROW_RUNS = [
         )
     )
 ]
-CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if run.cell_rows_tile is not None]
+CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if run.lines_kernel_tile is not None]
 
 
-def cell_row_run_of(case, dtype, suits):
-    """A block with many items, of the first tile that suits."""
-    run = Run("fused_cell_rows", case, dtype, "channels_last", multiprocessors=0, tf32=dtype.itemsize == 4)
-    return with_first(run, fused_cell_rows.tiles_of(problem_of(case), dtype.itemsize), suits)
+cell_row_run_of = functools.partial(lines_run_of, "fused_cell_rows", layout="channels_last")
 
 
 # Many items of several chunks: rows from anywhere, in either type; lines one after the other; strips of eight cells.
@@ -755,15 +741,16 @@ ROW_RUNS += [  # whose rows end before those of the input
 ]
 
 
-def row_run_of(case, slots, columns, rows):
-    """A block with many items of many steps and rows."""
+def row_run_of(case, *fields):
+    """A block with many items of many steps and rows, of the tile with these slots, columns, rows and whole sectors."""
     run = Run("fused_rows", case, torch.float16, multiprocessors=0)
     tiles = fused_rows.tiles_of(problem_of(case), "forward")
-    return with_first(run, tiles, lambda tile: (tile.slots, tile.columns, tile.rows) == (slots, columns, rows))
+    return with_first(run, tiles, lambda tile: (tile.slots, tile.columns, tile.rows, tile.whole_sectors) == fields)
 
 
-ROWS = row_run_of(Case(2, 32, 64, (9, 128), (3, 5), (1, 1), (1, 2)), 1, 64, 2)
-ROWS_IN_PARTS = row_run_of(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), 1, 128, 2)
+ROWS = row_run_of(Case(2, 32, 64, (9, 128), (3, 5), (1, 1), (1, 2)), 1, 64, 2, False)
+ROWS_IN_PARTS = row_run_of(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), 1, 128, 2, False)
+ROWS_OF_SECTORS = row_run_of(Case(2, 32, 64, (9, 128), (3, 5)), 1, 64, 2, True)
 ROWS_TF32 = replace(ROWS, case=replace(ROWS.case, padding=(1, 1)), dtype=torch.float32, tf32=True)
 ROWS_TF32 = with_first(
     ROWS_TF32,
@@ -777,7 +764,7 @@ ROWS_OF_MANY_CHUNKS = with_first(
     fused_rows_tf32.tiles_of(problem_of(ROWS_OF_MANY_CHUNKS.case), "forward"),
     lambda tile: tile.chunk == 8,
 )
-ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_TF32, ROWS_OF_MANY_CHUNKS]
+ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_OF_SECTORS, ROWS_TF32, ROWS_OF_MANY_CHUNKS]
 
 
 # Each case in each type, in its own tile and in others.
@@ -1074,7 +1061,7 @@ def test_fused_cell_rows_kernel_matches_reference(run, calls, poison):
 
 
 def test_runs_of_fused_cell_rows_take_every_path():
-    tiles = [run.cell_rows_tile for run in CELL_ROW_RUNS]
+    tiles = [run.lines_kernel_tile for run in CELL_ROW_RUNS]
     for path in (
         lambda tile: tile.packed,
         lambda tile: tile.kept,
@@ -2104,11 +2091,17 @@ MISTAKES = {
     ),
     "rows_lines_read_too_early": (
         ROWS,
-        emulator.Edit(
-            "fused_rows.cu",
-            r"__syncwarp\(\);(\s*(#pragma unroll\s*for \(int i = 0; i < kPieces|ELEMENT_T\* left))",
-            r"\1",
-        ),
+        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)", r"\1"),
+        "relative error",
+    ),
+    "rows_left_over_too_early": (
+        ROWS_OF_SECTORS,
+        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*ELEMENT_T\* left)", r"\1"),
+        "relative error",
+    ),
+    "rows_left_over_lost": (
+        ROWS_OF_SECTORS,
+        emulator.Edit("fused_rows.cu", r"left \+ kLineOutputs\)", "left)"),
         "relative error",
     ),
     "rows_lines_overwritten": (

@@ -49,7 +49,9 @@ __device__ __forceinline__ matrix_t swizzled_matrix_of(const void* shared, int l
     return matrix_of(shared, leading_bytes, stride_bytes) | 1ull << 62;
 }
 
-/* A matrix in lines of 64 or 128 bytes. */
+/* A matrix in lines of 64 or 128 bytes; groups of eight lie one after the other unless `stride_bytes`, of whole lines of 128, says
+ * otherwise.
+ */
 template <int LINE_BYTES> __device__ __forceinline__ matrix_t lines_of(const void* shared, int stride_bytes = 8 * LINE_BYTES) {
     static_assert(LINE_BYTES == 64 || LINE_BYTES == 128, "other lines are not for wgmma");
     return matrix_of(shared, 16, stride_bytes) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;

@@ -1,7 +1,7 @@
 """What fused_images, fused_image_rows and fused_shuffle share: weights as lines, inputs as they lie.
 
 Lines are the rows of weightᵀ, C_out * kH * kW of them: the weight tensor is [C_in][lines], and a box of it has some
-lines of some channels.
+lines of some channels. fused_cell_rows has its weights mapped or packed here too, as they lie in channels_last.
 """
 
 from __future__ import annotations

@@ -546,7 +546,7 @@ void check_matrix(unsigned long long matrix, int rows) {
     if ((matrix & ~kMatrixBits) != matrix >> 62 << 62 || matrix >> 62 == 3) fail("%016llx for a matrix of wgmma", matrix);
     if (line_bytes > 0) {
         if (address_of(matrix) % line_bytes > line_bytes - 32) fail("a line of wgmma that goes on in the next");
-        if (stride_of(matrix) % line_bytes != 0) fail("lines of wgmma that are not in the same order");
+        if (stride_of(matrix) % (line_bytes == 128 ? 128 : 512) != 0) fail("lines of wgmma that are not in the same order");
         if (address_of(matrix) / line_bytes * line_bytes + (rows / 8 - 1) * stride_of(matrix) + 8 * line_bytes > dynamic_bytes)
             fail("a matrix of wgmma past the end of shared memory");
     } else if (address_of(matrix) + (rows / 8 - 1) * stride_of(matrix) + leading_of(matrix) + 128 > dynamic_bytes)
