@@ -42,11 +42,13 @@
 #include "common/meet.cuh"
 #include "common/ring.cuh"
 #include "common/row_items.cuh"
+#include "common/store.cuh"
 #include "common/unroll.cuh"
 #include "common/wgmma_rows.cuh"
 
 constexpr int kColumns = 16, kLineBytes = kColumns * 4;
-constexpr int kChunks = CHANNELS / CHUNK, kSteps = CHUNK / 8, kGroups = kChunks * WEIGHT_ROWS;
+constexpr int kChunks = CHANNELS / CHUNK, kSteps = CHUNK / 8, kGroups = kChunks * WEIGHT_ROWS / TAPS_TOGETHER;
+constexpr int kProducts = TAPS_TOGETHER * kSteps;
 constexpr int kRowBytes = CHUNK * kLineBytes, kStageBytes = INPUT_ROWS * kRowBytes;
 constexpr int kStepBytes = 2 * LINES * 16, kTapBytes = CHANNELS / 8 * kStepBytes, kWeightBytes = WEIGHT_ROWS * kTapBytes;
 constexpr int kLaneOuts = OUTS / 4;  // output channels of a thread
@@ -62,18 +64,10 @@ __constant__ constexpr int kRowPlace[] = ROW_PLACE;
 // 1026 350 us, of 512 x 1024 152 us.
 constexpr int kSector = 8;  // outputs
 
-/* How many outputs lie between the beginning of a sector and output `column` of a row, so many planes after that of `first`.
- * Eight planes are whole sectors.
- */
-__device__ __forceinline__ int beyond_sector(const float* first, int planes, long long pixels, int column) {
-    const unsigned begin = static_cast<unsigned>(reinterpret_cast<unsigned long long>(first) / sizeof(float));
-    return (begin + planes * static_cast<unsigned>(pixels) + column) % kSector;
-}
-
 // Shared memory: stages [STAGES][INPUT_ROWS][CHUNK][16 inputs] swizzled, weights [WEIGHT_ROWS][CHANNELS / 4][LINES] of 16
 // bytes, outputs [8 warps][8 channels][kLinePitch], outputs that are kept [8 warps][OUTS][kSector], the bias, barriers. With that
-// pitch all lanes write to different banks.
-constexpr int kLine = 2 * kColumns * SPAN_W, kLinePitch = kLine + 4;  // outputs of two steps
+// pitch lanes write to different banks, but where lines begin differently.
+constexpr int kLine = 2 * kColumns * SPAN_W, kLinePitch = kLine + (WHOLE_SECTORS ? kSector : 0) + 4;  // outputs of two steps
 constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
 constexpr int kFirstKept = kFirstOutput + 8 * 8 * kLinePitch * 4;
 constexpr int kFirstBias = kFirstKept + (WHOLE_SECTORS ? 8 * OUTS * kSector * 4 : 0);
@@ -103,30 +97,30 @@ __device__ __forceinline__ void produce_inputs(const fused_rows_params& p, const
 }
 
 using sums_t = float[LINES / 2];
-using words_of_group_t = unsigned[kSteps][4];
+using words_of_group_t = unsigned[kProducts][4];
 
 /* Of the step before, what taps give to other lanes: each output channel, phase, input and distance. */
 using before_t = float[kLaneOuts][SPAN_W][2][kMostLanes];
 
 __device__ __forceinline__ void settle_words(words_of_group_t& words) {
     #pragma unroll
-    for (int k = 0; k < kSteps; ++k)
+    for (int k = 0; k < kProducts; ++k)
         #pragma unroll
         for (int i = 0; i < 4; ++i) settle(words[k][i]);
 }
 
 /* A thread's words of a row, for all steps of a chunk. `low` and `high` are where its words t and t + 4 are in a line's step. */
+template <int FIRST>
 __device__ __forceinline__ void load_words(words_of_group_t& words, const unsigned char* row, int low, int high) {
     #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         const words_t<8> first = *reinterpret_cast<const words_t<8>*>(row + k * 8 * kLineBytes + low);
         const words_t<8> second = *reinterpret_cast<const words_t<8>*>(row + k * 8 * kLineBytes + high);
-        words[k][0] = mma_words<float>::rounded(first.word[0]);
-        words[k][1] = mma_words<float>::rounded(first.word[1]);
-        words[k][2] = mma_words<float>::rounded(second.word[0]);
-        words[k][3] = mma_words<float>::rounded(second.word[1]);
+        words[FIRST + k][0] = mma_words<float>::rounded(first.word[0]);
+        words[FIRST + k][1] = mma_words<float>::rounded(first.word[1]);
+        words[FIRST + k][2] = mma_words<float>::rounded(second.word[0]);
+        words[FIRST + k][3] = mma_words<float>::rounded(second.word[1]);
     }
-    settle_words(words);  // were one of them rounded where products run, those would be waited for
 }
 
 /* The output of a phase at a lane's input E, of its output channel OUT. What comes from the same lane is added up there first. */
@@ -171,72 +165,136 @@ __device__ __forceinline__ void fold(run_t& run, const sums_t& sums, before_t& b
     });
 }
 
-// How a warp stores lines of eight channels: pieces of a line, and lines, of a turn.
-constexpr int kPieces = kLine / VECTOR, kAcross = gcd(kPieces, 32), kAtOnce = 32 / kAcross, kTurns = 8 / kAtOnce;
-static_assert(kAcross >= 4, "a turn has at most eight lines");
+/* Where a warp's lines of a row go: eight channels at a time. */
+struct target_t {
+    float* row;        // of the warp's first output channel
+    long long pixels;  // of a channel
+    int channels;      // that there are
+
+    /* How far behind the beginning of a sector the lines of a channel begin. It is the same eight channels on, whose planes are
+     * whole sectors. */
+    __device__ __forceinline__ int early(int channel) const {
+        if (!WHOLE_SECTORS) return 0;
+        const unsigned begin = static_cast<unsigned>(reinterpret_cast<unsigned long long>(row) / sizeof(float));
+        return (begin + channel * static_cast<unsigned>(pixels) - DELAYED * SPAN_W) % kSector;
+    }
+};
+
+// A warp stores lines in pieces of 16 bytes: pieces of a line, and lines, that it stores at once; all that a lane has.
+constexpr int kPiece = 4, kPieces = kLine / kPiece, kAcross = gcd(kPieces, 32), kAtOnce = 32 / kAcross, kTurns = 8 / kAtOnce;
+static_assert(kAcross >= 8, "a turn has at most four lines");
+__device__ __forceinline__ int line_of_lane() { return threadIdx.x % 32 / kAcross; }
+using pieces_t = vector_t<kPiece>[kTurns][kPieces / kAcross];
+
+/* Stores a lane's pieces. Of each turn the first one's place is `to`, and its column in the row `column`, which may lie beyond
+ * either end of it; `within`: no piece does. `channels` are there, of the eight.
+ */
+__device__ __forceinline__ void store(
+    const pieces_t& pieces, float* const (&to)[kTurns], const int (&column)[kTurns], bool within, int channels, int width) {
+    constexpr bool kFull = OUT_CHANNELS % OUTS == 0;  // all output channels are there
+    #pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        if (!within) break;
+        #pragma unroll
+        for (int across = 0; across < kPieces / kAcross; ++across) {
+            unsigned words[kPiece];
+            #pragma unroll
+            for (int i = 0; i < kPiece; ++i) words[i] = __float_as_uint(pieces[turn][across].value[i]);
+            store_words(to[turn] + across * (kAcross * kPiece), words, kFull || turn * kAtOnce + line_of_lane() < channels);
+        }
+    }
+    if (within) return;
+    #pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn)
+        #pragma unroll
+        for (int i = 0; i < kPieces / kAcross * kPiece; i += VECTOR) {
+            // VECTOR divides the row, and where it begins.
+            const int place = i / kPiece * (kAcross * kPiece) + i % kPiece;
+            if (static_cast<unsigned>(column[turn] + place) >= width) continue;
+            if (!kFull && turn * kAtOnce + line_of_lane() >= channels) continue;
+            vector_t<VECTOR> part;
+            #pragma unroll
+            for (int e = 0; e < VECTOR; ++e) part.value[e] = pieces[turn][i / kPiece].value[i % kPiece + e];
+            *reinterpret_cast<vector_t<VECTOR>*>(to[turn] + place) = part;
+        }
+}
+
+template <int COUNT> __device__ __forceinline__ void copy(float* to, const float* from) {
+    *reinterpret_cast<vector_t<COUNT>*>(to) = *reinterpret_cast<const vector_t<COUNT>*>(from);
+}
 
 /* Folds the columns of a second step, and stores its outputs beside those of the first, by way of shared memory: a warp has
- * whole lines of eight channels at a time. Whole sectors are stored: what is left over of a line is `kept` for the next one.
- * `early` is how many outputs each of a lane's lines begins early, as many for every eight channels; `ow` is where they would
- * begin in the row, and may lie beyond either end of it; `target` is of the warp's first output channel, of which there are
- * `channels`.
+ * whole lines of eight channels at a time, which lie there as far behind a sector as in memory. What is left over of a line is
+ * `kept` for the next one, by the lanes that put it there. Pieces are stored while the next eight channels fold. `ow` is where
+ * lines begin in the row, and may lie beyond either end of it.
  */
 __device__ __forceinline__ void fold_and_store(
-    const fused_rows_params& p, const run_t (&first)[kLaneOuts], const sums_t& sums, before_t& before, const float* bias,
-    float* stage, float* kept, const int (&early)[kTurns], float* target, int channels, int ow) {
-    constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, 4);  // of which a thread writes so many together
-    constexpr bool kFull = OUT_CHANNELS % OUTS == 0;        // all output channels are there
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, line = lane / kAcross, place = lane % kAcross * VECTOR;
-    const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
-    float* const own = stage + 2 * t * kLinePitch + g * kRun;
-    const float* const staged = stage + line * kLinePitch + place;
-    const float* const was_kept = kept + (line + 1) * kSector + place;
-    float* const to = target + (line * pixels + ow + place);
+    const run_t (&first)[kLaneOuts], const sums_t& sums, before_t& before, const float* bias, float* stage, float* kept,
+    const target_t& target, int ow, int width) {
+    constexpr int kRun = 2 * SPAN_W, kHalfLine = kColumns * SPAN_W;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int line = line_of_lane(), place = lane % kAcross * kPiece;
+    const bool within = ow >= (WHOLE_SECTORS ? kSector - 1 : 0) && ow + kLine <= width;
+    const float* const from = stage + (line * kLinePitch + place);
+    float* to[kTurns];
+    int column[kTurns];
+    #pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        column[turn] = ow + place - target.early(line + turn * kAtOnce);
+        to[turn] = target.row + ((line + turn * kAtOnce) * target.pixels + column[turn]);
+    }
+    pieces_t pieces;
+    const auto store_eight = [&](int eight) {
+        store(pieces, to, column, within, target.channels - 8 * eight, width);
+        #pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) to[turn] += 8 * target.pixels;
+    };
     each<kLaneOuts / 2>([&](auto eight_) {
         constexpr int eight = decltype(eight_)::value;
+        run_t second[2];
         each<2>([&](auto out_) {
-            constexpr int kOut = 2 * eight + decltype(out_)::value;
-            run_t second;
-            fold<kOut>(second, sums, before, bias, lane);
-            float* const put = own + decltype(out_)::value * kLinePitch;
-            #pragma unroll
-            for (int i = 0; i < kRun; i += kWord) {
-                vector_t<kWord> words[2];
-                #pragma unroll
-                for (int e = 0; e < kWord; ++e) {
-                    words[0].value[e] = first[kOut][i + e];
-                    words[1].value[e] = second[i + e];
-                }
-                *reinterpret_cast<vector_t<kWord>*>(put + i) = words[0];
-                *reinterpret_cast<vector_t<kWord>*>(put + kColumns * SPAN_W + i) = words[1];
-            }
+            constexpr int out = decltype(out_)::value;
+            fold<2 * eight + out>(second[out], sums, before, bias, lane);
         });
-        __syncwarp();
-        [[maybe_unused]] vector_t<2> left;  // of the line's last sector, a lane's share
-        if constexpr (WHOLE_SECTORS)
-            left = *reinterpret_cast<const vector_t<2>*>(stage + lane / 4 * kLinePitch + (kLine - kSector + lane % 4 * 2));
+        if constexpr (eight > 0) store_eight(eight - 1);
+        __syncwarp();  // all have read their pieces; shuffles say nothing of memory
         #pragma unroll
-        for (int across = 0; across < kPieces; across += kAcross) {
-            vector_t<VECTOR> pieces[kTurns];
+        for (int out = 0; out < 2; ++out) {
+            float* const put = stage + ((2 * t + out) * kLinePitch + g * kRun + target.early(2 * t + out));
             #pragma unroll
-            for (int turn = 0; turn < kTurns; ++turn) {
-                const float* from = staged + (turn * kAtOnce * kLinePitch + across * VECTOR);
-                if (WHOLE_SECTORS && across == 0 && place < early[turn])
-                    from = was_kept + (eight * 8 + turn * kAtOnce) * kSector;
-                pieces[turn] = *reinterpret_cast<const vector_t<VECTOR>*>(from - early[turn]);
-            }
-            #pragma unroll
-            for (int turn = 0; turn < kTurns; ++turn) {
-                // VECTOR divides the output's width, and where steps begin: all outputs of a piece are there, or none.
-                if (static_cast<unsigned>(ow + place + across * VECTOR - early[turn]) >= p.w_out) continue;
-                if (!kFull && eight * 8 + turn * kAtOnce + line >= channels) continue;
-                float* const here = to + ((eight * 8 + turn * kAtOnce) * pixels + across * VECTOR);
-                *reinterpret_cast<vector_t<VECTOR>*>(here - early[turn]) = pieces[turn];
+            for (int i = 0; i < kRun; i += VECTOR) {
+                vector_t<VECTOR> words[2];
+                #pragma unroll
+                for (int e = 0; e < VECTOR; ++e) {
+                    words[0].value[e] = first[2 * eight + out][i + e];
+                    words[1].value[e] = second[out][i + e];
+                }
+                *reinterpret_cast<vector_t<VECTOR>*>(put + i) = words[0];
+                *reinterpret_cast<vector_t<VECTOR>*>(put + kHalfLine + i) = words[1];
             }
         }
-        __syncwarp();  // all have read what was kept
-        if constexpr (WHOLE_SECTORS) *reinterpret_cast<vector_t<2>*>(kept + (eight * 8 * kSector + lane * 2)) = left;
+        // A line's first sector, and what lies behind its last one: a lane's share.
+        constexpr int kTogether = least(VECTOR, 2);
+        float* const own_kept = kept + (eight * 8 * kSector + lane * 2);
+        float* const begin = stage + (g * kLinePitch + t * 2);
+        if constexpr (WHOLE_SECTORS) {
+            #pragma unroll
+            for (int i = 0; i < 2; i += kTogether)
+                if (t * 2 + i < target.early(g)) copy<kTogether>(begin + i, own_kept + i);
+        }
+        __syncwarp();
+        #pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+            #pragma unroll
+            for (int across = 0; across < kPieces / kAcross; ++across)
+                pieces[turn][across] = *reinterpret_cast<const vector_t<kPiece>*>(
+                    from + (turn * kAtOnce * kLinePitch + across * (kAcross * kPiece)));
+        if constexpr (WHOLE_SECTORS) {
+            #pragma unroll
+            for (int i = 0; i < 2; i += kTogether) copy<kTogether>(own_kept + i, begin + kLine + i);
+        }
     });
+    store_eight(kLaneOuts / 2 - 1);
 }
 
 /* A warp's part of item after item: row `own` of eight. It is the same for a whole warp, as far as the compiler can see. */
@@ -266,23 +324,29 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
     const auto multiply = [&](sums_t& sums) {
         words_of_group_t words[2];
         const auto load_group = [&](auto group_) {
-            constexpr int group = decltype(group_)::value, down = group % WEIGHT_ROWS;
+            constexpr int group = decltype(group_)::value, down = group * TAPS_TOGETHER % WEIGHT_ROWS;
             if constexpr (down == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
-            load_words(words[group % 2], row_of(ring.stage, down), low, high);
+            each<TAPS_TOGETHER>([&](auto i_) {
+                constexpr int i = decltype(i_)::value;
+                load_words<i * kSteps>(words[group % 2], row_of(ring.stage, down + i), low, high);
+            });
+            settle_words(words[group % 2]);  // were one of them rounded where products run, those would be waited for
         };
         load_group(constant<0>());
         if (warpgroup == 0) meet<kTurnOf0, 256>();
         else meet<kTurnOf1, 256>();
         each<kGroups>([&](auto group_) {
             constexpr int group = decltype(group_)::value;
-            constexpr int kFirst = group % WEIGHT_ROWS * kTapBytes + group / WEIGHT_ROWS * kSteps * kStepBytes;
+            constexpr int down = group * TAPS_TOGETHER % WEIGHT_ROWS;
+            constexpr int kFirst = down * kTapBytes + group * TAPS_TOGETHER / WEIGHT_ROWS * kSteps * kStepBytes;
             wgmma_fence();
             #pragma unroll
-            for (int k = 0; k < kSteps; ++k)
-                wgmma_rows<float, LINES>(sums, words[group % 2][k], advanced(weights, kFirst + k * kStepBytes),
+            for (int k = 0; k < kProducts; ++k)
+                wgmma_rows<float, LINES>(sums, words[group % 2][k],
+                                         advanced(weights, kFirst + k / kSteps * kTapBytes + k % kSteps * kStepBytes),
                                          group > 0 || k > 0);
             wgmma_commit();
-            if constexpr (group % WEIGHT_ROWS == WEIGHT_ROWS - 1) {
+            if constexpr (down + TAPS_TOGETHER == WEIGHT_ROWS) {
                 // Not when its last words are asked for, but now that they have come.
                 if (speaker) barrier_arrive(barriers.empty[ring.stage]);
                 ring.advance();
@@ -305,12 +369,8 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
         const int oh = (first_row + own) * PHASES + set.phase;
         const bool there = oh < p.h_out;
         const long long plane = (static_cast<long long>(image) * p.groups + set.group) * OUT_CHANNELS + first_out;
-        float* const target = p.output + (plane * p.h_out + oh) * p.w_out;
-        const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
-        int early[kTurns];  // where steps end, sectors do: the same for all of them
-        #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn)
-            early[turn] = WHOLE_SECTORS ? beyond_sector(target, turn * kAtOnce + lane / kAcross, pixels, -DELAYED * SPAN_W) : 0;
+        float* const row = p.output + (plane * p.h_out + oh) * p.w_out;
+        const target_t target{row, static_cast<long long>(p.h_out) * p.w_out, channels};
         before_t before = {};
         run_t first[kLaneOuts];
         // Steps come two by two. Behind the row's end there are no columns but those that are late, and outputs that hold the
@@ -330,8 +390,8 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
                         fold<decltype(out)::value>(first[decltype(out)::value], sums, before, bias + 2 * t, lane);
                     });
                 else
-                    fold_and_store(p, first, sums, before, bias + 2 * t, stage, kept, early, target, channels,
-                                   (step * kColumns - DELAYED) * SPAN_W);
+                    fold_and_store(first, sums, before, bias + 2 * t, stage, kept, target,
+                                   (step * kColumns - DELAYED) * SPAN_W, p.w_out);
             });
     });
     if (warpgroup == 0) meet<kTurnOf0, 256>();  // the other's last turn has ended

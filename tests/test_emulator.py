@@ -77,31 +77,36 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 """
 
 
-def round_to_tf32(folder, values):
+def round_to_tf32(folder, values, arch):
     """Return what products take of float32 values rounded by the kernels' own code, and of what that leaves."""
     rounded, rest = torch.zeros_like(values), torch.zeros_like(values)
-    launch_source(folder, ROUNDING, {"COUNT": values.numel()}, 0, values, rounded, rest)
+    macros = {"COUNT": values.numel(), "__CUDA_ARCH__": arch}
+    launch_source(folder, ROUNDING, macros, 0, values, rounded, rest)
     return cut_to_tf32(rounded), cut_to_tf32(rest)
 
 
 @needs_compiler
-def test_rounding_to_tf32_takes_ties_away_from_zero(folder):
+@pytest.mark.parametrize("arch", [800, 900])
+def test_rounding_to_tf32_is_to_nearest(folder, arch):
+    """Ties go to even where one instruction rounds, else away from zero."""
     representable = torch.randn(500).view(torch.int32) & ~0x1FFF
     ties = representable + 0x1000
     values = torch.cat([representable, ties - 1, ties, ties + 1]).view(torch.float32)
     fraction, exponent = torch.frexp(values.double())
-    nearest = torch.ldexp((fraction.abs() * 2**11 + 0.5).floor().copysign(fraction), exponent - 11)
-    rounded, rest = round_to_tf32(folder, values)
+    scaled = fraction.abs() * 2**11
+    nearest = torch.ldexp((scaled.round() if arch >= 900 else (scaled + 0.5).floor()).copysign(fraction), exponent - 11)
+    rounded, rest = round_to_tf32(folder, values, arch)
     assert torch.equal(rounded.double(), nearest)
     assert ((rounded.double() + rest.double() - values.double()).abs() <= values.double().abs() * 2.0**-22).all()
 
 
 @needs_compiler
-def test_rounding_to_tf32_keeps_what_is_not_finite(folder):
+@pytest.mark.parametrize("arch", [800, 900])
+def test_rounding_to_tf32_keeps_what_is_not_finite(folder, arch):
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf])
-    assert torch.equal(round_to_tf32(folder, special)[0].view(torch.int32), special.view(torch.int32))
+    assert torch.equal(round_to_tf32(folder, special, arch)[0].view(torch.int32), special.view(torch.int32))
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F802000], dtype=torch.int32).view(torch.float32)
-    assert round_to_tf32(folder, nans)[0].isnan().all()
+    assert round_to_tf32(folder, nans, arch)[0].isnan().all()
 
 
 COPIES = """

@@ -2151,17 +2151,22 @@ MISTAKES = {
     ),
     "rows_tf32_lines_read_too_early": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"__syncwarp\(\);(\s*\[\[maybe_unused)", r"\1"),
-        "relative error",
-    ),
-    "rows_tf32_lines_overwritten": (
-        ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"__syncwarp\(\);  // all have read what was kept", ""),
+        emulator.Edit("fused_rows_tf32.cu", r"__syncwarp\(\);(\s*#.*\s*for.*\s*#.*\s*for \(int across)", r"\1"),
         "relative error",
     ),
     "rows_tf32_nothing_kept": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"if constexpr \(WHOLE_SECTORS\) \*reinterpret", "if (false) *reinterpret"),
+        emulator.Edit("fused_rows_tf32.cu", r"if \(t \* 2 \+ i < target\.early\(g\)\)", "if (false)"),
+        "relative error",
+    ),
+    "rows_tf32_kept_too_late": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"copy<kTogether>\(own_kept \+ i, begin \+ kLine \+ i\)", ""),
+        "relative error",
+    ),
+    "rows_tf32_beyond_the_row": (
+        ROWS_TF32,
+        emulator.Edit("fused_rows_tf32.cu", r"const bool within = [^;]*;", "const bool within = true;"),
         "relative error",
     ),
     "fused_weights_not_waited_for": (

@@ -65,11 +65,17 @@ template <> struct mma_words<bfloat16_t> : pairs_of<bfloat16_t> {
 
 template <> struct mma_words<float> {
     static constexpr int kElements = 1;
-    /* Rounds to nearest, ties away from zero: the instruction cuts the low bits off, so they may stay (cvt.rna.tf32 takes an
-     * instruction more to clear them). A NaN stays one: the largest would overflow to zero. */
+    /* Rounds to nearest. Where that takes more than an instruction, ties away from zero: multiplying cuts the low bits off, so
+     * they may stay (cvt.rna.tf32 takes an instruction more to clear them). A NaN stays one: the largest would overflow to zero. */
     static __device__ __forceinline__ unsigned pack(const float (&values)[1]) {
+#if __CUDA_ARCH__ >= 900
+        unsigned word;
+        asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(word) : "f"(values[0]));
+        return word;
+#else
         const unsigned bits = __float_as_uint(values[0]);
         return values[0] == values[0] ? bits + kHalf : bits;
+#endif
     }
     static __device__ __forceinline__ unsigned rounded(unsigned word) {
         const float value[1] = {__uint_as_float(word)};

@@ -76,7 +76,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _FAST_CLOCK_RATE = 1.755e9  # where they are not, as estimates of such kernels are fitted
-_ROWS_MARGIN = 1.05  # estimates of rows are 10% off, mostly too low where steps are short
+_ROWS_MARGIN = 1.05  # of 16 bits, whose estimates are 10% off, mostly too low where steps are short
 _IMAGE_ROWS_MARGIN = 1.15  # of 16 bits and of signals, whose estimates are up to that too low
 _CELL_ROWS_MARGIN = 1.05  # of TF32: where much of the time goes to laying weights out, estimates are too low
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
@@ -427,7 +427,7 @@ def _seconds(way: Plan | _Tile) -> float:
     if isinstance(way, Plan):
         return _plan_seconds(way)
     if isinstance(way, RowGathering):
-        return _ROWS_MARGIN * way.seconds
+        return (_ROWS_MARGIN if way.itemsize == 2 else 1) * way.seconds
     if isinstance(way, fused_image_rows.Tile) and (way.itemsize == 2 or way.windows[0] > 1):
         return _IMAGE_ROWS_MARGIN * way.cycles / _CLOCK_RATE
     if isinstance(way, fused_cell_rows.Tile):

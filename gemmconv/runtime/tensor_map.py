@@ -13,6 +13,10 @@ _TYPES = {
     2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
     4: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
 }
+_PROMOTIONS = {  # of lines of the L2 cache
+    128: driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+    256: driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+}
 _SWIZZLES = {  # of lines of so many bytes
     64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
     128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -28,6 +32,7 @@ def encode(
     box: Sequence[int],
     steps: Sequence[int],
     swizzled: bool,
+    fetched: int = 256,
 ) -> ctypes.Array[ctypes.c_ulonglong]:
     """The map of a tensor and the boxes that are copied of it; tensor_map_t in C++.
 
@@ -41,6 +46,7 @@ def encode(
         box: elements of a box, of each dimension; times its step, at most 256.
         steps: from one element of a box to the next, in elements, of each dimension; 1 of the innermost.
         swizzled: whether boxes, whose lines then have 64 or 128 bytes, lie as csrc/common/wgmma.cuh says.
+        fetched: bytes that the L2 cache fetches from memory together, 128 or 256.
 
     Raises:
         RuntimeError: CUDA refuses them.
@@ -55,7 +61,7 @@ def encode(
         [driver.cuuint32_t(step) for step in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         _SWIZZLES[box[0] * itemsize] if swizzled else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        _PROMOTIONS[fetched],
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:

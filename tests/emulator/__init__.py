@@ -144,6 +144,7 @@ def _tensor_map(
     box: tuple[int, ...],
     steps: tuple[int, ...],
     swizzled: bool,
+    fetched: int = 256,
 ) -> ctypes.Array:
     """Stands in for gemmconv.runtime.tensor_map.encode; scheduler.cpp reads it."""
     assert address % 16 == 0, "a misaligned tensor"
@@ -153,6 +154,7 @@ def _tensor_map(
     assert steps[0] == steps[3] == 1, "steps that are not emulated"
     assert max(steps) <= 8, "steps that are too long"
     assert box[0] * itemsize % 16 == 0, "a box of misaligned lines"
+    assert fetched in (128, 256), "what the L2 cache does not fetch together"
     return (ctypes.c_ulonglong * 16)(address, *sizes, *strides, *box, itemsize, swizzled, *steps[1:3])
 
 

@@ -3,6 +3,9 @@
  */
 #pragma once
 
+#ifndef __CUDA_ARCH__
+#define __CUDA_ARCH__ 900
+#endif
 #define __device__
 #define __global__
 #define __constant__ static const
@@ -44,6 +47,7 @@ void emulator_warp_barrier(unsigned mask);
 float emulator_half_to_float(unsigned short bits);
 unsigned short emulator_float_to_half(float value);
 unsigned short emulator_float_to_bfloat16(float value);
+unsigned emulator_float_to_tf32(float value);
 void emulator_copy_async(unsigned target, const void* source, int bytes, int source_bytes);
 void emulator_commit_copies();
 void emulator_wait_for_copies(int pending);

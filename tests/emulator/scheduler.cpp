@@ -813,6 +813,13 @@ unsigned short emulator_float_to_bfloat16(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+unsigned emulator_float_to_tf32(float value) {
+    if (std::isnan(value)) return 0x7fffffff;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
+}
+
 /* A thread waits for the launch before, which has ended here. */
 void emulator_wait_for_previous_launch() { waited = true; }
 
