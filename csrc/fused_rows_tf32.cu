@@ -23,18 +23,21 @@
  * makes infinite, where a row phase has fewer taps down than another: the products that it lacks have weights of zero.
  *
  * Two warpgroups multiply by turns, as there; words of the first products are loaded before a turn, those of the others while
- * products run. One thread begins all copies. Weights of a set stay in shared memory.
+ * products run: of TAPS_TOGETHER taps down at a time, since whenever products are waited for some time goes by. One thread
+ * begins all copies. Weights of a set stay in shared memory.
  *
- * What limits it: stores, before they were of whole sectors (see kSector), then reads of shared memory. A product of 64 x 8 x 192
- * keeps tensor cores busy for 96 cycles, and reads weights for 48 and words for 16; beside that come boxes, shuffles and lines.
- * benchmarks/README.md has the measurements.
+ * What limits it: memory where there is much of it. A product of 64 x 8 x 192 keeps tensor cores busy for 96 cycles, and reads
+ * weights for 48 and words for 16; beside that come boxes, shuffles and lines. A warp that folds is alone on its scheduler: while
+ * each piece of a line was stored by a branch of its own, folds took longer than the products that were to hide them
+ * (KernelBench 57 2366 us, and 2019). benchmarks/README.md has the measurements.
  *
  * Macros: ELEMENT_T (float); CHANNELS (of a group, up to a multiple of CHUNK), CHUNK (a multiple of 8), IN_CHANNELS,
  * OUT_CHANNELS (of a group); OUTS (a multiple of 8), LINES (up to a multiple of 16); ROWS (8); CHANNEL_SETS, PHASES (rows of a
  * cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across; WEIGHT_ROWS (taps down, of the phase that has
- * most); INPUT_ROWS (of an item), tables FIRST_ROW (of each phase: from an item's first cell to its first input row) and
- * ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of a tap); STAGES; VECTOR (outputs that are
- * stored together), WHOLE_SECTORS (lines begin early, where sectors do); SHARED_BYTES.
+ * most), TAPS_TOGETHER (of them, which it is a multiple of); INPUT_ROWS (of an item), tables FIRST_ROW (of each phase: from an
+ * item's first cell to its first input row) and ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of
+ * a tap); STAGES; VECTOR (outputs that rows and a lane's cells are multiples of), WHOLE_SECTORS (lines begin early, where
+ * sectors do); SHARED_BYTES.
  * Chosen by gemmconv/algorithms/fused_rows_tf32.py.
  */
 #include "common/integers.cuh"
@@ -60,8 +63,9 @@ __constant__ constexpr int kRowPlace[] = ROW_PLACE;
 
 // Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
 // begin anywhere in a sector. So a line that is stored begins up to a sector early, with what was kept of the line before, and
-// ends as early. 8 x 64 planes of 1026 x 1026 floats, in lines of 128 bytes, nothing else done: 1657 us, 8 x 32 planes of 514 x
-// 1026 350 us, of 512 x 1024 152 us.
+// ends as early; in shared memory it lies as far behind a sector, so that its pieces of 16 bytes are those that are stored. 8 x
+// 64 planes of 1026 x 1026 floats, in lines of 128 bytes, nothing else done: 1657 us, 8 x 32 planes of 514 x 1026 350 us, of 512
+// x 1024 152 us.
 constexpr int kSector = 8;  // outputs
 
 // Shared memory: stages [STAGES][INPUT_ROWS][CHUNK][16 inputs] swizzled, weights [WEIGHT_ROWS][CHANNELS / 4][LINES] of 16

@@ -323,8 +323,7 @@ class Run:
                 return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
             if self.operation in LINES_KERNELS:
                 if self.multiprocessors is not None:
-                    launched_by = fused_cell_rows if self.operation == "fused_cell_rows" else weight_lines
-                    patch.setattr(launched_by, "MULTIPROCESSORS", self.multiprocessors or 1)
+                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
                 return LINES_KERNELS[self.operation].prepare_forward(self.config, self.lines_kernel_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:

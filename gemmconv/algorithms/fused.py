@@ -67,7 +67,6 @@ from gemmconv.algorithms.fused_plan import (
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, multiprocessors_of, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
-from gemmconv.algorithms.position_rows import PositionRows
 from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.algorithms.turning import turning_seconds
 from gemmconv.geometry import Shape4
@@ -274,7 +273,7 @@ class Fused(OneByOne):
         way = _way(config, direction)
         if way is None:
             return _OTHERWISE.workspace_bytes(config, direction)
-        return way.packed_bytes if isinstance(way, Plan | RowGathering | PositionRows | fused_cell_rows.Tile) else 0
+        return way.packed_bytes
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The cycles of its plan, and the bytes of the weights that are laid out; or the cycles of its tile."""
@@ -290,20 +289,11 @@ class Fused(OneByOne):
 
     def forward(self, config: Config) -> Forward:
         way = _way(config, "forward")
-        if isinstance(way, fused_fold.Tile):
-            return fused_fold.prepare_forward(config, way)
-        if isinstance(way, fused_images.Tile):
-            return fused_images.prepare_forward(config, way)
-        if isinstance(way, fused_image_rows.Tile):
-            return fused_image_rows.prepare_forward(config, way)
-        if isinstance(way, fused_shuffle.Tile):
-            return fused_shuffle.prepare_forward(config, way)
-        if isinstance(way, fused_cell_rows.Tile):
-            return fused_cell_rows.prepare_forward(config, way)
-        if isinstance(way, RowGathering):
-            return row_gathering.prepare_forward(config, way)
         assert way is not None
-        return prepare_forward(config, way)
+        if isinstance(way, Plan):
+            return prepare_forward(config, way)
+        call: Forward = _MODULES[type(way)].prepare_forward(config, way)
+        return call
 
     def input_grad(self, config: Config) -> Gradient:
         way = _way(config, "input_grad")
@@ -406,6 +396,17 @@ _Tile = (
     | fused_cell_rows.Tile
     | RowGathering
 )
+
+
+_MODULES: dict[type, ModuleType] = {  # that have the call of a tile
+    fused_fold.Tile: fused_fold,
+    fused_images.Tile: fused_images,
+    fused_image_rows.Tile: fused_image_rows,
+    fused_shuffle.Tile: fused_shuffle,
+    fused_cell_rows.Tile: fused_cell_rows,
+    fused_rows.Tile: row_gathering,
+    fused_rows_tf32.Tile: row_gathering,
+}
 
 
 def _tiles_for(config: Config, direction: Direction) -> list[_Tile]:

@@ -6,16 +6,18 @@ no phase without taps; of TF32, output channels that are a multiple of 32. ``til
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
 from gemmconv.algorithms import weight_lines
-from gemmconv.algorithms.base import Config, Forward, aligned, strides_of, with_strides
+from gemmconv.algorithms.base import Config, Forward
 from gemmconv.algorithms.cells import can_be_folded, cells_of, phase_shifts
 from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
@@ -312,30 +314,26 @@ FusedCellRowsPackedParams = params_struct(_NAME, ("weights", "bias", "output"), 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
     from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
 
-    p, shared_bytes, input_boxes = config.problem, tile.shared_bytes, tile.input_boxes
-    macros = macros_of(tile, config.dtype)
-    kernel = load("fused_cell_rows.cu", "fused_cell_rows_kernel", macros, config.device.index, shared_bytes)
+    def map_of(input: torch.Tensor) -> Any:
+        return tensor_map.encode(input.data_ptr(), *boxes)
+
+    def params_of(weights: Any, input: Any, *others: int) -> ctypes.Structure:
+        return (FusedCellRowsPackedParams if tile.packed else FusedCellRowsParams)(input, weights, *others)
+
+    p, boxes = tile.problem, tile.input_boxes
     if tile.packed:
-        params_of, units = FusedCellRowsPackedParams, tile.chunks * (_LINE_BYTES // 16)
-        weights_of = weight_lines.packed(p, tile.lines, units, 1, config.device)
+        weights_of = weight_lines.packed(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1, config.device)
     else:
-        params_of, weights_of = FusedCellRowsParams, weight_lines.mapped(tile.weight_boxes)
-    strides = strides_of(p.output_shape, config.memory_format)
-    input_strides = strides_of(p.input_shape, config.memory_format)
-    grid, block = (min(tile.items, MULTIPROCESSORS), 1, 1), (_THREADS, 1, 1)
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(p.output_shape, strides)
-        input = aligned(with_strides(input, input_strides))
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        kernel.make_current()
-        # All else that the kernel reads is there before weights_of launches one; see Kernel.launch.
-        weights, _kept = weights_of(weight.contiguous(memory_format=torch.channels_last))
-        addresses = bias_address, output.data_ptr()
-        params = params_of(tensor_map.encode(input.data_ptr(), *input_boxes), weights, *addresses, p.batch, tile.items)
-        kernel.launch(grid, block, params, shared_bytes, overlaps=tile.packed)
-        return output
-
-    return call
+        weights_of = weight_lines.mapped(tile.weight_boxes)
+    return weight_lines.prepare_forward(
+        config,
+        "fused_cell_rows",
+        macros_of(tile, config.dtype),
+        params_of,
+        weights_of,
+        (p.batch, tile.items),
+        _THREADS,
+        input_of=map_of,
+        overlaps=tile.packed,
+    )

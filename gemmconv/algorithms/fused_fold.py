@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -69,6 +70,8 @@ class Tile:
     copied: int
     stages: int = 2
     segments: int = 1
+
+    packed_bytes: ClassVar[int] = 0  # weights are read as they lie
 
     @property
     def threads(self) -> int:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -55,6 +56,8 @@ class Tile:
     images: int
     warpgroups: int
     blocks: int
+
+    packed_bytes: ClassVar[int] = 0  # weights are read as they lie
 
     @property
     def turned(self) -> bool:

@@ -88,13 +88,14 @@ def prepare_forward(
     counts: tuple[int, ...],
     threads: int,
     *,
+    input_of: Callable[[torch.Tensor], Any] = torch.Tensor.data_ptr,
     overlaps: bool = False,
 ) -> Forward:
     """The call of csrc/``name``.cu, for ``Algorithm.forward``.
 
-    Its params are its weights, the addresses of input, bias and output, and ``counts``, whose last is that of items: as
-    many blocks as there are multiprocessors take turns at them. ``overlaps`` says that ``weights_of`` launches a
-    kernel, which it waits for.
+    Its params are its weights, its input, the addresses of bias and output, and ``counts``, the last that of items:
+    as many blocks as there are multiprocessors take turns at them. ``input_of`` is what it is to be told of the input.
+    ``overlaps`` says that ``weights_of`` launches a kernel, which it waits for.
     """
     from gemmconv.runtime.launch import load
 
@@ -111,8 +112,8 @@ def prepare_forward(
         bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
         kernel.make_current()
         # All else that the kernel reads is there before weights_of launches one; see Kernel.launch.
-        weights, _kept = weights_of(weight.contiguous())
-        params = params_of(weights, input.data_ptr(), bias_address, output.data_ptr(), *counts)
+        weights, _kept = weights_of(weight.contiguous(memory_format=config.memory_format))
+        params = params_of(weights, input_of(input), bias_address, output.data_ptr(), *counts)
         kernel.launch(grid, block, params, shared_bytes, overlaps=overlaps)
         return output
 
