@@ -57,6 +57,7 @@ constexpr int kStepBytes = 2 * LINES * 16, kTapBytes = CHANNELS / 8 * kStepBytes
 constexpr int kLaneOuts = OUTS / 4;  // output channels of a thread
 static_assert(CHANNELS % CHUNK == 0 && CHUNK % 8 == 0 && OUTS % 8 == 0, "products are whole");
 static_assert(kTapsAcross * OUTS <= LINES && LINES % 16 == 0 && LINES <= 256, "a product has all taps");
+static_assert(WEIGHT_ROWS % TAPS_TOGETHER == 0, "groups of products are alike");
 static_assert(STAGES > kChunks, "a warpgroup's turn ends only if all stages of a step may come before the other's");
 
 __constant__ constexpr int kRowPlace[] = ROW_PLACE;
