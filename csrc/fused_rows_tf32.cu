@@ -83,12 +83,13 @@ extern __shared__ __align__(1024) unsigned char shared[];
 
 constexpr int kBiasMeet = 3;  // a barrier of all warps that multiply
 
-/* Copies the inputs of step after step, chunk after chunk: zeros for rows and columns that there are not. */
+/* Copies the inputs of two steps after two steps, chunk after chunk: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const fused_rows_params& p, const set_t& set, barriers_t& barriers) {
+    const int columns = ceil_div(p.columns, 2 * kColumns) * (2 * kColumns);
     ring_t<STAGES> ring;
     each_item(p, [&](int image, int first_row) {
         #pragma unroll 1
-        for (int column = 0; column < p.columns; column += kColumns)
+        for (int column = 0; column < columns; column += kColumns)
             #pragma unroll 1
             for (int chunk = 0; chunk < kChunks; ++chunk) {
                 barrier_t& full = barriers.full[ring.stage];
@@ -378,14 +379,13 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
         const target_t target{row, static_cast<long long>(p.h_out) * p.w_out, channels};
         before_t before = {};
         run_t first[kLaneOuts];
-        // Steps come two by two. Behind the row's end there are no columns but those that are late, and outputs that hold the
-        // bias alone.
-        #pragma unroll 1
-        for (int step = 0; step < p.steps; step += 2)
+        // Steps come two by two, and sums that are zero in steps of their own: were it asked of each whether it has columns, sums
+        // would have to be moved.
+        const auto line = [&](int step, auto has_columns_) {
             each<2>([&](auto half_) {
                 constexpr int half = decltype(half_)::value;
                 sums_t sums;
-                if ((step + half) * kColumns < p.columns) multiply(sums);
+                if constexpr (decltype(has_columns_)::value) multiply(sums);
                 else
                     #pragma unroll
                     for (int i = 0; i < LINES / 2; ++i) sums[i] = 0.0f;
@@ -398,6 +398,13 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
                     fold_and_store(first, sums, before, bias + 2 * t, stage, kept, target,
                                    (step * kColumns - DELAYED) * SPAN_W, p.w_out);
             });
+        };
+        int step = 0;
+        #pragma unroll 1
+        for (; step * kColumns < p.columns; step += 2) line(step, constant<1>());
+        // Behind the row's end there are no columns but those that are late, and outputs that hold the bias alone.
+        #pragma unroll 1
+        for (; step < p.steps; step += 2) line(step, constant<0>());
     });
     if (warpgroup == 0) meet<kTurnOf0, 256>();  // the other's last turn has ended
 }

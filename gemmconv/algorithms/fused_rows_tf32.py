@@ -26,7 +26,7 @@ _WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and colu
 _CHUNKS = (8, 16, 32, 64)  # channels of a stage
 # Of a step, which are written out one by one; a group has those of a chunk and a tap down.
 _MOST_PRODUCTS, _MOST_GROUPS = 96, 16
-_MOST_REGISTERS, _OTHER_REGISTERS, _FEW_WORDS = 256, 40, 96  # of a thread
+_MOST_REGISTERS, _OTHER_REGISTERS, _FEW_WORDS = 250, 40, 64  # of a thread
 _GROUP_CYCLES = 75
 _MOST_STAGES = 16
 _LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
@@ -153,14 +153,14 @@ class Tile(RowGathering):
     def registers(self) -> int:
         """Registers of a thread that multiplies, about: sums, words of two groups, what is carried or waits.
 
-        Of 200 tiles of random layers that take 236 and more, two spill, 56 bytes at most.
+        Of 400 tiles of random layers that take 170 and more, ten spill, 128 bytes at most.
         """
         return self._registers_with(self.taps_together)
 
     def _registers_with(self, taps_together: int) -> int:
         span, groups = self.span[1], self.weight_rows * self.chunks // taps_together
         words = min(2, groups) * taps_together * self.chunk // _STEP * 4
-        words += max(0, words - _FEW_WORDS) // 2  # of many, some have to be moved
+        words += max(0, words - _FEW_WORDS) if groups > 1 else 0  # of many, some have to be moved
         return self.lines // 2 + words + self.outs // 4 * (self._carried + 2 * span) + 8 * span + _OTHER_REGISTERS
 
     @property
