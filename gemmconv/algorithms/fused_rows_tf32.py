@@ -188,7 +188,7 @@ class Tile(RowGathering):
         step = self.products * (1.15 * self.lines + 32) + 2 * _GROUP_CYCLES * self.groups
         step += self.stage_bytes * self.chunks / 128 + self.outs * (2 * self._carried + 15 * self.span[1])
         computing = rounds * -(-self.items // blocks) * self.steps * 0.63 * step
-        moving = 1.3 * (1 + self.chunk / 200) * self.moved_cycles
+        moving = 1.3 * (1 + self.chunk / 300) * self.moved_cycles
         return 18_000 + (computing**3 + moving**3) ** (1 / 3)
 
     @property
