@@ -259,7 +259,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Read a JSON file.
+        """Read a JSON file, but for runs whose rows others have replaced.
 
         Raises:
             ValueError: it is no result file of this format.
@@ -270,9 +270,11 @@ class Results:
                 raise ValueError(f"format {content['format']}, not {FORMAT}")
             names = content["columns"]
             rows = [Row(**dict(zip(names, values, strict=True))) for values in content["rows"]]
-        except (KeyError, TypeError, ValueError) as error:
+            made = sorted({row.run for row in rows})
+            runs = [content["runs"][run] for run in made]
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a result file of this version: {error}") from None
-        return cls(content["runs"], {row.key: row for row in rows})
+        return cls(runs, {row.key: replace(row, run=made.index(row.run)) for row in rows})
 
     def save(self, path: Path) -> None:
         """Write the JSON file, and the CSV file beside it, each by an atomic rename."""

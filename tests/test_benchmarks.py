@@ -815,6 +815,18 @@ def test_results_survive_the_file(tmp_path):
     assert table[2]["peak_bytes"] == ""
 
 
+def test_results_forget_runs_whose_rows_others_have_replaced(tmp_path):
+    made = results_of(row_of(), row_of(mode="graph"))
+    made.add(row_of(mode="graph", run=made.begin({**ABOUT, "commit": "new"}, CEILINGS.as_dict())))
+    made.save(tmp_path / "public.json")
+    assert [run["commit"] for run in Results.load(tmp_path / "public.json").runs] == ["def", "new"]
+    made.add(row_of(run=1))
+    made.save(tmp_path / "public.json")
+    loaded = Results.load(tmp_path / "public.json")
+    assert [run["commit"] for run in loaded.runs] == ["new"]
+    assert {row.run for row in loaded.rows.values()} == {0}
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "runs": []}'])
 def test_results_refuse_other_files(tmp_path, content):
     path = tmp_path / "x.json"
@@ -898,7 +910,7 @@ def test_command_line_measures_and_goes_on(quick_run, tmp_path, capsys):
     assert len(quick_run("--direction", "forward", "--layout", "nchw", "--fresh")[1]) == 8
     file = Results.load(tmp_path / "layer.json")
     assert len(file.rows) == 8
-    assert len(file.runs) == 3
+    assert len(file.runs) == 1  # of the others no row is left
 
 
 def test_command_line_shows_nothing_that_was_not_asked_for_or_is_to_be_measured_again(quick_run, monkeypatch):
