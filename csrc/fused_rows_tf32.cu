@@ -198,18 +198,18 @@ using pieces_t = vector_t<kPiece>[kTurns][kPieces / kAcross];
 __device__ __forceinline__ void store(
     const pieces_t& pieces, float* const (&to)[kTurns], const int (&column)[kTurns], bool within, int channels, int width) {
     constexpr bool kFull = OUT_CHANNELS % OUTS == 0;  // all output channels are there
-    #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-        if (!within) break;
+    if (within) {
         #pragma unroll
-        for (int across = 0; across < kPieces / kAcross; ++across) {
-            unsigned words[kPiece];
+        for (int turn = 0; turn < kTurns; ++turn)
             #pragma unroll
-            for (int i = 0; i < kPiece; ++i) words[i] = __float_as_uint(pieces[turn][across].value[i]);
-            store_words(to[turn] + across * (kAcross * kPiece), words, kFull || turn * kAtOnce + line_of_lane() < channels);
-        }
+            for (int across = 0; across < kPieces / kAcross; ++across) {
+                unsigned words[kPiece];
+                #pragma unroll
+                for (int i = 0; i < kPiece; ++i) words[i] = __float_as_uint(pieces[turn][across].value[i]);
+                store_words(to[turn] + across * (kAcross * kPiece), words, kFull || turn * kAtOnce + line_of_lane() < channels);
+            }
+        return;
     }
-    if (within) return;
     #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn)
         #pragma unroll
@@ -308,6 +308,7 @@ __device__ __forceinline__ void consume(const fused_rows_params& p, const set_t&
     const int lane = threadIdx.x % 32, warpgroup = own / 4, g = lane / 4, t = lane % 4;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
     const matrix_t weights = matrix_of(shared + kFirstWeight, LINES * 16, 128);
+    // Where inputs 2g and 2g + 1 of a channel are in a line; and two channels on, where pieces lie in another order.
     const int channel = t / 2 * 4 + t % 2, at = channel * kLineBytes + g % 2 * 8;
     const int low = at + (g / 2 ^ t / 2 * 2) * 16, high = at + 2 * kLineBytes + (g / 2 ^ t / 2 * 2 + 1) * 16;
     const auto row_of = [&](int stage, int down) {
