@@ -254,3 +254,17 @@ def test_fused_takes_what_was_faster_in_16_bits(problem, rows):
     config = config_of(problem)
     tile = fused.rows_tile_for(config, "forward")
     assert (fused.Fused().estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)) == rows
+
+
+@pytest.mark.parametrize(("channels", "fetched"), [(64, 128), (32, 256)])
+def test_the_l2_cache_fetches_less_where_much_is_on_its_way(channels, fetched):
+    """132 blocks that go along ten rows of 64 channels wait for 22 MB, of 32 for 11 MB."""
+    problem = replace(WIDE, in_channels=channels, out_channels=channels)
+    assert fused_rows_tf32.tile_of(problem, "forward").fetched == fetched
+
+
+@given(tiles())
+def test_what_is_on_its_way_stays_in_the_l2_cache_where_all_of_a_line_is_fetched(tile):
+    lines = tile.blocks_on(132) * tile.sets * tile.input_rows * tile.in_channels
+    assert (tile.fetched == 256) == (lines * 256 <= 16 << 20)
+    assert tile.fetched in (128, 256)

@@ -162,7 +162,7 @@ FUSED_PATHS = {
 }
 
 
-# Whose tiles depend on a problem and on bytes of an element; all but the last are launched by weight_lines.py.
+# Those that algorithms/weight_lines.py launches; their tiles depend on a problem and on bytes of an element.
 LINES_KERNELS = {
     "fused_images": fused_images,
     "fused_image_rows": fused_image_rows,
@@ -763,7 +763,14 @@ ROWS_OF_MANY_CHUNKS = with_first(
     fused_rows_tf32.tiles_of(problem_of(ROWS_OF_MANY_CHUNKS.case), "forward"),
     lambda tile: tile.chunk == 8,
 )
-ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_OF_SECTORS, ROWS_TF32, ROWS_OF_MANY_CHUNKS]
+# Registers do not hold the words of all taps down.
+ROWS_OF_TAPS_APART = Run("fused_rows", Case(1, 32, 32, (3, 36), (3, 7)), torch.float32, multiprocessors=0, tf32=True)
+ROWS_OF_TAPS_APART = with_first(
+    ROWS_OF_TAPS_APART,
+    fused_rows_tf32.tiles_of(problem_of(ROWS_OF_TAPS_APART.case), "forward"),
+    lambda tile: tile.taps_together < tile.weight_rows,
+)
+ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_OF_SECTORS, ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART]
 
 
 # Each case in each type, in its own tile and in others.
@@ -1170,6 +1177,9 @@ def test_runs_of_fused_rows_take_every_path():
         lambda tile: tile.channel_sets > 1,
         lambda tile: tile.chunks > 1,
         lambda tile: tile.chunk > 8,
+        lambda tile: tile.taps_together < tile.weight_rows,
+        lambda tile: tile.taps_together > 1 and tile.groups == 1,
+        lambda tile: tile.taps_together > 1 and tile.groups > 1,
         lambda tile: tile.weight_rows % 2 == 1,
         lambda tile: tile.stages > 2 * tile.chunks,
         lambda tile: tile.whole_sectors,

@@ -1,7 +1,7 @@
-"""What fused_images, fused_image_rows and fused_shuffle share: weights as lines, inputs as they lie.
+"""What fused_images, fused_image_rows, fused_shuffle and fused_cell_rows share: weights as lines, and the call.
 
 Lines are the rows of weightᵀ, C_out * kH * kW of them: the weight tensor is [C_in][lines], and a box of it has some
-lines of some channels. fused_cell_rows has its weights mapped or packed here too, as they lie in channels_last.
+lines of some channels. Those of fused_cell_rows lie as in channels_last, and it has boxes of its own.
 """
 
 from __future__ import annotations
