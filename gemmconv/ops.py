@@ -22,6 +22,7 @@ from gemmconv import flops, selection, validation
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.turning import prepare_turned, to_nchw
+from gemmconv.device import spec_of
 from gemmconv.dispatch import loses_a_tangent
 from gemmconv.geometry import Pair, Problem
 
@@ -237,6 +238,7 @@ def _config(
         current,
         _memory_format(first, second),
         bias,
+        spec_of(first.device),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision
 from gemmconv.algorithms.turning import grad_turning_seconds, turned_seconds
+from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.validation import choice, made_problem
 
@@ -264,6 +265,7 @@ def explain(
         current,
         memory_format,
         bias,
+        spec_of(where),
     )
     chosen = choose(config, algorithm, "explain", direction)
     gradients = choose_gradients(config, config, algorithm, "explain")

@@ -22,6 +22,7 @@ LEAVES = {
     "validation": {"errors", "geometry"},
     "arrays": {"validation"},
     "flops": set(),
+    "device": set(),
 }
 
 

@@ -14,6 +14,7 @@ from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
 from gemmconv.algorithms.turning import grad_turning_seconds, turning_seconds
+from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.selection import choose, choose_gradients
 
@@ -37,6 +38,7 @@ def config_of(problem, dtype, precision, torch_precision=None, memory_format=tor
         torch_precision=torch_precision or precision,
         memory_format=memory_format,
         bias=bias,
+        spec=spec_of(torch.device("cuda", 0)),
     )
 
 
@@ -238,8 +240,7 @@ def test_auto_leaves_float32_gradients_of_native_alone():
 
 
 def test_auto_takes_native_on_gpus_older_than_the_kernels(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setenv("GEMMCONV_CAPABILITY", "7.5")
     for direction in ("forward", "input_grad", "weight_grad"):
         assert {taken(DENSE, dtype, "ieee", direction) for dtype in (torch.float32, torch.bfloat16)} == {"native"}
     assert fold.prepare_col2im(DENSE, torch.bfloat16, torch.device("cuda", 0)).__name__ == "<lambda>"  # torch's

@@ -9,13 +9,13 @@ from typing import Literal, Protocol
 
 import torch
 
-from gemmconv.geometry import Pair, Problem
+from gemmconv.device import AMPERE, REFERENCE, DeviceSpec, spec_of
+from gemmconv.geometry import Problem
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
 Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
-HOPPER, _AMPERE = (9, 0), (8, 0)  # compute capabilities
 
 # Prepared calls: everything that depends on the configuration alone was worked out when they were made.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output
@@ -37,6 +37,7 @@ class Config:
         torch_precision: the precision that torch's own convolutions use at this moment.
         memory_format: format of the output and of the input gradient; weight gradients are contiguous.
         bias: whether a forward call has one.
+        spec: the properties of a CUDA device.
     """
 
     problem: Problem
@@ -47,6 +48,7 @@ class Config:
     torch_precision: Precision = "ieee"
     memory_format: torch.memory_format = torch.contiguous_format
     bias: bool = False
+    spec: DeviceSpec = REFERENCE
 
 
 class Algorithm(Protocol):
@@ -121,14 +123,9 @@ class OneByOne:
         return math.inf
 
 
-def capability_of(device: torch.device) -> Pair:
-    """Compute capability of a CUDA device; where none is at hand, of the one that estimates are for."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER
-
-
-def why_not_older(device: torch.device) -> str | None:
+def why_not_older(device: torch.device, spec: DeviceSpec | None = None) -> str | None:
     """Why kernels that need what GPUs have since compute capability 8.0 cannot run on the device, or None."""
-    if device.type != "cuda" or (capability := capability_of(device)) >= _AMPERE:
+    if device.type != "cuda" or (capability := (spec or spec_of(device)).capability) >= AMPERE:
         return None
     return f"the device must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
 

@@ -78,7 +78,7 @@ class Direct:
         p = config.problem
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
-        if (reason := why_not_older(config.device) or why_not_dtype(config.dtype)) is not None:
+        if (reason := why_not_older(config.device, config.spec) or why_not_dtype(config.dtype)) is not None:
             return reason
         if max(p.stride) > _WIDEST_STRIDE:
             return f"stride must be at most {_WIDEST_STRIDE} on both axes, got {p.stride}"

@@ -43,14 +43,12 @@ from gemmconv.algorithms import (
     row_gathering,
 )
 from gemmconv.algorithms.base import (
-    HOPPER,
     Config,
     Direction,
     Forward,
     Gradient,
     OneByOne,
     aligned,
-    capability_of,
     either_format,
     strides_of,
     with_strides,
@@ -253,8 +251,9 @@ class Fused(OneByOne):
         p = config.problem
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
-        if (capability := capability_of(config.device)) != HOPPER:
-            return f"the device must have compute capability 9.0, got {capability[0]}.{capability[1]}"
+        if not config.spec.is_hopper:
+            major, minor = config.spec.capability
+            return f"the device must have compute capability 9.0, got {major}.{minor}"
         if (reason := why_not_dtype(config.dtype, _DTYPES)) is not None:
             return reason
         if _tiles_for(config, "forward"):

@@ -109,7 +109,7 @@ class GemmCol2im:
     summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
 
     def why_not(self, config: Config) -> str | None:
-        if (reason := why_not_older(config.device) or why_not_dtype(config.dtype)) is not None:
+        if (reason := why_not_older(config.device, config.spec) or why_not_dtype(config.dtype)) is not None:
             return reason
         if config.device.type not in ("cpu", "cuda"):
             return f"the device must be cpu or cuda, got {config.device.type}"

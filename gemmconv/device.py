@@ -1,0 +1,138 @@
+"""What a GPU is to the choice of kernels: a value, read from torch, or a named row where no such GPU is at hand.
+
+Grids, tiles and estimates take these numbers. Rates are the vendors' (dense products, boost clock): what kernels reach
+of them is for the estimates to know.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+Capability = tuple[int, int]
+
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+_VARIABLE = "GEMMCONV_CAPABILITY"
+# Operations a clock of a multiprocessor, by compute capability: float32, and products in TF32 and 16 bits that are
+# summed in float32. GeForce cards of 8.9 have half of the last two. (CUDA programming guide, NVIDIA's white papers.)
+_PER_CLOCK = {
+    (8, 0): (128, 1024, 2048),
+    (8, 6): (256, 256, 512),
+    (8, 7): (256, 512, 1024),
+    (8, 9): (256, 512, 1024),
+    (9, 0): (256, 2048, 4096),
+    (10, 0): (256, 4096, 8192),
+    (10, 3): (256, 4096, 8192),
+    (11, 0): (256, 2048, 4096),
+    (12, 0): (256, 256, 512),
+    (12, 1): (256, 256, 512),
+}
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """The properties of a GPU that decide which kernel is fast there.
+
+    Attributes:
+        name: as the driver gives it.
+        capability: compute capability.
+        multiprocessors: their number.
+        clock: cycles a second.
+        bandwidth: bytes a second of its memory.
+        fp32_per_clock: float32 operations a cycle of one multiprocessor; a multiply-add is two.
+        tf32, half: operations a second of dense products in TF32, and in 16 bits summed in float32.
+    """
+
+    name: str
+    capability: Capability
+    multiprocessors: int
+    clock: float
+    bandwidth: float
+    fp32_per_clock: int
+    tf32: float
+    half: float
+
+    @property
+    def fp32(self) -> float:
+        """float32 operations a second."""
+        return self.fp32_per_clock * self.multiprocessors * self.clock
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the kernels of Hopper's tensor cores are for it, and estimates what was measured on one."""
+        return self.capability == HOPPER
+
+
+def _row(name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float) -> DeviceSpec:
+    """A GPU by its data sheet: clock in GHz, bandwidth in TB/s."""
+    fp32, tf32, half = _per_clock(name, capability)
+    each_second = multiprocessors * clock * 1e9
+    return DeviceSpec(
+        name, capability, multiprocessors, clock * 1e9, bandwidth * 1e12, fp32, tf32 * each_second, half * each_second
+    )
+
+
+def _per_clock(name: str, capability: Capability) -> tuple[int, int, int]:
+    known = [older for older in sorted(_PER_CLOCK) if older <= capability]
+    fp32, tf32, half = _PER_CLOCK[known[-1] if known else AMPERE]
+    return (fp32, tf32 // 2, half // 2) if capability == (8, 9) and "GeForce" in name else (fp32, tf32, half)
+
+
+# NVIDIA's data sheets: multiprocessors, boost clock, memory. H20's products are held far below Hopper's.
+KNOWN = {
+    spec.name: spec
+    for spec in (
+        _row("NVIDIA H200", HOPPER, 132, 1.755, 4.8),
+        _row("NVIDIA H100 80GB HBM3", HOPPER, 132, 1.98, 3.35),
+        _row("NVIDIA H100 PCIe", HOPPER, 114, 1.755, 2.04),
+        replace(_row("NVIDIA H20", HOPPER, 78, 1.98, 4.0), tf32=74e12, half=148e12),
+        _row("NVIDIA A100-SXM4-80GB", AMPERE, 108, 1.41, 2.04),
+        _row("NVIDIA L4", (8, 9), 58, 2.04, 0.3),
+        _row("NVIDIA L40S", (8, 9), 142, 2.52, 0.864),
+        _row("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 1.008),
+        _row("NVIDIA B200", (10, 0), 148, 1.85, 8.0),
+        _row("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 1.792),
+    )
+}
+REFERENCE = KNOWN["NVIDIA H200"]  # where estimates were fitted; what is asked about where no GPU is at hand
+
+
+def spec_of(device: torch.device) -> DeviceSpec:
+    """The properties of a CUDA device; the reference's for what is none, or where none is at hand.
+
+    ``GEMMCONV_CAPABILITY=8.0`` in the environment replaces the compute capability alone, so that another GPU's choice
+    can be tried. Kernels are compiled for the real one.
+
+    Raises:
+        ValueError: that variable is no compute capability.
+    """
+    asked = os.environ.get(_VARIABLE)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _as_if(REFERENCE, asked)
+    return _as_if(_measured(torch.cuda.current_device() if device.index is None else device.index), asked)
+
+
+@functools.cache
+def _as_if(spec: DeviceSpec, asked: str | None) -> DeviceSpec:
+    if asked is None:
+        return spec
+    major, dot, minor = asked.partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal()):
+        raise ValueError(f"{_VARIABLE} must be a compute capability such as 8.0, got {asked!r}; unset it")
+    return replace(spec, capability=(int(major), int(minor)))
+
+
+@functools.cache
+def _measured(index: int) -> DeviceSpec:
+    """What torch says of a device; of a GPU with a row of its own, what that says beside the number of SMs."""
+    properties = torch.cuda.get_device_properties(index)
+    name, capability = properties.name, torch.cuda.get_device_capability(index)
+    if (known := KNOWN.get(name)) is not None and known.capability == capability:
+        return replace(known, multiprocessors=properties.multi_processor_count)
+    # In kHz, and in bits; older versions of torch do not say. Memory sends twice a cycle.
+    clock = getattr(properties, "clock_rate", 0) / 1e6 or 1.5
+    moved = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
+    return _row(name, capability, properties.multi_processor_count, clock, moved / 1e12 or 1.0)
