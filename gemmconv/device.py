@@ -42,6 +42,7 @@ class DeviceSpec:
         multiprocessors: their number.
         clock: cycles a second.
         bandwidth: bytes a second of its memory.
+        l2_bytes: its L2 cache.
         fp32_per_clock: float32 operations a cycle of one multiprocessor; a multiply-add is two.
         tf32, half: operations a second of dense products in TF32, and in 16 bits summed in float32.
     """
@@ -51,6 +52,7 @@ class DeviceSpec:
     multiprocessors: int
     clock: float
     bandwidth: float
+    l2_bytes: int
     fp32_per_clock: int
     tf32: float
     half: float
@@ -65,13 +67,27 @@ class DeviceSpec:
         """Whether the kernels of Hopper's tensor cores are for it, and estimates what was measured on one."""
         return self.capability == HOPPER
 
+    def ratio(self, rate: str) -> float:
+        """Of a rate to the reference's, by its name; 1 for Hopper, whose estimates are what was measured there."""
+        return 1.0 if self.is_hopper else float(getattr(self, rate) / getattr(REFERENCE, rate))
 
-def _row(name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float) -> DeviceSpec:
-    """A GPU by its data sheet: clock in GHz, bandwidth in TB/s."""
+
+def _row(
+    name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float, l2: int
+) -> DeviceSpec:
+    """A GPU by its data sheet: clock in GHz, bandwidth in TB/s, L2 cache in MiB."""
     fp32, tf32, half = _per_clock(name, capability)
     each_second = multiprocessors * clock * 1e9
     return DeviceSpec(
-        name, capability, multiprocessors, clock * 1e9, bandwidth * 1e12, fp32, tf32 * each_second, half * each_second
+        name,
+        capability,
+        multiprocessors,
+        clock * 1e9,
+        bandwidth * 1e12,
+        l2 << 20,
+        fp32,
+        tf32 * each_second,
+        half * each_second,
     )
 
 
@@ -85,39 +101,34 @@ def _per_clock(name: str, capability: Capability) -> tuple[int, int, int]:
 KNOWN = {
     spec.name: spec
     for spec in (
-        _row("NVIDIA H200", HOPPER, 132, 1.755, 4.8),
-        _row("NVIDIA H100 80GB HBM3", HOPPER, 132, 1.98, 3.35),
-        _row("NVIDIA H100 PCIe", HOPPER, 114, 1.755, 2.04),
-        replace(_row("NVIDIA H20", HOPPER, 78, 1.98, 4.0), tf32=74e12, half=148e12),
-        _row("NVIDIA A100-SXM4-80GB", AMPERE, 108, 1.41, 2.04),
-        _row("NVIDIA L4", (8, 9), 58, 2.04, 0.3),
-        _row("NVIDIA L40S", (8, 9), 142, 2.52, 0.864),
-        _row("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 1.008),
-        _row("NVIDIA B200", (10, 0), 148, 1.85, 8.0),
-        _row("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 1.792),
+        _row("NVIDIA H200", HOPPER, 132, 1.755, 4.8, 50),
+        _row("NVIDIA H100 80GB HBM3", HOPPER, 132, 1.83, 3.35, 50),
+        _row("NVIDIA H100 PCIe", HOPPER, 114, 1.755, 2.04, 50),
+        replace(_row("NVIDIA H20", HOPPER, 78, 1.98, 4.0, 60), tf32=74e12, half=148e12),
+        _row("NVIDIA A100-SXM4-80GB", AMPERE, 108, 1.41, 2.04, 40),
+        _row("NVIDIA L4", (8, 9), 58, 2.04, 0.3, 48),
+        _row("NVIDIA L40S", (8, 9), 142, 2.52, 0.864, 96),
+        _row("NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 1.008, 72),
+        _row("NVIDIA B200", (10, 0), 148, 1.85, 8.0, 126),
+        _row("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 1.792, 96),
     )
 }
 REFERENCE = KNOWN["NVIDIA H200"]  # where estimates were fitted; what is asked about where no GPU is at hand
 
 
+@functools.cache
 def spec_of(device: torch.device) -> DeviceSpec:
     """The properties of a CUDA device; the reference's for what is none, or where none is at hand.
 
     ``GEMMCONV_CAPABILITY=8.0`` in the environment replaces the compute capability alone, so that another GPU's choice
-    can be tried. Kernels are compiled for the real one.
+    can be tried. It is read when a process asks for a device first. Kernels are compiled for the real one.
 
     Raises:
         ValueError: that variable is no compute capability.
     """
-    asked = os.environ.get(_VARIABLE)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return _as_if(REFERENCE, asked)
-    return _as_if(_measured(torch.cuda.current_device() if device.index is None else device.index), asked)
-
-
-@functools.cache
-def _as_if(spec: DeviceSpec, asked: str | None) -> DeviceSpec:
-    if asked is None:
+    here = device.type == "cuda" and torch.cuda.is_available()
+    spec = _measured(torch.cuda.current_device() if device.index is None else device.index) if here else REFERENCE
+    if (asked := os.environ.get(_VARIABLE)) is None or device.type != "cuda":
         return spec
     major, dot, minor = asked.partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):
@@ -125,7 +136,6 @@ def _as_if(spec: DeviceSpec, asked: str | None) -> DeviceSpec:
     return replace(spec, capability=(int(major), int(minor)))
 
 
-@functools.cache
 def _measured(index: int) -> DeviceSpec:
     """What torch says of a device; of a GPU with a row of its own, what that says beside the number of SMs."""
     properties = torch.cuda.get_device_properties(index)
@@ -135,4 +145,5 @@ def _measured(index: int) -> DeviceSpec:
     # In kHz, and in bits; older versions of torch do not say. Memory sends twice a cycle.
     clock = getattr(properties, "clock_rate", 0) / 1e6 or 1.5
     moved = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
-    return _row(name, capability, properties.multi_processor_count, clock, moved / 1e12 or 1.0)
+    l2 = getattr(properties, "L2_cache_size", 0) >> 20
+    return _row(name, capability, properties.multi_processor_count, clock, moved / 1e12 or 1.0, l2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gemmconv import arrays, ops, validation
 from gemmconv.algorithms.base import Precision
+from gemmconv.algorithms.columns_cpu import is_few_outputs
 from gemmconv.dispatch import are_for_torch, is_for_torch, is_plain
 from gemmconv.selection import NAMES, torch_precision
 
@@ -90,17 +91,32 @@ def conv_transpose2d(
         return torch.conv_transpose2d(input, weight, bias, *options)
     if is_plain(input, weight, bias):
         operator = ops.conv_transpose2d_directly
-    elif torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
-        algorithm in ("auto", "native")
-        and (is_for_torch() or are_for_torch(input, weight, bias))
-        and _rounds_like_torch(input, precision)
-    ):
+    elif (
+        torch.onnx.is_in_onnx_export()
+        or _is_compiled_as_torchs(input, weight, algorithm)
+        or (
+            algorithm in ("auto", "native")
+            and (is_for_torch() or are_for_torch(input, weight, bias))
+            and _rounds_like_torch(input, precision)
+        )
+    ):  # ONNX has torch's operator
         return torch.conv_transpose2d(input, weight, bias, *options)
     else:
         operator = ops.conv_transpose2d
     if input.dim() == 3:
         return operator(input.unsqueeze(0), weight, bias, *options, algorithm, precision, workspace_limit).squeeze(0)
     return operator(input, weight, bias, *options, algorithm, precision, workspace_limit)
+
+
+def _is_compiled_as_torchs(input: Tensor, weight: Tensor, algorithm: str) -> bool:
+    """Whether torch.compile gets torch's operator: on the CPU, as far as a layer tells without its input's size.
+
+    torch.export does not: what it makes may be moved to a GPU.
+    """
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or input.device.type != "cpu":
+        return False
+    few = is_few_outputs(weight.shape[0], weight.shape[1])
+    return algorithm == "native" or (algorithm == "auto" and not few)
 
 
 def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:

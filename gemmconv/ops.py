@@ -198,13 +198,13 @@ def _memory_format(first: Tensor, second: Tensor) -> torch.memory_format:
 
 # Plans: all of a call that does not depend on the data, made once and kept.
 
-_plans: dict[Hashable, Callable[..., Any]] = {}
+_plans: dict[Hashable, Any] = {}
 _plans_lock = threading.Lock()  # of those who add one
 _MOST_PLANS = 4096
 _ALREADY_THERE = nullcontext()
 
 
-def _plan(key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _plan(key: Hashable, make: Callable[[], Any]) -> Any:
     plan = _plans.get(key)
     if plan is None:
         plan = make()
@@ -229,6 +229,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 def _config(
     problem: Problem, first: Tensor, second: Tensor, options: Options, current: Precision, bias: bool = False
 ) -> Config:
+    spec = spec_of(first.device)
     return Config(
         problem,
         first.dtype,
@@ -238,7 +239,8 @@ def _config(
         current,
         _memory_format(first, second),
         bias,
-        spec_of(first.device),
+        spec,
+        selection.is_deterministic(options.algorithm, first.device, spec),
     )
 
 
@@ -698,5 +700,31 @@ for _name, (_implementation, _fake, *_derivatives) in _ENTRIES.items():
 for _device_type, _key in _AUTOCAST_KEYS.items():
     _library.impl("conv_transpose2d", _AUTOCAST[_device_type], _key.name)
 
-# conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
-conv_transpose2d_directly = _with_gradient(_conv_transpose2d, *_ENTRIES["conv_transpose2d"][2:])
+_differentiable = _with_gradient(_conv_transpose2d, *_ENTRIES["conv_transpose2d"][2:])
+
+
+def conv_transpose2d_directly(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    """conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
+
+    What is left to torch altogether is torch's own call, whose gradients are torch's own too.
+    """
+    if _is_left_to_torch(input, weight, bias, arguments):
+        return torch.conv_transpose2d(input, weight, bias, *arguments[:5])
+    return _differentiable(input, weight, bias, *arguments)
+
+
+def _is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
+    algorithm, device = arguments[5], input.device
+    if algorithm not in ("auto", "native") or selection.is_deterministic(algorithm, device, spec_of(device)):
+        return False
+    options = Options(*arguments)
+    current = selection.torch_precision(input.dtype, input.device)
+    tracked = torch.is_grad_enabled()
+    wanted = tracked and input.requires_grad, tracked and weight.requires_grad
+
+    def make() -> bool:
+        problem = _checked_problem(_FORWARD, (input, weight, bias), None, options)
+        config = _config(problem, input, weight, options, current, bias is not None)
+        return selection.leaves_all_to_torch(config, options.algorithm, _FORWARD.where, *wanted)
+
+    return _plan(("torch", _signature(input), _signature(weight), _signature(bias), options, current, wanted), make)

@@ -11,8 +11,9 @@ import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision
+from gemmconv.algorithms.columns_cpu import is_faster_than_torch
 from gemmconv.algorithms.turning import grad_turning_seconds, turned_seconds
-from gemmconv.device import spec_of
+from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.validation import choice, made_problem
 
@@ -20,6 +21,9 @@ NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
+# On GPUs other than Hopper: of torch's estimate, which may be 1.4 times the least that it was seen to take, while ours
+# are 1.3 times too low for some layers; and what the host may take longer for a call of ours.
+_CLEARLY_LESS, _HOST_SECONDS = 0.56, 10e-6
 
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -33,6 +37,11 @@ def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
     return "ieee"
 
 
+def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> bool:
+    """Whether torch's operator, if it is taken, may take deterministic kernels alone: for ``"auto"`` on Hopper."""
+    return requested == "auto" and device.type == "cuda" and spec.is_hopper
+
+
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
     """The algorithms as ``auto`` tries them, each with what gives it its place.
 
@@ -40,28 +49,56 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
-    large tiles, for arithmetic: it comes first where there are more channels. native has an estimate for gradients in
-    TF32 and 16 bits and for forward passes in 16 bits in channels_last, without groups, alone: layers in cuDNN's own
-    format come to it, input gradients there, weight gradients in TF32 there, and those of few pixels.
+    large tiles, for arithmetic: it comes first where there are more channels. native pays for turning tensors in NCHW
+    round, and for tensor cores that few channels leave empty.
 
-    Elsewhere ``native`` first: there gemm_col2im runs on torch's own product and fold, and oneDNN, which forms no
-    columns, has fewer bytes to move.
+    Estimates were fitted to Hopper. On other GPUs ``native`` comes first but where another is estimated to be clearly
+    faster, since what ours gain there is an estimate and what torch takes is what users have today.
+
+    Elsewhere ``native`` first, since oneDNN, which forms no columns, has fewer bytes to move; but for forward passes on
+    the CPU where :func:`columns_cpu.is_faster_than_torch` says otherwise: layers of few output channels.
     """
     if config.device.type == "cuda":
-        return [
-            (a, f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last")
-            for seconds, a in _estimates(config, direction)
-        ]
-    order = sorted(ALGORITHMS, key=lambda algorithm: algorithm.name != "native")
-    return [
-        (algorithm, f"first on {config.device.type}" if i == 0 else "comes later") for i, algorithm in enumerate(order)
-    ]
+        estimates = _estimates(config, direction)
+        reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
+        if config.spec.is_hopper or (native := _native_first(estimates)) is None:
+            return reasons
+        others = [(a, reason) for a, reason in reasons if a is not native[0]]
+        return [native, *others]
+    if direction == "forward" and is_faster_than_torch(config):
+        first, why = "gemm_col2im", "first on the CPU for few output channels"
+    else:
+        first, why = "native", f"first on {config.device.type}"
+    order = sorted(ALGORITHMS, key=lambda algorithm: algorithm.name != first)
+    return [(algorithm, why if i == 0 else "comes later") for i, algorithm in enumerate(order)]
 
 
-def _estimates(config: Config, direction: Direction) -> list[tuple[float, Algorithm]]:
-    """The algorithms with the seconds they are estimated at, least first; infinite where they cannot serve it."""
-    able = {a.name: a.why_not(config) is None for a in ALGORITHMS}
-    estimates = [(a.estimate(config, direction) if able[a.name] else math.inf, a) for a in ALGORITHMS]
+def _estimate_text(seconds: float) -> str:
+    return f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last"
+
+
+def _native_first(estimates: Sequence[tuple[float, Algorithm]]) -> tuple[Algorithm, str] | None:
+    """``native`` and the reason why it comes before the others on a GPU that is not Hopper; None where it does not."""
+    native_seconds, native = next((seconds, a) for seconds, a in estimates if a.name == "native")
+    least, best = next((seconds, a) for seconds, a in estimates if a is not native)
+    if _is_clearly_less(least, native_seconds):
+        return None
+    if native_seconds == math.inf:
+        return native, "what torch takes for such a layer is not known: its own operator comes first"
+    return native, f"{_estimate_text(native_seconds)}, which {best.name} is not clearly below: comes first"
+
+
+def _is_clearly_less(seconds: float, torchs: float) -> bool:
+    """Whether an estimate of ours is clearly below torch's on a GPU that neither was fitted to."""
+    return torchs < math.inf and seconds + _HOST_SECONDS < _CLEARLY_LESS * torchs
+
+
+def _estimates(
+    config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
+) -> list[tuple[float, Algorithm]]:
+    """Algorithms with the seconds they are estimated at, least first; infinite where they cannot serve it."""
+    able = {a.name: a.why_not(config) is None for a in among}
+    estimates = [(a.estimate(config, direction) if able[a.name] else math.inf, a) for a in among]
     return sorted(estimates, key=lambda item: item[0])
 
 
@@ -122,17 +159,46 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if requested != "auto" or config.device.type != "cuda":
         first = choose(config, requested, where, "input_grad")
         second = choose(weight_config, requested, where, "weight_grad")
-        at_once = first is second and first.grads_estimate(config, weight_config) < math.inf
+        at_once = first is second and (
+            _is_torchs_call(first, config) or first.grads_estimate(config, weight_config) < math.inf
+        )
         return Gradients(first, second, _share(first, second, config, weight_config), at_once)
-    seconds, gradients = _fastest(config, weight_config, where)
+    if not config.spec.is_hopper:
+        return _fastest_elsewhere(config, weight_config)
+    able = [a for a in ALGORITHMS if a.why_not(config) is None]
+    if not able:
+        choose(config, requested, where)  # raises
+    seconds, gradients = _fastest(config, weight_config, able)
     # In float32 less would be gained than the estimates of cuDNN's gradients are off, which are most of what it takes.
     if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
         last = replace(config, memory_format=torch.channels_last)
-        turned, others = _fastest(last, last, where)
+        turned, others = _fastest(last, last, able)
         others = others._replace(turned=True)
         if turned + turned_seconds(config, others.turns_weight) < seconds - _CLEARLY:
             return others
     return gradients
+
+
+def _is_torchs_call(algorithm: Algorithm, config: Config) -> bool:
+    """Whether one call of torch's computes both gradients: with its own settings, it does what torch does."""
+    return algorithm.name == "native" and not config.deterministic
+
+
+def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bool, of_weight: bool) -> bool:
+    """Whether a forward pass and the gradients that may follow it are torch's own, with torch's settings.
+
+    Args:
+        config: of the forward pass.
+        requested, where: as of :func:`choose`.
+        of_input, of_weight: the gradients.
+    """
+    if config.deterministic or choose(config, requested, where).name != "native":
+        return False
+    if of_input and of_weight:
+        gradients = choose_gradients(config, config, requested, where)
+        return gradients.input_grad.name == gradients.weight_grad.name == "native"
+    asked: tuple[tuple[Direction, bool], ...] = ("input_grad", of_input), ("weight_grad", of_weight)
+    return all(choose(config, requested, where, direction).name == "native" for direction, wanted in asked if wanted)
 
 
 def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
@@ -141,12 +207,22 @@ def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: C
     return both_last and first.turns(config, "input_grad") and second.turns(weight_config, "weight_grad")
 
 
-def _fastest(config: Config, weight_config: Config, where: str) -> tuple[float, Gradients]:
+def _fastest_elsewhere(config: Config, weight_config: Config) -> Gradients:
+    """The gradients of a backward pass on a GPU that is not Hopper: torch's, but where ours are clearly faster."""
+    native = next(a for a in ALGORITHMS if a.name == "native")
+    ours = [a for a in ALGORITHMS if a is not native and a.why_not(config) is None]
+    seconds, gradients = _fastest(config, weight_config, ours) if ours else (math.inf, None)
+    if native.why_not(config) is None and not _is_clearly_less(seconds, native.grads_estimate(config, weight_config)):
+        return Gradients(native, native, False, True)
+    assert gradients is not None
+    return gradients
+
+
+def _fastest(config: Config, weight_config: Config, able: Sequence[Algorithm]) -> tuple[float, Gradients]:
     """The gradients of a backward pass that are estimated to be fastest, and the seconds they are estimated at."""
-    one, other = _estimates(config, "input_grad"), _estimates(weight_config, "weight_grad")
-    saved, seconds = grad_turning_seconds(config), one[0][0] + other[0][0]
-    first = choose(config, "auto", where, "input_grad")
-    second = choose(weight_config, "auto", where, "weight_grad")
+    one, other = _estimates(config, "input_grad", able), _estimates(weight_config, "weight_grad", able)
+    (first_seconds, first), (second_seconds, second) = one[0], other[0]
+    saved, seconds = grad_turning_seconds(config), first_seconds + second_seconds
     chosen = Gradients(first, second, _share(first, second, config, weight_config))
     if chosen.share:
         seconds -= saved
@@ -156,7 +232,6 @@ def _fastest(config: Config, weight_config: Config, where: str) -> tuple[float, 
         least, gradients = min(sharing, key=lambda item: item[0], default=(math.inf, chosen))
         if least < seconds - _CLEARLY:
             seconds, chosen = least, gradients
-    able = [a for a in ALGORITHMS if a.why_not(config) is None]
     together = [(a.grads_estimate(config, weight_config), Gradients(a, a, False, True)) for a in able]
     return min((seconds, chosen), *together, key=lambda item: item[0])
 
@@ -265,7 +340,8 @@ def explain(
         current,
         memory_format,
         bias,
-        spec_of(where),
+        spec := spec_of(where),
+        is_deterministic(algorithm, where, spec),
     )
     chosen = choose(config, algorithm, "explain", direction)
     gradients = choose_gradients(config, config, algorithm, "explain")

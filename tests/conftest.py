@@ -29,6 +29,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
 
+from gemmconv.device import spec_of
 from tests import emulator
 from tests.samples import DEVICES
 
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seeds() -> None:
     torch.manual_seed(20)
     np.random.seed(20)
+
+
+@pytest.fixture(autouse=True)
+def _devices_are_asked_anew() -> None:
+    """No test's GEMMCONV_CAPABILITY is another's."""
+    spec_of.cache_clear()
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
 from gemmconv.algorithms.turning import grad_turning_seconds, turning_seconds
-from gemmconv.device import spec_of
+from gemmconv.device import REFERENCE, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.selection import choose, choose_gradients
+from gemmconv.selection import choose, choose_gradients, is_deterministic
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="fused is for Hopper"
@@ -156,11 +156,11 @@ def test_gemm_col2im_writes_columns_once_for_both_gradients():
 
 
 def test_others_compute_one_gradient_after_the_other():
+    config = config_of(KERNELBENCH_75, torch.float16, "ieee")
     for algorithm in (Fused(), Native()):
-        config = config_of(KERNELBENCH_75, torch.float16, "ieee")
         assert algorithm.grads_estimate(config, config) == math.inf
-        with pytest.raises(NotImplementedError):
-            algorithm.grads(config, config)
+    with pytest.raises(NotImplementedError):
+        Fused().grads(config, config)
 
 
 @pytest.mark.parametrize(("fused_seconds", "taken"), [(50e-6, "direct"), (41e-6, "fused")])
@@ -199,8 +199,8 @@ def test_auto_takes_forward_passes_of_cudnns_own_format_from_native(dtype):
         assert taken(few, dtype, "ieee", "forward", memory_format=torch.channels_last) == "fused"
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_native_is_deterministic_where_auto_may_take_its_forward_pass(monkeypatch, memory_format):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_native_is_deterministic_where_a_config_says_so(monkeypatch, deterministic):
     seen = []
 
     def conv_transpose2d(*arguments):
@@ -209,12 +209,21 @@ def test_native_is_deterministic_where_auto_may_take_its_forward_pass(monkeypatc
 
     plain = torch.conv_transpose2d
     monkeypatch.setattr(torch, "conv_transpose2d", conv_transpose2d)
-    config = config_of(Problem(1, 64, 64, 1, (6, 6), (2, 2)), torch.bfloat16, "ieee", memory_format=memory_format)
-    input = torch.ones(config.problem.input_shape, dtype=config.dtype).contiguous(memory_format=memory_format)
+    config = config_of(Problem(1, 64, 64, 1, (6, 6), (2, 2)), torch.bfloat16, "ieee")
+    input, weight = (torch.ones(shape, dtype=config.dtype) for shape in (config.problem.input_shape, (64, 64, 2, 2)))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    Native().forward(config)(input, torch.ones(config.problem.weight_shape, dtype=config.dtype), None)
-    assert seen == [(True, False) if memory_format is torch.channels_last else (False, True)]
+    Native().forward(replace(config, deterministic=deterministic))(input, weight, None)
+    assert seen == [(True, False) if deterministic else (False, True)]
     assert torch.backends.cudnn.benchmark
+
+
+def test_auto_is_deterministic_on_hopper_alone():
+    where = torch.device("cuda", 0)
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        spec = replace(REFERENCE, capability=capability)
+        assert is_deterministic("auto", where, spec) == (capability == (9, 0))
+        assert not is_deterministic("native", where, spec)
+    assert not is_deterministic("auto", torch.device("cpu"), REFERENCE)
 
 
 def test_a_bias_makes_native_dearer_and_no_other():
@@ -241,6 +250,7 @@ def test_auto_leaves_float32_gradients_of_native_alone():
 
 def test_auto_takes_native_on_gpus_older_than_the_kernels(monkeypatch):
     monkeypatch.setenv("GEMMCONV_CAPABILITY", "7.5")
+    spec_of.cache_clear()
     for direction in ("forward", "input_grad", "weight_grad"):
         assert {taken(DENSE, dtype, "ieee", direction) for dtype in (torch.float32, torch.bfloat16)} == {"native"}
     assert fold.prepare_col2im(DENSE, torch.bfloat16, torch.device("cuda", 0)).__name__ == "<lambda>"  # torch's

@@ -38,6 +38,7 @@ class Config:
         memory_format: format of the output and of the input gradient; weight gradients are contiguous.
         bias: whether a forward call has one.
         spec: the properties of a CUDA device.
+        deterministic: whether torch's operator may take none but cuDNN's deterministic kernels.
     """
 
     problem: Problem
@@ -49,6 +50,7 @@ class Config:
     memory_format: torch.memory_format = torch.contiguous_format
     bias: bool = False
     spec: DeviceSpec = REFERENCE
+    deterministic: bool = False
 
 
 class Algorithm(Protocol):

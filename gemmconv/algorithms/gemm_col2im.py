@@ -48,7 +48,7 @@ from gemmconv.algorithms.turning import (
 from gemmconv.geometry import Problem
 
 # What the kernels here reach on an H200, fitted to 1020 passes of 62 layers: 14% (forward) to 23% (weight gradients)
-# from what was measured, geometric mean. Choices depend on the ratios, which other GPUs since Ampere share roughly.
+# from what was measured, geometric mean. On other GPUs than Hopper rates are in proportion to the device's.
 _LAUNCH_SECONDS = {"forward": 6.8e-6, "input_grad": 5.1e-6, "weight_grad": 11e-6}  # of a kernel, what small ones take
 _COPY_RATE = 4.2e12  # bytes a second; columns stay in the L2 cache in part
 _WEIGHTS_RATE = {"forward": 8e12, "input_grad": 8e12, "weight_grad": 1.9e12}  # their gradients are added up
@@ -137,7 +137,8 @@ class GemmCol2im:
             chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
         else:
             chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
-        columns = chunks.count * _LAUNCH_SECONDS[direction] + config.problem.column_bytes(itemsize) / _COPY_RATE
+        columns = chunks.count * _LAUNCH_SECONDS[direction]
+        columns += config.problem.column_bytes(itemsize) / (_COPY_RATE * config.spec.ratio("bandwidth"))
         return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
 
     def turns(self, config: Config, direction: Direction) -> bool:
@@ -242,13 +243,20 @@ def _product_seconds(config: Config, direction: Direction, chunks: Chunking, ite
     """What the products of a pass take: columns of ``itemsize`` bytes an element, flops, weights, a launch a chunk."""
     problem, half, tf32 = config.problem, config.dtype.itemsize == 2, config.precision == "tf32"
     traffic = problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
-    rate = _HALF_RATE if half else (_TF32_RATE if tf32 else _FFMA_RATE)[direction]
+    if half:
+        rate = _HALF_RATE * config.spec.ratio("half")
+    elif tf32:
+        rate = _TF32_RATE[direction] * config.spec.ratio("tf32")
+    else:
+        rate = _FFMA_RATE[direction] * config.spec.ratio("fp32")
     if direction == "weight_grad":
         rate *= min(1.0, problem.gemm_m * problem.gemm_k / _MANY_WEIGHTS) ** 0.5
     if (half or tf32) and problem.in_pixels * config.dtype.itemsize % 16:
         rate /= _UNALIGNED_FACTOR
-    weights = problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
-    return chunks.count * _LAUNCH_SECONDS[direction] + traffic / _COPY_RATE + problem.useful_flops / rate + weights
+    moved = traffic / _COPY_RATE
+    moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
+    moved /= config.spec.ratio("bandwidth")
+    return chunks.count * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate
 
 
 def _engine(config: Config) -> Engine:

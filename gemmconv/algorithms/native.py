@@ -1,9 +1,8 @@
 """``native``: torch's own operator (cuDNN on CUDA, oneDNN on the CPU). The baseline, and the fallback.
 
-What ``auto`` may take of it comes from cuDNN's deterministic kernels, the same bits on every run: gradients in TF32 and
-16 bits, and the forward pass in 16 bits in channels_last, cuDNN's own format, or of one tap. They take as long as the
-others (public and models, H200, geometric mean). For gradients in float32 they take 1.3 times as long and lose more
-than twice as much, so there all follows torch's settings, and ``auto`` leaves it alone.
+Asked for by name, and on every GPU but Hopper, it is torch's operator with torch's settings. On Hopper all that
+``auto`` leaves to it comes from cuDNN's deterministic kernels, the same bits on every run. In TF32 and 16 bits these
+take as long as the others (public and models, H200, geometric mean); for gradients in float32 1.3 times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.algorithms.base import Config, Direction, Forward, Gradient, OneByOne, strides_of, with_strides
+from gemmconv.algorithms.base import (
+    BothGradients,
+    Config,
+    Direction,
+    Forward,
+    Gradient,
+    strides_of,
+    with_strides,
+)
+from gemmconv.device import KNOWN, DeviceSpec
 from gemmconv.geometry import Shape4
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -75,8 +83,8 @@ _LEAST_CHANNELS, _LEAST_PIXELS, _LARGEST_STRIDE_AREA = 64, 32, 4
 _BIAS_RATE = 1.6e12  # bytes a second of the pass that adds it
 
 
-def _seconds(config: Config, direction: Direction) -> float | None:
-    """What cuDNN takes for a pass that ``auto`` may leave to it, None of others."""
+def _fitted_seconds(config: Config, direction: Direction) -> float | None:
+    """What cuDNN takes on Hopper for the passes that it is often fastest for, None of others."""
     p, channels_last = config.problem, config.memory_format is torch.channels_last
     half = config.dtype in _HALF_TYPES
     if (
@@ -104,7 +112,93 @@ def _seconds(config: Config, direction: Direction) -> float | None:
     return _FORWARD.seconds(config) + bias_bytes / _BIAS_RATE
 
 
-class Native(OneByOne):
+# What the model above leaves out, and all passes of other GPUs: the least that cuDNN takes. A rate of products that
+# falls with the channels of a group, and what goes through memory: in NCHW it turns tensors round, so several times the
+# bytes. Fitted to be no more than what cuDNN 9.19 took on an H100 for 37 layers (public and models). Of 40 layers that
+# were not looked at (sweep and latency, on an H200) two forward passes and eight backward passes took less than that,
+# by 5 to 40%.
+@dataclass(frozen=True)
+class _Least:
+    """The least that cuDNN takes for a pass.
+
+    Attributes:
+        rate: operations a second of 64 channels, on an H100.
+        in_exponent, out_exponent: how it falls with fewer channels of a group, of input and output.
+        passes: times that the bytes of the tensors go through memory.
+    """
+
+    rate: float
+    in_exponent: float
+    out_exponent: float
+    passes: float
+
+    def seconds(self, config: Config, peak: float, peak_there: float) -> float:
+        """On the device of ``config``, whose products reach ``peak`` at best, those of the H100 ``peak_there``."""
+        p, spec, itemsize = config.problem, config.spec, config.dtype.itemsize
+        channels = p.in_channels // p.groups, p.out_channels // p.groups
+        rate = self.rate * min(1.0, channels[0] / 64) ** self.in_exponent
+        rate *= min(1.0, channels[1] / 64) ** self.out_exponent * max(1.0, min(channels) / 64) ** 0.2
+        # Other multiprocessors issue as fast; where their tensor cores are faster, cuDNN may use them as well.
+        rate *= max(_cycles(spec) / _cycles(_MEASURED), peak / peak_there)
+        memory = p.least_bytes(itemsize) * self.passes / (_MEMORY_SHARE * _bandwidth(spec, p.least_bytes(itemsize)))
+        return _LEAST_LAUNCH + math.hypot(p.useful_flops / min(rate, _PEAK_SHARE * peak), memory)
+
+
+_MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]
+_LEAST_LAUNCH, _PEAK_SHARE, _MEMORY_SHARE = 8e-6, 0.9, 0.9
+_TYPICAL, _AT_MOST = 0.7, 3.5  # the least is that part of what cuDNN takes, geometric mean; 95% take at most so much
+_LEAST = {  # by precision, whether the pass is a gradient (either one: half of both), and whether tensors are turned
+    ("ieee", False, True): _Least(26e12, 0.85, 0.1, 4.0),
+    ("ieee", False, False): _Least(22e12, 0.8, 0.2, 2.75),
+    ("tf32", False, True): _Least(290e12, 0.9, 0.7, 4.0),
+    ("tf32", False, False): _Least(800e12, 0.8, 1.05, 1.75),
+    ("half", False, True): _Least(500e12, 0.4, 1.3, 4.5),
+    ("half", False, False): _Least(1100e12, 0.5, 1.5, 1.6),
+    ("ieee", True, True): _Least(28.5e12, 0.1, 0.1, 2.5),
+    ("ieee", True, False): _Least(26e12, 0.0, 0.1, 2.7),
+    ("tf32", True, True): _Least(123e12, 0.5, 0.45, 3.3),
+    ("tf32", True, False): _Least(192e12, 0.9, 0.7, 1.0),
+    ("half", True, True): _Least(330e12, 0.45, 0.8, 4.0),
+    ("half", True, False): _Least(577e12, 0.9, 0.9, 1.0),
+}
+
+
+def _cycles(spec: DeviceSpec) -> float:
+    """Cycles a second of all multiprocessors."""
+    return spec.multiprocessors * spec.clock
+
+
+def _bandwidth(spec: DeviceSpec, moved: int) -> float:
+    """Bytes a second; of what fits the L2 cache at least an H100's of memory, by cycles."""
+    if 2 * moved > spec.l2_bytes:
+        return spec.bandwidth
+    return max(spec.bandwidth, _MEASURED.bandwidth * _cycles(spec) / _cycles(_MEASURED))
+
+
+def _least_seconds(config: Config, direction: Direction) -> float | None:
+    """The least that cuDNN takes for a pass, None where nothing is known of it.
+
+    That is of a single tap, which is a product alone; of one input pixel; in float32 of many taps and channels without
+    strides, for which it has transforms (96 TFLOP/s were seen); of gradients of strides with dilation.
+    """
+    p, gradient, strided = config.problem, direction != "forward", max(config.problem.stride) > 1
+    if config.dtype not in (torch.float32, *_HALF_TYPES) or (p.taps == 1 and not strided) or p.in_pixels == 1:
+        return None
+    kind = "half" if config.dtype in _HALF_TYPES else config.precision
+    transforms = kind == "ieee" and not strided and p.groups == 1 and p.taps > 9
+    if transforms and min(p.in_channels, p.out_channels) >= 64:
+        return None
+    if gradient and strided and max(p.dilation) > 1 and p.groups == 1:
+        return None
+    least = _LEAST[kind, gradient, config.memory_format is torch.contiguous_format]
+    bias_bytes = 2 * p.batch * p.out_channels * p.out_pixels * config.dtype.itemsize if config.bias else 0
+    peak, peak_there = (
+        (spec.fp32, spec.tf32, spec.half)[("ieee", "tf32", "half").index(kind)] for spec in (config.spec, _MEASURED)
+    )
+    return least.seconds(config, peak, peak_there) + bias_bytes / config.spec.bandwidth
+
+
+class Native:
     """See the module."""
 
     name = "native"
@@ -124,12 +218,16 @@ class Native(OneByOne):
         return 0
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """What cuDNN takes on an H200, roughly; infinite for what is left to the others.
+        """What cuDNN takes, roughly: which kernels it has, and how long they run, it does not say beforehand.
 
-        Which kernels cuDNN takes, and how long they run, it does not say beforehand.
+        Infinite where nothing is known of it. On Hopper, whose kernels are known better, what was not fitted there is
+        taken for as much as it was seen to be, so that ``auto`` leaves torch only what it is far faster for.
         """
-        seconds = _seconds(config, direction)
-        return math.inf if seconds is None else seconds
+        if config.spec.is_hopper and (seconds := _fitted_seconds(config, direction)) is not None:
+            return seconds
+        if config.device.type != "cuda" or (least := _least_seconds(config, direction)) is None:
+            return math.inf
+        return _AT_MOST * least + _LEAST_LAUNCH if config.spec.is_hopper else least / _TYPICAL
 
     def turns(self, config: Config, direction: Direction) -> bool:
         return False
@@ -137,7 +235,7 @@ class Native(OneByOne):
     def forward(self, config: Config) -> Forward:
         p = config.problem
         strides = strides_of(p.output_shape, config.memory_format)
-        settings = _settings(config, "forward")
+        settings = _settings(config)
 
         def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             with settings:
@@ -150,26 +248,45 @@ class Native(OneByOne):
 
     def input_grad(self, config: Config) -> Gradient:
         strides = strides_of(config.problem.input_shape, config.memory_format)
-        backward = _backward(config, "input_grad")
+        backward = _prepare_backward(config, True, False)
 
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if config.memory_format is torch.channels_last:
                 input = _in_channels_last(grad_output, config.problem.input_shape, strides)
             else:
                 input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
-            return with_strides(backward(grad_output, input, weight), strides)
+            return with_strides(backward(grad_output, input, weight)[0], strides)
 
         return call
 
     def weight_grad(self, config: Config) -> Gradient:
         strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
-        backward = _backward(config, "weight_grad")
+        backward = _prepare_backward(config, False, True)
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
             weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
-            return with_strides(backward(grad_output, input, weight), strides)
+            return with_strides(backward(grad_output, input, weight)[1], strides)
 
         return call
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        strides = strides_of(config.problem.input_shape, config.memory_format)
+        weight_strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
+        backward = _prepare_backward(config, True, True)
+
+        def call(
+            grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            grad_input, grad_weight = backward(grad_output, input, weight)
+            return with_strides(grad_input, strides), with_strides(grad_weight, weight_strides)
+
+        return call
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        """Of one call of torch's, which does one after the other: where nothing else would be as good."""
+        if config.spec.is_hopper and config.device.type == "cuda":
+            return math.inf
+        return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
 
 
 def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:
@@ -211,23 +328,23 @@ class _Deterministic:
 _deterministic = _Deterministic()
 
 
-def _settings(config: Config, direction: Direction) -> AbstractContextManager[object]:
-    """cuDNN's settings for a pass: torch's own, but for those that ``auto`` may take."""
-    return nullcontext() if _seconds(config, direction) is None else _deterministic
+def _settings(config: Config) -> AbstractContextManager[object]:
+    """cuDNN's settings for a pass: torch's own, or its deterministic kernels."""
+    return _deterministic if config.deterministic else nullcontext()
 
 
-def _backward(
-    config: Config, direction: Direction
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Prepare a gradient from grad_output, input and weight."""
-    p, of_input, settings = config.problem, direction == "input_grad", _settings(config, direction)
+def _prepare_backward(
+    config: Config, of_input: bool, of_weight: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Prepare gradients from grad_output, input and weight."""
+    p, settings = config.problem, _settings(config)
     geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
 
-    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with settings:
-            gradients = torch.ops.aten.convolution_backward(
-                grad_output, input, weight, None, *geometry, [of_input, not of_input, False]
+            grad_input, grad_weight, _ = torch.ops.aten.convolution_backward(
+                grad_output, input, weight, None, *geometry, [of_input, of_weight, False]
             )
-        return gradients[0 if of_input else 1]
+        return grad_input, grad_weight
 
     return call
