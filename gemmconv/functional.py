@@ -86,20 +86,18 @@ def conv_transpose2d(
         groups,
         validation.pair(where, "dilation", dilation),
     )
+    if input.is_cpu and _is_left_to_torch_on_the_cpu(weight, algorithm):
+        return ops.torchs_conv_transpose2d(input, weight, bias, *options)
     if input.is_complex() and algorithm in ("auto", "native"):
         # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
         return torch.conv_transpose2d(input, weight, bias, *options)
     if is_plain(input, weight, bias):
         operator = ops.conv_transpose2d_directly
-    elif (
-        torch.onnx.is_in_onnx_export()
-        or _is_compiled_as_torchs(input, weight, algorithm)
-        or (
-            algorithm in ("auto", "native")
-            and (is_for_torch() or are_for_torch(input, weight, bias))
-            and _rounds_like_torch(input, precision)
-        )
-    ):  # ONNX has torch's operator
+    elif torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
+        algorithm in ("auto", "native")
+        and (is_for_torch() or are_for_torch(input, weight, bias))
+        and _rounds_like_torch(input, precision)
+    ):
         return torch.conv_transpose2d(input, weight, bias, *options)
     else:
         operator = ops.conv_transpose2d
@@ -108,15 +106,14 @@ def conv_transpose2d(
     return operator(input, weight, bias, *options, algorithm, precision, workspace_limit)
 
 
-def _is_compiled_as_torchs(input: Tensor, weight: Tensor, algorithm: str) -> bool:
-    """Whether torch.compile gets torch's operator: on the CPU, as far as a layer tells without its input's size.
+def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
+    """Whether torch's operator serves a layer on the CPU, whatever the size of its input, in any mode of torch's.
 
-    torch.export does not: what it makes may be moved to a GPU.
+    Not where it is exported: what torch.export makes may be moved to a GPU.
     """
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or input.device.type != "cpu":
+    if algorithm != "native" and (algorithm != "auto" or is_few_outputs(weight.shape[0], weight.shape[1])):
         return False
-    few = is_few_outputs(weight.shape[0], weight.shape[1])
-    return algorithm == "native" or (algorithm == "auto" and not few)
+    return not (torch.compiler.is_compiling() and torch.compiler.is_exporting())
 
 
 def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:

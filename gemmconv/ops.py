@@ -713,6 +713,31 @@ def conv_transpose2d_directly(input: Tensor, weight: Tensor, bias: Tensor | None
     return _differentiable(input, weight, bias, *arguments)
 
 
+def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """torch's own operator, which takes every mode and kind of tensor, of arguments that ours would take.
+
+    Raises:
+        RuntimeError, NotImplementedError: as the operator.
+    """
+    if not torch.compiler.is_compiling():  # what is traced has no sizes yet
+        tensors = input, weight, bias
+        cast = torch.is_autocast_enabled(input.device.type)
+        kinds = None if cast else tuple(None if one is None else (one.dtype, one.device) for one in tensors)
+        shapes = input.shape, weight.shape, None if bias is None else bias.shape
+        _plan(("check", shapes, kinds, geometry), lambda: _is_forward(tensors, geometry, cast))
+    return torch.conv_transpose2d(input, weight, bias, *geometry)
+
+
+def _is_forward(tensors: Tensors, geometry: Any, cast: bool) -> bool:
+    """True, for a call that is right; raises what is wrong with another. ``cast``: autocast makes dtypes alike."""
+    input, *others = tensors
+    tensors = input.unsqueeze(0) if input.dim() == 3 else input, *others
+    if cast:
+        tensors = tuple(None if one is None else one.to("meta", torch.float32) for one in tensors)
+    _checked_problem(_FORWARD, tensors, None, Options(*geometry))
+    return True
+
+
 def _is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
     algorithm, device = arguments[5], input.device
     if algorithm not in ("auto", "native") or selection.is_deterministic(algorithm, device, spec_of(device)):

@@ -166,7 +166,7 @@ def test_torch_fx_traces_a_weight_that_is_computed():
 
 
 def test_onnx_gets_the_operators_that_it_has(monkeypatch):
-    model = gemmconv.ConvTranspose2d(4, 3, 3, 2)
+    model = gemmconv.ConvTranspose2d(4, 3, 3, 2, algorithm="gemm_col2im")
     input = torch.randn(2, 4, 5, 6)
     assert "gemmconv::" in str(torch.jit.trace(model, input).graph)
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)

@@ -138,6 +138,8 @@ class _Least:
         channels = p.in_channels // p.groups, p.out_channels // p.groups
         rate = self.rate * min(1.0, channels[0] / 64) ** self.in_exponent
         rate *= min(1.0, channels[1] / 64) ** self.out_exponent * max(1.0, min(channels) / 64) ** 0.2
+        if peak_there != _MEASURED.fp32 and p.in_channels * itemsize % 16:
+            rate *= _UNALIGNED
         # Other multiprocessors issue as fast; where their tensor cores are faster, cuDNN may use them as well.
         rate *= max(_cycles(spec) / _cycles(_MEASURED), peak / peak_there)
         memory = p.least_bytes(itemsize) * self.passes / (_MEMORY_SHARE * _bandwidth(spec, p.least_bytes(itemsize)))
@@ -146,6 +148,7 @@ class _Least:
 
 _MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]
 _LEAST_LAUNCH, _PEAK_SHARE, _MEMORY_SHARE = 8e-6, 0.9, 0.9
+_UNALIGNED = 0.3  # of the rate of tensor cores where the input channels of a pixel are not whole 16 bytes
 _TYPICAL, _AT_MOST = 0.7, 3.5  # the least is that part of what cuDNN takes, geometric mean; 95% take at most so much
 _LEAST = {  # by precision, whether the pass is a gradient (either one: half of both), and whether tensors are turned
     ("ieee", False, True): _Least(26e12, 0.85, 0.1, 4.0),
@@ -169,8 +172,8 @@ def _cycles(spec: DeviceSpec) -> float:
 
 
 def _bandwidth(spec: DeviceSpec, moved: int) -> float:
-    """Bytes a second; of what fits the L2 cache at least an H100's of memory, by cycles."""
-    if 2 * moved > spec.l2_bytes:
+    """Bytes a second; of what fits the L2 cache, turned copies too, at least an H100's of memory, by cycles."""
+    if 4 * moved > spec.l2_bytes:
         return spec.bandwidth
     return max(spec.bandwidth, _MEASURED.bandwidth * _cycles(spec) / _cycles(_MEASURED))
 
