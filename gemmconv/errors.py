@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class CompileError(RuntimeError):
+class KernelError(RuntimeError):
+    """A kernel cannot be had on this machine, whatever the input. ``auto`` takes torch's operator instead.
+
+    Attributes:
+        cause: what a warning says of it, in a line, the same for all kernels that fail for the same reason.
+    """
+
+    @property
+    def cause(self) -> str:
+        return str(self)
+
+
+class CompileError(KernelError):
     """A kernel did not compile: a defect of gemmconv or of the installed CUDA compiler, never of the input.
 
     Attributes:
+        cause: the first error that the compiler printed.
         source_name: file name of the kernel under ``csrc``.
         options: the compiler options, macros included.
         log: what the compiler printed.
@@ -24,6 +37,12 @@ class CompileError(RuntimeError):
         super().__init__(
             f"{source_name} did not compile\noptions: {' '.join(self.options)}\nlog:\n{log}\nsource:\n{numbered}"
         )
+
+    @property
+    def cause(self) -> str:
+        lines = [line.strip("\0 ") for line in self.log.splitlines()]
+        first = next((line for line in lines if ": error: " in line), lines[0] if lines else "")
+        return f"a kernel did not compile: {first}; a named algorithm raises all that the compiler printed"
 
     def __reduce__(self) -> tuple[type[CompileError], tuple[str, tuple[str, ...], str, str]]:
         return type(self), (self.source_name, self.options, self.log, self.source)

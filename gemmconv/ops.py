@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gemmconv import flops, selection, validation
-from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
+from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision, missing
+from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.turning import prepare_turned, to_nchw
 from gemmconv.device import spec_of
@@ -244,6 +245,15 @@ def _config(
     )
 
 
+def _prepared(
+    prepare: Callable[[Options], Callable[..., Any]], options: Options, device: torch.device
+) -> Callable[..., Any]:
+    """What ``prepare`` gives for the options; with ``"auto"`` torch's operator where kernels cannot be had."""
+    if options.algorithm != "auto":
+        return prepare(options)
+    return with_fallback(device, lambda: prepare(options), lambda: prepare(options._replace(algorithm="native")))
+
+
 def _compute(entry: _Entry, direction: Direction, tensors: Tensors, sizes: Any, arguments: Arguments) -> Tensor:
     first, second = tensors[0], tensors[1]
     options = Options(*_hashable(arguments))
@@ -251,8 +261,13 @@ def _compute(entry: _Entry, direction: Direction, tensors: Tensors, sizes: Any, 
 
     def make() -> Callable[..., Tensor]:
         bias = len(tensors) > 2 and tensors[2] is not None
-        config = _config(_checked_problem(entry, tensors, sizes, options), first, second, options, current, bias)
-        return getattr(selection.choose(config, options.algorithm, entry.where, direction), direction)(config)
+        problem = _checked_problem(entry, tensors, sizes, options)
+
+        def prepare(options: Options) -> Callable[..., Tensor]:
+            config = _config(problem, first, second, options, current, bias)
+            return getattr(selection.choose(config, options.algorithm, entry.where, direction), direction)(config)
+
+        return _prepared(prepare, options, first.device)
 
     key = (direction, *map(_signature, tensors), sizes, options, current)
     with _on(first.device):
@@ -300,12 +315,18 @@ def _conv_transpose2d_grads(
 
     def make() -> Callable[..., tuple[Tensor, Tensor]]:
         problem = _checked_problem(_GRADS, tensors, None, options)
-        config, weight_config = (_config(problem, grad_output, other, options, current) for other in (weight, input))
-        gradients = selection.choose_gradients(config, weight_config, options.algorithm, _GRADS.where)
-        if gradients.turned:
-            last = replace(config, memory_format=torch.channels_last)
-            return prepare_turned(config, _both_gradients(gradients, last, last), gradients.turns_weight)
-        return _both_gradients(gradients, config, weight_config)
+
+        def prepare(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
+            config, weight_config = (
+                _config(problem, grad_output, other, options, current) for other in (weight, input)
+            )
+            gradients = selection.choose_gradients(config, weight_config, options.algorithm, _GRADS.where)
+            if gradients.turned:
+                last = replace(config, memory_format=torch.channels_last)
+                return prepare_turned(config, _both_gradients(gradients, last, last), gradients.turns_weight)
+            return _both_gradients(gradients, config, weight_config)
+
+        return _prepared(prepare, options, grad_output.device)
 
     key = ("grads", *map(_signature, tensors), options, current)
     with _on(grad_output.device):
@@ -750,6 +771,9 @@ def _is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argume
     def make() -> bool:
         problem = _checked_problem(_FORWARD, (input, weight, bias), None, options)
         config = _config(problem, input, weight, options, current, bias is not None)
-        return selection.leaves_all_to_torch(config, options.algorithm, _FORWARD.where, *wanted)
+        left = selection.leaves_all_to_torch(config, options.algorithm, _FORWARD.where, *wanted)
+        if left and algorithm == "auto" and (cause := missing(device)) is not None:
+            warn_once(cause)
+        return left
 
     return _plan(("torch", _signature(input), _signature(weight), _signature(bias), options, current, wanted), make)

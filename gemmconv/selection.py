@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
-from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision
+from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision, missing, why_no_kernels
 from gemmconv.algorithms.columns_cpu import is_faster_than_torch
 from gemmconv.algorithms.turning import grad_turning_seconds, turned_seconds
 from gemmconv.device import DeviceSpec, spec_of
@@ -38,8 +38,11 @@ def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
 
 
 def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> bool:
-    """Whether torch's operator, if it is taken, may take deterministic kernels alone: for ``"auto"`` on Hopper."""
-    return requested == "auto" and device.type == "cuda" and spec.is_hopper
+    """Whether torch's operator, if it is taken, may take deterministic kernels alone: for ``"auto"`` on Hopper.
+
+    Not where it is all that can be had: then it does what it does without gemmconv.
+    """
+    return requested == "auto" and device.type == "cuda" and spec.is_hopper and missing(device) is None
 
 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
@@ -156,7 +159,7 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     Raises:
         NotImplementedError: as :func:`choose`.
     """
-    if requested != "auto" or config.device.type != "cuda":
+    if requested != "auto" or config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
         first = choose(config, requested, where, "input_grad")
         second = choose(weight_config, requested, where, "weight_grad")
         at_once = first is second and (

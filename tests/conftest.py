@@ -29,6 +29,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
 
+from gemmconv.algorithms.base import missing
 from gemmconv.device import spec_of
 from tests import emulator
 from tests.samples import DEVICES
@@ -69,6 +70,7 @@ def _seeds() -> None:
 def _devices_are_asked_anew() -> None:
     """No test's GEMMCONV_CAPABILITY is another's."""
     spec_of.cache_clear()
+    missing.cache_clear()
 
 
 @pytest.fixture

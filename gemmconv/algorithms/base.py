@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from gemmconv.device import AMPERE, REFERENCE, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
+from gemmconv.runtime.available import what_is_missing
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
 Precision = Literal["ieee", "tf32"]
@@ -125,11 +127,25 @@ class OneByOne:
         return math.inf
 
 
-def why_not_older(device: torch.device, spec: DeviceSpec | None = None) -> str | None:
-    """Why kernels that need what GPUs have since compute capability 8.0 cannot run on the device, or None."""
-    if device.type != "cuda" or (capability := (spec or spec_of(device)).capability) >= AMPERE:
+def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str | None:
+    """Why kernels cannot run on a CUDA device: a GPU before compute capability 8.0, or what :func:`missing` says."""
+    if device.type != "cuda":
         return None
-    return f"the device must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
+    if (capability := (spec or spec_of(device)).capability) < AMPERE:
+        return f"the device must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
+    return missing(device)
+
+
+@functools.cache
+def missing(device: torch.device) -> str | None:
+    """What keeps this machine from kernels that its device could run, and the way out, as a clause.
+
+    None where nothing does, of GPUs that no kernel is for, and where there is no GPU at hand: kernels for one can be
+    spoken of everywhere.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or spec_of(device).capability < AMPERE:
+        return None
+    return what_is_missing(torch.cuda.get_device_capability(device))
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

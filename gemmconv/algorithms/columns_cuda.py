@@ -16,11 +16,11 @@ from functools import cache
 
 import torch
 
-from gemmconv.algorithms.base import Config, accumulator_dtype
+from gemmconv.algorithms.base import Config, Direction, accumulator_dtype
 from gemmconv.algorithms.chunking import Chunk, Span
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
 from gemmconv.algorithms.gemm_col2im import longest_sum
-from gemmconv.runtime.cublas import Operand, StridedBatchedGemm, handle
+from gemmconv.runtime.cublas import Operand, StridedBatchedGemm, handle, library
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GroupedProduct:
 class CudaEngine:
     """Implements ``gemm_col2im.Engine``."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, direction: Direction) -> None:
         problem = config.problem
         self._problem, self._dtype, self._device = problem, config.dtype, config.device
         self._tf32 = config.precision == "tf32" and config.dtype == torch.float32
@@ -84,12 +84,14 @@ class CudaEngine:
         self._width = problem.input_size[1]
         self._input_image_bytes = problem.in_channels * problem.in_pixels * config.dtype.itemsize
         self._output_image_bytes = problem.out_channels * problem.out_pixels * config.dtype.itemsize
-        # What a call needs is made at its first use: a layer that only infers compiles no backward kernel.
+        # What a call needs is made at its first use, but for what may not be had: its libraries, its kernel.
         self._forward_product = cache(self._make_forward_product)
         self._input_grad_product = cache(self._make_input_grad_product)
         self._weight_grad_product = cache(self._make_weight_grad_product)
         self._col2im = cache(lambda: Col2im(problem, accumulator_dtype(config.dtype), config.dtype, config.device))
         self._im2col = cache(lambda: Im2col(problem, config.dtype, config.device))
+        library()
+        (self._col2im if direction == "forward" else self._im2col)()
 
     def columns_from_input(
         self, input: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, chunk: Chunk

@@ -19,7 +19,7 @@ import math
 import torch
 
 from gemmconv.algorithms import direct_ffma, direct_grads, direct_mma
-from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, Gradient, why_not_older
+from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, Gradient, why_no_kernels
 from gemmconv.algorithms.macros import why_not_dtype
 from gemmconv.algorithms.partials import partial_bytes
 from gemmconv.algorithms.turning import grads_turning_seconds, one_by_one_seconds, turning_seconds
@@ -78,7 +78,7 @@ class Direct:
         p = config.problem
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
-        if (reason := why_not_older(config.device, config.spec) or why_not_dtype(config.dtype)) is not None:
+        if (reason := why_no_kernels(config.device, config.spec) or why_not_dtype(config.dtype)) is not None:
             return reason
         if max(p.stride) > _WIDEST_STRIDE:
             return f"stride must be at most {_WIDEST_STRIDE} on both axes, got {p.stride}"

@@ -50,6 +50,7 @@ from gemmconv.algorithms.base import (
     OneByOne,
     aligned,
     either_format,
+    missing,
     strides_of,
     with_strides,
 )
@@ -251,6 +252,8 @@ class Fused(OneByOne):
         p = config.problem
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
+        if (reason := missing(config.device)) is not None:
+            return reason
         if not config.spec.is_hopper:
             major, minor = config.spec.capability
             return f"the device must have compute capability 9.0, got {major}.{minor}"

@@ -31,7 +31,7 @@ from gemmconv.algorithms.base import (
     Forward,
     Gradient,
     accumulator_dtype,
-    why_not_older,
+    why_no_kernels,
 )
 from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
 from gemmconv.algorithms.macros import why_not_dtype
@@ -109,7 +109,7 @@ class GemmCol2im:
     summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
 
     def why_not(self, config: Config) -> str | None:
-        if (reason := why_not_older(config.device, config.spec) or why_not_dtype(config.dtype)) is not None:
+        if (reason := why_no_kernels(config.device, config.spec) or why_not_dtype(config.dtype)) is not None:
             return reason
         if config.device.type not in ("cpu", "cuda"):
             return f"the device must be cpu or cuda, got {config.device.type}"
@@ -145,7 +145,7 @@ class GemmCol2im:
         return direction != "forward"
 
     def forward(self, config: Config) -> Forward:
-        problem, engine = config.problem, _engine(config)
+        problem, engine = config.problem, _engine(config, "forward")
         turned = to_nchw(config, problem.input_shape)
         turned_back = from_nchw(config, problem.output_shape)
         chunks = _forward_chunks(config)
@@ -166,7 +166,7 @@ class GemmCol2im:
         return call
 
     def input_grad(self, config: Config) -> Gradient:
-        problem, engine = config.problem, _engine(config)
+        problem, engine = config.problem, _engine(config, "input_grad")
         turned = to_nchw(config, problem.output_shape)
         turned_back = from_nchw(config, problem.input_shape)
         chunks = _backward_chunks(config, "input_grad")
@@ -206,7 +206,7 @@ class GemmCol2im:
 
     def _prepare_weight_grad(self, config: Config) -> GradientsInNchw:
         """Prepare the weight gradient, and with it the input's where that has memory."""
-        problem, engine = config.problem, _engine(config)
+        problem, engine = config.problem, _engine(config, "weight_grad")
         chunks = _backward_chunks(config, "weight_grad")
         column_elements = _column_elements(problem, chunks)
         slots, partial_dtype = _partials(config, chunks), accumulator_dtype(config.dtype)
@@ -259,11 +259,11 @@ def _product_seconds(config: Config, direction: Direction, chunks: Chunking, ite
     return chunks.count * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate
 
 
-def _engine(config: Config) -> Engine:
+def _engine(config: Config, direction: Direction) -> Engine:
     if config.device.type == "cuda":
         from gemmconv.algorithms.columns_cuda import CudaEngine
 
-        return CudaEngine(config)
+        return CudaEngine(config, direction)
     from gemmconv.algorithms.columns_cpu import CpuEngine
 
     return CpuEngine(config)

@@ -1,4 +1,5 @@
 """Finds, compiles, caches and launches CUDA kernels. Knows nothing of convolution.
 
-Nothing under here is imported on a machine without a GPU, except by those who compile for one.
+Nothing under here but ``available`` and ``sources``, which say whether the rest can work, is imported on a machine
+without a GPU, except by those who compile for one.
 """

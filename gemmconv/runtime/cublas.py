@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gemmconv.errors import KernelError
+
 _OP = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
 _DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
@@ -23,9 +25,17 @@ _GEMM_DEFAULT = -1  # cublasGemmAlgo_t
 
 
 @cache
-def _library() -> Any:
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so"))
-    gemm = library.cublasGemmStridedBatchedEx  # a symbol look-up follows the library's own dependencies
+def library() -> Any:
+    """cuBLAS, in the library that torch is linked with.
+
+    Raises:
+        KernelError: it is not there.
+    """
+    try:
+        found = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so"))
+        gemm = found.cublasGemmStridedBatchedEx  # a symbol look-up follows the library's own dependencies
+    except (OSError, AttributeError) as error:
+        raise KernelError(f"torch must be linked with cuBLAS as a shared library, got {error}") from error
     integer, pointer, stride = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
     gemm.argtypes = [
         *(pointer, integer, integer, integer, integer, integer, pointer),  # handle, ops, m, n, k, alpha
@@ -34,8 +44,8 @@ def _library() -> Any:
         *(pointer, pointer, integer, integer, stride),  # beta, C
         *(integer, integer, integer),  # batch, compute type, algorithm
     ]
-    library.cublasSetMathMode.argtypes = [pointer, integer]
-    return library
+    found.cublasSetMathMode.argtypes = [pointer, integer]
+    return found
 
 
 def handle() -> int:
@@ -44,7 +54,7 @@ def handle() -> int:
     torch sets the mode each time that it takes the handle, so nothing that is set here outlives the call.
     """
     value = torch.cuda.current_blas_handle()
-    _check(_library().cublasSetMathMode(value, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
+    _check(library().cublasSetMathMode(value, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
     return value
 
 
@@ -99,7 +109,7 @@ class StridedBatchedGemm:
         self._beta_address = ctypes.addressof(self._beta)
         self._c = (_DATA_TYPE[c.dtype], c.leading, c.stride)
         self._tail = (compute, _GEMM_DEFAULT)
-        self._gemm = _library().cublasGemmStridedBatchedEx
+        self._gemm = library().cublasGemmStridedBatchedEx
 
     def __call__(self, blas: int, a: int, b: int, c: int, batch: int) -> None:
         """Enqueue the product on the handle ``blas`` with the matrices at these device addresses."""

@@ -11,6 +11,7 @@ import torch
 from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
+from gemmconv.errors import KernelError
 from gemmconv.runtime.cache import default_cache
 from gemmconv.runtime.compiler import Macros, compile
 
@@ -114,6 +115,9 @@ def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, 
 
     ``shared_bytes`` is the most dynamic shared memory that it will be launched with.
     Compiles at most once per process; from then on, and in other processes, it comes from a cache.
+
+    Raises:
+        KernelError: it does not compile, which is a CompileError, or the driver does not load it.
     """
     with _load_lock:
         return _load(source_name, kernel_name, tuple(sorted(macros.items())), device_index, shared_bytes)
@@ -123,5 +127,10 @@ def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, 
 def _load(
     source_name: str, kernel_name: str, macros: tuple[tuple[str, Any], ...], device_index: int, shared_bytes: int
 ) -> Kernel:
-    compiled = compile(source_name, dict(macros), architecture(device_index), cache=default_cache())
-    return Kernel(ObjectCode.from_cubin(compiled.cubin, name=source_name), kernel_name, device_index, shared_bytes)
+    arch = architecture(device_index)
+    compiled = compile(source_name, dict(macros), arch, cache=default_cache())
+    try:
+        return Kernel(ObjectCode.from_cubin(compiled.cubin, name=source_name), kernel_name, device_index, shared_bytes)
+    except Exception as error:  # cuda.core has one exception type per CUDA library
+        rule, got = f"the driver must load what NVRTC compiles for {arch}", str(error).partition(". ")[0]
+        raise KernelError(f"{rule}, got {got}; update the driver, or take the other extra of gemmconv") from error
