@@ -28,6 +28,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         workspace_limit: bytes of temporary memory of a call; None for 64 MiB.
 
     Raises:
+        TypeError, RuntimeError: an argument of the wrong type or size, of which torch notices some in the first call.
         ValueError: as torch.nn.ConvTranspose2d; an unknown algorithm or precision, or a workspace_limit below 1.
 
     >>> import torch
@@ -60,14 +61,12 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         workspace_limit: int | None = None,
     ) -> None:
         where = "ConvTranspose2d"
-        validation.module(where, in_channels, out_channels, groups, padding_mode)
+        counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
+        pairs = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
+        pairs["dilation"] = dilation
+        sizes = validation.module(where, counts, pairs, bias, padding_mode, device, dtype)
         validation.choice(where, algorithm, NAMES, precision, workspace_limit)
-        super().__init__(
-            *(in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation),
-            padding_mode,
-            device,
-            dtype,
-        )
+        super().__init__(**sizes, bias=bias, padding_mode=padding_mode, device=device, dtype=dtype)
         self.algorithm = algorithm
         self.precision = precision
         self.workspace_limit = workspace_limit

@@ -40,6 +40,7 @@ _SCHEMAS = {
     "im2col": f"Tensor input, {_WINDOW}",
     "col2im": f"Tensor columns, SymInt[2] output_size, {_WINDOW}",
 }
+_PUBLIC = ("conv_transpose2d", "im2col", "col2im")
 _RESULTS = {"conv_transpose2d_grads": "(Tensor, Tensor)"}  # of the others a tensor
 
 _library = torch.library.Library("gemmconv", "DEF")
@@ -70,10 +71,13 @@ class _Sealed:
 def _routed(name: str) -> Callable[..., Any]:
     """The operator; under a transform of torch.func, the function that carries it through every level of transforms."""
     operator = getattr(torch.ops.gemmconv, name).default
+    names = [argument.name for argument in operator._schema.arguments]
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
             return operator(*inputs)
+        if name in _PUBLIC:  # of the others all has been checked before
+            validation.in_64_bits(name, zip(names, inputs, strict=False))
         flops.register()
         if not torch._C._are_functorch_transforms_active():
             return operator(*inputs)
@@ -126,6 +130,7 @@ def _forward_problem(where: str, tensors: Tensors, sizes: Any, options: Options)
     problem = validation.problem(where, input.shape, weight.shape, *options.geometry)
     validation.same_kind(where, (("input", input), ("weight", weight), ("bias", bias)))
     validation.bias_shape(where, bias, problem.out_channels)
+    validation.sizes(where, problem, input.dtype.itemsize)
     return problem
 
 
@@ -173,6 +178,7 @@ _GRADS = _Entry("conv_transpose2d_grads", _grads_problem)
 
 def _checked_problem(entry: _Entry, tensors: Tensors, sizes: Any, options: Options) -> Problem:
     validation.choice(entry.where, options.algorithm, selection.NAMES, options.precision, options.workspace_limit)
+    validation.in_64_bits(entry.where, zip(Options._fields, options, strict=True))
     return entry.problem(entry.where, tensors, sizes, options)
 
 
@@ -347,7 +353,10 @@ def _im2col_problem(input: Tensor, window: Window) -> Problem:
     validation.rank4("im2col", (("input", input),))
     validation.same_kind("im2col", (("input", input),))
     size = (input.shape[2], input.shape[3])
-    return validation.fold_geometry("im2col", "input", size, *window, shape=(input.shape[0], input.shape[1]))
+    problem = validation.fold_geometry("im2col", "input", size, *window, shape=(input.shape[0], input.shape[1]))
+    shape = problem.batch, problem.gemm_m, problem.gemm_n
+    validation.in_memory("im2col", "padding", shape, input.dtype.itemsize, "leave columns of", "pad less")
+    return problem
 
 
 def _col2im_problem(columns: Tensor, output_size: Pair, window: Window) -> Problem:
@@ -355,6 +364,8 @@ def _col2im_problem(columns: Tensor, output_size: Pair, window: Window) -> Probl
     shape = validation.fold_columns("col2im", columns.shape, window.kernel_size)
     problem = validation.fold_geometry("col2im", "output_size", output_size, *window, shape=shape)
     validation.shape("col2im", "columns", columns.shape, (problem.batch, problem.gemm_m, problem.gemm_n))
+    itemsize, images = columns.dtype.itemsize, problem.output_shape
+    validation.in_memory("col2im", "output_size", images, itemsize, "be of images of", "fold into smaller ones")
     return problem
 
 

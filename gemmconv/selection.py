@@ -15,7 +15,7 @@ from gemmconv.algorithms.columns_cpu import is_faster_than_torch
 from gemmconv.algorithms.turning import grad_turning_seconds, turned_seconds
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.validation import choice, made_problem
+from gemmconv.validation import choice, made_problem, place
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
 
@@ -330,9 +330,9 @@ def explain(
     if memory_format not in (torch.contiguous_format, torch.channels_last):
         known = "torch.contiguous_format or torch.channels_last"
         raise ValueError(f"explain: memory_format must be {known}, got {memory_format}")
-    if direction not in _PASSES:
+    if direction not in tuple(_PASSES):
         raise ValueError(f"explain: direction must be one of {', '.join(_PASSES)}, got {direction!r}")
-    where = torch.device(device)
+    where = place("explain", device)
     current = torch_precision(dtype, where)
     config = Config(
         problem,

@@ -6,8 +6,9 @@ mistake, with the argument, the rule, the value and the way out. Nothing is comp
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -18,6 +19,14 @@ from gemmconv.geometry import Pair, Problem, output_extent
 PRECISIONS = ("ieee", "tf32")
 _AXES = ("height", "width")
 _COUNTS = ("batch", "in_channels", "out_channels", "groups")  # of a problem; all else are pairs
+_LIMIT = 1 << 63  # of integers, and of the bytes of a tensor
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_FOLDS = ("im2col", "col2im")
+_NAMED_PADDINGS = {  # of torch.nn.Conv2d
+    "valid": "write padding=0",
+    "same": "an output of stride times the input has 2 * padding = dilation * (kernel_size - 1) + 1 + output_padding "
+    "- stride",
+}
 
 
 def fail(kind: type[Exception], where: str, argument: str, rule: str, got: object, remedy: str = "") -> NoReturn:
@@ -39,7 +48,11 @@ def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (value,)
     items = [_integer(item) for item in values]
     if any(item is None for item in items):
-        fail(TypeError, where, argument, "be an int or a pair of ints", repr(value))
+        rule = "be an int or a pair of ints"
+        if argument == "padding" and isinstance(value, str) and value in _NAMED_PADDINGS and where not in _FOLDS:
+            rule += f", since a transposed convolution has no padding={value!r}"
+            fail(TypeError, where, argument, rule, repr(value), _NAMED_PADDINGS[value])
+        fail(TypeError, where, argument, rule, repr(value))
     if len(items) not in (1, 2):
         fail(RuntimeError, where, argument, "have one or two elements", repr(value), "give (height, width)")
     return (items[0], items[-1])  # type: ignore[return-value]
@@ -66,10 +79,32 @@ def _integer(value: Any) -> int | None:
         return None
 
 
+def in_64_bits(where: str, arguments: Iterable[tuple[str, Any]]) -> None:
+    """Raises TypeError where an argument is, or has in a pair, an int beyond 64 bits. A symbolic one is none."""
+    for argument, value in arguments:
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, int) and not -_LIMIT <= item < _LIMIT:
+                fail(TypeError, where, argument, "fit 64 bits", value)
+
+
+def in_memory(where: str, argument: str, shape: Sequence[int], itemsize: int, rule: str, remedy: str) -> None:
+    """Raises RuntimeError where 64 bits cannot count the bytes of a tensor; not of one whose sizes are symbolic."""
+    if all(isinstance(extent, int) for extent in shape) and math.prod(shape) * itemsize >= _LIMIT:
+        fail(RuntimeError, where, argument, f"{rule} less than 2**63 bytes", f"shape {list(shape)}", remedy)
+
+
 def tensor(where: str, argument: str, value: object) -> None:
-    """Raises TypeError where ``value`` is no tensor."""
+    """Check a tensor for what all operators want.
+
+    Raises:
+        TypeError: it is none.
+        NotImplementedError: it is sparse.
+    """
     if not isinstance(value, torch.Tensor):
         fail(TypeError, where, argument, "be a torch.Tensor", type(value).__name__)
+    if value.layout != torch.strided and value.layout in _SPARSE:
+        remedy = f"use {argument}.to_dense()"
+        fail(NotImplementedError, where, argument, "be dense", str(value.layout).removeprefix("torch."), remedy)
 
 
 def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str | None, limit: int | None) -> None:
@@ -87,6 +122,8 @@ def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str
         fail(TypeError, where, "workspace_limit", "be None or an int, in bytes", repr(limit))
     if limit is not None and limit < 1:
         fail(ValueError, where, "workspace_limit", "be at least 1 byte", limit, "leave it None for 64 MiB")
+    if limit is not None and limit >= _LIMIT:
+        fail(ValueError, where, "workspace_limit", "be less than 2**63 bytes", limit, "leave it None for 64 MiB")
 
 
 def floating(where: str, argument: str, dtype: torch.dtype, remedy: str = "") -> None:
@@ -220,8 +257,9 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
     """The problem that someone made, in one form; it and a dtype checked as a call on such tensors would.
 
     Raises:
-        TypeError: ``made`` is no problem, ``dtype`` none; a value that is no int.
-        RuntimeError: what :func:`problem` raises; a negative batch, output channels that groups do not divide.
+        TypeError: ``made`` is no problem, ``dtype`` none; a value that is no int, or beyond 64 bits.
+        RuntimeError: what :func:`problem` and :func:`sizes` raise; a negative batch, output channels that groups do
+            not divide.
         NotImplementedError: an integer or boolean dtype.
     """
     if not isinstance(dtype, torch.dtype):
@@ -233,6 +271,7 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
         field.name: (integer if field.name in _COUNTS else pair)(where, field.name, getattr(made, field.name))
         for field in fields(Problem)
     }
+    in_64_bits(where, values.items())
     made = Problem(**values)
     geometry = made.stride, made.padding, made.output_padding, made.groups, made.dilation
     parameters(where, *geometry, made.kernel_size)
@@ -241,7 +280,16 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
     if made.out_channels % made.groups:
         fail(RuntimeError, where, "out_channels", f"be divisible by groups={made.groups}", made.out_channels)
     problem(where, made.input_shape, made.weight_shape, *geometry)
+    sizes(where, made, dtype.itemsize)
     return made
+
+
+def sizes(where: str, made: Problem, itemsize: int) -> None:
+    """Raises RuntimeError where 64 bits cannot count the bytes of a tensor of a problem."""
+    for name, shape in (("input", made.input_shape), ("weight", made.weight_shape)):
+        in_memory(where, name, shape, itemsize, "have", "use fewer channels or smaller images")
+    remedy = f"use a smaller stride or dilation than {made.stride} and {made.dilation}"
+    in_memory(where, "stride and dilation", made.output_shape, itemsize, "leave an output of", remedy)
 
 
 def bias_shape(where: str, bias: torch.Tensor | None, out_channels: int) -> None:
@@ -318,19 +366,72 @@ def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) ->
     return columns_shape[0], columns_shape[1] // taps
 
 
-def module(where: str, in_channels: int, out_channels: int, groups: int, padding_mode: str) -> None:
-    """Check what torch.nn.ConvTranspose2d checks when it is made.
+def module(
+    where: str,
+    counts: Mapping[str, Any],
+    pairs: Mapping[str, Any],
+    bias: Any,
+    padding_mode: str,
+    device: Any,
+    dtype: Any,
+) -> dict[str, Any]:
+    """The sizes that a module is made of, in one form, checked before any parameter is made.
+
+    Args:
+        where: subject of messages.
+        counts: in_channels, out_channels and groups, by name.
+        pairs: kernel_size, stride, padding, output_padding and dilation; anything that torch makes a pair of.
+        bias, padding_mode, device, dtype: as torch.nn.ConvTranspose2d.
 
     Raises:
+        TypeError: a value of the wrong type, or beyond 64 bits.
         ValueError: groups that are not positive or do not divide the channels, a padding_mode other than "zeros".
+        RuntimeError: a pair of another length, a negative size, an unknown device, a dtype of integers, a bias that is
+            neither true nor false, a weight that no memory can hold.
     """
+    made: dict[str, Any] = {name: integer(where, name, value) for name, value in counts.items()}
+    made |= {name: pair(where, name, _unpacked(value)) for name, value in pairs.items()}
+    groups, kernel_size = made["groups"], made["kernel_size"]
     if groups < 1:
         fail(ValueError, where, "groups", "be at least 1", groups)
-    for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
-        if channels % groups:
-            fail(ValueError, where, name, f"be divisible by groups={groups}", channels)
+    for name in ("in_channels", "out_channels"):
+        if made[name] < 0:
+            fail(RuntimeError, where, name, "be at least 0", made[name])
+        if made[name] % groups:
+            fail(ValueError, where, name, f"be divisible by groups={groups}", made[name])
     if padding_mode != "zeros":
         fail(ValueError, where, "padding_mode", 'be "zeros", the only one there is', repr(padding_mode))
+    in_64_bits(where, made.items())
+    if _any_below(0, kernel_size):
+        fail(RuntimeError, where, "kernel_size", "be at least 0 on both axes", kernel_size)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
+    dtype = dtype or torch.get_default_dtype()
+    floating(where, "dtype", dtype)
+    weight_shape = (made["in_channels"], made["out_channels"] // groups, *kernel_size)
+    in_memory(where, "the weight", weight_shape, dtype.itemsize, "have", "use fewer channels or a smaller kernel_size")
+    if device is not None:
+        place(where, device)
+    try:
+        bool(bias)
+    except (RuntimeError, ValueError) as error:  # of a tensor or an array of several elements
+        fail(type(error), where, "bias", "be True or False", type(bias).__name__)
+    return made
+
+
+def _unpacked(value: Any) -> Any:
+    """A tuple of what can be iterated over, as torch's modules take it; anything else as it is."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable) or _integer(value) is not None:
+        return value
+    return tuple(value)
+
+
+def place(where: str, device: Any) -> torch.device:
+    """A device. Raises TypeError or RuntimeError where torch knows none of that kind or name."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        fail(type(error), where, "device", "be a torch.device, a name such as cuda:0, or an index", repr(device))
 
 
 def output_padding_for(
@@ -351,9 +452,12 @@ def output_padding_for(
         kernel_size, stride, padding, dilation: of the layer.
 
     Raises:
+        TypeError: what is no sequence.
         ValueError: another number of elements, or a size that no output_padding below the stride gives.
     """
     before = len(input_shape) - 2
+    if isinstance(output_size, int):
+        fail(TypeError, where, "output_size", "be (H_out, W_out)", output_size)
     if len(output_size) not in (2, 2 + before):
         rule = f"have 2 or {2 + before} elements for a {len(input_shape)}-D input"
         fail(ValueError, where, "output_size", rule, output_size)

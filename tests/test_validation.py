@@ -1,6 +1,8 @@
 """Every mistake a caller can make: torch's own exception type, a message with argument, rule and value."""
 
+import functools
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,13 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
+from gemmconv import validation
 
 INPUT = torch.randn(2, 4, 5, 6)
 WEIGHT = torch.randn(4, 6, 3, 3)
 BIAS = torch.randn(6)
+
+
+def csr(tensor: torch.Tensor) -> torch.Tensor:
+    """In compressed rows, without torch's warning that these are new."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.to_sparse_csr()
 
 
 @dataclass(frozen=True)
@@ -65,9 +76,28 @@ CONVOLUTION_MISTAKES = [
     Mistake("bias_number", {"bias": 1.5}, TypeError, "bias", "float"),
     Mistake("stride_float", {"stride": 1.5}, TypeError, "stride", "1.5"),
     Mistake("stride_floats", {"stride": (1, 2.5)}, TypeError, "stride", "2.5"),
-    Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "same"),
+    Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "2 * padding = dilation * (kernel_size - 1)"),
+    Mistake("padding_valid", {"padding": "valid"}, TypeError, "padding", "write padding=0"),
+    Mistake("padding_other_name", {"padding": "full"}, TypeError, "padding", "'full'"),
     Mistake("dilation_none", {"dilation": None}, TypeError, "dilation", "None"),
     Mistake("groups_float", {"groups": 2.0}, TypeError, "groups", "2.0"),
+    # Beyond 64 bits
+    Mistake("stride_huge", {"stride": (1, 2**70)}, TypeError, "stride", str(2**70)),
+    Mistake("padding_huge", {"padding": (2**63, 0)}, TypeError, "padding", str(2**63)),
+    Mistake("output_padding_huge", {"output_padding": (0, -(2**70))}, TypeError, "output_padding", str(-(2**70))),
+    Mistake("dilation_huge", {"dilation": (2**64, 1)}, TypeError, "dilation", str(2**64)),
+    # torch raises ValueError of an int, and TypeError of the pair that its module makes of it.
+    Mistake("stride_of_both_axes_huge", {"stride": 2**70}, TypeError, "stride", str(2**70), False),
+    Mistake("groups_huge", {"groups": 2**70}, TypeError, "groups", str(2**70), False),
+    Mistake("workspace_limit_huge", {"workspace_limit": 2**63}, ValueError, "workspace_limit", str(2**63), False),
+    Mistake("output_of_2**64_bytes", {"stride": 2**31}, RuntimeError, "stride", "2**63 bytes"),
+    Mistake("output_of_more_pixels", {"dilation": (2**62, 2)}, RuntimeError, "dilation", "2**63 bytes"),
+    # Layouts
+    Mistake("input_coo", {"input": INPUT.to_sparse()}, RuntimeError, "input", "sparse_coo; use input.to_dense()"),
+    Mistake("weight_coo", {"weight": WEIGHT.to_sparse()}, RuntimeError, "weight", "weight.to_dense()"),
+    Mistake("bias_coo", {"bias": BIAS.to_sparse()}, RuntimeError, "bias", "bias.to_dense()"),
+    Mistake("input_csr", {"input": csr(INPUT[0])}, RuntimeError, "input", "sparse_csr; use input.to_dense()"),
+    Mistake("weight_csr", {"weight": csr(WEIGHT[0])}, RuntimeError, "weight", "weight.to_dense()"),
     # Ranks and shapes
     Mistake("input_rank_2", {"input": INPUT[0, 0]}, RuntimeError, "input", "[5, 6]"),
     Mistake("input_rank_5", {"input": INPUT[None]}, RuntimeError, "input", "[1, 2, 4, 5, 6]"),
@@ -191,6 +221,38 @@ def test_conv_transpose2d_rejects_meta_tensors_alike(changes):
     assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "native", "gemm_col2im"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_conv_transpose2d_rejects_sparse_tensors_whatever_computes_it(algorithm, dtype):
+    arguments = {name: tensor.to(dtype) for name, tensor in GOOD_CONVOLUTION.items()}
+    for name, tensor in arguments.items():
+        with pytest.raises(NotImplementedError, match=f"{name} must be dense, got sparse_coo; use {name}.to_dense"):
+            gemmconv.conv_transpose2d(**{**arguments, name: tensor.to_sparse()}, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "native", "gemm_col2im"])
+@pytest.mark.parametrize("name", ["stride", "padding", "output_padding", "dilation", "groups"])
+def test_conv_transpose2d_names_what_is_beyond_64_bits_in_every_mode(name, algorithm):
+    """The dispatcher would say that an int is no int."""
+    call = functools.partial(gemmconv.conv_transpose2d, **GOOD_CONVOLUTION, algorithm=algorithm, **{name: 2**70})
+    message = rf"conv_transpose2d: {name} must fit 64 bits, got .*{2**70}"
+    with pytest.raises(TypeError, match=message):
+        call()
+    with torch.autocast("cpu"), pytest.raises(TypeError, match=message):
+        call()
+    with pytest.raises(TypeError, match=message):
+        torch.func.grad(lambda bias: call(bias=bias).sum())(BIAS)
+
+
+def test_checks_of_64_bits_tie_no_symbolic_size():
+    """One that data decides has no value yet: comparing it raises."""
+    size = ShapeEnv().create_unbacked_symint()
+    with pytest.raises(GuardOnDataDependentSymNode):
+        bool(size < 2**62)
+    validation.in_64_bits("test", [("stride", (size, 2)), ("groups", size)])
+    validation.sizes("test", replace(PROBLEM, batch=size, stride=(size, 1)), 4)
+
+
 @pytest.mark.gpu
 def test_conv_transpose2d_rejects_tensors_on_two_devices():
     for changes in ({"input": INPUT.cuda()}, {"weight": WEIGHT.cuda()}, {"bias": BIAS.cuda()}):
@@ -242,12 +304,89 @@ MODULE_MISTAKES = [
     Mistake("algorithm", {"algorithm": "fastest"}, ValueError, "algorithm", "fastest", False),
     Mistake("precision", {"precision": "fp16"}, ValueError, "precision", "fp16", False),
     Mistake("workspace_limit", {"workspace_limit": -1}, ValueError, "workspace_limit", "-1", False),
+    Mistake("workspace_limit_huge", {"workspace_limit": 2**63}, ValueError, "workspace_limit", str(2**63), False),
+    # Types
+    Mistake("in_channels_float", {"in_channels": 4.0}, TypeError, "in_channels", "4.0"),
+    Mistake("in_channels_name", {"in_channels": "4"}, TypeError, "in_channels", "'4'"),
+    Mistake("in_channels_none", {"in_channels": None}, TypeError, "in_channels", "None"),
+    Mistake("in_channels_bool", {"in_channels": True}, TypeError, "in_channels", "True"),
+    Mistake("out_channels_float", {"out_channels": 6.0}, TypeError, "out_channels", "6.0"),
+    Mistake("out_channels_pair", {"out_channels": (6, 6)}, TypeError, "out_channels", "(6, 6)"),
+    Mistake("groups_name", {"groups": "1"}, TypeError, "groups", "'1'"),
+    Mistake("groups_float", {"groups": 2.0}, TypeError, "groups", "2.0"),
+    Mistake("groups_bool", {"groups": True}, TypeError, "groups", "True"),
+    Mistake("kernel_size_name", {"kernel_size": "3"}, TypeError, "kernel_size", "'3'"),
+    Mistake("kernel_size_float", {"kernel_size": (3, 3.0)}, TypeError, "kernel_size", "3.0"),
+    Mistake("kernel_size_none", {"kernel_size": None}, TypeError, "kernel_size", "None"),
+    Mistake("stride_none", {"stride": None}, TypeError, "stride", "None"),
+    Mistake("stride_name", {"stride": "2"}, TypeError, "stride", "'2'"),
+    Mistake("stride_bool", {"stride": True}, TypeError, "stride", "True"),
+    Mistake("stride_numpy_float", {"stride": np.float32(2)}, TypeError, "stride", "2.0"),
+    Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "no padding='same'"),
+    Mistake("padding_valid", {"padding": "valid"}, TypeError, "padding", "write padding=0"),
+    Mistake("output_padding_float", {"output_padding": 0.5}, TypeError, "output_padding", "0.5"),
+    Mistake("dilation_name", {"dilation": "2"}, TypeError, "dilation", "'2'"),
+    Mistake("dtype_name", {"dtype": "float32"}, TypeError, "dtype", "'float32'"),
+    Mistake("dtype_integer", {"dtype": torch.int32}, RuntimeError, "dtype", "int32"),
+    Mistake("device_name", {"device": "nowhere"}, RuntimeError, "device", "'nowhere'"),
+    Mistake("device_float", {"device": 1.5}, TypeError, "device", "1.5"),
+    Mistake("bias_tensor", {"bias": torch.ones(6)}, RuntimeError, "bias", "Tensor"),
+    Mistake("bias_array", {"bias": np.ones(6)}, ValueError, "bias", "ndarray"),
+    # Numbers of values
+    Mistake("kernel_size_single", {"kernel_size": ()}, RuntimeError, "kernel_size", "()"),
+    Mistake("kernel_size_triple", {"kernel_size": (3, 3, 3)}, RuntimeError, "kernel_size", "(3, 3, 3)"),
+    Mistake("stride_triple", {"stride": (2, 2, 2)}, RuntimeError, "stride", "(2, 2, 2)"),
+    Mistake("padding_array", {"padding": np.array([1, 1, 1])}, RuntimeError, "padding", "1"),
+    # Sizes
+    Mistake("in_channels_negative", {"in_channels": -4}, RuntimeError, "in_channels", "-4"),
+    Mistake("out_channels_negative", {"out_channels": -6}, RuntimeError, "out_channels", "-6"),
+    Mistake("kernel_size_negative", {"kernel_size": (3, -1)}, RuntimeError, "kernel_size", "-1"),
+    Mistake("in_channels_huge", {"in_channels": 2**70}, TypeError, "in_channels", str(2**70)),
+    Mistake("out_channels_huge", {"out_channels": 2**63}, TypeError, "out_channels", str(2**63)),
+    Mistake("groups_huge", {"groups": 2**70}, ValueError, "in_channels", str(2**70)),
+    Mistake("kernel_size_huge", {"kernel_size": 2**70}, TypeError, "kernel_size", str(2**70)),
+    Mistake("stride_huge", {"stride": 2**70}, TypeError, "stride", str(2**70)),
+    Mistake("padding_huge", {"padding": (0, 2**70)}, TypeError, "padding", str(2**70)),
+    Mistake("dilation_huge", {"dilation": -(2**70)}, TypeError, "dilation", str(-(2**70))),
+    Mistake("weight_huge", {"kernel_size": 2**40}, RuntimeError, "weight", str(2**40)),
+    Mistake("weight_of_2**63_bytes", {"in_channels": 2**61, "out_channels": 1}, RuntimeError, "weight", str(2**61)),
 ]
 
 
 @by_mistake(MODULE_MISTAKES)
 def test_module_constructor_rejects(mistake):
-    check(mistake, gemmconv.ConvTranspose2d, torch.nn.ConvTranspose2d, GOOD_MODULE)
+    """Some of them torch notices in the first call."""
+
+    def make_and_call(**arguments):
+        return torch.nn.ConvTranspose2d(**arguments)(INPUT)
+
+    check(mistake, gemmconv.ConvTranspose2d, make_and_call, GOOD_MODULE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel_size": [3, 2]},
+        {"kernel_size": torch.Size((3, 2))},
+        {"kernel_size": np.array([3, 2])},
+        {"kernel_size": torch.tensor([3, 2])},
+        {"kernel_size": range(2, 4)},
+        {"in_channels": np.int64(4), "out_channels": torch.tensor(6), "groups": np.int32(2)},
+        {"stride": (2,), "padding": np.array([1, 0]), "output_padding": [1], "dilation": {2}},
+        {"bias": None},
+        {"bias": 0},
+        {"bias": "yes"},
+        {"device": 0} if torch.cuda.is_available() else {"device": "cpu"},
+        {"dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_module_constructor_takes_what_torchs_takes(changes):
+    ours, theirs = (kind(**{**GOOD_MODULE, **changes}) for kind in (gemmconv.ConvTranspose2d, torch.nn.ConvTranspose2d))
+    ours.load_state_dict(theirs.state_dict())
+    images = INPUT.to(ours.weight.device, ours.weight.dtype)
+    torch.testing.assert_close(ours(images), theirs(images))
+    assert all(type(size) is int for name in ("kernel_size", "stride", "padding") for size in getattr(ours, name))
 
 
 GOOD_FORWARD = {"input": INPUT}
@@ -256,6 +395,8 @@ FORWARD_MISTAKES = [
     Mistake("input_dtype", {"input": INPUT.double()}, RuntimeError, "weight", "float32"),
     Mistake("input_array", {"input": INPUT.numpy()}, TypeError, "input", "ndarray"),
     Mistake("channels", {"input": INPUT[:, :3]}, RuntimeError, "input", "3"),
+    Mistake("output_size_int", {"output_size": 11}, TypeError, "output_size", "11"),
+    Mistake("input_coo", {"input": INPUT.to_sparse()}, RuntimeError, "input", "input.to_dense()"),
     Mistake("output_size_small", {"output_size": (2, 13)}, ValueError, "output_size", "2"),
     Mistake("output_size_large", {"output_size": (11, 20)}, ValueError, "output_size", "20"),
     Mistake("output_size_of_one", {"output_size": (11,)}, ValueError, "output_size", "11"),
@@ -284,7 +425,13 @@ UNFOLD_MISTAKES = [
     Mistake("stride_zero", {"stride": (0, 1)}, RuntimeError, "stride", "0"),
     Mistake("dilation_zero", {"dilation": 0}, RuntimeError, "dilation", "0"),
     Mistake("padding_negative", {"padding": -1}, RuntimeError, "padding", "-1"),
+    Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "same"),
     Mistake("integers", {"input": INPUT.long()}, RuntimeError, "input", "int64"),
+    Mistake("input_coo", {"input": INPUT.to_sparse()}, RuntimeError, "input", "input.to_dense()"),
+    Mistake("input_csr", {"input": csr(INPUT[0])}, RuntimeError, "input", "input.to_dense()"),
+    Mistake("kernel_size_huge", {"kernel_size": 2**70}, TypeError, "kernel_size", str(2**70)),
+    Mistake("padding_huge", {"padding": (0, 2**63)}, TypeError, "padding", str(2**63)),
+    Mistake("columns_huge", {"padding": 2**62}, RuntimeError, "padding", "2**63 bytes"),
 ]
 
 
@@ -309,6 +456,15 @@ FOLD_MISTAKES = [
     Mistake("dilation_zero", {"dilation": (1, 0)}, RuntimeError, "dilation", "0"),
     Mistake("padding_negative", {"padding": (0, -1)}, RuntimeError, "padding", "-1"),
     Mistake("integers", {"columns": COLUMNS.long()}, RuntimeError, "columns", "int64"),
+    Mistake("columns_coo", {"columns": COLUMNS.to_sparse()}, RuntimeError, "columns", "columns.to_dense()"),
+    Mistake("output_size_huge", {"output_size": (5, 2**70)}, TypeError, "output_size", str(2**70)),
+    Mistake(
+        "images_huge",
+        {"columns": COLUMNS[..., :4], "output_size": 2**40 + 3, "stride": 2**40},
+        RuntimeError,
+        "output_size",
+        "2**63 bytes",
+    ),
 ]
 
 
@@ -341,6 +497,8 @@ PROBLEM = gemmconv.Problem(2, 4, 6, 1, (5, 6), (3, 3))
         ({"precision": "fp16"}, "fp16"),
         ({"workspace_limit": -1}, "-1"),
         ({"memory_format": torch.preserve_format}, "must be .* got torch.preserve_format"),
+        ({"direction": ["forward"]}, "must be one of .* got .'forward'"),
+        ({"workspace_limit": 2**70}, "workspace_limit must be less than"),
         ({"direction": "backward"}, "must be one of forward, input_grad, weight_grad, got 'backward'"),
     ],
 )
@@ -369,11 +527,22 @@ def test_explain_rejects_unknown_options(options, value):
         ({"stride": (2.5, 2)}, torch.float32, TypeError, "stride must be an int or a pair of ints, got (2.5, 2)"),
         ({"input_size": (4, 5, 6)}, torch.float32, RuntimeError, "input_size must have one or two elements"),
         ({"batch": 2.0}, torch.float32, TypeError, "batch must be an int, got 2.0"),
+        ({"batch": 2**63}, torch.float32, TypeError, f"batch must fit 64 bits, got {2**63}"),
+        ({"dilation": (1, 2**70)}, torch.float32, TypeError, f"dilation must fit 64 bits, got (1, {2**70})"),
+        ({"padding": "same"}, torch.float32, TypeError, "padding must be an int or a pair of ints, since a transposed"),
+        ({"batch": 2**56}, torch.float64, RuntimeError, "input must have less than 2**63 bytes, got shape"),
+        ({"stride": 2**31}, torch.float16, RuntimeError, "stride and dilation must leave an output of less than"),
     ],
 )
 def test_explain_rejects_what_no_call_can_have(changes, dtype, error, message):
     with pytest.raises(error, match=re.escape(f"explain: {message}")):
         gemmconv.explain(replace(PROBLEM, **changes), dtype=dtype)
+
+
+@pytest.mark.parametrize(("device", "error"), [("nowhere", RuntimeError), (1.5, TypeError), (None, TypeError)], ids=str)
+def test_explain_names_a_device_that_is_none(device, error):
+    with pytest.raises(error, match=f"explain: device must be a torch.device, .* got {device!r}"):
+        gemmconv.explain(PROBLEM, device=device)
 
 
 def test_explain_takes_a_problem_with_ints_and_lists_for_pairs():
