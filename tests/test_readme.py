@@ -3,13 +3,15 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gemmconv
 from gemmconv.__main__ import main
-from gemmconv.algorithms import ALGORITHMS
+from gemmconv.algorithms import ALGORITHMS, fallback
+from gemmconv.runtime import available
 
 README = Path(__file__).resolve().parent.parent.joinpath("README.md").read_text(encoding="utf-8")
 
@@ -49,6 +51,17 @@ def test_readme_quotes_the_errors():
             call()
         raised.append(f"{caught.type.__name__}: {caught.value}")
     assert raised == quoted
+
+
+def test_readme_quotes_the_warning(monkeypatch):
+    quoted = [line for block in blocks("text") for line in block.splitlines() if line.startswith("RuntimeWarning: ")]
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
+    monkeypatch.setattr(available, "_versions", lambda: ((13, 0), frozenset({90}), (12, 4)))
+    monkeypatch.setattr(fallback, "_said", set())
+    with pytest.warns(RuntimeWarning) as caught:
+        fallback.warn_once(available.what_is_missing((9, 0)))
+    assert [f"RuntimeWarning: {one.message}" for one in caught] == quoted
 
 
 def test_readme_lists_every_algorithm():
