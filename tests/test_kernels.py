@@ -59,6 +59,7 @@ from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
 from gemmconv.algorithms.fused_choice import plans_of
 from gemmconv.algorithms.fused_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan
+from gemmconv.device import REFERENCE
 from gemmconv.runtime import launch
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
@@ -216,6 +217,13 @@ class Run:
     def config(self):
         memory_format = FORMATS[self.layout]
         return Config(problem_of(self.case), self.dtype, CPU, self.precision, memory_format=memory_format)
+
+    @property
+    def launched(self):
+        """The configuration that a call is prepared for, whose grid is for as many multiprocessors as the run asks."""
+        if self.multiprocessors is None:
+            return self.config
+        return replace(self.config, spec=replace(REFERENCE, multiprocessors=self.multiprocessors or 1))
 
     @functools.cached_property
     def tile(self):
@@ -909,7 +917,7 @@ def test_direct_blocks_share_rows_of_bias_in_channels_last(
     case, dtype, channels_out, planes, folder, poison, monkeypatch
 ):
     run = Run("forward", case, dtype, "channels_last")
-    layer = direct_ffma._Layer(problem_of(case), dtype, True)
+    layer = direct_ffma._Layer(problem_of(case), dtype, True, REFERENCE)
     tiles = [tile for tile in layer.tiles(False) if (tile.channels_out, tile.planes) == (channels_out, planes)]
     tile = min(tiles, key=layer.cycles)
     monkeypatch.setattr(direct_ffma, "tile_of", lambda *_: tile)
@@ -939,20 +947,15 @@ def test_depthwise_threads_have_two_cells_in_channels_last_while_their_sums_are_
 
 
 @pytest.mark.parametrize("channels", [20, 36])
-def test_depthwise_blocks_take_tile_after_tile(channels, folder, monkeypatch, poison):
-    monkeypatch.setattr(direct_ffma, "_BUSY_BLOCKS", 1)
-    direct_ffma.tile_of.cache_clear()
-    case = Case(2, channels, channels, (75, 11), (4, 4), (2, 2), (1, 1), groups=channels)
-    try:
-        tile = direct_ffma.tile_of(problem_of(case), torch.float16, True)
-        assert tile.depthwise
-        assert 1 < tile.turns * tile.rows < 75 < 4 * tile.turns * tile.rows
-        run = Run("forward", case, torch.float16, "channels_last")
-        with emulator.install(folder):
-            poison("cpu")
-            run.check(run.prepare())
-    finally:
-        direct_ffma.tile_of.cache_clear()
+def test_depthwise_blocks_take_tile_after_tile(channels, folder, poison):
+    case = Case(2, channels, channels, (270, 11), (4, 4), (2, 2), (1, 1), groups=channels)
+    run = Run("forward", case, torch.float16, "channels_last", multiprocessors=1)
+    tile = direct_ffma.tile_of(problem_of(case), torch.float16, True, run.launched.spec)
+    assert tile.depthwise
+    assert 1 < tile.turns < tile.turns * tile.rows < 270 < 2 * tile.turns * tile.rows
+    with emulator.install(folder):
+        poison("cpu")
+        run.check(direct_ffma.prepare_forward(run.launched, tile))
 
 
 @pytest.mark.parametrize("run", MMA_RUNS, ids=str)
