@@ -50,7 +50,6 @@ from gemmconv.algorithms import (
     fused_rows_tf32,
     fused_shuffle,
     row_gathering,
-    weight_lines,
 )
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of
@@ -310,29 +309,21 @@ class Run:
             return Col2im(problem, self.column_dtype, self.dtype, CPU)
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
-                call = getattr(fused, f"prepare_{self.direction}")(self.config, self.plan)
-                return self._on_few_multiprocessors(call, fused, self.plan.blocks_on)
+                return getattr(fused, f"prepare_{self.direction}")(self.launched, self.plan)
             if self.operation.startswith("fused_rows"):
-                call = getattr(row_gathering, f"prepare_{self.direction}")(self.config, self.row_tile)
-                tile = self.row_tile
-                blocks_on = lambda count: tile.blocks_on(count) * tile.sets  # noqa: E731
-                return self._on_few_multiprocessors(call, row_gathering, blocks_on)
+                return getattr(row_gathering, f"prepare_{self.direction}")(self.launched, self.row_tile)
             if self.operation == "fused_weight_grad":
-                if self.multiprocessors is not None:
-                    patch.setattr(fused_gradient, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_gradient.prepare_weight_grad(self.config, self.gradient_tile)
+                tile = replace(self.gradient_tile, multiprocessors=self.launched.spec.multiprocessors)
+                return fused_gradient.prepare_weight_grad(self.config, tile)
             if self.operation == "fused_weight_grad_lines":
-                if self.multiprocessors is not None:
-                    patch.setattr(fused_gradient_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_gradient_lines.prepare_weight_grad(self.config, self.lines_tile)
+                tile = replace(self.lines_tile, multiprocessors=self.launched.spec.multiprocessors)
+                return fused_gradient_lines.prepare_weight_grad(self.config, tile)
             if self.operation == "fused_fold":
                 if self.multiprocessors is not None:
                     patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
                 return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
             if self.operation in LINES_KERNELS:
-                if self.multiprocessors is not None:
-                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return LINES_KERNELS[self.operation].prepare_forward(self.config, self.lines_kernel_tile)
+                return LINES_KERNELS[self.operation].prepare_forward(self.launched, self.lines_kernel_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:
                     patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
@@ -350,27 +341,6 @@ class Run:
                     direct_mma, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
                 )
             return None if self.tile is None else direct_mma.prepare_forward(self.config, self.tile)
-
-    def _on_few_multiprocessors(self, call, module, blocks_on):
-        """The call of fused with the grid that the run asks for, which it works out when it is called."""
-        if self.multiprocessors is None:
-            return call
-
-        def limited(*arguments):
-            grids, launch = [], emulator.Kernel.launch
-
-            def recorded(kernel, grid, *rest, **more):
-                grids.append(grid)
-                launch(kernel, grid, *rest, **more)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, "MULTIPROCESSORS", self.multiprocessors or 1)
-                patch.setattr(emulator.Kernel, "launch", recorded)
-                output = call(*arguments)
-            assert grids[-1:] in ([], [(blocks_on(self.multiprocessors or 1), 1, 1)])
-            return output
-
-        return limited
 
     def check(self, call):
         """Compare with the reference what the prepared call computes."""
