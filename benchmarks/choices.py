@@ -53,6 +53,7 @@ from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import cuda_rounds
+from gemmconv.device import spec_of
 from gemmconv.errors import CompileError
 from gemmconv.geometry import Problem
 
@@ -84,17 +85,21 @@ class Kernel:
 def _fused_plans(config: Config) -> Iterable[fused_plan.Plan]:
     if fused.Fused().why_not(config) is not None:
         return ()
-    return fused_choice.plans_of(config.problem, "forward", *fused.variant_of(config))
+    return fused_choice.plans_of(config.problem, "forward", *fused.variant_of(config), config.spec.multiprocessors)
 
 
 def _fused_fold_tiles(config: Config) -> Iterable[fused_fold.Tile]:
-    return () if fused.fold_tile_for(config) is None else fused_fold.tiles_of(config.problem, *fused.variant_of(config))
+    if fused.fold_tile_for(config) is None:
+        return ()
+    return fused_fold.tiles_of(config.problem, *fused.variant_of(config), config.spec.multiprocessors)
 
 
 def _tiles_where_it_has_one(
-    tile_for: Callable[[Config], Any], tiles_of: Callable[[Problem, int], Iterable[Any]], config: Config
+    tile_for: Callable[[Config], Any], tiles_of: Callable[[Problem, int, int], Iterable[Any]], config: Config
 ) -> Iterable[Any]:
-    return () if tile_for(config) is None else tiles_of(config.problem, config.dtype.itemsize)
+    if tile_for(config) is None:
+        return ()
+    return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
 
 
 def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:
@@ -104,7 +109,8 @@ def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:
 def _direct_mma_tiles(config: Config) -> Iterable[direct_mma.Tile]:
     if Direct().why_not(config) is not None or direct_mma.tile_for(config) is None:
         return ()
-    return direct_mma.tiles_of(config.problem, config.dtype.itemsize, config.memory_format is torch.channels_last)
+    channels_last = config.memory_format is torch.channels_last
+    return direct_mma.tiles_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
 
 
 KERNELS = {
@@ -150,7 +156,8 @@ class Case:
         """What the kernel decides on."""
         rounding: Precision = "tf32" if self.precision == "tf32" else "ieee"
         dtype, memory_format = PRECISIONS[self.precision], LAYOUTS[self.layout]
-        return Config(self.workload.problem, dtype, device, rounding, memory_format=memory_format)
+        problem, spec = self.workload.problem, spec_of(device)
+        return Config(problem, dtype, device, rounding, memory_format=memory_format, spec=spec)
 
 
 @dataclass
@@ -179,7 +186,8 @@ class Trial:
     @property
     def fields(self) -> dict[str, Any]:
         """What sets the candidate apart from others for the case."""
-        return {name: value for name, value in asdict(self.candidate).items() if name != "problem"}
+        of_case = "problem", "multiprocessors", "spec"
+        return {name: value for name, value in asdict(self.candidate).items() if name not in of_case}
 
     def row(self, kernel: Kernel) -> dict[str, Any]:
         """What the file says of it; an error that is no number is None there."""

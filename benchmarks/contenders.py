@@ -19,6 +19,7 @@ import gemmconv
 from benchmarks.reference import Tensors
 from gemmconv import algorithms, ops, selection
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
+from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 
 T = TypeVar("T")
@@ -117,7 +118,8 @@ class Contender:
         """What gemmconv decides on."""
         dtype = PRECISIONS[precision]
         rounding: Precision = selection.torch_precision(dtype, device)
-        return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, LAYOUTS[self.layout], bias)
+        memory_format, spec = LAYOUTS[self.layout], spec_of(device)
+        return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, memory_format, bias, spec)
 
     def took(self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False) -> str:
         """The algorithms that gemmconv takes for the passes of a direction, as ``fused`` or ``fused+native``.

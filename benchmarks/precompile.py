@@ -17,12 +17,14 @@ from benchmarks.workloads import Workload
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.algorithms.base import Precision
 from gemmconv.algorithms.turning import prepare_turned
+from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.selection import choose_gradients
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-Job = tuple[Problem, str, str, tuple[str, ...], str]  # geometry, precision, layout, passes, architecture
+# Geometry, precision, layout, passes, the GPU, its architecture.
+Job = tuple[Problem, str, str, tuple[str, ...], DeviceSpec, str]
 
 
 def compile_ahead(
@@ -35,10 +37,10 @@ def compile_ahead(
     """Put into the kernel cache what gemmconv's algorithms load when they are prepared for the workloads."""
     from gemmconv.runtime.launch import architecture
 
-    arch = architecture(device.index or 0)
+    spec, arch = spec_of(device), architecture(device.index or 0)
     passes = tuple(dict.fromkeys(itertools.chain(*(PASSES[one] for one in directions))))
     jobs: list[Job] = [  # those of one workload share kernels: far apart, they find in the cache what others compiled
-        (workload.problem, precision, layout, passes, arch)
+        (workload.problem, precision, layout, passes, spec, arch)
         for precision, layout, workload in itertools.product(precisions, layouts, workloads)
     ]
     for _ in in_processes(_compile, jobs):
@@ -66,10 +68,11 @@ def only_compile(arch: str) -> None:
 
 def _compile(job: Job) -> None:
     """Prepare every algorithm for one problem."""
-    problem, precision, layout, passes, arch = job
+    problem, precision, layout, passes, spec, arch = job
     only_compile(arch)
     rounding: Precision = "tf32" if precision == "tf32" else "ieee"
-    config = Config(problem, PRECISIONS[precision], torch.device("cuda", 0), rounding, memory_format=LAYOUTS[layout])
+    where, memory_format = torch.device("cuda", 0), LAYOUTS[layout]
+    config = Config(problem, PRECISIONS[precision], where, rounding, memory_format=memory_format, spec=spec)
     for algorithm in ALGORITHMS:
         if algorithm.why_not(config) is None:
             for one in passes:

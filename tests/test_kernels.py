@@ -50,7 +50,6 @@ from gemmconv.algorithms import (
     fused_rows_tf32,
     fused_shuffle,
     row_gathering,
-    weight_lines,
 )
 from gemmconv.algorithms.base import Config
 from gemmconv.algorithms.cells import cells_of
@@ -59,6 +58,7 @@ from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fold_kernels import Col2im, Im2col
 from gemmconv.algorithms.fused_choice import plans_of
 from gemmconv.algorithms.fused_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan
+from gemmconv.device import REFERENCE
 from gemmconv.runtime import launch
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
@@ -217,6 +217,13 @@ class Run:
         memory_format = FORMATS[self.layout]
         return Config(problem_of(self.case), self.dtype, CPU, self.precision, memory_format=memory_format)
 
+    @property
+    def launched(self):
+        """The configuration that a call is prepared for, whose grid is for as many multiprocessors as the run asks."""
+        if self.multiprocessors is None:
+            return self.config
+        return replace(self.config, spec=replace(REFERENCE, multiprocessors=self.multiprocessors or 1))
+
     @functools.cached_property
     def tile(self):
         """The tile of forward_mma, None where it declines the problem."""
@@ -302,29 +309,21 @@ class Run:
             return Col2im(problem, self.column_dtype, self.dtype, CPU)
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
-                call = getattr(fused, f"prepare_{self.direction}")(self.config, self.plan)
-                return self._on_few_multiprocessors(call, fused, self.plan.blocks_on)
+                return getattr(fused, f"prepare_{self.direction}")(self.launched, self.plan)
             if self.operation.startswith("fused_rows"):
-                call = getattr(row_gathering, f"prepare_{self.direction}")(self.config, self.row_tile)
-                tile = self.row_tile
-                blocks_on = lambda count: tile.blocks_on(count) * tile.sets  # noqa: E731
-                return self._on_few_multiprocessors(call, row_gathering, blocks_on)
+                return getattr(row_gathering, f"prepare_{self.direction}")(self.launched, self.row_tile)
             if self.operation == "fused_weight_grad":
-                if self.multiprocessors is not None:
-                    patch.setattr(fused_gradient, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_gradient.prepare_weight_grad(self.config, self.gradient_tile)
+                tile = replace(self.gradient_tile, multiprocessors=self.launched.spec.multiprocessors)
+                return fused_gradient.prepare_weight_grad(self.config, tile)
             if self.operation == "fused_weight_grad_lines":
-                if self.multiprocessors is not None:
-                    patch.setattr(fused_gradient_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return fused_gradient_lines.prepare_weight_grad(self.config, self.lines_tile)
+                tile = replace(self.lines_tile, multiprocessors=self.launched.spec.multiprocessors)
+                return fused_gradient_lines.prepare_weight_grad(self.config, tile)
             if self.operation == "fused_fold":
                 if self.multiprocessors is not None:
                     patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
                 return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
             if self.operation in LINES_KERNELS:
-                if self.multiprocessors is not None:
-                    patch.setattr(weight_lines, "MULTIPROCESSORS", self.multiprocessors or 1)
-                return LINES_KERNELS[self.operation].prepare_forward(self.config, self.lines_kernel_tile)
+                return LINES_KERNELS[self.operation].prepare_forward(self.launched, self.lines_kernel_tile)
             if self.operation == "grads":
                 if self.multiprocessors is not None:
                     patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
@@ -342,27 +341,6 @@ class Run:
                     direct_mma, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
                 )
             return None if self.tile is None else direct_mma.prepare_forward(self.config, self.tile)
-
-    def _on_few_multiprocessors(self, call, module, blocks_on):
-        """The call of fused with the grid that the run asks for, which it works out when it is called."""
-        if self.multiprocessors is None:
-            return call
-
-        def limited(*arguments):
-            grids, launch = [], emulator.Kernel.launch
-
-            def recorded(kernel, grid, *rest, **more):
-                grids.append(grid)
-                launch(kernel, grid, *rest, **more)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, "MULTIPROCESSORS", self.multiprocessors or 1)
-                patch.setattr(emulator.Kernel, "launch", recorded)
-                output = call(*arguments)
-            assert grids[-1:] in ([], [(blocks_on(self.multiprocessors or 1), 1, 1)])
-            return output
-
-        return limited
 
     def check(self, call):
         """Compare with the reference what the prepared call computes."""
@@ -909,7 +887,7 @@ def test_direct_blocks_share_rows_of_bias_in_channels_last(
     case, dtype, channels_out, planes, folder, poison, monkeypatch
 ):
     run = Run("forward", case, dtype, "channels_last")
-    layer = direct_ffma._Layer(problem_of(case), dtype, True)
+    layer = direct_ffma._Layer(problem_of(case), dtype, True, REFERENCE)
     tiles = [tile for tile in layer.tiles(False) if (tile.channels_out, tile.planes) == (channels_out, planes)]
     tile = min(tiles, key=layer.cycles)
     monkeypatch.setattr(direct_ffma, "tile_of", lambda *_: tile)
@@ -939,20 +917,15 @@ def test_depthwise_threads_have_two_cells_in_channels_last_while_their_sums_are_
 
 
 @pytest.mark.parametrize("channels", [20, 36])
-def test_depthwise_blocks_take_tile_after_tile(channels, folder, monkeypatch, poison):
-    monkeypatch.setattr(direct_ffma, "_BUSY_BLOCKS", 1)
-    direct_ffma.tile_of.cache_clear()
-    case = Case(2, channels, channels, (75, 11), (4, 4), (2, 2), (1, 1), groups=channels)
-    try:
-        tile = direct_ffma.tile_of(problem_of(case), torch.float16, True)
-        assert tile.depthwise
-        assert 1 < tile.turns * tile.rows < 75 < 4 * tile.turns * tile.rows
-        run = Run("forward", case, torch.float16, "channels_last")
-        with emulator.install(folder):
-            poison("cpu")
-            run.check(run.prepare())
-    finally:
-        direct_ffma.tile_of.cache_clear()
+def test_depthwise_blocks_take_tile_after_tile(channels, folder, poison):
+    case = Case(2, channels, channels, (270, 11), (4, 4), (2, 2), (1, 1), groups=channels)
+    run = Run("forward", case, torch.float16, "channels_last", multiprocessors=1)
+    tile = direct_ffma.tile_of(problem_of(case), torch.float16, True, run.launched.spec)
+    assert tile.depthwise
+    assert 1 < tile.turns < tile.turns * tile.rows < 270 < 2 * tile.turns * tile.rows
+    with emulator.install(folder):
+        poison("cpu")
+        run.check(direct_ffma.prepare_forward(run.launched, tile))
 
 
 @pytest.mark.parametrize("run", MMA_RUNS, ids=str)

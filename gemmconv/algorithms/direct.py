@@ -43,11 +43,11 @@ _INPUT_GRAD_LAUNCH = 12e-6
 def _tiles(config: Config) -> tuple[direct_ffma.Tile, direct_mma.Tile | None]:
     """The tile of csrc/direct.cu, and that of csrc/direct_mma.cu where it is faster."""
     channels_last = config.memory_format is torch.channels_last
-    tile = direct_ffma.tile_of(config.problem, config.dtype, channels_last)
+    tile = direct_ffma.tile_of(config.problem, config.dtype, channels_last, config.spec)
     other = direct_mma.tile_for(config)
     assert tile is not None
     if other is not None:
-        cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile)
+        cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
         other = other if other.cycles + _TENSOR_CORE_START < 1.06 * cycles else None
     return tile, other
 
@@ -85,7 +85,7 @@ class Direct:
         if p.kernel_size[1] > _WIDEST_KERNEL:
             return f"kernel width must be at most {_WIDEST_KERNEL}, got {p.kernel_size[1]}"
         channels_last = config.memory_format is torch.channels_last
-        if direct_ffma.tile_of(p, config.dtype, channels_last) is None:
+        if direct_ffma.tile_of(p, config.dtype, channels_last, config.spec) is None:
             window = f"kernel_size={p.kernel_size}, dilation={p.dilation}"
             return f"the inputs of one cell must fit {direct_ffma.SHARED_BYTES} bytes of shared memory, got {window}"
         longest = direct_ffma.longest_sum(p)
@@ -112,7 +112,7 @@ class Direct:
                 return _TENSOR_CORE_SECONDS + _TENSOR_CORE_FACTOR * tensor_core_tile.cycles / _CLOCK_RATE
             if not tile.depthwise:
                 channels_last = config.memory_format is torch.channels_last
-                cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile)
+                cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
                 cycles *= _CHANNELS_LAST_FACTOR if channels_last else 1
                 return _LAUNCH_SECONDS + cycles / _CLOCK_RATE
             return _LAUNCH_SECONDS + sum(_parts(config, *_DEPTHWISE))

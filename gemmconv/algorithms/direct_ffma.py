@@ -15,6 +15,7 @@ from gemmconv.algorithms.cells import cells_of, reach_of
 from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import params_struct, plane_grid
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.device import REFERENCE, DeviceSpec
 from gemmconv.geometry import Problem
 
 _INT32_MAX = 2**31 - 1
@@ -25,8 +26,7 @@ _LONGEST_SUM = 2048  # products of float32 that one of them adds
 LONGEST_SUM = _MOST_SPLIT * _LONGEST_SUM
 _REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blocks of 128 in a multiprocessor
 _OTHER_REGISTERS = 32  # beside sums and window
-_MULTIPROCESSORS = 132  # of an H200; the choice of tiles depends on it, results do not
-_MOST_TURNS, _BUSY_BLOCKS = 8, 6 * _MULTIPROCESSORS
+_MOST_TURNS, _BUSY_BLOCKS = 8, 6  # of a block; of a multiprocessor
 # A depthwise thread has two cells in channels_last, which share what they read, while they have no more sums than this:
 # k8 s4 in float32 takes 33 us with two cells (32 sums) and 37 with one, k16 s8 85 with two (64 sums) and 76 with one.
 _MOST_PAIR_SUMS = 32
@@ -80,18 +80,20 @@ DirectParams = params_struct(
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Tile | None:
+def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the smallest tile's patch exceeds shared memory."""
-    layer = _Layer(problem, dtype, channels_last)
+    layer = _Layer(problem, dtype, channels_last, spec)
     if problem.groups == problem.in_channels == problem.out_channels:
         return next(layer.depthwise_tiles(), None)
     tiles = list(layer.tiles()) or layer.tiles(whole_sectors=False)
     return min(tiles, key=layer.cycles, default=None)
 
 
-def cycles_of(problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile) -> float:
+def cycles_of(
+    problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile, spec: DeviceSpec = REFERENCE
+) -> float:
     """What a tile is estimated at; see ``_Layer.cycles``."""
-    return _Layer(problem, dtype, channels_last).cycles(tile)
+    return _Layer(problem, dtype, channels_last, spec).cycles(tile)
 
 
 def longest_sum(problem: Problem) -> int:
@@ -101,12 +103,13 @@ def longest_sum(problem: Problem) -> int:
 
 
 class _Layer:
-    """The tiles that a problem may have, and what they cost."""
+    """The tiles that a problem may have on a GPU, and what they cost."""
 
-    def __init__(self, problem: Problem, dtype: torch.dtype, channels_last: bool) -> None:
+    def __init__(self, problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec) -> None:
         self.problem = problem
         self.dtype = dtype
         self.channels_last = channels_last
+        self.spec = spec
         self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_dtype(dtype).itemsize
         self.channels_in = problem.in_channels // problem.groups
         self.channels_out = problem.out_channels // problem.groups
@@ -149,7 +152,7 @@ class _Layer:
         tile = Tile(
             True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
         )
-        while self.blocks(tile) < 2 * _MULTIPROCESSORS and tile.threads > 64:
+        while self.blocks(tile) < 2 * self.spec.multiprocessors and tile.threads > 64:
             if not self.channels_last and tile.planes > 1:
                 tile = replace(tile, planes=tile.planes // 2)
             elif tile.rows > rows_each:
@@ -170,7 +173,8 @@ class _Layer:
     def turns(self, tile: Tile) -> int:
         """Tiles that a depthwise block in channels_last goes over. Laying out its weights costs as much as one."""
         below = -(-self.cells_h // tile.rows)
-        most = max(1, min(_MOST_TURNS, below, self.blocks(tile) // _BUSY_BLOCKS))
+        busy = _BUSY_BLOCKS * self.spec.multiprocessors
+        most = max(1, min(_MOST_TURNS, below, self.blocks(tile) // busy))
         return min(range(most, 0, -1), key=lambda turns: -(-below // turns) * (turns + 1))
 
     def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
@@ -303,7 +307,7 @@ class _Layer:
 
         shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
         held = min(self.least_blocks(tile), (227 << 10) // shared_bytes, 2048 // tile.threads)
-        blocks = -(-self.blocks(tile) // _MULTIPROCESSORS)
+        blocks = -(-self.blocks(tile) // self.spec.multiprocessors)
         rounds = -(-blocks // min(held, blocks))
         side_by_side = blocks / rounds
         issue = instructions / 4 / min(1.0, 0.06 * held * warps)  # the fewer warps, the more cycles pass without one
@@ -329,11 +333,11 @@ def _run_pitch(run: int, item_bytes: int) -> int:
     return (run // put | 1) * put
 
 
-def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool) -> Macros:
+def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Macros:
     """Macros that specialise csrc/direct.cu."""
-    p, tile = problem, tile_of(problem, dtype, channels_last)
+    p, tile = problem, tile_of(problem, dtype, channels_last, spec)
     assert tile is not None
-    layer = _Layer(p, dtype, channels_last)
+    layer = _Layer(p, dtype, channels_last, spec)
     neighbours = tile.cells * p.stride[1]
     if layer.whole_pixels(tile):
         vector = math.gcd(16 // dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
@@ -378,7 +382,7 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
 
     p = config.problem
     channels_last = config.memory_format is torch.channels_last
-    macros = forward_macros(p, config.dtype, channels_last)
+    macros = forward_macros(p, config.dtype, channels_last, config.spec)
     strides = strides_of(p.output_shape, config.memory_format)
     input_strides = strides_of(p.input_shape, config.memory_format)
     cells_h, cells_w = cells_of(p)

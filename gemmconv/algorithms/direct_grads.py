@@ -10,12 +10,13 @@ from functools import cached_property, lru_cache
 import torch
 
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, in_either_format
-from gemmconv.algorithms.direct_patch import MULTIPROCESSORS, Patch, aligned_to, problem_macros, rows_of
+from gemmconv.algorithms.direct_patch import Patch, aligned_to, problem_macros, rows_of
 from gemmconv.algorithms.integers import even_share, power_of_two
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
 from gemmconv.algorithms.partials import prepare_partials
 from gemmconv.algorithms.turning import from_nchw, to_nchw
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 
 _WARPS = 4
@@ -47,7 +48,10 @@ DirectGradsParams = params_struct(
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block and a warp of csrc/direct_grads.cu own; the macros of the same names, in lower case."""
+    """What a block and a warp of csrc/direct_grads.cu own; the macros of the same names, in lower case.
+
+    ``multiprocessors`` are those of the GPU.
+    """
 
     problem: Problem
     itemsize: int
@@ -55,6 +59,7 @@ class Tile:
     row_warps: int
     column_warps: int
     ci_warps: int
+    multiprocessors: int = REFERENCE.multiprocessors
 
     @property
     def threads(self) -> int:
@@ -134,7 +139,7 @@ class Tile:
 
     def seconds_of(self, slices: int) -> float:
         """Roughly what both gradients take in NCHW, with so many slices."""
-        waves = -(-self.weight_blocks * slices // (MULTIPROCESSORS * self.resident))
+        waves = -(-self.weight_blocks * slices // (self.multiprocessors * self.resident))
         tiles = -(-self.problem.batch * math.prod(self.tiles) // slices) * waves * self.resident
         partials = slices * math.prod(self.problem.weight_shape)
         return _LAUNCH_SECONDS + tiles * self._tile_seconds + partials * _PARTIAL_SECONDS
@@ -148,7 +153,7 @@ class Tile:
         tiles = self.problem.batch * math.prod(self.tiles)
         fitting = workspace_limit // (math.prod(self.problem.weight_shape) * 4)
         exact = -(-tiles * self.rows * 2 // _LONGEST_SUM)
-        busy = MULTIPROCESSORS * self.resident // self.weight_blocks
+        busy = self.multiprocessors * self.resident // self.weight_blocks
         wanted = (max(1, exact, busy >> halvings) for halvings in range(4))
         return min((max(1, min(one, fitting, tiles, MAX_GRID_Y)) for one in wanted), key=self.seconds_of)
 
@@ -158,19 +163,20 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem: a pure function of it. None where a warp has no room for the sums of all taps."""
-    return min(tiles_of(problem, itemsize), key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
+    tiles = tiles_of(problem, itemsize, multiprocessors)
+    return min(tiles, key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
 
 
-def tiles_of(problem: Problem, itemsize: int) -> list[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> list[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     ci_warps = min(_WARPS, power_of_two(-(-problem.gemm_k // 8)))
     tiles = []
     for rows, row_warps in itertools.product(sorted({rows_of(problem.input_size[0], 4), 2, 1}), (1, 2, 4)):
         if ci_warps * row_warps > _WARPS:
             continue
-        tile = Tile(problem, itemsize, rows, row_warps, _WARPS // ci_warps // row_warps, ci_warps)
+        tile = Tile(problem, itemsize, rows, row_warps, _WARPS // ci_warps // row_warps, ci_warps, multiprocessors)
         if tile.sums <= _MOST_SUMS and tile.shared_bytes <= _SHARED_BYTES:
             tiles.append(tile)
     return tiles
@@ -182,7 +188,7 @@ def tile_for(config: Config) -> Tile | None:
     if p.gemm_k * p.out_channels // p.groups > _MOST_PAIRS:
         return None
     if config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32"):
-        return tile_of(p, config.dtype.itemsize)
+        return tile_of(p, config.dtype.itemsize, config.spec.multiprocessors)
     return None
 
 

@@ -11,7 +11,6 @@ import torch
 from gemmconv.algorithms.base import Config, Gradient, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.direct_patch import (
     BATCH_WORDS,
-    MULTIPROCESSORS,
     PREFETCH_WORDS,
     SHARED,
     STATIC_SHARED,
@@ -30,6 +29,7 @@ from gemmconv.algorithms.integers import even_share, power_of_two_within, up_to_
 from gemmconv.algorithms.launches import params_struct, plane_grid
 from gemmconv.algorithms.macros import Macros
 from gemmconv.algorithms.turning import from_nchw, to_nchw
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 
 _SHARED_FOR_TWO = 32 << 10  # as SHARED, of two channels of 16-bit elements: of one, few loads are on their way
@@ -87,7 +87,7 @@ class InputGradTile(Tile):
 
 
 @lru_cache(maxsize=1024)
-def input_grad_tile(problem: Problem, itemsize: int) -> InputGradTile:
+def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> InputGradTile:
     """The tile for a problem: as many sums a thread as registers hold well, then blocks that fit and are many."""
     wide = itemsize == 8
     height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
@@ -125,7 +125,7 @@ def input_grad_tile(problem: Problem, itemsize: int) -> InputGradTile:
             break
     while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
         tile = smaller(tile)
-    while tile.blocks(problem) < 2 * MULTIPROCESSORS and tile.threads > 64:
+    while tile.blocks(problem) < 2 * multiprocessors and tile.threads > 64:
         if tile.planes > 1:
             tile = replace(tile, planes=tile.planes // 2)
         elif tile.row_threads > 1:
@@ -159,10 +159,10 @@ def _prefetches(tile: InputGradTile, problem: Problem, itemsize: int) -> bool:
     return patch.words(patch.passes) <= min(PREFETCH_WORDS, 64 - sums)
 
 
-def input_grad_macros(problem: Problem, dtype: torch.dtype) -> Macros:
+def input_grad_macros(problem: Problem, dtype: torch.dtype, multiprocessors: int = REFERENCE.multiprocessors) -> Macros:
     """Macros that specialise csrc/direct_input_grad.cu."""
     itemsize = dtype.itemsize
-    tile = input_grad_tile(problem, itemsize)
+    tile = input_grad_tile(problem, itemsize, multiprocessors)
     channels_out = problem.out_channels // problem.groups
     one_chunk_of_taps = tile.taps == problem.kernel_size
     chunks = -(-channels_out // tile.chunk_channels) * (1 if one_chunk_of_taps else 2)
@@ -188,14 +188,14 @@ def prepare_input_grad(config: Config) -> Gradient:
     """Prepare grad_input from (grad_output, weight)."""
     from gemmconv.runtime.launch import load
 
-    problem, dtype = config.problem, config.dtype
+    problem, dtype, multiprocessors = config.problem, config.dtype, config.spec.multiprocessors
     shape, strides = problem.input_shape, strides_of(problem.input_shape, config.memory_format)
     if not math.prod(shape):
         return lambda grad_output, weight: with_strides(grad_output.new_empty(shape), strides)
 
-    macros = input_grad_macros(problem, dtype)
+    macros = input_grad_macros(problem, dtype, multiprocessors)
     kernel = load("direct_input_grad.cu", "direct_input_grad_kernel", macros, config.device.index)
-    tile = input_grad_tile(problem, dtype.itemsize)
+    tile = input_grad_tile(problem, dtype.itemsize, multiprocessors)
     pixel_blocks, plane_blocks, tiles_w = tile.grid(problem)
     grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
     sizes = (problem.batch * problem.groups, problem.groups, *problem.input_size, *problem.output_size, tiles_w)

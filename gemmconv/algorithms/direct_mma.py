@@ -18,6 +18,7 @@ from gemmconv.algorithms.cells import cells_of, phase_shifts, reach_of
 from gemmconv.algorithms.integers import power_of_two
 from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.device import REFERENCE, DeviceSpec
 from gemmconv.geometry import Pair, Problem
 
 _INT32_MAX = 2**31 - 1
@@ -30,7 +31,6 @@ _SYNCHRONOUS, _TURNED, _COPIED = range(3)
 _MOST_UNROLLED = 256  # products
 _BYTES_A_CYCLE = 24  # of a multiprocessor, to and from the L2 cache
 _ACCUMULATORS = 12  # of tiles of 16 x 8 that a warp has registers for
-_MULTIPROCESSORS = 132  # of the H200; elsewhere blocks have a tile more or less to go over
 _SECTOR_BYTES = 32
 _SHIFTED_BYTES = 320  # of a line: the H200 is 7 to 12% faster from here on, 7 to 14% slower with 256 and less
 _ROW_TILES = 4  # across, where the image has as many: whole sectors of its rows
@@ -66,6 +66,7 @@ class Tile:
     warps_n: int = _WARPS
     row_tiles: int = 1  # of 8 cells, across
     ahead: bool = True  # whether a tile's input is copied while the tile before it is computed
+    spec: DeviceSpec = REFERENCE
 
     @property
     def threads(self) -> int:
@@ -326,7 +327,7 @@ class Tile:
         alone = issued + self.groups * steps * (80 if self.unrolled else 180) + 420 * turns
         if self.loading == _SYNCHRONOUS:
             alone += 4700 if self.channels_last else 1900
-        tiles = self.problem.batch * math.prod(self.tiles) * self.sets / _MULTIPROCESSORS
+        tiles = self.problem.batch * math.prod(self.tiles) * self.sets / self.spec.multiprocessors
         rounds = max(1.0, tiles / self.blocks_resident)
         rounds = math.ceil(rounds) if rounds < 4 else rounds
 
@@ -353,12 +354,12 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int, channels_last: bool) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the channels do not fit shared memory."""
-    return min(tiles_of(problem, itemsize, channels_last), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, itemsize, channels_last, spec), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, itemsize: int, channels_last: bool) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
     p = problem
     channels_out = p.out_channels // p.groups
@@ -373,7 +374,7 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool) -> Iterator[T
             continue
         warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
-            tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m)
+            tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m, spec=spec)
             if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
                 continue
             if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
@@ -462,7 +463,8 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
 def tile_for(config: Config) -> Tile | None:
     """The tile for a configuration, None where its products may not be rounded to what tensor cores take."""
     if config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32"):
-        return tile_of(config.problem, config.dtype.itemsize, config.memory_format is torch.channels_last)
+        channels_last = config.memory_format is torch.channels_last
+        return tile_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
     return None
 
 
@@ -478,7 +480,7 @@ DirectMmaParams = params_struct(
 
 def blocks_at_once(tile: Tile) -> int:
     """How many blocks of each set of weights run at once; they share its tiles evenly."""
-    return max(1, _MULTIPROCESSORS * tile.blocks_resident // tile.sets)
+    return max(1, tile.spec.multiprocessors * tile.blocks_resident // tile.sets)
 
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:

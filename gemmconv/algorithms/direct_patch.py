@@ -1,7 +1,8 @@
 """What the gradients of ``direct`` share: tiles of grad_output, staged in shared memory.
 
-How large the tiles are, and who owns what, follows from the problem and the element type alone, so sums have the same
-order on every device. The patch is what csrc/common/patch.cuh makes of a tile: same names, same rules.
+How large the tiles are, and who owns what, follows from the problem, the element type and the GPU's multiprocessors
+alone, so sums have the same order in every call. The patch is what csrc/common/patch.cuh makes of a tile: same names,
+same rules.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from gemmconv.algorithms.integers import up_to_multiple
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.geometry import Problem
 
-MULTIPROCESSORS = 132  # of the H200; fewer only means more blocks in a row
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocessor
 WIDEST_TAPS = 16  # kernel columns that the kernels unroll

@@ -1,6 +1,7 @@
 """Host side of csrc/direct_weight_grad.cu: the weight gradient of ``direct``, and both gradients at once.
 
-How many slices the pixels are cut into follows from the problem and the element type alone, as the tiles do.
+How many slices the pixels are cut into follows from the problem, the element type and the GPU's multiprocessors alone,
+as the tiles do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 from gemmconv.algorithms.base import BothGradients, Config, Gradient, accumulator_dtype, in_either_format
 from gemmconv.algorithms.direct_patch import (
     BATCH_WORDS,
-    MULTIPROCESSORS,
     PREFETCH_WORDS,
     SHARED,
     STATIC_SHARED,
@@ -34,6 +34,7 @@ from gemmconv.algorithms.launches import MAX_GRID_Y, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
 from gemmconv.algorithms.partials import partial_bytes, prepare_partials
 from gemmconv.algorithms.turning import GradientsInNchw, prepare_both, to_nchw
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 
 _REGISTERS = 65_536  # of a multiprocessor
@@ -130,7 +131,12 @@ class WeightGradTile(Tile):
 
 
 @lru_cache(maxsize=1024)
-def weight_grad_tile(problem: Problem, itemsize: int, input_grad: bool = False) -> WeightGradTile:
+def weight_grad_tile(
+    problem: Problem,
+    itemsize: int,
+    input_grad: bool = False,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> WeightGradTile:
     """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged.
 
     With ``input_grad`` the one for both gradients at once, if it :meth:`~WeightGradTile.computes_both`.
@@ -182,7 +188,7 @@ def weight_grad_tile(problem: Problem, itemsize: int, input_grad: bool = False) 
     while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
         tile = smaller(tile)
     while (
-        math.prod(tile.tiles(problem)) * tile.weight_blocks(problem) < 2 * MULTIPROCESSORS and tile.pixel_threads > 32
+        math.prod(tile.tiles(problem)) * tile.weight_blocks(problem) < 2 * multiprocessors and tile.pixel_threads > 32
     ):
         tile = _fewer_pixels(tile)
 
@@ -193,10 +199,14 @@ def weight_grad_tile(problem: Problem, itemsize: int, input_grad: bool = False) 
             if (
                 longer.rows * longer.row_threads * (steps - 1) < height
                 and longer.shared_bytes(problem, itemsize) <= SHARED
-                and math.prod(longer.tiles(problem)) * longer.weight_blocks(problem) >= 8 * MULTIPROCESSORS
+                and math.prod(longer.tiles(problem)) * longer.weight_blocks(problem) >= 8 * multiprocessors
             ):
                 tile = longer
     return tile
+
+
+def _tile_for(config: Config, input_grad: bool) -> WeightGradTile:
+    return weight_grad_tile(config.problem, config.dtype.itemsize, input_grad, config.spec.multiprocessors)
 
 
 def _fewer_pixels(tile: WeightGradTile) -> WeightGradTile:
@@ -210,22 +220,28 @@ def _fewer_pixels(tile: WeightGradTile) -> WeightGradTile:
 def _slices(config: Config, tile: WeightGradTile) -> int:
     """How many slices the tiles are cut into.
 
-    Two rounds of blocks on a large GPU, if slices then have a few tiles to pay for their end; more where sums would be
+    Two rounds of blocks, if slices then have a few tiles to pay for their end; more where sums would be
     so long that their roundings add up; less where the partial sums would exceed the workspace.
     """
-    problem, itemsize = config.problem, config.dtype.itemsize
+    problem, itemsize, multiprocessors = config.problem, config.dtype.itemsize, config.spec.multiprocessors
     tiles, weight_blocks = math.prod(tile.tiles(problem)), tile.weight_blocks(problem)
-    busy = 2 * MULTIPROCESSORS * tile.resident(itemsize, False) // weight_blocks
-    just_busy = -(-2 * MULTIPROCESSORS // weight_blocks)
+    busy = 2 * multiprocessors * tile.resident(itemsize, False) // weight_blocks
+    just_busy = -(-2 * multiprocessors // weight_blocks)
     exact = -(-tiles * tile.rows * tile.steps // _LONGEST_SUM)
     fitting = config.workspace_limit // (math.prod(problem.weight_shape) * sum_bytes(itemsize))
     return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
 
 
-def weight_grad_macros(problem: Problem, dtype: torch.dtype, slices: int, input_grad: bool = False) -> Macros:
+def weight_grad_macros(
+    problem: Problem,
+    dtype: torch.dtype,
+    slices: int,
+    input_grad: bool = False,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Macros:
     """Macros that specialise csrc/direct_weight_grad.cu, for both gradients with ``input_grad``."""
     itemsize = dtype.itemsize
-    tile = weight_grad_tile(problem, itemsize, input_grad)
+    tile = weight_grad_tile(problem, itemsize, input_grad, multiprocessors)
     patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize, input_grad)
     repeated = math.prod(tile.tiles(problem)) > slices
     prefetch = repeated and tile.steps == 1 and patch.words(patch.passes) <= min(PREFETCH_WORDS, spare)
@@ -251,8 +267,8 @@ def weight_grad_workspace_bytes(config: Config) -> int:
     if not config.problem.batch:
         return 0
     problem, itemsize = config.problem, config.dtype.itemsize
-    tiles = [weight_grad_tile(problem, itemsize)]
-    if (both := weight_grad_tile(problem, itemsize, True)).computes_both(problem, itemsize):
+    tiles = [_tile_for(config, False)]
+    if (both := _tile_for(config, True)).computes_both(problem, itemsize):
         tiles.append(both)
     return max(partial_bytes(config, _slices(config, tile)) for tile in tiles)
 
@@ -266,12 +282,12 @@ def weight_grad_seconds(config: Config) -> float:
     True
     """
     p, itemsize = config.problem, config.dtype.itemsize
-    tile = weight_grad_tile(p, itemsize)
+    tile = _tile_for(config, input_grad=False)
     tiles = math.prod(tile.tiles(p)) * tile.weight_blocks(p)
     staged = tiles * tile.patch(p, itemsize).elements * sum_bytes(itemsize)
     products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
     copied = staged / _STAGED_RATE + p.least_bytes(itemsize) / _COPY_RATE
-    return _LAUNCH + tiles * _TILE_SECONDS / MULTIPROCESSORS + products + copied
+    return _LAUNCH + tiles * _TILE_SECONDS / config.spec.multiprocessors + products + copied
 
 
 def prepare_weight_grad(config: Config) -> Gradient:
@@ -285,7 +301,7 @@ def prepare_weight_grad(config: Config) -> Gradient:
 def grads_seconds(config: Config) -> float:
     """Roughly what both gradients at once take in NCHW; infinite where no thread could have whole sums of both."""
     p, itemsize = config.problem, config.dtype.itemsize
-    if not weight_grad_tile(p, itemsize, True).computes_both(p, itemsize):
+    if not _tile_for(config, input_grad=True).computes_both(p, itemsize):
         return math.inf
     products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
     return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COPY_RATE
@@ -301,9 +317,9 @@ def _prepare(config: Config, input_grad: bool) -> GradientsInNchw:
     from gemmconv.runtime.launch import load
 
     problem, dtype = config.problem, config.dtype
-    tile = weight_grad_tile(problem, dtype.itemsize, input_grad)
+    tile = _tile_for(config, input_grad)
     slices = _slices(config, tile)
-    macros = weight_grad_macros(problem, dtype, slices, input_grad)
+    macros = weight_grad_macros(problem, dtype, slices, input_grad, config.spec.multiprocessors)
     kernel = load("direct_weight_grad.cu", "direct_weight_grad_kernel", macros, config.device.index)
     partials_of, add_up = prepare_partials(config, slices)
     _, tiles_h, tiles_w = tile.tiles(problem)

@@ -23,7 +23,6 @@ Other weight gradients are left to gemm_col2im, as are those for which it is fas
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from types import ModuleType
@@ -58,13 +57,12 @@ from gemmconv.algorithms.fused_choice import plan_of
 from gemmconv.algorithms.fused_plan import (
     BLOCK_POSITIONS,
     CHAIN,
-    MULTIPROCESSORS,
     PHASE_BASE,
     SHARED_BYTES,
     Plan,
 )
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
-from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, multiprocessors_of, params_struct, reciprocal
+from gemmconv.algorithms.launches import MAX_GRID_Y, Boxes, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table, why_not_dtype
 from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.algorithms.turning import turning_seconds
@@ -105,7 +103,9 @@ def variant_of(config: Config) -> tuple[int, bool, bool]:
 
 def plan_for(config: Config, direction: Direction) -> Plan | None:
     """The plan for a configuration, None where the kernel is not for it."""
-    return plan_of(config.problem, direction, *variant_of(config)) if config.dtype in _DTYPES else None
+    if config.dtype not in _DTYPES:
+        return None
+    return plan_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
 
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
@@ -210,7 +210,7 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     sets = plan.phase_sets * plan.channel_sets
     pack_grid = _weights_grid(plan)
     items, packed_bytes, threads = plan.items, plan.packed_bytes, plan.loaders + _OTHER_THREADS
-    blocks_on = functools.cache(plan.blocks_on)
+    grid = (plan.blocks_on(config.spec.multiprocessors), 1, 1)
     boxes = _boxes(plan) if plan.boxed or plan.landing_box else None
     sizes = (
         *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles)),
@@ -234,8 +234,6 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
             params = FusedParams(*values)
         else:
             params = FusedBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
-        multiprocessors = multiprocessors_of(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
-        grid = (blocks_on(multiprocessors), 1, 1)
         kernel.launch(grid, (threads, 1, 1), params, shared_bytes, overlaps=True)
         return output
 
@@ -317,7 +315,7 @@ def fold_tile_for(config: Config) -> fused_fold.Tile | None:
     p = config.problem
     if config.dtype not in _DTYPES or max(p.in_pixels, p.out_pixels) > _INT32_MAX:
         return None
-    tile = fused_fold.tile_of(p, *variant_of(config))
+    tile = fused_fold.tile_of(p, *variant_of(config), config.spec.multiprocessors)
     if tile is None or max(tile.items + fused_fold.blocks_at_once(tile), tile.reaches) > _INT32_MAX:
         return None
     return tile
@@ -328,32 +326,33 @@ def gradient_tile_for(config: Config) -> fused_gradient.Tile | None:
     if config.dtype not in _DTYPES:
         return None
     itemsize, split, _ = variant_of(config)
-    return fused_gradient.tile_of(config.problem, itemsize, split, config.workspace_limit)
+    count = config.spec.multiprocessors
+    return fused_gradient.tile_of(config.problem, itemsize, split, config.workspace_limit, count)
 
 
 def lines_tile_for(config: Config) -> fused_gradient_lines.Tile | None:
     """The tile of csrc/fused_weight_grad_lines.cu for a configuration, None where that kernel is not for it."""
     if config.dtype not in (torch.float16, torch.bfloat16):
         return None
-    return fused_gradient_lines.tile_of(config.problem, config.workspace_limit)
+    return fused_gradient_lines.tile_of(config.problem, config.workspace_limit, config.spec.multiprocessors)
 
 
 def image_tile_for(config: Config) -> fused_images.Tile | None:
     """The tile of csrc/fused_images.cu for a configuration, None where that kernel is not for it."""
-    itemsize = _itemsize_in_nchw(config)
-    return None if itemsize is None else fused_images.tile_of(config.problem, itemsize)
+    itemsize, count = _itemsize_in_nchw(config), config.spec.multiprocessors
+    return None if itemsize is None else fused_images.tile_of(config.problem, itemsize, count)
 
 
 def image_rows_tile_for(config: Config) -> fused_image_rows.Tile | None:
     """The tile of csrc/fused_image_rows.cu for a configuration, None where that kernel is not for it."""
-    itemsize = _itemsize_in_nchw(config)
-    return None if itemsize is None else fused_image_rows.tile_of(config.problem, itemsize)
+    itemsize, count = _itemsize_in_nchw(config), config.spec.multiprocessors
+    return None if itemsize is None else fused_image_rows.tile_of(config.problem, itemsize, count)
 
 
 def shuffle_tile_for(config: Config) -> fused_shuffle.Tile | None:
     """The tile of csrc/fused_shuffle.cu for a configuration, None where that kernel is not for it."""
-    itemsize = _itemsize_in_nchw(config)
-    return None if itemsize is None else fused_shuffle.tile_of(config.problem, itemsize)
+    itemsize, count = _itemsize_in_nchw(config), config.spec.multiprocessors
+    return None if itemsize is None else fused_shuffle.tile_of(config.problem, itemsize, count)
 
 
 def cell_rows_tile_for(config: Config) -> fused_cell_rows.Tile | None:
@@ -361,19 +360,19 @@ def cell_rows_tile_for(config: Config) -> fused_cell_rows.Tile | None:
     itemsize, split, channels_last = variant_of(config)
     if config.dtype not in _DTYPES or split or not channels_last:
         return None
-    return fused_cell_rows.tile_of(config.problem, itemsize)
+    return fused_cell_rows.tile_of(config.problem, itemsize, config.spec.multiprocessors)
 
 
 def rows_tile_for(config: Config, direction: Direction) -> RowGathering | None:
     """The tile of csrc/fused_rows.cu or csrc/fused_rows_tf32.cu for a pass, None where they are not for it."""
     kernel = _rows_kernel_for(config, direction)
-    return None if kernel is None else kernel.tile_of(config.problem, direction)
+    return None if kernel is None else kernel.tile_of(config.problem, direction, config.spec.multiprocessors)
 
 
 def rows_tiles_for(config: Config, direction: Direction) -> Iterable[RowGathering]:
     """All tiles that it may have."""
     kernel = _rows_kernel_for(config, direction)
-    return () if kernel is None else kernel.tiles_of(config.problem, direction)
+    return () if kernel is None else kernel.tiles_of(config.problem, direction, config.spec.multiprocessors)
 
 
 def _rows_kernel_for(config: Config, direction: Direction) -> ModuleType | None:
@@ -508,7 +507,7 @@ def _weights_grid(plan: Plan) -> tuple[int, int, int]:
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
     p = plan.problem
-    if max(plan.last_position, plan.items + MULTIPROCESSORS, p.in_pixels, p.out_pixels) > _INT32_MAX:
+    if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > _INT32_MAX:
         return "images must have less than 2**31 pixels in all"
     blocks, channel_blocks, groups = _weights_grid(plan)
     if max(groups, channel_blocks) > MAX_GRID_Y:

@@ -19,9 +19,10 @@ import torch
 from gemmconv.algorithms import weight_lines
 from gemmconv.algorithms.base import Config, Forward
 from gemmconv.algorithms.cells import can_be_folded, cells_of, phase_shifts
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 
 BLOCK_ROWS = 128  # that two warpgroups multiply at once
@@ -52,6 +53,7 @@ class Tile:
         images: of an item, which has all of their cells where it has several.
         strips: that an image's columns of cells are cut into.
         group: lines of a patch from a group of eight rows to the next, 0 where rows are lines from anywhere.
+        multiprocessors: of the GPU, on each of which a block runs.
     """
 
     problem: Problem
@@ -61,6 +63,7 @@ class Tile:
     images: int
     strips: int
     group: int = 0
+    multiprocessors: int = REFERENCE.multiprocessors
 
     @property
     def rows(self) -> int:
@@ -189,7 +192,7 @@ class Tile:
         else:
             step += 86 + (194 if self.itemsize == 4 else 157) * self.row_blocks
         stored = self.row_blocks * self.lines * self.itemsize * (4.4 if self.kept else 1.9)
-        computed = -(-self.items // MULTIPROCESSORS) * (62 + stored + self.chunks * taps * step)
+        computed = -(-self.items // self.multiprocessors) * (62 + stored + self.chunks * taps * step)
         moved = 0.78e-3 * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
         copied = 0.2e-3 * self.items * self.chunks * (self.positions * _LINE_BYTES + taps * self.stage_bytes)
         together = (computed**4.4 + moved**4.4 + copied**4.4) ** (1 / 4.4)
@@ -213,21 +216,21 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in channels_last: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p, piece = problem, _PIECE_BYTES // itemsize
     if p.groups > 1 or p.batch == 0 or p.in_channels % piece or p.out_channels % piece:
         return
-    if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p):
+    if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p, multiprocessors):
         return
     all_lines = -(-p.out_channels // _LINES[0]) * _LINES[0]
     for row_blocks in (1, 2):
-        for shape, lines in itertools.product(_shapes_of(p, itemsize, row_blocks), _LINES):
+        for shape, lines in itertools.product(_shapes_of(p, itemsize, row_blocks, multiprocessors), _LINES):
             blocks = -(-all_lines // lines)
             least = -(-all_lines // _LINES[0] // blocks) * _LINES[0]  # of as many blocks
             whole = itemsize == 2 or p.out_channels % lines == 0
@@ -237,10 +240,10 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
                     yield tile
 
 
-def _shapes_of(problem: Problem, itemsize: int, row_blocks: int) -> Iterator[Tile]:
+def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:
     """What the rows of an item may be, as tiles of the fewest lines."""
     p, (height, width), rows = problem, cells_of(problem), row_blocks * BLOCK_ROWS
-    dense = Tile(p, itemsize, row_blocks, _LINES[0], 1, 1)
+    dense = Tile(p, itemsize, row_blocks, _LINES[0], 1, 1, multiprocessors=multiprocessors)
 
     def of_images(tile: Tile, most: int) -> Tile:
         return replace(tile, images=-(-p.batch // -(-p.batch // max(1, min(p.batch, most)))))
@@ -267,12 +270,12 @@ def _best_strips(tile: Tile) -> list[Tile]:
     return sorted(boxes, key=lambda cut: cut.strips * cut.segments * (3 * taps * cut.rows + cut.positions))[:2]
 
 
-def _fits_integers(problem: Problem) -> bool:
+def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     """Whether the kernel's integers reach as far as any tile of a problem does."""
     p, (height, width) = problem, problem.output_size
     # Also what fills the last boxes, and blocks of threads that look for a next item.
     cells = (math.prod(cells_of(p)) + 2 * BLOCK_ROWS * _MOST_STRIPS) * (p.batch + 2 * BLOCK_ROWS)
-    items = cells * math.prod(p.stride) * (p.out_channels // _LINES[0] + 1) + MULTIPROCESSORS
+    items = cells * math.prod(p.stride) * (p.out_channels // _LINES[0] + 1) + multiprocessors
     rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
     pieces = math.prod(p.output_shape) // 4
     return max(items, rows, width + _LONGEST_BOX, pieces) <= _INT32_MAX

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from gemmconv.algorithms.base import Direction
 from gemmconv.algorithms.fused_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, WIDEST, Plan, Way
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
@@ -24,30 +25,59 @@ _LINED = {4: ((4, 1), (2, 2)), 8: ((8, 1), (4, 2)), 16: ((16, 1), (8, 2))}
 
 
 @lru_cache(maxsize=1024)
-def plan_of(problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool) -> Plan | None:
+def plan_of(
+    problem: Problem,
+    direction: Direction,
+    itemsize: int,
+    split: bool,
+    channels_last: bool,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Plan | None:
     """The plan for a problem: a pure function of it. None where it is not for this kernel."""
-    plans = plans_of(problem, direction, itemsize, split, channels_last)
+    plans = plans_of(problem, direction, itemsize, split, channels_last, multiprocessors)
     return min(plans, key=lambda plan: plan.cycles, default=None)
 
 
-def plans_of(problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool) -> Iterator[Plan]:
+def plans_of(
+    problem: Problem,
+    direction: Direction,
+    itemsize: int,
+    split: bool,
+    channels_last: bool,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Iterator[Plan]:
     """The plans that a problem may have: those that fit registers, shared memory and constant memory."""
+    smallest = Plan(
+        problem,
+        direction,
+        itemsize,
+        split,
+        channels_last,
+        multiple=(1, 1),
+        slots=1,
+        blocks=1,
+        columns=32,
+        warpgroups_m=1,
+        phase_sides=1,
+        units=2,
+        strips=1,
+        wide=1,
+        way="loaded",
+        loaders=MANY_LOADERS,
+        multiprocessors=multiprocessors,
+    )
     found = False
-    for plan in _plans_of(problem, direction, itemsize, split, channels_last, _WIDTHS):
+    for plan in _plans_like(smallest, _WIDTHS):
         found = True
         yield plan
     if not found:
-        yield from _plans_of(problem, direction, itemsize, split, channels_last, _NARROW_WIDTHS)
+        yield from _plans_like(smallest, _NARROW_WIDTHS)
 
 
-def _plans_of(
-    problem: Problem, direction: Direction, itemsize: int, split: bool, channels_last: bool, widths: tuple[int, ...]
-) -> Iterator[Plan]:
-    smallest = Plan(
-        problem, direction, itemsize, split, channels_last, (1, 1), 1, 1, 32, 1, 1, 2, 1, 1, "loaded", MANY_LOADERS
-    )
+def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
+    """Those of the problem of the smallest plan, with strips of some widths."""
     channels = smallest.out_channels
-    for multiple, slots, blocks in _left_sides(smallest.span, channels, channels_last):
+    for multiple, slots, blocks in _left_sides(smallest.span, channels, smallest.channels_last):
         left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
         if left.down and not (left.short_rows and 2 * sum(map(len, left.steps)) <= sum(map(len, smallest.steps))):
             continue  # nothing to gain, or columns of other shifts

@@ -17,9 +17,10 @@ import torch
 
 from gemmconv.algorithms.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
 from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of, stored_together
-from gemmconv.algorithms.fused_plan import CHAIN, MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import CHAIN, SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 
 _INT32_MAX = 2**31 - 1
@@ -56,6 +57,7 @@ class Tile:
         copied: bytes that are copied together; 0 where boxes of a tensor map are.
         stages: of inputs.
         segments: parts of an image's cell rows.
+        multiprocessors: of the GPU.
     """
 
     problem: Problem
@@ -70,6 +72,7 @@ class Tile:
     copied: int
     stages: int = 2
     segments: int = 1
+    multiprocessors: int = REFERENCE.multiprocessors
 
     packed_bytes: ClassVar[int] = 0  # weights are read as they lie
 
@@ -284,7 +287,7 @@ class Tile:
         choose takes 2% longer than the best of those measured (geometric mean).
         """
         p, blocks = self.problem, self.blocks_resident
-        rounds = max(1.0, self.items / (MULTIPROCESSORS * blocks))
+        rounds = max(1.0, self.items / (self.multiprocessors * blocks))
         rounds = math.ceil(rounds) if rounds < 4 else rounds
         products = self.steps * self.whole_lines * (3 if self.split else 1)
         rounding = 0 if self.itemsize == 2 else 48 if self.split else 23
@@ -306,12 +309,25 @@ class Tile:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) -> Tile | None:
+def tile_of(
+    problem: Problem,
+    itemsize: int,
+    split: bool,
+    channels_last: bool,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize, split, channels_last), key=lambda tile: tile.cycles, default=None)
+    tiles = tiles_of(problem, itemsize, split, channels_last, multiprocessors)
+    return min(tiles, key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) -> Iterator[Tile]:
+def tiles_of(
+    problem: Problem,
+    itemsize: int,
+    split: bool,
+    channels_last: bool,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     p = problem
     if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES:
@@ -330,7 +346,8 @@ def tiles_of(problem: Problem, itemsize: int, split: bool, channels_last: bool) 
             continue
         # Smaller units waste fewer columns at the ends of strips.
         least = together if columns >= width or channels_last else _LEAST_COPY
-        boxed = Tile(p, itemsize, split, channels_last, rows, columns, 1, 0, _BOX_LOADERS, 0)
+        of_step = rows, columns, 1, 0, _BOX_LOADERS, 0
+        boxed = Tile(p, itemsize, split, channels_last, *of_step, multiprocessors=multiprocessors)
         if boxed.boxable:
             ways = [(0, _BOX_LOADERS, stages) for stages in _BOX_STAGES]
         else:
@@ -419,7 +436,7 @@ FusedFoldParams, FusedFoldBoxedParams = params_struct(*_PARAMS), params_struct(*
 
 def blocks_at_once(tile: Tile) -> int:
     """How many blocks run at once; they share its items evenly."""
-    return MULTIPROCESSORS * tile.blocks_resident
+    return tile.multiprocessors * tile.blocks_resident
 
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:

@@ -16,10 +16,11 @@ import torch
 
 from gemmconv.algorithms.base import Config, Gradient, aligned
 from gemmconv.algorithms.fused_gradient_sum import fits, partial_bytes, partial_dtype, prepare_sum
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.algorithms.turning import to_nchw
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 
 _BLOCK_ROWS = 64
@@ -67,6 +68,7 @@ class Tile:
         sides_co, sides_h, sides_w: warpgroups with output channels, or rows or columns of taps, of their own.
         taps: rows and columns of taps of a warpgroup.
         planes: of grad_output, that are one long row together; 0 where rows are whole 16 bytes.
+        multiprocessors: of the GPU, on each of which a block runs.
     """
 
     problem: Problem
@@ -83,6 +85,7 @@ class Tile:
     sides_w: int
     taps: Pair
     planes: int
+    multiprocessors: int = REFERENCE.multiprocessors
 
     computed_in: ClassVar[torch.memory_format] = torch.contiguous_format
 
@@ -268,7 +271,7 @@ class Tile:
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
         fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
-        whole = max(1, MULTIPROCESSORS // self.weight_blocks)
+        whole = max(1, self.multiprocessors // self.weight_blocks)
         return min(fitting, whole, self.tiles)
 
     def workspace_bytes(self, limit: int) -> int:
@@ -278,7 +281,7 @@ class Tile:
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
         slices, problem = self.slices(limit), self.problem
-        rounds = -(-self.weight_blocks * slices // MULTIPROCESSORS)
+        rounds = -(-self.weight_blocks * slices // self.multiprocessors)
         stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _STORE_CYCLES
         computed = rounds * (-(-self.tiles // slices) * self.cycles + stored) / _CLOCK_RATE
         rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
@@ -294,7 +297,9 @@ def input_width(problem: Problem, itemsize: int) -> int:
     return -(-problem.input_size[1] * itemsize // 16) * 16 // itemsize
 
 
-def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
+def tiles_of(
+    problem: Problem, itemsize: int, split: bool, multiprocessors: int = REFERENCE.multiprocessors
+) -> Iterator[Tile]:
     """The tiles that a problem may have: none where rows of outputs are no whole words, or images are too large."""
     width = input_width(problem, itemsize)
     kernel_h, kernel_w = problem.kernel_size
@@ -315,7 +320,7 @@ def tiles_of(problem: Problem, itemsize: int, split: bool) -> Iterator[Tile]:
     for ci_tile, (co, h, w), (taps_h, taps_w) in itertools.product(widths, sides, taps):
         if h * taps_h >= kernel_h + taps_h or w * taps_w >= kernel_w + taps_w:
             continue
-        of_block = ci_tile, co, h, w, (taps_h, taps_w), planes
+        of_block = ci_tile, co, h, w, (taps_h, taps_w), planes, multiprocessors
         any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, *of_block)
         if any_one.registers > _REGISTERS[any_one.warpgroups]:
             continue
@@ -350,9 +355,11 @@ def _conflicts(pitch: int, stride: int, vector: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int, split: bool, limit: int) -> Tile | None:
+def tile_of(
+    problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int = REFERENCE.multiprocessors
+) -> Tile | None:
     """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
-    found = (tile for tile in tiles_of(problem, itemsize, split) if tile.slices(limit) > 0)
+    found = (tile for tile in tiles_of(problem, itemsize, split, multiprocessors) if tile.slices(limit) > 0)
     return min(found, key=lambda tile: tile.seconds(limit), default=None)
 
 

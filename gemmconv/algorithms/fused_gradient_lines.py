@@ -15,10 +15,11 @@ import torch
 
 from gemmconv.algorithms.base import Config, Gradient, aligned
 from gemmconv.algorithms.fused_gradient_sum import fits, partial_bytes, partial_dtype, prepare_sum
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.algorithms.turning import to_channels_last
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 
 _ATOM = 64  # channels of a line
@@ -104,6 +105,7 @@ class Tile:
         atoms: lines of output channels of a warpgroup.
         taps_h, taps_w: taps.
         merged: taps that are columns of one product.
+        multiprocessors: of the GPU, on each of which a block runs.
     """
 
     problem: Problem
@@ -114,6 +116,7 @@ class Tile:
     taps_h: Taps
     taps_w: Taps
     merged: int
+    multiprocessors: int = REFERENCE.multiprocessors
 
     computed_in: ClassVar[torch.memory_format] = torch.channels_last
 
@@ -234,11 +237,11 @@ class Tile:
         most = min(limit // (4 * math.prod(self.problem.weight_shape)), self.tiles)
         if most == 0:
             return 0
-        counts = {min(most, max(1, rounds * MULTIPROCESSORS // self.weight_blocks)) for rounds in (1, 2, 3)}
+        counts = {min(most, max(1, rounds * self.multiprocessors // self.weight_blocks)) for rounds in (1, 2, 3)}
         return min(sorted(counts), key=self._sliced_seconds)
 
     def _sliced_seconds(self, slices: int) -> float:
-        rounds = -(-self.weight_blocks * slices // MULTIPROCESSORS)
+        rounds = -(-self.weight_blocks * slices // self.multiprocessors)
         computed = rounds * -(-self.tiles // slices) * self.cycles / _CLOCK_RATE
         return computed + 2 * partial_bytes(self.problem, 2, slices) / _PARTIAL_RATE
 
@@ -255,7 +258,7 @@ class Tile:
         return _LAUNCH_SECONDS + max(self._sliced_seconds(slices), 2 * pixels / _MEMORY_RATE)
 
 
-def tiles_of(problem: Problem) -> Iterator[Tile]:
+def tiles_of(problem: Problem, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have.
 
     None where channels are no whole 16 bytes, where strides are too long for a tensor map, or where the kernel's ints
@@ -281,7 +284,8 @@ def tiles_of(problem: Problem) -> Iterator[Tile]:
             shifts = taps_w.own // min(taps_w.own, taps_w.boxes)
             for merged in {1, shifts if atoms == 1 and shifts * _ATOM <= 256 else 1}:
                 for size, pair_rows in _sizes(problem, taps_h.extra, taps_w.extra):
-                    tile = Tile(problem, size, pair_rows, (sides[0], sides[1]), atoms, taps_h, taps_w, merged)
+                    of_block = (sides[0], sides[1]), atoms, taps_h, taps_w, merged, multiprocessors
+                    tile = Tile(problem, size, pair_rows, *of_block)
                     if tile.possible:
                         yield tile
 
@@ -318,9 +322,9 @@ def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[tuple[tuple[int
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_of(problem: Problem, limit: int) -> Tile | None:
+def tile_of(problem: Problem, limit: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
-    tile = min(tiles_of(problem), key=lambda tile: tile.seconds(limit), default=None)
+    tile = min(tiles_of(problem, multiprocessors), key=lambda tile: tile.seconds(limit), default=None)
     return None if tile is None or tile.slices(limit) == 0 else tile
 
 

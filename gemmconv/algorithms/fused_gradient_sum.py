@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 
 from gemmconv.algorithms.base import Config
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 
 _THREADS = 256
 # Of a block: weights at most, of one slice or of several; shared memory that keeps them, output channels at least; and
-# blocks at least.
-_OF_ONE, _OF_SEVERAL, _BYTES, _LEAST_RUN, _BLOCKS = 2048, 1024, 32 << 10, 8, 4 * MULTIPROCESSORS
+# blocks of a multiprocessor at least.
+_OF_ONE, _OF_SEVERAL, _BYTES, _LEAST_RUN, _BLOCKS = 2048, 1024, 32 << 10, 8, 4
 _MOST_SHARES = 32
 _PIECE_BYTES = 16
 
@@ -40,9 +40,11 @@ def partial_bytes(problem: Problem, itemsize: int, slices: int) -> int:
     return (itemsize if slices == 1 else 4 * slices) * math.prod(problem.weight_shape)
 
 
-def sum_macros(problem: Problem, dtype: torch.dtype, slices: int) -> Macros:
+def sum_macros(
+    problem: Problem, dtype: torch.dtype, slices: int, multiprocessors: int = REFERENCE.multiprocessors
+) -> Macros:
     """Macros that specialise csrc/fused_weight_grad_sum.cu."""
-    run, partial = _run(problem, slices), partial_dtype(dtype, slices)
+    run, partial = _run(problem, slices, multiprocessors), partial_dtype(dtype, slices)
     out_channels = problem.out_channels // problem.groups
     read = _piece(partial, run, out_channels)
     return {
@@ -63,10 +65,11 @@ def prepare_sum(config: Config, slices: int) -> Callable[[torch.Tensor, torch.Te
     """Prepare what fills grad_weight from the partial sums that the launch before wrote."""
     from gemmconv.runtime.launch import load
 
-    problem = config.problem
-    macros = sum_macros(problem, config.dtype, slices)
+    problem, multiprocessors = config.problem, config.spec.multiprocessors
+    macros = sum_macros(problem, config.dtype, slices, multiprocessors)
     kernel = load("fused_weight_grad_sum.cu", "fused_weight_grad_sum_kernel", macros, config.device.index)
-    elements, grid = math.prod(problem.weight_shape), (_blocks(problem, _run(problem, slices)), 1, 1)
+    elements = math.prod(problem.weight_shape)
+    grid = (_blocks(problem, _run(problem, slices, multiprocessors)), 1, 1)
 
     def add_up(partials: torch.Tensor, grad_weight: torch.Tensor) -> None:
         params = FusedWeightGradSumParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
@@ -85,13 +88,13 @@ def _bytes(problem: Problem, run: int) -> int:
     return 4 * (run + 1) * problem.taps
 
 
-def _run(problem: Problem, slices: int) -> int:
+def _run(problem: Problem, slices: int, multiprocessors: int) -> int:
     """Output channels of a block: a power of two, few enough for many blocks."""
     run, most = _LEAST_RUN, _OF_ONE if slices == 1 else _OF_SEVERAL
     while run > 1 and _bytes(problem, run) > _BYTES:
         run //= 2
     while run < problem.out_channels // problem.groups and 2 * run * problem.taps <= most:
-        if _blocks(problem, 2 * run) < _BLOCKS:
+        if _blocks(problem, 2 * run) < _BLOCKS * multiprocessors:
             break
         run *= 2
     return run

@@ -18,9 +18,9 @@ import torch
 from gemmconv.algorithms import position_rows
 from gemmconv.algorithms.base import Config, Forward
 from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of, stored_together
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.macros import Macros, geometry_macros
 from gemmconv.algorithms.position_rows import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 
 _MOST_ROW_BLOCKS = 2
@@ -130,7 +130,7 @@ class Tile(PositionRows):
         sectors = p.stride[0] * (p.stride[1] / self.vector) * min(1, p.stride[1] * self.itemsize / 32)
         folded = 0.042 * self.lines * max(self.cells, self.item_positions) + 91 * passes
         block = self.chunks * (self.row_blocks * (3.13 * self.lines + 243) + 71) + folded
-        computed = -(-self.items // MULTIPROCESSORS) * (
+        computed = -(-self.items // self.multiprocessors) * (
             409 + self.blocks * (block + 0.545 * outs * self.cells * sectors)
         )
         moved = (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize / _BYTES_A_CYCLE
@@ -141,12 +141,12 @@ class Tile(PositionRows):
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     p = problem
     step = math.lcm(16, p.taps)
@@ -156,14 +156,14 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
         return
     if not can_be_folded(p):
         return
-    if (itemsize == 2 and p.out_channels * p.taps % 8) or not position_rows.fits_integers(p):
+    if (itemsize == 2 and p.out_channels * p.taps % 8) or not position_rows.fits_integers(p, multiprocessors):
         return
     few = -(-p.out_channels * p.taps // step) * step
     for images, window in _items_of(p):
         row_blocks = -(-images * window // BLOCK_POSITIONS)
         for lines in range(step, min(few, _MOST_SUMS // row_blocks) + 1, step):
             for sets in position_rows.sets_of(p, lines):
-                tile = Tile(p, itemsize, lines, sets, images, window)
+                tile = Tile(p, itemsize, lines, sets, images, window, multiprocessors=multiprocessors)
                 if (lines >= 64 or lines == few) and tile.possible:
                     yield tile
 

@@ -19,9 +19,10 @@ import torch
 from gemmconv.algorithms import weight_lines
 from gemmconv.algorithms.base import Config, Forward
 from gemmconv.algorithms.cells import can_be_folded, cells_of, reach_of, stored_together
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 
 _LINE_BYTES = 128  # of channels that a stage has, and of values that lie in one piece in shared memory
@@ -49,6 +50,7 @@ class Tile:
         images: of an item.
         warpgroups: that multiply, 1 or 2.
         blocks: of 64 lines, of each of them.
+        multiprocessors: of the GPU, on each of which a block runs.
     """
 
     problem: Problem
@@ -56,6 +58,7 @@ class Tile:
     images: int
     warpgroups: int
     blocks: int
+    multiprocessors: int = REFERENCE.multiprocessors
 
     packed_bytes: ClassVar[int] = 0  # weights are read as they lie
 
@@ -162,7 +165,7 @@ class Tile:
 
     @property
     def possible(self) -> bool:
-        if self.items + MULTIPROCESSORS > _INT32_MAX:
+        if self.items + self.multiprocessors > _INT32_MAX:
             return False
         return self.columns <= _MOST_COLUMNS[self.itemsize][self.blocks] and self.stages >= _LEAST_STAGES[self.itemsize]
 
@@ -184,16 +187,16 @@ class Tile:
             parts = 0.96 * lines * self.columns / 32, turns * 655, 1.1 * lines
             chunk = sum(part**1.27 for part in parts) ** (1 / 1.27) + 125
             folded, start = lines * self.cells / 1000 * 67 + 175, 11_000
-        return start + -(-self.items // MULTIPROCESSORS) * (self.chunks * chunk + folded)
+        return start + -(-self.items // self.multiprocessors) * (self.chunks * chunk + folded)
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     p, most = problem, _MOST_COLUMNS[itemsize][1]
     if p.groups > 1 or p.batch == 0 or _BLOCK_LINES % p.taps or p.in_pixels > most:
@@ -205,7 +208,8 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
     if not can_be_folded(p):
         return
     images = range(1, min(p.batch, most // p.in_pixels) + 1)
-    for tile in itertools.starmap(Tile, itertools.product((p,), (itemsize,), images, (1, 2), (1, 2))):
+    choices = (p,), (itemsize,), images, (1, 2), (1, 2), (multiprocessors,)
+    for tile in itertools.starmap(Tile, itertools.product(*choices)):
         if tile.possible:
             yield tile
 

@@ -16,11 +16,11 @@ from gemmconv.algorithms.base import Direction
 from gemmconv.algorithms.cells import phase_shifts
 from gemmconv.algorithms.fused_cycles import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
 from gemmconv.algorithms.gathering import Gathering
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 
 SHARED_BYTES = 227 << 10
 CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
-MULTIPROCESSORS = 132  # of the H200; on a smaller device blocks have more items to take
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 BLOCK_ROWS, _WARP_ROWS = 64, 16
@@ -85,6 +85,7 @@ class Plan(Gathering):
             to be laid out by threads. Or straight to where products read them: "blocks" of positions of NCHW, as boxes
             of a tensor map or, where none describes them, as "pieces"; boxes of "lines" of channels_last.
         loaders: threads that load inputs, 96 or 224.
+        multiprocessors: of the GPU: as many blocks run at once.
     """
 
     problem: Problem
@@ -103,6 +104,7 @@ class Plan(Gathering):
     wide: int
     way: Way
     loaders: int
+    multiprocessors: int = REFERENCE.multiprocessors
 
     @property
     def landing(self) -> bool:
@@ -713,7 +715,7 @@ class Plan(Gathering):
         most = steps * self.chunks
         for patches, least in (_STRAIGHT_STAGES[steps >= _MANY_STEPS] if self.straight else _STAGES).items():
             weights = (SHARED_BYTES - self._other_bytes - patches * patch_bytes) // weight_bytes
-            if weights >= most and self.sets <= MULTIPROCESSORS:
+            if weights >= most and self.sets <= self.multiprocessors:
                 return patches, max(1, most)
             if weights >= least:
                 return patches, min(_MOST_STAGES, weights)
@@ -723,7 +725,7 @@ class Plan(Gathering):
     def resident(self) -> bool:
         """Whether a block keeps the weights of its set."""
         assert self.stages is not None
-        return self.sets <= MULTIPROCESSORS and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
+        return self.sets <= self.multiprocessors and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
 
     @property
     def turns(self) -> bool:
@@ -744,8 +746,8 @@ class Plan(Gathering):
 
     @property
     def items_of_a_block(self) -> int:
-        """Items that a block of the H200 takes, at most."""
-        return -(-self.items // self.blocks_on(MULTIPROCESSORS))
+        """Items that a block takes, at most."""
+        return -(-self.items // self.blocks_on(self.multiprocessors))
 
     @property
     def shared_bytes(self) -> int:

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from gemmconv.algorithms.base import Direction
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
 from gemmconv.algorithms.macros import Macros, table
 from gemmconv.algorithms.row_gathering import (
     BARRIER_BYTES,
@@ -25,6 +25,7 @@ from gemmconv.algorithms.row_gathering import (
     across,
     may_gather,
 )
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 
 _ITEM = 2  # bytes of an element
@@ -51,6 +52,7 @@ class Tile(RowGathering):
         columns: inputs of a row of a step.
         rows: of cells of an item: of either warpgroup one, or both the same.
         whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
+        multiprocessors: of the GPU: as many blocks run at once.
     """
 
     problem: Problem
@@ -59,6 +61,7 @@ class Tile(RowGathering):
     columns: int
     rows: int
     whole_sectors: bool
+    multiprocessors: int = REFERENCE.multiprocessors
 
     itemsize: ClassVar[int] = _ITEM
     source: ClassVar[str] = "fused_rows"
@@ -194,7 +197,7 @@ class Tile(RowGathering):
         least estimate took 1.2% longer than the best (geometric mean). Whole sectors take up to 13% longer where folds
         are what is waited for; where memory is, sectors that are written in two parts count more than once.
         """
-        blocks, rounds = self.blocks_on(MULTIPROCESSORS), -(-self.sets // MULTIPROCESSORS)
+        blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
         products, span = self.weight_rows * self.channels / _STEP * self.tiles, self.span[1]
         pairs = self.columns / 8 * (2 // self.slots)  # of cells, that a thread folds
         outputs = self.columns * span * self.outs
@@ -246,16 +249,18 @@ def word_of(span: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, direction: Direction) -> Tile | None:
+def tile_of(problem: Problem, direction: Direction, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem of 16 bits in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, direction), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, direction, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, direction: Direction) -> Iterator[Tile]:
+def tiles_of(
+    problem: Problem, direction: Direction, multiprocessors: int = REFERENCE.multiprocessors
+) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     if not may_gather(problem, direction):
         return
-    choices = (problem,), (direction,), _SLOTS, _COLUMNS, _ROWS, (False, True)
+    choices = (problem,), (direction,), _SLOTS, _COLUMNS, _ROWS, (False, True), (multiprocessors,)
     for tile in itertools.starmap(Tile, itertools.product(*choices)):
         if tile.input_size[1] % tile.piece or tile.channels > LONGEST_BOX:
             return

@@ -15,9 +15,10 @@ from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from gemmconv.algorithms.base import Direction
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
 from gemmconv.algorithms.macros import Macros, table
 from gemmconv.algorithms.row_gathering import BARRIER_BYTES, RowGathering, across, may_gather
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 
 _ITEM = 4  # bytes of an element
@@ -43,6 +44,7 @@ class Tile(RowGathering):
         outs: output channels of a block.
         chunk: input channels of a stage.
         columns, rows: inputs of a row of a step, and rows of cells of an item: 16 for each of 8 warps.
+        multiprocessors: of the GPU: as many blocks run at once.
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class Tile(RowGathering):
     chunk: int
     columns: int = 16
     rows: int = 8
+    multiprocessors: int = REFERENCE.multiprocessors
 
     itemsize: ClassVar[int] = _ITEM
     source: ClassVar[str] = "fused_rows_tf32"
@@ -184,7 +187,7 @@ class Tile(RowGathering):
         at a time keep memory waiting in between. Fitted to 103 tiles of 11 layers (H100), 5% off. Those chosen took at
         most 5% longer than the best of four for 12 of 13 layers, 16% for one image of 1080 x 1920.
         """
-        blocks, rounds = self.blocks_on(MULTIPROCESSORS), -(-self.sets // MULTIPROCESSORS)
+        blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
         step = self.products * (1.15 * self.lines + 32) + 2 * _GROUP_CYCLES * self.groups
         step += self.stage_bytes * self.chunks / 128 + self.outs * (2 * self._carried + 15 * self.span[1])
         computing = rounds * -(-self.items // blocks) * self.steps * 0.63 * step
@@ -212,21 +215,22 @@ class Tile(RowGathering):
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, direction: Direction) -> Tile | None:
+def tile_of(problem: Problem, direction: Direction, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem of TF32 in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, direction), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, direction, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, direction: Direction) -> Iterator[Tile]:
+def tiles_of(
+    problem: Problem, direction: Direction, multiprocessors: int = REFERENCE.multiprocessors
+) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     if not may_gather(problem, direction):
         return
     channels = Tile(problem, direction, _WHOLE_OUTS, _CHUNKS[0]).out_channels
     sets = range(1, -(-channels // _WHOLE_OUTS) + 1)
     outs = {-(-channels // (count * _WHOLE_OUTS)) * _WHOLE_OUTS for count in sets}
-    for tile in itertools.starmap(
-        Tile, itertools.product((problem,), (direction,), sorted(outs, reverse=True), _CHUNKS)
-    ):
+    for set_outs, chunk in itertools.product(sorted(outs, reverse=True), _CHUNKS):
+        tile = Tile(problem, direction, set_outs, chunk, multiprocessors=multiprocessors)
         if tile.input_size[1] % tile.piece:
             return
         if len(tile.taps_across) == tile.span[1]:

@@ -15,9 +15,9 @@ import torch
 
 from gemmconv.algorithms import position_rows
 from gemmconv.algorithms.base import Config, Forward
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.macros import Macros
 from gemmconv.algorithms.position_rows import CHUNK_BYTES, MOST_LINES, PositionRows
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
@@ -54,7 +54,7 @@ class Tile(PositionRows):
         chunk = 3.6 * self.lines + 170
         stored = self.lines * self.itemsize * (4.6 if self.kept else 5.3)
         item = 540 + self.blocks * (self.chunks * chunk + stored)
-        computed = -(-self.items // MULTIPROCESSORS) * item
+        computed = -(-self.items // self.multiprocessors) * item
         passes = 1 if self.held else self.blocks  # over an item's inputs, which the L2 cache hardly keeps
         elements = math.prod(p.output_shape) + math.prod(p.input_shape) * (1 + 0.9 * (passes - 1))
         moved = elements * self.itemsize / _BYTES_A_CYCLE
@@ -64,12 +64,12 @@ class Tile(PositionRows):
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, itemsize: int) -> Tile | None:
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize), key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p = problem
     if p.groups > 1 or p.batch == 0 or _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W:
@@ -79,12 +79,12 @@ def tiles_of(problem: Problem, itemsize: int) -> Iterator[Tile]:
     all_lines, step = p.out_channels * p.taps, max(16, 4 * p.kernel_size[1])
     if p.in_pixels % 4 or (itemsize == 2 and all_lines * itemsize % 16):
         return
-    if not position_rows.fits_integers(p):
+    if not position_rows.fits_integers(p, multiprocessors):
         return
     few = -(-all_lines // step) * step
     for lines in (*(lines for lines in _LINES if lines < few), *((few,) if few <= MOST_LINES else ())):
         for sets in position_rows.sets_of(p, lines):
-            tile = Tile(p, itemsize, lines, sets)
+            tile = Tile(p, itemsize, lines, sets, multiprocessors=multiprocessors)
             if tile.kept or tile.blocks == 1:  # others took longer wherever they were tried
                 yield tile
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from gemmconv.geometry import Shape4
 
@@ -38,12 +35,6 @@ def params_struct(
         bytes_used = sum(ctypes.sizeof(field_type) for _, field_type in fields)
         fields.append(("padding", ctypes.c_char * (-bytes_used % 64)))
     return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-@functools.cache
-def multiprocessors_of(device: torch.device) -> int:
-    """How many a CUDA device has."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def plane_grid(x: int, planes: int) -> tuple[int, int, int]:

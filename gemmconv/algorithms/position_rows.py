@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from gemmconv.algorithms import weight_lines
 from gemmconv.algorithms.base import Config, Forward
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS, SHARED_BYTES
+from gemmconv.algorithms.fused_plan import SHARED_BYTES
 from gemmconv.algorithms.launches import params_struct
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 
 BLOCK_POSITIONS = 128  # that two warpgroups multiply at once
@@ -37,12 +38,14 @@ class PositionRows:
         itemsize: bytes of an element; of four, float32 as TF32.
         lines: of weights that are multiplied together.
         sets: that blocks of lines are divided into, each for other items.
+        multiprocessors: of the GPU, on each of which a block runs.
     """
 
     problem: Problem
     itemsize: int
     lines: int
     sets: int
+    multiprocessors: int = field(default=REFERENCE.multiprocessors, kw_only=True)
 
     @property
     def item_positions(self) -> int:
@@ -158,13 +161,13 @@ class PositionRows:
         return self.line_blocks * self.lines * self.chunks * CHUNK_BYTES if self.packed else 0
 
 
-def fits_integers(problem: Problem) -> bool:
+def fits_integers(problem: Problem, multiprocessors: int) -> bool:
     """Whether a kernel's integers reach as far as any tile of a problem does."""
     p = problem
     # Also of channels and lines that fill the last ones, and of blocks of threads that look for a next item.
     products = (p.in_channels + 64) * max(p.out_channels * p.taps + MOST_LINES, p.in_pixels)
     least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item that no other has
-    items = (p.batch * p.in_pixels + (MULTIPROCESSORS + 2) * BLOCK_POSITIONS) * max(_SETS) // least
+    items = (p.batch * p.in_pixels + (multiprocessors + 2) * BLOCK_POSITIONS) * max(_SETS) // least
     reach = p.batch * p.in_pixels + 2 * BLOCK_POSITIONS
     return max(products, items, reach, MOST_LINES // p.taps * p.out_pixels) <= _INT32_MAX
 

@@ -22,9 +22,8 @@ from gemmconv.algorithms.base import (
     strides_of,
     with_strides,
 )
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.gathering import Gathering
-from gemmconv.algorithms.launches import Boxes, multiprocessors_of, params_struct, reciprocal
+from gemmconv.algorithms.launches import Boxes, params_struct, reciprocal
 from gemmconv.algorithms.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.geometry import Pair, Problem
 
@@ -72,12 +71,14 @@ class RowGathering(Gathering):
         source: of the kernel that does it, in csrc/.
         columns: inputs of a row of a step.
         rows: of cells of an item.
+        multiprocessors: of the GPU: as many blocks run at once.
     """
 
     itemsize: ClassVar[int]
     source: ClassVar[str]
     columns: int
     rows: int
+    multiprocessors: int
 
     @property
     def piece(self) -> int:
@@ -215,7 +216,7 @@ class RowGathering(Gathering):
         """Whether boxes and integers hold it."""
         boxes = self.input_rows * self.row_step <= LONGEST_BOX and self.row_step <= _LONGEST_STEP
         last = (self.cells[0] + self.rows) * self.span[0], (self.steps + 1) * self.columns * self.span[1]
-        return boxes and max(self.items + MULTIPROCESSORS, self.packed_bytes // 16, *last) <= _INT32_MAX
+        return boxes and max(self.items + self.multiprocessors, self.packed_bytes // 16, *last) <= _INT32_MAX
 
     @cached_property
     def cycles(self) -> float:
@@ -256,10 +257,10 @@ class RowGathering(Gathering):
     def fetched(self) -> int:
         """Bytes of a line that the L2 cache fetches together: few where what all blocks wait for would not stay there.
 
-        132 blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs written at
-        the same time some of it was fetched twice.
+        On an H200, blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs
+        written at the same time some of it was fetched twice.
         """
-        lines = self.blocks_on(MULTIPROCESSORS) * self.sets * self.input_rows * self.in_channels
+        lines = self.blocks_on(self.multiprocessors) * self.sets * self.input_rows * self.in_channels
         return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
 
 
@@ -347,6 +348,7 @@ def prepare_forward(config: Config, tile: RowGathering) -> Forward:
     input_strides = strides_of(input_shape, config.memory_format)
     boxes, fetched, units = tile.boxes, tile.fetched, tile.packed_bytes // 16
     pack_grid = (-(-units // _WEIGHT_THREADS), 1, 1)
+    grid = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1)
     sizes = (
         reciprocal(tile.image_items),
         *(p.groups, tile.multiplied, *tile.output_size, tile.cells[0]),
@@ -365,8 +367,6 @@ def prepare_forward(config: Config, tile: RowGathering) -> Forward:
             tensor_map.encode(input.data_ptr(), *boxes, fetched),
             *(packed.data_ptr(), bias_address, output.data_ptr(), *sizes),
         )
-        multiprocessors = multiprocessors_of(config.device) if config.device.type == "cuda" else MULTIPROCESSORS
-        grid = (tile.blocks_on(multiprocessors) * tile.sets, 1, 1)
         kernel.launch(grid, (_THREADS, 1, 1), params, shared_bytes, overlaps=True)
         return output
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from gemmconv.algorithms.base import Config, Forward, aligned, strides_of, with_strides
-from gemmconv.algorithms.fused_plan import MULTIPROCESSORS
 from gemmconv.algorithms.launches import Boxes, params_struct
 from gemmconv.algorithms.macros import Macros
 from gemmconv.geometry import Pair, Problem
@@ -104,7 +103,7 @@ def prepare_forward(
     kernel = load(f"{name}.cu", f"{name}_kernel", macros, config.device.index, shared_bytes)
     strides = strides_of(p.output_shape, config.memory_format)
     input_strides = strides_of(p.input_shape, config.memory_format)
-    grid, block = (min(counts[-1], MULTIPROCESSORS), 1, 1), (threads, 1, 1)
+    grid, block = (min(counts[-1], config.spec.multiprocessors), 1, 1), (threads, 1, 1)
 
     def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output = input.new_empty_strided(p.output_shape, strides)

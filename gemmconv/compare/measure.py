@@ -15,6 +15,7 @@ from gemmconv.algorithms.base import Config, Direction, Precision
 from gemmconv.compare.layers import Layer
 from gemmconv.compare.photo import windows
 from gemmconv.compare.timing import medians_ms
+from gemmconv.device import spec_of
 from gemmconv.module import ConvTranspose2d
 from gemmconv.selection import choose, torch_precision
 
@@ -150,7 +151,8 @@ def measure_layer(
         A row for torch, then one for each entry of ``ALGORITHMS``, in their order.
     """
     current = torch_precision(dtype, device)
-    config = Config(layer.problem, dtype, device, precision or current, torch_precision=current, bias=layer.bias)
+    rounding, spec = precision or current, spec_of(device)
+    config = Config(layer.problem, dtype, device, rounding, torch_precision=current, bias=layer.bias, spec=spec)
     chosen = choose(config, "auto", "compare").name
     with _restored_benchmark_flag():
         step("input and reference")

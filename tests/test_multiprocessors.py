@@ -1,0 +1,169 @@
+"""Tiles, grids and choices on GPUs of Hopper with fewer multiprocessors than the reference; no GPU is touched."""
+
+import ctypes
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.workloads import SUITES
+from gemmconv import algorithms
+from gemmconv.algorithms import (
+    direct_ffma,
+    direct_grads,
+    direct_input_grad,
+    direct_mma,
+    direct_weight_grad,
+    fused,
+    fused_fold,
+    fused_gradient_sum,
+)
+from gemmconv.algorithms.row_gathering import RowGathering
+from gemmconv.device import KNOWN, REFERENCE
+from gemmconv.geometry import Problem
+from gemmconv.selection import choose
+from tests.samples import config_of
+
+SMALLER = [KNOWN["NVIDIA H100 PCIe"], KNOWN["NVIDIA H20"]]
+NCHW, LAST = torch.contiguous_format, torch.channels_last
+KINDS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")]
+WORKLOADS = SUITES["public"] + SUITES["models"]
+each_smaller = pytest.mark.parametrize("spec", SMALLER, ids=lambda spec: spec.name)
+
+
+class Launches(list):
+    """The grids that kernels would be launched with, by the name of the source."""
+
+    def load(self, source, name, macros, index, shared_bytes=0):
+        launches = self
+
+        class Kernel:
+            def make_current(self):
+                pass
+
+            def launch(self, grid, block, params, shared_bytes=0, overlaps=False):
+                launches.append((source.removesuffix(".cu"), math.prod(grid)))
+
+        return Kernel()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
+    from gemmconv.runtime import launch, tensor_map
+
+    found = Launches()
+    monkeypatch.setattr(launch, "load", found.load)
+    monkeypatch.setattr(tensor_map, "encode", lambda *_: (ctypes.c_ulonglong * 16)())
+    return found
+
+
+def ways_of(config):
+    """All tiles and plans of persistent kernels for a forward pass, each with what prepares its call."""
+    ways = [(tile, fused._MODULES[type(tile)].prepare_forward) for tile in fused._tiles_for(config, "forward")]
+    if (plan := fused._own_plan(config, "forward")) is not None:
+        ways.append((plan, fused.prepare_forward))
+    if (tile := direct_mma.tile_for(config)) is not None:
+        ways.append((tile, direct_mma.prepare_forward))
+    return ways
+
+
+def most_blocks(way, multiprocessors):
+    """Blocks that run at once: one or some on each multiprocessor, but one for each set of weights at least."""
+    resident = way.blocks_resident if isinstance(way, direct_mma.Tile | fused_fold.Tile) else 1
+    sets = way.sets if isinstance(way, direct_mma.Tile | RowGathering) else 1
+    return max(resident * multiprocessors, sets)
+
+
+@each_smaller
+def test_grids_of_persistent_kernels_are_what_runs_at_once(spec, launches):
+    fullest = {}
+    for workload in WORKLOADS:
+        problem = workload.problem
+        for dtype, precision in KINDS[1:]:
+            for layout in (NCHW, LAST):
+                config = replace(config_of(problem, dtype, layout, precision), spec=spec)
+                input = torch.empty(problem.input_shape, dtype=dtype, device="meta").to(memory_format=layout)
+                weight = torch.empty(problem.weight_shape, dtype=dtype, device="meta")
+                for way, prepare in ways_of(config):
+                    prepare(config, way)(input, weight, None)
+                    source, blocks = launches[-1]
+                    most = most_blocks(way, spec.multiprocessors)
+                    assert 0 < blocks <= most, (workload.name, source)
+                    fullest[source] = max(fullest.get(source, 0), blocks / most)
+    kernels = "wgmma", "fold", "images", "image_rows", "shuffle", "cell_rows", "rows", "rows_tf32"
+    assert set(fullest) == {"direct_mma", *(f"fused_{kernel}" for kernel in kernels)}
+    assert min(fullest.values()) > 0.9  # none leaves multiprocessors idle that it might have
+
+
+@each_smaller
+def test_weight_gradients_are_cut_into_slices_for_the_multiprocessors_there_are(spec):
+    for workload in WORKLOADS:
+        config = replace(config_of(workload.problem), spec=spec)
+        for tile_for, rounds in ((fused.gradient_tile_for, 1), (fused.lines_tile_for, 3)):
+            if (tile := tile_for(config)) is not None:
+                blocks = tile.weight_blocks * tile.slices(config.workspace_limit)
+                assert blocks <= max(tile.weight_blocks, rounds * spec.multiprocessors)
+        if (both := direct_grads.tile_for(config)) is not None:
+            assert both.multiprocessors == spec.multiprocessors
+
+
+@each_smaller
+def test_auto_takes_fused_where_the_reference_does(spec):
+    """Of forward passes in NCHW, but where torch's operator or columns, estimated as on the reference, are close."""
+    others = set()
+    for workload in WORKLOADS:
+        for dtype, precision in KINDS:
+            config = config_of(workload.problem, dtype, NCHW, precision)
+            if choose(config, "auto", "test").name == "fused":
+                there = replace(config, spec=spec)
+                assert fused.Fused().why_not(there) is None
+                if choose(there, "auto", "test").name != "fused":
+                    others.add((workload.name, precision if dtype == torch.float32 else "float16"))
+    close = {("stylegan_up128", "tf32"), ("pointpillars1", "float16")} if spec.multiprocessors < 100 else set()
+    assert others <= close
+
+
+def test_what_a_tile_is_for_is_part_of_it():
+    spec = replace(REFERENCE, multiprocessors=16)
+    dense = Problem(8, 64, 64, 1, (32, 32), (4, 4), (2, 2), (1, 1))
+    grouped = Problem(8, 32, 64, 4, (64, 64), (3, 3), (2, 2))
+    here, there = (replace(config_of(dense), spec=one) for one in (REFERENCE, spec))
+    for direction in ("forward", "input_grad"):
+        plans = [fused.plan_for(config, direction) for config in (here, there)]
+        assert [plan.multiprocessors for plan in plans] == [REFERENCE.multiprocessors, 16]
+        assert plans[0].cycles < plans[1].cycles
+    for tile_for in (fused.gradient_tile_for, fused.lines_tile_for):
+        assert tile_for(here).seconds(here.workspace_limit) < tile_for(there).seconds(there.workspace_limit)
+    here, there = (replace(config_of(grouped), spec=one) for one in (REFERENCE, spec))
+    assert direct_mma.tile_for(there).spec is spec
+    assert direct_mma.tile_for(here).cycles < direct_mma.tile_for(there).cycles
+    tile = direct_ffma.tile_of(grouped, torch.float16, False)
+    cycles = [direct_ffma.cycles_of(grouped, torch.float16, False, tile, one) for one in (REFERENCE, spec)]
+    assert cycles[0] < cycles[1]
+
+
+def test_few_multiprocessors_are_busy_with_larger_blocks():
+    depthwise, many = Problem(1, 8, 8, 8, (32, 32), (3, 3)), Problem(1, 64, 512, 1, (8, 8), (1, 1))
+    for size_of in (
+        lambda count: direct_input_grad.input_grad_tile(depthwise, 2, count).threads,
+        lambda count: direct_weight_grad.weight_grad_tile(depthwise, 2, False, count).threads,
+        lambda count: fused_gradient_sum.sum_macros(many, torch.float16, 4, count)["SUM_RUN"],
+    ):
+        assert size_of(1) > size_of(64)
+
+
+def test_weights_stay_in_blocks_only_where_each_set_has_a_multiprocessor():
+    plan = fused.plan_for(config_of(Problem(4, 64, 64 * 100, 1, (64, 64), (1, 1))), "forward")
+    for count in (plan.sets - 1, plan.sets):
+        other = replace(plan, multiprocessors=count)
+        assert other.resident == (count == plan.sets)
+        assert other.blocks_on(count) <= count
+
+
+def test_no_algorithm_knows_how_many_multiprocessors_the_reference_has():
+    for path in Path(algorithms.__file__).parent.glob("*.py"):
+        assert not re.search(r"\b132\b|MULTIPROCESSORS|multiprocessors_of", path.read_text()), path.name
