@@ -60,16 +60,36 @@ class DeviceSpec:
     @property
     def fp32(self) -> float:
         """float32 operations a second."""
-        return self.fp32_per_clock * self.multiprocessors * self.clock
+        return self.fp32_per_clock * self.cycles
 
     @property
     def is_hopper(self) -> bool:
         """Whether the kernels of Hopper's tensor cores are for it, and estimates what was measured on one."""
         return self.capability == HOPPER
 
+    @property
+    def cycles(self) -> float:
+        """Cycles a second of all multiprocessors."""
+        return self.multiprocessors * self.clock
+
     def ratio(self, rate: str) -> float:
-        """Of a rate to the reference's, by its name; 1 for Hopper, whose estimates are what was measured there."""
-        return 1.0 if self.is_hopper else float(getattr(self, rate) / getattr(REFERENCE, rate))
+        """Of a rate to the reference's, by its name.
+
+        On Hopper, where estimates are what was measured, all rates but the clock are in proportion to multiprocessors.
+        """
+        if self.is_hopper:
+            return 1.0 if rate == "clock" else self.multiprocessors / REFERENCE.multiprocessors
+        return float(getattr(self, rate) / getattr(REFERENCE, rate))
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Of the bytes that memory moves in a cycle of a multiprocessor, to the reference's."""
+        return self.ratio("bandwidth") / self.ratio("cycles")
+
+    @property
+    def slowest_ratio(self) -> float:
+        """The least of the ratios of arithmetic and memory: for what an estimate does not tell apart."""
+        return min(self.ratio("fp32"), self.ratio("bandwidth"))
 
 
 def _row(
@@ -113,6 +133,7 @@ KNOWN = {
         _row("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 1.792, 96),
     )
 }
+MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]  # where torch's operator and the kernels for every GPU were measured
 REFERENCE = KNOWN["NVIDIA H200"]  # where estimates were fitted; what is asked about where no GPU is at hand
 
 

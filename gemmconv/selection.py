@@ -13,7 +13,7 @@ from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision, missing, why_no_kernels
 from gemmconv.algorithms.columns_cpu import is_faster_than_torch
 from gemmconv.algorithms.turning import grad_turning_seconds, turned_seconds
-from gemmconv.device import DeviceSpec, spec_of
+from gemmconv.device import MEASURED, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.validation import choice, made_problem, place
 
@@ -24,6 +24,7 @@ _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launche
 # On GPUs other than Hopper: of torch's estimate, which may be 1.4 times the least that it was seen to take, while ours
 # are 1.3 times too low for some layers; and what the host may take longer for a call of ours.
 _CLEARLY_LESS, _HOST_SECONDS = 0.56, 10e-6
+_NO_SLOWER = 0.8  # of torch's estimate, by ours for the device itself
 
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -64,10 +65,10 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     if config.device.type == "cuda":
         estimates = _estimates(config, direction)
         reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
-        if config.spec.is_hopper or (native := _native_first(estimates)) is None:
+        if config.spec.is_hopper:
             return reasons
-        others = [(a, reason) for a, reason in reasons if a is not native[0]]
-        return [native, *others]
+        taken, why = _first_elsewhere(config, direction, estimates)
+        return [(taken, why), *((a, reason) for a, reason in reasons if a is not taken)]
     if direction == "forward" and is_faster_than_torch(config):
         first, why = "gemm_col2im", "first on the CPU for few output channels"
     else:
@@ -80,20 +81,37 @@ def _estimate_text(seconds: float) -> str:
     return f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last"
 
 
-def _native_first(estimates: Sequence[tuple[float, Algorithm]]) -> tuple[Algorithm, str] | None:
-    """``native`` and the reason why it comes before the others on a GPU that is not Hopper; None where it does not."""
-    native_seconds, native = next((seconds, a) for seconds, a in estimates if a.name == "native")
-    least, best = next((seconds, a) for seconds, a in estimates if a is not native)
-    if _is_clearly_less(least, native_seconds):
-        return None
-    if native_seconds == math.inf:
-        return native, "what torch takes for such a layer is not known: its own operator comes first"
-    return native, f"{_estimate_text(native_seconds)}, which {best.name} is not clearly below: comes first"
+def _first_elsewhere(
+    config: Config, direction: Direction, estimates: Sequence[tuple[float, Algorithm]]
+) -> tuple[Algorithm, str]:
+    """What comes first on a GPU that is not Hopper, and why: ``native``, but where another is clearly faster."""
+    torchs, native = next((seconds, a) for seconds, a in estimates if a.name == "native")
+    measured = _measured(config)
+    measured_torchs = native.estimate(measured, direction)
+    for seconds, algorithm in estimates:
+        if algorithm is native or seconds == math.inf:
+            continue
+        if _is_clearly_faster((seconds, torchs), (algorithm.estimate(measured, direction), measured_torchs)):
+            return algorithm, f"{_estimate_text(seconds)}, clearly below torch's operator: comes first"
+    if torchs == math.inf:
+        return native, "what torch's operator takes for such a layer is not known: it comes first"
+    return native, f"{_estimate_text(torchs)}, which no other is clearly below: comes first"
 
 
-def _is_clearly_less(seconds: float, torchs: float) -> bool:
-    """Whether an estimate of ours is clearly below torch's on a GPU that neither was fitted to."""
-    return torchs < math.inf and seconds + _HOST_SECONDS < _CLEARLY_LESS * torchs
+def _measured(config: Config) -> Config:
+    """A configuration as on the H100 where both sides were measured, without the kernels that only Hopper has."""
+    return replace(config, spec=replace(MEASURED, capability=config.spec.capability))
+
+
+def _is_clearly_faster(here: tuple[float, float], measured: tuple[float, float]) -> bool:
+    """Whether ours is, on a GPU that is not Hopper: clearly so where it was measured, and no slower by estimates here.
+
+    Args:
+        here, measured: the seconds that ours and torch's operator are estimated at.
+    """
+    if measured[1] == math.inf or here[0] > _NO_SLOWER * here[1]:
+        return False
+    return measured[0] + _HOST_SECONDS < _CLEARLY_LESS * measured[1]
 
 
 def _estimates(
@@ -214,10 +232,14 @@ def _fastest_elsewhere(config: Config, weight_config: Config) -> Gradients:
     """The gradients of a backward pass on a GPU that is not Hopper: torch's, but where ours are clearly faster."""
     native = next(a for a in ALGORITHMS if a.name == "native")
     ours = [a for a in ALGORITHMS if a is not native and a.why_not(config) is None]
-    seconds, gradients = _fastest(config, weight_config, ours) if ours else (math.inf, None)
-    if native.why_not(config) is None and not _is_clearly_less(seconds, native.grads_estimate(config, weight_config)):
+    if not ours:
         return Gradients(native, native, False, True)
-    assert gradients is not None
+    seconds, gradients = _fastest(config, weight_config, ours)
+    pair = _measured(config), _measured(weight_config)
+    here = seconds, native.grads_estimate(config, weight_config)
+    measured = _fastest(*pair, ours)[0], native.grads_estimate(*pair)
+    if native.why_not(config) is None and not _is_clearly_faster(here, measured):
+        return Gradients(native, native, False, True)
     return gradients
 
 

@@ -23,11 +23,11 @@ from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, 
 from gemmconv.algorithms.macros import why_not_dtype
 from gemmconv.algorithms.partials import partial_bytes
 from gemmconv.algorithms.turning import grads_turning_seconds, one_by_one_seconds, turning_seconds
+from gemmconv.device import REFERENCE
 
 _INT32_MAX = 2**31 - 1
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
-_CLOCK_RATE = 1.755e9  # cycles a second, of an H200
 _CHANNELS_LAST_FACTOR = 1.1  # of what the kernel without tensor cores is estimated at, beside fused
 _LAUNCH_SECONDS = 4e-6
 _TENSOR_CORE_SECONDS, _TENSOR_CORE_FACTOR = 12e-6, 0.95  # beside fused: its launch, and what its tile is estimated at
@@ -60,10 +60,17 @@ def _grads_tile(config: Config) -> direct_grads.Tile | None:
     return tile if tile is not None and tile.seconds(config.workspace_limit) < grads_seconds(config) else None
 
 
+def _slowest_elsewhere(config: Config) -> float:
+    """What estimates that were made for Hopper's multiprocessors are divided by on other GPUs."""
+    return 1.0 if config.spec.is_hopper else config.spec.slowest_ratio
+
+
 def _parts(config: Config, ffma_rate: float, copy_rate: float, step_seconds: float) -> tuple[float, float, float]:
     """Seconds of arithmetic, of bytes, and of the steps that a block goes through one after the other."""
-    p = config.problem
+    p, spec = config.problem, config.spec
     double = 2 if config.dtype == torch.float64 else 1
+    ffma_rate, copy_rate = ffma_rate * spec.ratio("fp32"), copy_rate * spec.ratio("bandwidth")
+    step_seconds /= spec.ratio("clock")
     moved, steps = p.least_bytes(config.dtype.itemsize), p.taps * p.out_channels // p.groups
     return p.useful_flops / ffma_rate * double, moved / copy_rate, steps * step_seconds
 
@@ -106,22 +113,23 @@ class Direct:
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """Forward, what its tile is estimated at; else arithmetic, bytes and steps, or tiles of a weight gradient."""
+        clock = REFERENCE.clock * config.spec.ratio("clock")
         if direction == "forward":
             tile, tensor_core_tile = _tiles(config)
             if tensor_core_tile is not None:
-                return _TENSOR_CORE_SECONDS + _TENSOR_CORE_FACTOR * tensor_core_tile.cycles / _CLOCK_RATE
+                return _TENSOR_CORE_SECONDS + _TENSOR_CORE_FACTOR * tensor_core_tile.cycles / clock
             if not tile.depthwise:
                 channels_last = config.memory_format is torch.channels_last
                 cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
                 cycles *= _CHANNELS_LAST_FACTOR if channels_last else 1
-                return _LAUNCH_SECONDS + cycles / _CLOCK_RATE
+                return _LAUNCH_SECONDS + cycles / clock
             return _LAUNCH_SECONDS + sum(_parts(config, *_DEPTHWISE))
         if direction == "input_grad":
             arithmetic, moved, steps = _parts(config, *_INPUT_GRAD)
             return _INPUT_GRAD_LAUNCH + max(arithmetic, moved) + steps + turning_seconds(config)
         from gemmconv.algorithms.direct_weight_grad import weight_grad_seconds
 
-        return weight_grad_seconds(config) + turning_seconds(config)
+        return weight_grad_seconds(config) / _slowest_elsewhere(config) + turning_seconds(config)
 
     def turns(self, config: Config, direction: Direction) -> bool:
         return direction != "forward"
@@ -159,5 +167,6 @@ class Direct:
         tile = _grads_tile(config)
         limit = config.workspace_limit
         seconds = direct_weight_grad.grads_seconds(config) if tile is None else tile.seconds(limit)
+        seconds /= _slowest_elsewhere(config)
         seconds += grads_turning_seconds(config, weight_config)
         return seconds if seconds < one_by_one_seconds(self, config, weight_config) else math.inf

@@ -283,12 +283,14 @@ class _Layer:
         quads = -(-kernel_w * tile.channels_out // 4)
         vector = min(tile.cells, 16 // self.sum_bytes)
         windows = -(-(tile.cells + self.halo_w) // vector)
-        double = self.sum_bytes // 4
+        double = self.sum_bytes / 4
 
         # Instructions and cycles of shared memory, for a thread.
         patch, weights = self.patch_elements(tile), tile.planes * tile.channels_in * kernel_h * quads * 4
         staged = turns * chunks * 2.1 * patch / tile.threads
-        products = tile.cells * tile.channels_out * kernel_w * double
+        products = (
+            tile.cells * tile.channels_out * kernel_w * double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
+        )
         instructions = tap_rows * (products + quads + windows + 6) + staged + 150
         wavefronts = tap_rows * (quads + windows * vector) * double + 2.9 * staged
         if self.channels_last:
@@ -316,7 +318,7 @@ class _Layer:
         # What is stored; the less of it lies together, the worse.
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
-        moved = blocks * stored * self.item_bytes / 36
+        moved = blocks * stored * self.item_bytes / (36 * self.spec.bytes_ratio)
         if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
             neighbours = tile.planes if tile.channels_out == self.channels_out else 1
             parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)

@@ -336,6 +336,10 @@ class Tile:
         busy = tiles * issued * warps / (4 * min(0.9, 0.06 * self.blocks_resident * warps))
         wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2 * self.staged
         busy = max(busy, 0.6 * tiles * wavefronts * warps)
+        if not self.spec.is_hopper:  # whose tensor cores are never what takes longest here
+            per_clock = (self.spec.half if self.itemsize == 2 else self.spec.tf32) / self.spec.cycles
+            product = 2 * 16 * 8 * 32 // self.itemsize
+            busy = max(busy, tiles * self.groups * self.pairs * self.n_tiles * warps * product / (0.8 * per_clock))
 
         # To and from the L2 cache. Rows that are cut short or into pieces cost more than their bytes.
         loaded = math.prod(self.patch) * self.groups * self.problem.gemm_k
@@ -346,7 +350,7 @@ class Tile:
             stored *= 1 + 75 / (self.groups * self.channels * self.warps_m * self.itemsize)
         else:
             stored *= 1 + 380 / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
-        moved = tiles * (2.5 * loaded + stored) * self.itemsize / _BYTES_A_CYCLE
+        moved = tiles * (2.5 * loaded + stored) * self.itemsize / (_BYTES_A_CYCLE * self.spec.bytes_ratio)
         alone *= rounds
         # Where both are within 1% by the above, values that are turned after they came take 2% longer (mean of seven).
         turned = 1.01 if self.loading == _TURNED else 1

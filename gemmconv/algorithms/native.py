@@ -24,7 +24,7 @@ from gemmconv.algorithms.base import (
     strides_of,
     with_strides,
 )
-from gemmconv.device import KNOWN, DeviceSpec
+from gemmconv.device import MEASURED, DeviceSpec
 from gemmconv.geometry import Shape4
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -52,7 +52,8 @@ class _Cost:
         p = config.problem
         rate = self.rate * min(1.0, p.in_channels / self.many) ** self.in_exponent
         rate *= min(1.0, p.out_channels / self.many) ** self.out_exponent
-        return self.launch + math.hypot(p.useful_flops / rate, p.image_bytes(config.dtype.itemsize) / self.copy)
+        moved = p.image_bytes(config.dtype.itemsize) / self.copy
+        return self.launch + math.hypot(p.useful_flops / rate, moved) / config.spec.ratio("half")
 
 
 # Gradients of 58 layers, cuDNN 9.19, in TF32 and in 16 bits: 18 to 30% from what was measured (geometric mean). In NCHW
@@ -138,15 +139,17 @@ class _Least:
         channels = p.in_channels // p.groups, p.out_channels // p.groups
         rate = self.rate * min(1.0, channels[0] / 64) ** self.in_exponent
         rate *= min(1.0, channels[1] / 64) ** self.out_exponent * max(1.0, min(channels) / 64) ** 0.2
-        if peak_there != _MEASURED.fp32 and p.in_channels * itemsize % 16:
+        aligned = peak_there == MEASURED.fp32 or p.in_channels * itemsize % 16 == 0
+        if not aligned:
             rate *= _UNALIGNED
-        # Other multiprocessors issue as fast; where their tensor cores are faster, cuDNN may use them as well.
-        rate *= max(_cycles(spec) / _cycles(_MEASURED), peak / peak_there)
+        # Other multiprocessors issue as fast; where their tensor cores are faster, full tiles may be as well.
+        rate *= spec.cycles / MEASURED.cycles
+        if aligned and min(channels) >= 64:
+            rate *= max(1.0, peak / peak_there * MEASURED.cycles / spec.cycles)
         memory = p.least_bytes(itemsize) * self.passes / (_MEMORY_SHARE * _bandwidth(spec, p.least_bytes(itemsize)))
         return _LEAST_LAUNCH + math.hypot(p.useful_flops / min(rate, _PEAK_SHARE * peak), memory)
 
 
-_MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]
 _LEAST_LAUNCH, _PEAK_SHARE, _MEMORY_SHARE = 8e-6, 0.9, 0.9
 _UNALIGNED = 0.3  # of the rate of tensor cores where the input channels of a pixel are not whole 16 bytes
 _TYPICAL, _AT_MOST = 0.7, 3.5  # the least is that part of what cuDNN takes, geometric mean; 95% take at most so much
@@ -166,16 +169,11 @@ _LEAST = {  # by precision, whether the pass is a gradient (either one: half of 
 }
 
 
-def _cycles(spec: DeviceSpec) -> float:
-    """Cycles a second of all multiprocessors."""
-    return spec.multiprocessors * spec.clock
-
-
 def _bandwidth(spec: DeviceSpec, moved: int) -> float:
     """Bytes a second; of what fits the L2 cache, turned copies too, at least an H100's of memory, by cycles."""
     if 4 * moved > spec.l2_bytes:
         return spec.bandwidth
-    return max(spec.bandwidth, _MEASURED.bandwidth * _cycles(spec) / _cycles(_MEASURED))
+    return max(spec.bandwidth, MEASURED.bandwidth * spec.cycles / MEASURED.cycles)
 
 
 def _least_seconds(config: Config, direction: Direction) -> float | None:
@@ -196,7 +194,7 @@ def _least_seconds(config: Config, direction: Direction) -> float | None:
     least = _LEAST[kind, gradient, config.memory_format is torch.contiguous_format]
     bias_bytes = 2 * p.batch * p.out_channels * p.out_pixels * config.dtype.itemsize if config.bias else 0
     peak, peak_there = (
-        (spec.fp32, spec.tf32, spec.half)[("ieee", "tf32", "half").index(kind)] for spec in (config.spec, _MEASURED)
+        (spec.fp32, spec.tf32, spec.half)[("ieee", "tf32", "half").index(kind)] for spec in (config.spec, MEASURED)
     )
     return least.seconds(config, peak, peak_there) + bias_bytes / config.spec.bandwidth
 

@@ -94,7 +94,7 @@ def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = t
     itemsize = config.dtype.itemsize
     to_last = computed_in is torch.channels_last
     rate = _RATE if units_macros(shape[1], math.prod(shape[2:]), to_last, itemsize) is None else _UNITS_RATE
-    return _LAUNCH_SECONDS + math.prod(shape) * itemsize / rate
+    return _LAUNCH_SECONDS + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
 
 
 def to_nchw(config: Config, shape: Shape4) -> Turn:

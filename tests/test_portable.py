@@ -1,0 +1,146 @@
+"""What ``auto`` takes on GPUs that are not at hand, from rows of properties: a table, and what was measured of it.
+
+tests/data/h100_without_wgmma.csv has torch's default, ``direct`` and ``gemm_col2im`` on an H100 80GB HBM3 (torch 2.11,
+cuDNN 9.19, forward, NCHW, milliseconds): what a GPU without Hopper's instructions has. Its row of DCGAN 5 in 16 bits
+was measured again on 2026-11-26: an earlier one, of 0.28 ms for ``direct``, did not repeat.
+"""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import gemmconv
+from benchmarks.workloads import SUITES, parse_layer
+from gemmconv.algorithms import Config
+from gemmconv.device import KNOWN, spec_of
+from gemmconv.selection import choose, choose_gradients, preference
+
+ELSEWHERE = [name for name, spec in KNOWN.items() if not spec.is_hopper]
+HOPPERS = ["NVIDIA H20", "NVIDIA H100 PCIe"]
+PRECISIONS = {"tf32": (torch.float32, "tf32"), "bf16": (torch.bfloat16, "ieee"), "ieee": (torch.float32, "ieee")}
+FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
+WORKLOADS = [workload for suite in ("public", "models") for workload in SUITES[suite]]
+
+
+def measured():
+    """Torch's time over the better of ours, by problem and precision."""
+    with (Path(__file__).parent / "data" / "h100_without_wgmma.csv").open() as file:
+        return {
+            (parse_layer(row["layer"])[0], row["precision"]): float(row["torch_ms"])
+            / min(float(row["direct_ms"]), float(row["gemm_col2im_ms"]))
+            for row in csv.DictReader(file)
+        }
+
+
+def config_of(workload, precision, layout, spec):
+    dtype, rounding = PRECISIONS[precision]
+    return Config(
+        workload.problem,
+        dtype,
+        torch.device("cuda", 0),
+        rounding,
+        torch_precision=rounding,
+        memory_format=FORMATS[layout],
+        bias=workload.bias,
+        spec=spec,
+    )
+
+
+@pytest.fixture(scope="module")
+def table():
+    """What ``auto`` takes, by (GPU, workload, precision, format): name and reason of the forward pass, gradients."""
+    rows = {}
+    for name in (*ELSEWHERE, *HOPPERS):
+        for workload in WORKLOADS:
+            for precision in PRECISIONS:
+                for layout in FORMATS if name in ELSEWHERE else ("nchw",):
+                    config = config_of(workload, precision, layout, KNOWN[name])
+                    taken, why = next(item for item in preference(config) if item[0].why_not(config) is None)
+                    rows[name, workload.name, precision, layout] = taken.name, why
+    return rows
+
+
+def test_table_of_what_auto_takes_has_a_reason_for_every_row(table, record_property):
+    assert len(table) == (len(ELSEWHERE) * 6 + len(HOPPERS) * 3) * len(WORKLOADS)
+    for (name, *_), (taken, why) in table.items():
+        assert why
+        if name in ELSEWHERE:
+            assert taken != "fused"
+            assert "comes first" in why or "comes last" not in why
+    for key, (taken, why) in table.items():
+        print(*key, taken, why, sep=" | ")  # pytest -s shows the table
+    counts = {name: sum(row[0] != "native" for key, row in table.items() if key[0] == name) for name in ELSEWHERE}
+    record_property("ours", counts)
+    assert all(0 < count < len(table) / len(ELSEWHERE) for count in counts.values())
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_was_slower_than_torch_is_torchs_and_what_was_clearly_faster_is_ours(name, table):
+    found = measured()
+    compared = 0
+    for workload in WORKLOADS:
+        for precision in PRECISIONS:
+            ratio = found.get((workload.problem, precision))
+            if ratio is None:
+                continue
+            compared += 1
+            taken = table[name, workload.name, precision, "nchw"][0]
+            if ratio < 1:
+                assert taken == "native", (workload.name, precision, ratio)
+            if ratio >= 1.5:
+                assert taken in ("direct", "gemm_col2im"), (workload.name, precision, ratio)
+    assert compared == 57
+
+
+@pytest.mark.parametrize("name", HOPPERS)
+def test_hoppers_of_other_sizes_keep_hoppers_kernels(name, table):
+    reference = KNOWN["NVIDIA H200"]
+    for workload in WORKLOADS:
+        for precision in PRECISIONS:
+            there = choose(config_of(workload, precision, "nchw", reference), "auto", "test").name
+            here = table[name, workload.name, precision, "nchw"][0]
+            assert here == there or {here, there} <= {"fused", "direct", "gemm_col2im"}, (workload.name, precision)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_gradients_of_depthwise_layers_stay_ours(name):
+    depthwise = next(workload for workload in WORKLOADS if workload.name == "depthwise")
+    for precision in PRECISIONS:
+        config = config_of(depthwise, precision, "nchw", KNOWN[name])
+        gradients = choose_gradients(config, config, "auto", "test")
+        assert {gradients.input_grad.name, gradients.weight_grad.name} == {"direct"}
+        dense = next(workload for workload in WORKLOADS if workload.name == "pose3")
+        config = config_of(dense, precision, "nchw", KNOWN[name])
+        gradients = choose_gradients(config, config, "auto", "test")
+        assert gradients.input_grad.name == gradients.weight_grad.name == "native"
+        assert gradients.at_once
+
+
+def test_capability_in_the_environment_replaces_that_alone(monkeypatch):
+    where = torch.device("cuda", 0)
+    plain = spec_of(where)
+    spec_of.cache_clear()
+    monkeypatch.setenv("GEMMCONV_CAPABILITY", "8.0")
+    assert spec_of(where) == replace(plain, capability=(8, 0))
+    assert spec_of(torch.device("cpu")).capability == KNOWN["NVIDIA H200"].capability
+    problem = gemmconv.Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
+    explanation = gemmconv.explain(problem, device="cuda")
+    assert explanation.algorithm == "native"
+    assert explanation.reasons["fused"] == "cannot serve it: the device must have compute capability 9.0, got 8.0"
+    spec_of.cache_clear()
+    monkeypatch.setenv("GEMMCONV_CAPABILITY", "ampere")
+    with pytest.raises(
+        ValueError, match=r"GEMMCONV_CAPABILITY must be a compute capability such as 8\.0, got 'ampere'"
+    ):
+        spec_of(where)
+
+
+def test_types_of_which_nothing_is_known_are_torchs_elsewhere():
+    problem = gemmconv.Problem(4, 64, 64, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
+    config = Config(problem, torch.float64, torch.device("cuda", 0), spec=KNOWN["NVIDIA A100-SXM4-80GB"])
+    (first, why), *_ = preference(config)
+    assert first.name == "native"
+    assert why == "what torch's operator takes for such a layer is not known: it comes first"
