@@ -12,9 +12,13 @@ class KernelError(RuntimeError):
         cause: what a warning says of it, in a line, the same for all kernels that fail for the same reason.
     """
 
+    def __init__(self, message: str, cause: str | None = None) -> None:
+        super().__init__(message)
+        self._cause = cause or message
+
     @property
     def cause(self) -> str:
-        return str(self)
+        return self._cause
 
 
 class CompileError(KernelError):

@@ -91,6 +91,14 @@ def conv_transpose2d(
     if input.is_complex() and algorithm in ("auto", "native"):
         # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
         return torch.conv_transpose2d(input, weight, bias, *options)
+    arguments = (*options, algorithm, precision, workspace_limit)
+    if (
+        input.is_cuda
+        and type(input) is Tensor
+        and not torch.compiler.is_compiling()
+        and ops.is_left_to_torch(input, weight, bias, arguments)
+    ):
+        return torch.conv_transpose2d(input, weight, bias, *options)
     if is_plain(input, weight, bias):
         operator = ops.conv_transpose2d_directly
     elif torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
@@ -102,8 +110,8 @@ def conv_transpose2d(
     else:
         operator = ops.conv_transpose2d
     if input.dim() == 3:
-        return operator(input.unsqueeze(0), weight, bias, *options, algorithm, precision, workspace_limit).squeeze(0)
-    return operator(input, weight, bias, *options, algorithm, precision, workspace_limit)
+        return operator(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)
+    return operator(input, weight, bias, *arguments)
 
 
 def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:

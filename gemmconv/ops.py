@@ -732,17 +732,8 @@ for _name, (_implementation, _fake, *_derivatives) in _ENTRIES.items():
 for _device_type, _key in _AUTOCAST_KEYS.items():
     _library.impl("conv_transpose2d", _AUTOCAST[_device_type], _key.name)
 
-_differentiable = _with_gradient(_conv_transpose2d, *_ENTRIES["conv_transpose2d"][2:])
-
-
-def conv_transpose2d_directly(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
-
-    What is left to torch altogether is torch's own call, whose gradients are torch's own too.
-    """
-    if _is_left_to_torch(input, weight, bias, arguments):
-        return torch.conv_transpose2d(input, weight, bias, *arguments[:5])
-    return _differentiable(input, weight, bias, *arguments)
+# conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
+conv_transpose2d_directly = _with_gradient(_conv_transpose2d, *_ENTRIES["conv_transpose2d"][2:])
 
 
 def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -762,29 +753,44 @@ def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, 
 
 def _is_forward(tensors: Tensors, geometry: Any, cast: bool) -> bool:
     """True, for a call that is right; raises what is wrong with another. ``cast``: autocast makes dtypes alike."""
-    input, *others = tensors
-    tensors = input.unsqueeze(0) if input.dim() == 3 else input, *others
-    if cast:
-        tensors = tuple(None if one is None else one.to("meta", torch.float32) for one in tensors)
-    _checked_problem(_FORWARD, tensors, None, Options(*geometry))
+    _checked_problem(_FORWARD, _batched(tensors, torch.float32 if cast else None), None, Options(*geometry))
     return True
 
 
-def _is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
+def _batched(tensors: Tensors, cast: torch.dtype | None) -> Tensors:
+    """A call's tensors for its checks: the input with a batch; of the dtype that autocast makes them, without data."""
+    input, *others = tensors
+    tensors = input.unsqueeze(0) if input.dim() == 3 else input, *others
+    if cast is None or input.dtype == torch.float64:
+        return tensors
+    return tuple(None if one is None else torch.empty_like(one, dtype=cast, device="meta") for one in tensors)
+
+
+def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
+    """Whether a call on CUDA, with the gradients that it may be asked for, is torch's own with torch's settings.
+
+    torch's operator then serves it in any mode. Raises what is wrong with the call.
+    """
     algorithm, device = arguments[5], input.device
     if algorithm not in ("auto", "native") or selection.is_deterministic(algorithm, device, spec_of(device)):
         return False
-    options = Options(*arguments)
-    current = selection.torch_precision(input.dtype, input.device)
     tracked = torch.is_grad_enabled()
     wanted = tracked and input.requires_grad, tracked and weight.requires_grad
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    dtype = input.dtype if cast is None or input.dtype == torch.float64 else cast
+    current = selection.torch_precision(dtype, device)
 
     def make() -> bool:
-        problem = _checked_problem(_FORWARD, (input, weight, bias), None, options)
-        config = _config(problem, input, weight, options, current, bias is not None)
-        left = selection.leaves_all_to_torch(config, options.algorithm, _FORWARD.where, *wanted)
+        options, tensors = Options(*arguments), _batched((input, weight, bias), cast)
+        problem = _checked_problem(_FORWARD, tensors, None, options)
+        config = _config(problem, tensors[0], tensors[1], options, current, bias is not None)
+        config = replace(config, device=device, spec=spec_of(device))
+        left = selection.leaves_all_to_torch(config, algorithm, _FORWARD.where, *wanted)
         if left and algorithm == "auto" and (cause := missing(device)) is not None:
             warn_once(cause)
         return left
 
-    return _plan(("torch", _signature(input), _signature(weight), _signature(bias), options, current, wanted), make)
+    kinds = device, input.dtype, weight.dtype, cast, current, None if bias is None else (bias.shape, bias.dtype)
+    layout = input.shape, input.stride(), weight.shape, weight.stride()
+    answer: bool = _plan(("torch", layout, kinds, arguments, wanted), make)
+    return answer

@@ -432,7 +432,10 @@ def test_a_kernel_that_the_driver_refuses_is_an_error_with_the_way_out(monkeypat
         "something; "
         "update the driver, or take the other extra of gemmconv"
     )
-    assert caught.value.cause == str(caught.value)
+    assert caught.value.cause == (  # the same for all kernels, so that it is said once
+        "the driver must load what NVRTC compiles for sm_90a, and does not; "
+        "update the driver, or take the other extra of gemmconv"
+    )
     assert not isinstance(caught.value, CompileError)
 
 

@@ -133,4 +133,5 @@ def _load(
         return Kernel(ObjectCode.from_cubin(compiled.cubin, name=source_name), kernel_name, device_index, shared_bytes)
     except Exception as error:  # cuda.core has one exception type per CUDA library
         rule, got = f"the driver must load what NVRTC compiles for {arch}", str(error).partition(". ")[0]
-        raise KernelError(f"{rule}, got {got}; update the driver, or take the other extra of gemmconv") from error
+        way_out = "update the driver, or take the other extra of gemmconv"
+        raise KernelError(f"{rule}, got {got}; {way_out}", f"{rule}, and does not; {way_out}") from error
