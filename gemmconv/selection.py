@@ -376,6 +376,8 @@ def explain(
         if refusal:
             reasons[candidate.name] = f"cannot serve it: {refusal}"
         else:
+            if candidate.name == "native" and where.type == "cuda":
+                rule += "; cuDNN's deterministic kernels" if config.deterministic else "; torch's own settings"
             reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
     workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
     names = gradients.input_grad.name, gradients.weight_grad.name

@@ -129,6 +129,7 @@ def test_capability_in_the_environment_replaces_that_alone(monkeypatch):
     problem = gemmconv.Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     explanation = gemmconv.explain(problem, device="cuda")
     assert explanation.algorithm == "native"
+    assert explanation.reasons["native"].endswith("comes first; torch's own settings")
     assert explanation.reasons["fused"] == "cannot serve it: the device must have compute capability 9.0, got 8.0"
     spec_of.cache_clear()
     monkeypatch.setenv("GEMMCONV_CAPABILITY", "ampere")
@@ -136,6 +137,13 @@ def test_capability_in_the_environment_replaces_that_alone(monkeypatch):
         ValueError, match=r"GEMMCONV_CAPABILITY must be a compute capability such as 8\.0, got 'ampere'"
     ):
         spec_of(where)
+
+
+def test_explain_says_that_what_auto_leaves_to_torch_on_hopper_is_deterministic():
+    problem = gemmconv.Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
+    for algorithm, settings in (("auto", "cuDNN's deterministic kernels"), ("native", "torch's own settings")):
+        explanation = gemmconv.explain(problem, device="cuda", algorithm=algorithm)
+        assert explanation.reasons["native"].endswith(f"; {settings}")
 
 
 def test_types_of_which_nothing_is_known_are_torchs_elsewhere():
