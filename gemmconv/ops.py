@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gemmconv import flops, selection, validation
-from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision, missing
+from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision, missing, with_strides
 from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.turning import prepare_turned, to_nchw
@@ -439,26 +439,52 @@ def _no_gradients(count: int) -> tuple[None, ...]:
 
 
 def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    """Keep what the gradients that can be asked for need: a frozen weight's layer does not keep its input."""
     input, weight = inputs[:2]
-    ctx.save_for_backward(input, weight)
-    ctx.save_for_forward(input, weight)
+    transformed = torch._C._are_functorch_transforms_active()
+    of_input, of_weight = ctx.needs_input_grad[:2]
+    if transformed or forward_ad._current_level >= 0:  # tangents need both
+        of_input = of_weight = True
+        ctx.save_for_forward(input, weight)
+    ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
+    ctx.input_size, ctx.kernel_size = input.shape[2:], weight.shape[2:]
+    ctx.weight_strides = None if transformed or not _is_dense(weight) else weight.stride()
     ctx.has_bias, ctx.options, ctx.output_shape = len(inputs) > 2, inputs[3:], output.shape
+
+
+def _is_dense(weight: Tensor) -> bool:
+    return weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_asked_for(ctx: Any, index: int) -> bool:
+    """Whether this backward pass wants the gradient of a tensor that requires one: autograd.grad may want others.
+
+    torch tells it of the node that the gradient would go to, and refuses to of leaves that autograd.grad asks for.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return True
 
 
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
     input, weight = ctx.saved_tensors
-    options, needs = ctx.options, ctx.needs_input_grad
-    gradients: tuple[Tensor | None, Tensor | None]
-    if needs[0] and needs[1]:
-        gradients = conv_transpose2d_grads(grad, input, weight, *options)
-    else:
-        gradients = (
-            conv_transpose2d_input_grad(grad, weight, input.shape[2:], *options) if needs[0] else None,
-            conv_transpose2d_weight_grad(grad, input, weight.shape[2:], *options) if needs[1] else None,
-        )
+    options, of_input, of_weight = ctx.options, _is_asked_for(ctx, 0), _is_asked_for(ctx, 1)
+    grad_input = grad_weight = None
+    if of_input and of_weight:
+        grad_input, grad_weight = conv_transpose2d_grads(grad, input, weight, *options)
+    elif of_input:
+        grad_input = conv_transpose2d_input_grad(grad, weight, ctx.input_size, *options)
+    elif of_weight:
+        grad_weight = conv_transpose2d_weight_grad(grad, input, ctx.kernel_size, *options)
+    if grad_weight is not None and ctx.weight_strides is not None:
+        grad_weight = with_strides(grad_weight, ctx.weight_strides)  # or optimizers and DDP would copy it each time
     if not ctx.has_bias:
-        return gradients
-    return *gradients, grad.sum((0, 2, 3)) if needs[2] else None, *_no_gradients(len(options))
+        return grad_input, grad_weight
+    grad_bias = grad.sum((0, 2, 3)) if _is_asked_for(ctx, 2) else None
+    return grad_input, grad_weight, grad_bias, *_no_gradients(len(options))
 
 
 def _gradient_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:

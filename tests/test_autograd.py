@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch._dynamo.testing
 import gemmconv
 from gemmconv import ops, selection
 from gemmconv.algorithms import ALGORITHMS, Config, gemm_col2im
+from gemmconv.algorithms.base import strides_of
 from tests import reference
 from tests.cases import Case
 from tests.samples import channels_last, problem_of, sample, spread
@@ -460,3 +462,69 @@ def test_autocast_inside_a_compiled_network(device):
         actual, wanted = compiled(images), network(images)
     assert actual.dtype == wanted.dtype == torch.bfloat16
     torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)
+
+
+# What a backward pass computes and keeps.
+
+
+@pytest.fixture
+def leaves(device):
+    case = SMALL_CASES[1]
+    data = sample(case, torch.float32, device).leaves()
+    return case, data
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("asked", ["input", "weight", "bias", "input weight", "input weight bias"])
+def test_a_backward_pass_computes_what_it_is_asked_for(asked, leaf, leaves, monkeypatch):
+    """All three require gradients; torch.autograd.grad and backward(inputs=...) want some of them."""
+    case, data = leaves
+    ran = []
+    for name in ("input_grad", "weight_grad", "grads"):
+        operator = getattr(ops, f"conv_transpose2d_{name}")
+        recorded = lambda *a, name=name, operator=operator: ran.append(name) or operator(*a)  # noqa: E731
+        monkeypatch.setattr(ops, f"conv_transpose2d_{name}", recorded)
+    tensors = {"input": data.input, "weight": data.weight, "bias": data.bias}
+    if not leaf:
+        tensors = {name: tensor * 1.0 for name, tensor in tensors.items()}
+    wanted = [tensors[name] for name in asked.split()]
+    exact = torch.nn.functional.conv_transpose2d(*tensors.values(), **case.parameters)
+    right = torch.autograd.grad(exact, wanted, data.grad_output, retain_graph=True)
+    output = function_of(case, "gemm_col2im")(**tensors)
+    expected = {"input": ["input_grad"], "weight": ["weight_grad"], "bias": []}.get(asked, ["grads"])
+    for create_graph in (False, True):
+        found = torch.autograd.grad(output, wanted, data.grad_output, retain_graph=True, create_graph=create_graph)
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert ran == expected
+        ran.clear()
+    if leaf:
+        output.backward(data.grad_output, inputs=wanted)
+        assert ran == expected
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight"])
+def test_a_layer_keeps_nothing_that_no_gradient_needs(frozen, leaves):
+    case, data = leaves
+    input, weight = data.input.detach().clone(), data.weight.detach().clone()
+    (weight if frozen == "input" else input).requires_grad_()
+    kept = weakref.ref(weight if frozen == "input" else input)
+    output = function_of(case, "gemm_col2im")(input, weight)
+    del input, weight
+    assert kept() is not None  # the leaf whose gradient is wanted
+    held = [t for t in output.grad_fn.saved_tensors if t is not None]
+    assert [t.shape for t in held] == [torch.Size(case.input_shape if frozen == "input" else case.weight_shape)]
+    output.sum().backward()
+    assert kept().grad is not None
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_weight_gradients_have_the_weights_strides(layout, frozen, kernel, device):
+    case = Case(2, 8, 6, (5, 4), kernel, (2, 2))
+    data = sample(case, torch.float32, device)
+    weight = torch.empty_strided(case.weight_shape, strides_of(case.weight_shape, layout), device=device)
+    weight = weight.copy_(data.weight).requires_grad_()
+    function_of(case, "gemm_col2im")(data.input.requires_grad_(not frozen), weight).sum().backward()
+    assert weight.grad.stride() == weight.stride()

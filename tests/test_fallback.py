@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import gemmconv
 from gemmconv import ops, selection
-from gemmconv.algorithms import Config, base, fallback, fold
+from gemmconv.algorithms import Config, base, fallback, fold, fold_kernels
 from gemmconv.algorithms.base import missing, why_no_kernels
 from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
@@ -496,9 +496,10 @@ def test_gpu_calls_take_torchs_operator_where_kernels_fail(trouble, monkeypatch,
     def compile(source_name, macros, arch, **options):
         if trouble == "compile":
             raise compile_error()
-        return compiled(source_name, macros, "sm_80" if arch != "sm_80" else "sm_90a", **options)
+        # One that compiles for every GPU, for another than this one, in place of each: so all fail for one reason.
+        return compiled("col2im.cu", col2im, "sm_80" if arch != "sm_80" else "sm_90a", **options)
 
-    compiled = launch.compile
+    compiled, col2im = launch.compile, fold_kernels.col2im_macros(PROBLEM, torch.float32, torch.float32)
     monkeypatch.setattr(launch, "compile", compile)
     launch._load.cache_clear()
     try:
