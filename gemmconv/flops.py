@@ -8,28 +8,37 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _MODULE = "torch.utils.flop_counter"  # whose import takes long, so that only its users shall wait for it
 _registered = False
 
 
 def register() -> None:
-    """Have the operators counted, once that module is imported."""
+    """Have the operators counted, once that module is imported, by modes that are active already too.
+
+    A mode copies what is known when it is made.
+    """
     global _registered
-    if _registered:
-        return
     counter = sys.modules.get(_MODULE)
     if counter is None or not hasattr(counter, "register_flop_formula"):  # not all of it is imported yet
         return
-    _registered = True
     operators = torch.ops.gemmconv
-    for operator, formula in (
-        (operators.conv_transpose2d, _conv_transpose2d),
-        (operators.conv_transpose2d_input_grad, _input_grad),
-        (operators.conv_transpose2d_weight_grad, _weight_grad),
-        (operators.conv_transpose2d_grads, _grads),
-    ):
-        counter.register_flop_formula(operator)(formula)
+    formulas = {
+        operators.conv_transpose2d: _conv_transpose2d,
+        operators.conv_transpose2d_input_grad: _input_grad,
+        operators.conv_transpose2d_weight_grad: _weight_grad,
+        operators.conv_transpose2d_grads: _grads,
+    }
+    if not _registered:
+        _registered = True
+        for operator, formula in formulas.items():
+            counter.register_flop_formula(operator)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        known = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if known is not None:
+            for operator in formulas:
+                known.setdefault(operator, counter.flop_registry[operator])
 
 
 def _flops(input_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
