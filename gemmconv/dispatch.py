@@ -11,7 +11,6 @@ gradients, however deep, are served as well.
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -78,15 +77,19 @@ def is_for_torch() -> bool:
 
 
 def are_for_torch(*tensors: Tensor | None) -> bool:
-    """Whether one is of a kind that torch's operator knows and ours cannot: distributed, or without strides."""
-    return any(tensor is not None and (tensor.layout != torch.strided or _is_distributed(tensor)) for tensor in tensors)
+    """Whether one is of a kind that torch's operator knows and ours cannot: without strides, or a wrapper.
+
+    A wrapper subclass (distributed, quantised) has rules for torch's operators, and none for those of a library.
+    """
+    return any(tensor is not None and (tensor.layout != torch.strided or _is_wrapper(tensor)) for tensor in tensors)
 
 
-def _is_distributed(tensor: Tensor) -> bool:
-    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor's class takes the dispatcher's calls itself; torch's own stand-ins for tracing know ours."""
+    kind = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter or kind.__module__.startswith("torch._subclasses."):
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # where it is not, there is no such tensor
-    return module is not None and isinstance(tensor, module.DTensor)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _transforms_active() -> bool:

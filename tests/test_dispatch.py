@@ -153,3 +153,33 @@ def test_tensors_without_strides_go_to_torch():
     images, weight = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3)
     output = gemmconv.conv_transpose2d(images.to_mkldnn(), weight).to_dense()
     torch.testing.assert_close(output, torch.conv_transpose2d(images, weight))
+
+
+class Scaled(torch.Tensor):
+    """A wrapper, as of quantised weights: twice its values, with torch's convolution and its gradient alone."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+
+    def __init__(self, values):
+        self.values_ = values
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function not in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+            return NotImplemented
+        plain = [2 * one.values_ if isinstance(one, cls) else one for one in args]
+        return function(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "native"])
+def test_wrappers_of_torchs_operator_are_given_it(algorithm, images, weight):
+    images.requires_grad_()
+    output = gemmconv.conv_transpose2d(images, Scaled(weight), stride=2, algorithm=algorithm)
+    exact = torch.conv_transpose2d(images, 2 * weight, stride=2)
+    torch.testing.assert_close(output, exact)
+    for one, other in zip(*(torch.autograd.grad(y.sum(), images) for y in (output, exact)), strict=True):
+        torch.testing.assert_close(one, other)
