@@ -559,6 +559,10 @@ class Wrong(Native):
     def weight_grad(self, config):
         return self._prepare("weight_grad", config)
 
+    def grads(self, config, weight_config):
+        input_grad, weight_grad = self.input_grad(config), self.weight_grad(weight_config)
+        return lambda grad_output, input, weight: (input_grad(grad_output, weight), weight_grad(grad_output, input))
+
 
 def off(result):
     return result * 1.001
@@ -582,9 +586,10 @@ def broken(result):
 
 @pytest.fixture
 def algorithm(monkeypatch):
-    """algorithm(fake): the only algorithm there is, with no plans of others."""
+    """algorithm(fake): the only algorithm there is, with no plans of others, and on the CPU too."""
 
     def use(fake):
+        monkeypatch.setattr("gemmconv.functional._is_left_to_torch_on_the_cpu", lambda weight, algorithm: False)
         monkeypatch.setattr("gemmconv.algorithms.ALGORITHMS", (fake,))
         monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
 

@@ -264,17 +264,19 @@ class Run:
     def gradient_tile(self):
         """The tile of fused_weight_grad."""
         arguments = problem_of(self.case), *fused.variant_of(self.config)[:2]
+        count = self.launched.spec.multiprocessors
         if self.choice is None:
-            return fused_gradient.tile_of(*arguments, self.config.workspace_limit)
-        tiles = [*fused_gradient.tiles_of(*arguments)]
+            return fused_gradient.tile_of(*arguments, self.config.workspace_limit, count)
+        tiles = [*fused_gradient.tiles_of(*arguments, count)]
         return tiles[self.choice % len(tiles)]
 
     @functools.cached_property
     def lines_tile(self):
         """The tile of fused_weight_grad_lines."""
+        problem, count = problem_of(self.case), self.launched.spec.multiprocessors
         if self.choice is None:
-            return fused_gradient_lines.tile_of(problem_of(self.case), self.config.workspace_limit)
-        tiles = [*fused_gradient_lines.tiles_of(problem_of(self.case))]
+            return fused_gradient_lines.tile_of(problem, self.config.workspace_limit, count)
+        tiles = [*fused_gradient_lines.tiles_of(problem, count)]
         return tiles[self.choice % len(tiles)]
 
     @functools.cached_property
@@ -313,11 +315,9 @@ class Run:
             if self.operation.startswith("fused_rows"):
                 return getattr(row_gathering, f"prepare_{self.direction}")(self.launched, self.row_tile)
             if self.operation == "fused_weight_grad":
-                tile = replace(self.gradient_tile, multiprocessors=self.launched.spec.multiprocessors)
-                return fused_gradient.prepare_weight_grad(self.config, tile)
+                return fused_gradient.prepare_weight_grad(self.config, self.gradient_tile)
             if self.operation == "fused_weight_grad_lines":
-                tile = replace(self.lines_tile, multiprocessors=self.launched.spec.multiprocessors)
-                return fused_gradient_lines.prepare_weight_grad(self.config, tile)
+                return fused_gradient_lines.prepare_weight_grad(self.config, self.lines_tile)
             if self.operation == "fused_fold":
                 if self.multiprocessors is not None:
                     patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
