@@ -237,9 +237,10 @@ __device__ __forceinline__ void lay_weights_out(
             values[e] = is ? all[channel * kLines + place] : element_of<ELEMENT_T>(0);
         }
         unsigned* to = reinterpret_cast<unsigned*>(target) + ((word / 4 * kWholeLines + line) * 4 + word % 4);
-        *to = words::pack(values);
 #if SPLIT
-        to[kWeightBytes / 4] = words::rest(values[0], *to);
+        *to = rounded<kParts, ELEMENT_T>(__float_as_uint(values[0]), to[kWeightBytes / 4]);
+#else
+        *to = words::pack(values);
 #endif
     }
     meet<1, kOthers>();

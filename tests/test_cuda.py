@@ -400,6 +400,14 @@ def test_conv_transpose2d_keeps_no_memory_after_the_call(case, algorithm):
 # float32 precision. Errors are measured against float64 on data with long mantissas.
 
 PRECISE = Case(4, 64, 32, (24, 24), (3, 3), (2, 2), (1, 1), (1, 1))
+# By each kernel of products in three parts: in boxes and loaded, folded, of few channels, of groups.
+ENDS_CASES = [
+    PRECISE,
+    Case(4, 128, 128, (16, 32), (4, 4), (2, 2), (1, 1)),
+    Case(3, 64, 64, (14, 14), (2, 2), (2, 2)),
+    Case(4, 56, 1, (33, 64), (9, 9), (3, 3), (4, 4), (2, 2)),
+    Case(2, 64, 128, (20, 64), (3, 3), (1, 1), (1, 1), groups=2),
+]
 
 
 def error_of(results):
@@ -429,6 +437,36 @@ def test_precision_ieee_is_accurate_to_float32(algorithm):
     for setting in ("ieee", "tf32"):
         with conv_precision(setting):
             assert error_of(step(data, PRECISE, algorithm=algorithm, precision="ieee")) < 1e-6
+
+
+@by_own_algorithm
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", ENDS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("exponent", [-123, 127], ids=["tiny", "huge"])
+def test_precision_ieee_at_the_ends_of_float32(exponent, case, layout, algorithm, poison):
+    """With one operand of elements of 1e-37 and less, or with some of the largest float32, and others to match."""
+    largest = torch.finfo(torch.float32).max
+    data = sample(case, torch.float32, "cuda")
+    for scaled in range(3):
+        tensors = []
+        for i, tensor in enumerate((data.input, data.weight, data.grad_output)):
+            factor = 2.0 ** (exponent if i == scaled else -24 if exponent > 0 else 0)
+            tensors.append(tensor.mul(factor).clamp(-largest, largest).contiguous(memory_format=layout))
+        assert exponent < 0 or tensors[scaled].abs().max() == largest
+        results = []
+        for dtype in (torch.float64, torch.float32):
+            input, weight, grad_output = (tensor.to(dtype) for tensor in tensors)
+            leaves = [input.requires_grad_(), weight.requires_grad_()]
+            poison("cuda")
+            if dtype == torch.float64:
+                output = torch.nn.functional.conv_transpose2d(*leaves, **case.parameters)
+            else:
+                output = gemmconv.conv_transpose2d(*leaves, algorithm=algorithm, precision="ieee", **case.parameters)
+            results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
+        for wanted, actual in zip(*results, strict=True):
+            # Sums of TF32 values have few bits there: see csrc/common/mma.cuh.
+            bar = 5e-5 if algorithm == "fused" and exponent < 0 else 1e-6
+            assert reference.relative_error(actual, wanted) < bar
 
 
 @by_own_algorithm

@@ -1308,6 +1308,51 @@ def test_what_is_not_finite_stays_so_where_float32_is_rounded(run, bits, calls):
     assert not calls[run](input, data.weight, None)[~wanted.isfinite()].isfinite().any()
 
 
+# float32 as sums of two values of TF32, by each kernel that does so.
+SPLIT_RUNS = [run for run in ROUNDING_RUNS if run.operation.startswith("fused") and run.precision == "ieee"]
+SPLIT_RUNS += [replace(SPLIT_RUNS[0], operation="fused_input_grad")]
+LARGEST = torch.finfo(torch.float32).max
+TINY_BAR = 5e-5  # of values that TF32 has few bits for; see csrc/common/mma.cuh
+
+
+@pytest.mark.parametrize("of_second", [False, True], ids=["of_first", "of_second"])
+@pytest.mark.parametrize("exponent", [-123, 127], ids=["tiny", "huge"])
+@pytest.mark.parametrize("run", SPLIT_RUNS, ids=str)
+def test_float32_at_the_ends_of_its_range(run, exponent, of_second, calls):
+    """Elements of 1e-37 and less, which lose bits, and some of the largest float32, which do not."""
+    data = sample(run.case, torch.float32, "cpu")
+    operands = {
+        "fused_input_grad": (data.grad_output, data.weight),
+        "fused_weight_grad": (data.grad_output, data.input),
+    }.get(run.operation, (data.input, data.weight))
+    options = (None,) if run.operation in FORWARDS else ()
+
+    def scaled(*exponents):
+        return [
+            value.mul(2.0**one).clamp(-LARGEST, LARGEST).contiguous(memory_format=FORMATS[run.layout])
+            for value, one in zip(operands, exponents, strict=True)
+        ]
+
+    exponents = (exponent, -20 if exponent > 0 else 0)
+    exponents = exponents[::-1] if of_second else exponents
+    usual, ends = scaled(0, 0), scaled(*exponents)
+    assert exponent < 0 or max(value.abs().max() for value in ends) == LARGEST
+    errors = []
+    for first, second in (usual, ends):
+        result = calls[run](first, second, *options).double()
+        arrays = [reference.to_array(value) for value in (first, second)]
+        case = run.case
+        if run.operation == "fused_input_grad":
+            exact = reference.input_grad(*arrays, case.input_size, **case.grad_parameters)
+        elif run.operation == "fused_weight_grad":
+            exact = reference.weight_grad(*arrays, case.kernel_size, **case.grad_parameters)
+        else:
+            exact = reference.forward(*arrays, None, **case.parameters)
+        errors.append(reference.relative_error(result, exact))
+    assert errors[0] <= 1e-6
+    assert errors[1] <= (1.25 * errors[0] if exponent > 0 else TINY_BAR), errors
+
+
 def test_runs_of_fused_fold_take_every_path():
     found = [run.fold_tile for run in FOLD_RUNS]
     assert found.count(None) < len(found) / 10
