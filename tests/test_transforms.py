@@ -428,6 +428,15 @@ def test_conv_transpose2d_of_subclasses_is_what_torch_gives(kind, batched, which
     assert_same_as_torch([lambda *x: ours(*x, algorithm=algorithm), theirs], kind, given, which)
 
 
+@pytest.mark.parametrize("algorithm", NAMED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_a_subclass_is_what_torch_makes_of_it(kind, algorithm, device):
+    given = [tensor.float() for tensor in tensors(device)]
+    functions = [lambda *x: ours(*x, algorithm=algorithm), theirs]
+    for which in (), (0,):
+        assert_same_as_torch(functions, kind, given, which, gradient=kind)
+
+
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_folds_of_subclasses_are_what_torch_gives(kind, batched, device):
@@ -438,7 +447,8 @@ def test_folds_of_subclasses_are_what_torch_gives(kind, batched, device):
     unfolds = [lambda x, f=f: f(x, (3, 2), padding=1) for f in (gemmconv.im2col, torch.nn.functional.unfold)]
     folds = [lambda x, f=f: f(x, (5, 6), (3, 2), padding=1) for f in (gemmconv.col2im, torch.nn.functional.fold)]
     for functions, given in (unfolds, images), (folds, columns):
-        assert_same_as_torch(functions, kind, [given], (0,))
+        for gradient in plain, kind:
+            assert_same_as_torch(functions, kind, [given], (0,), gradient)
 
 
 @pytest.mark.parametrize("algorithm", NAMED)
@@ -495,6 +505,35 @@ def test_a_function_mode_and_a_subclass_both_see_the_call(device):
         output = ours(labelled(images), weight, bias)
     assert counter.seen == 1
     assert_same_kind(output, theirs(labelled(images), weight, bias))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "gemm_col2im"])
+def test_a_compiled_call_of_a_subclass_is_what_torch_gives(algorithm, device):
+    images, weight, bias = (tensor.requires_grad_() for tensor in tensors(device))
+    torch._dynamo.reset()
+    results = []
+    for function in (lambda *x: ours(*x, algorithm=algorithm), theirs):
+        output = torch.compile(function, backend="eager", fullgraph=True)(images.as_subclass(Tagged), weight, bias)
+        results.append([output, *torch.autograd.grad(plain(output).sin().sum(), (images, weight, bias))])
+    for actual, wanted in zip(*results, strict=True):
+        assert_same_kind(actual, wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_compute_on_subclasses_as_on_plain_tensors(kind, mode, device):
+    images, weight, _ = (tensor.float() for tensor in tensors(device))
+    operators = torch.ops.gemmconv
+    with mode(), torch.autocast(device, torch.bfloat16, enabled=mode is torch.enable_grad):
+        given = kind(images), weight.requires_grad_(mode is torch.enable_grad)
+        output = operators.conv_transpose2d(*given, algorithm="gemm_col2im")
+        assert type(output) is type(given[0])
+        wanted = operators.conv_transpose2d(images, weight, algorithm="gemm_col2im")
+        assert torch.equal(plain(output), wanted)
+        assert torch.equal(plain(operators.im2col(given[0], [2, 2])), operators.im2col(images, [2, 2]))
+    if mode is torch.enable_grad:
+        gradients = [torch.autograd.grad(plain(one).float().sin().sum(), weight)[0] for one in (output, wanted)]
+        assert torch.equal(*gradients)
 
 
 def test_conv_transpose2d_is_seen_by_a_function_mode(device):
