@@ -1,5 +1,9 @@
-"""What is no torch.Tensor: arrays of NumPy, CuPy and others, which come in and go out through DLPack, and objects that
-stand for tensors, such as those of torch.fx."""
+"""What is not of torch's own kinds: arrays of NumPy, CuPy and others, which come in and go out through DLPack, objects
+that stand for tensors, such as those of torch.fx, and tensors of classes with methods of their own, such as MONAI's.
+
+The last two are served by the protocol of torch's own functions: what ``__torch_function__`` makes of the public
+function is the result. Where it calls that function as torch.Tensor's does, the tensors are computed on as plain ones.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,17 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from gemmconv.dispatch import as_plain, is_own_kind
 from gemmconv.validation import fail
 
 
 def are_foreign(first: object, *others: object) -> bool:
-    """Whether the first argument is an array of another library, or any of them stands for a tensor."""
+    """Whether the first argument is an array of another library, or any stands for a tensor or is of its own kind."""
     if not isinstance(first, Tensor) and hasattr(first, "__dlpack__"):
         return True
-    return any(not isinstance(value, Tensor) and has_torch_function((value,)) for value in (first, *others))
+    return any(
+        is_own_kind(value) if isinstance(value, Tensor) else has_torch_function((value,)) for value in (first, *others)
+    )
 
 
 def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, **options: Any) -> Any:
@@ -31,8 +38,8 @@ def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, 
         arrays: its tensor arguments by name.
 
     Returns:
-        An array of the first one's library, on its device, that shares the memory of the result; or what the object
-        makes of the call.
+        An array of the first one's library, on its device, that shares the memory of the result; or what the object's
+        or the tensor's class makes of the call.
 
     Raises:
         TypeError: arrays of different libraries, or that DLPack does not take.
@@ -40,6 +47,8 @@ def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, 
     values, where = tuple(arrays.values()), function.__name__
     if has_torch_function(values):
         return handle_torch_function(function, values, *values, *arguments, **options)
+    if any(is_own_kind(value) for value in values):  # of a class that leaves the call to us
+        return function(*as_plain(values), *arguments, **options)
     (first, array), *others = arrays.items()
     library = _library(array)
     if library is None:

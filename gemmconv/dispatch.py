@@ -12,6 +12,7 @@ gradients, however deep, are served as well.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one 
     _THREAD_STATES = _fresh.submit(_default_thread_states).result()
 _plain_keys = {"cpu": _keys_of_dense("cpu")}  # by device type; CUDA's come with its first tensor
 _all_plain_keys = set(_plain_keys["cpu"])
+_USUAL = frozenset((Tensor, torch.nn.Parameter, type(None), tuple, list, int, str))  # types of operators' arguments
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -90,6 +92,24 @@ def _is_wrapper(tensor: Tensor) -> bool:
     if kind is Tensor or kind is torch.nn.Parameter or kind.__module__.startswith("torch._subclasses."):
         return False
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_own_kind(value: object) -> bool:
+    """Whether a value is a tensor with data of a class neither torch's nor a wrapper: its methods may be its own.
+
+    Not while torch.compile traces, which serves such classes itself.
+    """
+    kind = type(value)
+    if kind is Tensor or kind is torch.nn.Parameter or not isinstance(value, Tensor) or torch.compiler.is_compiling():
+        return False
+    return type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def as_plain(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Values, of which those that :func:`is_own_kind` become torch's own: with the same data, in the same graph."""
+    if _USUAL.issuperset(map(type, values)):
+        return values
+    return tuple(Tensor.as_subclass(value, Tensor) if is_own_kind(value) else value for value in values)
 
 
 def _transforms_active() -> bool:

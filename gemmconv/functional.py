@@ -1,6 +1,7 @@
 """The functional interface: torch.nn.functional's names, order and defaults.
 
 Arrays of NumPy, CuPy and others that speak DLPack may stand for all tensors of a call; the result is then one too.
+Tensors of subclasses that torch's functions take are taken by the same protocol, torch.overrides.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
 
-_USUAL = (Tensor, torch.nn.Parameter)  # types of a weight
+_USUAL = (Tensor, torch.nn.Parameter)  # types of a weight, and of a bias that is not None
 
 
 def conv_transpose2d(
@@ -65,7 +66,8 @@ def conv_transpose2d(
     torch.Size([1, 2, 16, 16])
     """
     where = "conv_transpose2d"
-    if (type(input) is not Tensor or type(weight) not in _USUAL) and arrays.are_foreign(input, weight, bias):
+    usual = type(input) is Tensor and type(weight) in _USUAL and (bias is None or type(bias) in _USUAL)
+    if not usual and arrays.are_foreign(input, weight, bias):
         return arrays.call(
             *(conv_transpose2d, {"input": input, "weight": weight, "bias": bias}),
             *(stride, padding, output_padding, groups, dilation),

@@ -24,7 +24,7 @@ from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.turning import prepare_turned, to_nchw
 from gemmconv.device import spec_of
-from gemmconv.dispatch import loses_a_tangent
+from gemmconv.dispatch import as_plain, loses_a_tangent
 from gemmconv.geometry import Pair, Problem
 
 _OPTIONS = (
@@ -654,6 +654,16 @@ _AUTOCAST = {device_type: _autocast(device_type) for device_type in _AUTOCAST_KE
 # Registration.
 
 
+def _on_plain(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` on plain tensors, of whatever class those given are: the methods of that may not be torch's."""
+    return lambda *inputs: call(*as_plain(inputs))
+
+
+def _of_plain(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient or tangent, of plain tensors as well: a hook or a user may give others."""
+    return lambda ctx, *given: derivative(ctx, *as_plain(given))
+
+
 def _with_gradient(
     compute: Callable[..., Any],
     setup: Callable[..., None],
@@ -672,8 +682,8 @@ def _with_gradient(
             setup(ctx, inputs, output)
             return output
 
-    Function.backward = staticmethod(backward)  # type: ignore[method-assign]
-    Function.jvp = staticmethod(tangent)  # type: ignore[method-assign]
+    Function.backward = staticmethod(_of_plain(backward))  # type: ignore[method-assign]
+    Function.jvp = staticmethod(_of_plain(tangent))  # type: ignore[method-assign]
 
     def call(*inputs: Any) -> Any:
         if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
@@ -702,8 +712,8 @@ def _transformable(
         def setup_context(ctx: Any, inputs: Arguments, output: Tensor) -> None:
             setup(ctx, _Sealed.opened(inputs), output)
 
-    Function.backward = staticmethod(backward)  # type: ignore[method-assign]
-    Function.jvp = staticmethod(tangent)  # type: ignore[method-assign]
+    Function.backward = staticmethod(_of_plain(backward))  # type: ignore[method-assign]
+    Function.jvp = staticmethod(_of_plain(tangent))  # type: ignore[method-assign]
     return Function
 
 
@@ -751,12 +761,12 @@ _ENTRIES: dict[str, tuple[Any, Any, Any, Any, Any]] = {
 _TRANSFORMABLE: dict[str, type[torch.autograd.Function]] = {}
 for _name, (_implementation, _fake, *_derivatives) in _ENTRIES.items():
     _operator = getattr(torch.ops.gemmconv, _name).default
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _library.impl(_name, _on_plain(_implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gemmconv::{_name}", _fake, lib=_library)
-    _library.impl(_name, _with_gradient(_below_autograd(_operator), *_derivatives), "Autograd")
+    _library.impl(_name, _on_plain(_with_gradient(_below_autograd(_operator), *_derivatives)), "Autograd")
     _TRANSFORMABLE[_name] = _transformable(_operator, *_derivatives)
 for _device_type, _key in _AUTOCAST_KEYS.items():
-    _library.impl("conv_transpose2d", _AUTOCAST[_device_type], _key.name)
+    _library.impl("conv_transpose2d", _on_plain(_AUTOCAST[_device_type]), _key.name)
 
 # conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
 conv_transpose2d_directly = _with_gradient(_conv_transpose2d, *_ENTRIES["conv_transpose2d"][2:])

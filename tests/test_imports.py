@@ -20,7 +20,7 @@ LEAVES = {
     "dispatch": set(),
     "geometry": {"errors"},
     "validation": {"errors", "geometry"},
-    "arrays": {"validation"},
+    "arrays": {"dispatch", "validation"},
     "flops": set(),
     "device": set(),
 }

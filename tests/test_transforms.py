@@ -1,5 +1,7 @@
 """What surrounds a call: transforms of torch.func, forward-mode differentiation, hooks, modes, subclasses."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -335,6 +337,203 @@ def test_conv_transpose2d_keeps_tensor_subclasses(device):
         output = function(images.as_subclass(Tagged), weight, bias)
         assert type(output) is Tagged
     torch.testing.assert_close(output.as_subclass(torch.Tensor), ours(images, weight, bias))
+
+
+def _refuse(*_, **__):
+    raise TypeError("not what torch's means")
+
+
+class Awkward(torch.Tensor):
+    """A subclass whose methods and attributes mean something else, as torch's own functions never notice."""
+
+    shape = dtype = device = layout = is_cuda = is_cpu = ndim = itemsize = property(_refuse)
+
+
+_ASKED = (
+    "size stride dim numel element_size data_ptr storage_offset is_contiguous is_floating_point is_complex get_device"
+)
+_DERIVED = "contiguous view reshape expand permute transpose flatten unsqueeze squeeze sum to clone numpy new_empty"
+_SPECIAL = "as_subclass as_strided copy_ __getitem__ __add__ __mul__ __len__ __iter__"
+for _name in f"{_ASKED} {_DERIVED} {_SPECIAL}".split():
+    setattr(Awkward, _name, _refuse)
+
+
+class Labelled(torch.Tensor):
+    """A subclass with a label that results take over, as MONAI's MetaTensor; it notes the functions that it sees."""
+
+    seen: ClassVar = []
+
+    def stride(self):
+        return self.label
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(function)
+        result = super().__torch_function__(function, types, args, kwargs)
+        if isinstance(result, cls):
+            given = (*args, *(kwargs or {}).values())
+            result.label = "".join(getattr(value, "label", "") for value in given if isinstance(value, cls))
+        return result
+
+
+def labelled(tensor):
+    result = torch.Tensor.as_subclass(tensor, Labelled)
+    result.label = f"{tensor.dim()}-D"
+    return result
+
+
+def awkward(tensor):
+    return torch.Tensor.as_subclass(tensor, Awkward)
+
+
+def plain(tensor):
+    return torch.Tensor.as_subclass(tensor, torch.Tensor)
+
+
+NAMED = ["auto", *(algorithm.name for algorithm in ALGORITHMS)]
+KINDS = [awkward, labelled]
+
+
+def assert_same_kind(actual, wanted):
+    assert type(actual) is type(wanted)
+    assert getattr(actual, "label", None) == getattr(wanted, "label", None)
+    torch.testing.assert_close(plain(actual), plain(wanted), rtol=1e-5, atol=1e-5)
+
+
+def assert_same_as_torch(functions, kind, given, which, gradient=plain):
+    """The results and gradients of both functions, of tensors of which some are of another kind."""
+    results = []
+    for function in functions:
+        leaves = [(kind if i in which else plain)(one.detach()).requires_grad_() for i, one in enumerate(given)]
+        try:
+            with conv_precision("ieee"):
+                output = function(*leaves)
+                values = plain(output)
+                values.register_hook(gradient)
+                values.sin().sum().backward()
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+        results.append([output, *(leaf.grad for leaf in leaves)])
+    for actual, wanted in zip(*results, strict=True):
+        assert_same_kind(actual, wanted)
+
+
+@pytest.mark.parametrize("algorithm", NAMED)
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)], ids=["input", "weight", "bias", "all"])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_conv_transpose2d_of_subclasses_is_what_torch_gives(kind, batched, which, algorithm, device):
+    input, weight, bias = (tensor.float() for tensor in tensors(device))
+    given = input if batched else input[0], weight, bias
+    assert_same_as_torch([lambda *x: ours(*x, algorithm=algorithm), theirs], kind, given, which)
+
+
+@pytest.mark.parametrize("algorithm", NAMED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_a_subclass_is_what_torch_makes_of_it(kind, algorithm, device):
+    given = [tensor.float() for tensor in tensors(device)]
+    functions = [lambda *x: ours(*x, algorithm=algorithm), theirs]
+    for which in (), (0,):
+        assert_same_as_torch(functions, kind, given, which, gradient=kind)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_folds_of_subclasses_are_what_torch_gives(kind, batched, device):
+    images = torch.randn(2, 3, 5, 6, device=device)
+    columns = torch.nn.functional.unfold(images, (3, 2), padding=1)
+    if not batched:
+        images, columns = images[0], columns[0]
+    unfolds = [lambda x, f=f: f(x, (3, 2), padding=1) for f in (gemmconv.im2col, torch.nn.functional.unfold)]
+    folds = [lambda x, f=f: f(x, (5, 6), (3, 2), padding=1) for f in (gemmconv.col2im, torch.nn.functional.fold)]
+    for functions, given in (unfolds, images), (folds, columns):
+        for gradient in plain, kind:
+            assert_same_as_torch(functions, kind, [given], (0,), gradient)
+
+
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_a_module_with_subclasses_for_parameters_is_what_torch_gives(algorithm, device):
+    class Own(torch.nn.Parameter):
+        stride = is_contiguous = shape = _refuse
+
+    layer = torch.nn.ConvTranspose2d(4, 6, 3, stride=2, device=device)
+    layer.weight, layer.bias = Own(layer.weight.detach()), Own(layer.bias.detach())
+    images, results = torch.randn(2, 4, 5, 6, device=device), []
+    for convert in (lambda layer: gemmconv.convert(layer, algorithm=algorithm)), lambda layer: layer:
+        try:
+            with conv_precision("ieee"):
+                output = convert(layer)(images)
+                gradients = torch.autograd.grad(output.sin().sum(), [layer.weight, layer.bias])
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+        results.append([output, *gradients])
+    for actual, wanted in zip(*results, strict=True):
+        assert_same_kind(actual, wanted)
+
+
+def test_a_subclass_sees_the_public_function_once(device):
+    images, weight, _ = tensors(device)
+    columns = torch.nn.functional.unfold(images, 2)
+    for function, *arguments in (
+        (gemmconv.conv_transpose2d, labelled(images), weight, None, 1, 0, 0, 2),
+        (gemmconv.conv_transpose2d, images, labelled(weight), None, 1, 0, 0, 2),
+        (gemmconv.im2col, labelled(images), 2),
+        (gemmconv.col2im, labelled(columns), images.shape[2:], 2),
+    ):
+        Labelled.seen.clear()
+        function(*arguments)
+        assert Labelled.seen == [function]
+
+
+def test_subclasses_that_do_not_know_each_other_are_refused_as_by_torch(device):
+    images, weight, bias = tensors(device)
+    for function in (ours, theirs):
+        with pytest.raises(TypeError, match=r"no implementation found|Multiple dispatch failed"):
+            function(labelled(images), awkward(weight), bias)
+
+
+def test_a_function_mode_and_a_subclass_both_see_the_call(device):
+    class Counter(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen += function is gemmconv.conv_transpose2d
+            return function(*args, **(kwargs or {}))
+
+    images, weight, bias = tensors(device)
+    with Counter() as counter:
+        output = ours(labelled(images), weight, bias)
+    assert counter.seen == 1
+    assert_same_kind(output, theirs(labelled(images), weight, bias))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "gemm_col2im"])
+def test_a_compiled_call_of_a_subclass_is_what_torch_gives(algorithm, device):
+    images, weight, bias = (tensor.requires_grad_() for tensor in tensors(device))
+    torch._dynamo.reset()
+    results = []
+    for function in (lambda *x: ours(*x, algorithm=algorithm), theirs):
+        output = torch.compile(function, backend="eager", fullgraph=True)(images.as_subclass(Tagged), weight, bias)
+        results.append([output, *torch.autograd.grad(plain(output).sin().sum(), (images, weight, bias))])
+    for actual, wanted in zip(*results, strict=True):
+        assert_same_kind(actual, wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_compute_on_subclasses_as_on_plain_tensors(kind, mode, device):
+    images, weight, _ = (tensor.float() for tensor in tensors(device))
+    operators = torch.ops.gemmconv
+    with mode(), torch.autocast(device, torch.bfloat16, enabled=mode is torch.enable_grad):
+        given = kind(images), weight.requires_grad_(mode is torch.enable_grad)
+        output = operators.conv_transpose2d(*given, algorithm="gemm_col2im")
+        assert type(output) is type(given[0])
+        wanted = operators.conv_transpose2d(images, weight, algorithm="gemm_col2im")
+        assert torch.equal(plain(output), wanted)
+        assert torch.equal(plain(operators.im2col(given[0], [2, 2])), operators.im2col(images, [2, 2]))
+    if mode is torch.enable_grad:
+        gradients = [torch.autograd.grad(plain(one).float().sin().sum(), weight)[0] for one in (output, wanted)]
+        assert torch.equal(*gradients)
 
 
 def test_conv_transpose2d_is_seen_by_a_function_mode(device):
