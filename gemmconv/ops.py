@@ -23,6 +23,7 @@ from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction,
 from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.turning import prepare_turned, to_nchw
+from gemmconv.autocast import to_autocast_dtype
 from gemmconv.device import spec_of
 from gemmconv.dispatch import as_plain, loses_a_tangent
 from gemmconv.geometry import Pair, Problem
@@ -640,10 +641,11 @@ def _autocast(device_type: str) -> Callable[..., Tensor]:
         def lower(tensor: Tensor | None) -> Any:
             if tensor is None or tensor.device.type != device_type or not tensor.is_floating_point():
                 return tensor
-            return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+            return tensor if tensor.dtype == torch.float64 else to_autocast_dtype(tensor, dtype)
 
+        tensors = lower(input), lower(weight), lower(bias)  # while operators autocast
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return conv_transpose2d(lower(input), lower(weight), lower(bias), *arguments)
+            return conv_transpose2d(*tensors, *arguments)
 
     return call
 

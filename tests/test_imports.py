@@ -17,6 +17,7 @@ LAYERS = ["module", "functional", "ops", "selection", "algorithms", "runtime"]
 # What every part may import, because these import no part that does anything.
 LEAVES = {
     "errors": set(),
+    "autocast": set(),
     "dispatch": set(),
     "geometry": {"errors"},
     "validation": {"errors", "geometry"},

@@ -1,0 +1,241 @@
+"""One cast of a leaf is kept under autocast, as long as torch keeps its own."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gemmconv
+from gemmconv.autocast import to_autocast_dtype
+
+
+def ours(input, weight, bias=None):
+    return gemmconv.conv_transpose2d(input, weight, bias, algorithm="gemm_col2im")
+
+
+theirs = torch.nn.functional.conv_transpose2d
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of a tensor."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._to_copy.default and args[0] is self.tensor
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def images(device):
+    return torch.randn(2, 4, 5, 6, device=device)
+
+
+@pytest.fixture
+def weight(device):
+    return torch.randn(4, 3, 3, 2, device=device, requires_grad=True)
+
+
+@pytest.fixture
+def bias(device):
+    return torch.randn(3, device=device, requires_grad=True)
+
+
+def test_four_calls_cast_a_leaf_once(images, weight, bias, device):
+    for leaf in (weight, bias):
+        with Casts(leaf) as casts, torch.autocast(device, torch.bfloat16):
+            for _ in range(4):
+                ours(images, weight, bias)
+        assert casts.count == 1
+
+
+def test_four_calls_keep_one_cast_for_the_gradient(images, weight, device):
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one)
+    with hooks, torch.autocast(device, torch.bfloat16):
+        outputs = [ours(images.requires_grad_(), weight) for _ in range(4)]
+    kept = [one for one in kept if one.shape == weight.shape]
+    assert len(kept) == len(outputs)
+    assert {one.dtype for one in kept} == {torch.bfloat16}
+    assert len({one.data_ptr() for one in kept}) == 1
+
+
+def test_gradients_through_one_cast_are_those_of_torch(images, weight, bias, device):
+    def gradients(function):
+        with torch.autocast(device, torch.bfloat16):
+            loss = sum(function(images * scale, weight, bias).float().square().mean() for scale in (1, 2, 3, 4))
+        first = torch.autograd.grad(loss, (weight, bias), retain_graph=True)
+        return *first, *torch.autograd.grad(loss, (weight, bias))
+
+    for actual, expected in zip(gradients(ours), gradients(theirs), strict=True):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2 * expected.abs().max().item())
+
+
+def nothing(device, again):
+    pass
+
+
+def clearing(device, again):
+    torch.clear_autocast_cache()
+
+
+def region(device, again):
+    with torch.autocast(device, torch.bfloat16):
+        again()
+
+
+def region_without_autocast(device, again):
+    with torch.autocast(device, enabled=False):
+        again()
+
+
+def region_without_cache(device, again):
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+        again()
+
+
+def region_of_another_thread(device, again):
+    thread = threading.Thread(target=region, args=(device, again))
+    thread.start()
+    thread.join()
+
+
+def call_without_gradients(device, again):
+    with torch.no_grad():
+        again()
+
+
+def call_in_inference_mode(device, again):
+    with torch.inference_mode():
+        again()
+
+
+BETWEEN = [
+    nothing,
+    clearing,
+    region,
+    region_without_autocast,
+    region_without_cache,
+    region_of_another_thread,
+    call_without_gradients,
+    call_in_inference_mode,
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_leaf_is_cast_as_often_as_by_torch(between, cache, images, weight, device):
+    """Two calls, before and after something else, in two regions."""
+
+    def count(function):
+        with Casts(weight) as casts:
+            for _ in range(2):
+                with torch.autocast(device, torch.bfloat16, cache_enabled=cache):
+                    function(images, weight)
+                    between(device, lambda: function(images, weight))
+                    function(images, weight)
+        return casts.count
+
+    assert count(ours) == count(theirs)
+
+
+@pytest.mark.parametrize("kind", ["constant", "view", "result", "subclass"])
+def test_other_tensors_are_cast_at_every_call(kind, images, weight, device):
+    make = {
+        "constant": weight.detach,
+        "view": lambda: weight.detach()[:].requires_grad_(),
+        "result": lambda: weight * 1,
+        "subclass": lambda: weight.detach().as_subclass(type("Subclass", (torch.Tensor,), {})).requires_grad_(),
+    }
+    tensor = make[kind]()
+    with Casts(tensor) as casts, torch.autocast(device, torch.bfloat16):
+        ours(images, tensor)
+        ours(images, tensor)
+    assert casts.count == 2
+
+
+def test_a_call_without_gradients_leaves_the_next_its_gradient(images, weight, device):
+    with Casts(weight) as casts, torch.autocast(device, torch.bfloat16):
+        with torch.no_grad():
+            assert not ours(images, weight).requires_grad
+        ours(images, weight).sum().backward()
+    assert weight.grad.abs().sum() > 0
+    assert casts.count == 1
+
+
+def test_a_change_inside_a_region_is_seen_by_the_next(images, weight, device):
+    """torch's own operator, too, uses the cast from before the change."""
+
+    def outputs(function):
+        with torch.autocast(device, torch.bfloat16):
+            before = function(images, weight)
+            with torch.no_grad():
+                weight.mul_(2)
+            inside = function(images, weight)
+        with torch.autocast(device, torch.bfloat16):
+            return before, inside, function(images, weight)
+
+    for function in (ours, theirs):
+        before, inside, after = outputs(function)
+        assert torch.equal(inside, before)
+        assert torch.equal(after, 2 * before)
+
+
+def test_a_region_of_another_dtype_has_its_own_cast(images, weight, device):
+    with torch.autocast(device, torch.bfloat16):
+        ours(images, weight)
+        with torch.autocast(device, torch.float16):
+            inside = ours(images, weight)
+            assert inside.dtype == torch.float16
+        assert ours(images, weight).dtype == torch.bfloat16
+    with torch.autocast(device, torch.float16):
+        assert torch.equal(ours(images, weight), inside)  # not from a cast to bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_tracing_takes_no_cast_from_outside_of_the_trace(images, weight, device):
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(weight)
+    module.forward = lambda images: ours(images, module.weight)
+    with torch.autocast(device, torch.bfloat16):
+        expected = module(images)
+        traced = torch.jit.trace(module, images)
+        assert torch.equal(traced(images), expected)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_casts_and_leaves_are_freed_with_the_region(gradients, images, device):
+    leaf = torch.randn(4, 3, 3, 2, device=device, requires_grad=True)
+    with torch.set_grad_enabled(gradients), torch.autocast(device, torch.bfloat16):
+        ours(images, leaf)
+        cast = StorageWeakRef(to_autocast_dtype(leaf, torch.bfloat16).untyped_storage())
+        assert not cast.expired()
+    assert cast.expired()
+    alive = weakref.ref(leaf)
+    del leaf
+    assert alive() is None
+
+
+def test_threads_share_a_leaf(images, weight, device):
+    """A region that ends clears the cache of the others."""
+    expected = ours(images.bfloat16(), weight.bfloat16())
+    equal = []
+
+    def work():
+        for _ in range(50):
+            with torch.autocast(device, torch.bfloat16):
+                equal.extend(torch.equal(ours(images, weight), expected) for _ in range(3))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(equal) == 600
+    assert all(equal)
