@@ -98,6 +98,7 @@ def conv_transpose2d(
         input.is_cuda
         and type(input) is Tensor
         and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None  # torch.jit.trace has tensors for sizes
         and ops.is_left_to_torch(input, weight, bias, arguments)
     ):
         return torch.conv_transpose2d(input, weight, bias, *options)

@@ -183,3 +183,16 @@ def test_wrappers_of_torchs_operator_are_given_it(algorithm, images, weight):
     torch.testing.assert_close(output, exact)
     for one, other in zip(*(torch.autograd.grad(y.sum(), images) for y in (output, exact)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.*:DeprecationWarning")
+@pytest.mark.parametrize("algorithm", ["auto", "native"])
+def test_traced_calls_are_served_off_hopper(algorithm, images, weight, monkeypatch):
+    """torch.jit.trace, which fvcore counts by, has tensors for sizes."""
+    monkeypatch.setenv("GEMMCONV_CAPABILITY", "8.0")
+
+    def call(images):
+        return gemmconv.conv_transpose2d(images, weight, stride=2, algorithm=algorithm)
+
+    traced = torch.jit.trace(call, images)
+    torch.testing.assert_close(traced(images), torch.conv_transpose2d(images, weight, stride=2))
