@@ -70,24 +70,26 @@ ROUNDING = """
 struct test_params { const unsigned* source; unsigned* rounded; unsigned* rest; };
 extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
     for (int i = threadIdx.x; i < COUNT; i += 32) {
-        p.rounded[i] = mma_words<float>::rounded(p.source[i]);
-        p.rest[i] = mma_words<float>::rest(__uint_as_float(p.source[i]), p.rounded[i]);
+        unsigned rest = 0;
+        p.rounded[i] = rounded<PARTS_OF_VALUE, float>(p.source[i], rest);
+        p.rest[i] = rest;
     }
 }
 """
 
 
-def round_to_tf32(folder, values, arch):
-    """Return what products take of float32 values rounded by the kernels' own code, and of what that leaves."""
+def round_to_tf32(folder, values, arch, parts):
+    """Return what products take of float32 values rounded by the kernels' own code; of two parts, both."""
     rounded, rest = torch.zeros_like(values), torch.zeros_like(values)
-    macros = {"COUNT": values.numel(), "__CUDA_ARCH__": arch}
+    macros = {"COUNT": values.numel(), "PARTS_OF_VALUE": parts, "__CUDA_ARCH__": arch}
     launch_source(folder, ROUNDING, macros, 0, values, rounded, rest)
     return cut_to_tf32(rounded), cut_to_tf32(rest)
 
 
 @needs_compiler
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("arch", [800, 900])
-def test_rounding_to_tf32_is_to_nearest(folder, arch):
+def test_rounding_to_tf32_is_to_nearest(folder, arch, parts):
     """Ties go to even where one instruction rounds, else away from zero."""
     representable = torch.randn(500).view(torch.int32) & ~0x1FFF
     ties = representable + 0x1000
@@ -95,18 +97,32 @@ def test_rounding_to_tf32_is_to_nearest(folder, arch):
     fraction, exponent = torch.frexp(values.double())
     scaled = fraction.abs() * 2**11
     nearest = torch.ldexp((scaled.round() if arch >= 900 else (scaled + 0.5).floor()).copysign(fraction), exponent - 11)
-    rounded, rest = round_to_tf32(folder, values, arch)
+    rounded, rest = round_to_tf32(folder, values, arch, parts)
     assert torch.equal(rounded.double(), nearest)
-    assert ((rounded.double() + rest.double() - values.double()).abs() <= values.double().abs() * 2.0**-22).all()
+    assert (
+        parts == 1
+        or ((rounded.double() + rest.double() - values.double()).abs() <= values.double().abs() * 2.0**-22).all()
+    )
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", [800, 900])
 def test_rounding_to_tf32_keeps_what_is_not_finite(folder, arch):
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf])
-    assert torch.equal(round_to_tf32(folder, special, arch)[0].view(torch.int32), special.view(torch.int32))
+    assert torch.equal(round_to_tf32(folder, special, arch, 1)[0].view(torch.int32), special.view(torch.int32))
+    assert torch.equal(sum(round_to_tf32(folder, special, arch, 2)), special)
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F802000], dtype=torch.int32).view(torch.float32)
-    assert round_to_tf32(folder, nans, arch)[0].isnan().all()
+    for parts in (1, 2):
+        assert round_to_tf32(folder, nans, arch, parts)[0].isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", [800, 900])
+def test_the_largest_float32_has_two_finite_parts(folder, arch):
+    largest = torch.tensor([0x7F7FFFFF, 0x7F7FF000, 0x7F7FEFFF, 0x7F7FE000], dtype=torch.int32).view(torch.float32)
+    values = torch.cat([largest, -largest])
+    big, rest = round_to_tf32(folder, values, arch, 2)
+    torch.testing.assert_close(big.double() + rest.double(), values.double(), rtol=2.0**-22, atol=0)
 
 
 COPIES = """

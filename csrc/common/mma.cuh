@@ -90,7 +90,7 @@ template <> struct mma_words<float> {
 };
 
 /* A word rounded to what is multiplied; of float32 in two parts, `rest` is what that leaves of it. The largest values are
- * rounded down: up would be to infinity. The rest of infinity is infinity, that of NaN is NaN.
+ * rounded down: up would be to infinity. The rest of infinity is infinity, that of NaN is anything.
  *
  * The rest of values below 2e-34 has fewer bits than TF32, whose least is 2^-136: at 1e-37 results are 4e-5 off. Scaled by 2^10,
  * with sums of its own that are scaled back before the other products, it would be as good as elsewhere; but to wait for those sums
@@ -102,10 +102,10 @@ template <int PARTS, typename T> __device__ __forceinline__ unsigned rounded(uns
     } else {
         constexpr unsigned kHalf = mma_words<T>::kHalf;
         const float value = __uint_as_float(word), most = __uint_as_float(0x7f7fffff - kHalf);
-        float bounded;  // min(|value|, most), with the sign of the value
-        asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(bounded) : "f"(value), "f"(most));
+        float bounded;  // min(|value|, most), with the sign of the value; NaN stays NaN
+        asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(bounded) : "f"(value), "f"(most));
         const unsigned big = mma_words<T>::rounded(__float_as_uint(bounded));
-        rest = mma_words<T>::rounded(__float_as_uint(value - __uint_as_float(big & ~(2 * kHalf - 1))));
+        rest = __float_as_uint(value - __uint_as_float(big & ~(2 * kHalf - 1))) + kHalf;
         return big;
     }
 }

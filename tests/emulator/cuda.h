@@ -48,6 +48,11 @@ float emulator_half_to_float(unsigned short bits);
 unsigned short emulator_float_to_half(float value);
 unsigned short emulator_float_to_bfloat16(float value);
 unsigned emulator_float_to_tf32(float value);
+inline float emulator_min_of_magnitudes(float a, float b) {
+    if (a != a || b != b) return __builtin_nanf("");
+    const float least = __builtin_fminf(__builtin_fabsf(a), __builtin_fabsf(b));
+    return __builtin_signbit(a) != __builtin_signbit(b) ? -least : least;
+}
 void emulator_copy_async(unsigned target, const void* source, int bytes, int source_bytes);
 void emulator_commit_copies();
 void emulator_wait_for_copies(int pending);

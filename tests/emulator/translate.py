@@ -29,7 +29,7 @@ _INSTRUCTIONS = {
     "cvt.rn.f16.f32 %0, %1;": "{0} = emulator_float_to_half({1});",
     "cvt.rn.bf16.f32 %0, %1;": "{0} = emulator_float_to_bfloat16({1});",
     "cvt.rn.tf32.f32 %0, %1;": "{0} = emulator_float_to_tf32({1});",
-    "min.xorsign.abs.f32 %0, %1, %2;": "{0} = __builtin_copysignf(__builtin_fminf(__builtin_fabsf({1}), {2}), {1});",
+    "min.NaN.xorsign.abs.f32 %0, %1, %2;": "{0} = emulator_min_of_magnitudes({1}, {2});",
     "cp.async.ca.shared.global [%0], [%1], %2, %3;": "emulator_copy_async({0}, {1}, {2}, {3});",
     "prmt.b32 %0, %1, %2, %3;": "{0} = emulator_permute({1}, {2}, {3});",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": "emulator_copy_async({0}, {1}, 16, {2});",
