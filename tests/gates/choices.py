@@ -1,0 +1,143 @@
+"""What ``auto`` takes for each layer of every suite, beside what a file says.
+
+    python -m tests.gates.choices [--write] [--suite public,models]
+
+A row is a layer in a precision, a format and a pass: the algorithm, its kernels, a digest of the values that they are
+specialised with, and the estimate in microseconds. The digest leaves names out, so that it outlives renaming. The exit
+status is 1 where rows differ. No GPU is needed; choices are those for an H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from benchmarks.contenders import LAYOUTS, PRECISIONS
+from benchmarks.workloads import SUITES, Workload, select
+from gemmconv import selection
+from gemmconv.algorithms.base import Config
+from gemmconv.device import MEASURED
+from gemmconv.ops import _both_gradients
+
+FILE = Path(__file__).parents[1] / "data" / "choices.csv"
+PASSES = ("forward", "input_grad", "weight_grad", "grads")
+KEY, VALUES = ("workload", "precision", "layout", "pass"), ("algorithm", "kernels", "digest", "estimate_us")
+NUMERICS = ("fp32", "tf32", "fp16")  # bf16 is chosen for as fp16
+Row = dict[str, str]
+
+
+def rows_of(workload: Workload) -> list[Row]:
+    """The rows of a layer."""
+    return [
+        {"workload": workload.name, "precision": precision, "layout": layout, "pass": one, **_taken(config, one)}
+        for precision, layout in itertools.product(NUMERICS, LAYOUTS)
+        for config in [_config(workload, precision, layout)]
+        for one in PASSES
+    ]
+
+
+def _config(workload: Workload, precision: str, layout: str) -> Config:
+    return Config(
+        workload.problem,
+        PRECISIONS[precision],
+        torch.device("cuda", 0),
+        "tf32" if precision == "tf32" else "ieee",
+        memory_format=LAYOUTS[layout],
+        bias=workload.bias,
+        spec=MEASURED,
+        deterministic=True,
+    )
+
+
+def _taken(config: Config, one: str) -> Row:
+    """The algorithm of a pass, and what it would load."""
+    loaded: list[tuple[str, str]] = []
+
+    def load(source: str, kernel: str, macros: dict[str, object], device: int | None, shared_bytes: int = 0) -> None:
+        loaded.append((source.removesuffix(".cu"), repr(sorted(map(str, macros.values())))))
+
+    with (
+        mock.patch("gemmconv.runtime.launch.load", load),
+        mock.patch("gemmconv.algorithms.fold_kernels.load", load),
+        mock.patch("gemmconv.algorithms.columns_cuda.library"),
+    ):
+        if one == "grads":
+            gradients = selection.choose_gradients(config, config, "auto", "")
+            inner = config
+            if gradients.turned:
+                inner = selection.replace(config, memory_format=torch.channels_last)
+            _both_gradients(gradients, inner, inner)
+            names = [gradients.input_grad.name, gradients.weight_grad.name]
+            how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]
+            algorithm = "+".join([*dict.fromkeys(names), *how])
+            seconds = selection._fastest(inner, inner, [a for a in selection.ALGORITHMS if a.why_not(config) is None])[
+                0
+            ]
+        else:
+            chosen = selection.choose(config, "auto", "", one)
+            getattr(chosen, one)(config)
+            algorithm, seconds = chosen.name, chosen.estimate(config, one)
+    digest = hashlib.sha256(repr(loaded).encode()).hexdigest()[:12] if loaded else ""
+    kernels = "+".join(dict.fromkeys(source for source, _ in loaded))
+    return dict(zip(VALUES, (algorithm, kernels, digest, f"{1e6 * seconds:.6g}"), strict=True))
+
+
+def read(path: Path = FILE) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(rows: Iterable[Row], path: Path = FILE) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, KEY + VALUES, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def differences(before: Iterable[Row], after: Iterable[Row]) -> Iterator[str]:
+    """A line for each row that is not the same in both; estimates may differ by their last digit."""
+    old, new = ({tuple(row[name] for name in KEY): row for row in rows} for rows in (before, after))
+    for key in dict.fromkeys([*old, *new]):
+        if key not in old or key not in new:
+            yield f"{' '.join(key)}: {'gone' if key in old else 'new'}"
+            continue
+        changed = [name for name in VALUES if not _same(name, old[key][name], new[key][name])]
+        if changed:
+            yield f"{' '.join(key)}: " + ", ".join(f"{name} {old[key][name]} -> {new[key][name]}" for name in changed)
+
+
+def _same(name: str, one: str, other: str) -> bool:
+    if name != "estimate_us":
+        return one == other
+    return abs(float(one) - float(other)) <= 2e-6 * abs(float(one)) or one == other
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the file anew")
+    parser.add_argument("--suite", default=",".join(SUITES), help="suites, with commas between (default: all)")
+    options = parser.parse_args(arguments)
+    workloads = select(options.suite.split(","))
+    with ProcessPoolExecutor() as pool:
+        after = list(itertools.chain(*pool.map(rows_of, workloads)))
+    if options.write:
+        write(after)
+        print(f"{len(after)} rows in {FILE.name}")
+        return 0
+    names = {workload.name for workload in workloads}
+    lines = list(differences((row for row in read() if row["workload"] in names), after))
+    print(*lines, f"{len(lines)} of {len(after)} rows differ", sep="\n")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

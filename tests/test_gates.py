@@ -1,0 +1,87 @@
+"""The gates of tests/gates: that they see a change, and none where there is none; and that choices are as filed."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
+
+from benchmarks.workloads import select
+from tests.gates import choices, kernels
+
+SOURCE = """
+extern "C" __global__ void __launch_bounds__(THREADS) NAME(float* p) {
+    __shared__ float values[THREADS];
+    values[threadIdx.x] = p[threadIdx.x];
+    __syncthreads();
+    p[threadIdx.x] = FACTOR * values[THREADS - 1 - threadIdx.x];
+}
+"""
+
+
+def code_of(**macros):
+    core = pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
+    defined = {"NAME": "some_kernel", "THREADS": 32, "FACTOR": "3.0f"} | macros
+    options = core.ProgramOptions(arch="sm_90a", define_macro=[(name, str(value)) for name, value in defined.items()])
+    try:
+        cubin = bytes(core.Program(SOURCE, "c++", options).compile("cubin").code)
+    except (RuntimeError, ImportError) as error:  # of whichever CUDA library is not there
+        pytest.skip(str(error))
+    return sorted(kernels._sections(cubin))
+
+
+def test_code_is_compared_without_names():
+    assert code_of() == code_of(NAME="other_kernel_of_a_longer_name")
+
+
+@pytest.mark.parametrize("macros", [{"FACTOR": "3.5f"}, {"THREADS": 64}])
+def test_code_that_does_other_things_differs(macros):
+    assert code_of() != code_of(**macros)
+
+
+def answers(monkeypatch, before, after):
+    """Have two trees hold variants, each ``label: (sources, code)``."""
+    trees = {Path("before"): before, Path("after"): after}
+
+    def ask(tree, labels):
+        variants = trees[tree]
+        return {label: variants[label][labels is not None] for label in (variants if labels is None else labels)}
+
+    monkeypatch.setattr(kernels, "_ask", ask)
+
+
+def test_changed_new_and_gone_kernels_are_told_from_renamed_ones(monkeypatch):
+    before = {"same": ("a", "1"), "text": ("b", "2"), "old_name": ("c", "3"), "code": ("d", "4"), "gone": ("e", "5")}
+    after = {"same": ("a", "1"), "text": ("B", "2"), "new_name": ("C", "3"), "code": ("D", "6"), "more": ("F", "7")}
+    answers(monkeypatch, before, after)
+    assert kernels.compare(Path("before"), Path("after")) == (3, ["code", "more"], ["gone"])
+
+
+def test_variants_are_what_the_tests_compile():
+    listed = kernels._list(kernels.ROOT)
+    assert len(listed) == len(kernels._variants()) > 500
+    assert len(set(listed.values())) > 500
+
+
+def row(**values):
+    usual = {"workload": "layer", "precision": "tf32", "layout": "nchw", "pass": "forward"}
+    return usual | {"algorithm": "fused", "kernels": "a+b", "digest": "0", "estimate_us": "12.5"} | values
+
+
+def test_choices_that_differ_are_named():
+    before = [row(), row(layout="channels_last"), row(precision="fp16")]
+    after = [row(estimate_us="12.50001"), row(layout="channels_last", kernels="c", estimate_us="12"), row(workload="x")]
+    assert [*choices.differences(before, after)] == [
+        "layer tf32 channels_last forward: kernels a+b -> c, estimate_us 12.5 -> 12",
+        "layer fp16 nchw forward: gone",
+        "x tf32 nchw forward: new",
+    ]
+
+
+def test_choices_are_as_filed():
+    """Those of one suite; ``python -m tests.gates.choices`` compares all."""
+    workloads = select(["public"])
+    names = {workload.name for workload in workloads}
+    found = [row for workload in workloads for row in choices.rows_of(workload)]
+    assert len(found) == 24 * len(workloads)
+    assert [*choices.differences((row for row in choices.read() if row["workload"] in names), found)] == []
