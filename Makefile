@@ -14,7 +14,7 @@ help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
 	@echo "make bench   measure every algorithm beside torch's settings: all suites on a GPU, a few small layers on a CPU"
 	@echo "make test    run the tests but slow ones; those marked gpu are skipped without a CUDA device"
-	@echo "make test-slow  compile every kernel variant for the architectures that make test leaves out"
+	@echo "make test-slow  all mistakes that the emulator is to notice, every kernel variant for further architectures"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make dev     install everything a developer needs into $(VENV)"
 	@echo "make clean   remove $(VENV) and all caches and build outputs"

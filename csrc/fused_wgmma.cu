@@ -21,8 +21,8 @@
  *   K      steps of a shift, and UNITS units of 16 bytes of channels               (units.cuh)
  *
  * Both sides are read from shared memory, K-major, without swizzling: [unit][row or position], 16 bytes each. So a shift
- * needs no alignment but its 16 bytes, which are one position. (In fused_blocks.cuh, fused_pieces.cuh and fused_lines.cuh the
- * right side lies another way.) float32 as SPLIT has two parts of TF32 on both sides, and three products; tensor cores sum short
+ * needs no alignment but its 16 bytes, which are one position. (In fused_blocks.cuh and fused_lines.cuh the right side
+ * lies another way.) float32 as SPLIT has two parts of TF32 on both sides, and three products; tensor cores sum short
  * chains only, which are added up in float32, because they cut their sums off where float32 would round.
  *
  * Values must be finite: an infinite input may make NaN of outputs that a weight of zero by its place, or a part that is
@@ -31,8 +31,8 @@
  * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One or two of
  * its warpgroups produce: all warps but one load the inputs of the tile, chunk after chunk of channels, round them and lay them
  * out, from where they land in shared memory (fused_land.cuh) or through registers (fused_load.cuh); or they come to where
- * products read them, as boxes of a tensor map (fused_blocks.cuh, fused_lines.cuh; there float32 is rounded where it lies), or
- * as smaller pieces (fused_pieces.cuh). One thread copies the weights of each step as fused_weights.cu has laid them out. The
+ * products read them, as boxes of a tensor map (fused_blocks.cuh, fused_lines.cuh; there float32 is rounded where it lies).
+ * One thread copies the weights of each step as fused_weights.cu has laid them out. The
  * other two multiply, each BLOCKS M blocks with COLUMNS positions, and store (fused_store.cuh). Two rings of stages lie between.
  * Where the weights of a set fit shared memory, they stay there (RESIDENT), and a block takes items of one set alone.
  *
@@ -49,8 +49,8 @@
  * BLOCKS x SLOTS phases), CHANNEL_SETS; IN_ORDER (see item_of); UNITS (of a chunk), CHUNKS; PITCH (even but where inputs are
  * lines), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST (place
  * of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT, TURNS; LOADERS (threads: 96 or 224),
- * LOADED_WORDS (that one has on their way); BOXED, BOX_BLOCKS (see fused_blocks.cuh), PIECE (0 without; see fused_pieces.cuh),
- * BOXES, BOX_IMAGES, FLAT (see fused_lines.cuh); BOX_ROWS, BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without),
+ * LOADED_WORDS (that one has on their way); BOXED, BOX_BLOCKS (see fused_blocks.cuh), BOXES,
+ * BOX_IMAGES, FLAT (see fused_lines.cuh); BOX_ROWS, BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without),
  * LANDING_STAGES, LANDING_BOX, RUN_PITCH, WHOLE_IMAGES, PARTIAL_PIECES (see fused_land.cuh); CHAIN (steps, of SPLIT); WIDE
  * (inputs that are taken together), VECTOR_LOADS (units lie aligned in channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see
  * fused_store.cuh); SHARED_BYTES, INDEX_64.
@@ -66,8 +66,6 @@
 #include "common/fused_lines.cuh"
 #elif BOXED
 #include "common/fused_blocks.cuh"
-#elif PIECE > 0
-#include "common/fused_pieces.cuh"
 #elif LANDING_UNITS > 0
 #include "common/fused_land.cuh"
 #else

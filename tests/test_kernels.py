@@ -123,10 +123,6 @@ FUSED_PATHS = {
     "blocks_of_their_own": lambda plan: plan.way == "blocks" and plan.box_blocks == 1 and plan.tile > 64,
     "blocks_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 1,
     "blocks_of_rows_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 2,
-    "pieces": lambda plan: plan.way == "pieces",
-    "pieces_of_two": lambda plan: plan.piece == 2,
-    "pieces_of_eight": lambda plan: plan.piece == 8,
-    "pieces_shared": lambda plan: plan.way == "pieces" and plan.warpgroups_m == 1,
     "lines": lambda plan: plan.way == "lines",
     "half_lines": lambda plan: plan.way == "lines" and plan.units == 4,
     "lines_of_images": lambda plan: plan.way == "lines" and plan.line_box[0] > 1,
@@ -453,11 +449,6 @@ FUSED_RUNS += [
             ("blocks_of_their_own", "contiguous", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
             ("blocks_shared", "contiguous", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
             ("blocks_of_rows_shared", "contiguous", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
-            ("pieces", "contiguous", Case(3, 20, 40, (6, 14), (2, 2), (2, 2))),
-            ("pieces", "contiguous", Case(2, 36, 24, (31, 10), (4, 2), (4, 2))),
-            ("pieces_of_two", "contiguous", Case(5, 36, 40, (5, 6), (3, 2), (3, 2))),
-            ("pieces_of_eight", "contiguous", Case(7, 72, 48, (5, 8), (1, 1), (1, 1), groups=2)),
-            ("pieces_shared", "contiguous", Case(3, 36, 40, (9, 12), (2, 2), (2, 2))),
             ("rows_below_each_other", "contiguous", Case(3, 20, 40, (5, 7), (2, 2), (2, 2))),
             ("rows_below_each_other", "contiguous", Case(2, 24, 44, (4, 13), (4, 4), (2, 2), (0, 0), groups=2)),
             ("rows_below_each_other_with_channels_shared", "contiguous", Case(2, 20, 70, (9, 7), (2, 2), (2, 2))),
@@ -516,9 +507,6 @@ FUSED_LINES = run_of_many_items(
     layout="channels_last",
 )
 FUSED_BLOCKS = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
-FUSED_PIECES = run_of_many_items(
-    Case(7, 224, 24, (6, 6), (2, 2), (2, 2)), lambda plan: plan.way == "pieces", columns=64
-)
 FUSED_TURNS = Run(
     "fused", Case(5, 40, 24, (9, 11), (3, 3), (1, 1), (1, 1)), torch.float16, "channels_last", 0, "lines_by_turns"
 )
@@ -533,7 +521,6 @@ FUSED_RUNS += [
     FUSED_LANDED,
     FUSED_LANDED_BOX,
     FUSED_BLOCKS,
-    FUSED_PIECES,
     FUSED_LINES,
     FUSED_STRIPS,
     FUSED_TURNS,
@@ -2233,26 +2220,6 @@ MISTAKES = {
         emulator.Edit("common/fused_blocks.cuh", r"block - image \* image_blocks", "block"),
         "relative error",
     ),
-    "fused_pieces_waited_for_too_little": (
-        FUSED_PIECES,
-        emulator.Edit("common/fused_pieces.cuh", r"wait_for_groups<kBehind>", "wait_for_groups<kBehind + 1>"),
-        "relative error",
-    ),
-    "fused_pieces_into_what_is_read": (
-        FUSED_PIECES,
-        emulator.Edit("common/fused_pieces.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
-        "relative error|arrivals in a phase|deadlock",
-    ),
-    "fused_pieces_behind_what_products_hold": (
-        FUSED_PIECES,
-        emulator.Edit("common/fused_pieces.cuh", r"PATCH_STAGES - 2", "PATCH_STAGES - 1"),
-        "deadlock",
-    ),
-    "fused_pieces_of_other_images": (
-        FUSED_PIECES,
-        emulator.Edit("common/fused_pieces.cuh", r"position - image \* pixels", "position"),
-        "relative error",
-    ),
     "fused_lines_into_what_is_read": (
         FUSED_LINES,
         emulator.Edit("common/fused_lines.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
@@ -2429,7 +2396,39 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# One mistake of each kind. The others run with ``make test-slow``, before a change of a kernel is done.
+KINDS = {
+    "a border": "im2col_border_row",
+    "an output that nobody writes": "col2im_output_not_written",
+    "a store outside of the tensor": "grads_mma_channels_of_the_next_image",
+    "slices that overlap": "grads_mma_slices_overlap",
+    "no barrier of the block": "forward_no_barrier",
+    "no barrier of a warp": "mma_no_warp_barrier",
+    "a barrier that not all reach": "barrier_not_reached",
+    "a copy that is not waited for": "mma_no_wait_for_copies",
+    "a box that is not waited for": "rows_inputs_not_waited_for",
+    "a stage that is overwritten": "rows_stages_overwritten",
+    "a stage that is let go of too early": "weight_grad_stage_released_too_early",
+    "a turn that is not passed on": "fused_turn_not_passed_on",
+    "sums that are read too early": "rows_sums_read_too_early",
+    "words of products that run": "images_words_overwritten",
+    "no fence before products": "fused_not_fenced",
+    "a launch that is not waited for": "cell_rows_weights_read_while_they_are_laid_out",
+    "past static shared memory": "past_static_shared",
+    "past dynamic shared memory": "past_dynamic_shared",
+    "an index out of bounds": "index_out_of_bounds",
+    "a misaligned vector": "misaligned_vector",
+    "a misaligned copy": "mma_misaligned_copy",
+    "params of another size": "params_size",
+    "too many threads": "launch_bounds",
+    "an instruction that it does not know": "instruction_not_known",
+    "no CUDA": "not_cuda",
+}
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=() if name in KINDS.values() else pytest.mark.slow) for name in MISTAKES]
+)
 def test_emulator_notices_a_mistake(mistake, folder, poison):
     run, edit, message = MISTAKES[mistake]
     poison("cpu")

@@ -54,8 +54,8 @@ constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
 constexpr int kPlanes = UNIT_H * UNIT_W;
 constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
 constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with output channels of their own
-// How a patch lies; see fused_blocks.cuh, fused_pieces.cuh and fused_lines.cuh.
-constexpr bool kBlocked = (BOXED || PIECE > 0) && !CHANNELS_LAST, kBoxedLines = BOXED && CHANNELS_LAST;
+// How a patch lies; see fused_blocks.cuh and fused_lines.cuh.
+constexpr bool kBlocked = BOXED && !CHANNELS_LAST, kBoxedLines = BOXED && CHANNELS_LAST;
 constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block
 constexpr int kUnitPitch = kBlocked ? kSwizzled : UNIT_PITCH;  // from one unit of a patch to the next, in units
 constexpr int kLineBytes = UNITS * 16;
@@ -91,9 +91,9 @@ constexpr int kPieces = UNIT_H * kRunPieces;
 constexpr int kLandingChannels = LANDING_UNITS * kElements;
 constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see fused_spots.cuh
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED, PIECE: see fused_blocks.cuh and others), weights
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see fused_blocks.cuh and fused_lines.cuh), weights
 // [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
-// [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED, PIECE), in the landing where inputs land.
+// [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED), in the landing where inputs land.
 constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
 // Of a channel, in bytes.
 constexpr int kLandedChannel = LANDING_BOX ? BOX_ROWS * BOX_WIDTH * static_cast<int>(sizeof(ELEMENT_T)) : kPieces * 16;
@@ -116,7 +116,7 @@ constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 2 * kPlaces * kPixel 
 static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
 static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + kLandingGap + LANDING_STAGES * kLandingUnits) * 16 +
               kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
-              (BOXED || PIECE > 0 ? 0 : 2 * kSpots * static_cast<int>(LANDING_UNITS > 0 ? sizeof(int) : sizeof(index_t)))
+              (BOXED ? 0 : 2 * kSpots * static_cast<int>(LANDING_UNITS > 0 ? sizeof(int) : sizeof(index_t)))
                   <= SHARED_BYTES,
               "the tile does not fit the shared memory of the launch");
 extern __shared__ __align__(1024) unsigned char shared[];
@@ -197,7 +197,7 @@ __device__ __forceinline__ int first_position_of(const fused_params& p, int tile
 __device__ __forceinline__ matrix_t patches_of(const fused_params& p, const stages_t& s, int tile, int place) {
 #if BOXED && CHANNELS_LAST
     return lines_of<kLineBytes>(s.patches + (place + first_position_of(p, tile) % kBoxPositions) * UNITS);
-#elif BOXED || PIECE > 0
+#elif BOXED
     return swizzled_matrix_of(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16);
 #else
     return matrix_of(s.patches + place, kUnitPitch * 16, 128);

@@ -155,7 +155,6 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "WHOLE_IMAGES": int(plan.whole_images),
         "PARTIAL_PIECES": int(plan.partial_pieces),
         "BOXED": int(plan.boxed),
-        "PIECE": plan.piece,
         "BOX_BLOCKS": plan.box_blocks,
         "LANDING_BOX": int(plan.landing_box),
         "BOXES": plan.boxes,

@@ -110,10 +110,10 @@ def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
-    ways: tuple[Way, ...] = ("lines",) if plan.channels_last else ("blocks", "pieces")
-    for straight in (replace(plan, way=way) for way in ways):
-        if straight.may_come_straight:
-            yield straight
+    way: Way = "lines" if plan.channels_last else "blocks"
+    boxed = replace(plan, way=way)
+    if boxed.may_be_boxed:
+        yield boxed
     for wide, landing in itertools.product(_WIDES, (False, True)):
         loaded = replace(plan, wide=wide, way="landing" if landing else "loaded")
         if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):

@@ -4,7 +4,7 @@ Fitted to 1692 measured plans of 37 layers in three types (benchmarks.choices, H
 of the logarithm, and the plans it chooses take 4% longer than the best of those measured (geometric mean). What a
 block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes overlap with the rest.
 Blocks, 56 plans of 7 layers: 8% off, those chosen 2% longer than the best; lines, 415 plans of 32 layers: 11% off,
-those chosen 1%; pieces, 36 plans of 5 layers: 27% off, those chosen 1%.
+those chosen 1%.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _STRIPS_FACTOR = 1.08  # of loads and stores
 _WIDE_STRIP, _WIDE_STRIPS_FACTOR = 66, (1.02, 1.1)  # cells; where inputs land, more take longer, if planes conflict too
 _SHARED_SECTORS_FACTOR = 1.08  # where strips share sectors of planes that conflict
 
-# How much hides behind other things: 1 if nothing does. Of inputs that are loaded into registers, or come as pieces,
-# where stores are what is waited for; that land; that come as boxes.
+# How much hides behind other things: 1 if nothing does. Of inputs that are loaded into registers;
+# that land; that come as boxes.
 _OVERLAP, _LANDING_OVERLAP, _BLOCKS_OVERLAP, _LINES_OVERLAP = 1.03, 1.26, 1.4, 2.05
 _TURNS_FACTOR = 0.91  # of lines, where warpgroups multiply by turns
 _LINES_STAGES_FACTOR = {3: 1.16, 4: 1.04}  # of so few stages of weights that come again and again, of one part
@@ -184,13 +184,12 @@ def _loaded(plan: Plan) -> float:
         "loaded": _of_registers,
         "landing": _of_landings,
         "blocks": _of_blocks,
-        "pieces": _of_pieces,
         "lines": _of_lines,
     }
     loaded = bring[plan.way](plan)
     if not plan.resident:
         loaded += plan.item_steps * plan.weight_bytes * _WEIGHT_CYCLES
-    if plan.strips > 1 and not plan.straight:
+    if plan.strips > 1 and not plan.boxed:
         inputs = plan.chunks * plan.units * plan.element_units * plan.spots * plan.wide
         loaded = (loaded + inputs / (plan.strip_cells * plan.unit[1]) * _RUN_CYCLES) * _STRIPS_FACTOR
     return loaded
@@ -224,12 +223,6 @@ def _of_blocks(plan: Plan) -> float:
     """Of bringing the inputs of an item as blocks."""
     boxes = plan.boxes * math.prod(plan.unit)
     return plan.chunks * max(boxes * _BOX_CYCLES, plan.patch_bytes * _BOX_BYTE_CYCLES)
-
-
-def _of_pieces(plan: Plan) -> float:
-    """Of bringing the inputs of an item as pieces."""
-    turns = -(-plan.patch // plan.piece * plan.units * plan.element_units // plan.loaders)
-    return plan.chunks * max(turns * _COPY_CYCLES, plan.patch_bytes * _BOX_BYTE_CYCLES)
 
 
 def _of_lines(plan: Plan) -> float:

@@ -36,14 +36,12 @@ _MOST_STAGES = 24
 # Stages of inputs, and the fewest of weights that come again and again beside them; of boxes, where chunks have few
 # steps, and where they have many.
 _STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}
-_STRAIGHT_STAGES = {6: 6, 5: 5, 4: 5, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
+_BOX_STAGES = {6: 6, 5: 5, 4: 5, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
 _MANY_STEPS = 8
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
-_PIECES = 8, 4, 2  # positions of 16 bits, which cp.async takes together
-_MOST_PIECES_SPAN = 2  # outputs of a cell across; of more, storing decides (PointPillars 3 took 5% longer)
-BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes or pieces
+BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 FEW_LOADERS, MANY_LOADERS = 96, 224  # threads
 _MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
@@ -58,7 +56,7 @@ PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES = range(4)
 
 
-Way = Literal["loaded", "landing", "blocks", "pieces", "lines"]
+Way = Literal["loaded", "landing", "blocks", "lines"]
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ class Plan(Gathering):
         strips: into how many strips an image is cut.
         wide: inputs beside each other in a row that are taken together.
         way: how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory,
-            to be laid out by threads. Or straight to where products read them: "blocks" of positions of NCHW, as boxes
-            of a tensor map or, where none describes them, as "pieces"; boxes of "lines" of channels_last.
+            to be laid out by threads. Or to where products read them, as boxes of a tensor map: "blocks" of positions
+            of NCHW, "lines" of channels_last.
         loaders: threads that load inputs, 96 or 224.
         multiprocessors: of the GPU: as many blocks run at once.
     """
@@ -114,11 +112,6 @@ class Plan(Gathering):
     def boxed(self) -> bool:
         """Whether inputs come as boxes to where products read them."""
         return self.way in ("blocks", "lines")
-
-    @property
-    def straight(self) -> bool:
-        """Whether inputs come to where products read them, as boxes or as pieces."""
-        return self.boxed or self.way == "pieces"
 
     # Phases and output channels: the left sides.
 
@@ -203,7 +196,7 @@ class Plan(Gathering):
             return _WARP_ROWS // self.blocks
         if self.down:
             return _WARP_ROWS * self.vector // self.inner
-        long = self.itemsize == 2 and self.inner > 1 and not self.straight
+        long = self.itemsize == 2 and self.inner > 1 and not self.boxed
         cells, wanted = 8, _LONG_LINE_BYTES if long else _LINE_BYTES
         while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
             cells *= 2
@@ -389,7 +382,7 @@ class Plan(Gathering):
         """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
         if self.way == "lines":
             return -(-math.prod(self.unit) * self.plane_pitch // 8) * 8
-        if self.straight:
+        if self.boxed:
             return self.patch
         positions, apart = self.patch * math.prod(self.unit), 8 // self.units
         return positions + (apart - positions) % 8
@@ -446,28 +439,18 @@ class Plan(Gathering):
     # What comes as boxes, or lands.
 
     @property
-    def may_come_straight(self) -> bool:
+    def may_be_boxed(self) -> bool:
         """Whether products can read inputs as they lie in memory, this way.
 
-        As blocks and pieces, nothing is shifted, and images are whole blocks of 16 bits, or whole pieces. As lines,
-        pixels are whole pieces of 16 bytes.
+        As blocks, nothing is shifted, and images are whole blocks of 16 bits. As lines, pixels are whole units.
         """
         if self.channels_last != (self.way == "lines"):
             return False
         if self.way != "lines":
-            blocks = math.prod(self.input_size) % BLOCK_POSITIONS == 0
-            pieces = self.piece > 0 and not blocks and self.span[1] <= _MOST_PIECES_SPAN
-            whole = pieces if self.way == "pieces" else blocks
-            return self.itemsize == 2 and self._unshifted and whole
-        pieces = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
+            return self.itemsize == 2 and self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
+        units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
         fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
-        return pieces and (self.whole_images or fits)
-
-    @property
-    def piece(self) -> int:
-        """Positions of a channel that are copied together, if they come as pieces: of which images are whole ones."""
-        pieces = (piece for piece in _PIECES if math.prod(self.input_size) % piece == 0)
-        return next(pieces, 0) if self.way == "pieces" else 0
+        return units and (self.whole_images or fits)
 
     @cached_property
     def line_box(self) -> tuple[int, int, int]:
@@ -698,7 +681,7 @@ class Plan(Gathering):
     def _other_bytes(self) -> int:
         """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
         outputs = self._turned_bytes
-        if self.straight:
+        if self.boxed:
             return outputs
         if self.landing:
             places = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
@@ -713,7 +696,7 @@ class Plan(Gathering):
         """Stages of inputs and of weights; None where the fewest do not fit."""
         steps, (patch_bytes, weight_bytes) = max(self.set_steps), self._stage_bytes
         most = steps * self.chunks
-        for patches, least in (_STRAIGHT_STAGES[steps >= _MANY_STEPS] if self.straight else _STAGES).items():
+        for patches, least in (_BOX_STAGES[steps >= _MANY_STEPS] if self.boxed else _STAGES).items():
             weights = (SHARED_BYTES - self._other_bytes - patches * patch_bytes) // weight_bytes
             if weights >= most and self.sets <= self.multiprocessors:
                 return patches, max(1, most)
@@ -773,9 +756,8 @@ class Plan(Gathering):
             aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
             loaders = few or (self.rounded and self.columns <= _MOST_COLUMNS)
             loads = loaders and self._whole_chunks and self.units > 2 and boxes <= _MOST_BOXES and aligned
-        elif self.straight:
-            chunks = self.way == "pieces" or self._whole_chunks
-            loads = few and self.columns % BLOCK_POSITIONS == 0 and chunks
+        elif self.boxed:
+            loads = few and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
         else:
             words = min(self.loaded_words, self._load_registers // 3)
             loads = self._sums > 96 if few else self.columns <= _MOST_COLUMNS
