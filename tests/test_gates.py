@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
 
-from benchmarks.workloads import select
-from tests.gates import choices, kernels
+from benchmarks.workloads import SUITES, select
+from tests.gates import choices, kernels, modes
 
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(THREADS) NAME(float* p) {
@@ -85,3 +85,41 @@ def test_choices_are_as_filed():
     found = [row for workload in workloads for row in choices.rows_of(workload)]
     assert len(found) == 24 * len(workloads)
     assert [*choices.differences((row for row in choices.read() if row["workload"] in names), found)] == []
+
+
+def test_branches_are_those_of_the_preprocessor(monkeypatch):
+    texts = {
+        "a.cu": """
+#define KEPT 2
+#include "b.cuh"
+#if MODE == KEPT && !OFF
+#elif MODE > 2 || defined EXTRA
+#else
+#endif
+""",
+        "b.cuh": """
+#ifndef EXTRA
+#if MODE == 1
+#include "c.cuh"
+#endif
+#endif
+""",
+        "c.cuh": "#ifdef OFF\n#endif\n",
+    }
+    monkeypatch.setattr("gemmconv.runtime.sources.read", texts.__getitem__)
+
+    def taken(**macros):
+        return [*modes.branches("a.cu", macros)]
+
+    assert taken(MODE=2, OFF=0) == ["b.cuh: !defined EXTRA", "a.cu: MODE == KEPT && !OFF"]
+    assert taken(MODE=2, OFF=1, EXTRA=1) == ["a.cu: MODE > 2 || defined EXTRA"]
+    assert taken(MODE=1, OFF=1) == [
+        *("b.cuh: !defined EXTRA", "b.cuh: MODE == 1", "c.cuh: defined OFF"),
+        "a.cu: not MODE > 2 || defined EXTRA",
+    ]
+    assert len([*modes.branches("a.cu", None)]) == 6
+
+
+@pytest.mark.slow
+def test_every_branch_of_a_kernel_is_taken_by_a_layer_or_is_a_fallback():
+    assert modes.unused(select(list(SUITES))) == ([], [])

@@ -14,9 +14,11 @@ import csv
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 from unittest import mock
 
 import torch
@@ -24,7 +26,8 @@ import torch
 from benchmarks.contenders import LAYOUTS, PRECISIONS
 from benchmarks.workloads import SUITES, Workload, select
 from gemmconv import selection
-from gemmconv.algorithms.base import Config
+from gemmconv.algorithms import ALGORITHMS
+from gemmconv.algorithms.base import Config, Direction
 from gemmconv.device import MEASURED
 from gemmconv.ops import _both_gradients
 
@@ -33,61 +36,64 @@ PASSES = ("forward", "input_grad", "weight_grad", "grads")
 KEY, VALUES = ("workload", "precision", "layout", "pass"), ("algorithm", "kernels", "digest", "estimate_us")
 NUMERICS = ("fp32", "tf32", "fp16")  # bf16 is chosen for as fp16
 Row = dict[str, str]
+Load = tuple[str, Mapping[str, object]]  # a source and the macros that specialise it
 
 
 def rows_of(workload: Workload) -> list[Row]:
     """The rows of a layer."""
     return [
         {"workload": workload.name, "precision": precision, "layout": layout, "pass": one, **_taken(config, one)}
-        for precision, layout in itertools.product(NUMERICS, LAYOUTS)
-        for config in [_config(workload, precision, layout)]
+        for precision, layout, config in configs_of(workload)
         for one in PASSES
     ]
 
 
-def _config(workload: Workload, precision: str, layout: str) -> Config:
-    return Config(
-        workload.problem,
-        PRECISIONS[precision],
-        torch.device("cuda", 0),
-        "tf32" if precision == "tf32" else "ieee",
-        memory_format=LAYOUTS[layout],
-        bias=workload.bias,
-        spec=MEASURED,
-        deterministic=True,
-    )
+def configs_of(workload: Workload) -> Iterator[tuple[str, str, Config]]:
+    """Precision, layout and what a call asks for."""
+    for precision, layout in itertools.product(NUMERICS, LAYOUTS):
+        config = Config(
+            workload.problem,
+            PRECISIONS[precision],
+            torch.device("cuda", 0),
+            "tf32" if precision == "tf32" else "ieee",
+            memory_format=LAYOUTS[layout],
+            bias=workload.bias,
+            spec=MEASURED,
+            deterministic=True,
+        )
+        yield precision, layout, config
 
 
-def _taken(config: Config, one: str) -> Row:
-    """The algorithm of a pass, and what it would load."""
-    loaded: list[tuple[str, str]] = []
+def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
+    """The algorithm of a pass, its estimate in seconds, and the kernels that it would load."""
+    loads: list[Load] = []
 
-    def load(source: str, kernel: str, macros: dict[str, object], device: int | None, shared_bytes: int = 0) -> None:
-        loaded.append((source.removesuffix(".cu"), repr(sorted(map(str, macros.values())))))
+    def load(source: str, kernel: str, macros: Mapping[str, object], device: int | None, shared_bytes: int = 0) -> None:
+        loads.append((source, macros))
 
     with (
         mock.patch("gemmconv.runtime.launch.load", load),
         mock.patch("gemmconv.algorithms.fold_kernels.load", load),
         mock.patch("gemmconv.algorithms.columns_cuda.library"),
     ):
-        if one == "grads":
-            gradients = selection.choose_gradients(config, config, "auto", "")
-            inner = config
-            if gradients.turned:
-                inner = selection.replace(config, memory_format=torch.channels_last)
-            _both_gradients(gradients, inner, inner)
-            names = [gradients.input_grad.name, gradients.weight_grad.name]
-            how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]
-            algorithm = "+".join([*dict.fromkeys(names), *how])
-            seconds = selection._fastest(inner, inner, [a for a in selection.ALGORITHMS if a.why_not(config) is None])[
-                0
-            ]
-        else:
-            chosen = selection.choose(config, "auto", "", one)
+        if one != "grads":
+            chosen = selection.choose(config, "auto", "", cast(Direction, one))
             getattr(chosen, one)(config)
-            algorithm, seconds = chosen.name, chosen.estimate(config, one)
-    digest = hashlib.sha256(repr(loaded).encode()).hexdigest()[:12] if loaded else ""
-    kernels = "+".join(dict.fromkeys(source for source, _ in loaded))
+            return chosen.name, chosen.estimate(config, cast(Direction, one)), loads
+        gradients = selection.choose_gradients(config, config, "auto", "")
+        inner = replace(config, memory_format=torch.channels_last) if gradients.turned else config
+        _both_gradients(gradients, inner, inner)
+        able = [algorithm for algorithm in ALGORITHMS if algorithm.why_not(config) is None]
+        names = gradients.input_grad.name, gradients.weight_grad.name
+        how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]
+        return "+".join([*dict.fromkeys(names), *how]), selection._fastest(inner, inner, able)[0], loads
+
+
+def _taken(config: Config, one: str) -> Row:
+    algorithm, seconds, loads = loads_of(config, one)
+    values = [(source.removesuffix(".cu"), repr(sorted(map(str, macros.values())))) for source, macros in loads]
+    digest = hashlib.sha256(repr(values).encode()).hexdigest()[:12] if loads else ""
+    kernels = "+".join(dict.fromkeys(source for source, _ in values))
     return dict(zip(VALUES, (algorithm, kernels, digest, f"{1e6 * seconds:.6g}"), strict=True))
 
 
