@@ -64,6 +64,7 @@ from gemmconv.runtime import launch
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 CPU = torch.device("cpu")
+EXAMPLES = settings.default.max_examples
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 ARRANGEMENTS = {
     "contiguous": (torch.Tensor.contiguous, offset),
@@ -1503,7 +1504,7 @@ def mma_runs(draw):
     return Run("forward_mma", case, dtype, draw(st.sampled_from(sorted(FORMATS))), multiprocessors, choice)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES // 7, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=mma_runs())
 def test_direct_forward_kernel_on_tensor_cores_matches_reference_with_any_tile(run, folder, poison):
     poison("cpu")
@@ -1522,7 +1523,7 @@ def grads_mma_runs(draw):
     return replace(run, multiprocessors=draw(st.integers(0, 2)), choice=draw(st.integers(0, len(run.grads_tiles) - 1)))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES // 10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=grads_mma_runs())
 def test_direct_kernel_of_both_gradients_on_tensor_cores_matches_reference_with_any_tile(run, folder, poison):
     poison("cpu")
@@ -1546,7 +1547,7 @@ def fused_runs(draw):
     )
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=fused_runs(), wide_offsets=st.booleans())
 def test_fused_kernels_match_reference_with_any_plan(run, wide_offsets, folder, poison):
     poison("cpu")

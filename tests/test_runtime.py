@@ -17,6 +17,7 @@ import gemmconv
 from benchmarks.workloads import SUITES
 from gemmconv.geometry import Problem
 from tests.cases import TILED_CASES
+from tests.gates.modes import branches
 from tests.samples import problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
@@ -415,7 +416,16 @@ def for_other_architectures():
             yield variant, OTHERS[(first + count) % len(OTHERS)]
 
 
-COMPILATIONS = {*((variant, "sm_90a") for variant in VARIANTS), *for_other_architectures()}
+def first_of_each_kind():
+    """The first variant of each source, type and set of branches of the preprocessor."""
+    found = {}
+    for variant, (source_name, macros) in VARIANTS.items():
+        kind = source_name, macros.get("ELEMENT_T", macros.get("OUTPUT_T")), frozenset(branches(source_name, macros))
+        found.setdefault(kind, variant)
+    return found.values()
+
+
+COMPILATIONS = {*((variant, "sm_90a") for variant in first_of_each_kind()), *for_other_architectures()}
 EVERY_COMPILATION = [
     (variant, arch) for variant, (source_name, _) in VARIANTS.items() for arch in architectures_of(source_name)
 ]
