@@ -2366,7 +2366,7 @@ MISTAKES = {
     ),
     "fused_second_part_missing": (
         FUSED_SPLIT,
-        emulator.Edit("common/mma.cuh", r"(if constexpr \(PARTS == 2\) rest =) [^;]*;", r"\1 0;"),
+        emulator.Edit("common/mma.cuh", r"(rest = )__float_as_uint[^;]*;", r"\1 0;"),
         "relative error",
     ),
     "params_size": (
