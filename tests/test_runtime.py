@@ -404,11 +404,15 @@ def architectures_of(source_name):
     return ["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES
 
 
+def type_of(macros):
+    return macros.get("ELEMENT_T", macros.get("OUTPUT_T"))
+
+
 def for_other_architectures():
     """Pairs of a variant and an architecture in turn, of the first variants of each source, type and offset width."""
     number, types = Counter(), [*ELEMENT_TYPES.values()]
     for variant, (source_name, macros) in VARIANTS.items():
-        kind = macros.get("ELEMENT_T", macros.get("OUTPUT_T"))
+        kind = type_of(macros)
         group = source_name, kind, "INDEX_64" in macros
         first, count = types.index(kind) if kind in types else 0, number[group]
         number[group] += 1
@@ -420,7 +424,7 @@ def first_of_each_kind():
     """The first variant of each source, type and set of branches of the preprocessor."""
     found = {}
     for variant, (source_name, macros) in VARIANTS.items():
-        kind = source_name, macros.get("ELEMENT_T", macros.get("OUTPUT_T")), frozenset(branches(source_name, macros))
+        kind = source_name, type_of(macros), frozenset(branches(source_name, macros))
         found.setdefault(kind, variant)
     return found.values()
 

@@ -444,9 +444,7 @@ class Plan(Gathering):
 
         As blocks, nothing is shifted, and images are whole blocks of 16 bits. As lines, pixels are whole units.
         """
-        if self.channels_last != (self.way == "lines"):
-            return False
-        if self.way != "lines":
+        if self.way == "blocks":
             return self.itemsize == 2 and self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
         units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
         fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP

@@ -28,13 +28,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _ARCHITECTURE = "sm_90a"
 _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
-_COMPARED = (
-    ".text.",
-    ".nv.constant",
-    ".nv.info.",
-    ".nv.shared",
-    ".nv.global",
-)  # sections that say what runs, and on what
+# Sections that say what runs, and on what.
+_COMPARED = (".text.", ".nv.constant", ".nv.info.", ".nv.shared", ".nv.global")
 
 
 # What runs in each of the two trees, whose packages are imported there.

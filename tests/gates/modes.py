@@ -80,14 +80,13 @@ def _holds(condition: str, defined: Mapping[str, object]) -> bool:
 
 
 def _of_workload(workload: Workload) -> set[str]:
-    kept: dict[str, set[str]] = {}
-    for _, _, config in configs_of(workload):
-        for one in PASSES:
-            for source, macros in loads_of(config, one)[2]:
-                key = repr((source, sorted((name, str(value)) for name, value in macros.items())))
-                if key not in kept:
-                    kept[key] = set(branches(source, macros))
-    return set().union(*kept.values())
+    return {
+        branch
+        for _, _, config in configs_of(workload)
+        for one in PASSES
+        for source, macros in loads_of(config, one)[2]
+        for branch in branches(source, macros)
+    }
 
 
 def unused(workloads: Iterable[Workload]) -> tuple[list[str], list[str]]:
