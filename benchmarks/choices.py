@@ -2,7 +2,7 @@
 
     python -m benchmarks.choices --kernel fused --suite public,models --precision tf32,fp16 --seconds 300 --out FILE
     python -m benchmarks.choices --kernel fused --layer "n64 c64x128 k3x5 h128 w256" --count 40
-    python -m benchmarks.choices --kernel direct_mma --inspect
+    python -m benchmarks.choices --kernel direct_forward_mma --inspect
 
 A kernel chooses the candidate of the least estimate. Here those of the least estimates take part, and a random sample
 of the others. Estimates are fitted to the rows of --out. Needs a CUDA device, except for --inspect.
@@ -36,26 +36,27 @@ from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
 from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
-from gemmconv.algorithms import (
-    direct_mma,
-    fused,
-    fused_cell_rows,
-    fused_choice,
-    fused_fold,
-    fused_image_rows,
-    fused_images,
-    fused_plan,
-    fused_shuffle,
-    row_gathering,
-)
-from gemmconv.algorithms.base import Config, Forward, Precision
+from gemmconv.algorithms import fused
 from gemmconv.algorithms.direct import Direct
-from gemmconv.algorithms.row_gathering import RowGathering
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import cuda_rounds
 from gemmconv.device import spec_of
 from gemmconv.errors import CompileError
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config, Forward, Precision
+from gemmconv.kernels.direct import forward_mma as direct_forward_mma
+from gemmconv.kernels.sm90 import (
+    gemm_depth_to_space,
+    gemm_fold,
+    gemm_fold_narrow,
+    gemm_fold_pixels,
+    implicit_gemm,
+    implicit_gemm_choice,
+    implicit_gemm_nhwc,
+    implicit_gemm_plan,
+    row_streaming,
+)
+from gemmconv.kernels.sm90.row_streaming import RowGathering
 
 _BARS = {"fp32": 2e-6, "tf32": 5e-4, "fp16": 1e-3, "bf16": 5e-3}
 _ROUNDS = 5
@@ -82,16 +83,18 @@ class Kernel:
     prepare: Callable[[Config, Any], Forward]
 
 
-def _fused_plans(config: Config) -> Iterable[fused_plan.Plan]:
+def _fused_plans(config: Config) -> Iterable[implicit_gemm_plan.Plan]:
     if fused.Fused().why_not(config) is not None:
         return ()
-    return fused_choice.plans_of(config.problem, "forward", *fused.variant_of(config), config.spec.multiprocessors)
+    return implicit_gemm_choice.plans_of(
+        config.problem, "forward", *implicit_gemm.variant_of(config), config.spec.multiprocessors
+    )
 
 
-def _fused_fold_tiles(config: Config) -> Iterable[fused_fold.Tile]:
+def _fused_fold_tiles(config: Config) -> Iterable[gemm_fold_narrow.Tile]:
     if fused.fold_tile_for(config) is None:
         return ()
-    return fused_fold.tiles_of(config.problem, *fused.variant_of(config), config.spec.multiprocessors)
+    return gemm_fold_narrow.tiles_of(config.problem, *implicit_gemm.variant_of(config), config.spec.multiprocessors)
 
 
 def _tiles_where_it_has_one(
@@ -106,40 +109,40 @@ def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:
     return fused.rows_tiles_for(config, "forward")
 
 
-def _direct_mma_tiles(config: Config) -> Iterable[direct_mma.Tile]:
-    if Direct().why_not(config) is not None or direct_mma.tile_for(config) is None:
+def _direct_mma_tiles(config: Config) -> Iterable[direct_forward_mma.Tile]:
+    if Direct().why_not(config) is not None or direct_forward_mma.tile_for(config) is None:
         return ()
     channels_last = config.memory_format is torch.channels_last
-    return direct_mma.tiles_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
+    return direct_forward_mma.tiles_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
 
 
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel("fused", _fused_plans, fused.prepare_forward),
-        Kernel("fused_fold", _fused_fold_tiles, fused_fold.prepare_forward),
+        Kernel("fused", _fused_plans, implicit_gemm.prepare_forward),
+        Kernel("gemm_fold_narrow", _fused_fold_tiles, gemm_fold_narrow.prepare_forward),
         Kernel(
-            "fused_images",
-            partial(_tiles_where_it_has_one, fused.image_tile_for, fused_images.tiles_of),
-            fused_images.prepare_forward,
+            "gemm_fold",
+            partial(_tiles_where_it_has_one, fused.image_tile_for, gemm_fold.tiles_of),
+            gemm_fold.prepare_forward,
         ),
         Kernel(
-            "fused_image_rows",
-            partial(_tiles_where_it_has_one, fused.image_rows_tile_for, fused_image_rows.tiles_of),
-            fused_image_rows.prepare_forward,
+            "gemm_fold_pixels",
+            partial(_tiles_where_it_has_one, fused.image_rows_tile_for, gemm_fold_pixels.tiles_of),
+            gemm_fold_pixels.prepare_forward,
         ),
         Kernel(
-            "fused_shuffle",
-            partial(_tiles_where_it_has_one, fused.shuffle_tile_for, fused_shuffle.tiles_of),
-            fused_shuffle.prepare_forward,
+            "gemm_depth_to_space",
+            partial(_tiles_where_it_has_one, fused.shuffle_tile_for, gemm_depth_to_space.tiles_of),
+            gemm_depth_to_space.prepare_forward,
         ),
         Kernel(
-            "fused_cell_rows",
-            partial(_tiles_where_it_has_one, fused.cell_rows_tile_for, fused_cell_rows.tiles_of),
-            fused_cell_rows.prepare_forward,
+            "implicit_gemm_nhwc",
+            partial(_tiles_where_it_has_one, fused.cell_rows_tile_for, implicit_gemm_nhwc.tiles_of),
+            implicit_gemm_nhwc.prepare_forward,
         ),
-        Kernel("fused_rows", _fused_rows_tiles, row_gathering.prepare_forward),
-        Kernel("direct_mma", _direct_mma_tiles, direct_mma.prepare_forward),
+        Kernel("gemm_fold_rows", _fused_rows_tiles, row_streaming.prepare_forward),
+        Kernel("direct_forward_mma", _direct_mma_tiles, direct_forward_mma.prepare_forward),
     )
 }
 

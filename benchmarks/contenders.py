@@ -18,9 +18,9 @@ import torch
 import gemmconv
 from benchmarks.reference import Tensors
 from gemmconv import algorithms, ops, selection
-from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
 
 T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]

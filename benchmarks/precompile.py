@@ -15,10 +15,10 @@ import torch
 from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
 from benchmarks.workloads import Workload
 from gemmconv.algorithms import ALGORITHMS, Config
-from gemmconv.algorithms.base import Precision
-from gemmconv.algorithms.turning import prepare_turned
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Precision
+from gemmconv.kernels.layout.transpose import prepare_turned
 from gemmconv.selection import choose_gradients
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def only_compile(arch: str) -> None:
     from gemmconv.runtime.cache import default_cache
     from gemmconv.runtime.compiler import Macros, compile
 
-    def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> None:
+    def load(source_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> None:
         compile(source_name, macros, arch, cache=default_cache())
 
     launch.load = load  # type: ignore[assignment]

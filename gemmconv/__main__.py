@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from gemmconv import __version__
-from gemmconv.algorithms.base import Precision
 from gemmconv.compare import require_demo_extra
 from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, shrink
+from gemmconv.kernels.base import Precision
 from gemmconv.selection import torch_precision
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gemmconv import arrays, ops, validation
-from gemmconv.algorithms.base import Precision
-from gemmconv.algorithms.columns_cpu import is_few_outputs
 from gemmconv.dispatch import are_for_torch, is_for_torch, is_plain
+from gemmconv.kernels.base import Precision
+from gemmconv.kernels.columns.cpu import is_few_outputs
 from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.common_types import _size_2_t
 
 from gemmconv import functional, validation
-from gemmconv.algorithms.base import Precision
+from gemmconv.kernels.base import Precision
 from gemmconv.selection import NAMES
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gemmconv import flops, selection, validation
-from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision, missing, with_strides
 from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
-from gemmconv.algorithms.turning import prepare_turned, to_nchw
 from gemmconv.autocast import to_autocast_dtype
 from gemmconv.device import spec_of
 from gemmconv.dispatch import as_plain, loses_a_tangent
 from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision, missing, with_strides
+from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
 
 _OPTIONS = (
     "SymInt[2] stride=1, SymInt[2] padding=0, SymInt[2] output_padding=0, SymInt groups=1, SymInt[2] dilation=1, "

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
-from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision, missing, why_no_kernels
-from gemmconv.algorithms.columns_cpu import is_faster_than_torch
-from gemmconv.algorithms.turning import grad_turning_seconds, turned_seconds
 from gemmconv.device import MEASURED, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision, missing, why_no_kernels
+from gemmconv.kernels.columns.cpu import is_faster_than_torch
+from gemmconv.kernels.layout.transpose import grad_turning_seconds, turned_seconds
 from gemmconv.validation import choice, made_problem, place
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)

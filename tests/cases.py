@@ -131,7 +131,7 @@ TILED_CASES = [
     Case(2, 16, 16, (8, 8), (1, 1), (8, 8)),
 ]
 
-# Few output channels, for csrc/fused_fold.cu: whole rows and strips; halos of any size; odd channels and widths.
+# Few output channels, for sm90/gemm_fold_narrow.cu: whole rows and strips; halos of any size; odd channels and widths.
 FOLD_CASES = [
     Case(3, 20, 3, (9, 16), (4, 4), (2, 2), (1, 1)),
     Case(2, 24, 1, (7, 70), (9, 9), (3, 3), (4, 4), (2, 2)),
@@ -144,7 +144,7 @@ FOLD_CASES = [
     Case(3, 16, 2, (1, 3), (4, 6), (2, 3), (0, 4), (0, 2)),
 ]
 
-# Small images, for csrc/fused_images.cu: several to a tile and one alone; taps that a warp has or a warpgroup shares;
+# Small images, for csrc/sm90/gemm_fold.cu: several to a tile and one alone; taps that a warp has or a warpgroup shares;
 # cells that are positions and others; pieces of eight and of four; rows and channels that fill nothing.
 IMAGE_CASES = [
     Case(5, 20, 19, (4, 4), (4, 4), (2, 2), (1, 1)),
@@ -160,7 +160,7 @@ IMAGE_CASES = [
     Case(1, 200, 8, (12, 14), (4, 4), (2, 2), (1, 1)),
 ]
 
-# For csrc/fused_image_rows.cu beside those: nine taps, images of one block of rows and of two, and signals in
+# For csrc/sm90/gemm_fold_pixels.cu beside those: nine taps, images of one block of rows and of two, and signals in
 # windows, with neighbours on either side and on one.
 IMAGE_ROW_CASES = [
     Case(3, 40, 24, (6, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
@@ -174,8 +174,8 @@ IMAGE_ROW_CASES = [
     Case(2, 24, 16, (1, 260), (1, 2), (1, 1), (0, 16)),
 ]
 
-# Taps that neither overlap nor leave gaps, for csrc/fused_shuffle.cu: rows of even and odd widths; pieces of 8 and of
-# 16 bytes; positions that fill nothing; channels of one slot and several; lines of one block and several.
+# Taps that neither overlap nor leave gaps, for sm90/gemm_depth_to_space.cu: rows of even and odd widths; pieces of 8
+# and of 16 bytes; positions that fill nothing; channels of one slot and several; lines of one block and several.
 SHUFFLE_CASES = [
     Case(3, 72, 34, (14, 14), (2, 2), (2, 2)),
     Case(2, 40, 16, (6, 20), (2, 2), (2, 2)),
@@ -190,7 +190,7 @@ SHUFFLE_CASES = [
     Case(5, 200, 40, (16, 16), (2, 2), (2, 2)),
 ]
 
-# Kernels larger than their stride, for csrc/fused_cell_rows.cu: whole images, alone and several; strips and parts of
+# Kernels larger than their stride, for sm90/implicit_gemm_nhwc.cu: whole images, alone and several; strips and parts of
 # them; phases of as many taps and not; halos that differ; channels of one line and several, that fill nothing.
 CELL_ROW_CASES = [
     Case(19, 72, 40, (4, 4), (4, 4), (2, 2), (1, 1)),
@@ -208,8 +208,8 @@ CELL_ROW_CASES = [
     Case(2, 72, 32, (37, 16), (3, 3), (1, 1), (1, 1)),
 ]
 
-# Wide rows, for csrc/fused_rows.cu: one step and several, ends within one and behind it; taps that reach far or stand
-# alone; outputs that are stored alone and together; channels that fill nothing.
+# Wide rows, for sm90/gemm_fold_rows.cu: one step and several, ends within one and behind it; taps that reach far or
+# stand alone; outputs that are stored alone and together; channels that fill nothing.
 ROW_CASES = [
     Case(2, 32, 40, (5, 24), (3, 3)),
     Case(1, 16, 64, (6, 136), (3, 3), (1, 1), (1, 1)),

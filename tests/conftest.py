@@ -29,8 +29,8 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
 
-from gemmconv.algorithms.base import missing
 from gemmconv.device import spec_of
+from gemmconv.kernels.base import missing
 from tests import emulator
 from tests.samples import DEVICES
 

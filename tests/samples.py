@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv.algorithms.base import Config, Precision
+from gemmconv.kernels.base import Config, Precision
 from tests import reference
 from tests.cases import Case
 

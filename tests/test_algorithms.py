@@ -7,7 +7,7 @@ import torch
 
 import gemmconv
 from gemmconv.algorithms import ALGORITHMS, Config
-from gemmconv.algorithms.base import DEFAULT_WORKSPACE_LIMIT
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT
 from tests import reference
 from tests.cases import CASES, FEW_CASES, Case
 from tests.samples import LAYOUTS, channels_last, conv_precision, expected, problem_of, sample

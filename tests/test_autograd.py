@@ -11,7 +11,7 @@ import torch._dynamo.testing
 import gemmconv
 from gemmconv import ops, selection
 from gemmconv.algorithms import ALGORITHMS, Config, gemm_col2im
-from gemmconv.algorithms.base import strides_of
+from gemmconv.kernels.base import strides_of
 from tests import reference
 from tests.cases import Case
 from tests.samples import channels_last, problem_of, sample, spread

@@ -16,6 +16,7 @@ from benchmarks.precompile import in_processes
 from benchmarks.workloads import custom
 from gemmconv.errors import CompileError
 from gemmconv.geometry import Problem
+from gemmconv.kernels.sm90 import implicit_gemm
 from gemmconv.runtime import compiler, launch
 
 CPU = torch.device("cpu")
@@ -23,13 +24,13 @@ LAYER = "n2 c32x32 k3 h16 w16 s2"
 # Layers and formats that kernels are for.
 LAYERS = {
     "fused": (LAYER, "channels_last"),
-    "fused_fold": ("n2 c32x4 k3 h16 w16 s2", "channels_last"),
-    "fused_images": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
-    "fused_image_rows": ("n5 c32x32 k3 h8 w8 s2", "nchw"),
-    "fused_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
-    "fused_shuffle": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
-    "fused_cell_rows": (LAYER, "channels_last"),
-    "direct_mma": (LAYER, "channels_last"),
+    "gemm_fold_narrow": ("n2 c32x4 k3 h16 w16 s2", "channels_last"),
+    "gemm_fold": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
+    "gemm_fold_pixels": ("n5 c32x32 k3 h8 w8 s2", "nchw"),
+    "gemm_fold_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
+    "gemm_depth_to_space": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
+    "implicit_gemm_nhwc": (LAYER, "channels_last"),
+    "direct_forward_mma": (LAYER, "channels_last"),
 }
 SMALL, OTHER = "n2 c2x3 k3 h4 w5 s2 p1 bias", "n1 c4x4 k2 h3 w3"
 
@@ -144,23 +145,31 @@ def test_sample_takes_what_there_is():
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 def test_first_candidate_is_the_kernels_own_choice(name, precision):
-    from gemmconv.algorithms import direct_mma, fused
+    from gemmconv.algorithms import fused
+    from gemmconv.kernels.direct import forward_mma as direct_forward_mma
 
     layer, layout = LAYERS[name]
     config = case_of(layer, precision, layout).config(torch.device("cuda", 0))
     choices_of = {
-        "fused": lambda config: fused.plan_for(config, "forward"),
-        "fused_fold": fused.fold_tile_for,
-        "fused_images": fused.image_tile_for,
-        "fused_image_rows": fused.image_rows_tile_for,
-        "fused_shuffle": fused.shuffle_tile_for,
-        "fused_cell_rows": fused.cell_rows_tile_for,
-        "fused_rows": lambda config: fused.rows_tile_for(config, "forward"),
-        "direct_mma": direct_mma.tile_for,
+        "fused": lambda config: implicit_gemm.plan_for(config, "forward"),
+        "gemm_fold_narrow": fused.fold_tile_for,
+        "gemm_fold": fused.image_tile_for,
+        "gemm_fold_pixels": fused.image_rows_tile_for,
+        "gemm_depth_to_space": fused.shuffle_tile_for,
+        "implicit_gemm_nhwc": fused.cell_rows_tile_for,
+        "gemm_fold_rows": lambda config: fused.rows_tile_for(config, "forward"),
+        "direct_forward_mma": direct_forward_mma.tile_for,
     }
     choice = choices_of[name](config)
     assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    of_tf32 = "direct_mma", "fused_images", "fused_image_rows", "fused_shuffle", "fused_cell_rows", "fused_rows"
+    of_tf32 = (
+        "direct_forward_mma",
+        "gemm_fold",
+        "gemm_fold_pixels",
+        "gemm_depth_to_space",
+        "implicit_gemm_nhwc",
+        "gemm_fold_rows",
+    )
     declined = dict.fromkeys(of_tf32, ("fp32",))
     assert (choice is None) == (precision in declined.get(name, ()))
 
@@ -331,20 +340,20 @@ def test_jobs_compile_and_say_why_not(monkeypatch):
 
     def compile(source_name, macros, arch, *, cache):
         asked.append((source_name, arch))
-        if source_name == "direct_mma.cu" and macros["N_TILES"] == 1:
+        if source_name == "direct/forward_mma.cu" and macros["N_TILES"] == 1:
             raise CompileError(source_name, [], "note: x\ny.cu(3): error: no such thing\n", "")
 
     monkeypatch.setattr(launch, "load", launch.load)  # put back after
     monkeypatch.setattr(compiler, "compile", compile)
     config = case_of(LAYER, "tf32").config(torch.device("cuda", 0))
-    kernel = KERNELS["direct_mma"]
+    kernel = KERNELS["direct_forward_mma"]
     reasons = {tile.n_tiles: choices._compile((kernel, config, tile, "sm_90a")) for tile in kernel.candidates(config)}
     assert reasons.pop(1) == "CompileError: y.cu(3): error: no such thing"
     assert set(reasons.values()) == {""}
     asked.clear()
     kernel = KERNELS["fused"]
     assert choices._compile((kernel, config, sample(kernel.candidates(config), 1)[0], "sm_90a")) == ""
-    assert asked == [("fused_weights.cu", "sm_90a"), ("fused_wgmma.cu", "sm_90a")]
+    assert asked == [("weights/pack_phases.cu", "sm_90a"), ("sm90/implicit_gemm.cu", "sm_90a")]
 
 
 def test_compile_all_notes_what_fails(monkeypatch, capsys):
@@ -437,7 +446,7 @@ def test_command_line_says_that_there_is_no_gpu(capsys):
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(("name", "found"), [("fused", 3), ("direct_mma", 2)])
+@pytest.mark.parametrize(("name", "found"), [("fused", 3), ("direct_forward_mma", 2)])
 def test_inspect_prints_the_choices(name, found, capsys):
     assert choices.main(["--kernel", name, "--inspect", "--layer", LAYER, "--precision", "tf32,fp16,fp32"]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
@@ -456,7 +465,10 @@ def test_inspect_prints_the_choices(name, found, capsys):
 
 @pytest.mark.usefixtures("no_gpu")
 def test_inspect_takes_the_suites(capsys):
-    assert choices.main(["--kernel", "direct_mma", "--inspect", "--suite", "seeds,public", "--precision", "fp16"]) == 0
+    assert (
+        choices.main(["--kernel", "direct_forward_mma", "--inspect", "--suite", "seeds,public", "--precision", "fp16"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "kb71" in out
     assert "seed3" in out
@@ -465,6 +477,6 @@ def test_inspect_takes_the_suites(capsys):
 @pytest.mark.gpu
 def test_run_on_the_gpu(tmp_path, capsys):
     flags = ["--layer", LAYER, "--precision", "tf32", "--count", "3", "--out", str(tmp_path / "x.json")]
-    assert choices.main(["--kernel", "direct_mma", *flags]) == 0
+    assert choices.main(["--kernel", "direct_forward_mma", *flags]) == 0
     assert [row["status"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == ["ok"] * 3
     assert "tf32: chosen/best " in capsys.readouterr().out

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmconv.algorithms.chunking import backward_chunks, forward_chunks, input_rows_of
+from gemmconv.kernels.columns.chunking import backward_chunks, forward_chunks, input_rows_of
 from tests.test_geometry import problems, scattered
 
 limits = st.integers(1, 20_000)

@@ -15,8 +15,9 @@ from tests.samples import channels_last, expected, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import columns_cuda, gemm_col2im
-from gemmconv.algorithms.base import Config
+from gemmconv.algorithms import gemm_col2im
+from gemmconv.kernels.base import Config
+from gemmconv.kernels.columns import cuda as columns_cuda
 
 pytestmark = [
     pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with"),

@@ -13,11 +13,11 @@ import torch
 
 import gemmconv.__main__ as command_line
 from gemmconv import compare, ops
-from gemmconv.algorithms.base import OneByOne
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native
 from gemmconv.compare import layers, measure, photo, timing
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import OneByOne
 from tests.samples import CUDA_ONLY
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console

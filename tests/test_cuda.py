@@ -464,7 +464,7 @@ def test_precision_ieee_at_the_ends_of_float32(exponent, case, layout, algorithm
                 output = gemmconv.conv_transpose2d(*leaves, algorithm=algorithm, precision="ieee", **case.parameters)
             results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
         for wanted, actual in zip(*results, strict=True):
-            # Sums of TF32 values have few bits there: see csrc/common/mma.cuh.
+            # Sums of TF32 values have few bits there: see csrc/include/ptx/mma.cuh.
             bar = 5e-5 if algorithm == "fused" and exponent < 0 else 1e-6
             assert reference.relative_error(actual, wanted) < bar
 

@@ -13,7 +13,7 @@ import subprocess
 import pytest
 import torch
 
-from gemmconv.algorithms.macros import ELEMENT_TYPES
+from gemmconv.kernels.macros import ELEMENT_TYPES
 from gemmconv.runtime import sources
 from tests import emulator
 from tests.emulator import build
@@ -42,7 +42,7 @@ def cut_to_tf32(values):
 
 
 PRODUCT = """
-#include "common/mma.cuh"
+#include "ptx/mma.cuh"
 struct test_params { const unsigned* a; const unsigned* b; float* d; };
 extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
     const int g = threadIdx.x / 4, t = threadIdx.x % 4;
@@ -66,7 +66,7 @@ def test_emulator_multiplies_by_the_definition(dtype, folder):
 
 
 ROUNDING = """
-#include "common/mma.cuh"
+#include "ptx/mma.cuh"
 struct test_params { const unsigned* source; unsigned* rounded; unsigned* rest; };
 extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
     for (int i = threadIdx.x; i < COUNT; i += 32) {
@@ -126,7 +126,7 @@ def test_the_largest_float32_has_two_finite_parts(folder, arch):
 
 
 COPIES = """
-#include "common/async.cuh"
+#include "ptx/cp_async.cuh"
 extern __shared__ __align__(16) unsigned char shared[];
 struct test_params { const unsigned char* source; unsigned char* before; unsigned char* after; };
 extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
@@ -202,7 +202,7 @@ def test_emulator_shuffles_from_any_lane(folder):
 # wgmma, mbarriers, bulk copies
 
 WGMMA = """
-#include "common/wgmma.cuh"
+#include "ptx/wgmma.cuh"
 struct test_params { const unsigned char* images; const int* numbers; float* d; };
 extern __shared__ __align__(16) unsigned char shared[];
 extern "C" __global__ void __launch_bounds__(128) test_kernel(const __grid_constant__ test_params p) {
@@ -262,8 +262,8 @@ def test_emulator_multiplies_warpgroups_by_the_definition(dtype, columns, matric
 
 # A warpgroup fetches steps of A [64, STEPS * 16] and B [COLUMNS, STEPS * 16] into two stages, another multiplies.
 PIPELINE = """
-#include "common/mbarrier.cuh"
-#include "common/wgmma.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
 struct test_params { const unsigned char* a; const unsigned char* b; float* d; };  // [STEPS][2][rows][16 bytes]
 extern __shared__ __align__(16) unsigned char shared[];
 constexpr int kABytes = 64 * 32, kBBytes = COLUMNS * 32, kStageBytes = kABytes + kBBytes;
@@ -402,8 +402,8 @@ def test_emulator_notices_a_mistake_in_a_pipeline(mistake, folder):
 
 
 def test_emulator_takes_no_edit_of_a_header_with_a_twin(folder):
-    edit = emulator.Edit("common/wgmma.cuh", "K-major", "")
-    with pytest.raises(AssertionError, match=r"common/wgmma.cuh has a twin"), emulator.install(folder, edit):
+    edit = emulator.Edit("ptx/wgmma.cuh", "K-major", "")
+    with pytest.raises(AssertionError, match=r"ptx/wgmma.cuh has a twin"), emulator.install(folder, edit):
         pass
 
 

@@ -11,19 +11,21 @@ import torch.nn.functional as F
 
 import gemmconv
 from gemmconv import ops, selection
-from gemmconv.algorithms import Config, base, fallback, fold, fold_kernels
-from gemmconv.algorithms.base import missing, why_no_kernels
+from gemmconv.algorithms import Config, fallback, fold
 from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.device import REFERENCE
 from gemmconv.errors import CompileError, KernelError
 from gemmconv.geometry import Problem
+from gemmconv.kernels import base
+from gemmconv.kernels.base import missing, why_no_kernels
+from gemmconv.kernels.columns import col2im
 from gemmconv.runtime import available, sources
 
 GPU = torch.device("cuda", 0)
 PROBLEM = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
 REASON = "the packages must be there, got none; pip install 'them'"
-LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect.cu(33): error: identifier "nope" is undefined\n  nope x;\n\0'
+LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect/forward.cu(33): error: identifier "nope" is undefined\n  nope x;\n\0'
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ def lacking(monkeypatch):
 
 
 def compile_error():
-    return CompileError("direct.cu", ["-arch=sm_90a"], LOG, "nope x;")
+    return CompileError("direct/forward.cu", ["-arch=sm_90a"], LOG, "nope x;")
 
 
 def messages(caught):
@@ -331,7 +333,7 @@ def test_calls_take_torchs_operator_where_a_kernel_does_not_compile(broken):
             check_call()
     (message,) = messages(caught)
     assert message == (
-        "gemmconv: torch's operator is used, since a kernel did not compile: direct.cu(33): error: identifier "
+        "gemmconv: torch's operator is used, since a kernel did not compile: direct/forward.cu(33): error: identifier "
         '"nope" is undefined; a named algorithm raises all that the compiler printed'
     )
     assert sorted(broken) in (["forward", "grads"], ["forward", "input_grad"])  # once for each plan
@@ -378,7 +380,7 @@ def test_compiling_a_graph_compiles_no_kernel_and_its_calls_fall_back():
 
 @pytest.mark.parametrize("prepare", [fold.prepare_col2im, fold.prepare_im2col])
 def test_fold_takes_torchs_operators_where_a_kernel_does_not_compile(prepare, monkeypatch):
-    kernels = pytest.importorskip("gemmconv.algorithms.fold_kernels", reason="needs the cuda-core package")
+    kernels = pytest.importorskip("gemmconv.kernels.columns.col2im", reason="needs the cuda-core package")
 
     def load(*_):
         raise compile_error()
@@ -392,7 +394,7 @@ def test_fold_takes_torchs_operators_where_a_kernel_does_not_compile(prepare, mo
 @pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
 def test_gemm_col2im_loads_its_kernel_when_it_is_prepared(direction, monkeypatch):
     """Not in the first call, which no fallback guards."""
-    columns_cuda = pytest.importorskip("gemmconv.algorithms.columns_cuda", reason="needs the cuda-core package")
+    columns_cuda = pytest.importorskip("gemmconv.kernels.columns.cuda", reason="needs the cuda-core package")
 
     def fails(*_):
         raise compile_error()
@@ -426,7 +428,7 @@ def test_a_kernel_that_the_driver_refuses_is_an_error_with_the_way_out(monkeypat
     monkeypatch.setattr(launch, "default_cache", lambda: None)
     monkeypatch.setattr(launch, "ObjectCode", Refusing)
     with pytest.raises(KernelError) as caught:
-        launch.load("direct.cu", "direct_forward_kernel", {"REFUSED": 1}, 0)
+        launch.load("direct/forward.cu", {"REFUSED": 1}, 0)
     assert str(caught.value) == (
         "the driver must load what NVRTC compiles for sm_90a, got CUDA_ERROR_NO_BINARY_FOR_GPU: This indicates "
         "something; "
@@ -497,9 +499,9 @@ def test_gpu_calls_take_torchs_operator_where_kernels_fail(trouble, monkeypatch,
         if trouble == "compile":
             raise compile_error()
         # One that compiles for every GPU, for another than this one, in place of each: so all fail for one reason.
-        return compiled("col2im.cu", col2im, "sm_80" if arch != "sm_80" else "sm_90a", **options)
+        return compiled("columns/col2im.cu", macros_of_col2im, "sm_80" if arch != "sm_80" else "sm_90a", **options)
 
-    compiled, col2im = launch.compile, fold_kernels.col2im_macros(PROBLEM, torch.float32, torch.float32)
+    compiled, macros_of_col2im = launch.compile, col2im.col2im_macros(PROBLEM, torch.float32, torch.float32)
     monkeypatch.setattr(launch, "compile", compile)
     launch._load.cache_clear()
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.precompile import in_processes, only_compile
-from gemmconv.algorithms.base import Config
+from gemmconv.kernels.base import Config
 from tests import reference
 from tests.cases import (
     CASES,
@@ -27,17 +27,18 @@ from tests.samples import channels_last, conv_precision, expected, offset, probl
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import (
-    fused,
-    fused_cell_rows,
-    fused_choice,
-    fused_fold,
-    fused_gradient,
-    fused_gradient_lines,
-    fused_image_rows,
-    fused_images,
-    fused_shuffle,
-    row_gathering,
+from gemmconv.algorithms import fused
+from gemmconv.kernels.sm90 import (
+    gemm_depth_to_space,
+    gemm_fold,
+    gemm_fold_narrow,
+    gemm_fold_pixels,
+    implicit_gemm,
+    implicit_gemm_choice,
+    implicit_gemm_nhwc,
+    row_streaming,
+    wgrad_nchw,
+    wgrad_nhwc,
 )
 
 HOPPER = (9, 0)
@@ -146,10 +147,10 @@ class Run:
     def plans(self):
         config = self.config
         if not self.others:
-            return [plan for direction in DIRECTIONS if (plan := fused.plan_for(config, direction)) is not None]
+            return [plan for direction in DIRECTIONS if (plan := implicit_gemm.plan_for(config, direction)) is not None]
         chosen = []
         for direction in DIRECTIONS:
-            found = [*fused_choice.plans_of(config.problem, direction, *fused.variant_of(config))]
+            found = [*implicit_gemm_choice.plans_of(config.problem, direction, *implicit_gemm.variant_of(config))]
             kinds = {}
             for plan in found:
                 kinds.setdefault(kind_of(plan), []).append(plan)
@@ -175,14 +176,14 @@ RUNS += [
 
 @dataclass(frozen=True)
 class FoldRun(Run):
-    """The same for csrc/fused_fold.cu: its own tile and two others."""
+    """The same for csrc/sm90/gemm_fold_narrow.cu: its own tile and two others."""
 
-    kernel: ClassVar[ModuleType] = fused_fold
+    kernel: ClassVar[ModuleType] = gemm_fold_narrow
 
     @property
     def tiles(self):
-        arguments = problem_of(self.case), *fused.variant_of(self.config)
-        found, own = [*fused_fold.tiles_of(*arguments)], fused_fold.tile_of(*arguments)
+        arguments = problem_of(self.case), *implicit_gemm.variant_of(self.config)
+        found, own = [*gemm_fold_narrow.tiles_of(*arguments)], gemm_fold_narrow.tile_of(*arguments)
         return [] if own is None else [own, *Random(str(self)).sample(found, min(2, len(found)))]
 
 
@@ -197,14 +198,14 @@ FOLD_RUNS = [
 
 @dataclass(frozen=True)
 class ImageRun(Run):
-    """The same for csrc/fused_images.cu: its own tile and five others."""
+    """The same for csrc/sm90/gemm_fold.cu: its own tile and five others."""
 
-    kernel: ClassVar[ModuleType] = fused_images
+    kernel: ClassVar[ModuleType] = gemm_fold
 
     @property
     def tiles(self):
         arguments = self.config.problem, self.config.dtype.itemsize
-        return [fused_images.tile_of(*arguments), *Random(str(self)).choices([*fused_images.tiles_of(*arguments)], k=5)]
+        return [gemm_fold.tile_of(*arguments), *Random(str(self)).choices([*gemm_fold.tiles_of(*arguments)], k=5)]
 
 
 # Items that share a multiprocessor, and fill no round; many channels.
@@ -224,9 +225,9 @@ IMAGE_RUNS = [
 
 @dataclass(frozen=True)
 class ImageRowRun(Run):
-    """The same for csrc/fused_image_rows.cu: its own tile and three others."""
+    """The same for csrc/sm90/gemm_fold_pixels.cu: its own tile and three others."""
 
-    kernel: ClassVar[ModuleType] = fused_image_rows
+    kernel: ClassVar[ModuleType] = gemm_fold_pixels
 
     @property
     def tiles(self):
@@ -250,9 +251,9 @@ IMAGE_ROW_RUNS = [run for run in IMAGE_ROW_RUNS if None not in run.tiles]
 
 
 class ShuffleRun(ImageRowRun):
-    """The same for csrc/fused_shuffle.cu."""
+    """The same for csrc/sm90/gemm_depth_to_space.cu."""
 
-    kernel: ClassVar[ModuleType] = fused_shuffle
+    kernel: ClassVar[ModuleType] = gemm_depth_to_space
 
 
 # Items that share a multiprocessor, and fill no round; inputs of more slots than one item has, or than there are.
@@ -273,9 +274,9 @@ SHUFFLE_RUNS = [run for run in SHUFFLE_RUNS if None not in run.tiles]
 
 
 class CellRowRun(ImageRowRun):
-    """The same for csrc/fused_cell_rows.cu."""
+    """The same for csrc/sm90/implicit_gemm_nhwc.cu."""
 
-    kernel: ClassVar[ModuleType] = fused_cell_rows
+    kernel: ClassVar[ModuleType] = implicit_gemm_nhwc
 
 
 # Items that share a multiprocessor, and fill no round; more steps than are unrolled; few of many channels.
@@ -299,9 +300,9 @@ CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if None not in run.tiles]
 
 @dataclass(frozen=True)
 class RowRun(Run):
-    """The same for csrc/fused_rows.cu and csrc/fused_rows_tf32.cu: of each direction its own tile and three others."""
+    """The same for gemm_fold_rows.cu and gemm_fold_rows_tf32.cu: of each direction its own tile, three others."""
 
-    kernel: ClassVar[ModuleType] = row_gathering
+    kernel: ClassVar[ModuleType] = row_streaming
 
     @property
     def tiles(self):
@@ -334,18 +335,18 @@ ROW_RUNS = [
 
 @dataclass(frozen=True)
 class GradientRun(Run):
-    """The same for csrc/fused_weight_grad.cu: its own tile and five others."""
+    """The same for csrc/sm90/wgrad_nchw.cu: its own tile and five others."""
 
-    kernel: ClassVar[ModuleType] = fused_gradient
+    kernel: ClassVar[ModuleType] = wgrad_nchw
 
     @property
     def tiles(self):
         config = self.config
-        arguments = config.problem, *fused.variant_of(config)[:2]
-        own = fused_gradient.tile_of(*arguments, config.workspace_limit)
+        arguments = config.problem, *implicit_gemm.variant_of(config)[:2]
+        own = wgrad_nchw.tile_of(*arguments, config.workspace_limit)
         if self.layout == "channels_last":  # what turns the tensors knows no tiles
             return [own]
-        found = [tile for tile in fused_gradient.tiles_of(*arguments) if tile.slices(config.workspace_limit) > 0]
+        found = [tile for tile in wgrad_nchw.tiles_of(*arguments) if tile.slices(config.workspace_limit) > 0]
         return [own, *Random(str(self)).sample(found, min(5, len(found)))]
 
 
@@ -360,17 +361,17 @@ GRADIENT_RUNS = [
 
 @dataclass(frozen=True)
 class LinesRun(Run):
-    """The same for csrc/fused_weight_grad_lines.cu: its own tile and seven others."""
+    """The same for csrc/sm90/wgrad_nhwc.cu: its own tile and seven others."""
 
-    kernel: ClassVar[ModuleType] = fused_gradient_lines
+    kernel: ClassVar[ModuleType] = wgrad_nhwc
 
     @property
     def tiles(self):
         config = self.config
-        own = fused_gradient_lines.tile_of(config.problem, config.workspace_limit)
+        own = wgrad_nhwc.tile_of(config.problem, config.workspace_limit)
         if self.layout == "contiguous":  # what turns the tensors knows no tiles
             return [own]
-        found = [tile for tile in fused_gradient_lines.tiles_of(config.problem) if tile.slices(config.workspace_limit)]
+        found = [tile for tile in wgrad_nhwc.tiles_of(config.problem) if tile.slices(config.workspace_limit)]
         return [own, *Random(str(self)).sample(found, min(7, len(found)))]
 
 
@@ -390,7 +391,7 @@ LINES_RUNS = [
     for case in (*LINES_CASES, *GRADIENT_CASES)
     for numerics in ("float16", "bfloat16")
     for layout in FORMATS
-    if fused_gradient_lines.tile_of(problem_of(case), 64 << 20) is not None
+    if wgrad_nhwc.tile_of(problem_of(case), 64 << 20) is not None
 ]
 
 
@@ -459,7 +460,7 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
     if not run.tiles:
         pytest.skip("declined: inputs that cannot be copied four bytes at a time")
     for tile in run.tiles:
-        call = fused_fold.prepare_forward(config, tile)
+        call = gemm_fold_narrow.prepare_forward(config, tile)
         for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
             check_twice(call, (input, weight, bias), wanted, config, poison)
 
@@ -482,7 +483,7 @@ def test_fused_rows_matches_reference_to_the_bit_again(run, compiled, poison):
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     assert run.tiles
     for tile in run.tiles:
-        call = getattr(row_gathering, f"prepare_{tile.direction}")(config, tile)
+        call = getattr(row_streaming, f"prepare_{tile.direction}")(config, tile)
         calls = [((data.grad_output, data.weight), exact.input_grad)]
         if tile.direction == "forward":
             calls = [
@@ -558,7 +559,7 @@ def test_fused_float32_does_not_lose_accuracy_over_long_sums(layout):
         x = torch.randn(run.case.input_shape, device="cuda").to(memory_format=FORMATS[layout])
         w = torch.randn(run.case.weight_shape, device="cuda")
         exact = torch.nn.functional.conv_transpose2d(x.double(), w.double(), padding=1)
-        ours = fused.prepare_forward(run.config, fused.plan_for(run.config, "forward"))(x, w, None)
+        ours = implicit_gemm.prepare_forward(run.config, implicit_gemm.plan_for(run.config, "forward"))(x, w, None)
         with conv_precision("ieee"):
             theirs = torch.nn.functional.conv_transpose2d(x, w, padding=1)
         errors = [((one.double() - exact).norm() / exact.norm()).item() for one in (ours, theirs)]

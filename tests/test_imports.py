@@ -1,4 +1,4 @@
-"""Imports point one way: module, functional, ops, validation and geometry, selection, algorithms, runtime."""
+"""Imports point one way: module, functional, ops, validation and geometry, selection, algorithms, kernels, runtime."""
 
 import ast
 import subprocess
@@ -11,8 +11,8 @@ import gemmconv
 
 PACKAGE = Path(gemmconv.__file__).parent
 
-# From the top down. A part may import what lies below it, but only the algorithms may reach the runtime.
-LAYERS = ["module", "functional", "ops", "selection", "algorithms", "runtime"]
+# From the top down. A part may import what lies below it, but only the kernels may reach the runtime.
+LAYERS = ["module", "functional", "ops", "selection", "algorithms", "kernels", "runtime"]
 
 # What every part may import, because these import no part that does anything.
 LEAVES = {
@@ -34,7 +34,7 @@ def allowed_imports(part: str) -> set[str]:
     if part == "runtime":
         return {"errors"}
     below = set(LAYERS[LAYERS.index(part) + 1 :]) | set(LEAVES)
-    return below if part == "algorithms" else below - {"runtime"}
+    return below if part == "kernels" else below - {"runtime"}
 
 
 PARTS = [*LAYERS, *LEAVES]

@@ -33,32 +33,33 @@ from tests.test_fused_plan import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import (
-    direct_ffma,
-    direct_grads,
-    direct_mma,
-    direct_weight_grad,
-    fold_kernels,
-    fused,
-    fused_cell_rows,
-    fused_fold,
-    fused_gradient,
-    fused_gradient_lines,
-    fused_image_rows,
-    fused_images,
-    fused_rows,
-    fused_rows_tf32,
-    fused_shuffle,
-    row_gathering,
-)
-from gemmconv.algorithms.base import Config
-from gemmconv.algorithms.cells import cells_of
-from gemmconv.algorithms.chunking import input_rows_of
+from gemmconv.algorithms import fused
 from gemmconv.algorithms.direct import Direct
-from gemmconv.algorithms.fold_kernels import Col2im, Im2col
-from gemmconv.algorithms.fused_choice import plans_of
-from gemmconv.algorithms.fused_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan
 from gemmconv.device import REFERENCE
+from gemmconv.kernels.base import Config
+from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.columns.chunking import input_rows_of
+from gemmconv.kernels.columns.col2im import Col2im, Im2col
+from gemmconv.kernels.direct import forward as direct_forward
+from gemmconv.kernels.direct import forward_mma as direct_forward_mma
+from gemmconv.kernels.direct import grads_mma as direct_grads_mma
+from gemmconv.kernels.direct import weight_grad as direct_weight_grad
+from gemmconv.kernels.phases import cells_of
+from gemmconv.kernels.sm90 import (
+    gemm_depth_to_space,
+    gemm_fold,
+    gemm_fold_narrow,
+    gemm_fold_pixels,
+    gemm_fold_rows,
+    gemm_fold_rows_tf32,
+    implicit_gemm,
+    implicit_gemm_nhwc,
+    row_streaming,
+    wgrad_nchw,
+    wgrad_nhwc,
+)
+from gemmconv.kernels.sm90.implicit_gemm_choice import plans_of
+from gemmconv.kernels.sm90.implicit_gemm_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan
 from gemmconv.runtime import launch
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
@@ -118,7 +119,7 @@ FUSED_PATHS = {
     "rows_below_each_other": lambda plan: plan.down,
     "rows_below_each_other_landing": lambda plan: plan.down and plan.landing,
     "rows_below_each_other_with_channels_shared": lambda plan: plan.down and plan.warpgroups_m > plan.phase_sides,
-    "weights_laid_out_by_blocks_of_steps": lambda plan: sum(plan.set_steps) > fused._WEIGHT_STEPS,
+    "weights_laid_out_by_blocks_of_steps": lambda plan: sum(plan.set_steps) > implicit_gemm._WEIGHT_STEPS,
     "blocks": lambda plan: plan.way == "blocks",
     "blocks_of_patches": lambda plan: plan.way == "blocks" and plan.box_blocks > 1,
     "blocks_of_their_own": lambda plan: plan.way == "blocks" and plan.box_blocks == 1 and plan.tile > 64,
@@ -161,12 +162,12 @@ FUSED_PATHS = {
 
 # Those that algorithms/weight_lines.py launches; their tiles depend on a problem and on bytes of an element.
 LINES_KERNELS = {
-    "fused_images": fused_images,
-    "fused_image_rows": fused_image_rows,
-    "fused_shuffle": fused_shuffle,
-    "fused_cell_rows": fused_cell_rows,
+    "gemm_fold": gemm_fold,
+    "gemm_fold_pixels": gemm_fold_pixels,
+    "gemm_depth_to_space": gemm_depth_to_space,
+    "implicit_gemm_nhwc": implicit_gemm_nhwc,
 }
-FORWARDS = "forward", "forward_mma", "fused", "fused_fold", *LINES_KERNELS, "fused_rows"
+FORWARDS = "forward", "forward_mma", "fused", "gemm_fold_narrow", *LINES_KERNELS, "gemm_fold_rows"
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,9 @@ class Run:
     Attributes:
         operation: "im2col", "col2im", a direction of `direct` on CUDA cores or "grads", both; on tensor cores
             "forward_mma", "grads_mma", "fused", "fused_input_grad", "fused_weight_grad", "fused_weight_grad_lines",
-            "fused_fold", "fused_images", "fused_image_rows", "fused_shuffle", "fused_cell_rows", "fused_rows",
-            "fused_rows_input_grad".
+            "gemm_fold_narrow", "gemm_fold", "gemm_fold_pixels", "gemm_depth_to_space", "implicit_gemm_nhwc",
+            "gemm_fold_rows",
+            "gemm_fold_rows_input_grad".
         case: the problem.
         dtype: of all tensors; but col2im adds up float32 columns for 16-bit outputs, as in gemm_col2im.
         layout: of the tensors and of the result.
@@ -225,19 +227,21 @@ class Run:
     def tile(self):
         """The tile of forward_mma, None where it declines the problem."""
         if self.choice is None:
-            return direct_mma.tile_for(self.config)
-        tiles = [*direct_mma.tiles_of(problem_of(self.case), self.dtype.itemsize, self.layout == "channels_last")]
+            return direct_forward_mma.tile_for(self.config)
+        tiles = [
+            *direct_forward_mma.tiles_of(problem_of(self.case), self.dtype.itemsize, self.layout == "channels_last")
+        ]
         if isinstance(self.choice, str):
             return min(filter(PATHS[self.choice], tiles), key=lambda tile: tile.cycles)
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
     def fold_tile(self):
-        """The tile of fused_fold, None where it declines the problem."""
-        arguments = problem_of(self.case), *fused.variant_of(self.config)
+        """The tile of gemm_fold_narrow, None where it declines the problem."""
+        arguments = problem_of(self.case), *implicit_gemm.variant_of(self.config)
         if self.choice is None:
-            return fused_fold.tile_of(*arguments)
-        tiles = [*fused_fold.tiles_of(*arguments)]
+            return gemm_fold_narrow.tile_of(*arguments)
+        tiles = [*gemm_fold_narrow.tiles_of(*arguments)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
@@ -251,7 +255,7 @@ class Run:
 
     @functools.cached_property
     def row_tile(self):
-        """The tile of fused_rows, None where it declines the problem."""
+        """The tile of gemm_fold_rows, None where it declines the problem."""
         if self.choice is None:
             return fused.rows_tile_for(self.config, self.direction)
         tiles = [*fused.rows_tiles_for(self.config, self.direction)]
@@ -260,11 +264,11 @@ class Run:
     @functools.cached_property
     def gradient_tile(self):
         """The tile of fused_weight_grad."""
-        arguments = problem_of(self.case), *fused.variant_of(self.config)[:2]
+        arguments = problem_of(self.case), *implicit_gemm.variant_of(self.config)[:2]
         count = self.launched.spec.multiprocessors
         if self.choice is None:
-            return fused_gradient.tile_of(*arguments, self.config.workspace_limit, count)
-        tiles = [*fused_gradient.tiles_of(*arguments, count)]
+            return wgrad_nchw.tile_of(*arguments, self.config.workspace_limit, count)
+        tiles = [*wgrad_nchw.tiles_of(*arguments, count)]
         return tiles[self.choice % len(tiles)]
 
     @functools.cached_property
@@ -272,18 +276,18 @@ class Run:
         """The tile of fused_weight_grad_lines."""
         problem, count = problem_of(self.case), self.launched.spec.multiprocessors
         if self.choice is None:
-            return fused_gradient_lines.tile_of(problem, self.config.workspace_limit, count)
-        tiles = [*fused_gradient_lines.tiles_of(problem, count)]
+            return wgrad_nhwc.tile_of(problem, self.config.workspace_limit, count)
+        tiles = [*wgrad_nhwc.tiles_of(problem, count)]
         return tiles[self.choice % len(tiles)]
 
     @functools.cached_property
     def grads_tile(self):
         """The tile of grads_mma, None where there is none."""
-        return direct_grads.tile_for(self.config) if self.choice is None else self.grads_tiles[self.choice]
+        return direct_grads_mma.tile_for(self.config) if self.choice is None else self.grads_tiles[self.choice]
 
     @property
     def grads_tiles(self):
-        return direct_grads.tiles_of(problem_of(self.case), self.dtype.itemsize)
+        return direct_grads_mma.tiles_of(problem_of(self.case), self.dtype.itemsize)
 
     @property
     def direction(self):
@@ -293,10 +297,10 @@ class Run:
     def plan(self):
         """The plan of fused."""
         if self.choice is None:
-            return fused.plan_for(self.config, self.direction)
+            return implicit_gemm.plan_for(self.config, self.direction)
         if isinstance(self.choice, Plan):
             return self.choice
-        found = plans_of(problem_of(self.case), self.direction, *fused.variant_of(self.config))
+        found = plans_of(problem_of(self.case), self.direction, *implicit_gemm.variant_of(self.config))
         return min(filter(FUSED_PATHS[self.choice], found), key=lambda plan: plan.cycles)
 
     def prepare(self):
@@ -309,16 +313,16 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
                 return getattr(fused, f"prepare_{self.direction}")(self.launched, self.plan)
-            if self.operation.startswith("fused_rows"):
-                return getattr(row_gathering, f"prepare_{self.direction}")(self.launched, self.row_tile)
+            if self.operation.startswith("gemm_fold_rows"):
+                return getattr(row_streaming, f"prepare_{self.direction}")(self.launched, self.row_tile)
             if self.operation == "fused_weight_grad":
-                return fused_gradient.prepare_weight_grad(self.config, self.gradient_tile)
+                return wgrad_nchw.prepare_weight_grad(self.config, self.gradient_tile)
             if self.operation == "fused_weight_grad_lines":
-                return fused_gradient_lines.prepare_weight_grad(self.config, self.lines_tile)
-            if self.operation == "fused_fold":
+                return wgrad_nhwc.prepare_weight_grad(self.config, self.lines_tile)
+            if self.operation == "gemm_fold_narrow":
                 if self.multiprocessors is not None:
-                    patch.setattr(fused_fold, "blocks_at_once", lambda tile: self.multiprocessors or 1)
-                return None if self.fold_tile is None else fused_fold.prepare_forward(self.config, self.fold_tile)
+                    patch.setattr(gemm_fold_narrow, "blocks_at_once", lambda tile: self.multiprocessors or 1)
+                return None if self.fold_tile is None else gemm_fold_narrow.prepare_forward(self.config, self.fold_tile)
             if self.operation in LINES_KERNELS:
                 return LINES_KERNELS[self.operation].prepare_forward(self.launched, self.lines_kernel_tile)
             if self.operation == "grads":
@@ -328,16 +332,16 @@ class Run:
             if self.operation == "grads_mma":
                 if self.multiprocessors is not None:
                     slices = self.multiprocessors + 1
-                    patch.setattr(direct_grads.Tile, "slices", lambda tile, _: min(slices, math.prod(tile.tiles)))
-                return direct_grads.prepare_grads(self.config, self.config, self.grads_tile)
+                    patch.setattr(direct_grads_mma.Tile, "slices", lambda tile, _: min(slices, math.prod(tile.tiles)))
+                return direct_grads_mma.prepare_grads(self.config, self.config, self.grads_tile)
             if self.operation != "forward_mma":
-                patch.setattr(direct_mma, "tile_for", lambda config: None)
+                patch.setattr(direct_forward_mma, "tile_for", lambda config: None)
                 return getattr(Direct(), self.operation)(self.config)
             if self.multiprocessors is not None:
                 patch.setattr(
-                    direct_mma, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
+                    direct_forward_mma, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
                 )
-            return None if self.tile is None else direct_mma.prepare_forward(self.config, self.tile)
+            return None if self.tile is None else direct_forward_mma.prepare_forward(self.config, self.tile)
 
     def check(self, call):
         """Compare with the reference what the prepared call computes."""
@@ -536,12 +540,19 @@ FUSED_RUNS += [replace(LONG_SUMS, layout=layout) for layout in FORMATS]
 
 # Each case in each type, in its own tile in one format and in another tile in the other; many with few blocks.
 FOLD_RUNS = [
-    Run("fused_fold", case, layout=layout, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, **FUSED_TYPES[j])
+    Run(
+        "gemm_fold_narrow",
+        case,
+        layout=layout,
+        multiprocessors=(None, 0, 3)[(i + j) % 3],
+        choice=choice,
+        **FUSED_TYPES[j],
+    )
     for i, case in enumerate(FOLD_CASES)
     for j in range(3)
     for layout, choice in zip(FORMATS, (None, 37 * i + 101 * j)[:: (-1) ** (i + j)], strict=True)
 ]
-FOLD_RUNS += [Run("fused_fold", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
+FOLD_RUNS += [Run("gemm_fold_narrow", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
 
 
 def with_first(run, tiles, suits):
@@ -551,8 +562,8 @@ def with_first(run, tiles, suits):
 
 def fold_run_of(case, suits, layout="contiguous", multiprocessors=0, kind=FUSED_TYPES[2]):
     """A block with many steps unless there are more multiprocessors, of the first tile that suits."""
-    run = Run("fused_fold", case, layout=layout, multiprocessors=multiprocessors, **kind)
-    return with_first(run, fused_fold.tiles_of(problem_of(case), *fused.variant_of(run.config)), suits)
+    run = Run("gemm_fold_narrow", case, layout=layout, multiprocessors=multiprocessors, **kind)
+    return with_first(run, gemm_fold_narrow.tiles_of(problem_of(case), *implicit_gemm.variant_of(run.config)), suits)
 
 
 FOLD = fold_run_of(Case(2, 24, 3, (35, 16), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
@@ -576,7 +587,7 @@ FOLD_RUNS += [
 
 # Each case in its own tile and in others, many with few blocks.
 IMAGE_RUNS = [
-    Run("fused_images", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, tf32=dtype.itemsize == 4)
+    Run("gemm_fold", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, tf32=dtype.itemsize == 4)
     for i, case in enumerate(IMAGE_CASES)
     for j, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32))
     for choice in (None, 5 * i + 7 * j)
@@ -584,14 +595,14 @@ IMAGE_RUNS = [
 IMAGE_RUNS = [run for run in IMAGE_RUNS if run.lines_kernel_tile is not None]
 # Few stages for many chunks, in either way that inputs come.
 IMAGE_RUNS += [
-    Run("fused_images", IMAGE_CASES[-1], dtype, multiprocessors=0, choice=-1, tf32=dtype.itemsize == 4)
+    Run("gemm_fold", IMAGE_CASES[-1], dtype, multiprocessors=0, choice=-1, tf32=dtype.itemsize == 4)
     for dtype in (torch.float16, torch.float32)
 ]
 # A block with many items of many chunks and passes.
-IMAGES = Run("fused_images", IMAGE_CASES[1], torch.float16, multiprocessors=0)
+IMAGES = Run("gemm_fold", IMAGE_CASES[1], torch.float16, multiprocessors=0)
 IMAGES = with_first(
     IMAGES,
-    fused_images.tiles_of(problem_of(IMAGES.case), 2),
+    gemm_fold.tiles_of(problem_of(IMAGES.case), 2),
     lambda tile: (tile.images, tile.warpgroups, tile.blocks) == (2, 1, 2),
 )
 IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
@@ -619,10 +630,10 @@ def lines_run_of(operation, case, dtype, suits, layout="contiguous"):
     return with_first(run, LINES_KERNELS[operation].tiles_of(problem_of(case), dtype.itemsize), suits)
 
 
-IMAGE_ROW_RUNS = runs_in_two_types("fused_image_rows", (*IMAGE_CASES, *IMAGE_ROW_CASES))
+IMAGE_ROW_RUNS = runs_in_two_types("gemm_fold_pixels", (*IMAGE_CASES, *IMAGE_ROW_CASES))
 # Many items of two blocks of rows, with more passes than there is room for; and of windows.
 IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
-    lines_run_of("fused_image_rows", case, torch.float32, suits)
+    lines_run_of("gemm_fold_pixels", case, torch.float32, suits)
     for case, suits in (
         (IMAGE_ROW_CASES[2], lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs),
         (IMAGE_ROW_CASES[3], lambda tile: tile.windows[2] > 0),
@@ -631,20 +642,20 @@ IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
 IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
 
 
-SHUFFLE_RUNS = runs_in_two_types("fused_shuffle", SHUFFLE_CASES)
+SHUFFLE_RUNS = runs_in_two_types("gemm_depth_to_space", SHUFFLE_CASES)
 # Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
 SHUFFLE, SHUFFLE_TF32 = (
-    lines_run_of("fused_shuffle", SHUFFLE_CASES[-1], dtype, lambda tile: tile.held and tile.blocks > 2)
+    lines_run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], dtype, lambda tile: tile.held and tile.blocks > 2)
     for dtype in (torch.float16, torch.float32)
 )
-SHUFFLE_ALONE = lines_run_of("fused_shuffle", SHUFFLE_CASES[4], torch.float16, lambda tile: not tile.kept)
+SHUFFLE_ALONE = lines_run_of("gemm_depth_to_space", SHUFFLE_CASES[4], torch.float16, lambda tile: not tile.kept)
 SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_TF32, SHUFFLE_ALONE]
 
 
 # Each case in its own tile in one type and in another tile in the other, many with few blocks.
 CELL_ROW_RUNS = [
     Run(
-        "fused_cell_rows",
+        "implicit_gemm_nhwc",
         case,
         dtype,
         "channels_last",
@@ -663,7 +674,7 @@ CELL_ROW_RUNS = [
 CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if run.lines_kernel_tile is not None]
 
 
-cell_row_run_of = functools.partial(lines_run_of, "fused_cell_rows", layout="channels_last")
+cell_row_run_of = functools.partial(lines_run_of, "implicit_gemm_nhwc", layout="channels_last")
 
 
 # Many items of several chunks: rows from anywhere, in either type; lines one after the other; strips of eight cells.
@@ -696,20 +707,20 @@ ROW_RUNS = [
         tf32=dtype is not None,
     )
     for i, case in enumerate(ROW_CASES)
-    for j, operation in enumerate(("fused_rows", "fused_rows_input_grad"))
+    for j, operation in enumerate(("gemm_fold_rows", "gemm_fold_rows_input_grad"))
     for dtype in (None, torch.float32)
 ]
 ROW_RUNS = [run for run in ROW_RUNS if run.row_tile is not None]
 ROW_RUNS += [  # whose rows end before those of the input
-    Run("fused_rows", Case(1, 16, 16, (3, 136), (2, 1), (1, 1), (0, 24)), torch.float16),
-    Run("fused_rows", Case(1, 16, 16, (3, 132), (2, 5), (1, 1), (0, 8)), torch.float32, tf32=True),
+    Run("gemm_fold_rows", Case(1, 16, 16, (3, 136), (2, 1), (1, 1), (0, 24)), torch.float16),
+    Run("gemm_fold_rows", Case(1, 16, 16, (3, 132), (2, 5), (1, 1), (0, 8)), torch.float32, tf32=True),
 ]
 
 
 def row_run_of(case, *fields):
     """A block with many items of many steps and rows, of the tile with these slots, columns, rows and whole sectors."""
-    run = Run("fused_rows", case, torch.float16, multiprocessors=0)
-    tiles = fused_rows.tiles_of(problem_of(case), "forward")
+    run = Run("gemm_fold_rows", case, torch.float16, multiprocessors=0)
+    tiles = gemm_fold_rows.tiles_of(problem_of(case), "forward")
     return with_first(run, tiles, lambda tile: (tile.slots, tile.columns, tile.rows, tile.whole_sectors) == fields)
 
 
@@ -719,21 +730,25 @@ ROWS_OF_SECTORS = row_run_of(Case(2, 32, 64, (9, 128), (3, 5)), 1, 64, 2, True)
 ROWS_TF32 = replace(ROWS, case=replace(ROWS.case, padding=(1, 1)), dtype=torch.float32, tf32=True)
 ROWS_TF32 = with_first(
     ROWS_TF32,
-    fused_rows_tf32.tiles_of(problem_of(ROWS_TF32.case), "forward"),
+    gemm_fold_rows_tf32.tiles_of(problem_of(ROWS_TF32.case), "forward"),
     lambda tile: (tile.outs, tile.chunk) == (32, 16),
 )
 # Not all chunks of two steps have a stage.
-ROWS_OF_MANY_CHUNKS = Run("fused_rows", Case(1, 96, 16, (3, 40), (1, 3)), torch.float32, multiprocessors=0, tf32=True)
+ROWS_OF_MANY_CHUNKS = Run(
+    "gemm_fold_rows", Case(1, 96, 16, (3, 40), (1, 3)), torch.float32, multiprocessors=0, tf32=True
+)
 ROWS_OF_MANY_CHUNKS = with_first(
     ROWS_OF_MANY_CHUNKS,
-    fused_rows_tf32.tiles_of(problem_of(ROWS_OF_MANY_CHUNKS.case), "forward"),
+    gemm_fold_rows_tf32.tiles_of(problem_of(ROWS_OF_MANY_CHUNKS.case), "forward"),
     lambda tile: tile.chunk == 8,
 )
 # Registers do not hold the words of all taps down.
-ROWS_OF_TAPS_APART = Run("fused_rows", Case(1, 32, 32, (3, 36), (3, 7)), torch.float32, multiprocessors=0, tf32=True)
+ROWS_OF_TAPS_APART = Run(
+    "gemm_fold_rows", Case(1, 32, 32, (3, 36), (3, 7)), torch.float32, multiprocessors=0, tf32=True
+)
 ROWS_OF_TAPS_APART = with_first(
     ROWS_OF_TAPS_APART,
-    fused_rows_tf32.tiles_of(problem_of(ROWS_OF_TAPS_APART.case), "forward"),
+    gemm_fold_rows_tf32.tiles_of(problem_of(ROWS_OF_TAPS_APART.case), "forward"),
     lambda tile: tile.taps_together < tile.weight_rows,
 )
 ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_OF_SECTORS, ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART]
@@ -785,7 +800,7 @@ GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRA
 GRADIENT_RUNS += [
     with_first(
         run := Run("fused_weight_grad", case, layout=layout, multiprocessors=multiprocessors, **kind),
-        fused_gradient.tiles_of(problem_of(case), *fused.variant_of(run.config)[:2]),
+        wgrad_nchw.tiles_of(problem_of(case), *implicit_gemm.variant_of(run.config)[:2]),
         lambda tile: tile.sides_co > 1,
     )
     for case, layout, multiprocessors in (
@@ -875,13 +890,13 @@ def test_direct_blocks_share_rows_of_bias_in_channels_last(
     case, dtype, channels_out, planes, folder, poison, monkeypatch
 ):
     run = Run("forward", case, dtype, "channels_last")
-    layer = direct_ffma._Layer(problem_of(case), dtype, True, REFERENCE)
+    layer = direct_forward._Layer(problem_of(case), dtype, True, REFERENCE)
     tiles = [tile for tile in layer.tiles(False) if (tile.channels_out, tile.planes) == (channels_out, planes)]
     tile = min(tiles, key=layer.cycles)
-    monkeypatch.setattr(direct_ffma, "tile_of", lambda *_: tile)
+    monkeypatch.setattr(direct_forward, "tile_of", lambda *_: tile)
     with emulator.install(folder):
         poison("cpu")
-        run.check(direct_ffma.prepare_forward(run.config, tile))
+        run.check(direct_forward.prepare_forward(run.config, tile))
 
 
 @pytest.mark.parametrize(
@@ -890,7 +905,7 @@ def test_direct_blocks_share_rows_of_bias_in_channels_last(
 )
 def test_depthwise_blocks_take_few_tiles_below_the_image(batch, channels, side, most):
     problem = problem_of(Case(batch, channels, channels, (side, side), (3, 3), groups=channels))
-    tile = direct_ffma.tile_of(problem, torch.float16, True)
+    tile = direct_forward.tile_of(problem, torch.float16, True)
     assert tile.depthwise
     below = -(-(side + 2) // tile.rows)
     assert -(-below // tile.turns) * tile.turns <= most
@@ -898,22 +913,22 @@ def test_depthwise_blocks_take_few_tiles_below_the_image(batch, channels, side, 
 
 def test_depthwise_threads_have_two_cells_in_channels_last_while_their_sums_are_few():
     for case in PAIRED_CASES:
-        tile = direct_ffma.tile_of(problem_of(case), torch.float32, True)
+        tile = direct_forward.tile_of(problem_of(case), torch.float32, True)
         assert (tile.depthwise, tile.cells) == (True, 2)
     many = Case(2, 8, 8, (5, 6), (16, 16), (8, 8), (4, 4), groups=8)
-    assert direct_ffma.tile_of(problem_of(many), torch.float32, True).cells == 1
+    assert direct_forward.tile_of(problem_of(many), torch.float32, True).cells == 1
 
 
 @pytest.mark.parametrize("channels", [20, 36])
 def test_depthwise_blocks_take_tile_after_tile(channels, folder, poison):
     case = Case(2, channels, channels, (270, 11), (4, 4), (2, 2), (1, 1), groups=channels)
     run = Run("forward", case, torch.float16, "channels_last", multiprocessors=1)
-    tile = direct_ffma.tile_of(problem_of(case), torch.float16, True, run.launched.spec)
+    tile = direct_forward.tile_of(problem_of(case), torch.float16, True, run.launched.spec)
     assert tile.depthwise
     assert 1 < tile.turns < tile.turns * tile.rows < 270 < 2 * tile.turns * tile.rows
     with emulator.install(folder):
         poison("cpu")
-        run.check(direct_ffma.prepare_forward(run.launched, tile))
+        run.check(direct_forward.prepare_forward(run.launched, tile))
 
 
 @pytest.mark.parametrize("run", MMA_RUNS, ids=str)
@@ -1123,7 +1138,7 @@ def test_fused_rows_kernel_matches_reference(run, calls, poison):
 
 def test_runs_of_fused_rows_take_every_path():
     every = [run.row_tile for run in ROW_RUNS]
-    tf32 = [tile for tile in every if isinstance(tile, fused_rows_tf32.Tile)]
+    tf32 = [tile for tile in every if isinstance(tile, gemm_fold_rows_tf32.Tile)]
     for path in (
         lambda tile: tile.direction == "forward",
         lambda tile: tile.multiplied % tile.columns == 0,
@@ -1150,7 +1165,7 @@ def test_runs_of_fused_rows_take_every_path():
         lambda tile: tile.cells[0] > tile.rows,
     ):
         assert {path(tile) for tile in tf32} == {True, False}
-    tiles = [tile for tile in every if isinstance(tile, fused_rows.Tile)]
+    tiles = [tile for tile in every if isinstance(tile, gemm_fold_rows.Tile)]
     for path in (
         lambda tile: tile.direction == "forward",
         lambda tile: tile.slots == 2,
@@ -1255,7 +1270,7 @@ ROUNDING_RUNS = [
         for operation, case, layout in (
             ("fused", Case(2, 40, 24, (5, 8), (3, 3), (1, 1), (1, 1)), "contiguous"),
             ("fused", Case(2, 40, 24, (5, 8), (3, 3), (1, 1), (1, 1)), "channels_last"),
-            ("fused_fold", FOLD.case, "contiguous"),
+            ("gemm_fold_narrow", FOLD.case, "contiguous"),
             ("fused_weight_grad", GRADIENT.case, "contiguous"),
         )
         for tf32 in (True, False)
@@ -1303,7 +1318,7 @@ def test_what_is_not_finite_stays_so_where_float32_is_rounded(run, bits, calls):
 SPLIT_RUNS = [run for run in ROUNDING_RUNS if run.operation.startswith("fused") and run.precision == "ieee"]
 SPLIT_RUNS += [replace(SPLIT_RUNS[0], operation="fused_input_grad")]
 LARGEST = torch.finfo(torch.float32).max
-TINY_BAR = 5e-5  # of values that TF32 has few bits for; see csrc/common/mma.cuh
+TINY_BAR = 5e-5  # of values that TF32 has few bits for; see csrc/include/ptx/mma.cuh
 
 
 @pytest.mark.parametrize("of_second", [False, True], ids=["of_first", "of_second"])
@@ -1631,7 +1646,7 @@ def check_results(call, run):
         if run.operation in FORWARDS:
             results = [(call(input, weight, data.bias), exact.output)]
             results += [(call(input, weight, None), exact.output_without_bias)]
-        elif run.operation in ("input_grad", "fused_input_grad", "fused_rows_input_grad"):
+        elif run.operation in ("input_grad", "fused_input_grad", "gemm_fold_rows_input_grad"):
             results = [(call(grad_output, weight), exact.input_grad)]
         elif run.operation in ("grads", "grads_mma"):
             results = [*zip(call(grad_output, input, weight), (exact.input_grad, exact.weight_grad), strict=True)]
@@ -1670,389 +1685,407 @@ MISTAKES = {
     "im2col_border_row": (
         Run("im2col", LAYER),
         emulator.Edit(
-            "im2col.cu", r"static_cast<unsigned>\(oh\) < p\.h_out", "static_cast<unsigned>(oh) + 1 < p.h_out"
+            "columns/im2col.cu", r"static_cast<unsigned>\(oh\) < p\.h_out", "static_cast<unsigned>(oh) + 1 < p.h_out"
         ),
         "assert .* == 0",
     ),
     "col2im_border_column": (
         Run("col2im", LAYER),
-        emulator.Edit("col2im.cu", r"origin \+ shift\) < p\.w_in", "origin + shift) + 1 < p.w_in"),
+        emulator.Edit("columns/col2im.cu", r"origin \+ shift\) < p\.w_in", "origin + shift) + 1 < p.w_in"),
         "relative error",
     ),
     "col2im_output_not_written": (
         Run("col2im", LAYER),
-        emulator.Edit("col2im.cu", r"row >= p\.out_rows\) break", "row + 1 >= p.out_rows) break"),
+        emulator.Edit("columns/col2im.cu", r"row >= p\.out_rows\) break", "row + 1 >= p.out_rows) break"),
         "relative error inf",
     ),
-    "forward_no_barrier": (Run("forward", LAYER), emulator.Edit("direct.cu", *NO_BARRIER), "relative error"),
+    "forward_no_barrier": (Run("forward", LAYER), emulator.Edit("direct/forward.cu", *NO_BARRIER), "relative error"),
     "forward_rows_of_bias_left_out": (
         Run("forward", CASES[8], layout="channels_last"),
-        emulator.Edit("direct.cu", r"pixel -= width;", ""),
+        emulator.Edit("direct/forward.cu", r"pixel -= width;", ""),
         "relative error",
     ),
     "input_grad_no_barrier": (
         Run("input_grad", LAYER),
-        emulator.Edit("direct_input_grad.cu", *NO_BARRIER),
+        emulator.Edit("direct/input_grad.cu", *NO_BARRIER),
         "relative error",
     ),
     "weight_grad_no_barrier": (
         Run("weight_grad", LAYER),
-        emulator.Edit("direct_weight_grad.cu", *NO_BARRIER),
+        emulator.Edit("direct/weight_grad.cu", *NO_BARRIER),
         "relative error",
     ),
-    "grads_mma_no_barrier": (GRADS_MMA, emulator.Edit("direct_grads.cu", *NO_BARRIER), "relative error"),
+    "grads_mma_no_barrier": (GRADS_MMA, emulator.Edit("direct/grads_mma.cu", *NO_BARRIER), "relative error"),
     "grads_mma_planes_not_zero": (
         replace(GRADS_MMA, case=replace(GRADS_MMA.case, out_channels=28)),
-        emulator.Edit("direct_grads.cu", r"patch\[i\] = 0;", "patch[i] = patch[i];"),
+        emulator.Edit("direct/grads_mma.cu", r"patch\[i\] = 0;", "patch[i] = patch[i];"),
         "relative error",
     ),
     "grads_mma_slices_overlap": (
         GRADS_MMA,
-        emulator.Edit("direct_grads.cu", r"tile \+= p\.slices", "tile += 1"),
+        emulator.Edit("direct/grads_mma.cu", r"tile \+= p\.slices", "tile += 1"),
         "relative error",
     ),
     "grads_mma_channels_of_the_next_image": (
         Run("grads_mma", WARPS_WITHOUT_CHANNELS[0], torch.float16),
-        emulator.Edit("direct_grads.cu", r"CI % kBlockCi == 0 \|\| first_ci \+ ci", "CI % 8 == 0 || first_ci + ci"),
+        emulator.Edit("direct/grads_mma.cu", r"CI % kBlockCi == 0 \|\| first_ci \+ ci", "CI % 8 == 0 || first_ci + ci"),
         "written outside of a tensor",
     ),
     "both_grads_weights_of_other_channels": (
         Run("grads", DEPTHWISE_CASES[3]),
-        emulator.Edit("direct_weight_grad.cu", r"factors = weights \+ ci_thread \* kSums;", "factors = weights;"),
+        emulator.Edit("direct/weight_grad.cu", r"factors = weights \+ ci_thread \* kSums;", "factors = weights;"),
         "relative error",
     ),
     "barrier_not_reached": (
         Run("input_grad", LAYER),
-        emulator.Edit("direct_input_grad.cu", NO_BARRIER[0], "if (threadIdx.x % 2 == 0) __syncwarp();"),
+        emulator.Edit("direct/input_grad.cu", NO_BARRIER[0], "if (threadIdx.x % 2 == 0) __syncwarp();"),
         "deadlock",
     ),
     "past_dynamic_shared": (
         Run("forward", LAYER),
-        emulator.Edit("direct.cu", r"(direct_forward_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit("direct/forward.cu", r"(direct_forward_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
         "past the end of shared memory",
     ),
     "past_static_shared": (
         Run("input_grad", LAYER),
-        emulator.Edit("direct_input_grad.cu", SHARED_ARRAY, r"\1 (&\2[0])[\3] = 0;"),
+        emulator.Edit("direct/input_grad.cu", SHARED_ARRAY, r"\1 (&\2[0])[\3] = 0;"),
         "past the end of shared memory",
     ),
     "index_out_of_bounds": (
         Run("weight_grad", LAYER),
-        emulator.Edit("direct_weight_grad.cu", SHARED_ARRAY, r"\1 \2[\3 + threadIdx.x] = 0;"),
-        "an index out of bounds in line .* of direct_weight_grad.cu",
+        emulator.Edit("direct/weight_grad.cu", SHARED_ARRAY, r"\1 \2[\3 + threadIdx.x] = 0;"),
+        "an index out of bounds in line .* of direct/weight_grad.cu",
     ),
     "misaligned_vector": (
         Run("forward", LAYER),
-        emulator.Edit("direct.cu", r"(reinterpret_cast<weight_quad_t\*>\(shared \+ )", r"\g<1>4 + "),
-        "a misaligned address in line .* of direct.cu",
+        emulator.Edit("direct/forward.cu", r"(reinterpret_cast<weight_quad_t\*>\(shared \+ )", r"\g<1>4 + "),
+        "a misaligned address in line .* of direct/forward.cu",
     ),
-    "mma_no_barrier": (MMA, emulator.Edit("direct_mma.cu", *NO_BARRIER), "relative error"),
+    "mma_no_barrier": (MMA, emulator.Edit("direct/forward_mma.cu", *NO_BARRIER), "relative error"),
     "mma_no_barrier_before_the_next_copies": (
         MMA,
-        emulator.Edit("direct_mma.cu", r"(wait_for_copies\(\);\s*)__syncthreads\(\);", r"\1"),
+        emulator.Edit("direct/forward_mma.cu", r"(wait_for_copies\(\);\s*)__syncthreads\(\);", r"\1"),
         "relative error",
     ),
     "mma_no_barrier_after_packing": (
         replace(MMA, dtype=torch.float16),
-        emulator.Edit("direct_mma.cu", r"(pack_patch\([^;]*;\s*)__syncthreads\(\);", r"\1"),
+        emulator.Edit("direct/forward_mma.cu", r"(pack_patch\([^;]*;\s*)__syncthreads\(\);", r"\1"),
         "relative error",
     ),
-    "mma_no_wait_for_copies": (MMA, emulator.Edit("direct_mma.cu", r"wait_for_copies\(\)", "0"), "relative error"),
+    "mma_no_wait_for_copies": (
+        MMA,
+        emulator.Edit("direct/forward_mma.cu", r"wait_for_copies\(\)", "0"),
+        "relative error",
+    ),
     "mma_no_wait_for_turned_copies": (
         replace(MMA, dtype=torch.float16),
-        emulator.Edit("direct_mma.cu", r"wait_for_copies\(\)", "0"),
+        emulator.Edit("direct/forward_mma.cu", r"wait_for_copies\(\)", "0"),
         "relative error",
     ),
     "mma_no_warp_barrier": (
         replace(MMA, layout="channels_last"),
-        emulator.Edit("direct_mma.cu", r"__syncwarp\(\);", ""),
+        emulator.Edit("direct/forward_mma.cu", r"__syncwarp\(\);", ""),
         "relative error",
     ),
     "mma_line_not_shifted": (
         SHIFTED,
-        emulator.Edit("direct_mma.cu", r"(line = stage \+ \(g \* kStageLine) \+ [^;]*;", r"\1);"),
+        emulator.Edit("direct/forward_mma.cu", r"(line = stage \+ \(g \* kStageLine) \+ [^;]*;", r"\1);"),
         "relative error",
     ),
     "mma_beginning_of_a_shifted_line": (
         SHIFTED,
-        emulator.Edit("direct_mma.cu", r"head < before && head \+ rest >= before", "head + rest > before"),
+        emulator.Edit("direct/forward_mma.cu", r"head < before && head \+ rest >= before", "head + rest > before"),
         "relative error",
     ),
     "mma_no_barrier_before_a_shifted_line": (
         SHIFTED,
-        emulator.Edit("direct_mma.cu", r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);", r"\1"),
+        emulator.Edit("direct/forward_mma.cu", r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);", r"\1"),
         "relative error",
     ),
     "mma_no_barrier_behind_a_shifted_line": (
         SHIFTED,
-        emulator.Edit("direct_mma.cu", r"(\(phase \* CHANNELS \+ channel\) / 8, n, part\);\s*)__syncwarp\(\);", r"\1"),
+        emulator.Edit(
+            "direct/forward_mma.cu", r"(\(phase \* CHANNELS \+ channel\) / 8, n, part\);\s*)__syncwarp\(\);", r"\1"
+        ),
         "relative error",
     ),
     "mma_end_of_a_shifted_line": (
         SHIFTED,
-        emulator.Edit("direct_mma.cu", r"tail \+ rest < end", "tail + rest + VECTOR < end"),
+        emulator.Edit("direct/forward_mma.cu", r"tail \+ rest < end", "tail + rest + VECTOR < end"),
         "relative error",
     ),
     "mma_past_dynamic_shared": (
         MMA,
-        emulator.Edit("direct_mma.cu", r"(direct_mma_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit(
+            "direct/forward_mma.cu", r"(direct_forward_mma_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"
+        ),
         "past the end of shared memory",
     ),
     "mma_misaligned_copy": (
         MMA,
         emulator.Edit(
-            "direct_mma.cu", r"target \+ channel \* kPlane \+ pixel", "target + channel * kPlane + pixel + 1"
+            "direct/forward_mma.cu", r"target \+ channel \* kPlane \+ pixel", "target + channel * kPlane + pixel + 1"
         ),
         "a misaligned copy of 16 bytes",
     ),
     "fused_bottom_tile_of_another_strip": (
         FUSED_STRIPS,
-        emulator.Edit("common/fused.cuh", r"down < p\.strip_tiles - 1", "down < p.strip_tiles"),
+        emulator.Edit("pipeline/implicit_gemm.cuh", r"down < p\.strip_tiles - 1", "down < p.strip_tiles"),
         "relative error",
     ),
     "fused_turn_not_passed_on": (
         FUSED_TURNS,
-        emulator.Edit("fused_wgmma.cu", r"if \(TURNS && warpgroup == 0\) arrive<kTurnOf1, 256>\(\);", ""),
+        emulator.Edit("sm90/implicit_gemm.cu", r"if \(TURNS && warpgroup == 0\) arrive<kTurnOf1, 256>\(\);", ""),
         "deadlock",
     ),
     "fused_turn_passed_on_twice": (
         FUSED_TURNS,
         emulator.Edit(
-            "fused_wgmma.cu", r"(if \(TURNS && warpgroup == 0\) )(arrive<kTurnOf1, 256>\(\);)", r"\1{ \2 \2 }"
+            "sm90/implicit_gemm.cu", r"(if \(TURNS && warpgroup == 0\) )(arrive<kTurnOf1, 256>\(\);)", r"\1{ \2 \2 }"
         ),
         "arrivals and nobody who waits|deadlock",
     ),
     "fold_inputs_of_another_round_waited_for": (
         FOLD_MANY_CHANNELS,
-        emulator.Edit("fused_fold.cu", r"(barrier_wait\(barriers\.full.*?inputs\.parity)", r"\1 ^ 1"),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"(barrier_wait\(barriers\.full.*?inputs\.parity)", r"\1 ^ 1"),
         "relative error|arrivals in a phase|deadlock",
     ),
     "fold_boxes_not_waited_for": (
         FOLD,
-        emulator.Edit("fused_fold.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "fold_boxes_overwritten": (
         FOLD,
-        emulator.Edit("fused_fold.cu", r"(inputs\.parity \^ 1\);\s*fetch\(p)", r"inputs.parity); fetch(p"),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"(inputs\.parity \^ 1\);\s*fetch\(p)", r"inputs.parity); fetch(p"),
         "relative error|arrivals in a phase|deadlock|announced",
     ),
     "fold_copies_not_waited_for": (
         FOLD_PIECES,
-        emulator.Edit("fused_fold.cu", r"wait_for_groups<STAGES - 1>\(\);", ""),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"wait_for_groups<STAGES - 1>\(\);", ""),
         "relative error",
     ),
     "fold_stages_overwritten": (
         FOLD_PIECES,
-        emulator.Edit("fused_fold.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "fold_columns_not_waited_for": (
         FOLD,
-        emulator.Edit("fused_fold.cu", r"barrier_wait\(barriers\.made[^;]*;", ""),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"barrier_wait\(barriers\.made[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "fold_ring_of_another_round_waited_for": (
         FOLD,
-        emulator.Edit("fused_fold.cu", r"half\.parity \^ 1, course", "half.parity, course"),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"half\.parity \^ 1, course", "half.parity, course"),
         "relative error|arrivals in a phase|deadlock",
     ),
     "fold_weights_read_too_early": (
         FOLD,
-        emulator.Edit("fused_fold.cu", r"(wait_for_copies\(\);\s*)meet<1, kOthers>\(\);", r"\1"),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"(wait_for_copies\(\);\s*)meet<1, kOthers>\(\);", r"\1"),
         "relative error",
     ),
     "fold_sums_read_too_early": (
         FOLD,
-        emulator.Edit("fused_fold.cu", r"wgmma_finish_rows\(sum\);", ""),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"wgmma_finish_rows\(sum\);", ""),
         "relative error|never waited for|without wgmma_fence",
     ),
     "fold_channels_not_cleared": (
         FOLD_PIECES,
-        emulator.Edit("fused_fold.cu", r"channel < kPadded; \+\+channel", "channel < 0; ++channel"),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"channel < kPadded; \+\+channel", "channel < 0; ++channel"),
         "relative error",
     ),
     "fold_past_dynamic_shared": (
         FOLD,
-        emulator.Edit("fused_fold.cu", r"(fused_fold_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit(
+            "sm90/gemm_fold_narrow.cu", r"(sm90_gemm_fold_narrow_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"
+        ),
         "past the end of shared memory",
     ),
     "images_inputs_passed_on_too_early": (
         IMAGES,
-        emulator.Edit("common/images_turned.cuh", r"wait_for_groups<1>\(\);", ""),
+        emulator.Edit("load/gemm_fold_16bit.cuh", r"wait_for_groups<1>\(\);", ""),
         "relative error",
     ),
     "images_stages_overwritten": (
         IMAGES,
-        emulator.Edit("common/images_turned.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("load/gemm_fold_16bit.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "images_stages_released_too_early": (
         IMAGES,
-        emulator.Edit("common/images_turned.cuh", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        emulator.Edit("load/gemm_fold_16bit.cuh", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "relative error",
     ),
     "images_columns_read_too_early": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"meet_group\(\);(\s*gather)", r"\1"),
+        emulator.Edit("sm90/gemm_fold.cu", r"meet_group\(\);(\s*gather)", r"\1"),
         "relative error",
     ),
     "images_columns_overwritten": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"(return cell_of\([^;]*; \}\);\s*)meet_group\(\);", r"\1"),
+        emulator.Edit("sm90/gemm_fold.cu", r"(return cell_of\([^;]*; \}\);\s*)meet_group\(\);", r"\1"),
         "relative error",
     ),
     "images_landing_not_waited_for": (
         IMAGES_TF32,
-        emulator.Edit("common/images_rounded.cuh", r"wait_for_groups<[^;]*;", ""),
+        emulator.Edit("load/gemm_fold_tf32.cuh", r"wait_for_groups<[^;]*;", ""),
         "relative error",
     ),
     "images_landing_overwritten": (
         IMAGES_TF32,
-        emulator.Edit("common/images_rounded.cuh", r"__syncwarp\(\);(\s*begin\(slot\))", r"\1"),
+        emulator.Edit("load/gemm_fold_tf32.cuh", r"__syncwarp\(\);(\s*begin\(slot\))", r"\1"),
         "relative error",
     ),
     "images_lines_overwritten": (
         IMAGES_TF32,
-        emulator.Edit("common/images_rounded.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ";"),
+        emulator.Edit("load/gemm_fold_tf32.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ";"),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "images_words_overwritten": (
         IMAGES_TF32,
-        emulator.Edit("common/images_rounded.cuh", r"wgmma_wait<1>\(\);", ""),
+        emulator.Edit("load/gemm_fold_tf32.cuh", r"wgmma_wait<1>\(\);", ""),
         "relative error|without wgmma_fence|never waited for",
     ),
     "images_border_column": (
         IMAGES,
-        emulator.Edit("common/images_fold.cuh", r"0 <= column && column < IN_W", "column < IN_W"),
+        emulator.Edit("epilogue/fold_smem.cuh", r"0 <= column && column < IN_W", "column < IN_W"),
         "relative error",
     ),
     "images_sums_read_too_early": (
         IMAGES,
-        emulator.Edit("common/images_turned.cuh", r"wgmma_finish_rows\(sums\[block\]\);", ""),
+        emulator.Edit("load/gemm_fold_16bit.cuh", r"wgmma_finish_rows\(sums\[block\]\);", ""),
         "relative error|never waited for|without wgmma_fence|deadlock",
     ),
     "images_past_dynamic_shared": (
         IMAGES,
-        emulator.Edit("fused_images.cu", r"(fused_images_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit("sm90/gemm_fold.cu", r"(sm90_gemm_fold_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
         "past the end of shared memory",
     ),
     "image_rows_columns_read_too_early": (
         IMAGE_ROWS,
-        emulator.Edit("fused_image_rows.cu", r"meet<1, kConsumers>\(\);(\s*const int out)", r"\1"),
+        emulator.Edit("sm90/gemm_fold_pixels.cu", r"meet<1, kConsumers>\(\);(\s*const int out)", r"\1"),
         "relative error",
     ),
     "image_rows_columns_of_one_pass": (
         IMAGE_ROWS,
-        emulator.Edit("fused_image_rows.cu", r"kPass % 2 \* kPassFloats", "0"),
+        emulator.Edit("sm90/gemm_fold_pixels.cu", r"kPass % 2 \* kPassFloats", "0"),
         "relative error",
     ),
     "image_rows_window_without_its_left": (
         IMAGE_ROW_WINDOWS,
-        emulator.Edit("common/position_rows.cuh", r" - WINDOW_LEFT;", ";"),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r" - WINDOW_LEFT;", ";"),
         "relative error",
     ),
     "image_rows_past_dynamic_shared": (
         IMAGE_ROWS,
-        emulator.Edit("fused_image_rows.cu", r"(fused_image_rows_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit(
+            "sm90/gemm_fold_pixels.cu", r"(sm90_gemm_fold_pixels_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"
+        ),
         "past the end of shared memory",
     ),
     "shuffle_inputs_passed_on_too_early": (
         SHUFFLE,
-        emulator.Edit("common/position_rows.cuh", r"barrier_arrive_when_copied\(", "barrier_arrive("),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"barrier_arrive_when_copied\(", "barrier_arrive("),
         "relative error",
     ),
     "shuffle_inputs_not_waited_for": (
         SHUFFLE_TF32,
-        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.slot_full[^;]*;", ""),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"barrier_wait\(barriers\.slot_full[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "shuffle_slots_overwritten": (
         SHUFFLE,
-        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "shuffle_slots_freed_before_the_last_block": (
         SHUFFLE,
-        emulator.Edit("common/position_rows.cuh", r"if \(frees\) barrier", "barrier"),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"if \(frees\) barrier", "barrier"),
         "relative error|arrivals in a phase|deadlock",
     ),
     "shuffle_words_overwritten": (
         SHUFFLE_TF32,
-        emulator.Edit("common/position_rows.cuh", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "relative error",
     ),
     "shuffle_weights_not_waited_for": (
         SHUFFLE,
-        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.full[^;]*;", ""),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"barrier_wait\(barriers\.full[^;]*;", ""),
         "relative error|arrivals in a phase|never waited for|deadlock",
     ),
     "shuffle_stages_overwritten": (
         SHUFFLE_TF32,
-        emulator.Edit("common/position_rows.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "shuffle_biases_read_too_early": (
         SHUFFLE_ALONE,
-        emulator.Edit("common/position_rows.cuh", r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
         "relative error",
     ),
     "shuffle_sums_read_too_early": (
         SHUFFLE,
-        emulator.Edit("common/position_rows.cuh", r"wgmma_finish_rows\(sums\[row\]\);", ";"),
+        emulator.Edit("pipeline/pixels_on_m.cuh", r"wgmma_finish_rows\(sums\[row\]\);", ";"),
         "relative error|never waited for|without wgmma_fence",
     ),
     "shuffle_past_dynamic_shared": (
         SHUFFLE,
-        emulator.Edit("fused_shuffle.cu", r"(fused_shuffle_kernel\([^)]*\) \{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit(
+            "sm90/gemm_depth_to_space.cu",
+            r"(sm90_gemm_depth_to_space_kernel\([^)]*\) \{)",
+            r"\1 shared[SHARED_BYTES] = 0;",
+        ),
         "past the end of shared memory",
     ),
     "cell_rows_patch_not_waited_for": (
         CELL_ROWS,
-        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.slot_full[^;]*;", ";"),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"barrier_wait\(barriers\.slot_full[^;]*;", ";"),
         "relative error|arrivals in a phase|deadlock|never waited for",
     ),
     "cell_rows_patch_overwritten": (
         CELL_ROWS_TF32,
-        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"barrier_wait\(barriers\.slot_empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock|too many bytes",
     ),
     "cell_rows_patch_freed_while_products_read_it": (
         CELL_ROWS_IN_LINES,
-        emulator.Edit("fused_cell_rows.cu", r"wgmma_wait<1>\(\);(\s*if \(kGroup == 0)", "\\1"),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"wgmma_wait<1>\(\);(\s*if \(kGroup == 0)", "\\1"),
         "relative error|arrivals in a phase|deadlock|too many bytes",
     ),
     "cell_rows_weights_not_waited_for": (
         CELL_ROWS_IN_EIGHTS,
-        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.full[^;]*;", ";"),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"barrier_wait\(barriers\.full[^;]*;", ";"),
         "relative error|arrivals in a phase|deadlock|never waited for",
     ),
     "cell_rows_weights_overwritten": (
         CELL_ROWS,
-        emulator.Edit("fused_cell_rows.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock|too many bytes",
     ),
     "cell_rows_words_overwritten": (
         CELL_ROWS_TF32,
-        emulator.Edit("fused_cell_rows.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "relative error",
     ),
     "cell_rows_sums_read_too_early": (
         CELL_ROWS_IN_EIGHTS,
-        emulator.Edit("fused_cell_rows.cu", r"wgmma_finish_rows\(sums\[block\]\);", ";"),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"wgmma_finish_rows\(sums\[block\]\);", ";"),
         "relative error|never waited for|without wgmma_fence",
     ),
     "cell_rows_lines_of_the_tap_before": (
         CELL_ROWS,
         emulator.Edit(
-            "fused_cell_rows.cu", r"h \* axis_h::kShiftStep \* PATCH_W", "(h + 1) * axis_h::kShiftStep * PATCH_W"
+            "sm90/implicit_gemm_nhwc.cu",
+            r"h \* axis_h::kShiftStep \* PATCH_W",
+            "(h + 1) * axis_h::kShiftStep * PATCH_W",
         ),
         "relative error",
     ),
     "cell_rows_last_item_not_stored": (
         CELL_ROWS_IN_EIGHTS,
         emulator.Edit(
-            "fused_cell_rows.cu",
+            "sm90/implicit_gemm_nhwc.cu",
             r"if constexpr \(KEPT\) (outputs\.template store_share<0, 1>)",
             "if constexpr (!KEPT) \\1",
         ),
@@ -2060,33 +2093,37 @@ MISTAKES = {
     ),
     "cell_rows_weights_read_while_they_are_laid_out": (
         CELL_ROWS_TF32,
-        emulator.Edit("fused_cell_rows.cu", r"if \(PACKED\) wait_for_previous_launch\(\);", ""),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"if \(PACKED\) wait_for_previous_launch\(\);", ""),
         "did not wait for the launch before",
     ),
     "cell_rows_past_dynamic_shared": (
         CELL_ROWS,
-        emulator.Edit("fused_cell_rows.cu", r"(fused_cell_rows_kernel\([^)]*\) \{)", "\\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit(
+            "sm90/implicit_gemm_nhwc.cu",
+            r"(sm90_implicit_gemm_nhwc_kernel\([^)]*\) \{)",
+            "\\1 shared[SHARED_BYTES] = 0;",
+        ),
         "past the end of shared memory",
     ),
     "rows_weights_not_waited_for": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"barrier_wait\(barriers\.weights, 0\);", ""),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"barrier_wait\(barriers\.weights, 0\);", ""),
         "relative error|never waited for",
     ),
     "rows_inputs_not_waited_for": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"barrier_wait\(barriers\.full[^;]*;", ""),
         "relative error|arrivals in a phase|never waited for",
     ),
     "rows_stages_overwritten": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "rows_stages_released_too_early": (
         ROWS,
         emulator.Edit(
-            "fused_rows.cu",
+            "sm90/gemm_fold_rows.cu",
             r"(#pragma unroll\s*for \(int tile = 0; tile < TILES; \+\+tile\) wgmma_finish.*\s*)(if \(speaker\).*)",
             r"\2\n\1",
         ),
@@ -2094,108 +2131,112 @@ MISTAKES = {
     ),
     "rows_sums_read_too_early": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"wgmma_finish\(sums[^;]*;", ";"),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"wgmma_finish\(sums[^;]*;", ";"),
         "relative error|never waited for|without wgmma_fence",
     ),
     "rows_carry_nothing": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"last = given;", "last = 0.0f;"),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"last = given;", "last = 0.0f;"),
         "relative error",
     ),
     "rows_of_another_lane": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"lane % 4 \+ lanes < 4", "lane % 4 + lanes <= 4"),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"lane % 4 \+ lanes < 4", "lane % 4 + lanes <= 4"),
         "relative error",
     ),
     "rows_lines_read_too_early": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)", r"\1"),
+        emulator.Edit(
+            "sm90/gemm_fold_rows.cu", r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)", r"\1"
+        ),
         "relative error",
     ),
     "rows_left_over_too_early": (
         ROWS_OF_SECTORS,
-        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*ELEMENT_T\* left)", r"\1"),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"__syncwarp\(\);(\s*ELEMENT_T\* left)", r"\1"),
         "relative error",
     ),
     "rows_left_over_lost": (
         ROWS_OF_SECTORS,
-        emulator.Edit("fused_rows.cu", r"left \+ kLineOutputs\)", "left)"),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"left \+ kLineOutputs\)", "left)"),
         "relative error",
     ),
     "rows_lines_overwritten": (
         ROWS_IN_PARTS,
-        emulator.Edit("fused_rows.cu", r"__syncwarp\(\);(\s*each<LINE_CELLS / 8>)", r"\1"),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"__syncwarp\(\);(\s*each<LINE_CELLS / 8>)", r"\1"),
         "relative error",
     ),
     "rows_end_too_early": (
         ROWS,
-        emulator.Edit("fused_rows.cu", r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)"),
+        emulator.Edit("sm90/gemm_fold_rows.cu", r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)"),
         "relative error inf",
     ),
     "rows_tf32_weights_not_waited_for": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"barrier_wait\(barriers\.weights, 0\);", ""),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"barrier_wait\(barriers\.weights, 0\);", ""),
         "relative error|never waited for",
     ),
     "rows_tf32_inputs_not_waited_for": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"barrier_wait\(barriers\.full[^;]*;", ";"),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"barrier_wait\(barriers\.full[^;]*;", ";"),
         "relative error|arrivals in a phase|never waited for",
     ),
     "rows_tf32_stages_overwritten": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"barrier_wait\(barriers\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "rows_tf32_sums_read_too_early": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"wgmma_finish_rows\(sums[^;]*;", ";"),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"wgmma_finish_rows\(sums[^;]*;", ";"),
         "relative error|never waited for|without wgmma_fence",
     ),
     "rows_tf32_channels_in_another_order": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"t / 2 \* 4 \+ t % 2", "t"),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"t / 2 \* 4 \+ t % 2", "t"),
         "relative error",
     ),
     "rows_tf32_carry_nothing": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"last = given;", "last = 0.0f;"),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"last = given;", "last = 0.0f;"),
         "relative error",
     ),
     "rows_tf32_of_another_lane": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"lane / 4 \+ lanes < 8", "lane / 4 + lanes <= 8"),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"lane / 4 \+ lanes < 8", "lane / 4 + lanes <= 8"),
         "relative error",
     ),
     "rows_tf32_lines_read_too_early": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"__syncwarp\(\);(\s*#.*\s*for.*\s*#.*\s*for \(int across)", r"\1"),
+        emulator.Edit(
+            "sm90/gemm_fold_rows_tf32.cu", r"__syncwarp\(\);(\s*#.*\s*for.*\s*#.*\s*for \(int across)", r"\1"
+        ),
         "relative error",
     ),
     "rows_tf32_nothing_kept": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"if \(t \* 2 \+ i < target\.early\(g\)\)", "if (false)"),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"if \(t \* 2 \+ i < target\.early\(g\)\)", "if (false)"),
         "relative error",
     ),
     "rows_tf32_kept_too_late": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"copy<kTogether>\(own_kept \+ i, begin \+ kLine \+ i\)", ""),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"copy<kTogether>\(own_kept \+ i, begin \+ kLine \+ i\)", ""),
         "relative error",
     ),
     "rows_tf32_beyond_the_row": (
         ROWS_TF32,
-        emulator.Edit("fused_rows_tf32.cu", r"const bool within = [^;]*;", "const bool within = true;"),
+        emulator.Edit("sm90/gemm_fold_rows_tf32.cu", r"const bool within = [^;]*;", "const bool within = true;"),
         "relative error",
     ),
     "fused_weights_not_waited_for": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.weight_full[^;]*;", ""),
+        emulator.Edit("sm90/implicit_gemm.cu", r"barrier_wait\(s\.weight_full[^;]*;", ""),
         "relative error|arrivals in a phase|never waited for",
     ),
     "fused_patch_full_too_early": (
         FUSED,
         emulator.Edit(
-            "common/fused_load.cuh",
+            "load/registers.cuh",
             r"(for \(int batch = 0;)",
             r"if (lane == 0) barrier_arrive(s.patch_full[ring.stage]); \1",
         ),
@@ -2203,196 +2244,198 @@ MISTAKES = {
     ),
     "fused_places_not_waited_for": (
         FUSED,
-        emulator.Edit("common/fused_load.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
+        emulator.Edit("load/registers.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
         "relative error",
     ),
     "fused_blocks_not_waited_for": (
         FUSED_BLOCKS,
-        emulator.Edit("fused_wgmma.cu", r"barrier_wait\(s\.patch_full[^;]*;", ""),
+        emulator.Edit("sm90/implicit_gemm.cu", r"barrier_wait\(s\.patch_full[^;]*;", ""),
         "relative error|arrivals in a phase|never waited for",
     ),
     "fused_blocks_into_what_is_read": (
         FUSED_BLOCKS,
-        emulator.Edit("common/fused_blocks.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+        emulator.Edit("load/tma_nchw.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "fused_blocks_of_other_images": (
         FUSED_BLOCKS,
-        emulator.Edit("common/fused_blocks.cuh", r"block - image \* image_blocks", "block"),
+        emulator.Edit("load/tma_nchw.cuh", r"block - image \* image_blocks", "block"),
         "relative error",
     ),
     "fused_lines_into_what_is_read": (
         FUSED_LINES,
-        emulator.Edit("common/fused_lines.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+        emulator.Edit("load/tma_nhwc.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "fused_lines_of_other_images": (
         FUSED_LINES,
-        emulator.Edit("common/fused_lines.cuh", r"\(box - 1\) \* BOX_IMAGES", "box * BOX_IMAGES"),
+        emulator.Edit("load/tma_nhwc.cuh", r"\(box - 1\) \* BOX_IMAGES", "box * BOX_IMAGES"),
         "relative error",
     ),
     "fused_landing_not_waited_for": (
         FUSED_LANDED,
-        emulator.Edit("common/fused_land.cuh", r"wait_for_groups<[^;]*;", ";"),
+        emulator.Edit("load/landing.cuh", r"wait_for_groups<[^;]*;", ";"),
         "relative error",
     ),
     "fused_landing_box_not_waited_for": (
         FUSED_LANDED_BOX,
-        emulator.Edit("common/fused_land.cuh", r"barrier_wait\(s\.landed_full[^;]*;", ";"),
+        emulator.Edit("load/landing.cuh", r"barrier_wait\(s\.landed_full[^;]*;", ";"),
         "relative error|arrivals in a phase|never waited for",
     ),
     "fused_landing_waited_for_too_little": (
         FUSED_LANDED,
         emulator.Edit(
-            "common/fused_land.cuh", r"wait_for_groups<LANDING_STAGES - 2>", "wait_for_groups<LANDING_STAGES - 1>"
+            "load/landing.cuh", r"wait_for_groups<LANDING_STAGES - 2>", "wait_for_groups<LANDING_STAGES - 1>"
         ),
         "relative error",
     ),
     "fused_landing_of_others_not_waited_for": (
         FUSED_LANDED,
-        emulator.Edit("common/fused_land.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
+        emulator.Edit("load/landing.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
         "relative error|a misaligned address",
     ),
     "fused_landing_overwritten": (
         FUSED_LANDED,
-        emulator.Edit("common/fused_land.cuh", r"i < LANDING_STAGES; \+\+i", "i <= LANDING_STAGES; ++i"),
+        emulator.Edit("load/landing.cuh", r"i < LANDING_STAGES; \+\+i", "i <= LANDING_STAGES; ++i"),
         "relative error",
     ),
     "fused_outputs_turned_round_without_a_barrier": (
         Run("fused", CASES[12]),
-        emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
+        emulator.Edit("epilogue/store_phases.cuh", r"__syncwarp\(\);", ""),
         "relative error",
     ),
     "fused_pixels_turned_round_without_a_barrier": (
         FUSED_PIXELS,
-        emulator.Edit("common/fused_store.cuh", r"meet<128>\(barrier\);(?=\s+piece_t)", ""),
+        emulator.Edit("epilogue/store_phases.cuh", r"meet<128>\(barrier\);(?=\s+piece_t)", ""),
         "relative error",
     ),
     "fused_lined_without_a_barrier": (
         FUSED_LINED,
-        emulator.Edit("common/fused_store.cuh", r"__syncwarp\(\);", ""),
+        emulator.Edit("epilogue/store_phases.cuh", r"__syncwarp\(\);", ""),
         "relative error|not written",
     ),
     "weight_grad_stage_not_free": (
         GRADIENT,
-        emulator.Edit("fused_weight_grad.cu", r"barrier_wait\(b\.empty[^;]*;", ""),
+        emulator.Edit("sm90/wgrad_nchw.cu", r"barrier_wait\(b\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "weight_grad_stage_not_waited_for": (
         GRADIENT,
-        emulator.Edit("fused_weight_grad.cu", r"barrier_wait\(b\.full[^;]*;", ""),
+        emulator.Edit("sm90/wgrad_nchw.cu", r"barrier_wait\(b\.full[^;]*;", ""),
         "relative error|deadlock|arrivals in a phase|never waited for",
     ),
     "weight_grad_stage_released_too_early": (
         GRADIENT,
         emulator.Edit(
-            "fused_weight_grad.cu", r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);"
+            "sm90/wgrad_nchw.cu", r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);"
         ),
         "relative error|arrivals in a phase|overwritten|deadlock",
     ),
     "weight_grad_rounded_before_it_came": (
         GRADIENT_TF32,
-        emulator.Edit("fused_weight_grad.cu", r"barrier_wait\(b\.came[^;]*;", ""),
+        emulator.Edit("sm90/wgrad_nchw.cu", r"barrier_wait\(b\.came[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock|never waited for",
     ),
     "weight_grad_slice_left_out": (
         replace(GRADIENT, multiprocessors=None),
-        emulator.Edit("fused_weight_grad_sum.cu", r"slice < p\.slices;", "slice < p.slices - 1;"),
+        emulator.Edit("splits/reduce_wgrad_splits.cu", r"slice < p\.slices;", "slice < p.slices - 1;"),
         "relative error",
     ),
     "weight_grad_lines_stage_not_free": (
         LINES,
-        emulator.Edit("fused_weight_grad_lines.cu", r"barrier_wait\(b\.empty[^;]*;", ""),
+        emulator.Edit("sm90/wgrad_nhwc.cu", r"barrier_wait\(b\.empty[^;]*;", ""),
         "relative error|arrivals in a phase|too many bytes|deadlock",
     ),
     "weight_grad_lines_stage_not_waited_for": (
         LINES,
-        emulator.Edit("fused_weight_grad_lines.cu", r"barrier_wait\(b\.full[^;]*;", ""),
+        emulator.Edit("sm90/wgrad_nhwc.cu", r"barrier_wait\(b\.full[^;]*;", ""),
         "relative error|deadlock|arrivals in a phase|never waited for",
     ),
     "weight_grad_lines_stage_released_too_early": (
         LINES,
         emulator.Edit(
-            "fused_weight_grad_lines.cu", r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);"
+            "sm90/wgrad_nhwc.cu", r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);"
         ),
         "relative error|arrivals in a phase|overwritten|deadlock",
     ),
     "weight_grad_lines_of_another_tap": (
         LINES,
-        emulator.Edit("fused_weight_grad_lines.cu", r"i / BOXES \* \(TAPS::kShift \* shift_lines\)", "i / BOXES"),
+        emulator.Edit("sm90/wgrad_nhwc.cu", r"i / BOXES \* \(TAPS::kShift \* shift_lines\)", "i / BOXES"),
         "relative error",
     ),
     "fused_lined_of_one_place": (
         FUSED_LINED,
-        emulator.Edit("common/fused_store.cuh", r"at\.advance<kLineCells>\(p, place / SPAN_W\);", ""),
+        emulator.Edit("epilogue/store_phases.cuh", r"at\.advance<kLineCells>\(p, place / SPAN_W\);", ""),
         "relative error|written twice|not written",
     ),
     "fused_weights_released_too_early": (
         FUSED,
         emulator.Edit(
-            "fused_wgmma.cu", r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)", r"\1 release_weights();"
+            "sm90/implicit_gemm.cu",
+            r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)",
+            r"\1 release_weights();",
         ),
         "relative error",
     ),
     "fused_patch_released_too_early": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"(held_patch = patches[^;]*;)", r"\1 release_patch();"),
+        emulator.Edit("sm90/implicit_gemm.cu", r"(held_patch = patches[^;]*;)", r"\1 release_patch();"),
         "relative error",
     ),
     "fused_patch_not_free": (
         FUSED,
-        emulator.Edit("common/fused_load.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
+        emulator.Edit("load/registers.cuh", r"barrier_wait\(s\.patch_empty[^;]*;", ""),
         "relative error|arrivals in a phase|deadlock",
     ),
     "fused_not_fenced": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"wgmma_fence\(\);", ""),
+        emulator.Edit("sm90/implicit_gemm.cu", r"wgmma_fence\(\);", ""),
         "a wgmma without wgmma_fence",
     ),
     "fused_last_product_not_waited_for": (
         FUSED,
-        emulator.Edit("fused_wgmma.cu", r"wgmma_finish\(sums[^;]*;", ";"),
+        emulator.Edit("sm90/implicit_gemm.cu", r"wgmma_finish\(sums[^;]*;", ";"),
         "a wgmma that was never waited for",
     ),
     "fused_border_column": (
         FUSED,
-        emulator.Edit("common/fused_load.cuh", r"\(iw\) >= p\.w_in", "(iw) + 1 >= p.w_in"),
+        emulator.Edit("load/registers.cuh", r"\(iw\) >= p\.w_in", "(iw) + 1 >= p.w_in"),
         "relative error",
     ),
     "fused_last_output_of_a_run": (
         Run("fused", MANY_CHANNELS, torch.float16, "channels_last", multiprocessors=0),
-        emulator.Edit("common/fused_store.cuh", r"if \(i < count\)", "if (i + 1 < count)"),
+        emulator.Edit("epilogue/store_phases.cuh", r"if \(i < count\)", "if (i + 1 < count)"),
         "relative error inf",
     ),
     "fused_second_part_missing": (
         FUSED_SPLIT,
-        emulator.Edit("common/mma.cuh", r"(rest = )__float_as_uint[^;]*;", r"\1 0;"),
+        emulator.Edit("ptx/mma.cuh", r"(rest = )__float_as_uint[^;]*;", r"\1 0;"),
         "relative error",
     ),
     "params_size": (
         Run("im2col", LAYER),
-        emulator.Edit("im2col.cu", r"int in_row_begin, in_rows;", "int in_row_begin, in_rows, spare[2];"),
+        emulator.Edit("columns/im2col.cu", r"int in_row_begin, in_rows;", "int in_row_begin, in_rows, spare[2];"),
         "params struct has 48 bytes in the source and 40 on the host",
     ),
     "launch_bounds": (
         Run("col2im", LAYER),
-        emulator.Edit("col2im.cu", r"__launch_bounds__\(256\)", "__launch_bounds__(128)"),
+        emulator.Edit("columns/col2im.cu", r"__launch_bounds__\(256\)", "__launch_bounds__(128)"),
         "block must have from 1 to 128 threads",
     ),
     "instruction_not_known": (
         Run("col2im", LAYER),
-        emulator.Edit("common/numeric.cuh", r"cvt\.f32\.f16", "cvt.f32.f8"),
+        emulator.Edit("numeric/types.cuh", r"cvt\.f32\.f16", "cvt.f32.f8"),
         "does not know the instruction 'cvt.f32.f8",
     ),
     "product_not_known": (
         MMA,
-        emulator.Edit("common/mma.cuh", r"m16n8k8\.row", "m16n8k4.row"),
+        emulator.Edit("ptx/mma.cuh", r"m16n8k8\.row", "m16n8k4.row"),
         "does not know the instruction 'mma.sync.aligned.m16n8k4",
     ),
     "not_cuda": (
         Run("im2col", LAYER),
-        emulator.Edit("im2col.cu", r"const int plane = ", "const int plane == "),
-        "im2col.cu:.*error",
+        emulator.Edit("columns/im2col.cu", r"const int plane = ", "const int plane == "),
+        "columns/im2col.cu:.*error",
     ),
 }
 
@@ -2443,5 +2486,5 @@ def test_emulator_notices_a_mistake(mistake, folder, poison):
 def test_emulator_leaves_the_loader_as_it_was(folder):
     original = launch.load
     with emulator.install(folder):
-        assert fold_kernels.load is launch.load is not original
-    assert fold_kernels.load is launch.load is original
+        assert col2im.load is launch.load is not original
+    assert col2im.load is launch.load is original

@@ -10,20 +10,18 @@ import pytest
 import torch
 
 from benchmarks.workloads import SUITES
-from gemmconv import algorithms
-from gemmconv.algorithms import (
-    direct_ffma,
-    direct_grads,
-    direct_input_grad,
-    direct_mma,
-    direct_weight_grad,
-    fused,
-    fused_fold,
-    fused_gradient_sum,
-)
-from gemmconv.algorithms.row_gathering import RowGathering
+from gemmconv import kernels
+from gemmconv.algorithms import fused
 from gemmconv.device import KNOWN, REFERENCE
 from gemmconv.geometry import Problem
+from gemmconv.kernels.direct import forward as direct_forward
+from gemmconv.kernels.direct import forward_mma as direct_forward_mma
+from gemmconv.kernels.direct import grads_mma as direct_grads_mma
+from gemmconv.kernels.direct import input_grad as direct_input_grad
+from gemmconv.kernels.direct import weight_grad as direct_weight_grad
+from gemmconv.kernels.sm90 import gemm_fold_narrow, implicit_gemm
+from gemmconv.kernels.sm90.row_streaming import RowGathering
+from gemmconv.kernels.splits import reduce_wgrad_splits
 from gemmconv.selection import choose
 from tests.samples import config_of
 
@@ -37,7 +35,7 @@ each_smaller = pytest.mark.parametrize("spec", SMALLER, ids=lambda spec: spec.na
 class Launches(list):
     """The grids that kernels would be launched with, by the name of the source."""
 
-    def load(self, source, name, macros, index, shared_bytes=0):
+    def load(self, source, macros, index, shared_bytes=0):
         launches = self
 
         class Kernel:
@@ -64,17 +62,17 @@ def launches(monkeypatch):
 def ways_of(config):
     """All tiles and plans of persistent kernels for a forward pass, each with what prepares its call."""
     ways = [(tile, fused._MODULES[type(tile)].prepare_forward) for tile in fused._tiles_for(config, "forward")]
-    if (plan := fused._own_plan(config, "forward")) is not None:
-        ways.append((plan, fused.prepare_forward))
-    if (tile := direct_mma.tile_for(config)) is not None:
-        ways.append((tile, direct_mma.prepare_forward))
+    if (plan := implicit_gemm.own_plan(config, "forward")) is not None:
+        ways.append((plan, implicit_gemm.prepare_forward))
+    if (tile := direct_forward_mma.tile_for(config)) is not None:
+        ways.append((tile, direct_forward_mma.prepare_forward))
     return ways
 
 
 def most_blocks(way, multiprocessors):
     """Blocks that run at once: one or some on each multiprocessor, but one for each set of weights at least."""
-    resident = way.blocks_resident if isinstance(way, direct_mma.Tile | fused_fold.Tile) else 1
-    sets = way.sets if isinstance(way, direct_mma.Tile | RowGathering) else 1
+    resident = way.blocks_resident if isinstance(way, direct_forward_mma.Tile | gemm_fold_narrow.Tile) else 1
+    sets = way.sets if isinstance(way, direct_forward_mma.Tile | RowGathering) else 1
     return max(resident * multiprocessors, sets)
 
 
@@ -94,8 +92,10 @@ def test_grids_of_persistent_kernels_are_what_runs_at_once(spec, launches):
                     most = most_blocks(way, spec.multiprocessors)
                     assert 0 < blocks <= most, (workload.name, source)
                     fullest[source] = max(fullest.get(source, 0), blocks / most)
-    kernels = "wgmma", "fold", "images", "image_rows", "shuffle", "cell_rows", "rows", "rows_tf32"
-    assert set(fullest) == {"direct_mma", *(f"fused_{kernel}" for kernel in kernels)}
+    products = "implicit_gemm", "implicit_gemm_nhwc", "gemm_depth_to_space"
+    folds = "", "_narrow", "_pixels", "_rows", "_rows_tf32"
+    names = [*products, *(f"gemm_fold{fold}" for fold in folds)]
+    assert set(fullest) == {"direct/forward_mma", *(f"sm90/{name}" for name in names)}
     assert min(fullest.values()) > 0.9  # none leaves multiprocessors idle that it might have
 
 
@@ -107,7 +107,7 @@ def test_weight_gradients_are_cut_into_slices_for_the_multiprocessors_there_are(
             if (tile := tile_for(config)) is not None:
                 blocks = tile.weight_blocks * tile.slices(config.workspace_limit)
                 assert blocks <= max(tile.weight_blocks, rounds * spec.multiprocessors)
-        if (both := direct_grads.tile_for(config)) is not None:
+        if (both := direct_grads_mma.tile_for(config)) is not None:
             assert both.multiprocessors == spec.multiprocessors
 
 
@@ -133,16 +133,16 @@ def test_what_a_tile_is_for_is_part_of_it():
     grouped = Problem(8, 32, 64, 4, (64, 64), (3, 3), (2, 2))
     here, there = (replace(config_of(dense), spec=one) for one in (REFERENCE, spec))
     for direction in ("forward", "input_grad"):
-        plans = [fused.plan_for(config, direction) for config in (here, there)]
+        plans = [implicit_gemm.plan_for(config, direction) for config in (here, there)]
         assert [plan.multiprocessors for plan in plans] == [REFERENCE.multiprocessors, 16]
         assert plans[0].cycles < plans[1].cycles
     for tile_for in (fused.gradient_tile_for, fused.lines_tile_for):
         assert tile_for(here).seconds(here.workspace_limit) < tile_for(there).seconds(there.workspace_limit)
     here, there = (replace(config_of(grouped), spec=one) for one in (REFERENCE, spec))
-    assert direct_mma.tile_for(there).spec is spec
-    assert direct_mma.tile_for(here).cycles < direct_mma.tile_for(there).cycles
-    tile = direct_ffma.tile_of(grouped, torch.float16, False)
-    cycles = [direct_ffma.cycles_of(grouped, torch.float16, False, tile, one) for one in (REFERENCE, spec)]
+    assert direct_forward_mma.tile_for(there).spec is spec
+    assert direct_forward_mma.tile_for(here).cycles < direct_forward_mma.tile_for(there).cycles
+    tile = direct_forward.tile_of(grouped, torch.float16, False)
+    cycles = [direct_forward.cycles_of(grouped, torch.float16, False, tile, one) for one in (REFERENCE, spec)]
     assert cycles[0] < cycles[1]
 
 
@@ -151,13 +151,13 @@ def test_few_multiprocessors_are_busy_with_larger_blocks():
     for size_of in (
         lambda count: direct_input_grad.input_grad_tile(depthwise, 2, count).threads,
         lambda count: direct_weight_grad.weight_grad_tile(depthwise, 2, False, count).threads,
-        lambda count: fused_gradient_sum.sum_macros(many, torch.float16, 4, count)["SUM_RUN"],
+        lambda count: reduce_wgrad_splits.sum_macros(many, torch.float16, 4, count)["SUM_RUN"],
     ):
         assert size_of(1) > size_of(64)
 
 
 def test_weights_stay_in_blocks_only_where_each_set_has_a_multiprocessor():
-    plan = fused.plan_for(config_of(Problem(4, 64, 64 * 100, 1, (64, 64), (1, 1))), "forward")
+    plan = implicit_gemm.plan_for(config_of(Problem(4, 64, 64 * 100, 1, (64, 64), (1, 1))), "forward")
     for count in (plan.sets - 1, plan.sets):
         other = replace(plan, multiprocessors=count)
         assert other.resident == (count == plan.sets)
@@ -165,5 +165,5 @@ def test_weights_stay_in_blocks_only_where_each_set_has_a_multiprocessor():
 
 
 def test_no_algorithm_knows_how_many_multiprocessors_the_reference_has():
-    for path in Path(algorithms.__file__).parent.glob("*.py"):
+    for path in Path(kernels.__file__).parent.rglob("*.py"):
         assert not re.search(r"\b132\b|MULTIPROCESSORS|multiprocessors_of", path.read_text()), path.name

@@ -22,31 +22,30 @@ from tests.samples import problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
-from gemmconv.algorithms import (
-    direct_ffma,
-    direct_grads,
-    direct_input_grad,
-    direct_mma,
-    direct_weight_grad,
-    fold_kernels,
-    fused,
-    fused_cell_rows,
-    fused_choice,
-    fused_fold,
-    fused_gradient,
-    fused_gradient_lines,
-    fused_gradient_sum,
-    fused_image_rows,
-    fused_images,
-    fused_rows,
-    fused_rows_tf32,
-    fused_shuffle,
-    partials,
-    row_gathering,
-    turning,
-    weight_lines,
+from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.direct import forward as direct_forward
+from gemmconv.kernels.direct import forward_mma as direct_forward_mma
+from gemmconv.kernels.direct import grads_mma as direct_grads_mma
+from gemmconv.kernels.direct import input_grad as direct_input_grad
+from gemmconv.kernels.direct import weight_grad as direct_weight_grad
+from gemmconv.kernels.layout import transpose
+from gemmconv.kernels.macros import ELEMENT_TYPES
+from gemmconv.kernels.sm90 import (
+    gemm_depth_to_space,
+    gemm_fold,
+    gemm_fold_narrow,
+    gemm_fold_pixels,
+    gemm_fold_rows,
+    gemm_fold_rows_tf32,
+    implicit_gemm,
+    implicit_gemm_choice,
+    implicit_gemm_nhwc,
+    row_streaming,
+    wgrad_nchw,
+    wgrad_nhwc,
 )
-from gemmconv.algorithms.macros import ELEMENT_TYPES
+from gemmconv.kernels.splits import reduce_splits, reduce_wgrad_splits
+from gemmconv.kernels.weights import pack_k_major
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -80,28 +79,28 @@ def kernel_variants():
         for dtype in DTYPES if name in ("decoder", "asymmetric", "depthwise") else [torch.float32]:
             label = f"{name}-{str(dtype).removeprefix('torch.')}"
             columns = torch.float64 if dtype == torch.float64 else torch.float32
-            variants[f"col2im-{label}"] = ("col2im.cu", fold_kernels.col2im_macros(problem, columns, dtype))
-            variants[f"im2col-{label}"] = ("im2col.cu", fold_kernels.im2col_macros(problem, dtype))
+            variants[f"col2im-{label}"] = ("columns/col2im.cu", col2im.col2im_macros(problem, columns, dtype))
+            variants[f"im2col-{label}"] = ("columns/im2col.cu", col2im.im2col_macros(problem, dtype))
             if name == "decoder":
-                macros = fold_kernels.col2im_macros(problem, dtype, dtype)  # the public col2im
-                variants[f"col2im-public-{label}"] = ("col2im.cu", macros)
+                macros = col2im.col2im_macros(problem, dtype, dtype)  # the public col2im
+                variants[f"col2im-public-{label}"] = ("columns/col2im.cu", macros)
             for layout in (False, True):
-                if direct_ffma.tile_of(problem, dtype, layout) is not None:
-                    macros = direct_ffma.forward_macros(problem, dtype, layout)
-                    variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct.cu", macros)
+                if direct_forward.tile_of(problem, dtype, layout) is not None:
+                    macros = direct_forward.forward_macros(problem, dtype, layout)
+                    variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct/forward.cu", macros)
             macros = direct_input_grad.input_grad_macros(problem, dtype)
-            variants[f"direct_input_grad-{label}"] = ("direct_input_grad.cu", macros)
+            variants[f"direct_input_grad-{label}"] = ("direct/input_grad.cu", macros)
             macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7)
-            variants[f"direct_weight_grad-{label}"] = ("direct_weight_grad.cu", macros)
+            variants[f"direct_weight_grad-{label}"] = ("direct/weight_grad.cu", macros)
             both = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize, True)
             if both.computes_both(problem, dtype.itemsize):
                 macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7, input_grad=True)
-                variants[f"direct_weight_grad-both-{label}"] = ("direct_weight_grad.cu", macros)
-            variants[f"sum_partials-{dtype}"] = ("sum_partials.cu", partials.sum_partials_macros(dtype))
+                variants[f"direct_weight_grad-both-{label}"] = ("direct/weight_grad.cu", macros)
+            variants[f"reduce_splits-{dtype}"] = ("splits/reduce_splits.cu", reduce_splits.sum_partials_macros(dtype))
     for label, (macros, _) in MMA_VARIANTS.items():
-        variants[label] = ("direct_mma.cu", macros)
+        variants[label] = ("direct/forward_mma.cu", macros)
     for label, (macros, _) in GRADS_VARIANTS.items():
-        variants[label] = ("direct_grads.cu", macros)
+        variants[label] = ("direct/grads_mma.cu", macros)
     for channels, pixels, itemsize in (
         (96, 4096, 2),
         (3, 4096, 2),
@@ -110,12 +109,12 @@ def kernel_variants():
         (70, (1 << 31) - 1025, 8),
     ):
         for to_last in (False, True):
-            macros = turning.turn_macros(channels, pixels, to_last, itemsize)
-            variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn.cu", macros)
+            macros = transpose.turn_macros(channels, pixels, to_last, itemsize)
+            variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose.cu", macros)
     for channels, pixels, itemsize in ((96, 4096, 2), (12, 112, 2), (64, 1032, 4), (8, (1 << 31) - 1032, 8)):
         for to_last in (False, True):
-            macros = turning.units_macros(channels, pixels, to_last, itemsize)
-            variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("turn_units.cu", macros)
+            macros = transpose.units_macros(channels, pixels, to_last, itemsize)
+            variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose_vectors.cu", macros)
     variants |= fused_variants() | fold_variants() | image_variants() | image_rows_variants() | shuffle_variants()
     variants |= cell_rows_variants()
     variants |= row_variants() | gradient_variants()
@@ -123,16 +122,18 @@ def kernel_variants():
 
 
 def mma_variants():
-    """Macros of direct_mma.cu, and the tile that they are for, for the problems above and wider ones."""
+    """Macros of direct/forward_mma.cu, and the tile that they are for, for the problems above and wider ones."""
     problems = {**PROBLEMS, **{f"tiled{i}": problem_of(case) for i, case in enumerate(TILED_CASES) if i % 2}}
     layers, variants = problems_by_name(), {}
     problems |= {name: layers[name] for name in ("kb75", "kb81")}  # in NCHW with long lines, of 75 in float32
     for name, problem in problems.items():
         for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "grouped") else [])):
             for layout in (False, True):
-                if (tile := direct_mma.tile_of(problem, dtype.itemsize, layout)) is not None:
-                    label = f"direct_mma-{'nhwc' if layout else 'nchw'}-{name}-{str(dtype).removeprefix('torch.')}"
-                    variants[label] = (direct_mma.forward_macros(tile, dtype), tile)
+                if (tile := direct_forward_mma.tile_of(problem, dtype.itemsize, layout)) is not None:
+                    label = (
+                        f"direct_forward_mma-{'nhwc' if layout else 'nchw'}-{name}-{str(dtype).removeprefix('torch.')}"
+                    )
+                    variants[label] = (direct_forward_mma.forward_macros(tile, dtype), tile)
     return variants
 
 
@@ -171,10 +172,10 @@ def fused_variants():
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
         for direction in ("forward", "input_grad") if name in BOTH_DIRECTIONS else ("forward",):
             split, channels_last = kind == "float32", layout == "nhwc"
-            plan = fused_choice.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
-            for source in ("fused_weights", "fused_wgmma"):
+            plan = implicit_gemm_choice.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
+            for source in ("weights/pack_phases", "sm90/implicit_gemm"):
                 label = f"{source}-{direction}-{layout}-{name}-{kind}"
-                variants[label] = (f"{source}.cu", fused.macros_of(plan, dtype))
+                variants[label] = (f"{source}.cu", implicit_gemm.macros_of(plan, dtype))
     return variants
 
 
@@ -190,12 +191,15 @@ FOLDS += [("huge", "float32", "nchw"), ("huge", "tf32", "nhwc"), ("patches", "fl
 
 
 def fold_variants():
-    """fused_fold.cu for some of the problems above and for layers of full size."""
+    """sm90/gemm_fold_narrow.cu for some of the problems above and for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, layout in FOLDS:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile = fused_fold.tile_of(problems[name], dtype.itemsize, kind == "float32", layout == "nhwc")
-        variants[f"fused_fold-{layout}-{name}-{kind}"] = ("fused_fold.cu", fused_fold.macros_of(tile, dtype))
+        tile = gemm_fold_narrow.tile_of(problems[name], dtype.itemsize, kind == "float32", layout == "nhwc")
+        variants[f"gemm_fold_narrow-{layout}-{name}-{kind}"] = (
+            "sm90/gemm_fold_narrow.cu",
+            gemm_fold_narrow.macros_of(tile, dtype),
+        )
     return variants
 
 
@@ -215,14 +219,14 @@ IMAGES = [
 
 
 def image_variants():
-    """fused_images.cu for layers of full size."""
+    """sm90/gemm_fold.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, choice in IMAGES:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile = fused_images.tile_of(problems[name], dtype.itemsize)
+        tile = gemm_fold.tile_of(problems[name], dtype.itemsize)
         if choice is not None:
-            tile = [*fused_images.tiles_of(problems[name], dtype.itemsize)][choice]
-        variants[f"fused_images-{name}-{kind}-{choice}"] = ("fused_images.cu", fused_images.macros_of(tile, dtype))
+            tile = [*gemm_fold.tiles_of(problems[name], dtype.itemsize)][choice]
+        variants[f"gemm_fold-{name}-{kind}-{choice}"] = ("sm90/gemm_fold.cu", gemm_fold.macros_of(tile, dtype))
     return variants
 
 
@@ -240,19 +244,19 @@ SHUFFLES = [
 
 
 def shuffle_variants():
-    """fused_shuffle.cu and fused_weight_lines.cu for layers of full size."""
+    """sm90/gemm_depth_to_space.cu and weights/pack_k_major.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, choice in SHUFFLES:
         dtype = getattr(torch, kind)
-        tile = fused_shuffle.tile_of(problems[name], dtype.itemsize)
+        tile = gemm_depth_to_space.tile_of(problems[name], dtype.itemsize)
         if choice is not None:
-            tile = [*fused_shuffle.tiles_of(problems[name], dtype.itemsize)][choice]
-        macros = fused_shuffle.macros_of(tile, dtype)
-        variants[f"fused_shuffle-{name}-{kind}-{choice}"] = ("fused_shuffle.cu", macros)
+            tile = [*gemm_depth_to_space.tiles_of(problems[name], dtype.itemsize)][choice]
+        macros = gemm_depth_to_space.macros_of(tile, dtype)
+        variants[f"gemm_depth_to_space-{name}-{kind}-{choice}"] = ("sm90/gemm_depth_to_space.cu", macros)
         if tile.packed:
             p, units = tile.problem, tile.chunks * 8
-            macros = weight_lines.packing_macros_of(p, tile.lines, units, p.kernel_size[1])
-            variants[f"fused_weight_lines-{name}"] = ("fused_weight_lines.cu", macros)
+            macros = pack_k_major.packing_macros_of(p, tile.lines, units, p.kernel_size[1])
+            variants[f"pack_k_major-{name}"] = ("weights/pack_k_major.cu", macros)
     return variants
 
 
@@ -265,16 +269,16 @@ IMAGE_ROWS = [
 
 
 def image_rows_variants():
-    """fused_image_rows.cu for layers of full size."""
+    """sm90/gemm_fold_pixels.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, choice in IMAGE_ROWS:
         dtype = getattr(torch, kind)
-        tile = fused_image_rows.tile_of(problems[name], dtype.itemsize)
+        tile = gemm_fold_pixels.tile_of(problems[name], dtype.itemsize)
         if choice is not None and tile is not None:
-            tile = [*fused_image_rows.tiles_of(problems[name], dtype.itemsize)][choice]
+            tile = [*gemm_fold_pixels.tiles_of(problems[name], dtype.itemsize)][choice]
         if tile is not None:
-            macros = fused_image_rows.macros_of(tile, dtype)
-            variants[f"fused_image_rows-{name}-{kind}-{choice}"] = ("fused_image_rows.cu", macros)
+            macros = gemm_fold_pixels.macros_of(tile, dtype)
+            variants[f"gemm_fold_pixels-{name}-{kind}-{choice}"] = ("sm90/gemm_fold_pixels.cu", macros)
     return variants
 
 
@@ -294,17 +298,17 @@ CELL_ROWS = [
 
 
 def cell_rows_variants():
-    """fused_cell_rows.cu for layers of full size."""
+    """sm90/implicit_gemm_nhwc.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind, fields in CELL_ROWS:
         dtype = getattr(torch, kind)
-        tile = fused_cell_rows.tile_of(problems[name], dtype.itemsize)
+        tile = implicit_gemm_nhwc.tile_of(problems[name], dtype.itemsize)
         if fields is not None:
-            tiles = fused_cell_rows.tiles_of(problems[name], dtype.itemsize)
+            tiles = implicit_gemm_nhwc.tiles_of(problems[name], dtype.itemsize)
             tile = next((one for one in tiles if (one.row_blocks, one.lines, one.group) == fields), None)
         if tile is not None:
-            macros = fused_cell_rows.macros_of(tile, dtype)
-            variants[f"fused_cell_rows-{name}-{kind}-{fields}"] = ("fused_cell_rows.cu", macros)
+            macros = implicit_gemm_nhwc.macros_of(tile, dtype)
+            variants[f"implicit_gemm_nhwc-{name}-{kind}-{fields}"] = ("sm90/implicit_gemm_nhwc.cu", macros)
     return variants
 
 
@@ -334,18 +338,18 @@ ODD_ROWS = {
 
 
 def row_variants():
-    """fused_rows.cu, fused_rows_tf32.cu and fused_rows_weights.cu for layers of full size."""
+    """sm90/gemm_fold_rows.cu, sm90/gemm_fold_rows_tf32.cu and weights/pack_rows.cu for layers of full size."""
     problems, variants = {**problems_by_name(), **ODD_ROWS}, {}
     for name, kind, direction, choice in (*ROWS, *((name, "float32", "forward", None) for name in ODD_ROWS)):
-        kernel = fused_rows_tf32 if kind == "float32" else fused_rows
+        kernel = gemm_fold_rows_tf32 if kind == "float32" else gemm_fold_rows
         tile = kernel.tile_of(problems[name], direction)
         if tile is None:  # in TF32, a layer whose columns are outputs
             continue
         if choice is not None:
             tile = [*kernel.tiles_of(problems[name], direction)][choice]
-        for source in (tile.source, "fused_rows_weights"):
+        for source in (tile.source, "weights/pack_rows"):
             label = f"{source}-{direction}-{name}-{kind}-{choice}"
-            variants[label] = (f"{source}.cu", row_gathering.macros_of(tile, getattr(torch, kind)))
+            variants[label] = (f"{source}.cu", row_streaming.macros_of(tile, getattr(torch, kind)))
     return variants
 
 
@@ -359,21 +363,21 @@ GRADIENTS += [("kb71", "bfloat16"), ("pose3", "bfloat16"), ("stylegan_up256", "t
 
 
 def gradient_variants():
-    """fused_weight_grad.cu, _lines.cu and _sum.cu for layers of full size."""
+    """sm90/wgrad_nchw.cu, _lines.cu and _sum.cu for layers of full size."""
     problems, variants = problems_by_name(), {}
     for name, kind in GRADIENTS:
         dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile = fused_gradient.tile_of(problems[name], dtype.itemsize, kind == "float32", 64 << 20)
-        variants[f"fused_weight_grad-{name}-{kind}"] = (
-            "fused_weight_grad.cu",
-            fused_gradient.macros_of(tile, dtype, 2),
+        tile = wgrad_nchw.tile_of(problems[name], dtype.itemsize, kind == "float32", 64 << 20)
+        variants[f"wgrad_nchw-{name}-{kind}"] = (
+            "sm90/wgrad_nchw.cu",
+            wgrad_nchw.macros_of(tile, dtype, 2),
         )
         if dtype.itemsize == 2:
-            tile = fused_gradient_lines.tile_of(problems[name], 64 << 20)
-            macros = fused_gradient_lines.macros_of(tile, dtype, 2)
-            variants[f"fused_weight_grad_lines-{name}-{kind}"] = ("fused_weight_grad_lines.cu", macros)
-        macros = fused_gradient_sum.sum_macros(problems[name], dtype, 132)
-        variants[f"fused_weight_grad_sum-{name}-{kind}"] = ("fused_weight_grad_sum.cu", macros)
+            tile = wgrad_nhwc.tile_of(problems[name], 64 << 20)
+            macros = wgrad_nhwc.macros_of(tile, dtype, 2)
+            variants[f"wgrad_nhwc-{name}-{kind}"] = ("sm90/wgrad_nhwc.cu", macros)
+        macros = reduce_wgrad_splits.sum_macros(problems[name], dtype, 132)
+        variants[f"reduce_wgrad_splits-{name}-{kind}"] = ("splits/reduce_wgrad_splits.cu", macros)
     return variants
 
 
@@ -383,13 +387,13 @@ def problems_by_name():
 
 
 def grads_variants():
-    """Macros of direct_grads.cu, and the tile that they are for, for the problems above and layers of full size."""
+    """Macros of direct/grads_mma.cu, and the tile that they are for, for the problems above and layers of full size."""
     problems, variants = problems_by_name(), {}
     for name in (*PROBLEMS, "kb75", "dcgan5", "groups_4", "groups_16"):
         for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "kb75") else [])):
-            if (tile := direct_grads.tile_of(problems[name], dtype.itemsize)) is not None:
-                macros = direct_grads.grads_macros(tile, dtype, slices=7)
-                variants[f"direct_grads-{name}-{str(dtype).removeprefix('torch.')}"] = (macros, tile)
+            if (tile := direct_grads_mma.tile_of(problems[name], dtype.itemsize)) is not None:
+                macros = direct_grads_mma.grads_macros(tile, dtype, slices=7)
+                variants[f"direct_grads_mma-{name}-{str(dtype).removeprefix('torch.')}"] = (macros, tile)
     return variants
 
 
@@ -401,7 +405,8 @@ OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
 def architectures_of(source_name):
     """Those that a source is for; fused is Hopper's alone."""
-    return ["sm_90a"] if source_name.startswith("fused") else ARCHITECTURES
+    of_hopper = source_name.startswith(("sm90/", "weights/")) or source_name == "splits/reduce_wgrad_splits.cu"
+    return ["sm_90a"] if of_hopper else ARCHITECTURES
 
 
 def type_of(macros):
@@ -434,30 +439,40 @@ EVERY_COMPILATION = [
     (variant, arch) for variant, (source_name, _) in VARIANTS.items() for arch in architectures_of(source_name)
 ]
 # Their blocks of many sums have 128 threads, and three of those fit the registers of a multiprocessor.
-MOST_REGISTERS = dict.fromkeys(("direct.cu", "direct_input_grad.cu", "direct_weight_grad.cu"), 168)
+MOST_REGISTERS = dict.fromkeys(("direct/forward.cu", "direct/input_grad.cu", "direct/weight_grad.cu"), 168)
 LEAST_SHARED_BYTES = 99 << 10  # that a block may have on every architecture since sm_80
-SMALL = ("col2im.cu", fold_kernels.col2im_macros(PROBLEMS["decoder"], torch.float32, torch.float32))
+SMALL = ("columns/col2im.cu", col2im.col2im_macros(PROBLEMS["decoder"], torch.float32, torch.float32))
 
 
 def most_registers(source_name, macros):
     """Return the registers that a thread may take; with tensor cores those that its blocks leave to it."""
-    if source_name in ("direct_mma.cu", "direct_grads.cu"):
-        names = ("WARPS_M", "WARPS_N") if source_name == "direct_mma.cu" else ("ROW_WARPS", "COLUMN_WARPS", "CI_WARPS")
+    if source_name in ("direct/forward_mma.cu", "direct/grads_mma.cu"):
+        names = (
+            ("WARPS_M", "WARPS_N")
+            if source_name == "direct/forward_mma.cu"
+            else ("ROW_WARPS", "COLUMN_WARPS", "CI_WARPS")
+        )
         threads = 32 * math.prod(macros[name] for name in names)
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
-    if source_name == "fused_fold.cu":
+    if source_name == "sm90/gemm_fold_narrow.cu":
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
-    of_384 = "fused_rows.cu", "fused_rows_tf32.cu", "fused_shuffle.cu", "fused_image_rows.cu", "fused_cell_rows.cu"
+    of_384 = (
+        "sm90/gemm_fold_rows.cu",
+        "sm90/gemm_fold_rows_tf32.cu",
+        "sm90/gemm_depth_to_space.cu",
+        "sm90/gemm_fold_pixels.cu",
+        "sm90/implicit_gemm_nhwc.cu",
+    )
     if source_name in of_384:
         return 65_536 // 384 // 8 * 8  # as launch bounds have it; those who multiply take more once others gave some up
-    if source_name == "fused_images.cu":
+    if source_name == "sm90/gemm_fold.cu":
         return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)
-    if source_name in ("fused_weight_grad.cu", "fused_weight_grad_lines.cu"):
+    if source_name in ("sm90/wgrad_nchw.cu", "sm90/wgrad_nhwc.cu"):
         warpgroups = math.prod(macros.get(f"SIDES_{side}", 1) for side in ("CI", "CO", "H", "W"))
         return min(255, 65_536 // (128 * (warpgroups + 1)) // 8 * 8)
-    if source_name == "fused_wgmma.cu":
+    if source_name == "sm90/implicit_gemm.cu":
         return 65_536 // (macros["LOADERS"] + 288) // 8 * 8
     return MOST_REGISTERS.get(source_name, 128)
 
@@ -485,16 +500,16 @@ def test_every_source_is_compiled_for_every_architecture():
 
 
 def test_compile_variants_use_every_source():
-    kernels = {path.name for path in sources.directory().glob("*.cu")}
+    kernels = {path.relative_to(sources.directory()).as_posix() for path in sources.directory().rglob("*.cu")}
     assert {source_name for source_name, _ in VARIANTS.values()} == kernels
 
 
 def test_compile_variants_use_both_offset_widths():
     for names in (
-        {"direct_mma.cu"},
-        {"direct_grads.cu"},
-        {"fused_wgmma.cu"},
-        {"fused_fold.cu"},
+        {"direct/forward_mma.cu"},
+        {"direct/grads_mma.cu"},
+        {"sm90/implicit_gemm.cu"},
+        {"sm90/gemm_fold_narrow.cu"},
         {source_name for source_name, _ in VARIANTS.values()},
     ):
         found = {"INDEX_64" in macros for source_name, macros in VARIANTS.values() if source_name in names}
@@ -594,7 +609,7 @@ def test_cache_second_compile_is_a_hit(tmp_path, compile_counter):
 def test_cache_tells_macros_architectures_and_sources_apart(tmp_path, compile_counter, monkeypatch):
     cache = KernelCache(tmp_path / "kernels")
     source_name, macros = SMALL
-    other_macros = fold_kernels.col2im_macros(PROBLEMS["plain"], torch.float32, torch.float32)
+    other_macros = col2im.col2im_macros(PROBLEMS["plain"], torch.float32, torch.float32)
     cubins = {
         compiler.compile(source_name, macros, "sm_90a", cache=cache).cubin,
         compiler.compile(source_name, macros, "sm_80", cache=cache).cubin,
@@ -710,7 +725,7 @@ def compile_into(folder, start, results):
     """Run in another process: wait for the others, compile two kernels into one cache, report their digests."""
     start.wait(timeout=60)
     cache = KernelCache(folder)
-    im2col = ("im2col.cu", fold_kernels.im2col_macros(PROBLEMS["decoder"], torch.float32))
+    im2col = ("columns/im2col.cu", col2im.im2col_macros(PROBLEMS["decoder"], torch.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cubins = [compiler.compile(*kernel, "sm_90a", cache=cache).cubin for kernel in (SMALL, im2col)]
@@ -738,22 +753,22 @@ def test_cache_may_be_filled_by_several_processes_at_once(tmp_path):
 def test_sources_are_found_and_include_only_each_other():
     """No CUDA header: a user need not have the toolkit."""
     folder = sources.directory()
-    for path in [*folder.glob("*.cu"), *folder.rglob("*.cuh")]:
+    for path in [*folder.rglob("*.cu"), *folder.rglob("*.cuh")]:
         for line in path.read_text().splitlines():
             if line.startswith("#include"):
                 name = line.split()[1]
                 assert name[0] == '"', f"{path.name}: {line}"
-                assert (folder / name.strip('"')).is_file(), f"{path.name}: {line}"
+                assert (folder / "include" / name.strip('"')).is_file(), f"{path.name}: {line}"
 
 
 def test_sources_header_digest_depends_on_every_header(tmp_path, monkeypatch):
-    common = tmp_path / "common"
-    common.mkdir()
-    (common / "a.cuh").write_text("1")
+    folder = tmp_path / "include" / "ptx"
+    folder.mkdir(parents=True)
+    (folder / "a.cuh").write_text("1")
     monkeypatch.setattr(sources, "directory", lambda: tmp_path)
     digests = []
     for text in ("1", "2"):
-        (common / "a.cuh").write_text(text)
+        (folder / "a.cuh").write_text(text)
         sources.header_digest.cache_clear()
         digests.append(sources.header_digest())
     sources.header_digest.cache_clear()

@@ -13,9 +13,9 @@ from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
-from gemmconv.algorithms.turning import grad_turning_seconds, turning_seconds
 from gemmconv.device import REFERENCE, spec_of
 from gemmconv.geometry import Problem
+from gemmconv.kernels.layout.transpose import grad_turning_seconds, turning_seconds
 from gemmconv.selection import choose, choose_gradients, is_deterministic
 
 pytestmark = pytest.mark.skipif(

@@ -1,15 +1,15 @@
-"""``direct``: one gather kernel (csrc/direct.cu), no workspace, specialised for the layer.
+"""``direct``: one gather kernel (csrc/direct/forward.cu), no workspace, specialised for the layer.
 
 For layers whose work is moving bytes: grouped, depthwise, strided, dilated, of few channels. Products are ordinary
 multiplications and additions, in float32 (float64 for float64); of 16-bit types, and of float32 where TF32 may be used,
 those of tensor cores where that is faster. Gradients take tensor cores where both are computed at once.
 
-    direct_ffma.py         csrc/direct.cu              forward on CUDA cores
-    direct_mma.py          csrc/direct_mma.cu          forward on tensor cores
-    direct_input_grad.py   csrc/direct_input_grad.cu
-    direct_weight_grad.py  csrc/direct_weight_grad.cu  and both gradients at once on CUDA cores
-    direct_grads.py        csrc/direct_grads.cu        both gradients at once on tensor cores
-    direct_patch.py        csrc/common/patch.cuh       what gradients stage
+    direct_forward.py         csrc/direct/forward.cu              forward on CUDA cores
+    direct_forward_mma.py          csrc/direct/forward_mma.cu          forward on tensor cores
+    direct_input_grad.py   csrc/direct/input_grad.cu
+    direct_weight_grad.py  csrc/direct/weight_grad.cu  and both gradients at once on CUDA cores
+    direct_grads_mma.py        csrc/direct/grads_mma.cu        both gradients at once on tensor cores
+    direct_patch.py        csrc/include/load/patch.cuh       what gradients stage
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import math
 
 import torch
 
-from gemmconv.algorithms import direct_ffma, direct_grads, direct_mma
-from gemmconv.algorithms.base import BothGradients, Config, Direction, Forward, Gradient, why_no_kernels
-from gemmconv.algorithms.macros import why_not_dtype
-from gemmconv.algorithms.partials import partial_bytes
-from gemmconv.algorithms.turning import grads_turning_seconds, one_by_one_seconds, turning_seconds
 from gemmconv.device import REFERENCE
+from gemmconv.kernels.base import BothGradients, Config, Direction, Forward, Gradient, why_no_kernels
+from gemmconv.kernels.direct import forward as direct_forward
+from gemmconv.kernels.direct import forward_mma as direct_forward_mma
+from gemmconv.kernels.direct import grads_mma as direct_grads_mma
+from gemmconv.kernels.layout.transpose import grads_turning_seconds, one_by_one_seconds, turning_seconds
+from gemmconv.kernels.macros import why_not_dtype
+from gemmconv.kernels.splits.reduce_splits import partial_bytes
 
 _INT32_MAX = 2**31 - 1
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
@@ -40,23 +42,23 @@ _INPUT_GRAD = 29e12, 4.4e12, 80e-9
 _INPUT_GRAD_LAUNCH = 12e-6
 
 
-def _tiles(config: Config) -> tuple[direct_ffma.Tile, direct_mma.Tile | None]:
-    """The tile of csrc/direct.cu, and that of csrc/direct_mma.cu where it is faster."""
+def _tiles(config: Config) -> tuple[direct_forward.Tile, direct_forward_mma.Tile | None]:
+    """The tile of csrc/direct/forward.cu, and that of csrc/direct/forward_mma.cu where it is faster."""
     channels_last = config.memory_format is torch.channels_last
-    tile = direct_ffma.tile_of(config.problem, config.dtype, channels_last, config.spec)
-    other = direct_mma.tile_for(config)
+    tile = direct_forward.tile_of(config.problem, config.dtype, channels_last, config.spec)
+    other = direct_forward_mma.tile_for(config)
     assert tile is not None
     if other is not None:
-        cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
+        cycles = direct_forward.cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
         other = other if other.cycles + _TENSOR_CORE_START < 1.06 * cycles else None
     return tile, other
 
 
-def _grads_tile(config: Config) -> direct_grads.Tile | None:
-    """The tile of csrc/direct_grads.cu, where that is faster than both gradients at once on CUDA cores."""
-    from gemmconv.algorithms.direct_weight_grad import grads_seconds
+def _grads_tile(config: Config) -> direct_grads_mma.Tile | None:
+    """The tile of csrc/direct/grads_mma.cu, where that is faster than both gradients at once on CUDA cores."""
+    from gemmconv.kernels.direct.weight_grad import grads_seconds
 
-    tile = direct_grads.tile_for(config)
+    tile = direct_grads_mma.tile_for(config)
     return tile if tile is not None and tile.seconds(config.workspace_limit) < grads_seconds(config) else None
 
 
@@ -92,12 +94,12 @@ class Direct:
         if p.kernel_size[1] > _WIDEST_KERNEL:
             return f"kernel width must be at most {_WIDEST_KERNEL}, got {p.kernel_size[1]}"
         channels_last = config.memory_format is torch.channels_last
-        if direct_ffma.tile_of(p, config.dtype, channels_last, config.spec) is None:
+        if direct_forward.tile_of(p, config.dtype, channels_last, config.spec) is None:
             window = f"kernel_size={p.kernel_size}, dilation={p.dilation}"
-            return f"the inputs of one cell must fit {direct_ffma.SHARED_BYTES} bytes of shared memory, got {window}"
-        longest = direct_ffma.longest_sum(p)
-        if config.dtype == torch.float32 and longest > direct_ffma.LONGEST_SUM:
-            return f"float32 outputs must be sums of at most {direct_ffma.LONGEST_SUM} products, got {longest}"
+            return f"the inputs of one cell must fit {direct_forward.SHARED_BYTES} bytes of shared memory, got {window}"
+        longest = direct_forward.longest_sum(p)
+        if config.dtype == torch.float32 and longest > direct_forward.LONGEST_SUM:
+            return f"float32 outputs must be sums of at most {direct_forward.LONGEST_SUM} products, got {longest}"
         if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > _INT32_MAX:
             return "images must have less than 2**31 pixels"
         return None
@@ -105,7 +107,7 @@ class Direct:
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         if direction != "weight_grad":
             return 0
-        from gemmconv.algorithms.direct_weight_grad import weight_grad_workspace_bytes
+        from gemmconv.kernels.direct.weight_grad import weight_grad_workspace_bytes
 
         tile = _grads_tile(config)
         at_once = 0 if tile is None else partial_bytes(config, tile.slices(config.workspace_limit))
@@ -120,14 +122,14 @@ class Direct:
                 return _TENSOR_CORE_SECONDS + _TENSOR_CORE_FACTOR * tensor_core_tile.cycles / clock
             if not tile.depthwise:
                 channels_last = config.memory_format is torch.channels_last
-                cycles = direct_ffma.cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
+                cycles = direct_forward.cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
                 cycles *= _CHANNELS_LAST_FACTOR if channels_last else 1
                 return _LAUNCH_SECONDS + cycles / clock
             return _LAUNCH_SECONDS + sum(_parts(config, *_DEPTHWISE))
         if direction == "input_grad":
             arithmetic, moved, steps = _parts(config, *_INPUT_GRAD)
             return _INPUT_GRAD_LAUNCH + max(arithmetic, moved) + steps + turning_seconds(config)
-        from gemmconv.algorithms.direct_weight_grad import weight_grad_seconds
+        from gemmconv.kernels.direct.weight_grad import weight_grad_seconds
 
         return weight_grad_seconds(config) / _slowest_elsewhere(config) + turning_seconds(config)
 
@@ -137,29 +139,29 @@ class Direct:
     def forward(self, config: Config) -> Forward:
         tile, tensor_core_tile = _tiles(config)
         if tensor_core_tile is not None:
-            return direct_mma.prepare_forward(config, tensor_core_tile)
-        return direct_ffma.prepare_forward(config, tile)
+            return direct_forward_mma.prepare_forward(config, tensor_core_tile)
+        return direct_forward.prepare_forward(config, tile)
 
     def input_grad(self, config: Config) -> Gradient:
-        from gemmconv.algorithms.direct_input_grad import prepare_input_grad
+        from gemmconv.kernels.direct.input_grad import prepare_input_grad
 
         return prepare_input_grad(config)
 
     def weight_grad(self, config: Config) -> Gradient:
-        from gemmconv.algorithms.direct_weight_grad import prepare_weight_grad
+        from gemmconv.kernels.direct.weight_grad import prepare_weight_grad
 
         return prepare_weight_grad(config)
 
     def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        from gemmconv.algorithms import direct_weight_grad
+        from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 
         tile = _grads_tile(config)
         if tile is not None:
-            return direct_grads.prepare_grads(config, weight_config, tile)
+            return direct_grads_mma.prepare_grads(config, weight_config, tile)
         return direct_weight_grad.prepare_grads(config, weight_config)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        from gemmconv.algorithms import direct_weight_grad
+        from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 
         p = config.problem
         if not math.prod(p.weight_shape) or not math.prod(p.input_shape):

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from gemmconv.algorithms.base import missing
 from gemmconv.errors import KernelError
+from gemmconv.kernels.base import missing
 
 Call = TypeVar("Call")
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from gemmconv.algorithms.base import why_no_kernels
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import why_no_kernels
 
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,7 +29,7 @@ def prepare_col2im(problem: Problem, dtype: torch.dtype, device: torch.device) -
         return lambda columns: F.fold(columns, p.output_size, p.kernel_size, p.dilation, p.padding, p.stride)
 
     def ours() -> Rearrange:
-        from gemmconv.algorithms.fold_kernels import Col2im
+        from gemmconv.kernels.columns.col2im import Col2im
 
         kernel = Col2im(problem, dtype, dtype, device)
 
@@ -52,7 +52,7 @@ def prepare_im2col(problem: Problem, dtype: torch.dtype, device: torch.device) -
         return lambda images: F.unfold(images, p.kernel_size, p.dilation, p.padding, p.stride)
 
     def ours() -> Rearrange:
-        from gemmconv.algorithms.fold_kernels import Im2col
+        from gemmconv.kernels.columns.col2im import Im2col
 
         kernel = Im2col(problem, dtype, device)
 

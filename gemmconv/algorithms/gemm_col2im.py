@@ -24,7 +24,8 @@ from typing import Protocol
 
 import torch
 
-from gemmconv.algorithms.base import (
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import (
     BothGradients,
     Config,
     Direction,
@@ -33,10 +34,8 @@ from gemmconv.algorithms.base import (
     accumulator_dtype,
     why_no_kernels,
 )
-from gemmconv.algorithms.chunking import Chunk, Chunking, backward_chunks, forward_chunks
-from gemmconv.algorithms.macros import why_not_dtype
-from gemmconv.algorithms.partials import prepare_partials
-from gemmconv.algorithms.turning import (
+from gemmconv.kernels.columns.chunking import Chunk, Chunking, backward_chunks, forward_chunks, longest_sum
+from gemmconv.kernels.layout.transpose import (
     GradientsInNchw,
     from_nchw,
     grads_turning_seconds,
@@ -45,7 +44,8 @@ from gemmconv.algorithms.turning import (
     to_nchw,
     turning_seconds,
 )
-from gemmconv.geometry import Problem
+from gemmconv.kernels.macros import why_not_dtype
+from gemmconv.kernels.splits.reduce_splits import prepare_partials
 
 # What the kernels here reach on an H200, fitted to 1020 passes of 62 layers: 14% (forward) to 23% (weight gradients)
 # from what was measured, geometric mean. On other GPUs than Hopper rates are in proportion to the device's.
@@ -62,7 +62,6 @@ _AT_ONCE_FACTOR = 1.1
 _UNALIGNED_FACTOR = 3.0  # of products of tensor cores where rows of pixels are not whole 16 bytes
 
 _INT32_MAX = 2**31 - 1
-_LONGEST_SUM = 1024  # pixels
 _PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
 
 
@@ -90,16 +89,6 @@ class Engine(Protocol):
     def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
         """Add input . columns^T, over the chunk's pixels, to the partials: in all, wherever it suits."""
         ...
-
-
-def longest_sum(config: Config) -> int:
-    """How many pixels a weight gradient sums at once.
-
-    A sum of float32 products loses the square root of its length in roundings. Summing slices of it apart and adding
-    those up keeps a gradient over millions of pixels as exact as one over a thousand.
-    """
-    rounds = config.device.type == "cuda" and config.dtype == torch.float32 and config.precision == "ieee"
-    return _LONGEST_SUM if rounds else max(1, config.problem.in_pixels)
 
 
 class GemmCol2im:
@@ -261,10 +250,10 @@ def _product_seconds(config: Config, direction: Direction, chunks: Chunking, ite
 
 def _engine(config: Config, direction: Direction) -> Engine:
     if config.device.type == "cuda":
-        from gemmconv.algorithms.columns_cuda import CudaEngine
+        from gemmconv.kernels.columns.cuda import CudaEngine
 
         return CudaEngine(config, direction)
-    from gemmconv.algorithms.columns_cpu import CpuEngine
+    from gemmconv.kernels.columns.cpu import CpuEngine
 
     return CpuEngine(config)
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmconv.algorithms.base import (
+from gemmconv.device import MEASURED, DeviceSpec
+from gemmconv.geometry import Shape4
+from gemmconv.kernels.base import (
     BothGradients,
     Config,
     Direction,
@@ -24,8 +26,6 @@ from gemmconv.algorithms.base import (
     strides_of,
     with_strides,
 )
-from gemmconv.device import MEASURED, DeviceSpec
-from gemmconv.geometry import Shape4
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 

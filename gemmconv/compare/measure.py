@@ -11,11 +11,11 @@ from typing import get_args
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm
-from gemmconv.algorithms.base import Config, Direction, Precision
 from gemmconv.compare.layers import Layer
 from gemmconv.compare.photo import windows
 from gemmconv.compare.timing import medians_ms
 from gemmconv.device import spec_of
+from gemmconv.kernels.base import Config, Direction, Precision
 from gemmconv.module import ConvTranspose2d
 from gemmconv.selection import choose, torch_precision
 

@@ -69,7 +69,7 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
 
     log = io.StringIO()
     try:
-        with_headers = replace(options, include_path=str(sources.directory()))
+        with_headers = replace(options, include_path=str(sources.directory() / "include"))
         cubin = bytes(Program(source, "c++", with_headers).compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core has one exception type per CUDA library
         flags = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]

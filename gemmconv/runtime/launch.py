@@ -68,7 +68,7 @@ class Kernel:
         """Enqueue one launch on torch's current stream; ``params`` is copied before this returns.
 
         With ``overlaps`` it may begin before the launch before it has ended, where that allows it; see
-        csrc/common/dependent.cuh. What it reads before it waits must have been there when that launch began: this must
+        csrc/include/ptx/pdl.cuh. What it reads before it waits must have been there when that launch began: this must
         be an ordinary one, and nothing may be enqueued between the two that it reads.
         """
         self.make_current()
@@ -110,8 +110,17 @@ def architecture(device_index: int) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> Kernel:
-    """The kernel ``kernel_name`` of ``csrc/<source_name>``, compiled with ``macros`` for a device.
+def kernel_name(source_name: str) -> str:
+    """The name of the kernel that a source has.
+
+    >>> kernel_name("sm90/gemm_fold.cu")
+    'sm90_gemm_fold_kernel'
+    """
+    return f"{source_name.removesuffix('.cu').replace('/', '_')}_kernel"
+
+
+def load(source_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> Kernel:
+    """The kernel of ``csrc/<source_name>``, compiled with ``macros`` for a device.
 
     ``shared_bytes`` is the most dynamic shared memory that it will be launched with.
     Compiles at most once per process; from then on, and in other processes, it comes from a cache.
@@ -120,17 +129,16 @@ def load(source_name: str, kernel_name: str, macros: Macros, device_index: int, 
         KernelError: it does not compile, which is a CompileError, or the driver does not load it.
     """
     with _load_lock:
-        return _load(source_name, kernel_name, tuple(sorted(macros.items())), device_index, shared_bytes)
+        return _load(source_name, tuple(sorted(macros.items())), device_index, shared_bytes)
 
 
 @cache
-def _load(
-    source_name: str, kernel_name: str, macros: tuple[tuple[str, Any], ...], device_index: int, shared_bytes: int
-) -> Kernel:
+def _load(source_name: str, macros: tuple[tuple[str, Any], ...], device_index: int, shared_bytes: int) -> Kernel:
     arch = architecture(device_index)
     compiled = compile(source_name, dict(macros), arch, cache=default_cache())
     try:
-        return Kernel(ObjectCode.from_cubin(compiled.cubin, name=source_name), kernel_name, device_index, shared_bytes)
+        code = ObjectCode.from_cubin(compiled.cubin, name=source_name)
+        return Kernel(code, kernel_name(source_name), device_index, shared_bytes)
     except Exception as error:  # cuda.core has one exception type per CUDA library
         rule, got = f"the driver must load what NVRTC compiles for {arch}", str(error).partition(". ")[0]
         way_out = "update the driver, or take the other extra of gemmconv"

@@ -1,4 +1,4 @@
-"""Tensor maps: what csrc/common/tensor_map.cuh copies boxes by."""
+"""Tensor maps: what csrc/include/ptx/tma.cuh copies boxes by."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def encode(
         strides: bytes from one element to the next, of all dimensions but the innermost; multiples of 16.
         box: elements of a box, of each dimension; times its step, at most 256.
         steps: from one element of a box to the next, in elements, of each dimension; 1 of the innermost.
-        swizzled: whether boxes, whose lines then have 64 or 128 bytes, lie as csrc/common/wgmma.cuh says.
+        swizzled: whether boxes, whose lines then have 64 or 128 bytes, lie as csrc/include/ptx/wgmma.cuh says.
         fetched: bytes that the L2 cache fetches from memory together, 128 or 256.
 
     Raises:

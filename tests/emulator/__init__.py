@@ -116,12 +116,11 @@ def install(place: Path | Builder, edit: Edit | None = None) -> Iterator[None]:
 
     def load(
         source_name: str,
-        kernel_name: str,
         macros: Mapping[str, str | int],
         device_index: int | None,
         shared_bytes: int = 0,
     ) -> Kernel:
-        return Kernel(builder, builder.kernel(source_name, macros, read), kernel_name, shared_bytes)
+        return Kernel(builder, builder.kernel(source_name, macros, read), launch.kernel_name(source_name), shared_bytes)
 
     builder = place if isinstance(place, Builder) else Builder(place)
     original, encode = launch.load, tensor_map.encode

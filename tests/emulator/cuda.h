@@ -115,7 +115,7 @@ template <int COUNT> void emulator_store_words(unsigned long long address, emula
     *reinterpret_cast<emulator_words_t<COUNT>*>(address) = words;
 }
 
-/* ldmatrix.x4, as csrc/common/mma.cuh describes it; `row` is the lane's own address in dynamic shared memory. */
+/* ldmatrix.x4, as csrc/include/ptx/mma.cuh describes it; `row` is the lane's own address in dynamic shared memory. */
 inline void emulator_load_matrices(unsigned row, bool turned, unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
     const emulator_thread_t& thread = *emulator_now.thread;
     struct alignas(16) row_t { unsigned short value[8]; };
@@ -148,7 +148,7 @@ inline int emulator_tf32_word(float (&values)[2], unsigned word) {
     return 1;
 }
 
-/* mma.sync on words, as csrc/common/mma.cuh describes it; `mine` has the lane's words of A, then those of B. Products
+/* mma.sync on words, as csrc/include/ptx/mma.cuh describes it; `mine` has the lane's words of A, then those of B. Products
  * are added up in order, in float.
  */
 inline void emulator_mma(

@@ -404,7 +404,7 @@ size_t barrier_at(const void* place) {
     fail("an mbarrier that was not initialised");
 }
 
-// wgmma. A matrix is what csrc/common/wgmma.cuh says.
+// wgmma. A matrix is what csrc/include/ptx/wgmma.cuh says.
 
 constexpr unsigned long long kMatrixBits = 0x3fff'3fff'3fff, kSwizzledBit = 1ull << 62;
 constexpr unsigned long long kLines128 = 1, kLines64 = 2;  // bits 62-63

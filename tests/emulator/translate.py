@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 Read = Callable[[str], str]  # name of a file under csrc -> its text
 
-TWINS = {f"common/{path.name}": path for path in sorted((Path(__file__).parent / "twins").glob("*.cuh"))}
+TWINS = {f"ptx/{path.name}": path for path in sorted((Path(__file__).parent / "twins").glob("*.cuh"))}
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _KERNEL = re.compile(r"__global__\s+void\s+__launch_bounds__\(([^)]*)\)\s+(\w+)\(")
@@ -61,7 +61,7 @@ def translate(source_name: str, read: Read) -> str:
     """The whole of a source with its headers, as one text that needs nothing but cuda.h before it.
 
     Args:
-        source_name: file under csrc, such as ``"col2im.cu"``.
+        source_name: file under csrc, such as ``"columns/col2im.cu"``.
         read: gives the text of such a file.
 
     Raises:

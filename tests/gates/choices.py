@@ -27,8 +27,8 @@ from benchmarks.contenders import LAYOUTS, PRECISIONS
 from benchmarks.workloads import SUITES, Workload, select
 from gemmconv import selection
 from gemmconv.algorithms import ALGORITHMS
-from gemmconv.algorithms.base import Config, Direction
 from gemmconv.device import MEASURED
+from gemmconv.kernels.base import Config, Direction
 from gemmconv.ops import _both_gradients
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
@@ -68,13 +68,13 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
     """The algorithm of a pass, its estimate in seconds, and the kernels that it would load."""
     loads: list[Load] = []
 
-    def load(source: str, kernel: str, macros: Mapping[str, object], device: int | None, shared_bytes: int = 0) -> None:
+    def load(source: str, macros: Mapping[str, object], device: int | None, shared_bytes: int = 0) -> None:
         loads.append((source, macros))
 
     with (
         mock.patch("gemmconv.runtime.launch.load", load),
-        mock.patch("gemmconv.algorithms.fold_kernels.load", load),
-        mock.patch("gemmconv.algorithms.columns_cuda.library"),
+        mock.patch("gemmconv.kernels.columns.col2im.load", load),
+        mock.patch("gemmconv.kernels.columns.cuda.library"),
     ):
         if one != "grads":
             chosen = selection.choose(config, "auto", "", cast(Direction, one))
@@ -91,9 +91,9 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
 
 def _taken(config: Config, one: str) -> Row:
     algorithm, seconds, loads = loads_of(config, one)
-    values = [(source.removesuffix(".cu"), repr(sorted(map(str, macros.values())))) for source, macros in loads]
+    values = [sorted(map(str, macros.values())) for _, macros in loads]
     digest = hashlib.sha256(repr(values).encode()).hexdigest()[:12] if loads else ""
-    kernels = "+".join(dict.fromkeys(source for source, _ in values))
+    kernels = "+".join(dict.fromkeys(source.removesuffix(".cu") for source, _ in loads))
     return dict(zip(VALUES, (algorithm, kernels, digest, f"{1e6 * seconds:.6g}"), strict=True))
 
 

@@ -44,7 +44,8 @@ def _variants() -> dict[str, tuple[str, dict[str, Any]]]:
 
 def _list(tree: Path) -> dict[str, str]:
     """The variants of a tree: a digest of the sources and macros of each."""
-    texts = {path.relative_to(tree / "csrc").as_posix(): path.read_text() for path in (tree / "csrc").rglob("*.cu*")}
+    files = {path.relative_to(tree / "csrc").as_posix(): path for path in (tree / "csrc").rglob("*.cu*")}
+    texts = {name.removeprefix("include/"): path.read_text() for name, path in files.items()}
 
     def closure(name: str, seen: set[str]) -> set[str]:
         if name not in seen:

@@ -19,12 +19,13 @@ from tests.gates.choices import PASSES, configs_of, loads_of
 
 # Branches that are there for what suites do not have, and what that is.
 FALLBACKS = {
-    "common/index.cuh: defined INDEX_64": "tensors of 2**31 elements and more",
-    "common/mma.cuh: not __CUDA_ARCH__ >= 900": "GPUs before Hopper",
-    "fused_fold.cu: !BOXED": "rows of images that no tensor map describes",
-    "fused_fold.cu: not BOXED": "rows of images that no tensor map describes",
+    "numeric/index.cuh: defined INDEX_64": "tensors of 2**31 elements and more",
+    "ptx/mma.cuh: not __CUDA_ARCH__ >= 900": "GPUs before Hopper",
+    "sm90/gemm_fold_narrow.cu: !BOXED": "rows of images that no tensor map describes",
+    "sm90/gemm_fold_narrow.cu: not BOXED": "rows of images that no tensor map describes",
 }
 
+_SOURCES = sources.directory()
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(if|ifdef|ifndef|elif|else|endif|include|define)\b[ \t]*(.*)$", re.MULTILINE)
 _INCLUDE = re.compile(r'^"([^"]+)"')
 _CONSTANT = re.compile(r"^(\w+)[ \t]+(\w+)\s*$")
@@ -93,7 +94,8 @@ def unused(workloads: Iterable[Workload]) -> tuple[list[str], list[str]]:
     """Branches that no workload takes and FALLBACKS does not have; those that it has and a workload takes."""
     with ProcessPoolExecutor() as pool:
         taken = set().union(*pool.map(_of_workload, workloads))
-    found = {branch for path in sources.directory().glob("*.cu") for branch in branches(path.name, None)}
+    names = (path.relative_to(_SOURCES).as_posix() for path in _SOURCES.rglob("*.cu"))
+    found = {branch for name in names for branch in branches(name, None)}
     return sorted(found - taken - FALLBACKS.keys()), sorted(taken & FALLBACKS.keys())
 
 

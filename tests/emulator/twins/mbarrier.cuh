@@ -1,4 +1,4 @@
-/* Stands in for csrc/common/mbarrier.cuh; what the functions do is in scheduler.cpp. */
+/* Stands in for csrc/include/ptx/mbarrier.cuh; what the functions do is in scheduler.cpp. */
 #pragma once
 
 struct alignas(8) barrier_t { unsigned long long state; };

@@ -1,7 +1,7 @@
-/* Stands in for csrc/common/wgmma.cuh; what the functions do is in scheduler.cpp. */
+/* Stands in for csrc/include/ptx/wgmma.cuh; what the functions do is in scheduler.cpp. */
 #pragma once
 
-#include "common/numeric.cuh"
+#include "numeric/types.cuh"
 
 using matrix_t = unsigned long long;
 

@@ -1,0 +1,120 @@
+/* col2im: fold the columns of a GEMM into the output of a transposed convolution. Gather form: no atomics, one order.
+ *
+ *   columns [planes, K_H, K_W, in_rows, W_in] -> output [planes, H_out, W_out],  a plane is a channel of an image
+ *
+ * The GEMM leaves, for every input pixel and every tap, the value that the pixel sends to an output through that tap.
+ * col2im adds up what arrives at each output (and its bias). On each axis, input i and tap k meet at output o:
+ *
+ *   scatter  o = i*S - P + k*D
+ *   gather   i = (o + P - k*D) / S, taken iff S divides it and 0 <= i < extent
+ *
+ *   S=2 P=1 K=3 D=1, o=3:  k=0 -> i=2;  k=1 -> no;  k=2 -> i=1
+ *   S=5 P=1 K=3 D=2, o=2:  3, 1, -1 are no multiples of 5: no tap at all, the output is the bias
+ *
+ * Outputs thus fall into S phases, (o + P) mod S; those of a phase read the same taps. A thread owns a cell of
+ * CELL_ROWS rows and CELL_W columns. With CELL_W = STRIDE_W that is one output of every column phase: outputs
+ * j*S .. j*S + S-1 of a row read around input j, so a warp reads each tap's row at consecutive addresses, and which taps
+ * an output of the cell has is known when compiling. For strides too wide for that, CELL_W = 1 and the column phase is
+ * found at run time, as the row phase always is. Either way every column value is read exactly once.
+ *
+ * A launch folds the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
+ * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.
+ *
+ * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, CELL_ROWS,
+ * CELL_W (STRIDE_W or 1), INDEX_64.
+ */
+#include "ptx/keep.cuh"
+#include "numeric/types.cuh"
+#include "geometry/phase.cuh"
+#include "geometry/plane.cuh"
+
+struct col2im_params {
+    const COLUMN_T* __restrict__ columns;  // [planes, K_H, K_W, in_rows, W_in]
+    const OUTPUT_T* __restrict__ bias;     // [channels], or null
+    OUTPUT_T* __restrict__ output;         // [planes, H_out, W_out]
+    int planes, channels;                  // planes = images * channels
+    int w_in, h_out, w_out;
+    int in_row_begin, in_rows;
+    int out_row_begin, out_rows;
+    int cells_w;                           // cells across a row: ceil(W_out / CELL_W)
+};
+
+using accumulate_t = accumulator_t<OUTPUT_T>;
+
+// Cells as wide as a vector store take one; the rest store their outputs one at a time.
+constexpr bool kVectorCell = CELL_W == 2 || CELL_W == 4;
+struct alignas(kVectorCell ? CELL_W * sizeof(OUTPUT_T) : sizeof(OUTPUT_T)) cell_t { OUTPUT_T value[CELL_W]; };
+
+constexpr int kStepH = tap_step(STRIDE_H, DILATION_H);
+constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
+constexpr int kTapsH = (KERNEL_H + kStepH - 1) / kStepH;  // most taps that any phase has
+constexpr int kTapsW = (KERNEL_W + kStepW - 1) / kStepW;
+
+// Enough independent loads in flight for the memory system, no more code than that.
+constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
+constexpr int kUnrollH = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;
+
+extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __grid_constant__ col2im_params p) {
+    const index_t cell = item_of_thread();
+    const int plane = plane_of_thread();
+    const int row_cell = static_cast<int>(cell / p.cells_w);
+    const int j = static_cast<int>(cell - static_cast<index_t>(row_cell) * p.cells_w);
+    if (plane >= p.planes || row_cell * CELL_ROWS >= p.out_rows) return;
+
+    const index_t tap_stride = static_cast<index_t>(p.in_rows) * p.w_in;
+    const int origin = CELL_W == STRIDE_W ? j : 0;  // input column that the cell's reads are counted from
+    const COLUMN_T* columns =
+        p.columns + static_cast<long long>(plane) * (KERNEL_H * KERNEL_W) * tap_stride + origin;
+    OUTPUT_T* __restrict__ output = p.output + static_cast<long long>(plane) * p.h_out * p.w_out;
+    const accumulate_t bias = p.bias == nullptr ? accumulate_t(0) : widen(p.bias[plane % p.channels]);
+
+    #pragma unroll
+    for (int r = 0; r < CELL_ROWS; ++r) {
+        const int row = row_cell * CELL_ROWS + r;
+        const int position_h = p.out_row_begin + row + PADDING_H;
+        const int first_kh = first_tap<KERNEL_H, STRIDE_H, DILATION_H>(position_h);
+
+        accumulate_t sum[CELL_W];
+        #pragma unroll
+        for (int s = 0; s < CELL_W; ++s) sum[s] = bias;
+
+        // Load and add: every tap of the row's phase, for every column of the cell.
+        #pragma unroll kUnrollH
+        for (int t = 0; t < kTapsH; ++t) {
+            const int kh = first_kh + t * kStepH;
+            const int reach = position_h - kh * DILATION_H;
+            const int ih = reach / STRIDE_H - p.in_row_begin;
+            const bool row_taken = kh < KERNEL_H && reach >= 0 && static_cast<unsigned>(ih) < p.in_rows;
+            const COLUMN_T* tap_row = columns + (kh * KERNEL_W * tap_stride + static_cast<index_t>(ih) * p.w_in);
+            #pragma unroll
+            for (int s = 0; s < CELL_W; ++s) {
+                const int position_w = s + PADDING_W + (CELL_W == STRIDE_W ? 0 : j);
+                const int first_kw = first_tap<KERNEL_W, STRIDE_W, DILATION_W>(position_w);
+                const COLUMN_T* tap = tap_row + first_kw * tap_stride;
+                #pragma unroll kUnrollW
+                for (int u = 0; u < kTapsW; ++u) {
+                    const int kw = first_kw + u * kStepW;
+                    const int shift = (position_w - kw * DILATION_W) / STRIDE_W;  // the division is exact
+                    if (kw < KERNEL_W && row_taken && static_cast<unsigned>(origin + shift) < p.w_in)
+                        sum[s] += widen(load_once(tap + shift));
+                    tap += kStepW * tap_stride;
+                    keep(tap);
+                }
+            }
+        }
+
+        // Store: the cell as one vector where rows allow it.
+        if (row >= p.out_rows) break;
+        OUTPUT_T* __restrict__ target = output + static_cast<index_t>(p.out_row_begin + row) * p.w_out + j * CELL_W;
+        if (kVectorCell && p.w_out % CELL_W == 0) {
+            cell_t values;
+            #pragma unroll
+            for (int s = 0; s < CELL_W; ++s) values.value[s] = narrow<OUTPUT_T>(sum[s]);
+            *reinterpret_cast<cell_t*>(target) = values;
+        } else {
+            #pragma unroll
+            for (int s = 0; s < CELL_W; ++s)
+                if (j * CELL_W + s < p.w_out) target[s] = narrow<OUTPUT_T>(sum[s]);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+/* Columns are folded: outputs gather them from shared memory (see geometry/axis.cuh for cells, phases and shifts).
+ *
+ *   output [co, cell, phase] = bias [co] + sum over the taps of the phase of columns [(co, tap), cell + shift of the tap]
+ *
+ * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; OUT_CHANNELS; IN_H,
+ * IN_W, OUT_H, OUT_W; FOLD_PITCH (floats from a line of columns to the next); VECTOR (outputs that are stored together).
+ */
+#pragma once
+
+#include "geometry/axis.cuh"
+#include "geometry/image.cuh"
+#include "numeric/integers.cuh"
+#include "numeric/types.cuh"
+
+using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
+using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
+static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
+
+constexpr int kCellsH = ceil_div(OUT_H, STRIDE_H), kCellsW = ceil_div(OUT_W, STRIDE_W);
+
+// Where outputs read the input at their own cell alone, a cell is a position.
+constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() == 0 && axis_w::least_shift() == 0 &&
+                          axis_w::largest_shift() == 0 && kCellsH == IN_H && kCellsW == IN_W;
+// A row of a cell is divided into parts where a lane's store has not all of it, and lanes beside each other have parts beside
+// each other. Which taps are of a lane's outputs is known when running then.
+constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W / kParts;
+
+template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
+struct alignas(8) pair_t { float value[2]; };  // columns of neighbours, as they are written
+
+/* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */
+struct cell_t { bool is; int image, row, column, at; };
+
+/* Gather OUTS output channels, from `out` on, of `CELLS` cells, and store the outputs. LANES threads call it, the `lane`-th of
+ * them this one; cell_of(i) says where the i-th is.
+ */
+template <int CELLS, int LANES, int OUTS, typename CELL_OF>
+__device__ __forceinline__ void gather(
+    ELEMENT_T* output, const float* columns, const float* biases, int out, int lane, const CELL_OF& cell_of) {
+    constexpr int kTurns = ceil_div(CELLS * kParts, LANES);
+    #pragma unroll (kTurns * OUTS * kTaps <= 64 ? kTurns : 1)
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int i = turn * LANES + lane;
+        if (CELLS * kParts % LANES != 0 && i >= CELLS * kParts) continue;
+        const cell_t cell = cell_of(i / kParts);
+        const int cell_h = cell.row, cell_w = cell.column;
+        const int first_w = cell_w * STRIDE_W + i % kParts * kRun;
+        if (!cell.is || (OUT_W % STRIDE_W != 0 && kParts > 1 && first_w >= OUT_W)) continue;
+        const long long plane = static_cast<long long>(cell.image) * OUT_CHANNELS + out;
+        ELEMENT_T* target = output + (plane * (OUT_H * OUT_W) + (cell_h * STRIDE_H * OUT_W + first_w));
+        #pragma unroll (kTaps <= 16 ? least(OUTS, 4) : 1)
+        for (int channel = 0; channel < OUTS; ++channel) {
+            if (OUT_CHANNELS % OUTS != 0 && out + channel >= OUT_CHANNELS) continue;
+            const float* from = columns + (channel * (kTaps * FOLD_PITCH) + cell.at);
+            float sums[STRIDE_H][kRun];
+            #pragma unroll
+            for (int r = 0; r < STRIDE_H * kRun; ++r) sums[r / kRun][r % kRun] = biases[channel];
+            #pragma unroll
+            for (int kh = 0; kh < KERNEL_H; ++kh) {
+                const int row = cell_h + axis_h::shift(kh);
+                const float* of_row = from + (kh * (KERNEL_W * FOLD_PITCH) + axis_h::shift(kh) * IN_W);
+                // What is added to an output of the cell, of a tap of the row and its shift across.
+                const auto add = [&](int r, int kw, int shift) {
+                    const int column = cell_w + shift;
+                    const bool inside = kInPlace || (0 <= row && row < IN_H && 0 <= column && column < IN_W);
+                    const bool tap = kParts == 1 || KERNEL_W % STRIDE_W == 0 || kw < KERNEL_W;
+                    sums[axis_h::output(kh % axis_h::kStep)][r] += inside && tap ? of_row[kw * FOLD_PITCH + shift] : 0.0f;
+                };
+                if constexpr (kParts == 1) {
+                    #pragma unroll
+                    for (int kw = 0; kw < KERNEL_W; ++kw) add(axis_w::output(kw % axis_w::kStep), kw, axis_w::shift(kw));
+                } else {
+                    #pragma unroll
+                    for (int r = 0; r < kRun; ++r) {
+                        const int reach = i % kParts * kRun + r + PADDING_W;
+                        #pragma unroll
+                        for (int n = 0; n < ceil_div(KERNEL_W, STRIDE_W); ++n)
+                            add(r, reach % STRIDE_W + n * STRIDE_W, reach / STRIDE_W - n);
+                    }
+                }
+            }
+            #pragma unroll
+            for (int r = 0; r < STRIDE_H; ++r) {
+                if (OUT_H % STRIDE_H != 0 && cell_h * STRIDE_H + r >= OUT_H) continue;
+                #pragma unroll
+                for (int first = 0; first < kRun; first += VECTOR) {
+                    if (OUT_W % STRIDE_W != 0 && kParts == 1 && first_w + first >= OUT_W) continue;
+                    vector_t<VECTOR> values;
+                    #pragma unroll
+                    for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(sums[r][first + e]);
+                    *reinterpret_cast<vector_t<VECTOR>*>(target + (r * OUT_W + first)) = values;
+                }
+            }
+            target += OUT_H * OUT_W;
+        }
+    }
+}

@@ -1,0 +1,30 @@
+/* Rows of the matrix products of fused: an M block is 64 rows, which are SLOTS phases x CHANNELS output channels, in an
+ * order that gives a thread neighbours to store. Of each 16 rows, a thread has row g and row g + 8 (see ptx/wgmma.cuh).
+ *
+ *   ROWS_PLAIN     row = (slot, channel)
+ *   ROWS_SLOTS     rows g and g + 8 are slots 2k and 2k + 1 of one channel: neighbouring columns of the output
+ *   ROWS_CHANNELS  rows g and g + 8 are channels 2k and 2k + 1 of one slot: neighbours in channels_last
+ *   ROWS_LINES     as ROWS_SLOTS, and all slots of a channel are among the same 16 rows: a warp has whole rows of cells
+ */
+#pragma once
+
+#define ROWS_PLAIN 0
+#define ROWS_SLOTS 1
+#define ROWS_CHANNELS 2
+#define ROWS_LINES 3
+
+struct row_t { int slot, channel; };
+
+/* What a row of an M block is; none of the block's where the slot is SLOTS or more. */
+__device__ __forceinline__ row_t place_of_row(int row) {
+    [[maybe_unused]] const int pair = row / 16 * 8 + row % 8, half = row / 8 % 2;
+#if ROW_ORDER == ROWS_SLOTS
+    return {pair / CHANNELS * 2 + half, pair % CHANNELS};
+#elif ROW_ORDER == ROWS_CHANNELS
+    return {pair / (CHANNELS / 2), pair % (CHANNELS / 2) * 2 + half};
+#elif ROW_ORDER == ROWS_LINES
+    return {pair * 2 % SLOTS + half, pair * 2 / SLOTS};
+#else
+    return {row / CHANNELS, row % CHANNELS};
+#endif
+}

@@ -1,0 +1,58 @@
+/* Spots of a patch: WIDE inputs that lie beside each other in a row of NCHW and are taken together: neighbouring positions
+ * or, with two inputs a cell, one position in either plane. What loaders make units of (see sm90/implicit_gemm.cu).
+ */
+#pragma once
+
+#include "pipeline/implicit_gemm.cuh"
+
+constexpr bool kPlanesApart = WIDE == 2 && UNIT_W == 2;
+constexpr int kNext = kPlanesApart ? PATCH : 1;  // from one input of a spot to the next, in the patch
+constexpr int kPlaneSpots = kPlanesApart ? PATCH : PATCH / WIDE;
+static_assert(kPlanesApart || PATCH % WIDE == 0 && FIRST % WIDE == 0, "a patch is whole spots");
+constexpr int kSpotBytes = WIDE * static_cast<int>(sizeof(ELEMENT_T));  // of a channel
+// Of the loaders that are neighbours, whether they take the units of a spot, or one unit of neighbouring spots.
+constexpr bool kUnitsFirst = LANDING_UNITS == 0 && (CHANNELS_LAST || kSpotBytes >= 8);
+
+struct spot_t { int plane, position; };
+__device__ __forceinline__ spot_t spot_at(int spot) {
+    if (kPlanesApart) return {spot / kPlaneSpots * 2, spot % kPlaneSpots};
+    return {spot / kPlaneSpots, spot % kPlaneSpots * WIDE};
+}
+
+/* What a thread has of a spot: a unit of channels, of each its WIDE inputs. */
+struct spot_unit_t { words_t<kSpotBytes> channel[kElements]; };
+
+/* One of the inputs of a spot, as it is stored: input `even` or, where `odd`, the one after it. */
+__device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values, int even, bool odd) {
+    if constexpr (sizeof(ELEMENT_T) == 2 && WIDE > 1) {
+        parts_t<kParts> result;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            result.part[0].word[i] =
+                halves(values.channel[2 * i].word[even / 2], values.channel[2 * i + 1].word[even / 2], odd, odd);
+        return result;
+    } else {
+        ELEMENT_T unit[kElements];
+        #pragma unroll
+        for (int e = 0; e < kElements; ++e) {
+            const auto word = odd && WIDE > 1 ? values.channel[e].word[even + (WIDE > 1)] : values.channel[e].word[even];
+            unit[e] = element_of<ELEMENT_T>(word);
+        }
+        return pack_unit<kParts>(unit);
+    }
+}
+
+/* Stores a unit of all inputs of a spot; `target` is the place of the first. */
+__device__ __forceinline__ void store_spot(unit_t* target, const spot_unit_t& values, int thread) {
+    // Of 8 lanes that store at once, 4 exchange neighbours where all would meet the same banks.
+    const bool turned = WIDE > 1 && !kPlanesApart && !(kUnitsFirst && UNITS == 8) && thread / 4 % 2;
+    #pragma unroll
+    for (int w = 0; w < WIDE; ++w) {
+        const int even = w / 2 * 2;
+        const bool odd = (w % 2 == 1) != turned;
+        const parts_t<kParts> parts = pack_input(values, even, odd);
+        #pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            target[part * UNITS * UNIT_PITCH + (even + odd) * kNext] = parts.part[part];
+    }
+}

@@ -1,0 +1,105 @@
+/* Loaders of sm90/implicit_gemm.cu that load inputs into registers, and from there store units. */
+#pragma once
+
+#include "load/patch_elements.cuh"
+#include "ptx/named_barrier.cuh"
+
+// How the loaders share a patch. A thread has as many loads on their way as registers allow, the same number in each batch.
+constexpr int kTurns = ceil_div(kSpots * UNITS, LOADERS);
+constexpr int kUnitWords = VECTOR_LOADS ? 4 : kElements * ceil_div(kSpotBytes, 4);
+constexpr int kBatches = ceil_div(kTurns, kLoadedWords / kUnitWords);
+constexpr int kTogether = ceil_div(kTurns, kBatches);
+
+/* What a thread loads in a turn. */
+struct share_t { int spot, unit; };
+__device__ __forceinline__ share_t share_of(int turn, int thread) {
+    const int share = thread + turn * LOADERS;
+    if (kUnitsFirst) return {share / UNITS, share % UNITS};
+    return {share % kSpots, share / kSpots};
+}
+
+/* Where a spot of a tile's patch begins in the input, -1 for zeros. */
+__device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, int first, spot_t spot) {
+    const int position = first + spot.position;  // of all that are flattened; may be negative
+    const int period = p.strip_rows * PITCH;
+    const int above = (position + period) / PITCH;  // rows, from one strip before the first
+    const int strip = divided(above, p.by_strip_rows) - 1, row = above - (strip + 1) * p.strip_rows;
+    if (strip < 0) return -1;
+    const int image = divided(strip, p.by_strips), across = strip - image * p.strips;
+    const int ih = (row + p.origin_h) * UNIT_H + spot.plane / UNIT_W;
+    const int column = (position + period) % PITCH + across * p.strip_cells + p.origin_w;
+    const int iw = column * UNIT_W + spot.plane % UNIT_W;
+    if (image >= p.batch) return -1;
+    if (static_cast<unsigned>(ih) >= p.h_in || static_cast<unsigned>(iw) >= p.w_in) return -1;
+    const index_t pixels = static_cast<index_t>(p.h_in) * p.w_in, pixel = static_cast<index_t>(ih) * p.w_in + iw;
+    const int channels = p.groups * IN_CHANNELS;
+    return CHANNELS_LAST ? (image * pixels + pixel) * channels : image * channels * pixels + pixel;
+}
+
+/* Channels from `channel` on, `stride` bytes apart; zeros beyond the last channel, and where nothing is there. */
+__device__ __forceinline__ void load_spot(
+    spot_unit_t& values, const char* __restrict__ from, bool there, int channel, long long stride) {
+#if VECTOR_LOADS
+    static_assert(sizeof(spot_unit_t) == sizeof(unit_t), "a unit is 16 bytes");
+    unit_t& unit = reinterpret_cast<unit_t&>(values);
+    unit = {};
+    if (there && channel < IN_CHANNELS) unit = *reinterpret_cast<const unit_t*>(from);
+#else
+    #pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+        const bool full = IN_CHANNELS % (UNITS * kElements) == 0;
+        values.channel[e] = {};
+        if (there && (full || channel + e < IN_CHANNELS))
+            values.channel[e] = *reinterpret_cast<const words_t<kSpotBytes>*>(from);
+        from += stride;
+    }
+#endif
+}
+
+/* Loads the patches of tile after tile, chunk after chunk. The places of a tile's spots are worked out once, for all warps, in
+ * one of two tables: nobody is more than a table ahead.
+ */
+__device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
+    const long long stride = (CHANNELS_LAST ? 1ll : 1ll * p.h_in * p.w_in) * sizeof(ELEMENT_T);  // of channels, in bytes
+    const int lane = thread % 32;
+    ring_t<PATCH_STAGES> ring;
+    ring_t<2> tables;
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+        const item_t item = item_of(p, i);
+        const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
+        index_t* places = s.places + tables.stage * kSpots;
+        for (int spot = thread; spot < kSpots; spot += LOADERS)
+            places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
+        meet<kLoadersMeet, LOADERS>();
+        tables.advance();
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            unit_t* patch = s.patches + ring.stage * kPatchUnits;
+            #pragma unroll 1
+            for (int batch = 0; batch < kBatches; ++batch) {
+                spot_unit_t values[kTogether];
+                #pragma unroll
+                for (int k = 0; k < kTogether; ++k) {
+                    const share_t share = share_of(batch * kTogether + k, thread);
+                    const bool mine = share.spot < kSpots && share.unit < UNITS;
+                    const index_t place = mine ? places[share.spot] : -1;
+                    const int channel = (chunk * UNITS + share.unit) * kElements;
+                    const char* from = input + static_cast<long long>(place) * sizeof(ELEMENT_T) + channel * stride;
+                    load_spot(values[k], from, place >= 0, channel, stride);
+                }
+                // The loads are on their way while this waits.
+                if (batch == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
+                #pragma unroll
+                for (int k = 0; k < kTogether; ++k) {
+                    const share_t share = share_of(batch * kTogether + k, thread);
+                    if (share.spot >= kSpots || share.unit >= UNITS) continue;
+                    const spot_t at = spot_at(share.spot);
+                    store_spot(patch + share.unit * UNIT_PITCH + at.plane * PATCH + at.position, values[k], thread);
+                }
+            }
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(s.patch_full[ring.stage]);
+            ring.advance();
+        }
+    }
+}

@@ -1,0 +1,40 @@
+/* Units: 16 bytes of neighbouring channels of a pixel, or of a row of weights, as wgmma reads them. */
+#pragma once
+
+#include "ptx/mma.cuh"
+
+struct alignas(16) unit_t { unsigned word[4]; };
+
+/* So many bytes that lie together, and are read and written together. */
+template <int BYTES> struct alignas(BYTES) words_t { unsigned word[BYTES / 4]; };
+template <> struct words_t<2> { unsigned short word[1]; };
+
+template <typename T> constexpr int elements_of_unit = 16 / sizeof(T);
+
+/* float32 in two parts is a sum of TF32 values, all but its last two bits. */
+template <int PARTS> struct parts_t { unit_t part[PARTS]; };
+
+/* What is multiplied of the elements of a unit as they lie in memory. */
+template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> rounded_unit(const unit_t& unit) {
+    static_assert(PARTS == 1 || sizeof(T) == 4, "only float32 has parts");
+    parts_t<PARTS> result;
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+        result.part[0].word[i] = rounded<PARTS, T>(unit.word[i], result.part[PARTS - 1].word[i]);
+    return result;
+}
+
+/* The same of elements in registers. */
+template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_unit(const T (&values)[elements_of_unit<T>]) {
+    unit_t unit;
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(T) == 4) {
+            unit.word[i] = __float_as_uint(values[i]);
+        } else {
+            const T pair[2] = {values[2 * i], values[2 * i + 1]};
+            unit.word[i] = mma_words<T>::pack(pair);
+        }
+    }
+    return rounded_unit<PARTS, T>(unit);
+}

@@ -1,0 +1,205 @@
+/* What the parts of sm90/implicit_gemm.cu share: parameters, tables, shared memory. The macros are those of the kernel. */
+#pragma once
+
+#include "numeric/divide.cuh"
+#include "numeric/index.cuh"
+#include "numeric/integers.cuh"
+#include "ptx/mbarrier.cuh"
+#if BOXED || LANDING_BOX
+#include "ptx/tma.cuh"
+#endif
+#include "pipeline/ring.cuh"
+#include "geometry/rows.cuh"
+#include "numeric/units.cuh"
+#include "numeric/unroll.cuh"
+#include "ptx/wgmma.cuh"
+
+#define PAIR_NONE 0
+#define PAIR_BLOCKS 1
+#define PAIR_ROWS 2
+
+struct implicit_gemm_params {
+#if BOXED || LANDING_BOX
+    tensor_map_t map;  // of the input: see load/tma_nchw.cuh, load/landing.cuh
+#endif
+    const ELEMENT_T* __restrict__ input;
+    const unit_t* __restrict__ packed;
+    const ELEMENT_T* __restrict__ bias;  // or null
+    ELEMENT_T* __restrict__ output;
+    // Reciprocals, for numeric/divide.cuh.
+    unsigned long long by_strips, by_strip_rows, by_strip_tiles, by_image_positions, by_bottom, by_sets;
+    int batch, groups;
+    int h_in, w_in, h_out, w_out;
+    int strips, strip_rows, strip_cells;  // of an image; rows and cells across, of a strip
+    int cells_h;                          // rows of cells that have outputs
+    int origin_h, origin_w;               // input, in units, of a strip's first position
+    int strip_tiles, items;
+};
+
+constexpr int kProducers = LOADERS + 32, kThreads = kProducers + 256;
+// A block begins with kRegisters for each thread, of which those who load give up what those who multiply need. What is asked
+// for beyond that is waited for for ever.
+constexpr int kRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kSums = (BLOCKS + SPLIT) * COLUMNS / 2;
+constexpr int kLeastRegisters = BLOCKS > 2 ? 144 : 136;
+constexpr int kSumRegisters = kSums + (SPLIT ? 48 : 56);
+constexpr int kConsumerRegisters = LOADERS == 96 ? 184 : kSumRegisters < kLeastRegisters ? kLeastRegisters : kSumRegisters;
+constexpr int kProducerRegisters = (kRegisters * kThreads - 256 * kConsumerRegisters) / kProducers / 8 * 8;
+static_assert(kProducerRegisters <= kRegisters && kRegisters <= kConsumerRegisters, "registers are given up, and taken");
+constexpr int kLoadedWords = LOADED_WORDS;  // of registers, that a thread loads at once
+constexpr int kElements = elements_of_unit<ELEMENT_T>;
+constexpr int kParts = SPLIT ? 2 : 1;
+constexpr int kRows = WARPGROUPS_M * 64;
+constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
+constexpr int kPlanes = UNIT_H * UNIT_W;
+constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
+constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with output channels of their own
+// How a patch lies; see load/tma_nchw.cuh and load/tma_nhwc.cuh.
+constexpr bool kBlocked = BOXED && !CHANNELS_LAST, kBoxedLines = BOXED && CHANNELS_LAST;
+constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block
+constexpr int kUnitPitch = kBlocked ? kSwizzled : UNIT_PITCH;  // from one unit of a patch to the next, in units
+constexpr int kLineBytes = UNITS * 16;
+constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16, kStepBytes = kBoxedLines ? 32 : 2 * kUnitPitch * 16;
+constexpr bool kRounded = BOXED && sizeof(ELEMENT_T) == 4;  // where they lie, by all loaders but a warp
+constexpr int kRounders = LOADERS - 32;
+constexpr int kBoxPositions = BOX_IMAGES * BOX_ROWS * BOX_WIDTH;  // of lines
+constexpr int kSteps = UNITS / 2;  // of the instruction: two units
+static_assert(UNITS % 2 == 0, "a step of wgmma is two units");
+
+__constant__ constexpr int kStepBegin[] = STEP_BEGIN;
+__constant__ constexpr int kStepOffset[] = STEP_OFFSET;
+__constant__ constexpr int kPhases[] = PHASES;
+
+/* The most steps of a block of a phase set. */
+__device__ constexpr int most_steps() {
+    int most = 0;
+    for (int i = 0; i < PHASE_SETS * BLOCKS; ++i) {
+        const int steps = kStepBegin[i + 1] - kStepBegin[i];
+        most = steps > most ? steps : most;
+    }
+    return most;
+}
+constexpr int kMostSteps = most_steps();
+// Long ones would fill the instruction cache.
+constexpr int kUnrolledSteps = SPLIT ? CHAIN : kMostSteps * BLOCKS <= 28 ? kMostSteps : 1;
+
+// How inputs land; see load/landing.cuh.
+constexpr int kPiece = kElements;  // elements of 16 bytes
+constexpr int kRuns = (RUN_PITCH + PATCH - 2) / RUN_PITCH + 1;    // that a patch has parts of, at most
+constexpr int kRunPieces = ceil_div(PATCH * UNIT_W, kPiece) + 2 * kRuns - 1;
+constexpr int kPieces = UNIT_H * kRunPieces;
+constexpr int kLandingChannels = LANDING_UNITS * kElements;
+constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see load/patch_elements.cuh
+
+// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see load/tma_nchw.cuh and load/tma_nhwc.cuh), weights
+// [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
+// [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED), in the landing where inputs land.
+constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
+// Of a channel, in bytes.
+constexpr int kLandedChannel = LANDING_BOX ? BOX_ROWS * BOX_WIDTH * static_cast<int>(sizeof(ELEMENT_T)) : kPieces * 16;
+constexpr int kLandingUnits = kLandingChannels * kLandedChannel / 16;
+// Boxes land at multiples of 128 bytes.
+constexpr int kLandingGap = LANDING_BOX ? 7 - (PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + 7) % 8 : 0;
+constexpr int kLandedStages = LANDING_BOX ? LANDING_STAGES : kRounded ? PATCH_STAGES : 0;  // that barriers tell of
+constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + kLandedStages;
+// Neighbouring outputs of a thread, of a cell; see epilogue/store_phases.cuh.
+constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
+// Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
+constexpr bool kLined = ROW_ORDER == ROWS_LINES;  // kWarpChannels lines, of all phases of a row of cells
+constexpr int kWarpChannels = 16 / SLOTS;
+constexpr int kLineCells = LINE_CELLS;
+constexpr int kLine = kLined ? kLineCells * SPAN_W + (SLOTS < 4 ? 4 : SLOTS) : kLineCells * kInner + (kInner == 2 ? 16 : 8);
+// Of channels_last, what a warpgroup turns round: see epilogue/store_phases.cuh.
+constexpr int kPlaces = 64 / static_cast<int>(sizeof(ELEMENT_T)), kPixel = 64 + kElements;
+constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 2 * kPlaces * kPixel / 4
+                                      : (kLined ? kWarpChannels : kOuter * 8) * kLine;
+static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
+static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + kLandingGap + LANDING_STAGES * kLandingUnits) * 16 +
+              kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
+              (BOXED ? 0 : 2 * kSpots * static_cast<int>(LANDING_UNITS > 0 ? sizeof(int) : sizeof(index_t)))
+                  <= SHARED_BYTES,
+              "the tile does not fit the shared memory of the launch");
+extern __shared__ __align__(1024) unsigned char shared[];
+
+template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
+
+// Barriers of warps (see ptx/named_barrier.cuh): of all loaders; of the turn of either warpgroup; of either alone, when it stores.
+constexpr int kLoadersMeet = 1, kTurnOf0 = 2, kTurnOf1 = 3, kStoresOf0 = 4, kStoresOf1 = 5;
+
+struct stages_t {
+    unit_t* patches;
+    unit_t* weights;
+    unit_t* landing;
+    ELEMENT_T* outputs;
+    barrier_t *patch_full, *patch_empty, *weight_full, *weight_empty, *landed_full;
+    index_t* places;  // of a tile's spots in the input, twice
+    int* landed;      // or where they land, in bytes, twice
+};
+
+__device__ __forceinline__ stages_t stages() {
+    unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + PATCH_STAGES * kPatchUnits;
+    unit_t* landing = weights + WEIGHT_STAGES * kWeightUnits + kLandingGap;
+    ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(landing + LANDING_STAGES * kLandingUnits);
+    barrier_t* full = reinterpret_cast<barrier_t*>(outputs + 8 * kWarpOutputs);
+    barrier_t* weight_full = full + 2 * PATCH_STAGES;
+    index_t* places = reinterpret_cast<index_t*>(full + kBarriers);
+    return {patches, weights, landing, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
+            weight_full + 2 * WEIGHT_STAGES, places, reinterpret_cast<int*>(places)};
+}
+
+/* What a block works on. */
+struct item_t {
+    int set, tile, group;
+};
+
+/* The item of a number below p.items. Blocks that run at the same time have tiles beside each other in all strips of an image,
+ * since memory likes to be read and written in long runs: tiles go through the strips first, then down the image. (IN_ORDER
+ * where that is how they lie: there is one strip, or tiles are at least as long as strips.)
+ *
+ * A tile is of the strip that it begins in. A strip has `strip_tiles` of them, or one less, which is `bottom` positions short
+ * of a strip. Laid end to end, the bottoms of an image's strips have a tile begin every kTile positions, from where its first
+ * tile begins: those are the last tiles of the image.
+ */
+__device__ __forceinline__ item_t item_of(const implicit_gemm_params& p, int item) {
+    const int order = divided(item, p.by_sets), set = item - order * kSets * p.groups;
+    int tile = order;
+    if (!IN_ORDER) {
+        const int period = p.strip_rows * PITCH, first_strip = divided(order * kTile, p.by_image_positions) * p.strips;
+        const int first = (first_strip * period + kTile - 1) / kTile, place = order - first;  // in the image
+        const int down = divided(place, p.by_strips), across = place - down * p.strips;
+        const int before = (first + across) * kTile - first_strip * period;  // a last tile, in positions of bottoms
+        const int strip = first_strip + (down < p.strip_tiles - 1 ? across : divided(before, p.by_bottom));
+        tile = (strip * period + kTile - 1) / kTile + down;
+    }
+    return {set % kSets, tile, set / kSets};
+}
+__device__ __forceinline__ int phase_set_of(int set) { return set / CHANNEL_SETS; }
+__device__ __forceinline__ int first_step(int phase_set, int block = 0) { return kStepBegin[phase_set * BLOCKS + block]; }
+
+/* Where the phases of a warpgroup's M block begin in the table; `side` is which of WARPGROUPS_M it is. */
+__device__ __forceinline__ const int* phases_of(int set, int side, int block) {
+    const int place = (phase_set_of(set) * PHASE_SIDES + (PHASE_SIDES == 2 ? side : 0)) * BLOCKS + block;
+    return kPhases + place * SLOTS;
+}
+/* The first output channel of a warpgroup's M blocks, of those of a group. */
+__device__ __forceinline__ int first_channel_of(int set, int side) {
+    return (set % CHANNEL_SETS * kChannelSides + (PHASE_SIDES == 2 ? 0 : side)) * CHANNELS;
+}
+
+/* Where a tile's patch begins: its first position, from one strip or, where boxes have several images, one box before the
+ * first; where it can begin before the first.
+ */
+__device__ __forceinline__ int first_position_of(const implicit_gemm_params& p, int tile) {
+    return tile * kTile + FIRST + (FLAT ? 0 : (kBoxedLines ? BOX_IMAGES : 1) * p.strip_rows * PITCH);
+}
+
+/* The right sides of the first stage, from a place of the patch of a tile on. */
+__device__ __forceinline__ matrix_t patches_of(const implicit_gemm_params& p, const stages_t& s, int tile, int place) {
+#if BOXED && CHANNELS_LAST
+    return lines_of<kLineBytes>(s.patches + (place + first_position_of(p, tile) % kBoxPositions) * UNITS);
+#elif BOXED
+    return swizzled_matrix_of(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16);
+#else
+    return matrix_of(s.patches + place, kUnitPitch * 16, 128);
+#endif
+}

@@ -1,0 +1,176 @@
+/* fused for kernels as large as their stride: a product, whose columns are shuffled into images (depth to space).
+ *
+ * Where taps do not overlap an output is one product,
+ *
+ *   output [co, ih * KERNEL_H + kh, iw * KERNEL_W + kw] = bias [co] + sum over ci of input [ci, ih, iw] weight [ci, co, kh, kw]
+ *
+ * so that nothing is gathered or folded: positions (image, ih, iw) times lines (co, kh, kw). What is left is that neighbours in
+ * an output row are columns of the product.
+ *
+ * Positions are its rows (pipeline/pixels_on_m.cuh), in any order that a warp likes. Rows g and g + 8 are neighbours where that
+ * gives a thread more outputs that lie together (kPaired), and the eight lanes that have the same columns store a stretch of an
+ * output row. So outputs go from registers to memory, and no shared memory is read or written for them: weights take most of
+ * what it can give. What comes from memory and goes there is as much as products take, so that outputs are KEPT while the
+ * products of the next block run.
+ *
+ * Macros: those of pipeline/pixels_on_m.cuh, with one block of rows, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
+ * LINES a multiple of 4 * KERNEL_W where PACKED, and one row where KERNEL_H is 1, whatever the image; KEPT (1 or 0).
+ * Chosen by gemmconv/algorithms/fused_shuffle.py.
+ */
+#include "pipeline/pixels_on_m.cuh"
+#include "ptx/store.cuh"
+
+static_assert(ROW_BLOCKS == 1 && ITEM_POSITIONS == kPositions && 16 % kTaps == 0, "see there");
+constexpr int kOutW = IN_W * KERNEL_W, kPlane = kPixels * kTaps;
+
+// Rows g and g + 8 of a warp's 16 are positions 2g and 2g + 1, or g and g + 8.
+constexpr bool kPaired = KERNEL_W <= 2 && IN_W % 2 == 0;
+
+// Lines that a lane has one after the other (see weights/pack_k_major.cu), tiles of 8 columns that have them, in turn.
+constexpr int kLane = PACKED && KERNEL_W > 2 ? KERNEL_W : 2, kTiles = kLane / 2, kTurns = LINES / 8 / kTiles;
+static_assert(LINES % (8 * kTiles) == 0 && KERNEL_W <= 8, "tiles and lanes have whole rows of outputs");
+
+/* The first line of a lane. */
+__device__ __forceinline__ int lane_line() { return threadIdx.x % 4 * kLane; }
+
+/* Where a lane's outputs of its first line go, of two positions, and whether there are any. */
+struct places_t {
+    ELEMENT_T* to[2] = {};
+    bool inside[2] = {};
+
+    places_t() = default;
+    __device__ __forceinline__ places_t(const pixels_on_m_params& p, int position, int warp) {
+        const int g = threadIdx.x % 32 / 4, line = lane_line();
+        const int column = line / kTaps * kPlane + line % kTaps / KERNEL_W * kOutW + line % KERNEL_W;
+        #pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int here = position + warp * 16 + (kPaired ? g * 2 + h : g + h * 8), pixel = here % kPixels;
+            inside[h] = here < p.positions;
+            to[h] = p.output + (static_cast<long long>(here / kPixels) * (OUT_CHANNELS * static_cast<long long>(kPlane)) +
+                                (pixel / IN_W * (KERNEL_H * kOutW) + pixel % IN_W * KERNEL_W + column));
+        }
+    }
+
+    /* Those of output channels from `first` on. */
+    __device__ __forceinline__ places_t from(int first) const {
+        places_t there = *this;
+        #pragma unroll
+        for (int h = 0; h < 2; ++h) there.to[h] += static_cast<long long>(first) * kPlane;
+        return there;
+    }
+};
+
+/* A lane's outputs of a block of lines, as they are stored. */
+struct outputs_t {
+    static constexpr int kWords = 4 * kTiles * kItem / 4;  // of a turn
+    places_t places;
+    int outs = 0;  // output channels that there are, from the lane's first on
+    unsigned words[kTurns][kWords] = {};
+
+    outputs_t() = default;
+    /* Takes sums and biases from output channel `first` on. */
+    __device__ __forceinline__ outputs_t(const places_t& item, int first, const float (&sums)[LINES / 2], const float* biases)
+        : places(item.from(first)), outs(OUT_CHANNELS - first - lane_line() / kTaps) {
+        each<kTurns>([&](auto turn) {
+            constexpr int kTurn = decltype(turn)::value, kTile = kTurn * kTiles, kOut = kTile * 8 / kTaps;
+            ELEMENT_T values[4 * kTiles];  // neighbours in a row one after the other
+            #pragma unroll
+            for (int e = 0; e < 2 * kTiles; ++e) {
+                const float bias = biases[kOut + lane_line() / kTaps + (kTaps == 1 ? e : 0)];
+                #pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    values[KERNEL_W == 1 ? e * 2 + h : h * 2 * kTiles + e] =
+                        narrow<ELEMENT_T>(sums[(kTile + e / 2) * 4 + h * 2 + e % 2] + bias);
+            }
+            pack(words[kTurn], values);
+        });
+    }
+
+    /* Stores turns FIRST to END - 1. */
+    template <int FIRST, int END> __device__ __forceinline__ void store() const {
+        each<END - FIRST>([&](auto turn) {
+            constexpr int kTurn = FIRST + decltype(turn)::value, kFirst = kTurn * kTiles * 8, kOut = kFirst / kTaps;
+            constexpr long long kAt = static_cast<long long>(kOut) * kPlane + kFirst % kTaps / KERNEL_W * kOutW;
+            constexpr int kRuns = KERNEL_W == 1 ? 2 : 1, kRunWords = kWords / kRuns;  // of lines that are no neighbours
+            #pragma unroll
+            for (int e = 0; e < kRuns; ++e) {
+                const bool is = kAllLines % LINES == 0 || kOut + (kTaps == 1 ? e : 0) < outs;
+                constexpr long long kNext = KERNEL_H > 1 ? kOutW : kPlane;
+                const unsigned* run = words[kTurn] + e * kRunWords;
+                if constexpr (kPaired) {
+                    store_run<kRunWords>(places.to[0] + (kAt + e * kNext), run, places.inside[0] && is);
+                } else if constexpr (kRunWords == 1) {
+                    #pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const unsigned short half[1] = {static_cast<unsigned short>(run[0] >> h * 16)};
+                        store_words(places.to[h] + (kAt + e * kNext), half, places.inside[h] && is);
+                    }
+                } else {
+                    #pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        store_run<kRunWords / 2>(places.to[h] + (kAt + e * kNext), run + h * (kRunWords / 2),
+                                                 places.inside[h] && is);
+                }
+            }
+        });
+    }
+
+private:
+    template <typename T, int COUNT> __device__ __forceinline__ static void pack(unsigned (&words)[kWords], const T (&values)[COUNT]) {
+        constexpr int kElements = mma_words<T>::kElements;
+        #pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            if constexpr (kElements == 1) {
+                words[i] = __float_as_uint(values[i]);
+            } else {
+                const T pair[2] = {values[i * 2], values[i * 2 + 1]};
+                words[i] = mma_words<T>::pack(pair);
+            }
+        }
+    }
+
+    template <int COUNT> __device__ __forceinline__ static void store_run(ELEMENT_T* to, const unsigned* run, bool is) {
+        constexpr int kTogether = least(COUNT, 4);
+        #pragma unroll
+        for (int first = 0; first < COUNT; first += kTogether) {
+            unsigned words[kTogether];
+            #pragma unroll
+            for (int i = 0; i < kTogether; ++i) words[i] = run[first + i];
+            store_words(to + first * (4 / kItem), words, is);
+        }
+    }
+};
+
+/* The positions of a warp, the `warp`-th that multiplies, of item after item. Outputs are KEPT while the next block's products
+ * run, and stored meanwhile: memory may take as long for them.
+ */
+__device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t& barriers, int warp) {
+    ring_t<STAGES> ring;
+    ring_t<SLOTS> slots;
+    outputs_t outputs;
+    each_item(p, [&](const item_t& item) {
+        const places_t places(p, item.position, warp);
+        #pragma unroll 1
+        for (int block = 0; block < item.blocks; ++block) {
+            const int first = (item.block + block) * kBlockOuts;
+            const biases_t biases(p, first);
+            float sums[1][LINES / 2];
+            ring_t<SLOTS> here = slots;
+            const bool last = block + 1 == item.blocks;
+            multiply<kPaired>(sums, ring, here, barriers, warp, !HELD || last, [&](auto share) {
+                constexpr int kShare = decltype(share)::value;
+                if constexpr (KEPT) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>();
+            });
+            if (!HELD || last) slots = here;
+            biases.share(warp);
+            outputs = outputs_t(places, first, sums[0], biases_of(warp));
+            if constexpr (!KEPT) outputs.store<0, kTurns>();
+        }
+    });
+    if constexpr (KEPT) outputs.store<0, kTurns>();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+sm90_gemm_depth_to_space_kernel(const __grid_constant__ pixels_on_m_params p) {
+    run(p, [&](barriers_t& barriers, int warp) { consume(p, barriers, warp); });
+}

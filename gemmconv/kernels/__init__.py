@@ -1,0 +1,1 @@
+"""What runs: the host side of each kernel, in the folders of csrc/."""

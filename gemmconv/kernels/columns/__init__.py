@@ -1,0 +1,1 @@
+"""Columns: products by cuBLAS or torch, folded by csrc/columns/."""

@@ -1,0 +1,134 @@
+"""Cuts a problem into pieces whose columns fit a workspace. Pure integers.
+
+Images first: as many whole images as fit. Where not even one fits, rows of one image: a forward chunk owns some output
+rows and reads the input rows that reach them, so neighbouring chunks recompute the few rows that both read, and every
+output is summed and rounded in one place. A backward chunk owns input rows, which share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config
+
+_LONGEST_SUM = 1024  # pixels
+
+Span = tuple[int, int]  # begin, end
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One piece of the work: images, the input rows whose columns it holds, the output rows that it completes."""
+
+    images: Span
+    in_rows: Span
+    out_rows: Span
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How one pass cuts a problem.
+
+    Attributes:
+        images: most images in a chunk.
+        blocks: the row blocks that each group of images is cut into, as (input rows, output rows).
+        batch: images in all.
+    """
+
+    images: int
+    blocks: tuple[tuple[Span, Span], ...]
+    batch: int
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for begin in range(0, self.batch, self.images):
+            for in_rows, out_rows in self.blocks:
+                yield Chunk((begin, min(begin + self.images, self.batch)), in_rows, out_rows)
+
+    @property
+    def count(self) -> int:
+        """Chunks in all."""
+        return len(self.blocks) * -(-self.batch // self.images)
+
+    @property
+    def in_rows(self) -> int:
+        """Most input rows in a chunk."""
+        return max(end - begin for (begin, end), _ in self.blocks)
+
+
+def forward_chunks(problem: Problem, itemsize: int, limit: int) -> Chunking:
+    """Chunks of the forward pass, whose columns take at most ``limit`` bytes.
+
+    One output row is the least that a chunk completes: where the input rows that reach it need more than the limit,
+    the chunk takes what they need.
+    """
+    height, out_height = problem.input_size[0], problem.output_size[0]
+    images = _images_that_fit(problem, problem.column_bytes(itemsize), limit)
+    if images:
+        return Chunking(images, (((0, height), (0, out_height)),), problem.batch)
+    rows_that_fit = limit // _row_bytes(problem, itemsize)
+    halo = problem.dilation[0] * (problem.kernel_size[0] - 1) // problem.stride[0] + 1
+    step = max(1, (rows_that_fit - halo) * problem.stride[0])
+    blocks = tuple(
+        (
+            input_rows_of(problem, (begin, min(begin + step, out_height))),
+            (begin, min(begin + step, out_height)),
+        )
+        for begin in range(0, out_height, step)
+    )
+    return Chunking(1, blocks, problem.batch)
+
+
+def backward_chunks(problem: Problem, itemsize: int, limit: int, image_extra: int = 0) -> Chunking:
+    """Chunks of a backward pass; each image of a chunk takes ``image_extra`` bytes beside its columns.
+
+    One input row is the least that a chunk covers, even where it needs more than the limit.
+    """
+    height = problem.input_size[0]
+    images = _images_that_fit(problem, problem.column_bytes(itemsize) + problem.batch * image_extra, limit)
+    if images:
+        return Chunking(images, (((0, height), (0, 0)),), problem.batch)
+    step = max(1, (limit - image_extra) // _row_bytes(problem, itemsize))
+    blocks = tuple(((begin, min(begin + step, height)), (0, 0)) for begin in range(0, height, step))
+    return Chunking(1, blocks, problem.batch)
+
+
+def input_rows_of(problem: Problem, out_rows: Span) -> Span:
+    """The input rows that reach any of the output rows; an empty span where none does.
+
+    >>> input_rows_of(Problem(1, 1, 1, 1, (8, 8), (3, 3), stride=(2, 2), padding=(1, 1)), (4, 6))
+    (2, 4)
+    """
+    stride, padding = problem.stride[0], problem.padding[0]
+    reach = problem.dilation[0] * (problem.kernel_size[0] - 1)
+    begin = max(0, -((reach - out_rows[0] - padding) // stride))
+    end = min(problem.input_size[0], (out_rows[1] - 1 + padding) // stride + 1)
+    return begin, max(begin, end)
+
+
+def _row_bytes(problem: Problem, itemsize: int) -> int:
+    """Column bytes of one input row of one image."""
+    return problem.out_channels * problem.taps * problem.input_size[1] * itemsize
+
+
+def _images_that_fit(problem: Problem, batch_bytes: int, limit: int) -> int:
+    """Whole images within the limit, of ``batch_bytes`` for all of them; evenly shared among the chunks."""
+    image_bytes = max(1, batch_bytes // max(1, problem.batch))
+    fitting = min(limit // image_bytes, max(1, problem.batch))
+    if fitting == 0:
+        return 0
+    chunks = -(-problem.batch // fitting)
+    return -(-problem.batch // max(1, chunks))
+
+
+def longest_sum(config: Config) -> int:
+    """How many pixels a weight gradient sums at once.
+
+    A sum of float32 products loses the square root of its length in roundings. Summing slices of it apart and adding
+    those up keeps a gradient over millions of pixels as exact as one over a thousand.
+    """
+    rounds = config.device.type == "cuda" and config.dtype == torch.float32 and config.precision == "ieee"
+    return _LONGEST_SUM if rounds else max(1, config.problem.in_pixels)

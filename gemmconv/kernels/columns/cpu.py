@@ -1,0 +1,162 @@
+"""The steps of ``gemm_col2im`` on the CPU: torch's product, a fold of slices, torch's unfold, in the chunks of CUDA."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import torch.nn.functional as F
+
+from gemmconv.kernels.base import Config, accumulator_dtype
+from gemmconv.kernels.columns.chunking import Chunk, Span
+
+# Of 290 layers with one to eight output channels and 1 or 2 threads on two cores of an x86 CPU, those that the rule
+# takes are 1.06 to 6 times as fast as torch's operator (oneDNN 3.11), 3.1 times in the geometric mean.
+_INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
+
+_matmul = torch.matmul  # bound before ptflops replaces it, which would count a layer's products beside the layer
+
+
+def is_few_outputs(in_channels: int, out_channels: int) -> bool:
+    """Whether a layer has so few output channels that oneDNN, whose vectors are of those, is slow."""
+    return in_channels >= _INPUTS_OF_AN_OUTPUT * out_channels
+
+
+def is_faster_than_torch(config: Config) -> bool:
+    """Whether a forward pass is faster as columns than by torch's operator.
+
+    That is so where oneDNN is slow, in float32 and NCHW, and where the addition of a tap is long enough for all threads
+    (``N * C_out * H_in * W_in`` values of 4096 a thread). Gradients never are.
+    """
+    p = config.problem
+    values = p.batch * p.out_channels * p.in_pixels
+    return (
+        config.device.type == "cpu"
+        and config.dtype == torch.float32
+        and config.memory_format is torch.contiguous_format
+        and p.groups == 1
+        and is_few_outputs(p.in_channels, p.out_channels)
+        and values >= _VALUES_OF_A_THREAD * max(2, torch.get_num_threads())
+        and platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+    )
+
+
+class CpuEngine:
+    """Implements ``gemm_col2im.Engine``.
+
+    Rows of columns are folded into the whole area that they reach, its padding not cut away yet, and what belongs to
+    the chunk is cut from that.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._problem = config.problem
+        self._accumulator = accumulator_dtype(config.dtype)
+
+    def columns_from_input(
+        self, input: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, chunk: Chunk
+    ) -> None:
+        target = self._columns(columns, chunk)
+        if target.numel():
+            _matmul(self._weight(weight).mT, self._pixels(input, chunk).to(self._accumulator), out=target)
+
+    def fold(self, columns: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, chunk: Chunk) -> None:
+        target = output[_slice(chunk.images), :, _slice(chunk.out_rows)]
+        sums = target.new_zeros(target.shape, dtype=self._accumulator)
+        if chunk.in_rows[0] < chunk.in_rows[1]:
+            self._fold_into(sums, columns, chunk)
+        if bias is not None:
+            sums += bias.to(self._accumulator).view(-1, 1, 1)
+        target.copy_(sums)
+
+    def _fold_into(self, sums: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
+        p = self._problem
+        rows = chunk.in_rows[1] - chunk.in_rows[0]
+        reached = (self._reach(0, rows), self._reach(1, p.input_size[1]))
+        area = self._area(self._columns(columns, chunk).view(sums.shape[0], -1, p.taps, rows, p.input_size[1]))
+        # Row r of the area is output row r + in_row * S - P; its column c is output column c - P.
+        area_rows, sum_rows = _overlap(
+            reached[0], chunk.in_rows[0] * p.stride[0] - p.padding[0], chunk.out_rows[0], sums.shape[2]
+        )
+        area_columns, sum_columns = _overlap(reached[1], -p.padding[1], 0, sums.shape[3])
+        sums[:, :, sum_rows, sum_columns] = area[:, :, area_rows, area_columns]
+
+    def _area(self, columns: torch.Tensor) -> torch.Tensor:
+        """The sums of columns ``[images, C_out, taps, H, W]``, in at least the extent that they reach.
+
+        All values of a tap belong to one phase of the outputs, whose cells ``q`` take it from ``q - shift``: so with
+        cells of a phase side by side a tap is one addition of two slices, which torch shares among its threads.
+        (torch's own fold runs on one, and takes 1.5 to 4 times as long: six layers of few output channels, two cores.)
+        """
+        p, (height, width) = self._problem, columns.shape[3:]
+        (stride_h, stride_w), (dilation_h, dilation_w) = p.stride, p.dilation
+        cells_h, cells_w = (
+            size + dilation * (kernel - 1) // stride
+            for size, dilation, kernel, stride in zip((height, width), p.dilation, p.kernel_size, p.stride, strict=True)
+        )
+        phases = columns.new_zeros((*columns.shape[:2], stride_h, stride_w, cells_h, cells_w))
+        for tap in range(p.taps):
+            shift_h, phase_h = divmod(tap // p.kernel_size[1] * dilation_h, stride_h)
+            shift_w, phase_w = divmod(tap % p.kernel_size[1] * dilation_w, stride_w)
+            phase = phases[:, :, phase_h, phase_w]
+            phase[:, :, shift_h : shift_h + height, shift_w : shift_w + width] += columns[:, :, tap]
+        rows_and_columns = phases.permute(0, 1, 4, 2, 5, 3)  # [images, C_out, cell row, phase, cell column, phase]
+        return rows_and_columns.reshape(*columns.shape[:2], cells_h * stride_h, cells_w * stride_w)
+
+    def unfold(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
+        p = self._problem
+        rows = chunk.in_rows[1] - chunk.in_rows[0]
+        reached = (self._reach(0, rows), self._reach(1, p.input_size[1]))
+        area = grad_output.new_zeros((chunk.images[1] - chunk.images[0], p.out_channels, *reached))
+        area_rows, grad_rows = _overlap(
+            reached[0], chunk.in_rows[0] * p.stride[0] - p.padding[0], 0, grad_output.shape[2]
+        )
+        area_columns, grad_columns = _overlap(reached[1], -p.padding[1], 0, grad_output.shape[3])
+        area[:, :, area_rows, area_columns] = grad_output[_slice(chunk.images), :, grad_rows, grad_columns]
+        unfolded = F.unfold(area, p.kernel_size, dilation=p.dilation, stride=p.stride)
+        target = self._columns(columns, chunk)
+        target.copy_(unfolded.view(target.shape))
+
+    def input_grad(self, columns: torch.Tensor, weight: torch.Tensor, grad_input: torch.Tensor, chunk: Chunk) -> None:
+        product = self._weight(weight) @ self._columns(columns, chunk).to(self._accumulator)
+        p = self._problem
+        grad_input[_slice(chunk.images), :, _slice(chunk.in_rows)] = product.view(
+            -1, p.in_channels, chunk.in_rows[1] - chunk.in_rows[0], p.input_size[1]
+        ).to(grad_input.dtype)
+
+    def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
+        pixels = self._pixels(input, chunk).to(self._accumulator)
+        products = pixels @ self._columns(columns, chunk).to(self._accumulator).mT  # [images, groups, K, M]
+        partials[: products.shape[0]] += products.view(-1, *partials.shape[1:])
+
+    def _reach(self, axis: int, size: int) -> int:
+        """Extent of what ``size`` input positions of an axis reach, padding not cut away."""
+        p = self._problem
+        return (size - 1) * p.stride[axis] + p.dilation[axis] * (p.kernel_size[axis] - 1) + 1
+
+    def _weight(self, weight: torch.Tensor) -> torch.Tensor:  # [groups, K, M]
+        p = self._problem
+        return weight.to(self._accumulator).view(p.groups, p.gemm_k, p.gemm_m)
+
+    def _pixels(self, input: torch.Tensor, chunk: Chunk) -> torch.Tensor:  # [images, groups, K, P]
+        p = self._problem
+        rows = input[_slice(chunk.images), :, _slice(chunk.in_rows)]
+        return rows.reshape(rows.shape[0], p.groups, p.gemm_k, rows.shape[2] * rows.shape[3])
+
+    def _columns(self, columns: torch.Tensor, chunk: Chunk) -> torch.Tensor:  # [images, groups, M, P]
+        p = self._problem
+        images = chunk.images[1] - chunk.images[0]
+        pixels = (chunk.in_rows[1] - chunk.in_rows[0]) * p.input_size[1]
+        return columns[: images * p.groups * p.gemm_m * pixels].view(images, p.groups, p.gemm_m, pixels)
+
+
+def _slice(span: Span) -> slice:
+    return slice(*span)
+
+
+def _overlap(size_a: int, origin_a: int, origin_b: int, size_b: int) -> tuple[slice, slice]:
+    """The common part of two stretches of one axis, as a slice of each."""
+    begin = max(origin_a, origin_b)
+    end = max(begin, min(origin_a + size_a, origin_b + size_b))
+    return slice(begin - origin_a, end - origin_a), slice(begin - origin_b, end - origin_b)

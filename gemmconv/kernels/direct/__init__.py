@@ -1,0 +1,1 @@
+"""Kernels that gather without columns: csrc/direct/."""

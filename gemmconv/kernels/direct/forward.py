@@ -1,0 +1,415 @@
+"""The side of ``direct`` that runs on CUDA cores (csrc/direct/forward.cu): which tile a layer takes, and the launch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from gemmconv.device import REFERENCE, DeviceSpec
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config, Forward, accumulator_dtype, in_either_format, strides_of, with_strides
+from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.params import params_struct, plane_grid
+from gemmconv.kernels.phases import cells_of, reach_of
+
+_INT32_MAX = 2**31 - 1
+SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
+_MOST_PHASES = 8  # row phases side by side
+_MOST_SPLIT = 4  # threads that share the products of an output
+_LONGEST_SUM = 2048  # products of float32 that one of them adds
+LONGEST_SUM = _MOST_SPLIT * _LONGEST_SUM
+_REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blocks of 128 in a multiprocessor
+_OTHER_REGISTERS = 32  # beside sums and window
+_MOST_TURNS, _BUSY_BLOCKS = 8, 6  # of a block; of a multiprocessor
+# A depthwise thread has two cells in channels_last, which share what they read, while they have no more sums than this:
+# k8 s4 in float32 takes 33 us with two cells (32 sums) and 37 with one, k16 s8 85 with two (64 sums) and 76 with one.
+_MOST_PAIR_SUMS = 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block of csrc/direct/forward.cu owns; see its header, and pipeline/depthwise.cuh for depthwise layers.
+
+    Attributes:
+        depthwise: whether planes have one channel each.
+        lanes_w, cells: threads across a cell row, and cells of each.
+        rows: cell rows.
+        phases: row phases at a time, by threads of their own.
+        planes: groups of images.
+        channels_in: input channels staged at a time.
+        channels_out: output channels.
+        split: threads that share the input channels of an output.
+        rows_each, planes_each: cell rows and planes of a thread, where it is depthwise.
+        turns: tiles that a block goes over, one below the other, where it is depthwise.
+    """
+
+    depthwise: bool
+    lanes_w: int
+    cells: int
+    rows: int
+    phases: int
+    planes: int
+    channels_in: int
+    channels_out: int
+    split: int = 1
+    rows_each: int = 1
+    planes_each: int = 1
+    turns: int = 1
+
+    @property
+    def height(self) -> int:
+        """Cell rows of a block."""
+        return self.rows * self.turns
+
+    @property
+    def threads(self) -> int:
+        return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
+
+
+DirectForwardParams = params_struct(
+    "direct_forward_params",
+    ("input", "weight", "bias", "output"),
+    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "weight_channel", "weight_tap"),
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Tile | None:
+    """The tile for a problem: a pure function of it. None where the smallest tile's patch exceeds shared memory."""
+    layer = _Layer(problem, dtype, channels_last, spec)
+    if problem.groups == problem.in_channels == problem.out_channels:
+        return next(layer.depthwise_tiles(), None)
+    tiles = list(layer.tiles()) or layer.tiles(whole_sectors=False)
+    return min(tiles, key=layer.cycles, default=None)
+
+
+def cycles_of(
+    problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile, spec: DeviceSpec = REFERENCE
+) -> float:
+    """What a tile is estimated at; see ``_Layer.cycles``."""
+    return _Layer(problem, dtype, channels_last, spec).cycles(tile)
+
+
+def longest_sum(problem: Problem) -> int:
+    """Products that are added for an output, of the phase that has most taps."""
+    most_taps = (max(len(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1))
+    return problem.gemm_k * math.prod(most_taps)
+
+
+class _Layer:
+    """The tiles that a problem may have on a GPU, and what they cost."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec) -> None:
+        self.problem = problem
+        self.dtype = dtype
+        self.channels_last = channels_last
+        self.spec = spec
+        self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_dtype(dtype).itemsize
+        self.channels_in = problem.in_channels // problem.groups
+        self.channels_out = problem.out_channels // problem.groups
+        self.planes = max(1, problem.batch * problem.groups)
+        self.cells_h, self.cells_w = cells_of(problem)
+        self.halo_h, self.halo_w = (last - first for first, last in (reach_of(problem, 0), reach_of(problem, 1)))
+        # How many threads must share the products of a float32 output: their sum loses the square root of its length in
+        # roundings.
+        parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
+        self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
+        self.tap_phases_h, self.tap_phases_w = (
+            sum(bool(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1)
+        )
+
+    def depthwise_tiles(self) -> Iterator[Tile]:
+        """One tile: what one 16-byte store holds, of enough rows or planes to fill the threads of a block."""
+        stride_w = self.problem.stride[1]
+        planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
+        if self.channels_last:
+            cells = 2 if 2 * self.tap_phases_w * planes_each <= _MOST_PAIR_SUMS else 1
+        else:
+            cells = max(1, 16 // self.item_bytes // power_of_two(stride_w))
+        while cells > 1 and cells >= 2 * self.cells_w:
+            cells //= 2
+        sum_bytes = self.tap_phases_w * self.sum_bytes
+        while planes_each * max(cells * sum_bytes, 3 * (cells + self.halo_w)) > 256 and planes_each * cells > 1:
+            planes_each, cells = (planes_each // 2, cells) if planes_each > 1 else (1, cells // 2)
+        window = (2 + self.halo_h) * (cells + self.halo_w)
+        rows_each = 2 if not self.channels_last and window <= 48 and self.cells_h > 1 else 1
+
+        threads = 256
+        neighbours = math.gcd(self.problem.groups, 32 * planes_each) if self.channels_last else 1
+        lanes_w = power_of_two(-(-self.cells_w // cells))
+        lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours) if self.channels_last else 32)
+        plane_threads = neighbours // planes_each
+        rows = min(power_of_two(-(-self.cells_h // rows_each)), max(1, threads // (lanes_w * plane_threads)))
+        planes = neighbours
+        if not self.channels_last:
+            planes = min(power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
+        tile = Tile(
+            True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
+        )
+        while self.blocks(tile) < 2 * self.spec.multiprocessors and tile.threads > 64:
+            if not self.channels_last and tile.planes > 1:
+                tile = replace(tile, planes=tile.planes // 2)
+            elif tile.rows > rows_each:
+                tile = replace(tile, rows=tile.rows // 2)
+            else:
+                break
+        while tile.threads % 32:  # whole warps, some of it idle
+            tile = replace(tile, rows=tile.rows * 2)
+        while self.shared_bytes(tile) > SHARED_BYTES and tile.planes > planes_each:
+            tile = replace(tile, planes=tile.planes // 2)
+            while tile.threads % 32:
+                tile = replace(tile, rows=tile.rows * 2)
+        if self.channels_last:
+            tile = replace(tile, turns=self.turns(tile))
+        if self.shared_bytes(tile) <= SHARED_BYTES:
+            yield tile
+
+    def turns(self, tile: Tile) -> int:
+        """Tiles that a depthwise block in channels_last goes over. Laying out its weights costs as much as one."""
+        below = -(-self.cells_h // tile.rows)
+        busy = _BUSY_BLOCKS * self.spec.multiprocessors
+        most = max(1, min(_MOST_TURNS, below, self.blocks(tile) // busy))
+        return min(range(most, 0, -1), key=lambda turns: -(-below // turns) * (turns + 1))
+
+    def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
+        """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""
+        p = self.problem
+        phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
+        most_planes = math.gcd(p.groups, 8) if self.channels_last else power_of_two(self.planes)
+        least_planes = 1
+        if self.channels_last and whole_sectors:
+            sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
+            least_planes = min(most_planes, power_of_two(sector_planes))
+        shares = {even_share(self.channels_out, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)}
+        for cells, channels_out in itertools.product((1, 2, 4, 8, 16), sorted(shares)):
+            narrowest = cells == 1 and channels_out == 1
+            too_many = self.registers(cells, channels_out) > _REGISTERS[-1] - 16 and not narrowest
+            if too_many or (cells > 1 and cells >= 2 * self.cells_w):
+                continue
+            lanes_w = min(power_of_two(-(-self.cells_w // cells)), 32)
+            for log_rows, split in itertools.product(range(6), (1, 2, 4)):
+                rows = 1 << log_rows
+                if rows > power_of_two(self.cells_h) and lanes_w * rows * phases % 64 == 0:
+                    continue  # half the rows would make whole warps too
+                if split < self.least_split or split > self.channels_in:
+                    continue
+                if split > self.least_split and self.planes * self.cells_h * self.cells_w > 1 << 20:
+                    continue
+                part = lanes_w * rows * phases
+                planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
+                planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
+                # In channels_last, more planes are more neighbours.
+                for factor in (1, 2, 4, 8) if self.channels_last else (1,):
+                    if (self.channels_last and factor * planes > most_planes) or part * factor * planes * split > 256:
+                        break
+                    yield from self.fitting(
+                        Tile(False, lanes_w, cells, rows, phases, factor * planes, 0, channels_out, split)
+                    )
+
+    def fitting(self, tile: Tile) -> Iterator[Tile]:
+        """The tile with as many input channels at a time as fit, at most 16."""
+        channels_in = min(self.channels_in, 16)
+        while channels_in >= 1:
+            tile = replace(tile, channels_in=channels_in)
+            if self.shared_bytes(tile) <= SHARED_BYTES:
+                yield tile
+                return
+            channels_in //= 2
+
+    def registers(self, cells: int, channels_out: int) -> int:
+        """Registers of a thread, about."""
+        words = self.sum_bytes // 4
+        vector = max(1, min(cells, 4 // words))
+        window = -(-(cells + self.halo_w) // vector) * vector
+        return words * (cells * channels_out * self.tap_phases_w + window) + _OTHER_REGISTERS
+
+    def least_blocks(self, tile: Tile) -> int:
+        """Blocks that a multiprocessor shall hold, which bounds the registers of a thread."""
+        if tile.depthwise:
+            return 1
+        registers = self.registers(tile.cells, tile.channels_out)
+        bound = next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
+        return max(1, 65_536 // (tile.threads * bound))
+
+    def blocks(self, tile: Tile) -> int:
+        spatial = -(-self.cells_h // tile.height) * -(-self.cells_w // (tile.lanes_w * tile.cells))
+        return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
+
+    def patch_elements(self, tile: Tile) -> int:
+        """Elements of the patch, with its padding; see csrc/direct/forward.cu."""
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        banks, windows, read = tile.cells // vector, -(-(tile.cells + self.halo_w) // vector), tile.lanes_w * vector
+        pitch = banks * (tile.lanes_w + (windows - 1) // banks) * vector
+        if read * self.sum_bytes < 128:
+            pitch += (read - pitch) % (2 * read)
+        return tile.planes * tile.channels_in * (tile.rows + self.halo_h) * pitch
+
+    def shared_bytes(self, tile: Tile) -> int:
+        """Bytes of shared memory that csrc/direct/forward.cu takes."""
+        kernel_h, kernel_w = self.problem.kernel_size
+        if tile.depthwise:
+            quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
+            stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
+            return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
+        quads = tile.planes * tile.channels_in * kernel_h * -(-kernel_w * tile.channels_out // 4)
+        staged = -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
+        part = tile.threads // tile.split
+        sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
+        if self.channels_last and not self.whole_pixels(tile):
+            run = _run_pitch(tile.channels_out, self.item_bytes)
+        else:
+            run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.channels_last else 1)
+        return max(staged, sums, part * run * self.item_bytes)
+
+    def whole_pixels(self, tile: Tile) -> bool:
+        """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
+        return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
+
+    def cycles(self, tile: Tile) -> float:
+        """Cycles of an H200, roughly: rounds of the blocks that a multiprocessor holds at a time, and what they move.
+
+        The constants were fitted to 620 tiles of 10 layers in float32: what they choose takes 8% longer than the best
+        of those (geometric mean). Those of what L1 does in channels_last are of 70 tiles of k3x5 s2x3 d2x1 in 4 groups.
+        """
+        kernel_h, kernel_w = self.problem.kernel_size
+        turns, chunks = -(-self.tap_phases_h // tile.phases), -(-self.channels_in // tile.channels_in)
+        tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
+        quads = -(-kernel_w * tile.channels_out // 4)
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        windows = -(-(tile.cells + self.halo_w) // vector)
+        double = self.sum_bytes / 4
+
+        # Instructions and cycles of shared memory, for a thread.
+        patch, weights = self.patch_elements(tile), tile.planes * tile.channels_in * kernel_h * quads * 4
+        staged = turns * chunks * 2.1 * patch / tile.threads
+        products = (
+            tile.cells * tile.channels_out * kernel_w * double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
+        )
+        instructions = tap_rows * (products + quads + windows + 6) + staged + 150
+        wavefronts = tap_rows * (quads + windows * vector) * double + 2.9 * staged
+        if self.channels_last:
+            # Weights take L1 longer, and each piece of memory that a warp stores to: the tile's channels of a pixel.
+            pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
+            lines = tile.channels_out * self.item_bytes / 128
+            pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
+            instructions += 12.5 * pixels * tile.channels_out
+            wavefronts += tap_rows * quads * double + 1.8 * 32 * pieces
+
+        # A block alone: it waits for its loads, then computes.
+        warps = tile.threads / 32
+        loads = -(-patch // (16 * tile.threads)) + 1 + weights / (4 * tile.threads)
+        latency = 2100 if self.channels_last else 1760
+        alone = turns * chunks * (latency * loads + 200) + max(1.1, warps / 4) * instructions
+
+        shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
+        held = min(self.least_blocks(tile), (227 << 10) // shared_bytes, 2048 // tile.threads)
+        blocks = -(-self.blocks(tile) // self.spec.multiprocessors)
+        rounds = -(-blocks // min(held, blocks))
+        side_by_side = blocks / rounds
+        issue = instructions / 4 / min(1.0, 0.06 * held * warps)  # the fewer warps, the more cycles pass without one
+        busiest, other = sorted((issue, wavefronts), reverse=True)
+
+        # What is stored; the less of it lies together, the worse.
+        run = tile.lanes_w * tile.cells * self.problem.stride[1]
+        stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
+        moved = blocks * stored * self.item_bytes / (36 * self.spec.bytes_ratio)
+        if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
+            neighbours = tile.planes if tile.channels_out == self.channels_out else 1
+            parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
+            apart = self.tap_phases_h / self.problem.stride[0] * (120 if parts else 40)
+            moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
+        else:
+            moved *= 1 + 260 / (run * self.item_bytes)
+        return max(rounds * max(alone, side_by_side * warps * (busiest + 0.15 * other)), moved) + 1.1 * moved
+
+
+def _run_pitch(run: int, item_bytes: int) -> int:
+    """Elements from a thread's run of a stage to the next one's; see csrc/include/epilogue/store_runs.cuh."""
+    put = math.gcd(run, 16 // item_bytes)
+    return (run // put | 1) * put
+
+
+def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Macros:
+    """Macros that specialise csrc/direct/forward.cu."""
+    p, tile = problem, tile_of(problem, dtype, channels_last, spec)
+    assert tile is not None
+    layer = _Layer(p, dtype, channels_last, spec)
+    neighbours = tile.cells * p.stride[1]
+    if layer.whole_pixels(tile):
+        vector = math.gcd(16 // dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
+    elif channels_last:
+        vector = math.gcd(16 // dtype.itemsize, tile.channels_out, layer.channels_out)
+    else:
+        vector = math.gcd(16 // dtype.itemsize, neighbours, p.output_size[1])
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "IN_CHANNELS": layer.channels_in,
+        "OUT_CHANNELS": layer.channels_out,
+        "CHANNELS_LAST": int(channels_last),
+        "DEPTHWISE": int(tile.depthwise),
+        "LANES_W": tile.lanes_w,
+        "CELLS": tile.cells,
+        "TILE_H": tile.rows,
+        "TILE_PHASES": tile.phases,
+        "TILE_PLANES": tile.planes,
+        "TILE_IN": tile.channels_in,
+        "TILE_OUT": tile.channels_out,
+        "SPLIT_IN": tile.split,
+        "ROWS": tile.rows_each,
+        "PLANE_VECTOR": tile.planes_each,
+        "TURNS": tile.turns,
+        "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
+        "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
+        "VECTOR": vector,
+        "LEAST_BLOCKS": layer.least_blocks(tile),
+        "SHARED_BYTES": -(-layer.shared_bytes(tile) // 512) * 512,
+        **geometry_macros(p),
+    }
+    in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
+    out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
+    if max(in_elements, out_elements, p.in_channels * p.gemm_m) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+def prepare_forward(config: Config, tile: Tile) -> Forward:
+    """As ``Algorithm.forward``."""
+    from gemmconv.runtime.launch import load
+
+    p = config.problem
+    channels_last = config.memory_format is torch.channels_last
+    macros = forward_macros(p, config.dtype, channels_last, config.spec)
+    strides = strides_of(p.output_shape, config.memory_format)
+    input_strides = strides_of(p.input_shape, config.memory_format)
+    cells_h, cells_w = cells_of(p)
+    tiles_w = -(-cells_w // (tile.lanes_w * tile.cells))
+    tiles = tiles_w * -(-cells_h // tile.height) * -(-(p.out_channels // p.groups) // tile.channels_out)
+    planes = p.batch * p.groups
+    plane_blocks = -(-planes // tile.planes)
+    grid = plane_grid(tiles, max(1, plane_blocks))
+    block = (tile.threads, 1, 1)
+    shared_bytes = int(macros["SHARED_BYTES"])
+    kernel = load("direct/forward.cu", macros, config.device.index, shared_bytes)
+    sizes = (planes, p.groups, *p.input_size, *p.output_size, tiles_w)
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(p.output_shape, strides)
+        if planes == 0:
+            return output
+        input, (weight, steps) = with_strides(input, input_strides), in_either_format(weight)
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        kernel.launch(
+            grid,
+            block,
+            DirectForwardParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps),
+            shared_bytes,
+        )
+        return output
+
+    return call

@@ -1,0 +1,521 @@
+"""The tensor-core side of ``direct`` (direct/forward_mma.cu): for 16-bit types, and for float32 where TF32 may be used.
+
+It is for channels that fit a block's shared memory, and for more than one of them; ``tile_of`` gives None for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+
+from gemmconv.device import REFERENCE, DeviceSpec
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
+from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.params import MAX_GRID_Y, params_struct
+from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
+
+_INT32_MAX = 2**31 - 1
+_WARPS = 8
+_SHARED_BYTES = 99 << 10  # the most that every architecture since sm_80 has
+_REGISTERS = 65_536
+_OTHER_REGISTERS = 41  # of a thread, beside those of sums
+_MULTIPROCESSOR_SHARED = 227 << 10
+_SYNCHRONOUS, _TURNED, _COPIED = range(3)
+_MOST_UNROLLED = 256  # products
+_BYTES_A_CYCLE = 24  # of a multiprocessor, to and from the L2 cache
+_ACCUMULATORS = 12  # of tiles of 16 x 8 that a warp has registers for
+_SECTOR_BYTES = 32
+_SHIFTED_BYTES = 320  # of a line: the H200 is 7 to 12% faster from here on, 7 to 14% slower with 256 and less
+_ROW_TILES = 4  # across, where the image has as many: whole sectors of its rows
+_SHIFT_BASE = 1 << 12
+_MOST_WEIGHTS = 1 << 18  # of a group
+_MOST_M_TILES = 32  # bits of a mask
+_MOST_STEPS = 2048  # 4 KiB of constant memory a table
+
+Shift = Pair  # from a cell to an input, per axis
+
+
+@dataclass(frozen=True)
+class Step:
+    """Eight words of the reduced extent: of one shift, or a few words of each of several shifts (None: padding)."""
+
+    shifts: tuple[Shift | None, ...]
+    first_word: int
+    m_tiles: tuple[int, ...]  # those with a weight that is not zero by its place
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block of csrc/direct/forward_mma.cu owns; see its header."""
+
+    problem: Problem
+    itemsize: int
+    channels_last: bool
+    row_phases: int
+    channels: int
+    n_tiles: int
+    groups: int = 1
+    warps_m: int = 1
+    warps_n: int = _WARPS
+    row_tiles: int = 1  # of 8 cells, across
+    ahead: bool = True  # whether a tile's input is copied while the tile before it is computed
+    spec: DeviceSpec = REFERENCE
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def size(self) -> Pair:
+        """Cells, rows and columns."""
+        return self.warps_n * self.n_tiles // self.row_tiles, 8 * self.row_tiles
+
+    @property
+    def lines(self) -> int:
+        """Output lines, pairs of a row phase and a channel, of a row of cells."""
+        return self.row_phases * self.channels
+
+    @cached_property
+    def m_tile_lines(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each M tile the pairs of a row phase (of the turn) and a column phase that its 16 rows belong to."""
+        stride, blocks = self.problem.stride[1], -(-self.lines // 8)
+        if self.channels % 16 == 0:
+            slots = [(2 * pair + half, rw) for pair in range(blocks // 2) for rw in range(stride) for half in (0, 1)]
+        else:
+            slots = [(block, rw) for block in range(blocks) for rw in range(stride)]
+        phases = [
+            {(line // self.channels, rw) for line in range(8 * block, min(8 * block + 8, self.lines))}
+            for block, rw in slots
+        ]
+        return tuple(tuple(set().union(*phases[i : i + 2])) for i in range(0, len(phases), 2))
+
+    @property
+    def m_tiles(self) -> int:
+        return len(self.m_tile_lines)
+
+    @cached_property
+    def used_tiles(self) -> frozenset[int]:
+        """The M tiles that any step is for: those that take registers."""
+        return frozenset().union(*(step.m_tiles for turn in self.turns for step in turn))
+
+    @property
+    def words(self) -> int:
+        """Words of a pixel's channels of a group."""
+        words = -(-self.problem.gemm_k * self.itemsize // 4)
+        return power_of_two(words) if words <= 8 else -(-words // 8) * 8
+
+    @property
+    def pixel_pitch(self) -> int:
+        """Words between pixels: up to 4, or 4 more than a multiple of 8, so that 8 pixels x 4 words lie in 32 banks."""
+        words = self.groups * self.words
+        return words if words <= 4 else -(-(words + 4) // 8) * 8 - 4
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of each turn of row phases."""
+        return tuple(tuple(self._steps(first)) for first in range(0, self.problem.stride[0], self.row_phases))
+
+    def _steps(self, first_row_phase: int) -> Iterator[Step]:
+        shifts_h, shifts_w = (phase_shifts(self.problem, axis) for axis in (0, 1))
+        row_phases = range(first_row_phase, first_row_phase + self.row_phases)
+        rows = sorted(set().union(*(shifts_h[phase] for phase in row_phases)))
+        columns = sorted(set().union(*shifts_w))
+
+        def tiles_of(shifts: list[Shift]) -> tuple[int, ...]:
+            return tuple(
+                i
+                for i, phases in enumerate(self.m_tile_lines)
+                if any(h in shifts_h[first_row_phase + rh] and w in shifts_w[r] for rh, r in phases for h, w in shifts)
+            )
+
+        every = [(h, w) for h in rows for w in columns]
+        count = max(1, 8 // self.words)
+        for i in range(0, len(every), count):
+            shifts = every[i : i + count]
+            tiles = tiles_of(shifts)
+            padding = (None,) * (count - len(shifts))
+            if tiles:
+                for word in range(0, max(self.words, 8) if count == 1 else 1, 8):
+                    yield Step((*shifts, *padding), word, tiles)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a step and an M tile."""
+        return sum(len(step.m_tiles) for turn in self.turns for step in turn)
+
+    @cached_property
+    def pixels(self) -> int:
+        """Neighbouring pixels that are loaded at once."""
+        if self.channels_last:
+            return 1
+        return math.gcd(4, self.problem.input_size[1])
+
+    @property
+    def loading(self) -> int:
+        """How the patch comes; see csrc/direct/forward_mma.cu."""
+        if not self.ahead:
+            return _SYNCHRONOUS
+        if self.channels_last:
+            return _COPIED if self.words * 4 == self.problem.gemm_k * self.itemsize else _SYNCHRONOUS
+        if self.itemsize == 4:
+            return _COPIED
+        return _TURNED if self.pixels > 1 else _SYNCHRONOUS
+
+    @property
+    def lead(self) -> int:
+        """Columns of the patch before the least shift, so that loads are aligned."""
+        return self.reach[1][0] % self.pixels
+
+    @cached_property
+    def patch(self) -> Pair:
+        """Rows and columns of the patch."""
+        height, width = (self.size[axis] + last - first for axis, (first, last) in enumerate(self.reach))
+        return height, -(-(width + self.lead) // self.pixels) * self.pixels
+
+    @property
+    def unroll(self) -> int:
+        """Turns of the staging whose loads are in flight together."""
+        return max(1, min(self.stage_turns, 32 // (self.pixels * min(4, self.words))))
+
+    @property
+    def stage_turns(self) -> int:
+        """Times that a thread loads for a patch."""
+        spots = math.prod(self.patch) // self.pixels
+        return -(-spots * self.groups * -(-self.words // 4) // self.threads)
+
+    @property
+    def reach(self) -> tuple[Pair, Pair]:
+        """Least and largest shift of either axis."""
+        return reach_of(self.problem, 0), reach_of(self.problem, 1)
+
+    @property
+    def staged(self) -> bool:
+        """Whether outputs are turned round in shared memory: where the lanes' own do not make whole sectors."""
+        stride, width = self.problem.stride[1], self.problem.output_size[1]
+        return self.channels_last or math.gcd(8 * stride, width) * self.itemsize % _SECTOR_BYTES != 0
+
+    @property
+    def vector(self) -> int:
+        """Outputs that a lane stores at once from the stage."""
+        p = self.problem
+        if self.channels_last:
+            counts: tuple[int, ...] = (
+                self.groups * self.channels,
+                p.out_channels // p.groups * self.groups,
+                p.out_channels,
+            )
+        else:
+            counts = (8 * p.stride[1], p.output_size[1])
+        return math.gcd(16 // self.itemsize, *counts)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether long lines are stored by 16 bytes, but for their ends, where rows do not begin at such; NCHW.
+
+        A warp has one line of each channel then, in whole eights of channels.
+        """
+        line_bytes = 8 * self.n_tiles * self.problem.stride[1] * self.itemsize
+        long_lines = self.n_tiles <= self.row_tiles and line_bytes >= _SHIFTED_BYTES and self.channels % 8 == 0
+        return self.staged and not self.channels_last and self.vector * self.itemsize < 16 and long_lines
+
+    @property
+    def piece(self) -> int:
+        """Outputs that a lane has as neighbours and writes at once."""
+        return math.gcd(16 // self.itemsize, 2 * self.problem.stride[1], self.vector if self.shifted else 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory in which a warp turns its outputs round."""
+        run = 8 * self.n_tiles * self.problem.stride[1]
+
+        def padded(size: int) -> int:
+            return (-(-size // 16) | 1) * 16
+
+        if not self.staged:
+            return 0
+        if self.channels_last:
+            return padded(self.row_phases * run * padded(self.groups * self.channels * self.itemsize))
+        return padded(8 * padded(run * self.itemsize + _SECTOR_BYTES * self.shifted))
+
+    @property
+    def _plane(self) -> int:
+        pixels = math.prod(self.patch)
+        return (pixels + 7) // 16 * 16 + 8 if self._planar else -(-pixels // 8) * 8
+
+    @property
+    def _planar(self) -> bool:
+        return self.loading == _COPIED and not self.channels_last
+
+    @property
+    def patch_words(self) -> int:
+        """Words of a patch in shared memory."""
+        if self._planar:
+            return self.groups * self.words * self._plane
+        return -(-math.prod(self.patch) * self.pixel_pitch // 4) * 4
+
+    @property
+    def landing_words(self) -> int:
+        """Words of what is copied beside the patch."""
+        if self.loading == _TURNED:
+            return self.groups * self.problem.gemm_k * self._plane * self.itemsize // 4
+        return self.patch_words if self.loading == _COPIED else 0
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether the steps are unrolled, with offsets that are known when compiling."""
+        return self.words >= 4 and self.pairs * self.n_tiles <= _MOST_UNROLLED
+
+    @property
+    def shared_bytes(self) -> int:
+        fragments = self.groups * self.warps_m * self.pairs * 512
+        steps = sum(map(len, self.turns))
+        biases = self.groups * self.warps_m * -(-self.lines // 8) * 8
+        words = self.patch_words + self.landing_words + 8 * steps + biases
+        return fragments + 4 * words + self.warps_m * self.warps_n * self.stage_bytes
+
+    @property
+    def blocks_resident(self) -> int:
+        """Blocks that a multiprocessor is to have registers and shared memory for."""
+        lines, stride = -(-self.lines // 8), self.problem.stride[1]
+        registers = _OTHER_REGISTERS + 4 * len(self.used_tiles) * self.n_tiles + 6 * lines + 3 * stride
+        registers += 10 * max(0, lines - 3) + 8 * max(0, stride - 2)  # addresses
+        registers += (16 + 2 * self.n_tiles) * self.channels_last
+        registers += 16 * (self.unrolled or self.itemsize == 4)
+        by_registers = _REGISTERS // (registers * self.threads)
+        return max(1, min(by_registers, _MULTIPROCESSOR_SHARED // (self.shared_bytes + 1024), 32))
+
+    @property
+    def sets(self) -> int:
+        """Sets of weights, each of which a block may own."""
+        channels = self.problem.out_channels // self.problem.groups
+        return self.problem.groups // self.groups * -(-channels // (self.warps_m * self.channels))
+
+    @property
+    def tiles(self) -> Pair:
+        """Tiles of an image, down and across."""
+        height, width = (-(-count // size) for count, size in zip(cells_of(self.problem), self.size, strict=True))
+        return height, width
+
+    @property
+    def cycles(self) -> float:
+        """Roughly the cycles that a multiprocessor takes for its share of the problem.
+
+        Its schedulers are busy, or its shared memory is, or what it moves takes longer, or its blocks wait, each for
+        its own loads and stores. The constants were fitted to 1270 tiles of 11 layers on an H200: what they choose
+        takes 5% longer than the best of those (geometric mean).
+        """
+        steps, turns = sum(map(len, self.turns)), len(self.turns) * self.groups
+        turning = (9 if self.channels_last else 3.5) if self.staged else 1
+        outputs = len(self.m_tile_lines) * (16 + self.n_tiles * 4 * turning)
+        rounding = 2 * self.n_tiles if self.loading == _COPIED and self.itemsize == 4 else 0
+        a_step = (0 if self.unrolled else 10) + 2 * self.n_tiles + rounding
+        products = steps * a_step + self.pairs * (4 + self.n_tiles)
+        packing = self.stage_turns * (25 + self.pixels * min(4, self.words) * (2 + 4 // self.itemsize))
+        chunk = 4 // self.itemsize * min(4, self.groups * self.words) if self.channels_last else self.pixels
+        copying = math.prod(self.patch) * self.groups * self.problem.gemm_k / chunk / self.threads * 15
+        loading = {_SYNCHRONOUS: packing, _TURNED: packing + copying, _COPIED: copying}[self.loading]
+        issued = self.groups * products + turns * outputs + loading + 50
+
+        # A block alone, and how many a multiprocessor takes one after the other.
+        alone = issued + self.groups * steps * (80 if self.unrolled else 180) + 420 * turns
+        if self.loading == _SYNCHRONOUS:
+            alone += 4700 if self.channels_last else 1900
+        tiles = self.problem.batch * math.prod(self.tiles) * self.sets / self.spec.multiprocessors
+        rounds = max(1.0, tiles / self.blocks_resident)
+        rounds = math.ceil(rounds) if rounds < 4 else rounds
+
+        # Instructions: the more warps, the fewer cycles pass without one. Shared memory: a wavefront is 32 words.
+        warps = self.threads / 32
+        busy = tiles * issued * warps / (4 * min(0.9, 0.06 * self.blocks_resident * warps))
+        wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2 * self.staged
+        busy = max(busy, 0.6 * tiles * wavefronts * warps)
+        if not self.spec.is_hopper:  # whose tensor cores are never what takes longest here
+            per_clock = (self.spec.half if self.itemsize == 2 else self.spec.tf32) / self.spec.cycles
+            product = 2 * 16 * 8 * 32 // self.itemsize
+            busy = max(busy, tiles * self.groups * self.pairs * self.n_tiles * warps * product / (0.8 * per_clock))
+
+        # To and from the L2 cache. Rows that are cut short or into pieces cost more than their bytes.
+        loaded = math.prod(self.patch) * self.groups * self.problem.gemm_k
+        stored: float = (
+            math.prod(self.size) * math.prod(self.problem.stride) * self.groups * self.channels * self.warps_m
+        )
+        if self.channels_last:
+            stored *= 1 + 75 / (self.groups * self.channels * self.warps_m * self.itemsize)
+        else:
+            stored *= 1 + 380 / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
+        moved = tiles * (2.5 * loaded + stored) * self.itemsize / (_BYTES_A_CYCLE * self.spec.bytes_ratio)
+        alone *= rounds
+        # Where both are within 1% by the above, values that are turned after they came take 2% longer (mean of seven).
+        turned = 1.01 if self.loading == _TURNED else 1
+        return turned * (max(busy, alone, 0.47 * moved) + 0.46 * moved + 0.05 * (busy + alone))
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Tile | None:
+    """The tile for a problem: a pure function of it. None where the channels do not fit shared memory."""
+    return min(tiles_of(problem, itemsize, channels_last, spec), key=lambda tile: tile.cycles, default=None)
+
+
+def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Iterator[Tile]:
+    """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
+    p = problem
+    channels_out = p.out_channels // p.groups
+    if p.gemm_k * channels_out == 1 or p.gemm_k * p.taps * channels_out > _MOST_WEIGHTS:
+        return
+    row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
+    for groups, channels in itertools.product(
+        _neighbours(p, itemsize) if channels_last else (1,),
+        {channels_out, *(c for c in (16, 32, 48, 64) if c < channels_out)},
+    ):
+        if groups > 1 and channels != channels_out:
+            continue
+        warps_m = min(4, power_of_two(-(-channels_out // channels)))
+        for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
+            tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m, spec=spec)
+            if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
+                continue
+            if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
+                continue
+            for warps, ahead in itertools.product((_WARPS, _WARPS // 2), (True, False)):
+                warps_n = max(1, warps // warps_m)
+                widest = warps_n * n_tiles
+                narrowest = min(_ROW_TILES, widest, row_tiles)
+                for i in range(narrowest.bit_length() - 1, widest.bit_length()):
+                    shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i, ahead=ahead)
+                    if shaped.shared_bytes <= _SHARED_BYTES:
+                        yield shaped
+
+
+def _neighbours(problem: Problem, itemsize: int) -> list[int]:
+    """Numbers of neighbouring groups that a block may own in channels_last: enough for whole sectors, or more."""
+    least = 1
+    channels_out = problem.out_channels // problem.groups
+    while problem.groups % (2 * least) == 0 and least * channels_out * itemsize < _SECTOR_BYTES:
+        least *= 2
+    return [least * factor for factor in (1, 2, 4) if problem.groups % (least * factor) == 0]
+
+
+def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/direct/forward_mma.cu."""
+    p = tile.problem
+    (first_h, last_h), (first_w, last_w) = tile.reach
+    steps = [step for turn in tile.turns for step in turn]
+    begins = [sum(map(len, tile.turns[:i])) for i in range(len(tile.turns) + 1)]
+    pairs = [(i, m) for i, step in enumerate(steps) for m in step.m_tiles]
+    first_pairs = [sum(len(step.m_tiles) for step in steps[:begin]) for begin in begins]
+
+    def code(shift: Shift | None) -> int:
+        return -1 if shift is None else (shift[0] - first_h) * _SHIFT_BASE + shift[1] - first_w
+
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "IN_CHANNELS": p.gemm_k,
+        "OUT_CHANNELS": p.out_channels // p.groups,
+        "CHANNELS_LAST": int(tile.channels_last),
+        "FIRST_H": first_h,
+        "FIRST_W": first_w,
+        "HALO_H": last_h - first_h,
+        "HALO_W": last_w - first_w,
+        "WORDS": tile.words,
+        "PIXEL_PITCH": tile.pixel_pitch,
+        "ROW_PHASES": tile.row_phases,
+        "CHANNELS": tile.channels,
+        "GROUPS": tile.groups,
+        "N_TILES": tile.n_tiles,
+        "WARPS_M": tile.warps_m,
+        "WARPS_N": tile.warps_n,
+        "TILE_H": tile.size[0],
+        "TILE_W": tile.size[1],
+        "STAGED": int(tile.staged),
+        "VECTOR": tile.vector,
+        "PIECE": tile.piece,
+        "SHIFTED": int(tile.shifted),
+        "LOADING": tile.loading,
+        "UNROLLED": int(tile.unrolled),
+        "PIXELS": tile.pixels,
+        "LEAD": tile.lead,
+        "UNROLL": tile.unroll,
+        "MIN_BLOCKS": tile.blocks_resident,
+        "SHARED_BYTES": tile.shared_bytes,
+        "SHIFT_BASE": _SHIFT_BASE,
+        "USED_TILES": sum(1 << m for m in tile.used_tiles),
+        "EVERY_TILE": int(all(len(step.m_tiles) == len(tile.used_tiles) for step in steps)),
+        "STEPS": len(steps),
+        "PAIRS": len(pairs),
+        "STEP_BEGIN": table(begins),
+        "STEP_SHIFTS": table([code(shift) for step in steps for shift in step.shifts]),
+        "STEP_WORD": table([step.first_word for step in steps]),
+        "STEP_TURN": table([i for i, turn in enumerate(tile.turns) for _ in turn]),
+        "STEP_TILES": table([sum(1 << m for m in step.m_tiles) for step in steps]),
+        "PAIR_BEGIN": table(first_pairs),
+        "PAIR_STEP": table([step for step, _ in pairs]),
+        "PAIR_TILE": table([m for _, m in pairs]),
+        **geometry_macros(p),
+    }
+    if max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+def tile_for(config: Config) -> Tile | None:
+    """The tile for a configuration, None where its products may not be rounded to what tensor cores take."""
+    if config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32"):
+        channels_last = config.memory_format is torch.channels_last
+        return tile_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
+    return None
+
+
+DirectForwardMmaParams = params_struct(
+    "direct_forward_mma_params",
+    ("input", "weight", "bias", "output"),
+    (
+        *("groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles"),
+        *("step_image", "step_tile_h", "step_tile_w", "weight_channel", "weight_tap"),
+    ),
+)
+
+
+def blocks_at_once(tile: Tile) -> int:
+    """How many blocks of each set of weights run at once; they share its tiles evenly."""
+    return max(1, tile.spec.multiprocessors * tile.blocks_resident // tile.sets)
+
+
+def prepare_forward(config: Config, tile: Tile) -> Forward:
+    """As ``Algorithm.forward``."""
+    from gemmconv.runtime.launch import load
+
+    p, shared_bytes = config.problem, tile.shared_bytes
+    macros = forward_macros(tile, config.dtype)
+    kernel = load("direct/forward_mma.cu", macros, config.device.index, shared_bytes)
+    strides = strides_of(p.output_shape, config.memory_format)
+    input_strides = strides_of(p.input_shape, config.memory_format)
+    tiles = p.batch * math.prod(tile.tiles)
+    grid = (max(1, -(-tiles // -(-max(1, tiles) // blocks_at_once(tile)))), tile.sets, 1)
+    block = (tile.threads, 1, 1)
+    steps_image, rest = divmod(grid[0], math.prod(tile.tiles))
+    sizes = (p.groups, *p.input_size, *p.output_size, *tile.tiles, tiles, steps_image, *divmod(rest, tile.tiles[1]))
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(p.output_shape, strides)
+        if tiles == 0:
+            return output
+        input, (weight, steps) = aligned(with_strides(input, input_strides)), in_either_format(weight)
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        kernel.launch(
+            grid,
+            block,
+            DirectForwardMmaParams(
+                input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps
+            ),
+            shared_bytes,
+        )
+        return output
+
+    return call

@@ -1,0 +1,238 @@
+"""Host side of csrc/direct/grads_mma.cu: both gradients at once on tensor cores, for groups of few channels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, in_either_format
+from gemmconv.kernels.direct.patch import Patch, aligned_to, problem_macros, rows_of
+from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.layout.transpose import from_nchw, to_nchw
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.params import MAX_GRID_Y, params_struct
+from gemmconv.kernels.splits.reduce_splits import prepare_partials
+
+_WARPS = 4
+_SHARED_BYTES = 99 << 10  # the most that every architecture since sm_80 has
+_MULTIPROCESSOR_SHARED = 227 << 10
+_REGISTERS = 65_536
+_MOST_PAIRS = 512  # of channels of a group: of more, fused is faster, and the estimate below is too low
+_MOST_SUMS = 72  # of a lane: taps * tiles of 16 output channels * 4
+_ADDRESS_REGISTERS = 44  # of a thread, beside what is multiplied and added
+_SCATTERED_REGISTERS = 40  # where taps are not neighbours in the patch, and the compiler loads further ahead
+_STAGING_REGISTERS = 64  # beside sums and loads on their way
+_MOST_WORDS = 40  # registers for loads on their way
+_MOST_LOADS = 12
+_LONGEST_SUM = 1024  # products of 8 pixels that are added one by one, so that roundings stay few
+# What it takes on an H200, fitted to 206 tiles of 17 layers: 9% from what was measured (geometric mean).
+_LAUNCH_SECONDS, _TILE_SECONDS = 7.7e-6, 220e-9  # of both kernels; of a tile
+_ROW_SECONDS, _LOAD_SECONDS, _ELEMENT_SECONDS = 2.6e-9, 3.1e-9, 17e-12  # of a patch row, a warp's load, an element
+_PRODUCT_SECONDS, _PARTIAL_SECONDS = 1.6e-9, 23e-12  # of 16 x 8 x 8 products, of a partial sum of a weight
+
+DirectGradsMmaParams = params_struct(
+    "direct_grads_mma_params",
+    ("grad_output", "input", "weight", "grad_input", "partials"),
+    (
+        *("groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
+        *("weight_channel", "weight_tap"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block and a warp of csrc/direct/grads_mma.cu own; the macros of the same names, in lower case.
+
+    ``multiprocessors`` are those of the GPU.
+    """
+
+    problem: Problem
+    itemsize: int
+    rows: int
+    row_warps: int
+    column_warps: int
+    ci_warps: int
+    multiprocessors: int = REFERENCE.multiprocessors
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.column_warps * self.ci_warps
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Input pixels of a tile."""
+        return self.row_warps * self.rows, 16 * self.column_warps
+
+    @property
+    def channels_out(self) -> int:
+        return self.problem.out_channels // self.problem.groups
+
+    @property
+    def planes(self) -> int:
+        """Planes of grad_output in shared memory."""
+        return -(-self.channels_out // 8) * 8
+
+    @cached_property
+    def patch(self) -> Patch:
+        return Patch(self.problem, self.itemsize, self.size, self.problem.kernel_size, self.planes, self.threads, True)
+
+    @property
+    def sums(self) -> int:
+        """Sums of weight gradients of a lane."""
+        return self.problem.taps * -(-self.planes // 16) * 4
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        factors = self.ci_warps * self.problem.taps * self.planes // 8 * 32 * 2
+        return (max(self.patch.elements, self.threads * self.sums) + factors) * 4
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor is to have registers for."""
+        steps, pixels = self.planes // 8, self.rows * 8
+        multiplied = 8 * -(-self.planes // 16) + 4 * steps + 2 * steps * self.problem.kernel_size[0]
+        strides, dilations = self.problem.stride, self.problem.dilation
+        if any(dilation > math.gcd(stride, dilation) for stride, dilation in zip(strides, dilations, strict=True)):
+            multiplied += _SCATTERED_REGISTERS
+        by_registers = _REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
+        return max(1, min(4, by_registers, _MULTIPROCESSOR_SHARED // (self.shared_bytes + 1024)))
+
+    @property
+    def batch(self) -> int:
+        """Rows, or several times as many, of a plane that a warp stages at once: what registers hold of loads."""
+        lanes = min(32, power_of_two(self.patch.vectors))
+        row_steps = -(-self.patch.rows * lanes // 32)
+        vectors = -(-self.patch.vectors // lanes)
+        words = vectors * max(1, self.patch.vector * self.itemsize // 4)
+        registers = min(255, _REGISTERS // (self.threads * self.resident) // 8 * 8)
+        most = min(_MOST_WORDS, registers - self.sums - _STAGING_REGISTERS) // (2 if self.itemsize == 2 else 1)
+        return even_share(row_steps, max(1, min(most // words, _MOST_LOADS // vectors)))
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles down an image and across it."""
+        (height, width), (rows, columns) = self.problem.input_size, self.size
+        return -(-height // rows), -(-width // columns)
+
+    @property
+    def weight_blocks(self) -> int:
+        """Blocks that share a slice."""
+        return self.problem.groups * -(-self.problem.gemm_k // (8 * self.ci_warps))
+
+    @property
+    def _tile_seconds(self) -> float:
+        """What a tile adds to the time of a multiprocessor: rows that are loaded, their elements, and products."""
+        lanes = min(32, power_of_two(self.patch.vectors))
+        rows = self.channels_out * self.patch.rows
+        loads = self.channels_out * -(-self.patch.rows * lanes // 32) * -(-self.patch.vectors // lanes)
+        elements = rows * self.patch.vectors * self.patch.vector
+        products = self.threads // 32 * self.rows * self.problem.taps * (2 * -(-self.planes // 16) + self.planes // 8)
+        staging = rows * _ROW_SECONDS + loads * _LOAD_SECONDS + elements * (1 + self.itemsize / 2) * _ELEMENT_SECONDS
+        return _TILE_SECONDS + staging + products * _PRODUCT_SECONDS
+
+    def seconds_of(self, slices: int) -> float:
+        """Roughly what both gradients take in NCHW, with so many slices."""
+        waves = -(-self.weight_blocks * slices // (self.multiprocessors * self.resident))
+        tiles = -(-self.problem.batch * math.prod(self.tiles) // slices) * waves * self.resident
+        partials = slices * math.prod(self.problem.weight_shape)
+        return _LAUNCH_SECONDS + tiles * self._tile_seconds + partials * _PARTIAL_SECONDS
+
+    def slices(self, workspace_limit: int) -> int:
+        """How many slices the tiles are cut into: as many blocks as run at once or fewer, as partial sums cost.
+
+        More where sums would be so long that their roundings add up, less where partial sums would exceed the
+        workspace.
+        """
+        tiles = self.problem.batch * math.prod(self.tiles)
+        fitting = workspace_limit // (math.prod(self.problem.weight_shape) * 4)
+        exact = -(-tiles * self.rows * 2 // _LONGEST_SUM)
+        busy = self.multiprocessors * self.resident // self.weight_blocks
+        wanted = (max(1, exact, busy >> halvings) for halvings in range(4))
+        return min((max(1, min(one, fitting, tiles, MAX_GRID_Y)) for one in wanted), key=self.seconds_of)
+
+    def seconds(self, workspace_limit: int) -> float:
+        """Roughly what both gradients take in NCHW."""
+        return self.seconds_of(self.slices(workspace_limit))
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
+    """The tile for a problem: a pure function of it. None where a warp has no room for the sums of all taps."""
+    tiles = tiles_of(problem, itemsize, multiprocessors)
+    return min(tiles, key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
+
+
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> list[Tile]:
+    """The tiles that a problem may have: those that fit registers and shared memory."""
+    ci_warps = min(_WARPS, power_of_two(-(-problem.gemm_k // 8)))
+    tiles = []
+    for rows, row_warps in itertools.product(sorted({rows_of(problem.input_size[0], 4), 2, 1}), (1, 2, 4)):
+        if ci_warps * row_warps > _WARPS:
+            continue
+        tile = Tile(problem, itemsize, rows, row_warps, _WARPS // ci_warps // row_warps, ci_warps, multiprocessors)
+        if tile.sums <= _MOST_SUMS and tile.shared_bytes <= _SHARED_BYTES:
+            tiles.append(tile)
+    return tiles
+
+
+def tile_for(config: Config) -> Tile | None:
+    """The tile for a configuration: of few channels, whose products may be rounded to what tensor cores take."""
+    p = config.problem
+    if p.gemm_k * p.out_channels // p.groups > _MOST_PAIRS:
+        return None
+    if config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32"):
+        return tile_of(p, config.dtype.itemsize, config.spec.multiprocessors)
+    return None
+
+
+def grads_macros(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
+    """Macros that specialise csrc/direct/grads_mma.cu."""
+    return {
+        "RESULT_T": "float" if slices > 1 else ELEMENT_TYPES[dtype],
+        "ROWS": tile.rows,
+        "ROW_WARPS": tile.row_warps,
+        "COLUMN_WARPS": tile.column_warps,
+        "CI_WARPS": tile.ci_warps,
+        "MIN_BLOCKS": tile.resident,
+        "SHARED_BYTES": tile.shared_bytes,
+        "VECTOR": tile.patch.vector,
+        "BATCH": tile.batch,
+        **problem_macros(tile.problem, dtype),
+    }
+
+
+def prepare_grads(config: Config, weight_config: Config, tile: Tile) -> BothGradients:
+    """As ``Algorithm.grads``; of tensors that have elements."""
+    from gemmconv.runtime.launch import load
+
+    problem, dtype = config.problem, config.dtype
+    slices = tile.slices(config.workspace_limit)
+    macros = grads_macros(tile, dtype, slices)
+    kernel = load("direct/grads_mma.cu", macros, config.device.index, tile.shared_bytes)
+    partials_of, add_up = prepare_partials(config, slices)
+    tiles = problem.batch * math.prod(tile.tiles)
+    sizes = (problem.groups, *problem.input_size, *problem.output_size, *tile.tiles, tiles, slices)
+    grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
+    alignment = int(macros["VECTOR"]) * dtype.itemsize
+    turned, turned_input = to_nchw(config, problem.output_shape), to_nchw(weight_config, problem.input_shape)
+    turned_back = from_nchw(config, problem.input_shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_input, grad_weight = input.new_empty(problem.input_shape), weight.new_empty(problem.weight_shape)
+        partials = partials_of(grad_weight)
+        grad_output, input = aligned_to(turned(grad_output), alignment), turned_input(input)
+        weight, steps = in_either_format(weight)
+        tensors = (grad_output, input, weight, grad_input, partials)
+        params = DirectGradsMmaParams(*(tensor.data_ptr() for tensor in tensors), *sizes, *steps)
+        kernel.launch(grid, block, params, tile.shared_bytes)
+        add_up(partials, grad_weight)
+        return turned_back(grad_input), grad_weight
+
+    return call

@@ -1,0 +1,213 @@
+"""Host side of csrc/direct/input_grad.cu: the input gradient of ``direct``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config, Gradient, in_either_format, strides_of, with_strides
+from gemmconv.kernels.direct.patch import (
+    BATCH_WORDS,
+    PREFETCH_WORDS,
+    SHARED,
+    STATIC_SHARED,
+    UNROLLED,
+    WIDEST_TAPS,
+    Patch,
+    Tile,
+    aligned_to,
+    column_threads_of,
+    problem_macros,
+    rows_of,
+    smaller,
+    sum_bytes,
+)
+from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
+from gemmconv.kernels.layout.transpose import from_nchw, to_nchw
+from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.params import params_struct, plane_grid
+
+_SHARED_FOR_TWO = 32 << 10  # as SHARED, of two channels of 16-bit elements: of one, few loads are on their way
+_WEIGHTS = 12 << 10  # bytes of weights that are worth staging at once
+
+InputGradParams = params_struct(
+    "direct_input_grad_params",
+    ("grad_output", "weight", "grad_input"),
+    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "weight_channel", "weight_tap"),
+)
+
+
+@dataclass(frozen=True)
+class InputGradTile(Tile):
+    """What a block and a thread of direct_input_grad_kernel own; the macros of the same names, in lower case."""
+
+    channels: int
+    planes: int
+    channel_threads: int
+    chunk_channels: int
+
+    @property
+    def threads(self) -> int:
+        return self.column_threads * self.row_threads * self.planes * self.channel_threads
+
+    def patch(self, problem: Problem, itemsize: int) -> Patch:
+        tile = (self.row_threads * self.rows, self.column_threads)
+        return Patch(problem, itemsize, tile, self.taps, self.planes * self.chunk_channels, self.threads)
+
+    def weights(self, output_channels: int) -> int:
+        """Weights in shared memory, for as many output channels."""
+        pitch = self.channels if self.channels <= 2 else 4 if self.channels <= 4 else 8
+        return self.planes * output_channels * self.taps[0] * self.taps[1] * self.channel_threads * pitch
+
+    def shared_bytes(self, problem: Problem, itemsize: int) -> int:
+        elements = self.patch(problem, itemsize).elements + self.weights(self.chunk_channels)
+        return elements * sum_bytes(itemsize)
+
+    def resident(self, itemsize: int, wide_index: bool) -> int:
+        """Blocks that a multiprocessor is to have registers for."""
+        if not wide_index and self.rows * self.channels * sum_bytes(itemsize) // 4 <= 16:
+            return min(6, 768 // self.threads)
+        # 16-bit elements are not prefetched (see _prefetches): other blocks compute while one loads.
+        return min(4, (768 if itemsize == 2 and not wide_index else 512) // self.threads)
+
+    def blocks(self, problem: Problem) -> int:
+        return math.prod(self.grid(problem)[:2])
+
+    def grid(self, problem: Problem) -> tuple[int, int, int]:
+        """Blocks over channels and tiles, blocks over planes, tiles across an image."""
+        channel_blocks = -(-problem.gemm_k // (self.channels * self.channel_threads))
+        tiles_h = -(-problem.input_size[0] // (self.rows * self.row_threads))
+        tiles_w = -(-problem.input_size[1] // self.column_threads)
+        return channel_blocks * tiles_h * tiles_w, -(-problem.batch * problem.groups // self.planes), tiles_w
+
+
+@lru_cache(maxsize=1024)
+def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> InputGradTile:
+    """The tile for a problem: as many sums a thread as registers hold well, then blocks that fit and are many."""
+    wide = itemsize == 8
+    height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
+    channels = even_share(problem.gemm_k, 4 if wide else 8)
+    rows = rows_of(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
+    threads = 256 if rows <= 4 else 128
+    taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
+    taps_h = even_share(problem.kernel_size[0], max(1, UNROLLED // (taps_w * rows * channels)))
+    channel_tiles = -(-problem.gemm_k // channels)
+    channel_threads = min((4, 2, 1), key=lambda threads: up_to_multiple(channel_tiles, threads))
+    tile = InputGradTile(
+        rows=rows,
+        channels=channels,
+        column_threads=column_threads_of(problem, taps_w, threads // channel_threads),
+        row_threads=1,
+        planes=1,
+        channel_threads=channel_threads,
+        chunk_channels=1,
+        taps=(taps_h, taps_w),
+    )
+    tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), threads // tile.threads))
+    tile = replace(tile, planes=power_of_two_within(problem.batch * problem.groups, threads // tile.threads))
+
+    # Room in shared memory, then blocks for every multiprocessor.
+    while tile.shared_bytes(problem, itemsize) > SHARED:
+        if tile.planes > 1:
+            tile = replace(tile, planes=tile.planes // 2)
+        elif tile.row_threads > 1 and tile.threads > 128:
+            tile = replace(tile, row_threads=tile.row_threads // 2)
+        elif tile.rows > 2:
+            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
+        elif tile.row_threads > 1 and tile.threads > 32:
+            tile = replace(tile, row_threads=tile.row_threads // 2)
+        else:
+            break
+    while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
+        tile = smaller(tile)
+    while tile.blocks(problem) < 2 * multiprocessors and tile.threads > 64:
+        if tile.planes > 1:
+            tile = replace(tile, planes=tile.planes // 2)
+        elif tile.row_threads > 1:
+            tile = replace(tile, row_threads=tile.row_threads // 2)
+        else:
+            break
+
+    # Channels in a chunk: all, or as many as can be loaded while a chunk is computed.
+    fitting = [tile]
+    for chunk_channels in sorted({-(-channels_out // chunks) for chunks in range(1, channels_out + 1)}):
+        larger = replace(tile, chunk_channels=chunk_channels)
+        most = _SHARED_FOR_TWO if itemsize == 2 and chunk_channels == 2 else SHARED
+        if larger.shared_bytes(problem, itemsize) <= most:
+            fitting.append(larger)
+    prefetched = [larger for larger in fitting if _prefetches(larger, problem, itemsize)]
+    if fitting[-1].chunk_channels < channels_out and prefetched:
+        return prefetched[-1]
+    return fitting[-1]
+
+
+def _prefetches(tile: InputGradTile, problem: Problem, itemsize: int) -> bool:
+    """Whether a chunk's loads go on while the one before is computed.
+
+    Not those of 16-bit elements: converting them takes registers beside those of the loads. KernelBench 75 in float16
+    took 504 us with, 394 without, in as many blocks; in twice as many, of two channels a chunk, 392 and 274.
+    """
+    if itemsize == 2:
+        return False
+    patch = tile.patch(problem, itemsize)
+    sums = tile.rows * tile.channels * sum_bytes(itemsize) // 4
+    return patch.words(patch.passes) <= min(PREFETCH_WORDS, 64 - sums)
+
+
+def input_grad_macros(problem: Problem, dtype: torch.dtype, multiprocessors: int = REFERENCE.multiprocessors) -> Macros:
+    """Macros that specialise csrc/direct/input_grad.cu."""
+    itemsize = dtype.itemsize
+    tile = input_grad_tile(problem, itemsize, multiprocessors)
+    channels_out = problem.out_channels // problem.groups
+    one_chunk_of_taps = tile.taps == problem.kernel_size
+    chunks = -(-channels_out // tile.chunk_channels) * (1 if one_chunk_of_taps else 2)
+    patch_bytes = tile.patch(problem, itemsize).elements * sum_bytes(itemsize)
+    weight_bytes = tile.weights(channels_out) * sum_bytes(itemsize)
+    weights_once = one_chunk_of_taps and weight_bytes <= _WEIGHTS and weight_bytes + patch_bytes <= STATIC_SHARED
+    prefetch = chunks > 1 and _prefetches(tile, problem, itemsize)
+    geometry = problem_macros(problem, dtype)
+    return {
+        **tile.own_macros,
+        "CHANNELS": tile.channels,
+        "PLANES": tile.planes,
+        "CHANNEL_THREADS": tile.channel_threads,
+        "CHUNK_CHANNELS": tile.chunk_channels,
+        "WEIGHTS_ONCE": int(weights_once),
+        "MIN_BLOCKS": tile.resident(itemsize, "INDEX_64" in geometry),
+        **tile.patch(problem, itemsize).macros(prefetch, BATCH_WORDS),
+        **geometry,
+    }
+
+
+def prepare_input_grad(config: Config) -> Gradient:
+    """Prepare grad_input from (grad_output, weight)."""
+    from gemmconv.runtime.launch import load
+
+    problem, dtype, multiprocessors = config.problem, config.dtype, config.spec.multiprocessors
+    shape, strides = problem.input_shape, strides_of(problem.input_shape, config.memory_format)
+    if not math.prod(shape):
+        return lambda grad_output, weight: with_strides(grad_output.new_empty(shape), strides)
+
+    macros = input_grad_macros(problem, dtype, multiprocessors)
+    kernel = load("direct/input_grad.cu", macros, config.device.index)
+    tile = input_grad_tile(problem, dtype.itemsize, multiprocessors)
+    pixel_blocks, plane_blocks, tiles_w = tile.grid(problem)
+    grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
+    sizes = (problem.batch * problem.groups, problem.groups, *problem.input_size, *problem.output_size, tiles_w)
+    alignment = int(macros["VECTOR"]) * dtype.itemsize
+    turned = to_nchw(config, problem.output_shape)
+    turned_back = from_nchw(config, shape)
+
+    def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        grad_input = grad_output.new_empty(shape)
+        grad_output, (weight, steps) = aligned_to(turned(grad_output), alignment), in_either_format(weight)
+        params = InputGradParams(grad_output.data_ptr(), weight.data_ptr(), grad_input.data_ptr(), *sizes, *steps)
+        kernel.launch(grid, block, params)
+        return turned_back(grad_input)
+
+    return call

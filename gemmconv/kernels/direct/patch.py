@@ -1,0 +1,201 @@
+"""What the gradients of ``direct`` share: tiles of grad_output, staged in shared memory.
+
+How large the tiles are, and who owns what, follows from the problem, the element type and the GPU's multiprocessors
+alone, so sums have the same order in every call. The patch is what load/patch.cuh makes of a tile: same names,
+same rules.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from gemmconv.geometry import Problem
+from gemmconv.kernels.integers import up_to_multiple
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+
+STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
+SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocessor
+WIDEST_TAPS = 16  # kernel columns that the kernels unroll
+UNROLLED = 512  # multiply-adds of a thread for one staged channel: bounds the code
+BATCH_WORDS = 24  # registers for loads in flight while nothing is computed
+PREFETCH_WORDS = 32  # registers for them while something is
+_INT32_MAX = 2**31 - 1
+_VECTOR_BYTES = 16
+_MOST_STEPS = 8  # vectors of a patch row that a thread loads
+_BATCH_LOADS = 12  # in flight at most while nothing is computed
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The staged part of grad_output.
+
+    Attributes:
+        problem: the geometry.
+        itemsize: bytes of an element.
+        tile: input pixels of a tile, ``(height, width)``.
+        taps: kernel taps staged at once.
+        planes: planes staged at once.
+        threads: threads of a block.
+        on_tensor_cores: whether planes are apart as tensor cores want them.
+    """
+
+    problem: Problem
+    itemsize: int
+    tile: tuple[int, int]
+    taps: tuple[int, int]
+    planes: int
+    threads: int
+    on_tensor_cores: bool = False
+
+    def _axis(self, axis: int) -> tuple[int, int, bool]:
+        """Extent in places, places between neighbouring pixels, and whether it is compact."""
+        stride, dilation = self.problem.stride[axis], self.problem.dilation[axis]
+        divisor = math.gcd(stride, dilation)
+        pixels, taps = self.tile[axis], self.taps[axis]
+        span = (pixels - 1) * (stride // divisor) + (taps - 1) * (dilation // divisor) + 1
+        compact = pixels * taps < span
+        return (pixels * taps, taps, True) if compact else (span, stride // divisor, False)
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring elements of a row that one load takes."""
+        problem = self.problem
+        compact = self._axis(1)[2]
+        if compact or math.gcd(problem.stride[1], problem.dilation[1]) > 1 or self.taps[1] < problem.kernel_size[1]:
+            return 1
+        step = self.tile[1] * problem.stride[1]
+        return math.gcd(_VECTOR_BYTES // self.itemsize, problem.output_size[1], step)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a row."""
+        lead = -self.problem.padding[1] % self.vector
+        return -(-(lead + self._axis(1)[0]) // self.vector)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a plane."""
+        return self._axis(0)[0]
+
+    @property
+    def steps(self) -> int:
+        """Vectors of a row that a thread loads."""
+        return -(-self.vectors // min(self.threads, 32))
+
+    @property
+    def passes(self) -> int:
+        """Rows that a thread helps to load."""
+        rows_at_once = self.threads // -(-self.vectors // self.steps)
+        return -(-self.planes * self._axis(0)[0] // rows_at_once)
+
+    def words(self, passes: int) -> int:
+        """Registers that the loads of some passes fill."""
+        return passes * self.steps * max(1, self.vector * self.itemsize // 4)
+
+    @property
+    def elements(self) -> int:
+        """Elements in shared memory."""
+        pitch = self._axis(1)[1]
+        banks = min(pitch & -pitch, 32)
+        run = self.vector // min(self.vector, banks)
+        piece = min(run, 16 // max(4, self.itemsize))
+        bank_pitch = up_to_multiple(-(-self.vectors * self.vector // banks), piece)
+        plane = self._axis(0)[0] * banks * bank_pitch
+        return self.planes * ((plane + 3) // 8 * 8 + 4 if self.on_tensor_cores else plane)
+
+    def macros(self, prefetch: bool, most_words: int) -> Macros:
+        """The macros that say how it is staged; with ``most_words`` registers for loads where nothing is prefetched."""
+        loads = min(_BATCH_LOADS, most_words * 4 // (self.vector * self.itemsize))
+        batch = min(self.passes, max(1, loads // self.steps))
+        passes = -(-self.passes // batch)
+        return {"VECTOR": self.vector, "BATCH": -(-self.passes // passes), "PREFETCH": int(prefetch)}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What tiles of both kernels have.
+
+    Attributes:
+        rows: rows of a thread.
+        column_threads, row_threads: threads beside each other in a row of a tile, and one below the other.
+        taps: kernel taps staged at once.
+    """
+
+    rows: int
+    column_threads: int
+    row_threads: int
+    taps: tuple[int, int]
+
+    @property
+    def own_macros(self) -> Macros:
+        """The macros of the above."""
+        return {
+            "ROWS": self.rows,
+            "COLUMN_THREADS": self.column_threads,
+            "ROW_THREADS": self.row_threads,
+            "TAPS_H": self.taps[0],
+            "TAPS_W": self.taps[1],
+        }
+
+
+def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
+    channels_in, channels_out = problem.gemm_k, problem.out_channels // problem.groups
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "CI": channels_in,
+        "CO": channels_out,
+        **geometry_macros(problem),
+    }
+    if max(channels_in * problem.in_pixels, channels_out * problem.out_pixels) > _INT32_MAX // 2:
+        macros["INDEX_64"] = 1  # half, because tiles reach beyond the image
+    return macros
+
+
+def sum_bytes(itemsize: int) -> int:
+    return 8 if itemsize == 8 else 4
+
+
+def rows_of(height: int, most: int) -> int:
+    """Rows of a thread: most, unless fewer divide the height, or waste less of it."""
+
+    def cost(rows: int) -> tuple[int, int]:
+        return up_to_multiple(height, rows) + height // (8 * rows), -rows
+
+    return min(range(1, max(1, most) + 1), key=cost)
+
+
+def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
+    """Columns of a tile: few idle ones, few that neighbouring tiles read again, rows loaded in few steps."""
+    (height, width), stride = problem.input_size, problem.stride[1]
+    overlap = max(0, (taps_w - 1) * problem.dilation[1] + 1 - stride) / stride
+    widest = min(most, 64 if height > 4 else 256)
+
+    def steps(columns: int) -> int:
+        return Patch(problem, 4, (1, columns), (1, taps_w), 1, max(32, columns)).steps
+
+    candidates = [1 << n for n in range(9) if 1 << n <= min(widest, 2 * width - 1)]
+    loadable = [columns for columns in candidates if steps(columns) <= _MOST_STEPS]
+    return min(loadable, key=lambda columns: (-(-width // columns) * (columns + overlap + 4), -columns), default=1)
+
+
+_AnyTile = TypeVar("_AnyTile", bound=Tile)
+
+
+def smaller(tile: _AnyTile) -> _AnyTile:
+    """A tile that needs less shared memory, of as many pixel threads: fewer taps at once, then less of the rest."""
+    taps_h, taps_w = tile.taps
+    if taps_h > 1:
+        return replace(tile, taps=(-(-taps_h // 2), taps_w))
+    for name in ("co_threads", "co_channels", "channel_threads", "rows"):
+        if getattr(tile, name, 1) > 1:
+            return replace(tile, **{name: getattr(tile, name) // 2})
+    return replace(tile, taps=(taps_h, -(-taps_w // 2)))
+
+
+def aligned_to(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """A contiguous tensor, where its rows may be loaded as vectors; else a copy."""
+    return tensor.clone() if tensor.data_ptr() % alignment else tensor

@@ -1,0 +1,356 @@
+"""Host side of csrc/direct/weight_grad.cu: the weight gradient of ``direct``, and both gradients at once.
+
+How many slices the pixels are cut into follows from the problem, the element type and the GPU's multiprocessors alone,
+as the tiles do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import BothGradients, Config, Gradient, accumulator_dtype, in_either_format
+from gemmconv.kernels.direct.patch import (
+    BATCH_WORDS,
+    PREFETCH_WORDS,
+    SHARED,
+    STATIC_SHARED,
+    UNROLLED,
+    WIDEST_TAPS,
+    Patch,
+    Tile,
+    aligned_to,
+    column_threads_of,
+    problem_macros,
+    rows_of,
+    smaller,
+    sum_bytes,
+)
+from gemmconv.kernels.integers import even_share, power_of_two_within
+from gemmconv.kernels.layout.transpose import GradientsInNchw, prepare_both, to_nchw
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.params import MAX_GRID_Y, params_struct
+from gemmconv.kernels.splits.reduce_splits import partial_bytes, prepare_partials
+
+_REGISTERS = 65_536  # of a multiprocessor
+_FEW_WORDS = 24  # registers for sums that leave room for much else
+_MANY_WORDS = 64  # registers for sums, inputs and their gradients that leave little room
+_OTHER_WORDS = 40  # registers for addresses and what is being computed
+_LONGEST_SUM = 1024  # products that are added one by one, so that roundings stay few
+
+# What weight gradients take on an H200, fitted to 183 of 62 layers: 11% from what was measured (geometric mean).
+_LAUNCH, _TILE_SECONDS = 11e-6, 92e-9  # of both kernels; of a tile, beside its bytes and products
+_RATE, _STAGED_RATE, _COPY_RATE = 50e12, 3.05e12, 9.3e12  # operations; bytes of patches, of memory
+
+WeightGradParams = params_struct(
+    "direct_weight_grad_params",
+    ("grad_output", "input", "partials", "weight", "grad_input"),
+    (
+        *("images", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
+        *("weight_channel", "weight_tap"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class WeightGradTile(Tile):
+    """What a block and a thread of direct_weight_grad_kernel own; the macros of the same names, in lower case."""
+
+    steps: int
+    ci_channels: int
+    co_channels: int
+    images: int
+    ci_threads: int
+    co_threads: int
+
+    @property
+    def pixel_threads(self) -> int:
+        return self.column_threads * self.row_threads * self.images
+
+    @property
+    def threads(self) -> int:
+        return self.pixel_threads * self.ci_threads * self.co_threads
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.co_channels * self.ci_channels * self.taps[0] * self.taps[1]
+
+    def patch(self, problem: Problem, itemsize: int) -> Patch:
+        tile = (self.row_threads * self.rows * self.steps, self.column_threads)
+        planes = self.images * self.co_threads * self.co_channels
+        return Patch(problem, itemsize, tile, self.taps, planes, self.threads)
+
+    def shared_bytes(self, problem: Problem, itemsize: int) -> int:
+        scratch = self.threads // 32 * self.sums
+        return max(self.patch(problem, itemsize).elements, scratch) * sum_bytes(itemsize)
+
+    def tiles(self, problem: Problem) -> tuple[int, int, int]:
+        """Tiles over images, down an image and across it."""
+        return (
+            -(-problem.batch // self.images),
+            -(-problem.input_size[0] // (self.row_threads * self.rows * self.steps)),
+            -(-problem.input_size[1] // self.column_threads),
+        )
+
+    def weight_blocks(self, problem: Problem) -> int:
+        """Blocks that share a slice."""
+        co_blocks = -(-problem.out_channels // problem.groups // (self.co_channels * self.co_threads))
+        ci_blocks = -(-problem.gemm_k // (self.ci_channels * self.ci_threads))
+        tap_blocks = math.prod(-(-problem.kernel_size[axis] // self.taps[axis]) for axis in (0, 1))
+        return problem.groups * co_blocks * ci_blocks * tap_blocks
+
+    def resident(self, itemsize: int, input_grad: bool) -> int:
+        """Blocks that a multiprocessor is to have registers for."""
+        words = sum_bytes(itemsize) // 4
+        few = self.sums * words <= _FEW_WORDS
+        beside = 2 * self.rows * self.ci_channels  # inputs and their gradients
+        many = input_grad and self.threads >= 128 and (self.sums + beside) * words > _MANY_WORDS
+        return max(1, min(8, (768 if few else 384 if many else 512) // self.threads))
+
+    def registers(self, itemsize: int, input_grad: bool) -> int:
+        """Registers that a thread then may have."""
+        return min(255, _REGISTERS // (self.resident(itemsize, input_grad) * self.threads) // 8 * 8)
+
+    def spare_words(self, itemsize: int, input_grad: bool) -> int:
+        """Registers left for loads of grad_output, beside sums, inputs and their gradients."""
+        words = (self.sums + self.rows * self.ci_channels * (1 + input_grad)) * sum_bytes(itemsize) // 4
+        words += 16 if self.threads < 128 else 0  # of blocks that are so many that their threads have few
+        return self.registers(itemsize, input_grad) - _OTHER_WORDS - words
+
+    def computes_both(self, problem: Problem, itemsize: int) -> bool:
+        """Whether a thread has all that an input pixel receives, and shared memory has room for the weights."""
+        weights = self.ci_threads * self.sums * sum_bytes(itemsize)
+        whole = self.co_channels == problem.out_channels // problem.groups and self.taps == problem.kernel_size
+        return whole and self.shared_bytes(problem, itemsize) + weights <= STATIC_SHARED
+
+
+@lru_cache(maxsize=1024)
+def weight_grad_tile(
+    problem: Problem,
+    itemsize: int,
+    input_grad: bool = False,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> WeightGradTile:
+    """The tile for a problem: as many sums a thread as registers hold, then warps that share what is staged.
+
+    With ``input_grad`` the one for both gradients at once, if it :meth:`~WeightGradTile.computes_both`.
+    """
+    most_sums = 32 if itemsize == 8 else 64
+    height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
+    taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
+    taps_h = even_share(problem.kernel_size[0], max(1, most_sums // taps_w))
+    taps = taps_h * taps_w
+    ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // taps)))
+    co_channels = _share(channels_out, max(1, min(4, most_sums // (taps * ci_channels))))
+    sums = taps * ci_channels * co_channels
+    rows = rows_of(height, max(1, min(8, most_sums // 4 // ci_channels, UNROLLED // sums)))
+    ci_tiles, co_tiles = -(-problem.gemm_k // ci_channels), -(-channels_out // co_channels)
+
+    def idle_and_read_again(threads: tuple[int, int]) -> tuple[int, int]:
+        ci_blocks, co_blocks = -(-ci_tiles // threads[0]), -(-co_tiles // threads[1])
+        reads = problem.out_pixels * channels_out * ci_blocks + problem.in_pixels * problem.gemm_k * co_blocks
+        return ci_blocks * threads[0] * co_blocks * threads[1], reads
+
+    candidates = [(ci, co) for ci in (1, 2, 4) for co in (1, 2, 4) if ci * co <= 4]
+    ci_threads, co_threads = min(candidates, key=idle_and_read_again)
+    pixel_threads = 128 // (co_threads * ci_threads)
+    tile = WeightGradTile(
+        rows=rows,
+        steps=1,
+        ci_channels=ci_channels,
+        co_channels=co_channels,
+        column_threads=column_threads_of(problem, taps_w, pixel_threads),
+        row_threads=1,
+        images=1,
+        ci_threads=ci_threads,
+        co_threads=co_threads,
+        taps=(taps_h, taps_w),
+    )
+    tile = replace(tile, row_threads=power_of_two_within(-(-height // rows), pixel_threads // tile.column_threads))
+    tile = replace(tile, images=power_of_two_within(problem.batch, pixel_threads // tile.pixel_threads))
+    if tile.pixel_threads < 32:  # images that there are not take no part
+        tile = replace(tile, images=tile.images * 32 // tile.pixel_threads)
+
+    # Room in shared memory, then blocks for every multiprocessor.
+    while tile.shared_bytes(problem, itemsize) > SHARED:
+        if tile.rows > 4:
+            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
+        elif tile.pixel_threads > 32:
+            tile = _fewer_pixels(tile)
+        else:
+            break
+    while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
+        tile = smaller(tile)
+    while (
+        math.prod(tile.tiles(problem)) * tile.weight_blocks(problem) < 2 * multiprocessors and tile.pixel_threads > 32
+    ):
+        tile = _fewer_pixels(tile)
+
+    # Longer tiles for many sums: loading the next tile beside this one would take registers that they have not.
+    if tile.sums * sum_bytes(itemsize) // 4 > _FEW_WORDS and not input_grad:
+        for steps in (2, 3, 4, 6, 8):
+            longer = replace(tile, steps=steps)
+            if (
+                longer.rows * longer.row_threads * (steps - 1) < height
+                and longer.shared_bytes(problem, itemsize) <= SHARED
+                and math.prod(longer.tiles(problem)) * longer.weight_blocks(problem) >= 8 * multiprocessors
+            ):
+                tile = longer
+    return tile
+
+
+def _tile_for(config: Config, input_grad: bool) -> WeightGradTile:
+    return weight_grad_tile(config.problem, config.dtype.itemsize, input_grad, config.spec.multiprocessors)
+
+
+def _fewer_pixels(tile: WeightGradTile) -> WeightGradTile:
+    if tile.images > 1:
+        return replace(tile, images=tile.images // 2)
+    if tile.row_threads > 1:
+        return replace(tile, row_threads=tile.row_threads // 2)
+    return replace(tile, column_threads=tile.column_threads // 2)
+
+
+def _slices(config: Config, tile: WeightGradTile) -> int:
+    """How many slices the tiles are cut into.
+
+    Two rounds of blocks, if slices then have a few tiles to pay for their end; more where sums would be
+    so long that their roundings add up; less where the partial sums would exceed the workspace.
+    """
+    problem, itemsize, multiprocessors = config.problem, config.dtype.itemsize, config.spec.multiprocessors
+    tiles, weight_blocks = math.prod(tile.tiles(problem)), tile.weight_blocks(problem)
+    busy = 2 * multiprocessors * tile.resident(itemsize, False) // weight_blocks
+    just_busy = -(-2 * multiprocessors // weight_blocks)
+    exact = -(-tiles * tile.rows * tile.steps // _LONGEST_SUM)
+    fitting = config.workspace_limit // (math.prod(problem.weight_shape) * sum_bytes(itemsize))
+    return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
+
+
+def weight_grad_macros(
+    problem: Problem,
+    dtype: torch.dtype,
+    slices: int,
+    input_grad: bool = False,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Macros:
+    """Macros that specialise csrc/direct/weight_grad.cu, for both gradients with ``input_grad``."""
+    itemsize = dtype.itemsize
+    tile = weight_grad_tile(problem, itemsize, input_grad, multiprocessors)
+    patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize, input_grad)
+    repeated = math.prod(tile.tiles(problem)) > slices
+    prefetch = repeated and tile.steps == 1 and patch.words(patch.passes) <= min(PREFETCH_WORDS, spare)
+    return {
+        **tile.own_macros,
+        "ROWS_DIVIDE": int(problem.input_size[0] % tile.rows == 0),
+        "STEPS": tile.steps,
+        "CI_CHANNELS": tile.ci_channels,
+        "CO_CHANNELS": tile.co_channels,
+        "IMAGES": tile.images,
+        "CI_THREADS": tile.ci_threads,
+        "CO_THREADS": tile.co_threads,
+        "RESULT_T": ELEMENT_TYPES[accumulator_dtype(dtype) if slices > 1 else dtype],
+        "INPUT_GRAD": int(input_grad),
+        "MIN_BLOCKS": tile.resident(itemsize, input_grad),
+        **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
+        **problem_macros(problem, dtype),
+    }
+
+
+def weight_grad_workspace_bytes(config: Config) -> int:
+    """Bytes of the partial sums of all slices; none where there is one slice."""
+    if not config.problem.batch:
+        return 0
+    problem, itemsize = config.problem, config.dtype.itemsize
+    tiles = [_tile_for(config, False)]
+    if (both := _tile_for(config, True)).computes_both(problem, itemsize):
+        tiles.append(both)
+    return max(partial_bytes(config, _slices(config, tile)) for tile in tiles)
+
+
+def weight_grad_seconds(config: Config) -> float:
+    """Roughly what a weight gradient in NCHW takes: launches, tiles, products, and bytes that go through patches.
+
+    >>> upsampling = Problem(8, 21, 21, 1, (64, 64), (16, 16), stride=(8, 8), padding=(4, 4))
+    >>> config = Config(upsampling, torch.float32, torch.device("cuda", 0))
+    >>> 2e-3 < weight_grad_seconds(config) < 4e-3  # each of 16 tap rows reads its part of the patches
+    True
+    """
+    p, itemsize = config.problem, config.dtype.itemsize
+    tile = _tile_for(config, input_grad=False)
+    tiles = math.prod(tile.tiles(p)) * tile.weight_blocks(p)
+    staged = tiles * tile.patch(p, itemsize).elements * sum_bytes(itemsize)
+    products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
+    copied = staged / _STAGED_RATE + p.least_bytes(itemsize) / _COPY_RATE
+    return _LAUNCH + tiles * _TILE_SECONDS / config.spec.multiprocessors + products + copied
+
+
+def prepare_weight_grad(config: Config) -> Gradient:
+    """Prepare grad_weight from (grad_output, input)."""
+    if not math.prod(config.problem.weight_shape) or not math.prod(config.problem.input_shape):
+        return lambda grad_output, input: grad_output.new_zeros(config.problem.weight_shape)
+    compute = _prepare(config, input_grad=False)
+    return lambda grad_output, input: compute(grad_output, input, None, None)
+
+
+def grads_seconds(config: Config) -> float:
+    """Roughly what both gradients at once take in NCHW; infinite where no thread could have whole sums of both."""
+    p, itemsize = config.problem, config.dtype.itemsize
+    if not _tile_for(config, input_grad=True).computes_both(p, itemsize):
+        return math.inf
+    products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
+    return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COPY_RATE
+
+
+def prepare_grads(config: Config, weight_config: Config) -> BothGradients:
+    """Prepare both gradients from (grad_output, input, weight), where :func:`grads_seconds` is finite."""
+    return prepare_both(config, _prepare(weight_config, input_grad=True))
+
+
+def _prepare(config: Config, input_grad: bool) -> GradientsInNchw:
+    """Prepare (grad_output, input, weight, grad_input) -> grad_weight; the last two for the input gradient, or None."""
+    from gemmconv.runtime.launch import load
+
+    problem, dtype = config.problem, config.dtype
+    tile = _tile_for(config, input_grad)
+    slices = _slices(config, tile)
+    macros = weight_grad_macros(problem, dtype, slices, input_grad, config.spec.multiprocessors)
+    kernel = load("direct/weight_grad.cu", macros, config.device.index)
+    partials_of, add_up = prepare_partials(config, slices)
+    _, tiles_h, tiles_w = tile.tiles(problem)
+    sizes = (problem.batch, problem.groups, *problem.input_size, *problem.output_size)
+    cut = (tiles_h, tiles_w, math.prod(tile.tiles(problem)), slices)
+    grid, block = (tile.weight_blocks(problem), slices, 1), (tile.threads, 1, 1)
+    alignment = int(macros["VECTOR"]) * dtype.itemsize
+    turned = to_nchw(config, problem.output_shape)
+    turned_input = to_nchw(config, problem.input_shape)
+
+    def compute(
+        grad_output: torch.Tensor,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        grad_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        grad_weight = grad_output.new_empty(problem.weight_shape)
+        partials = partials_of(grad_weight)
+        grad_output, input = aligned_to(turned(grad_output), alignment), turned_input(input)
+        of_input_grad, steps = (0, 0), (0, 0)
+        if weight is not None and grad_input is not None:
+            weight, steps = in_either_format(weight)
+            of_input_grad = weight.data_ptr(), grad_input.data_ptr()
+        addresses = (grad_output.data_ptr(), input.data_ptr(), partials.data_ptr(), *of_input_grad)
+        kernel.launch(grid, block, WeightGradParams(*addresses, *sizes, *cut, *steps))
+        add_up(partials, grad_weight)
+        return grad_weight
+
+    return compute
+
+
+def _share(extent: int, most: int) -> int:
+    """The whole of an extent that is at most ``most``, else a power of two of it."""
+    return extent if extent <= most else power_of_two_within(most + 1, most)

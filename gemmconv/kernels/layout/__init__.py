@@ -1,0 +1,1 @@
+"""From NCHW to NHWC and back: csrc/layout/."""

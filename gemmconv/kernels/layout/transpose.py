@@ -1,0 +1,279 @@
+"""Turning tensors from NCHW to channels_last and back, for algorithms that compute in one of them alone: host side of
+csrc/layout/transpose.cu and csrc/layout/transpose_vectors.cu, several times as fast as torch's own copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from gemmconv.geometry import Shape4
+from gemmconv.kernels.base import Algorithm, BothGradients, Config, strides_of, with_strides
+from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.params import params_struct, plane_grid
+
+_INT32_MAX = 2**31 - 1
+_THREADS = 256
+_TILE = 4096  # elements of a tile
+_MOST_CHANNELS = 64  # of a tile
+_SHORTEST, _LONGEST = 32, 1024  # pixels of a tile
+_REACH = 2048  # elements of an axis that a block has at most, of either kernel
+_LEAST_UNIT, _MOST_UNIT = 8, 16  # bytes that a thread of csrc/layout/transpose_vectors.cu reads and writes together
+_SECTOR_BYTES = 32  # that memory writes at once
+_PIXEL_BYTES, _CHANNEL_BYTES = 64, 128  # that lie together, of what a warp reads or writes at once
+_WARPS = _THREADS // 32
+_LAUNCH_SECONDS = 3e-6
+_UNITS_RATE, _RATE = 1.8e12, 1.3e12  # bytes a second of what is turned, which is read and written
+
+Turn = Callable[[torch.Tensor], torch.Tensor]
+# grad_output, input, weight, grad_input -> grad_weight; the last two for the input gradient, or None
+GradientsInNchw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+
+TransposeParams = params_struct(
+    "transpose_params", ("source", "target"), ("matrices", "rows", "columns", "tiles_columns")
+)
+
+
+def turning_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
+    """What turning input and output takes, for an algorithm that computes in one format alone.
+
+    >>> from gemmconv.geometry import Problem
+    >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
+    >>> turning_seconds(config)
+    0.0
+    >>> turning_seconds(config, torch.channels_last) > 0
+    True
+    """
+    shapes = config.problem.input_shape, config.problem.output_shape
+    return sum(_seconds(config, shape, computed_in) for shape in shapes)
+
+
+def grad_turning_seconds(config: Config) -> float:
+    """What turning grad_output alone takes.
+
+    >>> from gemmconv.geometry import Problem
+    >>> problem = Problem(1, 8, 8, 1, (4, 4), (3, 3))
+    >>> both = Config(problem, torch.half, torch.device("cuda", 0), memory_format=torch.channels_last)
+    >>> 0 < grad_turning_seconds(both) < turning_seconds(both)
+    True
+    """
+    return _seconds(config, config.problem.output_shape)
+
+
+def grads_turning_seconds(
+    config: Config, weight_config: Config, computed_in: torch.memory_format = torch.contiguous_format
+) -> float:
+    """What turning takes where one format alone has both gradients: grad_output, the input, and its gradient."""
+    p = config.problem
+    both = weight_config if config.memory_format is torch.channels_last else config
+    turned = (both, p.output_shape), (weight_config, p.input_shape), (config, p.input_shape)
+    return sum(_seconds(of, shape, computed_in) for of, shape in turned)
+
+
+def turned_seconds(config: Config, turns_weight: bool) -> float:
+    """What turning takes where both gradients of tensors in NCHW are computed in channels_last; see prepare_turned.
+
+    >>> from gemmconv.geometry import Problem
+    >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
+    >>> turned_seconds(config, True) > turned_seconds(config, False) > turning_seconds(config, torch.channels_last)
+    True
+    """
+    of_weight = _seconds(config, config.problem.weight_shape, torch.channels_last) if turns_weight else 0.0
+    return grads_turning_seconds(config, config, torch.channels_last) + of_weight
+
+
+def one_by_one_seconds(algorithm: Algorithm, config: Config, weight_config: Config) -> float:
+    """What an algorithm that turns grad_output takes for one gradient after the other, once turned in one format."""
+    seconds = algorithm.estimate(config, "input_grad") + algorithm.estimate(weight_config, "weight_grad")
+    return seconds - (grad_turning_seconds(config) if config.memory_format is weight_config.memory_format else 0)
+
+
+def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = torch.contiguous_format) -> float:
+    if config.memory_format is computed_in:
+        return 0.0
+    itemsize = config.dtype.itemsize
+    to_last = computed_in is torch.channels_last
+    rate = _RATE if units_macros(shape[1], math.prod(shape[2:]), to_last, itemsize) is None else _UNITS_RATE
+    return _LAUNCH_SECONDS + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
+
+
+def to_nchw(config: Config, shape: Shape4) -> Turn:
+    """Prepare what gives a tensor of this shape, an argument of any strides, contiguous in NCHW.
+
+    One that is so comes back as it is. One in channels_last is turned by a kernel, where ``config`` is in channels_last
+    on a GPU; of any other torch makes a copy.
+    """
+    if _takes_the_kernel(config, shape):
+        return prepare_turn(config, shape, torch.contiguous_format)
+    return torch.Tensor.contiguous
+
+
+def to_channels_last(config: Config, shape: Shape4) -> Turn:
+    """As :func:`to_nchw`, the other way round: what is contiguous in channels_last comes back as it is."""
+    if _takes_the_kernel(config, shape, torch.contiguous_format):
+        return prepare_turn(config, shape, torch.channels_last)
+    return lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
+
+
+def from_nchw(config: Config, shape: Shape4) -> Turn:
+    """Prepare what gives a result of this shape, made in NCHW, the strides of the configuration's memory format."""
+    return _turn_back(config, shape, torch.channels_last)
+
+
+def from_channels_last(config: Config, shape: Shape4) -> Turn:
+    """As :func:`from_nchw`, of a result that was made in channels_last."""
+    return _turn_back(config, shape, torch.contiguous_format)
+
+
+def _turn_back(config: Config, shape: Shape4, wanted: torch.memory_format) -> Turn:
+    if _takes_the_kernel(config, shape, wanted):
+        return prepare_turn(config, shape, wanted)
+    strides = strides_of(shape, config.memory_format)
+    return lambda tensor: with_strides(tensor, strides)
+
+
+def prepare_both(config: Config, compute: GradientsInNchw) -> BothGradients:
+    """Prepare both gradients with what computes the weight's and writes the input's, contiguous in NCHW."""
+    shape = config.problem.input_shape
+    turned_back = from_nchw(config, shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_input = input.new_empty(shape)
+        grad_weight = compute(grad_output, input, weight, grad_input)
+        return turned_back(grad_input), grad_weight
+
+    return call
+
+
+def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -> BothGradients:
+    """Prepare both gradients of tensors in NCHW with what computes them in channels_last.
+
+    Args:
+        config: in NCHW.
+        compute: from grad_output and input in channels_last.
+        turns_weight: whether it is to get the weight in channels_last too.
+    """
+    p = config.problem
+    turned, turned_input = to_channels_last(config, p.output_shape), to_channels_last(config, p.input_shape)
+    turned_weight = to_channels_last(config, p.weight_shape) if turns_weight else None
+    turned_back = from_channels_last(config, p.input_shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if turned_weight is not None:
+            weight = turned_weight(weight)
+        grad_input, grad_weight = compute(turned(grad_output), turned_input(input), weight)
+        return turned_back(grad_input), grad_weight
+
+    return call
+
+
+def _takes_the_kernel(config: Config, shape: Shape4, given: torch.memory_format = torch.channels_last) -> bool:
+    """Whether there is anything in that format to turn, on a GPU, of extents that the kernel's integers reach."""
+    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
+    if config.device.type != "cuda" or config.memory_format is not given:
+        return False
+    return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _REACH <= _INT32_MAX
+
+
+def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Turn:
+    """As :func:`to_nchw` and :func:`from_nchw`, always with the kernel."""
+    from gemmconv.runtime.launch import load
+
+    strides, itemsize = strides_of(shape, memory_format), config.dtype.itemsize
+    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
+    to_last = memory_format is torch.channels_last
+    other = torch.contiguous_format if to_last else torch.channels_last
+    rows, columns = (channels, pixels) if to_last else (pixels, channels)
+    units = units_macros(channels, pixels, to_last, itemsize)
+    if units is not None:
+        kernel = load("layout/transpose_vectors.cu", units, config.device.index)
+        tile_rows, tile_columns = units_tile(units)
+        alignment = itemsize * max(int(units["ROW_UNIT"]), int(units["COLUMN_UNIT"]))
+    else:
+        macros = turn_macros(channels, pixels, to_last, itemsize)
+        kernel = load("layout/transpose.cu", macros, config.device.index)
+        tile_rows, tile_columns = int(macros["TILE_ROWS"]), int(macros["TILE_COLUMNS"])
+        alignment = 4 if macros["PAIRS"] else itemsize
+    tiles_columns = -(-columns // tile_columns)
+    grid, block = plane_grid(-(-rows // tile_rows) * tiles_columns, images), (_THREADS, 1, 1)
+
+    def turn(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous(memory_format=memory_format):
+            return tensor
+        if not tensor.is_contiguous(memory_format=other) or tensor.data_ptr() % alignment:
+            return with_strides(tensor, strides)
+        turned = tensor.new_empty_strided(shape, strides)
+        kernel.launch(
+            grid, block, TransposeParams(tensor.data_ptr(), turned.data_ptr(), images, rows, columns, tiles_columns)
+        )
+        return turned
+
+    return turn
+
+
+def units_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros | None:
+    """Macros that specialise layout/transpose_vectors.cu, None where layout/transpose.cu is faster or the only one.
+
+    That is where extents are not multiples of 16 bytes (8 of 16-bit elements), and where a block writes parts of lines
+    that are no whole sectors.
+
+    >>> units_macros(96, 4096, True, 2)
+    {'ELEMENT_BYTES': 2, 'ROW_UNIT': 8, 'COLUMN_UNIT': 8, 'ROW_LANES': 8, 'ROW_WARPS': 1}
+    >>> units_macros(96, 49, True, 2)
+    """
+    rows, columns = (channels, pixels) if to_last else (pixels, channels)
+    row_unit, column_unit = (math.gcd(_MOST_UNIT // itemsize, extent) for extent in (rows, columns))
+    if min(row_unit, column_unit) * itemsize < (_LEAST_UNIT if itemsize == 2 else _MOST_UNIT):
+        return None
+    # Lanes, then warps, along the columns as far as there are some, the others along the rows.
+    row_units, column_units = rows // row_unit, columns // column_unit
+    read_bytes = _PIXEL_BYTES if to_last else _CHANNEL_BYTES
+    column_lanes = min(read_bytes // (column_unit * itemsize), power_of_two(column_units))
+    row_lanes = min(32 // column_lanes, power_of_two(row_units))
+    column_warps = min(_WARPS, power_of_two(-(-column_units // (32 // row_lanes))))
+    row_warps = min(_WARPS // column_warps, power_of_two(-(-row_units // row_lanes)))
+    macros: Macros = {
+        "ELEMENT_BYTES": itemsize,
+        "ROW_UNIT": row_unit,
+        "COLUMN_UNIT": column_unit,
+        "ROW_LANES": row_lanes,
+        "ROW_WARPS": row_warps,
+    }
+    if rows * itemsize % _SECTOR_BYTES and units_tile(macros)[0] < rows:
+        return None
+    if _MOST_UNIT * max(rows, columns) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+def units_tile(macros: Macros) -> tuple[int, int]:
+    """Rows and columns of a block of csrc/layout/transpose_vectors.cu.
+
+    >>> units_tile({"ELEMENT_BYTES": 2, "ROW_UNIT": 8, "COLUMN_UNIT": 8, "ROW_LANES": 8, "ROW_WARPS": 1})
+    (64, 256)
+    """
+    row_threads = int(macros["ROW_LANES"]) * int(macros["ROW_WARPS"])
+    return row_threads * int(macros["ROW_UNIT"]), _THREADS // row_threads * int(macros["COLUMN_UNIT"])
+
+
+def turn_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros:
+    """Macros that specialise csrc/layout/transpose.cu. A tile has all channels or an even share of them.
+
+    >>> turn_macros(96, 4096, True, 2)
+    {'ELEMENT_BYTES': 2, 'PAIRS': 1, 'TILE_ROWS': 48, 'TILE_COLUMNS': 64}
+    """
+    pairs = itemsize == 2 and channels % 2 == pixels % 2 == 0
+    tile_channels = even_share(channels, _MOST_CHANNELS)
+    tile_channels += tile_channels % 2 if pairs else 0
+    tile_pixels = min(max(_SHORTEST, power_of_two(_TILE // tile_channels + 1) // 2), _LONGEST, power_of_two(pixels))
+    macros: Macros = {
+        "ELEMENT_BYTES": itemsize,
+        "PAIRS": int(pairs),
+        "TILE_ROWS": tile_channels if to_last else tile_pixels,
+        "TILE_COLUMNS": tile_pixels if to_last else tile_channels,
+    }
+    if _LONGEST * max(channels, pixels) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros

@@ -1,0 +1,53 @@
+"""Passes that gather outputs from inputs: forward, and the input gradient, which gathers from grad_output."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Direction
+
+
+class Gathering:
+    """What a pass of a problem reads and makes. The inputs of an input gradient are grad_output.
+
+    Attributes:
+        problem: the geometry.
+        direction: "forward" or "input_grad".
+    """
+
+    problem: Problem
+    direction: Direction
+
+    @property
+    def in_channels(self) -> int:
+        """Input channels of a group: those that are summed over."""
+        p = self.problem
+        return (p.in_channels if self.direction == "forward" else p.out_channels) // p.groups
+
+    @property
+    def out_channels(self) -> int:
+        """Output channels of a group."""
+        p = self.problem
+        return (p.out_channels if self.direction == "forward" else p.in_channels) // p.groups
+
+    @property
+    def input_size(self) -> Pair:
+        """Height and width of the inputs."""
+        return self.problem.input_size if self.direction == "forward" else self.problem.output_size
+
+    @property
+    def output_size(self) -> Pair:
+        """Height and width of the outputs."""
+        return self.problem.output_size if self.direction == "forward" else self.problem.input_size
+
+    @property
+    def span(self) -> Pair:
+        """Outputs of a cell, per axis."""
+        raise NotImplementedError
+
+    @cached_property
+    def cells(self) -> Pair:
+        """Cells of an image, down and across, that have outputs."""
+        (height, width), (span_h, span_w) = self.output_size, self.span
+        return -(-height // span_h), -(-width // span_w)

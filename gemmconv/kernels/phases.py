@@ -1,0 +1,66 @@
+"""Cells of outputs, as the forward kernels of ``direct`` and ``fused`` see them; geometry/axis.cuh has the algebra.
+
+Output ``o`` of an axis belongs to cell ``o // stride``, and the inputs that it reads lie at shifts from there which
+depend on ``o % stride`` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from gemmconv.geometry import Pair, Problem
+
+_MOST_REACH = 2**20
+
+
+def cells_of(problem: Problem) -> Pair:
+    """Cells of an image, down and across."""
+    height, width = problem.output_size
+    return -(-height // problem.stride[0]), -(-width // problem.stride[1])
+
+
+@lru_cache(maxsize=1024)
+def phase_shifts(problem: Problem, axis: int) -> tuple[frozenset[int], ...]:
+    """For each output r of a cell, the shifts to the inputs that it reads.
+
+    >>> phase_shifts(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
+    (frozenset({0, -1}), frozenset({0, 1}))
+    """
+    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
+    reaches = [
+        [residue + padding - tap * dilation for tap in range(problem.kernel_size[axis])] for residue in range(stride)
+    ]
+    return tuple(frozenset(reach // stride for reach in row if reach % stride == 0) for row in reaches)
+
+
+def reach_of(problem: Problem, axis: int) -> Pair:
+    """Least and largest shift from a cell to an input that one of its outputs reads.
+
+    >>> reach_of(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
+    (-1, 1)
+    """
+    shifts = frozenset().union(*phase_shifts(problem, axis))
+    return min(shifts), max(shifts)
+
+
+def stored_together(problem: Problem, itemsize: int, channels: int = 1) -> int:
+    """Outputs of a row of a cell that are stored together, which begin at a multiple of their bytes.
+
+    Args:
+        problem: the geometry.
+        itemsize: bytes of an element.
+        channels: of a pixel, beside each other.
+    """
+    return math.gcd(16 // itemsize, problem.stride[1] * channels, problem.output_size[1] * channels)
+
+
+def can_be_folded(problem: Problem) -> bool:
+    """Whether every phase has a tap, and shifts times the width of an image that fits a tile are integers of a kernel.
+
+    Else an output may be the bias alone, and padding may undo a dilation that reaches farther than images ever do.
+    """
+    p = problem
+    if any(p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] > _MOST_REACH for axis in (0, 1)):
+        return False
+    return all(p.kernel_size[axis] >= p.stride[axis] and all(phase_shifts(p, axis)) for axis in (0, 1))

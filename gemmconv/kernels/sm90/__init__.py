@@ -1,0 +1,1 @@
+"""Tensor-core kernels for Hopper: csrc/sm90/."""

@@ -1,0 +1,472 @@
+"""How ``fused`` goes about layers of few output channels (sm90/gemm_fold_narrow.cu): tiles, estimates, launch.
+
+It is for one group, for phases that all have taps, for columns of at most 256 lines that fit shared memory, and for
+rows of the input (channels, in channels_last) of whole 4 bytes; ``tile_of`` gives None for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.params import Boxes, params_struct
+from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
+
+_INT32_MAX = 2**31 - 1
+_RESERVED_BYTES = 1 << 10  # of shared memory, for each block
+_BARRIER_BYTES = 128
+_REGISTERS = 65_536
+_OTHER_REGISTERS = 56  # of a thread, beside sums and words that are multiplied
+_SPLIT_REGISTERS = 12
+_SPARED_REGISTERS = 24  # that ptxas can do without, but for three products
+_WARPGROUP = 128  # threads; ptxas gives registers to whole ones
+_MOST_LINES = 256  # that the tensor core takes
+_MOST_OUTPUTS = 32  # that a thread folds at a time; with more it has no registers
+_LEAST_COPY, _MOST_COPY = 4, 16  # bytes that cp.async takes
+_BOX_LINE, _LONGEST_BOX = 128, 256  # bytes of a line of boxes; elements of a box
+_COLUMNS = 32, 48, 64, 96, 128  # of strips
+_MOST_ROWS, _MOST_POSITIONS = 8, 512  # of a step
+_MOST_ITEMS = 4  # of a block, where segments are chosen
+_MOST_FOLDERS, _LEAST_FOLDERS = 256, 64
+_LOADERS = 32, 64
+_STAGES = 2, 3
+_BOX_LOADERS, _BOX_STAGES = 32, (3, 2, 4)  # of those of one estimate the first is taken
+_MOST_TOGETHER = 12  # outputs that a thread folds together
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block of csrc/sm90/gemm_fold_narrow.cu does; see its header.
+
+    Attributes:
+        rows: input rows of a step.
+        columns: positions across.
+        warpgroups: that share the positions of a step.
+        folders, loaders: threads that fold, and that copy.
+        copied: bytes that are copied together; 0 where boxes of a tensor map are.
+        stages: of inputs.
+        segments: parts of an image's cell rows.
+        multiprocessors: of the GPU.
+    """
+
+    problem: Problem
+    itemsize: int
+    split: bool
+    channels_last: bool
+    rows: int
+    columns: int
+    warpgroups: int
+    folders: int
+    loaders: int
+    copied: int
+    stages: int = 2
+    segments: int = 1
+    multiprocessors: int = REFERENCE.multiprocessors
+
+    packed_bytes: ClassVar[int] = 0  # weights are read as they lie
+
+    @property
+    def threads(self) -> int:
+        return _WARPGROUP * self.warpgroups + self.folders + self.loaders
+
+    @property
+    def lines(self) -> int:
+        """Of columns: output channels x taps."""
+        return self.problem.out_channels * self.problem.taps
+
+    @property
+    def whole_lines(self) -> int:
+        """Up to what the tensor core takes."""
+        return -(-self.lines // 16) * 16
+
+    @property
+    def steps(self) -> int:
+        """Of 32 bytes, of the channels."""
+        return -(-self.problem.in_channels * self.itemsize // 32)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that multiplies, about."""
+        words = 4 * min(8, self.steps)
+        if self.split:
+            return _OTHER_REGISTERS + _SPLIT_REGISTERS + self.whole_lines + words
+        return _OTHER_REGISTERS + self.whole_lines // 2 + words
+
+    @property
+    def boxed(self) -> bool:
+        return self.copied == 0
+
+    @property
+    def line(self) -> int:
+        """Elements of a line of boxes."""
+        return _BOX_LINE // self.itemsize
+
+    @property
+    def flat(self) -> bool:
+        """Whether lines of boxes go on with the next row."""
+        return self.boxed and not self.channels_last and self.columns % self.line > 0
+
+    @property
+    def unit(self) -> int:
+        """Elements that are copied together."""
+        return self.copied // self.itemsize
+
+    @cached_property
+    def reach(self) -> tuple[Pair, Pair]:
+        """Least and largest shift of either axis."""
+        return reach_of(self.problem, 0), reach_of(self.problem, 1)
+
+    @property
+    def halo_h(self) -> int:
+        first, last = self.reach[0]
+        return last - first
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether the positions are whole rows of the input: what lies beside them is zero in any case."""
+        return self.problem.input_size[1] <= self.columns
+
+    @property
+    def position_unit(self) -> int:
+        """Positions that are copied together; boxes begin at multiples of 16 bytes."""
+        return 1 if self.channels_last else 16 // self.itemsize if self.boxed else self.unit
+
+    @property
+    def origin(self) -> int:
+        """The first strip's first position."""
+        return 0 if self.whole_rows else self.reach[1][0] // self.position_unit * self.position_unit
+
+    @property
+    def cells(self) -> int:
+        """Cells across of a strip."""
+        if self.whole_rows:
+            return cells_of(self.problem)[1]
+        return (self.columns - self.reach[1][1] + self.origin) // self.position_unit * self.position_unit
+
+    @property
+    def left(self) -> int:
+        """Columns in the ring before a row's first."""
+        return max(0, self.origin - self.reach[1][0])
+
+    @property
+    def column_pitch(self) -> int:
+        """Floats from a line of the ring to the next: an odd multiple of 4, which spreads lines over banks."""
+        count = self.left + max(self.columns, self.cells + self.reach[1][1] - self.origin)
+        return (count + 3) // 8 * 8 + 4
+
+    @property
+    def positions(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def pitch(self) -> int:
+        """Elements between channels of a stage, or between positions: free of bank conflicts. 0 of boxes."""
+        if self.boxed:
+            return 0
+        if self.channels_last:
+            return (self.steps * 32 + 16) // self.itemsize
+        return self.positions + 8
+
+    @property
+    def padded(self) -> int:
+        """Channels, up to whole steps."""
+        return self.steps * 32 // self.itemsize
+
+    @property
+    def stage_bytes(self) -> int:
+        if not self.boxed:
+            return (self.positions if self.channels_last else self.padded) * self.pitch * self.itemsize
+        if self.channels_last:
+            return -(-self.padded // self.line) * self.positions * _BOX_LINE
+        return self.positions * self.padded * self.itemsize
+
+    @property
+    def boxable(self) -> bool:
+        """Whether boxes of a tensor map, whose lines are whole, can have the inputs of a step."""
+        p = self.problem
+        across = p.in_channels if self.channels_last else p.input_size[1]
+        lines = self.columns if self.channels_last else self.padded
+        whole = self.channels_last or self.columns % self.line == 0 or self.columns == p.input_size[1]
+        return whole and across * self.itemsize % 16 == 0 and lines <= _LONGEST_BOX
+
+    @property
+    def boxes(self) -> Boxes:
+        """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input: see the kernel."""
+        p, (height, width) = self.problem, self.problem.input_size
+        if self.flat:
+            height, width = 1, height * width
+        channels, size = p.in_channels, self.itemsize
+        plane, image = height * width * size, height * width * channels * size
+        if self.channels_last:
+            pixel = channels * size
+            sizes, strides = (channels, width, height, p.batch), (pixel, width * pixel, image)
+            box = self.line, self.columns, self.rows, 1
+        else:
+            sizes, strides = (width, channels, height, p.batch), (plane, width * size, image)
+            box = self.line, self.padded, 1 if self.flat else self.rows, 1
+        return size, sizes, strides, box, (1, 1, 1, 1), True
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = (2 * self.rows + self.halo_h) * self.lines * self.column_pitch * 4
+        ring = -(-max(ring, self.problem.in_channels * self.lines * self.itemsize) // 16) * 16
+        weights = (1 + self.split) * self.steps * 32 * self.whole_lines
+        return _BARRIER_BYTES + ring + weights + self.stages * self.stage_bytes
+
+    @property
+    def blocks_resident(self) -> int:
+        """Blocks that a multiprocessor is to have registers and shared memory for."""
+        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
+        return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES), 2048 // self.threads))
+
+    @property
+    def strips(self) -> int:
+        return -(-cells_of(self.problem)[1] // self.cells)
+
+    @property
+    def segment_rows(self) -> int:
+        """Cell rows of a segment."""
+        return -(-cells_of(self.problem)[0] // self.segments)
+
+    @property
+    def items(self) -> int:
+        return self.problem.batch * self.strips * self.segments
+
+    @property
+    def item_steps(self) -> int:
+        return -(-(self.segment_rows + self.halo_h) // self.rows)
+
+    @property
+    def folded(self) -> int:
+        """Pairs of a cell and a row phase, in NCHW with a channel too, of a cell row: what a thread folds at a time."""
+        p = self.problem
+        return p.stride[0] * (1 if self.channels_last else p.out_channels) * self.cells
+
+    @property
+    def outputs(self) -> int:
+        """Outputs beside each other that a thread folds at a time."""
+        return self.problem.stride[1] * (self.problem.out_channels if self.channels_last else 1)
+
+    @property
+    def rows_together(self) -> int:
+        """Cell rows that a thread folds together."""
+        most = max(1, _MOST_TOGETHER // self.outputs)
+        return max(count for count in range(1, min(self.rows, most) + 1) if self.rows % count == 0)
+
+    @property
+    def reaches(self) -> int:
+        """The largest row or column that the kernel works out: whole strips, and what a step has beyond the image."""
+        p, (down, across) = self.problem, self.reach
+        rows = cells_of(p)[0] + self.rows + self.halo_h + abs(down[0]) + 1
+        columns = self.strips * self.cells + self.columns + max(map(abs, across))
+        return max(rows * p.stride[0], columns * p.stride[1], rows * self.columns if self.flat else 0)
+
+    @property
+    def vector(self) -> int:
+        """Outputs that are stored together."""
+        return stored_together(self.problem, self.itemsize, self.problem.out_channels if self.channels_last else 1)
+
+    @property
+    def cycles(self) -> float:
+        """Roughly the cycles that a call takes.
+
+        A step takes as long as the slowest role, or what all blocks of a multiprocessor ask of its tensor cores, its
+        shared memory or the L2 cache, and more where several are close. The constants were fitted to 1188 measurements
+        of tiles of 8 layers on H100s, the best ones above all: 9% off (root mean square of the logarithm). What they
+        choose takes 2% longer than the best of those measured (geometric mean).
+        """
+        p, blocks = self.problem, self.blocks_resident
+        rounds = max(1.0, self.items / (self.multiprocessors * blocks))
+        rounds = math.ceil(rounds) if rounds < 4 else rounds
+        products = self.steps * self.whole_lines * (3 if self.split else 1)
+        rounding = 0 if self.itemsize == 2 else 48 if self.split else 23
+        multiplying = self.positions / (64 * self.warpgroups) * (325 + 0.53 * products + rounding * self.steps)
+        together, added = self.rows_together, self.outputs * p.taps / math.prod(p.stride)
+        turns = -(-self.folded // self.folders) * self.rows // together
+        folding = 160 + turns * (233 + 2.7 * together * added)
+        loaded = self.positions * p.in_channels * self.itemsize
+        if self.boxed:
+            loading, written = 60 + 0.016 * loaded, loaded / 128
+        else:
+            loading, written = 745 + 12.6 * loaded / (self.copied * self.loaders), loaded / (16 * self.copied)
+        wavefronts = (loaded / 1.5 + self.positions * 8 * self.lines) / 128 + written
+        moved = loaded + self.positions * math.prod(p.stride) * p.out_channels * self.itemsize
+        shared = max(0.72 * products * self.positions / 64, 1.9 * wavefronts, 0.069 * moved) * blocks
+        step = sum(part**1.93 for part in (multiplying, folding, loading, shared)) ** (1 / 1.93)
+        words = self.steps * 8 * self.whole_lines * (1 + self.split)
+        return 13_500 + 4 * words / (self.threads - self.loaders) + rounds * self.item_steps * step
+
+
+@lru_cache(maxsize=1024)
+def tile_of(
+    problem: Problem,
+    itemsize: int,
+    split: bool,
+    channels_last: bool,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Tile | None:
+    """The tile for a problem: a pure function of it. None where the kernel is not for it."""
+    tiles = tiles_of(problem, itemsize, split, channels_last, multiprocessors)
+    return min(tiles, key=lambda tile: tile.cycles, default=None)
+
+
+def tiles_of(
+    problem: Problem,
+    itemsize: int,
+    split: bool,
+    channels_last: bool,
+    multiprocessors: int = REFERENCE.multiprocessors,
+) -> Iterator[Tile]:
+    """The tiles that a problem may have: those that fit registers and shared memory."""
+    p = problem
+    if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES:
+        return
+    if not can_be_folded(p):
+        return
+    width = p.input_size[1]
+    together = math.gcd(_MOST_COPY, (p.in_channels if channels_last else width) * itemsize)
+    if together < _LEAST_COPY:
+        return
+    whole = -(-width // 8) * 8
+    widths = {columns for columns in _COLUMNS if columns < width} | ({whole} if whole <= _COLUMNS[-1] else set())
+    for columns, rows in itertools.product(sorted(widths), range(1, _MOST_ROWS + 1)):
+        groups, rest = divmod(rows * columns, 64)
+        if rest or rows * columns > _MOST_POSITIONS:
+            continue
+        # Smaller units waste fewer columns at the ends of strips.
+        least = together if columns >= width or channels_last else _LEAST_COPY
+        of_step = rows, columns, 1, 0, _BOX_LOADERS, 0
+        boxed = Tile(p, itemsize, split, channels_last, *of_step, multiprocessors=multiprocessors)
+        if boxed.boxable:
+            ways = [(0, _BOX_LOADERS, stages) for stages in _BOX_STAGES]
+        else:
+            ways = [*itertools.product({together, least}, _LOADERS, _STAGES)]
+        for (copied, loaders, stages), warpgroups in itertools.product(ways, (1, 2)):
+            tile = replace(boxed, copied=copied, loaders=loaders, stages=stages, warpgroups=warpgroups)
+            if groups % warpgroups or tile.cells <= 0:
+                continue
+            for folders in _shares(tile.folded):
+                if _fits(folding := replace(tile, folders=folders)):
+                    yield from (replace(folding, segments=segments) for segments in _segments(folding))
+
+
+def _shares(folded: int) -> Iterator[int]:
+    """Threads that fold, in whole warps, where each has one, two or three of what is folded of a cell row."""
+    for each in (1, 2, 3):
+        folders = -(-folded // each // 32) * 32
+        if folders <= _MOST_FOLDERS and (each == 1 or folders >= _LEAST_FOLDERS):
+            yield folders
+
+
+def _segments(tile: Tile) -> set[int]:
+    """Numbers of segments that give every block that runs at once up to 1, 2, 3 or 4 items."""
+    cells = cells_of(tile.problem)[0]
+    found = set()
+    for items in range(1, _MOST_ITEMS + 1):
+        most = max(1, items * blocks_at_once(tile) // tile.items)
+        rows = -(-cells // min(most, cells))
+        found.add(-(-cells // rows))
+    return found
+
+
+def _fits(tile: Tile) -> bool:
+    threads = -(-tile.threads // _WARPGROUP) * _WARPGROUP
+    needed = tile.registers - (0 if tile.split else _SPARED_REGISTERS)
+    fits = needed <= min(255, _REGISTERS // threads) and tile.shared_bytes <= SHARED_BYTES
+    return fits and tile.outputs <= _MOST_OUTPUTS
+
+
+def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/sm90/gemm_fold_narrow.cu."""
+    p = tile.problem
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "IN_CHANNELS": p.in_channels,
+        "OUT_CHANNELS": p.out_channels,
+        "CHANNELS_LAST": int(tile.channels_last),
+        "SPLIT": int(tile.split),
+        "CHAIN": CHAIN,
+        "CHANNEL_STEPS": tile.steps,
+        "STAGES": tile.stages,
+        "WARPGROUPS": tile.warpgroups,
+        "FOLDERS": tile.folders,
+        "LOADERS": tile.loaders,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "CELLS": tile.cells,
+        "ORIGIN": tile.origin,
+        "LEFT": tile.left,
+        "COLUMN_PITCH": tile.column_pitch,
+        "TOGETHER": tile.rows_together,
+        "PITCH": tile.pitch,
+        "UNIT": tile.unit,
+        "BOXED": int(tile.boxed),
+        "FLAT": int(tile.flat),
+        "VECTOR": tile.vector,
+        "MIN_BLOCKS": tile.blocks_resident,
+        "SHARED_BYTES": tile.shared_bytes,
+        **geometry_macros(p),
+    }
+    if max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+_PARAMS = (
+    "gemm_fold_narrow_params",
+    ("input", "weight", "bias", "output"),
+    (
+        *("h_in", "w_in", "h_out", "w_out", "cells_h", "cells_w", "strips", "segments", "segment_rows", "items"),
+        *("weight_channel", "weight_tap"),
+    ),
+)
+GemmFoldNarrowParams, GemmFoldNarrowBoxedParams = params_struct(*_PARAMS), params_struct(*_PARAMS, tensor_maps=("map",))
+
+
+def blocks_at_once(tile: Tile) -> int:
+    """How many blocks run at once; they share its items evenly."""
+    return tile.multiprocessors * tile.blocks_resident
+
+
+def prepare_forward(config: Config, tile: Tile) -> Forward:
+    """As ``Algorithm.forward``."""
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    p, shared_bytes = config.problem, tile.shared_bytes
+    macros = macros_of(tile, config.dtype)
+    kernel = load("sm90/gemm_fold_narrow.cu", macros, config.device.index, shared_bytes)
+    strides = strides_of(p.output_shape, config.memory_format)
+    input_strides = strides_of(p.input_shape, config.memory_format)
+    grid = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1)
+    block, boxes = (tile.threads, 1, 1), tile.boxes if tile.boxed else None
+    sizes = (
+        *(*p.input_size, *p.output_size, *cells_of(p)),
+        *(tile.strips, tile.segments, tile.segment_rows, tile.items),
+    )
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(p.output_shape, strides)
+        input, (weight, steps) = aligned(with_strides(input, input_strides)), in_either_format(weight)
+        weight = aligned(weight)
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        values = input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps
+        if boxes is None:
+            params = GemmFoldNarrowParams(*values)
+        else:
+            params = GemmFoldNarrowBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
+        kernel.launch(grid, block, params, shared_bytes)
+        return output
+
+    return call

@@ -1,0 +1,205 @@
+"""How ``fused`` goes about small images, and signals, as rows of positions (sm90/gemm_fold_pixels.cu): tiles, launch.
+
+It is for 16-bit types and TF32, NCHW, one group, kernels of which a block of at most 256 lines has all taps of some
+output channels and that leave no phase without taps, and images of at most 256 inputs or, where a kernel has one row,
+of one row, of a multiple of four inputs; of 16 bits, weights whose rows of lines begin at 16 bytes. ``tiles_of`` gives
+none for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Config, Forward
+from gemmconv.kernels.macros import Macros, geometry_macros
+from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.sm90 import pixels_on_m
+from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
+
+_MOST_ROW_BLOCKS = 2
+_MOST_SUMS = 256  # lines times blocks of rows: registers have room for
+_MOST_CELLS = 16  # for each input: beyond, outputs are mostly what lies beside images
+_PASS_LINES = 32  # at least, where that is not too much of shared memory
+_OWN_BYTES, _MOST_OWN_BYTES = 40 << 10, 72 << 10  # of shared memory for columns; where inputs leave some more
+_PIECE = 4  # inputs, at least, that are copied together
+_MOST_HALO = 32  # inputs of a window's neighbours
+_BYTES_A_CYCLE = 1_400  # that memory moves, by and by
+_COPIED_A_CYCLE = 6_290  # bytes, from the L2 cache to all multiprocessors
+
+
+@dataclass(frozen=True)
+class Tile(PositionRows):
+    """What a block of csrc/sm90/gemm_fold_pixels.cu does; see its header.
+
+    Attributes:
+        images: of an item.
+        window: inputs of an image that an item has, all or some of one row.
+    """
+
+    images: int
+    window: int
+
+    @property
+    def item_positions(self) -> int:
+        return self.images * self.window
+
+    @cached_property
+    def windows(self) -> tuple[int, int, int]:
+        p = self.problem
+        if self.window == p.in_pixels:
+            return 1, 0, 0
+        # Cells read inputs this far to the left and to the right; windows begin with whole pieces.
+        left, right = (-(-reach // self.piece) * self.piece for reach in _halo(p))
+        step = self.window - left - right
+        return -(-cells_of(p)[1] // step), step, left
+
+    @property
+    def items(self) -> int:
+        p, (windows, _, _) = self.problem, self.windows
+        return (-(-p.batch // self.images) if windows == 1 else p.batch * windows) * self.sets
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Those who bring inputs of two blocks of rows need more than 40."""
+        return 216, 72
+
+    @property
+    def cells(self) -> int:
+        """Of an item."""
+        windows, step, _ = self.windows
+        return self.images * math.prod(cells_of(self.problem)) if windows == 1 else step
+
+    @property
+    def fold_pitch(self) -> int:
+        """Floats from a line of columns to the next: an odd multiple of 4, which spreads lines over banks."""
+        return -(-self.item_positions // 8) * 8 + 4
+
+    def _pass_bytes(self, outs: int) -> int:
+        return outs * self.problem.taps * self.fold_pitch * 4
+
+    @cached_property
+    def fold_outs(self) -> int:
+        """Output channels that are folded together: of whole columns of a thread, and some for all threads."""
+        block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
+        threads = -(-self.cells * self.parts // 32) * 32
+        wanted = max(_PASS_LINES // self.problem.taps, CONSUMERS // threads, unit)
+        possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
+        most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.blocks > 1 else _OWN_BYTES
+        fitting = [outs for outs in possible if 2 * self._pass_bytes(outs) <= most] or possible[:1]
+        return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
+
+    @property
+    def own_bytes(self) -> int:
+        """Of columns of two passes."""
+        return 2 * self._pass_bytes(self.fold_outs)
+
+    @property
+    def vector(self) -> int:
+        """Outputs that are stored together."""
+        return stored_together(self.problem, self.itemsize)
+
+    @property
+    def parts(self) -> int:
+        """Of a row of a cell, for a thread each."""
+        return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
+
+    @property
+    def possible(self) -> bool:
+        slots, stages = self.ring_sizes
+        whole = self.window == self.problem.in_pixels
+        return slots >= 2 and stages >= 2 and (whole or self.windows[0] > 1)  # one window is an image, to the kernel
+
+    @property
+    def cycles(self) -> float:
+        """Roughly the cycles that a call takes, its launches among them.
+
+        Fitted to 850 tiles of 20 layers, most of them in two types, on an H100, the best ones above all: 9% off as the
+        root mean square of the logarithm. Those that it chooses take 2% longer than the best of those measured
+        (geometric mean).
+        """
+        p = self.problem
+        outs, passes = self.lines // p.taps, self.lines // (p.taps * self.fold_outs)
+        # Sectors of 32 bytes that a lane's stores of a cell have parts of.
+        sectors = p.stride[0] * (p.stride[1] / self.vector) * min(1, p.stride[1] * self.itemsize / 32)
+        folded = 0.042 * self.lines * max(self.cells, self.item_positions) + 91 * passes
+        block = self.chunks * (self.row_blocks * (3.13 * self.lines + 243) + 71) + folded
+        computed = -(-self.items // self.multiprocessors) * (
+            409 + self.blocks * (block + 0.545 * outs * self.cells * sectors)
+        )
+        moved = (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize / _BYTES_A_CYCLE
+        reads = 1 if self.held else self.blocks  # of an item's inputs
+        copied = self.items * self.chunks * (self.blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes)
+        parts = computed, moved, copied / _COPIED_A_CYCLE
+        return 11_700 + 0.83e-3 * self.packed_bytes + sum(part**4.4 for part in parts) ** (1 / 4.4)
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
+    """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
+    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
+
+
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+    """The tiles that a problem may have: those that fit registers and shared memory."""
+    p = problem
+    step = math.lcm(16, p.taps)
+    if p.groups > 1 or p.batch == 0 or step > MOST_LINES or p.in_pixels % _PIECE:
+        return
+    if math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels:
+        return
+    if not can_be_folded(p):
+        return
+    if (itemsize == 2 and p.out_channels * p.taps % 8) or not pixels_on_m.fits_integers(p, multiprocessors):
+        return
+    few = -(-p.out_channels * p.taps // step) * step
+    for images, window in _items_of(p):
+        row_blocks = -(-images * window // BLOCK_POSITIONS)
+        for lines in range(step, min(few, _MOST_SUMS // row_blocks) + 1, step):
+            for sets in pixels_on_m.sets_of(p, lines):
+                tile = Tile(p, itemsize, lines, sets, images, window, multiprocessors=multiprocessors)
+                if (lines >= 64 or lines == few) and tile.possible:
+                    yield tile
+
+
+def _halo(problem: Problem) -> Pair:
+    """How far to the left and to the right of cells in one row inputs are read."""
+    least, largest = reach_of(problem, 1)
+    return max(-least, 0), max(largest, 0)
+
+
+def _items_of(problem: Problem) -> Iterator[tuple[int, int]]:
+    """How many images, and how much of each, an item may have."""
+    p, most = problem, _MOST_ROW_BLOCKS * BLOCK_POSITIONS
+    if p.in_pixels <= most:
+        for images in range(1, min(p.batch, most // p.in_pixels) + 1):
+            yield images, p.in_pixels
+    elif p.input_size[0] == p.output_size[0] == p.kernel_size[0] == 1 and sum(_halo(p)) <= _MOST_HALO:
+        for row_blocks in range(1, _MOST_ROW_BLOCKS + 1):
+            yield 1, row_blocks * BLOCK_POSITIONS
+
+
+def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/sm90/gemm_fold_pixels.cu."""
+    p = tile.problem
+    return {
+        **pixels_on_m.macros_of(tile, dtype),
+        "OUT_H": p.output_size[0],
+        "OUT_W": p.output_size[1],
+        "IMAGES": tile.images,
+        "FOLD_PITCH": tile.fold_pitch,
+        "FOLD_OUTS": tile.fold_outs,
+        "VECTOR": tile.vector,
+        **geometry_macros(p),
+    }
+
+
+def prepare_forward(config: Config, tile: Tile) -> Forward:
+    """As ``Algorithm.forward``."""
+    return pixels_on_m.prepare_forward(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)

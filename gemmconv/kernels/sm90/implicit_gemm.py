@@ -1,0 +1,250 @@
+"""Weights times columns as an implicit product of gathered inputs, for any layer with channels: sm90/implicit_gemm.cu.
+
+    implicit_gemm_plan.py    how the kernel may go about a problem
+    implicit_gemm_cost.py    what that takes, estimated
+    implicit_gemm_choice.py  all ways, and the fastest
+
+csrc/weights/pack_phases.cu lays the weights out, in a launch of its own before the other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gemmconv.geometry import Shape4
+from gemmconv.kernels.base import Config, Direction, Forward, Gradient, aligned, either_format, strides_of, with_strides
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.params import MAX_GRID_Y, Boxes, params_struct, reciprocal
+from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, Plan
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
+_LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
+_WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
+_INT32_MAX = 2**31 - 1
+_OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
+_WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/weights/pack_phases.cu
+_WEIGHT_ELEMENTS = 8  # of a thread
+
+PackPhasesParams = params_struct("pack_phases_params", ("weight", "packed"), ("channels_last",))
+_FUSED_PARAMS = (
+    "implicit_gemm_params",
+    ("input", "packed", "bias", "output"),
+    (
+        *("batch", "groups", "h_in", "w_in", "h_out", "w_out", "strips", "strip_rows", "strip_cells", "cells_h"),
+        *("origin_h", "origin_w", "strip_tiles", "items"),
+    ),
+    ("by_strips", "by_strip_rows", "by_strip_tiles", "by_image_positions", "by_bottom", "by_sets"),
+)
+ImplicitGemmParams, ImplicitGemmBoxedParams = params_struct(*_FUSED_PARAMS), params_struct(*_FUSED_PARAMS, ("map",))
+
+
+def variant_of(config: Config) -> tuple[int, bool, bool]:
+    """What plans and tiles depend on: bytes of an element, whether float32 is three products, whether channels_last."""
+    split = config.dtype == torch.float32 and config.precision == "ieee"
+    return config.dtype.itemsize, split, config.memory_format is torch.channels_last
+
+
+def plan_for(config: Config, direction: Direction) -> Plan | None:
+    """The plan for a configuration, None where the kernel is not for it."""
+    if config.dtype not in DTYPES:
+        return None
+    return plan_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
+
+
+def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/sm90/implicit_gemm.cu and csrc/weights/pack_phases.cu."""
+    p = plan.problem
+    assert plan.stages is not None
+    shifts = [shift for steps in plan.steps for shift in steps]
+    begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
+    phases = [phase for block in plan.phases for phase in block]
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "SPLIT": int(plan.split),
+        "INPUT_GRAD": int(plan.direction == "input_grad"),
+        "IN_CHANNELS": plan.in_channels,
+        "OUT_CHANNELS": plan.out_channels,
+        "CHANNELS_LAST": int(plan.channels_last),
+        "UNIT_H": plan.unit[0],
+        "UNIT_W": plan.unit[1],
+        "SPAN_H": plan.span[0],
+        "SPAN_W": plan.span[1],
+        "SLOTS": plan.slots,
+        "CHANNELS": plan.channels,
+        "ROW_ORDER": plan.row_order,
+        "BLOCKS": plan.blocks,
+        "COLUMNS": plan.columns,
+        "WARPGROUPS_M": plan.warpgroups_m,
+        "PHASE_SIDES": plan.phase_sides,
+        "PHASE_SETS": plan.phase_sets,
+        "CHANNEL_SETS": plan.channel_sets,
+        "UNITS": plan.units,
+        "CHUNKS": plan.chunks,
+        "PITCH": plan.pitch,
+        "PATCH": plan.patch,
+        "UNIT_PITCH": plan.unit_pitch,
+        "FIRST": plan.first,
+        "PATCH_STAGES": plan.stages[0],
+        "WEIGHT_STAGES": plan.stages[1],
+        "RESIDENT": int(plan.resident),
+        "TURNS": int(plan.turns),
+        "CHAIN": CHAIN,
+        "PAIRING": plan.pairing,
+        "STAGED": int(plan.staged),
+        "LINE_CELLS": plan.line_cells,
+        "VECTOR": plan.vector,
+        "VECTOR_LOADS": int(plan.vector_loads),
+        "RUN_PITCH": plan.run_pitch,
+        "WHOLE_IMAGES": int(plan.whole_images),
+        "PARTIAL_PIECES": int(plan.partial_pieces),
+        "BOXED": int(plan.boxed),
+        "BOX_BLOCKS": plan.box_blocks,
+        "LANDING_BOX": int(plan.landing_box),
+        "BOXES": plan.boxes,
+        "TOGETHER": _units_together(plan),
+        "FLAT": int(plan.flat),
+        "IN_ORDER": int(plan.in_order),
+        "BOX_IMAGES": plan.line_box[0] if plan.way == "lines" else 1,
+        "BOX_ROWS": plan.box_size[0],
+        "BOX_WIDTH": plan.box_size[1],
+        "LANDING_UNITS": plan.landing_units,
+        "LANDING_STAGES": plan.landing_stages,
+        "WIDE": plan.wide,
+        "LOADERS": plan.loaders,
+        "LOADED_WORDS": plan.loaded_words,
+        "SHARED_BYTES": plan.shared_bytes,
+        "PHASE_BASE": PHASE_BASE,
+        "STEPS": len(shifts),
+        "STEP_BEGIN": table(begins),
+        "STEP_OFFSET": table([plan.offset(shift) for shift in shifts]),
+        "STEP_SHIFT_H": table([shift[0] for shift in shifts]),
+        "STEP_SHIFT_W": table([shift[1] for shift in shifts]),
+        "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
+        **geometry_macros(p),
+    }
+    if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
+        macros["INDEX_64"] = 1
+    return macros
+
+
+def prepare_forward(config: Config, plan: Plan) -> Forward:
+    """As ``Algorithm.forward``."""
+    return _prepare(config, plan, config.problem.input_shape, config.problem.output_shape)
+
+
+def prepare_input_grad(config: Config, plan: Plan) -> Gradient:
+    """As ``Algorithm.input_grad``."""
+    gather = _prepare(config, plan, config.problem.output_shape, config.problem.input_shape)
+    return lambda grad_output, weight: gather(grad_output, weight, None)
+
+
+def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shape4) -> Forward:
+    """Prepare outputs gathered from inputs."""
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    p, shared_bytes = config.problem, plan.shared_bytes
+    macros = macros_of(plan, config.dtype)
+    pack = load("weights/pack_phases.cu", macros, config.device.index)
+    kernel = load("sm90/implicit_gemm.cu", macros, config.device.index, shared_bytes)
+    strides = strides_of(output_shape, config.memory_format)
+    input_strides = strides_of(input_shape, config.memory_format)
+    sets = plan.phase_sets * plan.channel_sets
+    pack_grid = _weights_grid(plan)
+    items, packed_bytes, threads = plan.items, plan.packed_bytes, plan.loaders + _OTHER_THREADS
+    grid = (plan.blocks_on(config.spec.multiprocessors), 1, 1)
+    boxes = _boxes(plan) if plan.boxed or plan.landing_box else None
+    sizes = (
+        *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles)),
+        *map(reciprocal, (plan.image_positions, plan.bottom, sets * p.groups)),
+        *(p.batch, p.groups, *plan.input_size, *plan.output_size),
+        *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.strip_tiles, items),
+    )
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(output_shape, strides)
+        if items == 0:
+            return output
+        input, (weight, weights_last) = aligned(with_strides(input, input_strides)), either_format(weight)
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
+        packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
+        weights_params = PackPhasesParams(weight.data_ptr(), packed.data_ptr(), weights_last)
+        pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
+        values = input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr(), *sizes
+        if boxes is None:
+            params = ImplicitGemmParams(*values)
+        else:
+            params = ImplicitGemmBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
+        kernel.launch(grid, (threads, 1, 1), params, shared_bytes, overlaps=True)
+        return output
+
+    return call
+
+
+def plan_seconds(plan: Plan) -> float:
+    return _LAUNCH_SECONDS + plan.expected_cycles / _CLOCK_RATE + 2 * plan.packed_bytes / _WEIGHT_RATE
+
+
+def _boxes(plan: Plan) -> Boxes:
+    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
+
+    The input is [positions][channels][blocks of positions][images] where products read blocks as they come, and
+    [channels][columns][rows][images] where they read lines, all of an image in one row where nothing lies between rows,
+    or of all images. A box has lines of one plane. The input is [columns][rows][channels][images] where it lands, all
+    of an image in one row where it lands as stretches.
+    """
+    p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
+    channels = plan.in_channels * p.groups
+    if plan.way == "lines":
+        images, rows, columns = plan.line_box
+        width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
+        sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
+        strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
+        return itemsize, sizes, strides, (plan.units * plan.element_units, columns, rows, images), steps, True
+    if plan.boxed:
+        sizes = BLOCK_POSITIONS, channels, pixels // BLOCK_POSITIONS, p.batch
+        strides = pixels * itemsize, BLOCK_POSITIONS * itemsize, channels * pixels * itemsize
+        box = BLOCK_POSITIONS, plan.units * plan.element_units, plan.box_blocks, 1
+        return itemsize, sizes, strides, box, (1, 1, 1, 1), True
+    rows, width = plan.box_size
+    columns = pixels if rows == 1 else plan.input_size[1]
+    sizes = columns, pixels // columns, channels, p.batch
+    strides = columns * itemsize, pixels * itemsize, channels * pixels * itemsize
+    return itemsize, sizes, strides, (width, rows, plan.landing_units * plan.element_units, 1), (1, 1, 1, 1), False
+
+
+def _units_together(plan: Plan) -> int:
+    """Units that a thread lays out of the weights."""
+    return _WEIGHT_ELEMENTS // plan.element_units
+
+
+def _weights_grid(plan: Plan) -> tuple[int, int, int]:
+    """Blocks that lay the weights out: of rows and units; of steps and channel sets; of groups."""
+    steps = sum(plan.set_steps)
+    along = min(steps, _WEIGHT_STEPS)
+    threads = plan.chunks * plan.units // _units_together(plan) * plan.rows * along
+    return -(-threads // _WEIGHT_THREADS), -(-steps // along) * plan.channel_sets, plan.problem.groups
+
+
+def too_large(plan: Plan) -> str | None:
+    """Why the kernel's integers do not reach as far as the plan, or None."""
+    p = plan.problem
+    if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > _INT32_MAX:
+        return "images must have less than 2**31 pixels in all"
+    blocks, channel_blocks, groups = _weights_grid(plan)
+    if max(groups, channel_blocks) > MAX_GRID_Y:
+        return f"groups and blocks of output channels must be at most {MAX_GRID_Y} each"
+    if blocks * _WEIGHT_THREADS > _INT32_MAX:
+        return "the weights of a group and a block of its output channels must be laid out by less than 2**31 threads"
+    return None
+
+
+def own_plan(config: Config, direction: Direction) -> Plan | None:
+    """The plan for a pass that the kernel computes, None where gemm_col2im does."""
+    plan = None if direction == "weight_grad" else plan_for(config, direction)
+    return None if plan is None or too_large(plan) else plan

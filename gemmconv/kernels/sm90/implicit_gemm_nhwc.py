@@ -1,0 +1,342 @@
+"""How ``fused`` goes about channels_last with cells as rows of a product (sm90/implicit_gemm_nhwc.cu): tiles, launch.
+
+It is for 16-bit types and TF32, one group, channels of whole 16 bytes, and kernels larger than their stride that leave
+no phase without taps; of TF32, output channels that are a multiple of 32. ``tiles_of`` gives none for others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Config, Forward
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.params import Boxes, params_struct
+from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
+from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.weights import pack_k_major
+
+BLOCK_ROWS = 128  # that two warpgroups multiply at once
+_GROUP_ROWS = 8  # whose lines follow each other where the tensor core reads them itself
+_LINE_BYTES, _PIECE_BYTES = 128, 16
+_BOX_LINES = 64  # output channels of a box of weights
+_SWIZZLED_BYTES = 1_024  # that pieces are swapped within
+_LONGEST_BOX = 256
+_MOST_SUMS = 256  # lines times blocks of rows: registers have room
+_MOST_KEPT = {2: 256, 4: 160}  # and for their outputs too, by bytes of an element
+_LINES = tuple(range(32, 257, 32))
+_THREADS = 384
+_BARRIER_BYTES = 16  # of a slot or a stage
+_LEAST_STAGES, _MOST_STAGES, _MOST_SLOTS = 3, 12, 4
+_MOST_STRIPS = 64
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block of csrc/sm90/implicit_gemm_nhwc.cu does; see its header.
+
+    Attributes:
+        problem: the geometry.
+        itemsize: bytes of an element; of four, float32 as TF32.
+        row_blocks: of 128 rows of the product.
+        lines: output channels of an item.
+        images: of an item, which has all of their cells where it has several.
+        strips: that an image's columns of cells are cut into.
+        group: lines of a patch from a group of eight rows to the next, 0 where rows are lines from anywhere.
+        multiprocessors: of the GPU, on each of which a block runs.
+    """
+
+    problem: Problem
+    itemsize: int
+    row_blocks: int
+    lines: int
+    images: int
+    strips: int
+    group: int = 0
+    multiprocessors: int = REFERENCE.multiprocessors
+
+    @property
+    def rows(self) -> int:
+        return self.row_blocks * BLOCK_ROWS
+
+    @property
+    def strip_cells(self) -> int:
+        """Cells across of a strip; the last may have fewer."""
+        return -(-cells_of(self.problem)[1] // self.strips)
+
+    @property
+    def across(self) -> int:
+        """Rows of the product from a row of cells to the next."""
+        return self.patch_width if self.group == _GROUP_ROWS else self.strip_cells
+
+    @property
+    def segments(self) -> int:
+        """Items that a strip of an image is cut into."""
+        return -(-cells_of(self.problem)[0] * self.across // self.rows)
+
+    @property
+    def halo(self) -> Pair:
+        """How much farther than its cells the inputs reach that one of the phases reads, per axis."""
+        down, across = (max(max(reads) - min(reads) for reads in phase_shifts(self.problem, axis)) for axis in (0, 1))
+        return down, across
+
+    @property
+    def patch_width(self) -> int:
+        return self.strip_cells + self.halo[1]
+
+    @property
+    def patch_size(self) -> Pair:
+        """Rows and columns of an image's part of a patch."""
+        down, rows = self.halo[0], cells_of(self.problem)[0]
+        if self.segments > 1:
+            rows = (self.rows + self.across - math.gcd(self.rows, self.across) - 1) // self.across + 1
+        return rows + down, self.patch_width
+
+    @property
+    def positions(self) -> int:
+        """Of a patch."""
+        return self.images * math.prod(self.patch_size)
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.positions * _LINE_BYTES // _SWIZZLED_BYTES) * _SWIZZLED_BYTES
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are laid out by a launch of their own."""
+        return self.itemsize == 4
+
+    @property
+    def kept(self) -> bool:
+        """Whether outputs are stored while products of the next item run."""
+        return self.lines * self.row_blocks <= _MOST_KEPT[self.itemsize]
+
+    @property
+    def channels(self) -> int:
+        """Of a line."""
+        return _LINE_BYTES // self.itemsize
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.lines if self.packed else -(-self.lines // _BOX_LINES) * _BOX_LINES) * _LINE_BYTES
+
+    @property
+    def line_blocks(self) -> int:
+        return -(-self.problem.out_channels // self.lines)
+
+    @property
+    def chunks(self) -> int:
+        """Patches of an item, each of some channels."""
+        return -(-self.problem.in_channels // self.channels)
+
+    @property
+    def bias_bytes(self) -> int:
+        return self.line_blocks * self.lines * 4
+
+    @cached_property
+    def ring_sizes(self) -> Pair:
+        """Patches and stages of weights; fewer of these than are of use where they do not fit."""
+        free = SHARED_BYTES - self.bias_bytes
+        slot, stage = self.slot_bytes + _BARRIER_BYTES, self.stage_bytes + _BARRIER_BYTES
+        slots = next((count for count in range(_MOST_SLOTS, 2, -1) if free - count * slot >= 6 * stage), 2)
+        return slots, min((free - slots * slot) // stage, _MOST_STAGES)
+
+    @property
+    def shared_bytes(self) -> int:
+        slots, stages = self.ring_sizes
+        rings = slots * (self.slot_bytes + _BARRIER_BYTES) + stages * (self.stage_bytes + _BARRIER_BYTES)
+        return rings + self.bias_bytes
+
+    @property
+    def items(self) -> int:
+        p = self.problem
+        tiles = -(-p.batch // self.images) * self.strips * self.segments
+        return tiles * math.prod(p.stride) * self.line_blocks
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of the weights as they are laid out."""
+        return self.problem.taps * self.problem.out_channels * self.chunks * _LINE_BYTES if self.packed else 0
+
+    @property
+    def possible(self) -> bool:
+        """Whether a patch is a box, and rings fit shared memory."""
+        box = max(*self.patch_size, self.images) <= _LONGEST_BOX
+        return box and self.ring_sizes[1] >= _LEAST_STAGES
+
+    @property
+    def cycles(self) -> float:
+        """Roughly the cycles that a call takes, its launches among them.
+
+        A step is a tap of some channels. Tensor cores take as long as products do, and shared memory what these read of
+        it, and what comes in their place. Fitted to 1559 measurements of tiles of 45 layers, most of them in two types,
+        on H100s: 10% off as the root mean square of the logarithm. Those that it chooses take 3% longer than the best
+        of those measured (geometric mean).
+        """
+        p, taps = self.problem, self.problem.taps / math.prod(self.problem.stride)
+        products = 4 * self.row_blocks * self.lines
+        shared = products / 2 + 128 * self.row_blocks + self.stage_bytes / 128 + self.positions / taps
+        step = ((0.812 * products) ** 8.3 + (0.62 * shared) ** 8.3) ** (1 / 8.3)
+        if self.group:
+            step += 53 + 75 * self.row_blocks
+        else:
+            step += 86 + (194 if self.itemsize == 4 else 157) * self.row_blocks
+        stored = self.row_blocks * self.lines * self.itemsize * (4.4 if self.kept else 1.9)
+        computed = -(-self.items // self.multiprocessors) * (62 + stored + self.chunks * taps * step)
+        moved = 0.78e-3 * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
+        copied = 0.2e-3 * self.items * self.chunks * (self.positions * _LINE_BYTES + taps * self.stage_bytes)
+        together = (computed**4.4 + moved**4.4 + copied**4.4) ** (1 / 4.4)
+        return 11_400 + (1_900 + 1.03e-3 * self.packed_bytes if self.packed else 0) + together
+
+    @property
+    def input_boxes(self) -> Boxes:
+        """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input."""
+        p, (height, width), (rows, columns) = self.problem, self.problem.input_size, self.patch_size
+        pixel = p.in_channels * self.itemsize
+        sizes, strides = (p.in_channels, width, height, p.batch), (pixel, width * pixel, height * width * pixel)
+        return self.itemsize, sizes, strides, (self.channels, columns, rows, self.images), (1, 1, 1, 1), True
+
+    @property
+    def weight_boxes(self) -> Boxes:
+        """And of weights that are not packed."""
+        p = self.problem
+        tap, matrix = p.out_channels * self.itemsize, p.taps * p.out_channels * self.itemsize
+        sizes, strides = (p.out_channels, p.taps, p.in_channels, 1), (tap, matrix, p.in_channels * matrix)
+        return self.itemsize, sizes, strides, (_BOX_LINES, 1, self.channels, 1), (1, 1, 1, 1), True
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
+    """The tile for a problem in channels_last: a pure function of it. None where the kernel is not for it."""
+    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
+
+
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+    """The tiles that a problem may have."""
+    p, piece = problem, _PIECE_BYTES // itemsize
+    if p.groups > 1 or p.batch == 0 or p.in_channels % piece or p.out_channels % piece:
+        return
+    if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p, multiprocessors):
+        return
+    all_lines = -(-p.out_channels // _LINES[0]) * _LINES[0]
+    for row_blocks in (1, 2):
+        for shape, lines in itertools.product(_shapes_of(p, itemsize, row_blocks, multiprocessors), _LINES):
+            blocks = -(-all_lines // lines)
+            least = -(-all_lines // _LINES[0] // blocks) * _LINES[0]  # of as many blocks
+            whole = itemsize == 2 or p.out_channels % lines == 0
+            if lines * row_blocks <= _MOST_SUMS and lines == least and whole:
+                tile = replace(shape, lines=lines)
+                if tile.possible:
+                    yield tile
+
+
+def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:
+    """What the rows of an item may be, as tiles of the fewest lines."""
+    p, (height, width), rows = problem, cells_of(problem), row_blocks * BLOCK_ROWS
+    dense = Tile(p, itemsize, row_blocks, _LINES[0], 1, 1, multiprocessors=multiprocessors)
+
+    def of_images(tile: Tile, most: int) -> Tile:
+        return replace(tile, images=-(-p.batch // -(-p.batch // max(1, min(p.batch, most)))))
+
+    if height * width <= rows:
+        yield of_images(dense, rows // (height * width))
+    else:
+        yield from _best_strips(dense)
+    if itemsize == 2:
+        yield from _best_strips(replace(dense, group=_GROUP_ROWS))
+        strips = -(-width // _GROUP_ROWS)
+        if -(-width // strips) == _GROUP_ROWS:
+            tile = replace(dense, strips=strips)
+            tile = replace(tile, group=tile.patch_width)
+            yield of_images(tile, rows // (height * _GROUP_ROWS) if height % _GROUP_ROWS == 0 else 1)
+
+
+def _best_strips(tile: Tile) -> list[Tile]:
+    """The two ways to cut images into strips that bring the least, of those whose patches are boxes."""
+    width = cells_of(tile.problem)[1]
+    counts = {-(-width // -(-width // strips)) for strips in range(1, min(width, _MOST_STRIPS) + 1)}
+    boxes = [cut for cut in (replace(tile, strips=count) for count in sorted(counts)) if cut.possible]
+    taps = tile.problem.taps / math.prod(tile.problem.stride)
+    return sorted(boxes, key=lambda cut: cut.strips * cut.segments * (3 * taps * cut.rows + cut.positions))[:2]
+
+
+def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
+    """Whether the kernel's integers reach as far as any tile of a problem does."""
+    p, (height, width) = problem, problem.output_size
+    # Also what fills the last boxes, and blocks of threads that look for a next item.
+    cells = (math.prod(cells_of(p)) + 2 * BLOCK_ROWS * _MOST_STRIPS) * (p.batch + 2 * BLOCK_ROWS)
+    items = cells * math.prod(p.stride) * (p.out_channels // _LINES[0] + 1) + multiprocessors
+    rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
+    pieces = math.prod(p.output_shape) // 4
+    return max(items, rows, width + _LONGEST_BOX, pieces) <= _INT32_MAX
+
+
+def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/sm90/implicit_gemm_nhwc.cu."""
+    p, (slots, stages), (rows, columns) = tile.problem, tile.ring_sizes, tile.patch_size
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "PACKED": int(tile.packed),
+        "KEPT": int(tile.kept),
+        "IN_CHANNELS": p.in_channels,
+        "OUT_CHANNELS": p.out_channels,
+        "OUT_H": p.output_size[0],
+        "OUT_W": p.output_size[1],
+        "CELLS_H": cells_of(p)[0],
+        "ROW_BLOCKS": tile.row_blocks,
+        "GROUP": tile.group,
+        "LINES": tile.lines,
+        "IMAGES": tile.images,
+        "STRIPS": tile.strips,
+        "STRIP_CELLS": tile.strip_cells,
+        "SEGMENTS": tile.segments,
+        "PATCH_H": rows,
+        "PATCH_W": columns,
+        "SLOTS": slots,
+        "STAGES": stages,
+        "SHARED_BYTES": tile.shared_bytes,
+        **geometry_macros(p),
+    }
+
+
+_NAME, _COUNTS = "implicit_gemm_nhwc_params", ("batch", "items")
+ImplicitGemmNhwcParams = params_struct(_NAME, ("bias", "output"), _COUNTS, tensor_maps=("input", "weights"))
+ImplicitGemmNhwcPackedParams = params_struct(_NAME, ("weights", "bias", "output"), _COUNTS, tensor_maps=("input",))
+
+
+def prepare_forward(config: Config, tile: Tile) -> Forward:
+    """As ``Algorithm.forward``."""
+    from gemmconv.runtime import tensor_map
+
+    def map_of(input: torch.Tensor) -> Any:
+        return tensor_map.encode(input.data_ptr(), *boxes)
+
+    def params_of(weights: Any, input: Any, *others: int) -> ctypes.Structure:
+        return (ImplicitGemmNhwcPackedParams if tile.packed else ImplicitGemmNhwcParams)(input, weights, *others)
+
+    p, boxes = tile.problem, tile.input_boxes
+    if tile.packed:
+        weights_of = pack_k_major.packed(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1, config.device)
+    else:
+        weights_of = pack_k_major.mapped(tile.weight_boxes)
+    return pack_k_major.prepare_forward(
+        config,
+        "implicit_gemm_nhwc",
+        macros_of(tile, config.dtype),
+        params_of,
+        weights_of,
+        (p.batch, tile.items),
+        _THREADS,
+        input_of=map_of,
+        overlaps=tile.packed,
+    )

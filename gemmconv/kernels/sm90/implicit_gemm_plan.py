@@ -1,0 +1,860 @@
+"""How csrc/sm90/implicit_gemm.cu goes about a problem: cells, M blocks, strips, tiles and stages. Pure integers.
+
+Words are those of the kernel's header. The kernel gathers outputs from inputs; which tensors these are depends on the
+direction. The input gradient of a transposed convolution is a convolution: its inputs are those of grad_output.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Direction
+from gemmconv.kernels.pass_geometry import Gathering
+from gemmconv.kernels.phases import phase_shifts
+from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
+
+SHARED_BYTES = 227 << 10
+CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
+_BARRIER_BYTES = 8
+_UNIT_BYTES = 16
+BLOCK_ROWS, _WARP_ROWS = 64, 16
+# Of a line that is stored, at least where that is possible; of 16 bits and several neighbours of a thread. Memory takes
+# long where many pieces of it are written together, whatever they have; beside boxes, stages matter more.
+_LINE_BYTES, _LONG_LINE_BYTES = 128, 256
+WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
+_MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
+_PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits each, and of 32
+_LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possible, and that a stage has at most
+_MOST_LANDINGS = 6
+_MOST_STAGES = 24
+# Stages of inputs, and the fewest of weights that come again and again beside them; of boxes, where chunks have few
+# steps, and where they have many.
+_STAGES = {4: _MOST_STAGES, 3: 8, 2: 3}
+_BOX_STAGES = {6: 6, 5: 5, 4: 5, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
+_MANY_STEPS = 8
+_BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
+_MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
+_MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
+BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
+FEW_LOADERS, MANY_LOADERS = 96, 224  # threads
+_MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
+PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
+_SECTOR_BYTES = 32  # that memory reads and writes at a time
+# Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
+# (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
+_CONFLICTING_PIXELS = 1 << 20
+_SHORT_ROW_BYTES = 128  # of outputs; of longer rows, what begins or ends in a sector of others is little
+_LINED_VECTOR = 4  # outputs that warps with whole rows store together at least; else M blocks of all phases are faster
+
+PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
+ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES = range(4)
+
+
+Way = Literal["loaded", "landing", "blocks", "lines"]
+
+
+@dataclass(frozen=True)
+class Plan(Gathering):
+    """One way to go about a problem.
+
+    Attributes:
+        problem: the geometry.
+        direction: "forward" or "input_grad".
+        itemsize: bytes of an element.
+        split: whether float32 is split into two parts of TF32.
+        channels_last: format of input and output.
+        multiple: how many times the smallest cell a cell is, per axis. The smallest has one input, or one output of an
+            input gradient, and as many of the other as the stride says.
+        slots: output phases of an M block, which are neighbours in a row of cells.
+        blocks: M blocks of a warpgroup, which are neighbouring column phases, or rows of a cell (``down``).
+        columns: positions that an M block is multiplied with at a time, a multiple of 32.
+        warpgroups_m: warpgroups with M blocks of their own, 1 or 2.
+        phase_sides: warpgroups with phases of their own, 1 or 2; where it is 1, they have output channels of their own.
+        units: 16-byte units of channels of a chunk: 2, 4 or 8.
+        strips: into how many strips an image is cut.
+        wide: inputs beside each other in a row that are taken together.
+        way: how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory,
+            to be laid out by threads. Or to where products read them, as boxes of a tensor map: "blocks" of positions
+            of NCHW, "lines" of channels_last.
+        loaders: threads that load inputs, 96 or 224.
+        multiprocessors: of the GPU: as many blocks run at once.
+    """
+
+    problem: Problem
+    direction: Direction
+    itemsize: int
+    split: bool
+    channels_last: bool
+    multiple: Pair
+    slots: int
+    blocks: int
+    columns: int
+    warpgroups_m: int
+    phase_sides: int
+    units: int
+    strips: int
+    wide: int
+    way: Way
+    loaders: int
+    multiprocessors: int = REFERENCE.multiprocessors
+
+    @property
+    def landing(self) -> bool:
+        return self.way == "landing"
+
+    @property
+    def boxed(self) -> bool:
+        """Whether inputs come as boxes to where products read them."""
+        return self.way in ("blocks", "lines")
+
+    # Phases and output channels: the left sides.
+
+    @cached_property
+    def span(self) -> Pair:
+        """Outputs of a cell, per axis."""
+        (height, width), (stride_h, stride_w) = self.multiple, self.problem.stride
+        return (height * stride_h, width * stride_w) if self.direction == "forward" else self.multiple
+
+    @property
+    def channels(self) -> int:
+        """Output channels of an M block."""
+        return min(BLOCK_ROWS // self.slots, self.out_channels)
+
+    @property
+    def lined(self) -> bool:
+        """Whether warps have whole rows of cells, since no M block has all channels of several phases."""
+        too_many = self.slots > 1 and self.slots * self.out_channels > BLOCK_ROWS
+        return not self.channels_last and too_many and not self.down
+
+    @property
+    def down(self) -> bool:
+        """Whether M blocks of a warpgroup are rows of a cell, each with both columns: a warp stores both at once."""
+        return not self.channels_last and self.slots == 2 and self.blocks > 1 and self.span[1] == 2
+
+    @property
+    def short_rows(self) -> bool:
+        """Whether rows of the output are a few sectors of memory, and not whole ones: what one begins the next ends."""
+        row_bytes = self.output_size[1] * self.itemsize
+        return row_bytes <= _SHORT_ROW_BYTES and row_bytes % _SECTOR_BYTES > 0
+
+    @property
+    def channel_sets(self) -> int:
+        """Into how many parts the output channels are cut, each an M block of one warpgroup or of both."""
+        return -(-self.out_channels // (self.channels * (self.warpgroups_m // self.phase_sides)))
+
+    @cached_property
+    def phases(self) -> tuple[tuple[Pair | None, ...], ...]:
+        """The phases of each M block, those of a phase set one after the other; None where a slot is left over."""
+        return _phases(self.span, self.slots)
+
+    @property
+    def phase_sets(self) -> int:
+        return len(self.phases) // (self.blocks * self.phase_sides)
+
+    @property
+    def pairing(self) -> int:
+        """Where a thread has neighbouring outputs."""
+        if self.channels_last:
+            return PAIR_ROWS if self.channels % 2 == 0 else PAIR_NONE
+        if self.lined:
+            return PAIR_NONE
+        if self.blocks > 1 and not self.down:
+            return PAIR_BLOCKS
+        return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
+
+    @property
+    def inner(self) -> int:
+        """Neighbouring outputs of a thread, of a cell."""
+        return {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: self.blocks}[self.pairing]
+
+    @property
+    def row_order(self) -> int:
+        """What rows g and g + 8 of an M block are to each other."""
+        if self.lined:
+            return ROWS_LINES
+        if self.pairing != PAIR_ROWS:
+            return ROWS_PLAIN
+        return ROWS_CHANNELS if self.channels_last else ROWS_SLOTS
+
+    @property
+    def staged(self) -> bool:
+        """Whether outputs go by way of shared memory: a warp has runs of a row of cells, or pieces of channels."""
+        if not self.channels_last:
+            return self.lined or self.span[1] == self.inner
+        return self.channels % self.element_units == 0 and self.out_channels % self.element_units == 0
+
+    @property
+    def line_cells(self) -> int:
+        """Cells of a line, of what a warp has of a row of the output, which are turned round together."""
+        if self.lined:
+            return _WARP_ROWS // self.blocks
+        if self.down:
+            return _WARP_ROWS * self.vector // self.inner
+        long = self.itemsize == 2 and self.inner > 1 and not self.boxed
+        cells, wanted = 8, _LONG_LINE_BYTES if long else _LINE_BYTES
+        while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
+            cells *= 2
+        return cells
+
+    @property
+    def vector(self) -> int:
+        """Outputs that a thread stores together."""
+        width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
+        if self.channels_last:
+            if self.staged:
+                return self.element_units
+            return 2 if self.pairing == PAIR_ROWS and self.out_channels % 2 == 0 else 1
+        if self.staged:
+            return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
+        return math.gcd(self.inner, width, self.span[1])
+
+    @property
+    def item_outputs(self) -> int:
+        """Outputs of an item, with those that do not exist."""
+        return 2 * self.blocks * self.columns * BLOCK_ROWS
+
+    # Shifts: the reduced extent.
+
+    @cached_property
+    def steps(self) -> tuple[tuple[Pair, ...], ...]:
+        """The shifts of each block of each phase set: those of any phase of its M block, or of either side's."""
+        return _steps(self.problem, self.direction, self.phases, self.blocks, self.phase_sides)
+
+    def _reach(self, axis: int) -> Pair:
+        """The least and the largest shift, in units."""
+        return _reach(self.problem, self.direction, axis, self.unit[axis], self.span[axis])
+
+    @property
+    def element_units(self) -> int:
+        """Elements of a unit."""
+        return _UNIT_BYTES // self.itemsize
+
+    @cached_property
+    def set_steps(self) -> list[int]:
+        """Steps of each phase set, of a chunk."""
+        return [sum(map(len, self.steps[i : i + self.blocks])) for i in range(0, len(self.steps), self.blocks)]
+
+    @property
+    def item_steps(self) -> float:
+        """Steps of an item, of all its chunks: the mean of all phase sets."""
+        return sum(map(len, self.steps)) / self.phase_sets * self.chunks
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the input channels of a group."""
+        return -(-self.in_channels // (self.units * self.element_units))
+
+    # Strips and positions: the right sides.
+
+    @cached_property
+    def unit(self) -> Pair:
+        """Inputs of a cell, per axis."""
+        (height, width), (stride_h, stride_w) = self.multiple, self.problem.stride
+        return self.multiple if self.direction == "forward" else (height * stride_h, width * stride_w)
+
+    @cached_property
+    def strip_cells(self) -> int:
+        """Cells across of a strip, the last of which may have fewer; even where there are several strips."""
+        if self.strips == 1:
+            return self.cells[1]
+        multiple = max(2, self.wide if self._in_a_row else 1)
+        return -(-self.cells[1] // (multiple * self.strips)) * multiple
+
+    @property
+    def planes_conflict(self) -> bool:
+        """Whether planes of outputs lie so far apart that the same places of all of them meet in memory."""
+        return not self.channels_last and math.prod(self.output_size) % _CONFLICTING_PIXELS == 0
+
+    @property
+    def shares_sectors(self) -> bool:
+        """Whether two strips write to a sector of memory, and those of all planes conflict."""
+        strip_bytes = self.strip_cells * self.span[1] * self.itemsize
+        return self.strips > 1 and self.planes_conflict and strip_bytes % _SECTOR_BYTES > 0
+
+    @cached_property
+    def _inputs(self) -> Pair:
+        """Rows and columns of an image, in units."""
+        (height, width), (unit_h, unit_w) = self.input_size, self.unit
+        return -(-height // unit_h), -(-width // unit_w)
+
+    @cached_property
+    def pitch(self) -> int:
+        """Positions from one row of a strip to the next."""
+        first, last = self._reach(1)
+        if self.strips > 1:
+            least = self.strip_cells + last - self.origin[1]
+        else:  # what lies beyond either end of a row is the same gap
+            least = max(self._inputs[1] - min(0, first), self.cells[1] + max(0, last))
+        if self.way == "lines":
+            return least
+        multiple = self.wide if self._in_a_row and least != self.input_size[1] else 1
+        return -(-least // max(2, multiple)) * max(2, multiple)
+
+    @cached_property
+    def strip_rows(self) -> int:
+        """Rows of positions from one strip to the next: a few more where what comes as boxes then is less."""
+        first, last = self._reach(0)
+        rows = max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
+        if self.way == "lines":
+            return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows)
+        if not self._rows_may_land:
+            return rows
+        multiple = self.tile // math.gcd(self.tile, self.pitch)  # patches have parts of one strip alone
+        whole = -(-rows // multiple) * multiple
+        return whole if whole <= rows * _MOST_ROWS else rows
+
+    def _cost_of_rows(self, rows: int) -> float:
+        """In proportion to what an image takes whose strips have so many rows of positions."""
+        positions = math.prod(self._line_box_of(rows))
+        boxes = _boxes_of(self.tile, self.first, self.patch, positions) * math.prod(self.unit)
+        return rows * cost_of_lines(self, boxes, boxes * positions * self.units * _UNIT_BYTES)
+
+    @property
+    def _in_a_row(self) -> bool:
+        """Whether inputs that are loaded together are neighbouring positions, and not those of neighbouring planes."""
+        return self.unit[1] == 1
+
+    @property
+    def aligned(self) -> bool:
+        """Whether inputs that are loaded together lie aligned in memory, all of them in the image or none."""
+        if self.wide == 1:
+            return True
+        if self.channels_last or self.unit[1] > 2:
+            return False
+        height, width = self.input_size
+        if not self._in_a_row:
+            return self.wide == 2 and width % 2 == 0
+        if width % self.wide == 0:
+            return True
+        return self.whole_images and height * width % self.wide == 0 and self.strip_rows * width % self.wide == 0
+
+    @property
+    def whole_images(self) -> bool:
+        """Whether rows follow each other without gaps: an image is one long row."""
+        return self.strips == 1 and self.unit == (1, 1) and self.pitch == self.input_size[1]
+
+    @property
+    def origin(self) -> Pair:
+        """The input, in units, of a strip's first position."""
+        if self.strips == 1:
+            return 0, 0
+        first = self._reach(1)[0]
+        return 0, first // self.wide * self.wide if self._in_a_row else first
+
+    def _place(self, shift: Pair) -> int:
+        """Positions from a cell to the input at a shift, in its plane."""
+        row, column = (shift[axis] // self.unit[axis] - self.origin[axis] for axis in (0, 1))
+        return row * self.pitch + column
+
+    @cached_property
+    def places(self) -> Pair:
+        """The least and the largest place of an input relative to its cell."""
+        # Every row shift goes with every column shift, if not for the same phase.
+        reaches = zip(self._reach(0), self._reach(1), strict=True)
+        first, last = (self._place((row * self.unit[0], column * self.unit[1])) for row, column in reaches)
+        return first, last
+
+    @property
+    def tile(self) -> int:
+        """Positions of a tile."""
+        return 2 // self.warpgroups_m * self.columns
+
+    @property
+    def first(self) -> int:
+        """The first position of a tile's inputs, relative to its first cell."""
+        place = self.places[0]
+        return place // self.wide * self.wide if self._in_a_row else place
+
+    @cached_property
+    def patch(self) -> int:
+        """Positions of a tile's inputs, of each plane."""
+        positions = self.tile + self.places[1] - self.first
+        return -(-positions // self.wide) * self.wide if self._in_a_row else positions
+
+    @property
+    def unit_pitch(self) -> int:
+        """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
+        if self.way == "lines":
+            return -(-math.prod(self.unit) * self.plane_pitch // 8) * 8
+        if self.boxed:
+            return self.patch
+        positions, apart = self.patch * math.prod(self.unit), 8 // self.units
+        return positions + (apart - positions) % 8
+
+    def offset(self, shift: Pair) -> int:
+        """Positions from the first of a patch to a tile's first cell's input at a shift."""
+        plane = shift[0] % self.unit[0] * self.unit[1] + shift[1] % self.unit[1]
+        return plane * self.plane_pitch + self._place(shift) - self.first
+
+    @property
+    def plane_pitch(self) -> int:
+        """Positions from one plane of a patch to the next."""
+        return self.boxes * self._box_positions if self.way == "lines" else self.patch
+
+    @property
+    def positions(self) -> int:
+        """Positions of all images."""
+        return self.problem.batch * self.image_positions
+
+    @property
+    def image_positions(self) -> int:
+        """Positions of all strips of an image."""
+        return self.strips * self.strip_rows * self.pitch
+
+    @property
+    def last_position(self) -> int:
+        """The largest number that the kernel computes with positions."""
+        return self.positions + self.tile + self.patch + self.strip_rows * self.pitch
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.positions // self.tile)
+
+    @property
+    def strip_tiles(self) -> int:
+        """The most tiles that begin in a strip."""
+        return -(-self.strip_rows * self.pitch // self.tile)
+
+    @property
+    def bottom(self) -> int:
+        """Positions of a strip beyond ``strip_tiles`` - 1 tiles: from 1 to a tile."""
+        return self.strip_rows * self.pitch - (self.strip_tiles - 1) * self.tile
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tiles come as they lie; else through all strips of an image first, then down."""
+        return self.strips == 1 or self.strip_tiles == 1
+
+    @property
+    def items(self) -> int:
+        """What blocks take one after the other."""
+        return self.tiles * self.sets
+
+    # What comes as boxes, or lands.
+
+    @property
+    def may_be_boxed(self) -> bool:
+        """Whether products can read inputs as they lie in memory, this way.
+
+        As blocks, nothing is shifted, and images are whole blocks of 16 bits. As lines, pixels are whole units.
+        """
+        if self.way == "blocks":
+            return self.itemsize == 2 and self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
+        units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
+        fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
+        return units and (self.whole_images or fits)
+
+    @cached_property
+    def line_box(self) -> tuple[int, int, int]:
+        """Images, rows and positions of a row of a box of lines of a plane: rows of a strip, or all of several images.
+
+        Where rows follow each other without gaps, an image is one row, of which boxes are equal parts; where images do
+        as well, a tile is.
+        """
+        return self._line_box_of(self.strip_rows)
+
+    def _line_box_of(self, strip_rows: int) -> tuple[int, int, int]:
+        if self._flat_of(strip_rows):
+            return 1, 1, self.tile // -(-self.tile // _LONGEST_BOX)
+        rows, pitch = (1, strip_rows * self.pitch) if self.whole_images else (strip_rows, self.pitch)
+        images, line = self.problem.batch if self.strips == 1 else 1, self.units * _UNIT_BYTES
+        most = _LONGEST_BOX // self.unit[0]
+        return _line_box(self.tile, self.first, self.patch, images, rows, most, pitch, self.whole_images, line)
+
+    @property
+    def flat(self) -> bool:
+        """Whether pixels of all images are one row for boxes of lines: positions are those of images alone."""
+        return self.way == "lines" and self._flat_of(self.strip_rows)
+
+    def _flat_of(self, strip_rows: int) -> bool:
+        return self.whole_images and self.places == (0, 0) and strip_rows == self.input_size[0]
+
+    @property
+    def _box_positions(self) -> int:
+        return math.prod(self.line_box)
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a plane of a patch."""
+        if self.way == "lines":
+            return _boxes_of(self.tile, self.first, self.patch, self._box_positions)
+        return self.tile // BLOCK_POSITIONS // self.box_blocks if self.way == "blocks" else 1
+
+    @property
+    def _unshifted(self) -> bool:
+        """Whether each cell sees the input at its own place alone, and positions are those of images alone."""
+        return self._flat_of(self.strip_rows)
+
+    @property
+    def _whole_chunks(self) -> bool:
+        """Whether a chunk has no channels of another group."""
+        return self.problem.groups == 1 or self.in_channels % (self.units * self.element_units) == 0
+
+    @property
+    def box_blocks(self) -> int:
+        """Blocks of a box: those of a patch, or one where patches may go from one image to the next."""
+        whole = self.way == "blocks" and math.prod(self.input_size) % self.tile == 0
+        return self.tile // BLOCK_POSITIONS if whole else 1
+
+    @property
+    def may_land(self) -> bool:
+        """Whether planes, and rows of strips, are whole pieces of 16 bytes."""
+        height, width = self.input_size
+        rows = self.strips == 1 or width % self.element_units == 0
+        small = height * width + self.run_pitch * self.unit[1] < 1 << 31  # what the kernel adds up
+        return not self.channels_last and rows and small and height * width % self.element_units == 0
+
+    @property
+    def partial_pieces(self) -> bool:
+        """Whether a run may end within a piece."""
+        return not self.whole_images and self.input_size[1] % self.element_units != 0
+
+    @property
+    def run_pitch(self) -> int:
+        """Positions from one run of inputs that lie in one piece in memory to the next."""
+        return self.strip_rows * self.pitch if self.whole_images else self.pitch
+
+    @cached_property
+    def pieces(self) -> int:
+        """Pieces of 16 bytes that the inputs of a channel land as."""
+        runs = (self.run_pitch + self.patch - 2) // self.run_pitch + 1
+        return self.unit[0] * (-(-self.patch * self.unit[1] // self.element_units) + 2 * runs - 1)
+
+    @cached_property
+    def landing_box(self) -> bool:
+        """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
+        if not (self.landing and self._whole_chunks and self.strip_rows * self.pitch % self.tile == 0):
+            return False
+        return max(self.box_size) <= _LONGEST_BOX and (self._unshifted or self._rows_may_land)
+
+    @cached_property
+    def box_size(self) -> Pair:
+        """Rows and columns of a box of lines, or that lands; one row where it is a stretch of an image."""
+        if self.way == "lines":
+            return self.line_box[1:]
+        if self._unshifted or not self.landing:
+            return 1, self.patch
+        return (self.patch + self.pitch - 2) // self.pitch + 1, self._landed_width
+
+    @property
+    def _landed_width(self) -> int:
+        """Columns of a box of rows that lands: whole pieces, the first of which a strip may begin within."""
+        skew = 0 if self.strips == 1 else self.element_units - max(2, self.wide)
+        return -(-(self.pitch + skew) // self.element_units) * self.element_units
+
+    @property
+    def _rows_may_land(self) -> bool:
+        """Whether rows of inputs may land as a box: they are whole pieces of 16 bytes, and a cell has one input."""
+        rows = self.unit == (1, 1) and self.input_size[1] * self.itemsize % _UNIT_BYTES == 0
+        fits = self.landing and rows and self._landed_width <= _LONGEST_BOX
+        return fits and not self.whole_images and self._whole_chunks
+
+    @cached_property
+    def landing_units(self) -> int:
+        """Units of channels that land together, 0 where none do."""
+        if not self.landing:
+            return 0
+        fitting = (units for units in (2, 4, 8) if units <= self.units and units * self._landed_bytes <= _LANDING_BYTES)
+        return max(fitting, default=2)
+
+    @property
+    def _landed_bytes(self) -> int:
+        """Bytes of a unit of channels where it lands."""
+        if self.landing_box:
+            return self.element_units * math.prod(self.box_size) * self.itemsize
+        return self.element_units * self.pieces * _UNIT_BYTES
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of a stage of what lands."""
+        return self.landing_units * self._landed_bytes
+
+    @cached_property
+    def landing_stages(self) -> int:
+        """Stages of what lands: one is read, and the others are on their way."""
+        return min(_MOST_LANDINGS, 1 + -(-_LANDING_BYTES // self.landing_bytes)) if self.landing else 0
+
+    # Stages in shared memory.
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.split else 1
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of a stage of inputs."""
+        return self.parts * self.units * self.unit_pitch * _UNIT_BYTES
+
+    @property
+    def rounded(self) -> bool:
+        """Whether threads round what has come as boxes to where products read it."""
+        return self.boxed and self.itemsize == 4
+
+    @property
+    def _stage_bytes(self) -> Pair:
+        """Bytes of a stage of inputs and of one of weights, with their barriers."""
+        barriers = 3 if self.rounded else 2
+        return self.patch_bytes + barriers * _BARRIER_BYTES, self.weight_bytes + 2 * _BARRIER_BYTES
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weights of a step."""
+        return self.warpgroups_m * BLOCK_ROWS
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a stage of weights: those of one step."""
+        return self.parts * self.units * self.rows * _UNIT_BYTES
+
+    @property
+    def spots(self) -> int:
+        """Spots of a patch: ``wide`` inputs each."""
+        return self.patch * math.prod(self.unit) // self.wide
+
+    @property
+    def vector_loads(self) -> bool:
+        """Whether units are vectors in memory."""
+        return self.channels_last and self.in_channels % self.element_units == 0
+
+    @property
+    def few_loaders(self) -> bool:
+        return self.loaders == FEW_LOADERS
+
+    @property
+    def batches(self) -> int:
+        """How often a thread waits for its loads of a patch."""
+        return -(-self.loads // (self.loaded_words // self._unit_words))
+
+    @property
+    def loads(self) -> int:
+        """Units of spots that a thread loads of a patch, at most."""
+        return -(-self.spots * self.units // self.loaders)
+
+    @property
+    def _unit_words(self) -> int:
+        """Registers of a unit of a spot."""
+        return 4 if self.vector_loads else self.element_units * -(-self.wide * self.itemsize // 4)
+
+    @cached_property
+    def _sums(self) -> int:
+        """Registers of a thread for sums."""
+        return (self.blocks + self.split) * self.columns // 2
+
+    @property
+    def loaded_words(self) -> int:
+        """Words that a thread loads at once, of the registers that those who multiply leave."""
+        if self.few_loaders:
+            return 56 if self.vector_loads or self.split else 64
+        others = 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
+        return min(40 if self.vector_loads else 64, self._load_registers // 2, self._load_registers - others)
+
+    @property
+    def _load_registers(self) -> int:
+        """Registers of a thread that loads: those that two warpgroups with sums leave."""
+        if self.few_loaders:
+            return 136
+        return 256 - max(144 if self.blocks > 2 else 136, self._sums + (48 if self.split else 56))
+
+    @property
+    def _turned_bytes(self) -> int:
+        """Bytes of outputs that are turned round: lines of each of 8 warps."""
+        if not self.staged:
+            return 0
+        if self.channels_last:
+            lines, line = 32 // self.itemsize, BLOCK_ROWS + self.element_units  # a quarter of a warpgroup's
+        elif self.lined:
+            lines, line = _WARP_ROWS // self.slots, self.line_cells * self.span[1] + max(4, self.slots)
+        else:
+            lines = 8 * self.blocks * 2 // self.inner
+            line = self.line_cells * self.inner + (16 if self.inner == 2 else 8)
+        return 8 * lines * line * self.itemsize
+
+    @property
+    def _other_bytes(self) -> int:
+        """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
+        outputs = self._turned_bytes
+        if self.boxed:
+            return outputs
+        if self.landing:
+            places = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
+            if self.landing_box:
+                places += self.landing_stages * _BARRIER_BYTES + _BOX_ALIGNMENT - _UNIT_BYTES
+        else:
+            places = self.spots * _PLACE_BYTES
+        return places + outputs
+
+    @cached_property
+    def stages(self) -> Pair | None:
+        """Stages of inputs and of weights; None where the fewest do not fit."""
+        steps, (patch_bytes, weight_bytes) = max(self.set_steps), self._stage_bytes
+        most = steps * self.chunks
+        for patches, least in (_BOX_STAGES[steps >= _MANY_STEPS] if self.boxed else _STAGES).items():
+            weights = (SHARED_BYTES - self._other_bytes - patches * patch_bytes) // weight_bytes
+            if weights >= most and self.sets <= self.multiprocessors:
+                return patches, max(1, most)
+            if weights >= least:
+                return patches, min(_MOST_STAGES, weights)
+        return None
+
+    @property
+    def resident(self) -> bool:
+        """Whether a block keeps the weights of its set."""
+        assert self.stages is not None
+        return self.sets <= self.multiprocessors and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
+
+    @property
+    def turns(self) -> bool:
+        """Whether the warpgroups multiply by turns: the one stores while the other multiplies."""
+        assert self.stages is not None
+        brought = self.way in ("lines", "landing")
+        return brought and self.resident and not self.split and self.stages[0] > self.chunks
+
+    @property
+    def sets(self) -> int:
+        """Sets of all groups."""
+        return self.phase_sets * self.channel_sets * self.problem.groups
+
+    def blocks_on(self, multiprocessors: int) -> int:
+        """Thread blocks of the launch: at most one a multiprocessor; where weights stay, so that each has one set."""
+        blocks = max(1, min(self.items, multiprocessors))
+        return max(blocks // self.sets, 1) * self.sets if self.resident else blocks
+
+    @property
+    def items_of_a_block(self) -> int:
+        """Items that a block takes, at most."""
+        return -(-self.items // self.blocks_on(self.multiprocessors))
+
+    @property
+    def shared_bytes(self) -> int:
+        assert self.stages is not None
+        return sum(count * size for count, size in zip(self.stages, self._stage_bytes, strict=True)) + self._other_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weights as they are laid out."""
+        matrices = sum(map(len, self.steps)) * self.channel_sets * self.chunks * self.problem.groups
+        return matrices * self.weight_bytes
+
+    @property
+    def possible(self) -> bool:
+        """Whether registers, shared memory and tables hold it."""
+        few = self.few_loaders
+        if self.lined and self.vector < _LINED_VECTOR:
+            return False
+        if (self.strips - 1) * self.strip_cells >= self.cells[1]:
+            return False  # the last one is empty: fewer inputs are taken together then
+        if self.way == "lines":
+            boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
+            aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
+            loaders = few or (self.rounded and self.columns <= _MOST_COLUMNS)
+            loads = loaders and self._whole_chunks and self.units > 2 and boxes <= _MOST_BOXES and aligned
+        elif self.boxed:
+            loads = few and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
+        else:
+            words = min(self.loaded_words, self._load_registers // 3)
+            loads = self._sums > 96 if few else self.columns <= _MOST_COLUMNS
+            loads = loads and (self.landing or self._unit_words <= words)
+        return (
+            loads
+            and (self.blocks + self.split) * self.columns <= WIDEST
+            and self.span[1] <= PHASE_BASE
+            and 2 * sum(map(len, self.steps)) + (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
+            and self.stages is not None
+        )
+
+    @cached_property
+    def cycles(self) -> float:
+        """Roughly the cycles of the launch, by which plans are chosen."""
+        return cycles_of(self)
+
+    @cached_property
+    def expected_cycles(self) -> float:
+        """The same, by which other kernels are chosen instead."""
+        return max(self.cycles, cycles_of_tensor_cores(self))
+
+
+def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
+    """The most boxes of so many positions that the patch of a tile has parts of."""
+    apart = math.gcd(tile, positions)
+    last_start = positions - apart + first % apart  # in its first box
+    return (last_start + patch - 1) // positions + 1
+
+
+@lru_cache(maxsize=1024)
+def _line_box(
+    tile: int, first: int, patch: int, images: int, rows: int, most_rows: int, pitch: int, divisible: bool, line: int
+) -> tuple[int, int, int]:
+    """The images, rows and positions of a row of a box that a patch comes the fastest with.
+
+    Args:
+        tile, first, patch: positions of a tile, to the first of its patch, and of the patch.
+        images: of how many a box may have all rows.
+        rows, pitch: of an image, or a strip; positions of a row.
+        most_rows: of a box.
+        divisible: whether a box may have a part of a row.
+        line: bytes of a position.
+    """
+
+    def cost(box: tuple[int, int, int]) -> tuple[float, int]:
+        positions = math.prod(box)
+        boxes = _boxes_of(tile, first, patch, positions)
+        return cost_of_boxes(boxes, boxes * positions * line), boxes * positions
+
+    widths = [width for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0] if divisible else [pitch]
+    found = [(1, 1, width) for width in widths]
+    if pitch <= _LONGEST_BOX:
+        found += [(1, count, pitch) for count in range(2, min(rows, most_rows) + 1) if rows % count == 0]
+        if rows <= most_rows:
+            most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
+            found += [(count, rows, pitch) for count in range(2, most + 1)]
+    aligned = [box for box in found if math.prod(box) * line % _BOX_ALIGNMENT == 0]
+    return min(aligned or found, key=cost)
+
+
+@lru_cache(maxsize=1024)
+def _axis_shifts(problem: Problem, direction: Direction, axis: int, phase: int) -> tuple[int, ...]:
+    """The shifts from a cell's first input to those that reach one of its outputs."""
+    stride = problem.stride[axis]
+    if direction == "input_grad":
+        first, dilation = phase * stride - problem.padding[axis], problem.dilation[axis]
+        return tuple(first + tap * dilation for tap in range(problem.kernel_size[axis]))
+    return tuple(sorted(shift + phase // stride for shift in phase_shifts(problem, axis)[phase % stride]))
+
+
+@lru_cache(maxsize=1024)
+def _reach(problem: Problem, direction: Direction, axis: int, unit: int, span: int) -> Pair:
+    shifts = [shift // unit for phase in range(span) for shift in _axis_shifts(problem, direction, axis, phase)]
+    return min(shifts), max(shifts)
+
+
+@lru_cache(maxsize=1024)
+def _phases(span: Pair, slots: int) -> tuple[tuple[Pair | None, ...], ...]:
+    height, width = span
+    across = -(-width // slots) * slots  # slots do not go on in the next row
+    return tuple(
+        tuple((row, column) if column < width else None for column in range(first, first + slots))
+        for row in range(height)
+        for first in range(0, across, slots)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _steps(
+    problem: Problem, direction: Direction, phases: tuple[tuple[Pair | None, ...], ...], blocks: int, sides: int
+) -> tuple[tuple[Pair, ...], ...]:
+    found = []
+    for first in range(0, len(phases), blocks * sides):
+        for block in range(first, first + blocks):
+            shifts: set[Pair] = set()
+            for phase in itertools.chain(*phases[block : block + blocks * (sides - 1) + 1 : blocks]):
+                if phase is not None:
+                    rows, columns = (_axis_shifts(problem, direction, axis, phase[axis]) for axis in (0, 1))
+                    shifts.update(itertools.product(rows, columns))
+            found.append(tuple(sorted(shifts)))
+    return tuple(found)

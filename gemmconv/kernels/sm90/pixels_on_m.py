@@ -1,0 +1,229 @@
+"""What gemm_depth_to_space and gemm_fold_pixels share: products whose rows are positions (pipeline/pixels_on_m.cuh)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Config, Forward
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.params import params_struct
+from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.weights import pack_k_major
+
+BLOCK_POSITIONS = 128  # that two warpgroups multiply at once
+MOST_LINES = 256  # that tensor cores take
+CHUNK_BYTES = 128  # of channels, of a slot and a stage
+_BOX_LINES = 64
+CONSUMERS = 256  # threads that multiply and store
+_LOADERS = 96  # threads
+_BARRIER_BYTES = 16  # of a slot or a stage
+_MOST_RING = 12
+_STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # that hide how long weights take from the L2 cache
+_SETS = (1, 2, 3, 4, 6, 8, 12, 16)
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class PositionRows:
+    """What a block of such a kernel does.
+
+    Attributes:
+        problem: the geometry.
+        itemsize: bytes of an element; of four, float32 as TF32.
+        lines: of weights that are multiplied together.
+        sets: that blocks of lines are divided into, each for other items.
+        multiprocessors: of the GPU, on each of which a block runs.
+    """
+
+    problem: Problem
+    itemsize: int
+    lines: int
+    sets: int
+    multiprocessors: int = field(default=REFERENCE.multiprocessors, kw_only=True)
+
+    @property
+    def item_positions(self) -> int:
+        return BLOCK_POSITIONS
+
+    @property
+    def windows(self) -> tuple[int, int, int]:
+        """Of an image: how many, positions from one to the next, and before the first."""
+        return 1, 0, 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Of shared memory that the kernel has for itself."""
+        return 0
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies, and of others, which give theirs up: of 384 each begins with 168."""
+        return 232, 40
+
+    @property
+    def input_size(self) -> Pair:
+        """Rows and columns, as the kernel is to see them."""
+        return self.problem.input_size
+
+    @property
+    def row_blocks(self) -> int:
+        """Of positions of an item."""
+        return -(-self.item_positions // BLOCK_POSITIONS)
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are laid out by a launch of their own."""
+        return self.itemsize == 4
+
+    @property
+    def positions(self) -> int:
+        """Of all images."""
+        return self.problem.batch * self.problem.in_pixels
+
+    @property
+    def line_blocks(self) -> int:
+        return -(-self.problem.out_channels * self.problem.taps // self.lines)
+
+    @property
+    def blocks(self) -> int:
+        """Of lines, of a set; the last may have fewer."""
+        return -(-self.line_blocks // self.sets)
+
+    @property
+    def chunks(self) -> int:
+        """Slots of an item, and stages of a block of lines."""
+        return -(-self.problem.in_channels * self.itemsize // CHUNK_BYTES)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.row_blocks * BLOCK_POSITIONS * CHUNK_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.lines if self.packed else -(-self.lines // _BOX_LINES) * _BOX_LINES) * CHUNK_BYTES
+
+    @property
+    def bias_bytes(self) -> int:
+        """Of each warp's copy of a block's."""
+        return -(-CONSUMERS // 32 * (self.lines // self.problem.taps) // 4) * 16
+
+    @property
+    def left_bytes(self) -> int:
+        """Of shared memory, beside the inputs of an item and two stages; negative where there are too many of them."""
+        inputs, stages = self.chunks * (self.slot_bytes + _BARRIER_BYTES), 2 * (self.stage_bytes + _BARRIER_BYTES)
+        return SHARED_BYTES - self.bias_bytes - inputs - stages
+
+    @cached_property
+    def held(self) -> bool:
+        """Whether inputs stay in shared memory for all blocks of lines of an item: if they fit."""
+        return self.blocks > 1 and self.chunks <= _MOST_RING and self.own_bytes <= self.left_bytes
+
+    @cached_property
+    def ring_sizes(self) -> tuple[int, int]:
+        """Slots of inputs and stages of weights."""
+        free = SHARED_BYTES - self.bias_bytes - self.own_bytes
+        slot, stage = self.slot_bytes + _BARRIER_BYTES, self.stage_bytes + _BARRIER_BYTES
+        if self.held:
+            stages = min(free - self.chunks * slot, _STAGES_BYTES) // stage
+            slots = min((free - stages * stage) // slot, max(2 * self.chunks, 4), _MOST_RING)
+        else:
+            slots = min(free // (slot + stage), _MOST_RING)
+        return slots, min((free - slots * slot) // stage, _MOST_RING)
+
+    @property
+    def shared_bytes(self) -> int:
+        slots, stages = self.ring_sizes
+        rings = slots * (self.slot_bytes + _BARRIER_BYTES) + stages * (self.stage_bytes + _BARRIER_BYTES)
+        return rings + self.bias_bytes + self.own_bytes
+
+    @property
+    def items(self) -> int:
+        return -(-self.positions // self.item_positions) * self.sets
+
+    @property
+    def piece(self) -> int:
+        """Inputs that are copied together."""
+        return math.gcd(16 // self.itemsize, self.problem.in_pixels)
+
+    @property
+    def threads(self) -> int:
+        return 32 + _LOADERS + CONSUMERS
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of the weights as they are laid out."""
+        return self.line_blocks * self.lines * self.chunks * CHUNK_BYTES if self.packed else 0
+
+
+def fits_integers(problem: Problem, multiprocessors: int) -> bool:
+    """Whether a kernel's integers reach as far as any tile of a problem does."""
+    p = problem
+    # Also of channels and lines that fill the last ones, and of blocks of threads that look for a next item.
+    products = (p.in_channels + 64) * max(p.out_channels * p.taps + MOST_LINES, p.in_pixels)
+    least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item that no other has
+    items = (p.batch * p.in_pixels + (multiprocessors + 2) * BLOCK_POSITIONS) * max(_SETS) // least
+    reach = p.batch * p.in_pixels + 2 * BLOCK_POSITIONS
+    return max(products, items, reach, MOST_LINES // p.taps * p.out_pixels) <= _INT32_MAX
+
+
+def sets_of(problem: Problem, lines: int) -> set[int]:
+    """How many sets blocks of lines may be divided into."""
+    blocks = -(-problem.out_channels * problem.taps // lines)
+    return {-(-blocks // -(-blocks // count)) for count in _SETS}
+
+
+def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
+    """Macros that csrc/include/pipeline/pixels_on_m.cuh asks for."""
+    p, (slots, stages) = tile.problem, tile.ring_sizes
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "PACKED": int(tile.packed),
+        "KERNEL_H": p.kernel_size[0],
+        "KERNEL_W": p.kernel_size[1],
+        "IN_CHANNELS": p.in_channels,
+        "OUT_CHANNELS": p.out_channels,
+        "IN_H": tile.input_size[0],
+        "IN_W": tile.input_size[1],
+        "ROW_BLOCKS": tile.row_blocks,
+        "ITEM_POSITIONS": tile.item_positions,
+        "WINDOWS": tile.windows[0],
+        "WINDOW_STEP": tile.windows[1],
+        "WINDOW_LEFT": tile.windows[2],
+        "LINES": tile.lines,
+        "SETS": tile.sets,
+        "BLOCKS": tile.blocks,
+        "HELD": int(tile.held),
+        "SLOTS": slots,
+        "STAGES": stages,
+        "LOADERS": _LOADERS,
+        "MULTIPLIER_REGISTERS": tile.registers[0],
+        "LOADER_REGISTERS": tile.registers[1],
+        "PIECE": tile.piece,
+        "OWN_BYTES": tile.own_bytes,
+        "SHARED_BYTES": tile.shared_bytes,
+    }
+
+
+_NAME, _COUNTS = "pixels_on_m_params", ("positions", "items")
+PixelsOnMParams = params_struct(_NAME, ("input", "bias", "output"), _COUNTS, tensor_maps=("weights",))
+PixelsOnMPackedParams = params_struct(_NAME, ("weights", "input", "bias", "output"), _COUNTS)
+
+
+def prepare_forward(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Forward:
+    """The call of csrc/``name``.cu, for ``Algorithm.forward``; for ``row`` see csrc/weights/pack_k_major.cu."""
+    params, counts = PixelsOnMParams, (tile.positions, tile.items)
+    if tile.packed:
+        params = PixelsOnMPackedParams
+        weights = pack_k_major.packed(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row, config.device)
+    else:
+        box = _BOX_LINES, CHUNK_BYTES // tile.itemsize
+        weights = pack_k_major.mapped(pack_k_major.boxes_of(tile.problem, tile.itemsize, box))
+    return pack_k_major.prepare_forward(
+        config, name, macros, params, weights, counts, tile.threads, overlaps=tile.packed
+    )

@@ -1,0 +1,379 @@
+"""What sm90/gemm_fold_rows.cu and sm90/gemm_fold_rows_tf32.cu go about alike: rows of cells, taps, the launches.
+
+Words are those of the kernels' headers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+import torch
+
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import (
+    Config,
+    Direction,
+    Forward,
+    Gradient,
+    aligned,
+    either_format,
+    strides_of,
+    with_strides,
+)
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
+from gemmconv.kernels.params import Boxes, params_struct, reciprocal
+from gemmconv.kernels.pass_geometry import Gathering
+
+LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
+BARRIER_BYTES = 8
+_CLOCK_RATE, _MEMORY_RATE = 1.7e9, 3.9e12  # cycles and bytes a second, of the estimates
+_PIECE_BYTES = 16  # that lie together in memory
+_CARRIED = 8  # columns of the step before
+_LONGEST_STEP = 8  # of a tensor map: from one element of a box to the next
+_MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
+_MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
+_THREADS, _WEIGHT_THREADS = 384, 256
+_INT32_MAX = 2**31 - 1
+
+GemmFoldRowsParams = params_struct(
+    "gemm_fold_rows_params",
+    ("packed", "bias", "output"),
+    ("groups", "columns", "h_out", "w_out", "cells_h", "image_items", "items", "steps"),
+    ("by_image_items",),
+    ("map",),
+)
+PackRowsParams = params_struct("pack_rows_params", ("weight", "packed"), ("channels_last", "units"))
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A tap of an axis.
+
+    Attributes:
+        tap: which of the kernel's.
+        phase: which output of a cell it reaches.
+        shift: from the cell to the input that it reads.
+    """
+
+    tap: int
+    phase: int
+    shift: int
+
+
+class RowGathering(Gathering):
+    """What a block does that goes along rows of cells, some columns of the input a step.
+
+    Attributes:
+        itemsize: bytes of an element.
+        source: of the kernel that does it, in csrc/.
+        columns: inputs of a row of a step.
+        rows: of cells of an item.
+        multiprocessors: of the GPU: as many blocks run at once.
+    """
+
+    itemsize: ClassVar[int]
+    source: ClassVar[str]
+    columns: int
+    rows: int
+    multiprocessors: int
+
+    @property
+    def piece(self) -> int:
+        """Elements that lie together."""
+        return _PIECE_BYTES // self.itemsize
+
+    @property
+    def span(self) -> Pair:
+        """Outputs of a cell."""
+        return self.problem.stride if self.direction == "forward" else (1, 1)
+
+    @property
+    def set_outs(self) -> int:
+        """Output channels of a set."""
+        raise NotImplementedError
+
+    @property
+    def channel_sets(self) -> int:
+        return -(-self.out_channels // self.set_outs)
+
+    @property
+    def sets(self) -> int:
+        """Parts of the weights that blocks keep, of all groups."""
+        return self.problem.groups * self.span[0] * self.channel_sets
+
+    # Taps across: the fold.
+
+    @cached_property
+    def taps_across(self) -> tuple[Tap, ...]:
+        return taps_of(self.problem, self.direction, 1)
+
+    @cached_property
+    def delayed(self) -> int:
+        """Inputs that cells come later than columns: of those that let all taps be 0 to 8 late, the best to store."""
+        shifts = [tap.shift for tap in self.taps_across]
+        possible = range(max(0, *shifts), min(shifts) + _CARRIED + 1)
+        return max(possible, key=lambda delayed: (math.gcd(self.piece, delayed * self.span[1]), -delayed))
+
+    @property
+    def delays(self) -> list[int]:
+        """Of each tap."""
+        return [self.delayed - tap.shift for tap in self.taps_across]
+
+    @cached_property
+    def given(self) -> list[int]:
+        """From how many lanes before an output channel's two cells of a lane get something, of each phase and cell."""
+        taps = list(zip(self.taps_across, self.delays, strict=True))
+        lanes = {(tap.phase, e, (delay + (e + delay) % 2 - e) // 2) for tap, delay in taps for e in (0, 1)}
+        return [distance for _, _, distance in lanes]
+
+    # Taps down: rows of the input.
+
+    @cached_property
+    def taps_down(self) -> list[list[Tap]]:
+        """Of each row phase."""
+        taps = taps_of(self.problem, self.direction, 0)
+        return [[tap for tap in taps if tap.phase == phase] for phase in range(self.span[0])]
+
+    @property
+    def weight_rows(self) -> int:
+        """Taps down of the phase that has most."""
+        return max(map(len, self.taps_down))
+
+    @cached_property
+    def row_step(self) -> int:
+        """From one input row of an item to the next: one where several rows of cells read them."""
+        stride, dilation = self.problem.stride[0], self.problem.dilation[0]
+        steps = dilation if self.direction == "input_grad" else dilation // math.gcd(stride, dilation)
+        return 1 if self.rows > 1 or self.weight_rows == 1 else steps
+
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """From an item's first cell to its first input row, of each row phase."""
+        return [min(tap.shift for tap in taps) for taps in self.taps_down]
+
+    @cached_property
+    def input_rows(self) -> int:
+        """Rows of the input that an item reads, of the row phase that reads most."""
+        reaches = [max(tap.shift for tap in taps) - min(tap.shift for tap in taps) for taps in self.taps_down]
+        return (max(reaches) + self.rows - 1) // self.row_step + 1
+
+    # Steps along a row, and items.
+
+    @property
+    def kept(self) -> int:
+        """Outputs of a row that may be stored later than what is beside them."""
+        return 0
+
+    @property
+    def steps(self) -> int:
+        cells = self.cells[1] + self.delayed + -(-self.kept // self.span[1])
+        return -(-cells // self.columns)
+
+    @property
+    def multiplied(self) -> int:
+        """Inputs of a row that products read."""
+        return min(self.input_size[1], self.steps * self.columns)
+
+    @property
+    def image_items(self) -> int:
+        return -(-self.cells[0] // self.rows)
+
+    @property
+    def items(self) -> int:
+        """Of a set."""
+        return self.problem.batch * self.image_items
+
+    def blocks_on(self, multiprocessors: int) -> int:
+        """Blocks of a set."""
+        return max(1, min(self.items, multiprocessors // self.sets))
+
+    # Memory.
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of a set."""
+        raise NotImplementedError
+
+    @property
+    def shared_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weights as they are laid out."""
+        return self.sets * self.weight_bytes
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        """Columns, channels and rows that are copied together."""
+        raise NotImplementedError
+
+    @property
+    def addressable(self) -> bool:
+        """Whether boxes and integers hold it."""
+        boxes = self.input_rows * self.row_step <= LONGEST_BOX and self.row_step <= _LONGEST_STEP
+        last = (self.cells[0] + self.rows) * self.span[0], (self.steps + 1) * self.columns * self.span[1]
+        return boxes and max(self.items + self.multiprocessors, self.packed_bytes // 16, *last) <= _INT32_MAX
+
+    @cached_property
+    def cycles(self) -> float:
+        """Roughly the cycles of a call, its launches among them."""
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> float:
+        """Roughly the seconds of a call."""
+        return self.cycles / _CLOCK_RATE
+
+    @property
+    def moved_cycles(self) -> float:
+        """Of moving the inputs and outputs of a call."""
+        pixels = self.in_channels * math.prod(self.input_size) + self.out_channels * math.prod(self.output_size)
+        return self.cycles_of_bytes(self.problem.batch * self.problem.groups * pixels * self.itemsize)
+
+    @staticmethod
+    def cycles_of_bytes(count: int) -> float:
+        """Of reading or writing so many bytes of memory."""
+        return count / _MEMORY_RATE * _CLOCK_RATE
+
+    @property
+    def macros(self) -> Macros:
+        """Macros of the kernel, beside those of all."""
+        raise NotImplementedError
+
+    @property
+    def boxes(self) -> Boxes:
+        """What :func:`gemmconv.runtime.tensor_map.encode` is to know: [images][rows][channels][columns]."""
+        p, (height, width) = self.problem, self.input_size
+        channels = self.in_channels * p.groups
+        row, plane = width * self.itemsize, height * width * self.itemsize
+        sizes, strides = (width, channels, height, p.batch), (plane, row, channels * plane)
+        return self.itemsize, sizes, strides, (*self.box, 1), (1, 1, self.row_step, 1), True
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of a line that the L2 cache fetches together: few where what all blocks wait for would not stay there.
+
+        On an H200, blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs
+        written at the same time some of it was fetched twice.
+        """
+        lines = self.blocks_on(self.multiprocessors) * self.sets * self.input_rows * self.in_channels
+        return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
+
+
+@lru_cache(maxsize=1024)
+def taps_of(problem: Problem, direction: Direction, axis: int) -> tuple[Tap, ...]:
+    """The taps of an axis.
+
+    >>> taps_of(Problem(1, 1, 1, 1, (8, 8), (3, 3), stride=(2, 2), padding=(1, 1)), "forward", 0)
+    (Tap(tap=0, phase=1, shift=1), Tap(tap=1, phase=0, shift=0), Tap(tap=2, phase=1, shift=0))
+    """
+    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
+    found = []
+    for tap in range(problem.kernel_size[axis]):
+        place = tap * dilation - padding
+        if direction == "forward":
+            found.append(Tap(tap, place % stride, -(place // stride)))
+        else:
+            found.append(Tap(tap, 0, place))
+    return tuple(found)
+
+
+def may_gather(problem: Problem, direction: Direction) -> bool:
+    """Whether rows of a problem may be gone along: every phase has a tap, and none is later than is carried."""
+    p = problem
+    if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
+        return False
+    for axis in (0, 1) if direction == "forward" else ():
+        if len({tap.phase for tap in taps_of(p, direction, axis)}) < p.stride[axis]:
+            return False  # outputs that hold the bias alone
+    shifts = [tap.shift for tap in taps_of(p, direction, 1)]
+    return max(0, *shifts) - min(shifts) <= _CARRIED
+
+
+def macros_of(tile: RowGathering, dtype: torch.dtype) -> Macros:
+    """Macros that specialise the kernel, and csrc/weights/pack_rows.cu."""
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "INPUT_GRAD": int(tile.direction == "input_grad"),
+        "KERNEL_H": tile.problem.kernel_size[0],
+        "KERNEL_W": tile.problem.kernel_size[1],
+        "IN_CHANNELS": tile.in_channels,
+        "OUT_CHANNELS": tile.out_channels,
+        "CHANNEL_SETS": tile.channel_sets,
+        "PHASES": tile.span[0],
+        "SPAN_W": tile.span[1],
+        "ROWS": tile.rows,
+        "DELAYED": tile.delayed,
+        "WEIGHT_ROWS": tile.weight_rows,
+        "INPUT_ROWS": tile.input_rows,
+        "FIRST_ROW": table(tile.first_rows),
+        "TAP_H": table(
+            [
+                tap
+                for taps in tile.taps_down
+                for tap in [tap.tap for tap in taps] + [-1] * (tile.weight_rows - len(taps))
+            ]
+        ),
+        "SHARED_BYTES": tile.shared_bytes,
+        **tile.macros,
+    }
+
+
+def across(tile: RowGathering, places: int) -> Macros:
+    """Tables of the taps across, of so many places for them."""
+    pads = [-1] * (places - len(tile.taps_across))
+    return {
+        "DELAY": table(tile.delays + [0] * len(pads)),
+        "PHASE": table([tap.phase for tap in tile.taps_across] + pads),
+        "TAP_W": table([tap.tap for tap in tile.taps_across] + pads),
+    }
+
+
+def prepare_forward(config: Config, tile: RowGathering) -> Forward:
+    """As ``Algorithm.forward``."""
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    p, shared_bytes = config.problem, tile.shared_bytes
+    macros = macros_of(tile, config.dtype)
+    pack = load("weights/pack_rows.cu", macros, config.device.index)
+    kernel = load(f"{tile.source}.cu", macros, config.device.index, shared_bytes)
+    shapes = (p.input_shape, p.output_shape)
+    input_shape, output_shape = shapes if tile.direction == "forward" else shapes[::-1]
+    strides = strides_of(output_shape, config.memory_format)
+    input_strides = strides_of(input_shape, config.memory_format)
+    boxes, fetched, units = tile.boxes, tile.fetched, tile.packed_bytes // 16
+    pack_grid = (-(-units // _WEIGHT_THREADS), 1, 1)
+    grid = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1)
+    sizes = (
+        reciprocal(tile.image_items),
+        *(p.groups, tile.multiplied, *tile.output_size, tile.cells[0]),
+        *(tile.image_items, tile.items, tile.steps),
+    )
+
+    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty_strided(output_shape, strides)
+        input, (weight, weights_last) = aligned(with_strides(input, input_strides)), either_format(weight)
+        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
+        # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
+        packed = torch.empty(tile.packed_bytes, dtype=torch.uint8, device=input.device)
+        weights_params = PackRowsParams(weight.data_ptr(), packed.data_ptr(), weights_last, units)
+        pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
+        params = GemmFoldRowsParams(
+            tensor_map.encode(input.data_ptr(), *boxes, fetched),
+            *(packed.data_ptr(), bias_address, output.data_ptr(), *sizes),
+        )
+        kernel.launch(grid, (_THREADS, 1, 1), params, shared_bytes, overlaps=True)
+        return output
+
+    return call
+
+
+def prepare_input_grad(config: Config, tile: RowGathering) -> Gradient:
+    """As ``Algorithm.input_grad``."""
+    gather = prepare_forward(config, tile)
+    return lambda grad_output, weight: gather(grad_output, weight, None)

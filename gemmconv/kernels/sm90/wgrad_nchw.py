@@ -1,0 +1,452 @@
+"""Weight gradients on Hopper's tensor cores, without columns: host side of csrc/sm90/wgrad_nchw.cu.
+
+The kernel reads NCHW. In channels_last, both tensors are turned before (see transpose.py)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Pair, Problem, Shape4
+from gemmconv.kernels.base import Config, Gradient, aligned
+from gemmconv.kernels.layout.transpose import to_nchw
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.params import Boxes, params_struct
+from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype, prepare_sum
+
+_BLOCK_ROWS = 64
+_LONGEST_BOX = 256
+_MOST_STAGES = 8
+_BARRIER_BYTES = 24  # of a stage
+_REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
+_OTHER_REGISTERS = 40
+_INT32_MAX = 2**31 - 1
+# Of the estimate, in cycles, fitted to 1000 tiles on an H200. Of a product at least; of a step's row of taps, which is
+# waited for; of a word of grad_output, and of what a tap does with it, by bytes of an element and SPLIT:
+_LEAST_PRODUCT, _CHAIN_CYCLES, _CHAIN_SHARE, _WORD_CYCLES = 15, 80, 0.75, 4.2
+_TAP_CYCLES = {(2, False): 0, (4, False): 2.7, (4, True): 9.4}
+_COMPUTING = 2.25  # the exponent of a sum: how much of these hides behind the others
+_FLUSH_CYCLES = 7  # of sums that leave the tensor cores
+_ROUND_CYCLES = {(2, False): 0, (4, False): 0.4, (4, True): 1.5}  # of 16 bytes
+_LINE_CYCLES, _BYTE_CYCLES, _BOX_CYCLES = 7.3, 0.03, 29  # of boxes: of a line of grad_output, of a byte of all, of each
+_TILE_CYCLES, _WAITED_SHARE, _STORE_CYCLES = 205, 0.37, 28
+# Hz, bytes/s, seconds:
+_CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 4.1e12, 8.2e-6
+_PAD_SECONDS, _PAD_RATE = 6e-6, 1.5e12  # of a copy of the input by torch
+
+WgradNchwParams = params_struct(
+    "wgrad_nchw_params",
+    ("partials",),
+    ("groups", "w_in", "h_out", "w_out", "tiles_w", "tiles_h", "tiles", "slices"),
+    tensor_maps=("input", "grad_output"),
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block works on; see csrc/sm90/wgrad_nchw.cu.
+
+    Attributes:
+        problem: the geometry.
+        itemsize: bytes of an element.
+        split: whether float32 is three products of TF32.
+        pixels: of a line, in 64 or 128 bytes.
+        lines: of each channel.
+        tile_w: pixels of a line in a row.
+        segment: of them that read one piece of a row of grad_output.
+        vector: words of it that a thread loads together.
+        ci_tile: input channels.
+        sides_co, sides_h, sides_w: warpgroups with output channels, or rows or columns of taps, of their own.
+        taps: rows and columns of taps of a warpgroup.
+        planes: of grad_output, that are one long row together; 0 where rows are whole 16 bytes.
+        multiprocessors: of the GPU, on each of which a block runs.
+    """
+
+    problem: Problem
+    itemsize: int
+    split: bool
+    pixels: int
+    lines: int
+    tile_w: int
+    segment: int
+    vector: int
+    ci_tile: int
+    sides_co: int
+    sides_h: int
+    sides_w: int
+    taps: Pair
+    planes: int
+    multiprocessors: int = REFERENCE.multiprocessors
+
+    computed_in: ClassVar[torch.memory_format] = torch.contiguous_format
+
+    @property
+    def warpgroups(self) -> int:
+        return self.sides_co * self.sides_h * self.sides_w
+
+    @property
+    def input_width(self) -> int:
+        """Pixels of a row of the input, in whole 16 bytes."""
+        return input_width(self.problem, self.itemsize)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of a copy of the input that has such rows, where it has not."""
+        *shape, width = self.problem.input_shape
+        return math.prod(shape) * self.input_width * self.itemsize if width < self.input_width else 0
+
+    @property
+    def flat(self) -> bool:
+        """Whether a line has several rows, one after the other in memory."""
+        return self.tile_w < self.pixels
+
+    @property
+    def block_taps(self) -> Pair:
+        return self.sides_h * self.taps[0], self.sides_w * self.taps[1]
+
+    @property
+    def block_co(self) -> int:
+        return _BLOCK_ROWS * self.sides_co
+
+    @property
+    def channels(self) -> Pair:
+        """Input and output channels of a group."""
+        return self.problem.gemm_k, self.problem.out_channels // self.problem.groups
+
+    @property
+    def rows(self) -> int:
+        """Rows of pixels of a tile."""
+        return self.lines * self.pixels // self.tile_w
+
+    @functools.cached_property
+    def slots(self) -> list[Pair]:
+        """Where the pieces of rows of grad_output begin that a tile needs, after the first: rows and elements."""
+        stride_h, stride_w = self.problem.stride
+        rows = {row * stride_h + tap for row in range(self.rows) for tap in self._tap_rows}
+        return [(row, column * stride_w) for row in sorted(rows) for column in range(0, self.tile_w, self.segment)]
+
+    @property
+    def slot_of(self) -> list[list[int]]:
+        """The slot of each segment of pixels, for each row of taps of the block."""
+        stride_h, stride_w = self.problem.stride
+        places = [divmod(pixel, self.tile_w) for pixel in range(0, self.lines * self.pixels, self.segment)]
+        return [
+            [self.slots.index((row * stride_h + tap, column * stride_w)) for tap in self._tap_rows]
+            for row, column in places
+        ]
+
+    @property
+    def _tap_rows(self) -> list[int]:
+        return [tap * self.problem.dilation[0] for tap in range(self.block_taps[0])]
+
+    @functools.cached_property
+    def row_pitch(self) -> int:
+        """Elements of a piece of a row: whole 16 bytes, of which threads read different banks if that can be."""
+        stride, dilation = self.problem.stride[1], self.problem.dilation[1]
+        needed = self.shift + self.segment * stride + (self.block_taps[1] - 1) * dilation
+        least = -(-(needed + self.vector * self.word_elements) // (4 * self.word_elements))
+        pitches = range(4 * least, 4 * least + 32, 4)  # words
+        return self.word_elements * min(pitches, key=lambda pitch: _conflicts(pitch, stride, self.vector))
+
+    @property
+    def shift(self) -> int:
+        """The most elements before the first that is needed: boxes begin at multiples of 16 bytes."""
+        piece = 16 // self.itemsize
+        if self.planes:
+            return piece - self.word_elements + self.odd
+        return -self.problem.padding[1] % piece
+
+    @property
+    def odd(self) -> int:
+        """Elements before the first that is needed, of its word."""
+        return -self.problem.padding[1] % self.word_elements
+
+    @property
+    def word_elements(self) -> int:
+        return 4 // self.itemsize
+
+    @property
+    def stage_bytes(self) -> int:
+        row = self.block_co * self.row_pitch
+        return (self.parts * self.lines * self.ci_tile * self.pixels + len(self.slots) * row) * self.itemsize
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.split else 1
+
+    @property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, (SHARED_BYTES - 1024) // (self.stage_bytes + _BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + _BARRIER_BYTES)
+
+    @property
+    def tiles_image(self) -> Pair:
+        """Tiles of an image, down and across."""
+        height, width = self.problem.input_size[0], self.input_width
+        return -(-height // self.rows), -(-width // self.tile_w)
+
+    @property
+    def tiles(self) -> int:
+        return self.problem.batch * math.prod(self.tiles_image)
+
+    @property
+    def weight_blocks(self) -> int:
+        """Blocks that have different weights."""
+        (ci, co), (kh, kw), (taps_h, taps_w) = self.channels, self.problem.kernel_size, self.block_taps
+        channels = -(-ci // self.ci_tile) * -(-co // self.block_co)
+        return self.problem.groups * channels * -(-kh // taps_h) * -(-kw // taps_w)
+
+    @property
+    def registers(self) -> int:
+        """Roughly those of a thread that multiplies."""
+        words = ((self.taps[1] - 1) * self.problem.dilation[1] + self.problem.stride[1]) // self.word_elements + 2
+        sums = math.prod(self.taps) * self.ci_tile // 2
+        return self.parts * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
+
+    @property
+    def possible(self) -> bool:
+        dilated = self.taps[1] * self.problem.dilation[1]
+        return (
+            (self.sides_w == 1 or dilated % (self.word_elements * self.vector) == 0)
+            and (
+                self.block_taps[1] >= self.problem.kernel_size[1]
+                or self.sides_w * dilated * self.itemsize % (4 if self.planes else 16) == 0
+            )
+            and self.ci_tile * self.pixels * self.itemsize % 1024 == 0
+            and self.row_pitch <= _LONGEST_BOX
+            and self.stages >= 2
+        )
+
+    @property
+    def words(self) -> int:
+        """Words of grad_output that a thread loads for the taps of a row, of one word of pixels."""
+        (_, stride), (_, dilation) = self.problem.stride, self.problem.dilation
+        last = self.odd + (self.taps[1] - 1) * dilation + (self.word_elements - 1) * stride
+        return -(-(last // self.word_elements + 1) // self.vector) * self.vector
+
+    @property
+    def cycles(self) -> float:
+        """Roughly the cycles of a tile: of products and what feeds them, of copies, or of rounding."""
+        steps, rows, columns = self.lines * self.pixels * self.itemsize // 32, *self.taps
+        product = max(self.ci_tile / 2, _LEAST_PRODUCT) * (3 if self.split else 1)
+        multiplied = steps * self.warpgroups * rows * columns * product
+        stride = self.problem.stride[1]
+        loaded = self.words * _conflicts(self.row_pitch // self.word_elements, stride, self.vector) * _WORD_CYCLES
+        laid_out = 4 * steps * self.warpgroups * rows * (loaded + columns * _TAP_CYCLES[self.itemsize, self.split])
+        chained = steps * rows * (_CHAIN_CYCLES + _CHAIN_SHARE * columns * product)
+        computed = sum(part**_COMPUTING for part in (multiplied, laid_out, chained)) ** (1 / _COMPUTING)
+        flushed = rows * columns * _FLUSH_CYCLES if self.split else 0
+        lines = self.lines * self.ci_tile * self.pixels * self.itemsize
+        rounded = lines / 16 * _ROUND_CYCLES[self.itemsize, self.split]
+        copied = self._copied_cycles
+        longest = max(computed + flushed, copied, rounded)
+        return longest + _TILE_CYCLES + copied * _WAITED_SHARE / (self.stages - 1)
+
+    @property
+    def _copied_cycles(self) -> float:
+        inputs, outputs = self.box_channels
+        inputs, outputs = self.lines * inputs, len(self.slots) * outputs
+        copied = (inputs * self.pixels + outputs * self.row_pitch) * self.itemsize
+        boxes = self.lines + len(self.slots) * max(1, self.planes)
+        return max(outputs * _LINE_CYCLES, copied * _BYTE_CYCLES) + boxes * _BOX_CYCLES
+
+    @property
+    def box_channels(self) -> Pair:
+        """Input and output channels that come."""
+        ci, co = self.channels
+        return min(ci, self.ci_tile), min(co, self.block_co)
+
+    def slices(self, limit: int) -> int:
+        """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
+        fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
+        whole = max(1, self.multiprocessors // self.weight_blocks)
+        return min(fitting, whole, self.tiles)
+
+    def workspace_bytes(self, limit: int) -> int:
+        """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
+        return partial_bytes(self.problem, self.itemsize, self.slices(limit)) + self.padded_bytes
+
+    def seconds(self, limit: int) -> float:
+        """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
+        slices, problem = self.slices(limit), self.problem
+        rounds = -(-self.weight_blocks * slices // self.multiprocessors)
+        stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _STORE_CYCLES
+        computed = rounds * (-(-self.tiles // slices) * self.cycles + stored) / _CLOCK_RATE
+        rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
+        pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
+        moved = pixels * self.itemsize / _MEMORY_RATE
+        partials = 2 * partial_bytes(problem, self.itemsize, slices) / _PARTIAL_RATE
+        padded = _PAD_SECONDS + 2 * self.padded_bytes / _PAD_RATE if self.padded_bytes else 0
+        return _LAUNCH_SECONDS + padded + (computed**8 + moved**8) ** (1 / 8) + partials
+
+
+def input_width(problem: Problem, itemsize: int) -> int:
+    """Pixels of a row of the input, in whole 16 bytes."""
+    return -(-problem.input_size[1] * itemsize // 16) * 16 // itemsize
+
+
+def tiles_of(
+    problem: Problem, itemsize: int, split: bool, multiprocessors: int = REFERENCE.multiprocessors
+) -> Iterator[Tile]:
+    """The tiles that a problem may have: none where rows of outputs are no whole words, or images are too large."""
+    width = input_width(problem, itemsize)
+    kernel_h, kernel_w = problem.kernel_size
+    line = 128 // itemsize
+    shapes = [(pixels, pixels) for pixels in (line, line // 2)]
+    shapes += [(pixels, width) for pixels, _ in shapes if pixels % width == 0 and width % (16 // itemsize) == 0]
+    shapes = list(dict.fromkeys(shapes))
+    channels = -(-problem.gemm_k // 16) * 16
+    widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
+    sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
+    planes = _planes(problem, itemsize)
+    in_pixels = problem.batch * problem.input_size[0] * width
+    if planes is None or not fits(problem) or max(in_pixels, problem.out_pixels) > _INT32_MAX:
+        return
+    lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
+    vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (planes and vector > 1)]
+    taps = list(itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1)))
+    for ci_tile, (co, h, w), (taps_h, taps_w) in itertools.product(widths, sides, taps):
+        if h * taps_h >= kernel_h + taps_h or w * taps_w >= kernel_w + taps_w:
+            continue
+        of_block = ci_tile, co, h, w, (taps_h, taps_w), planes, multiprocessors
+        any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, *of_block)
+        if any_one.registers > _REGISTERS[any_one.warpgroups]:
+            continue
+        for (pixels, tile_w), rows in itertools.product(shapes, lines):
+            segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment * itemsize % 16 == 0]
+            found = (
+                Tile(problem, itemsize, split, pixels, rows, tile_w, segment, vector, *of_block)
+                for segment, vector in itertools.product(segments, vectors)
+            )
+            if (tile := next((tile for tile in found if tile.possible), None)) is not None:
+                yield tile
+
+
+def _planes(problem: Problem, itemsize: int) -> int | None:
+    """``Tile.planes``, None where boxes can have neither rows nor planes of grad_output."""
+    if problem.output_size[1] * itemsize % 16 == 0:
+        return 0
+    if problem.output_size[1] * itemsize % 4:
+        return None
+    channels = problem.out_channels // problem.groups
+    fitting = (planes for planes in (1, 2, 4) if planes * problem.out_pixels * itemsize % 16 == 0)
+    planes = next(fitting, 0)
+    return planes if planes and channels % planes == 0 and 2 * planes * problem.out_pixels <= _INT32_MAX else None
+
+
+@functools.cache
+def _conflicts(pitch: int, stride: int, vector: int) -> int:
+    """Of the words that threads load at once, most that share a bank; pitch and stride in words."""
+    lanes = range(32 // vector)
+    words = {lane // 4 * pitch + lane % 4 * stride + word for lane in lanes for word in range(vector)}
+    return max(Counter(word % 32 for word in words).values())
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_of(
+    problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int = REFERENCE.multiprocessors
+) -> Tile | None:
+    """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
+    found = (tile for tile in tiles_of(problem, itemsize, split, multiprocessors) if tile.slices(limit) > 0)
+    return min(found, key=lambda tile: tile.seconds(limit), default=None)
+
+
+def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
+    """Macros that specialise csrc/sm90/wgrad_nchw.cu."""
+    ci, co = tile.channels
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "PARTIAL_T": ELEMENT_TYPES[partial_dtype(dtype, slices)],
+        "SPLIT": int(tile.split),
+        "CI": ci,
+        "CO": co,
+        "PIXELS": tile.pixels,
+        "ROWS": tile.lines,
+        "TILE_W": tile.tile_w,
+        "SEGMENT": tile.segment,
+        "VECTOR": tile.vector,
+        "CI_TILE": tile.ci_tile,
+        "SIDES_CO": tile.sides_co,
+        "SIDES_H": tile.sides_h,
+        "SIDES_W": tile.sides_w,
+        "TAPS_H": tile.taps[0],
+        "TAPS_W": tile.taps[1],
+        "SLOTS": len(tile.slots),
+        "SLOT_ROWS": table([row for row, _ in tile.slots]),
+        "SLOT_COLUMNS": table([column for _, column in tile.slots]),
+        "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
+        "ROW_PITCH": tile.row_pitch,
+        "PLANES": tile.planes,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": tile.shared_bytes,
+        **geometry_macros(tile.problem),
+    }
+
+
+def _boxes(tile: Tile) -> tuple[Boxes, Boxes]:
+    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of input and grad_output."""
+    p = tile.problem
+
+    def of(shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> Boxes:
+        """Of rows; or of planes, that are one row each or several together."""
+        images, channels, height, width = shape
+        plane = height * width * tile.itemsize
+        if planes:
+            sizes, plane = (planes * height * width, 1, channels // planes, images), planes * plane
+            channels //= planes
+        else:
+            sizes = (width, height, channels, images)
+        return tile.itemsize, sizes, (sizes[0] * tile.itemsize, plane, channels * plane), box, (1, 1, 1, 1), swizzled
+
+    inputs, outputs = tile.box_channels
+    batch, channels, height, _ = p.input_shape
+    lines = of((batch, channels, height, tile.input_width), int(tile.flat), (tile.pixels, 1, inputs, 1), True)
+    rows = tile.row_pitch, 1, outputs // max(1, tile.planes), 1
+    return lines, of(p.output_shape, tile.planes, rows, False)
+
+
+def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
+    """Prepare grad_weight from (grad_output, input)."""
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    problem, shape = config.problem, config.problem.weight_shape
+    elements, slices = math.prod(shape), tile.slices(config.workspace_limit)
+    macros, shared_bytes = macros_of(tile, config.dtype, slices), tile.shared_bytes
+    partials_dtype = partial_dtype(config.dtype, slices)
+    kernel = load("sm90/wgrad_nchw.cu", macros, config.device.index, shared_bytes)
+    missing = tile.input_width - problem.input_size[1]
+    add_up = prepare_sum(config, slices)
+    boxes, grad_boxes = _boxes(tile)
+    down, across = tile.tiles_image
+    sizes = problem.groups, tile.input_width, *problem.output_size, across, down, tile.tiles, slices
+    turned, turned_input = to_nchw(config, problem.output_shape), to_nchw(config, problem.input_shape)
+    grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        grad_weight = grad_output.new_empty(shape)
+        grad_output, input = turned(grad_output), turned_input(input)
+        if missing:
+            # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
+            input = torch.nn.functional.pad(input, (0, missing)).contiguous()
+        grad_output, input = aligned(grad_output), aligned(input)
+        partials = torch.empty(slices * elements, dtype=partials_dtype, device=input.device)
+        kernel.make_current()
+        maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
+        kernel.launch(grid, block, WgradNchwParams(*maps, partials.data_ptr(), *sizes), shared_bytes)
+        add_up(partials, grad_weight)
+        return grad_weight
+
+    return call

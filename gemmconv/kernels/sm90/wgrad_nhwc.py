@@ -1,0 +1,397 @@
+"""Weight gradients of 16 bits on Hopper's tensor cores, without columns: host side of csrc/sm90/wgrad_nhwc.cu.
+
+The kernel reads channels_last. In NCHW, both tensors are turned before (see transpose.py)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Pair, Problem, Shape4
+from gemmconv.kernels.base import Config, Gradient, aligned
+from gemmconv.kernels.layout.transpose import to_channels_last
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.params import Boxes, params_struct
+from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype, prepare_sum
+
+_ATOM = 64  # channels of a line
+_LINE_BYTES = 2 * _ATOM
+_STEP = 16  # pixels
+_LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
+_MOST_STAGES = 8
+_BARRIER_BYTES = 16  # of a stage
+# Of a thread and of a product, at most, by warpgroups: more columns than the compiler has registers for at first.
+_SUMS, _COLUMNS = {1: 192, 2: 192, 3: 128}, {1: 256, 2: 256, 3: 192}
+_INT32_MAX = 2**31 - 1
+_PIXELS = 32, 256  # of a tile, least and most
+# Of the estimate, fitted to 217 tiles of 30 layers on an H200: 14% from what was measured (root mean square), and tiles
+# of the least estimate took 1.3% longer than the best (geometric mean). Cycles of a line that comes, and of a tile; how
+# much of a stage's copies is waited for; how long products, and lines in shared memory, take of what they take at best.
+_LINE_CYCLES, _TILE_CYCLES, _WAITED_SHARE, _PRODUCT_SHARE, _MOVED_SHARE = 2.3, 40, 0.38, 1.08, 0.8
+# Hz, bytes/s, seconds:
+_CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 8e12, 10.7e-6
+
+WgradNhwcParams = params_struct(
+    "wgrad_nhwc_params",
+    ("partials",),
+    ("groups", "tiles_w", "tiles_h", "tiles", "slices"),
+    tensor_maps=("input", "grad_output"),
+)
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The taps of a block along an axis.
+
+    Attributes:
+        kernel: all taps.
+        step: between taps that may share a box.
+        shift: lines from one to the next of them.
+        taps: of a block.
+        boxes: that they are in.
+        sides: warpgroups that have some of them each.
+    """
+
+    kernel: int
+    step: int
+    shift: int
+    taps: int
+    boxes: int
+    sides: int
+
+    @property
+    def own(self) -> int:
+        """Taps of a warpgroup."""
+        return self.taps // self.sides
+
+    @property
+    def extra(self) -> int:
+        """Lines of a box beyond those of the tile."""
+        return (self.taps - 1) // self.boxes * self.shift
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first tap of each block."""
+        if self.boxes == self.taps:
+            return [*range(0, self.kernel, self.taps)]
+        reach = self.taps // self.boxes * self.step
+        classes = range(0, min(self.kernel, self.step), self.boxes)
+        return [first + begin for begin in range(0, self.kernel, reach) for first in classes]
+
+    @property
+    def possible(self) -> bool:
+        if self.taps % self.boxes or self.taps % self.sides:
+            return False
+        return self.boxes == self.taps or (self.step % self.boxes == 0 and self.own % self.boxes == 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block works on; see csrc/sm90/wgrad_nhwc.cu.
+
+    Attributes:
+        problem: the geometry.
+        size: images, rows and columns of pixels.
+        pair_rows: whether a step has eight pixels of two rows each, or sixteen.
+        sides: warpgroups with input channels, or output channels, of their own.
+        atoms: lines of output channels of a warpgroup.
+        taps_h, taps_w: taps.
+        merged: taps that are columns of one product.
+        multiprocessors: of the GPU, on each of which a block runs.
+    """
+
+    problem: Problem
+    size: tuple[int, int, int]
+    pair_rows: bool
+    sides: Pair
+    atoms: int
+    taps_h: Taps
+    taps_w: Taps
+    merged: int
+    multiprocessors: int = REFERENCE.multiprocessors
+
+    computed_in: ClassVar[torch.memory_format] = torch.channels_last
+
+    @property
+    def warpgroups(self) -> int:
+        return math.prod(self.sides) * self.taps_h.sides * self.taps_w.sides
+
+    @property
+    def channels(self) -> Pair:
+        """Input and output channels of a group."""
+        return self.problem.gemm_k, self.problem.out_channels // self.problem.groups
+
+    @property
+    def block_channels(self) -> Pair:
+        """Input and output channels of a block."""
+        return _ATOM * self.sides[0], _ATOM * self.sides[1] * self.atoms
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.size)
+
+    @functools.cached_property
+    def box(self) -> tuple[int, int, int]:
+        """Images, rows and columns of a box of grad_output."""
+        images, height, width = self.size
+        return images, height + self.taps_h.extra, width + self.taps_w.extra
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of grad_output."""
+        return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
+
+    @functools.cached_property
+    def stage_bytes(self) -> int:
+        box = -(-math.prod(self.box) // 8) * 8
+        return (self.sides[0] * self.pixels + self.boxes * box) * _LINE_BYTES
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the end of shared memory: columns of merged taps lie a few lines further on than those of the first, but
+        compute-sanitizer counts them as if they were a whole step further on."""
+        return (self.merged - 1) * _STEP * _LINE_BYTES
+
+    @functools.cached_property
+    def stages(self) -> int:
+        most = SHARED_BYTES - 1024 - self.unread_bytes
+        return min(_MOST_STAGES, most // (self.stage_bytes + _BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + _BARRIER_BYTES) + self.unread_bytes
+
+    @property
+    def tiles_image(self) -> Pair:
+        """Tiles of an image, or of several together, down and across."""
+        height, width = self.problem.input_size
+        return -(-height // self.size[1]), -(-width // self.size[2])
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        return -(-self.problem.batch // self.size[0]) * math.prod(self.tiles_image)
+
+    @functools.cached_property
+    def weight_blocks(self) -> int:
+        """Blocks that have different weights."""
+        channels = [-(-count // own) for count, own in zip(self.channels, self.block_channels, strict=True)]
+        return self.problem.groups * math.prod(channels) * len(self.taps_h.firsts) * len(self.taps_w.firsts)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a product."""
+        if self.merged > 1:
+            return _ATOM * self.merged
+        return min(self.atoms * _ATOM, -(-self.channels[1] // 16) * 16)
+
+    @property
+    def products(self) -> int:
+        """Products of a step, of a warpgroup."""
+        return self.taps_h.own * self.taps_w.own // self.merged
+
+    @property
+    def regular(self) -> bool:
+        """Whether the pixels of a step lie at regular distances in boxes."""
+        _, height, width = self.size
+        _, box_height, box_width = self.box
+        if self.pixels % _STEP:
+            return False
+        if self.pair_rows:
+            return width % 8 == 0 and height % 2 == 0
+        return width % _STEP == 0 or (width == box_width and (height == box_height or height * width % _STEP == 0))
+
+    @property
+    def possible(self) -> bool:
+        stride_h, stride_w = self.problem.stride
+        _, box_height, box_width = self.box
+        return (
+            self.regular
+            and self.products * self.columns // 2 <= _SUMS[self.warpgroups]
+            and self.columns <= _COLUMNS[self.warpgroups]
+            and box_height * stride_h <= _LONGEST_BOX
+            and box_width * stride_w <= _LONGEST_BOX
+            and self.stages >= 2
+        )
+
+    @functools.cached_property
+    def cycles(self) -> float:
+        """Roughly the cycles of a tile: of products, or of copies."""
+        products = self.pixels / _STEP * self.products * self.warpgroups
+        lines = self.sides[0] * self.pixels + self.boxes * math.prod(self.box)
+        multiplied = products * self.columns / 2 * _PRODUCT_SHARE
+        # Both sides of each product are read, and lines written, at 128 bytes a cycle.
+        moved = (products * (_STEP + self.columns / 4) + lines) * _MOVED_SHARE
+        copied = lines * _LINE_CYCLES
+        return max(multiplied, moved, copied) + _TILE_CYCLES + copied * _WAITED_SHARE / (self.stages - 1)
+
+    def slices(self, limit: int) -> int:
+        """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
+        most = min(limit // (4 * math.prod(self.problem.weight_shape)), self.tiles)
+        if most == 0:
+            return 0
+        counts = {min(most, max(1, rounds * self.multiprocessors // self.weight_blocks)) for rounds in (1, 2, 3)}
+        return min(sorted(counts), key=self._sliced_seconds)
+
+    def _sliced_seconds(self, slices: int) -> float:
+        rounds = -(-self.weight_blocks * slices // self.multiprocessors)
+        computed = rounds * -(-self.tiles // slices) * self.cycles / _CLOCK_RATE
+        return computed + 2 * partial_bytes(self.problem, 2, slices) / _PARTIAL_RATE
+
+    def workspace_bytes(self, limit: int) -> int:
+        """Bytes of the partial sums."""
+        return partial_bytes(self.problem, 2, self.slices(limit))
+
+    def seconds(self, limit: int) -> float:
+        """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
+        slices, problem = self.slices(limit), self.problem
+        if slices == 0:
+            return math.inf
+        pixels = math.prod(problem.input_shape) + math.prod(problem.output_shape)
+        return _LAUNCH_SECONDS + max(self._sliced_seconds(slices), 2 * pixels / _MEMORY_RATE)
+
+
+def tiles_of(problem: Problem, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+    """The tiles that a problem may have.
+
+    None where channels are no whole 16 bytes, where strides are too long for a tensor map, or where the kernel's ints
+    do not reach: images, places in them, pieces of a group's weights.
+    """
+    ci, co = problem.gemm_k, problem.out_channels // problem.groups
+    if ci % 8 or co % 8 or not fits(problem) or max(problem.stride) > _LONGEST_STEP:
+        return
+    axes = zip(problem.input_size, problem.stride, problem.kernel_size, problem.dilation, problem.padding, strict=True)
+    places = [(size + _LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
+    if max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) > _INT32_MAX:
+        return
+    for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
+        sides = [side if axis == other else 1 for other in range(4)]
+        if (sides[0] - 1) * _ATOM >= ci or (sides[1] - 1) * _ATOM >= co:
+            continue
+        rows, columns = ([*_taps_of(problem, other, sides[2 + other])] for other in (0, 1))
+        for atoms, taps_h, taps_w in itertools.product((1, 2, 3, 4), rows, columns):
+            if (sides[1] * atoms - 1) * _ATOM >= co:
+                continue
+            if taps_h.own * taps_w.own * atoms * _ATOM // 2 > _SUMS[side]:
+                continue
+            shifts = taps_w.own // min(taps_w.own, taps_w.boxes)
+            for merged in {1, shifts if atoms == 1 and shifts * _ATOM <= 256 else 1}:
+                for size, pair_rows in _sizes(problem, taps_h.extra, taps_w.extra):
+                    of_block = (sides[0], sides[1]), atoms, taps_h, taps_w, merged, multiprocessors
+                    tile = Tile(problem, size, pair_rows, *of_block)
+                    if tile.possible:
+                        yield tile
+
+
+def _taps_of(problem: Problem, axis: int, sides: int) -> Iterator[Taps]:
+    kernel, stride, dilation = problem.kernel_size[axis], problem.stride[axis], problem.dilation[axis]
+    step = stride // math.gcd(stride, dilation)
+    for taps in range(1, min(kernel, 6) + 1):
+        for boxes in range(1, taps + 1):
+            found = Taps(kernel, step, dilation * step // stride, taps, boxes, sides)
+            if found.possible:
+                yield found
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[tuple[tuple[int, int, int], bool]]:
+    """Images, rows and columns that a tile may have, and whether its steps pair rows: those that waste least."""
+    batch, (height, width) = problem.batch, problem.input_size
+    powers = [1, 2, 4, 8, 16, 32]
+    widths = {8, 16, 32, 64, 128, *([width] if width <= _LONGEST_BOX else [])}
+    heights = {*(power for power in powers if power < height), height, height + height % 2}
+    found = {}
+    for columns, rows in itertools.product(widths, heights):
+        if columns >= width + 64 or rows > _LONGEST_BOX:
+            continue
+        for images in powers if rows >= height and columns >= width else [1]:
+            if images >= 2 * batch or not _PIXELS[0] <= images * rows * columns <= _PIXELS[1]:
+                continue
+            pair_rows = columns % _STEP != 0 and columns % 8 == 0 and rows % 2 == 0 and extra_w > 0
+            tiles = -(-batch // images) * -(-height // rows) * -(-width // columns)
+            lines = images * (rows + extra_h) * (columns + extra_w)
+            found[(images, rows, columns), pair_rows] = tiles * (images * rows * columns + lines)
+    return sorted(found, key=lambda one: found[one])[:8]
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_of(problem: Problem, limit: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
+    """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
+    tile = min(tiles_of(problem, multiprocessors), key=lambda tile: tile.seconds(limit), default=None)
+    return None if tile is None or tile.slices(limit) == 0 else tile
+
+
+def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
+    """Macros that specialise csrc/sm90/wgrad_nhwc.cu."""
+    ci, co = tile.channels
+    macros: Macros = {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "PARTIAL_T": ELEMENT_TYPES[partial_dtype(dtype, slices)],
+        "CI": ci,
+        "CO": co,
+        "TILE_N": tile.size[0],
+        "TILE_H": tile.size[1],
+        "TILE_W": tile.size[2],
+        "PAIR_ROWS": int(tile.pair_rows),
+        "SIDES_CI": tile.sides[0],
+        "SIDES_CO": tile.sides[1],
+        "ATOMS_CO": tile.atoms,
+        "MERGED": tile.merged,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": tile.shared_bytes,
+        **geometry_macros(tile.problem),
+    }
+    for axis, taps in (("H", tile.taps_h), ("W", tile.taps_w)):
+        macros |= {f"SIDES_{axis}": taps.sides, f"TAPS_{axis}": taps.taps, f"BOXES_{axis}": taps.boxes}
+    return macros
+
+
+def boxes_of(tile: Tile) -> tuple[Boxes, Boxes]:
+    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of input and grad_output."""
+    stride_h, stride_w = tile.problem.stride
+
+    def of(shape: Shape4, box: tuple[int, int, int], steps: Shape4) -> Boxes:
+        images, channels, height, width = shape
+        pixel = 2 * channels
+        lines = _ATOM, box[2], box[1], box[0]
+        return 2, (channels, width, height, images), (pixel, width * pixel, height * width * pixel), lines, steps, True
+
+    inputs = of(tile.problem.input_shape, tile.size, (1, 1, 1, 1))
+    return inputs, of(tile.problem.output_shape, tile.box, (1, stride_w, stride_h, 1))
+
+
+def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
+    """Prepare grad_weight from (grad_output, input)."""
+    from gemmconv.runtime import tensor_map
+    from gemmconv.runtime.launch import load
+
+    problem, shape = config.problem, config.problem.weight_shape
+    elements, slices, shared_bytes = math.prod(shape), tile.slices(config.workspace_limit), tile.shared_bytes
+    macros, partials_dtype = macros_of(tile, config.dtype, slices), partial_dtype(config.dtype, slices)
+    kernel = load("sm90/wgrad_nhwc.cu", macros, config.device.index, shared_bytes)
+    add_up = prepare_sum(config, slices)
+    boxes, grad_boxes = boxes_of(tile)
+    down, across = tile.tiles_image
+    sizes = problem.groups, across, down, tile.tiles, slices
+    grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
+    turned = to_channels_last(config, problem.output_shape)
+    turned_input = to_channels_last(config, problem.input_shape)
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        grad_weight = grad_output.new_empty(shape)
+        grad_output, input = aligned(turned(grad_output)), aligned(turned_input(input))
+        partials = torch.empty(slices * elements, dtype=partials_dtype, device=input.device)
+        kernel.make_current()
+        maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
+        kernel.launch(grid, block, WgradNhwcParams(*maps, partials.data_ptr(), *sizes), shared_bytes)
+        add_up(partials, grad_weight)
+        return grad_weight
+
+    return call

@@ -1,0 +1,1 @@
+"""Sums of partial sums: csrc/splits/."""

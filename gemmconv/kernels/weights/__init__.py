@@ -1,0 +1,1 @@
+"""Weights as kernels read them: csrc/weights/."""

@@ -1,0 +1,271 @@
+"""The tiles of sm90/gemm_fold_rows.cu and sm90/gemm_fold_rows_tf32.cu leave out nothing; what they promise holds.
+
+No kernel runs.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gemmconv import Problem
+from gemmconv.algorithms import fused
+from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32, implicit_gemm, row_streaming
+from tests.samples import config_of
+
+WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
+
+
+@st.composite
+def tiles(draw, *kernels):
+    """Any tile that a problem may have, of these kernels; of either by default."""
+    kernel = draw(st.sampled_from(kernels or (gemm_fold_rows, gemm_fold_rows_tf32)))
+    kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
+    stride = tuple(draw(st.integers(1, min(size, 4))) for size in kernel_size)
+    # Where stride and dilation have no factor in common, every phase has a tap.
+    dilation = tuple(draw(st.sampled_from((1, 2, 3, 4) if step == 1 else (1, step + 1))) for step in stride)
+    input_size = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 40))
+    padding = tuple(draw(st.integers(0, dilation[axis] * (kernel_size[axis] - 1) + 9)) for axis in (0, 1))
+    more = tuple(draw(st.integers(0, max(stride[axis], dilation[axis]) - 1)) for axis in (0, 1))
+    groups, batch = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    in_channels = draw(st.integers(1, 8)) * 16 * groups if groups > 1 else draw(st.integers(1, 130))
+    out_channels = draw(st.integers(1, 80)) * groups
+    sizes = [
+        (input_size[i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel_size[i] - 1) + more[i] + 1
+        for i in (0, 1)
+    ]
+    assume(min(sizes) > 0)
+    problem = Problem(
+        batch, in_channels, out_channels, groups, input_size, kernel_size, stride, padding, more, dilation
+    )
+    found = [*kernel.tiles_of(problem, draw(st.sampled_from(("forward", "input_grad"))))]
+    assume(found)
+    return found[draw(st.integers(0, 10_000)) % len(found)]
+
+
+def reads(tile, axis):
+    """Return by the definition which inputs an output reads, by which tap: (output, tap, input)."""
+    p = tile.problem
+    pairs = [
+        (i, i * p.stride[axis] - p.padding[axis] + k * p.dilation[axis], k)
+        for i in range(p.input_size[axis])
+        for k in range(p.kernel_size[axis])
+    ]
+    pairs = [(i, o, k) for i, o, k in pairs if 0 <= o < p.output_size[axis]]
+    return {(o, k, i) if tile.direction == "forward" else (i, k, o) for i, o, k in pairs}
+
+
+@given(tiles())
+def test_columns_meet_the_outputs_that_the_definition_has_them_meet(tile):
+    """A column of a tap is read as many columns later as it is delayed, by the cell that is delayed as well."""
+    span, width = tile.span[1], tile.output_size[1]
+    found = set()
+    for tap, delay in zip(tile.taps_across, tile.delays, strict=True):
+        for column in range(tile.multiplied):
+            output = (column + delay - tile.delayed) * span + tap.phase
+            if 0 <= output < width and column + delay < tile.steps * tile.columns:
+                found.add((output, tap.tap, column))
+    assert found == reads(tile, 1)
+    assert 0 <= min(tile.delays) <= max(tile.delays) <= 8
+
+
+@given(tiles(gemm_fold_rows_tf32))
+def test_input_rows_of_taps_are_those_that_the_definition_has(tile):
+    found = set()
+    for item in range(tile.image_items):
+        for phase, (first, places) in enumerate(zip(tile.first_rows, tile.row_places, strict=True)):
+            for row in range(tile.rows):
+                output = (item * tile.rows + row) * tile.span[0] + phase
+                assert len(places) == tile.weight_rows
+                assert max(places) + row < tile.input_rows
+                for tap, place in zip(tile.taps_down[phase], places, strict=False):
+                    input_row = item * tile.rows + first + row + place
+                    if output < tile.output_size[0] and 0 <= input_row < tile.input_size[0]:
+                        found.add((output, tap.tap, input_row))
+    assert found == reads(tile, 0)
+
+
+@given(tiles(gemm_fold_rows))
+def test_input_rows_are_those_that_the_definition_has(tile):
+    found = set()
+    for item in range(tile.image_items):
+        for phase, rows in enumerate(tile.row_taps):
+            for i, own in enumerate(rows):
+                for row in range(tile.rows):
+                    cell = item * tile.rows + row
+                    output = cell * tile.span[0] + phase
+                    input_row = item * tile.rows + tile.first_rows[phase] + i * tile.row_step
+                    if own[row] < 0 or output >= tile.output_size[0] or not 0 <= input_row < tile.input_size[0]:
+                        continue
+                    found.add((output, tile.taps_down[phase][own[row]].tap, input_row))
+    assert found == reads(tile, 0)
+
+
+@given(tiles())
+def test_cells_cover_all_outputs(tile):
+    assert tile.image_items * tile.rows >= tile.cells[0] > (tile.image_items - 1) * tile.rows
+    assert (tile.steps * tile.columns - tile.delayed) * tile.span[1] >= tile.output_size[1] + tile.kept
+    assert tile.channel_sets * tile.set_outs >= tile.out_channels > (tile.channel_sets - 1) * tile.set_outs
+    assert tile.channels >= tile.in_channels > tile.channels - 32 // tile.itemsize
+    assert tile.channels == tile.in_channels or tile.problem.groups == 1
+
+
+@given(tiles(gemm_fold_rows_tf32))
+def test_copies_and_stores_of_tf32_are_aligned(tile):
+    assert tile.input_size[1] * 4 % 16 == 0
+    for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1]):
+        assert place % tile.vector == 0
+    assert tile.stage_bytes % 512 == 0  # where the order of pieces begins anew
+    assert tile.weight_bytes % 16 == tile.steps % 2 == 0
+
+
+@given(tiles(gemm_fold_rows_tf32))
+def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
+    """Whatever a row begins with: memory is written eight outputs at a time."""
+    width, line = tile.output_size[1], 2 * tile.columns * tile.span[1]
+    for begin in range(0, 8, tile.vector):
+        early = (begin - tile.delayed * tile.span[1]) % 8 if tile.whole_sectors else 0
+        if not tile.whole_sectors and begin:
+            continue  # all rows begin with a sector
+        assert early <= tile.kept or width % 8 == 0
+        assert early % tile.vector == 0
+        stored = set()
+        for step in range(0, tile.steps, 2):
+            first = (step * tile.columns - tile.delayed) * tile.span[1] - early
+            assert (begin + first) % 8 == 0
+            stored.update(range(max(0, first), min(width, first + line)))
+        if width % 8 > 0 or begin == 0:
+            assert stored == {*range(width)}
+
+
+@given(tiles(gemm_fold_rows))
+def test_lines_of_16_bits_are_stored_as_sectors_lie_and_leave_nothing_over(tile):
+    """Whatever a row begins with: what lies behind a line's last sector waits for the next line."""
+    assume(tile.whole_sectors)
+    width, line = tile.output_size[1], tile.line_cells * tile.span[1]
+    for begin in range(0, 16, tile.vector):  # of the row, in a sector
+        early = (begin - tile.delayed * tile.span[1]) % 16
+        assert early % tile.vector == 0
+        assert early + line <= line + 16 <= tile.line_pitch
+        stored = []
+        for place in range(0, tile.steps * tile.columns * tile.span[1], line):
+            first = place - tile.delayed * tile.span[1]
+            if first - 15 < width:  # as the kernel has it
+                assert (begin + first - early) % 16 == 0
+                stored += [column for column in range(first - early, first - early + line) if 0 <= column < width]
+        assert stored == [*range(width)]
+
+
+@given(tiles(gemm_fold_rows))
+def test_copies_and_stores_are_aligned(tile):
+    assert tile.input_size[1] * 2 % 16 == 0
+    for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1], tile.line_pitch):
+        assert place % tile.vector == 0
+    assert tile.columns % tile.line_cells == 0
+    assert tile.line_pitch >= tile.line_cells * tile.span[1]
+    assert tile.line_pitch % gemm_fold_rows.word_of(tile.span[1]) == 0
+    assert tile.stage_bytes % 1024 == tile.tap_bytes % 1024 == 0
+
+
+@given(tiles())
+def test_tiles_fit_a_multiprocessor(tile):
+    dtype = torch.float16 if tile.itemsize == 2 else torch.float32
+    assert tile.shared_bytes == row_streaming.macros_of(tile, dtype)["SHARED_BYTES"] <= 227 << 10
+    assert tile.stages >= 2
+    if tile.itemsize == 2:
+        assert tile.tiles * tile.columns // 2 <= 192  # sums of a thread
+    else:
+        assert tile.stages > tile.chunks
+        assert tile.lines <= 256
+        assert tile.registers <= 240
+    assert tile.blocks_on(132) * tile.sets <= max(132, tile.sets)
+
+
+DECLINED = [
+    replace(WIDE, batch=0),
+    replace(WIDE, kernel_size=(3, 10)),  # taps that reach over nine inputs
+    replace(WIDE, stride=(4, 1)),  # rows of the bias alone
+    replace(WIDE, kernel_size=(1, 8), stride=(1, 8)),  # cells of many outputs
+]
+DECLINED_IN_16_BITS = [
+    replace(WIDE, input_size=(1024, 1023)),  # rows that are no whole pieces
+    replace(WIDE, stride=(1, 2), dilation=(1, 2)),  # columns of the bias alone
+    replace(WIDE, in_channels=192),  # weights that do not fit
+    replace(WIDE, kernel_size=(1, 1), in_channels=272),  # more lines than a box has
+    replace(WIDE, in_channels=60, out_channels=60, groups=2),  # products of 16 channels
+    replace(WIDE, batch=2**23),  # more items than integers
+]
+DECLINED_IN_TF32 = [
+    replace(WIDE, input_size=(1024, 1022)),  # rows that are no whole pieces
+    replace(WIDE, kernel_size=(3, 9), in_channels=512),  # weights that do not fit
+    replace(WIDE, kernel_size=(3, 2), stride=(1, 2)),  # columns that are outputs
+    replace(WIDE, in_channels=60, out_channels=60, groups=5),  # products of eight channels
+    replace(WIDE, batch=2**25),  # more items than integers
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "problem"),
+    [
+        *((torch.float16, "ieee", problem) for problem in DECLINED + DECLINED_IN_16_BITS),
+        *((torch.float32, "tf32", problem) for problem in DECLINED + DECLINED_IN_TF32),
+    ],
+)
+def test_others_are_declined(dtype, precision, problem):
+    assert fused.rows_tile_for(config_of(problem, dtype, precision=precision), "forward") is None
+
+
+def test_only_one_product_in_nchw_is_taken_and_gradients_of_stride_one():
+    assert isinstance(fused.rows_tile_for(config_of(WIDE, torch.bfloat16), "forward"), gemm_fold_rows.Tile)
+    tf32 = config_of(WIDE, torch.float32, precision="tf32")
+    assert isinstance(fused.rows_tile_for(tf32, "forward"), gemm_fold_rows_tf32.Tile)
+    assert fused.rows_tile_for(replace(tf32, precision="ieee"), "forward") is None
+    assert fused.rows_tile_for(replace(tf32, memory_format=torch.channels_last), "forward") is None
+    assert fused.rows_tile_for(config_of(WIDE, torch.float64), "forward") is None
+    assert fused.rows_tile_for(config_of(WIDE, layout=torch.channels_last), "forward") is None
+    assert fused.rows_tile_for(config_of(WIDE), "weight_grad") is None
+    same = replace(WIDE, padding=(1, 1))
+    assert fused.rows_tile_for(config_of(same), "input_grad") is not None
+    assert fused.rows_tile_for(config_of(replace(same, stride=(1, 2))), "input_grad") is None
+
+
+def test_fused_takes_it_where_that_is_faster_and_then_weights_are_its_workspace():
+    algorithm, config = fused.Fused(), config_of(WIDE)
+    tile = fused.rows_tile_for(config, "forward")
+    assert algorithm.workspace_bytes(config, "forward") == tile.packed_bytes == 9 * 64 * 64 * 2
+    assert algorithm.estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)
+    assert tile.seconds < implicit_gemm.plan_seconds(implicit_gemm.plan_for(config, "forward"))
+
+
+@pytest.mark.parametrize(
+    ("problem", "rows"),
+    [
+        (Problem(64, 64, 128, 1, (128, 256), (3, 5)), True),  # KernelBench 69: 838 and 911 us in fp16
+        (WIDE, True),  # KernelBench 57: 1097, 1197
+        (Problem(8, 32, 32, 1, (512, 1024), (3, 3)), True),  # KernelBench 71: 208, 292
+        (Problem(1, 64, 64, 1, (512, 512), (4, 4), (2, 2), (1, 1)), True),  # 309, 423
+        (Problem(8, 64, 64, 1, (512, 512), (3, 7)), False),  # KernelBench 65: 632, 585
+        (Problem(8, 32, 32, 1, (512, 1024), (3, 7), (1, 1), (1, 3)), False),  # KernelBench 78: 401, 368
+        (Problem(16, 64, 32, 1, (1, 4096), (1, 4), (1, 2), (0, 1)), False),  # HiFi-GAN 4: 57, 13
+    ],
+)
+def test_fused_takes_what_was_faster_in_16_bits(problem, rows):
+    config = config_of(problem)
+    tile = fused.rows_tile_for(config, "forward")
+    assert (fused.Fused().estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)) == rows
+
+
+@pytest.mark.parametrize(("channels", "fetched"), [(64, 128), (32, 256)])
+def test_the_l2_cache_fetches_less_where_much_is_on_its_way(channels, fetched):
+    """132 blocks that go along ten rows of 64 channels wait for 22 MB, of 32 for 11 MB."""
+    problem = replace(WIDE, in_channels=channels, out_channels=channels)
+    assert gemm_fold_rows_tf32.tile_of(problem, "forward").fetched == fetched
+
+
+@given(tiles())
+def test_what_is_on_its_way_stays_in_the_l2_cache_where_all_of_a_line_is_fetched(tile):
+    lines = tile.blocks_on(132) * tile.sets * tile.input_rows * tile.in_channels
+    assert (tile.fetched == 256) == (lines * 256 <= 16 << 20)
+    assert tile.fetched in (128, 256)

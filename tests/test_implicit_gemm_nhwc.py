@@ -1,0 +1,173 @@
+"""The tiles of sm90/implicit_gemm_nhwc.cu leave out nothing, and what they promise of addresses holds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gemmconv import Problem
+from gemmconv.algorithms import fused
+from gemmconv.kernels.phases import cells_of, phase_shifts
+from gemmconv.kernels.sm90 import implicit_gemm_nhwc
+from tests.samples import config_of
+
+SECOND_OF_DCGAN = Problem(128, 512, 256, 1, (4, 4), (4, 4), (2, 2), (1, 1))
+THIRD_OF_POSE = Problem(32, 256, 256, 1, (32, 24), (4, 4), (2, 2), (1, 1))
+
+
+@st.composite
+def tiles(draw, itemsizes=(2, 4), kind=lambda tile: True):
+    """Any tile of a kind that a problem may have."""
+    kernel_size = draw(st.sampled_from([(3, 3), (4, 4), (2, 1), (5, 4), (1, 16), (3, 5), (7, 7)]))
+    stride = tuple(draw(st.integers(1, min(size, 8))) for size in kernel_size)
+    padding = tuple(draw(st.integers(0, size // 2)) for size in kernel_size)
+    dilation = draw(st.sampled_from([(1, 1), (1, 1), (1, 3), (2, 1)]))
+    input_size = draw(st.integers(1, 80)), draw(st.integers(1, 400))
+    assume(all(2 * pad < size + more - 1 for pad, size, more in zip(padding, input_size, kernel_size, strict=True)))
+    batch, in_channels, out_channels = (
+        draw(st.integers(1, 300)),
+        8 * draw(st.integers(1, 40)),
+        8 * draw(st.integers(1, 40)),
+    )
+    problem = Problem(batch, in_channels, out_channels, 1, input_size, kernel_size, stride, padding, dilation=dilation)
+    found = [*filter(kind, implicit_gemm_nhwc.tiles_of(problem, draw(st.sampled_from(itemsizes))))]
+    assume(found)
+    return found[draw(st.integers(0, 10_000)) % len(found)]
+
+
+def rows_of(tile, segment):
+    """The image, row and column of a cell that each row of an item is, of those that are cells of its images."""
+    height, _ = cells_of(tile.problem)
+    places = []
+    for row in range(tile.rows):
+        image, place = divmod(row, height * tile.across) if tile.segments == 1 else (0, segment * tile.rows + row)
+        cell = image, *divmod(place, tile.across)
+        if image < tile.images and cell[1] < height and cell[2] < tile.strip_cells:
+            places.append((row, *cell))
+    return places
+
+
+@given(tiles())
+def test_items_have_every_cell_once(tile):
+    p, (height, width) = tile.problem, cells_of(tile.problem)
+    cells = [cell for segment in range(tile.segments) for _, *cell in rows_of(tile, segment)]
+    assert len(cells) == tile.images * height * tile.strip_cells
+    assert len({tuple(cell) for cell in cells}) == len(cells)
+    assert (tile.strips - 1) * tile.strip_cells < width <= tile.strips * tile.strip_cells
+    tiles = -(-p.batch // tile.images) * tile.strips * tile.segments
+    assert tile.items == tiles * math.prod(p.stride) * tile.line_blocks
+    assert 0 <= tile.line_blocks * tile.lines - p.out_channels < tile.lines
+
+
+@given(tiles())
+def test_patches_have_all_inputs_that_cells_read(tile):
+    reach = [max(max(reads) - min(reads) for reads in phase_shifts(tile.problem, axis)) for axis in (0, 1)]
+    rows, columns = tile.patch_size
+    for segment in {0, tile.segments - 1}:
+        found = rows_of(tile, segment)
+        first = segment * tile.rows // tile.across if tile.segments > 1 else 0
+        assert max(row for _, _, row, _ in found) - first + reach[0] < rows
+        assert max(column for *_, column in found) + reach[1] < columns
+    assert max(rows, columns, tile.images) <= 256
+    assert tile.positions * 128 <= tile.slot_bytes
+    assert tile.slot_bytes % 1024 == 0  # where the order of pieces begins
+
+
+@given(tiles((2,), lambda tile: tile.group))
+def test_groups_of_eight_rows_are_lines_as_far_apart(tile):
+    for segment in {0, tile.segments - 1}:
+        found = rows_of(tile, segment)
+        first = segment * tile.rows // tile.across if tile.segments > 1 else 0
+        lines = {
+            row: (image * tile.patch_size[0] + cell_row - first) * tile.patch_size[1] + column
+            for row, image, cell_row, column in found
+        }
+        for block in range(0, tile.rows, 64):
+            origins = {
+                line - (row - block) // 8 * tile.group - row % 8
+                for row, line in lines.items()
+                if block <= row < block + 64
+            }
+            assert len(origins) <= 1
+
+
+@given(tiles())
+def test_tiles_fit_a_multiprocessor(tile):
+    macros = implicit_gemm_nhwc.macros_of(tile, torch.float32 if tile.packed else torch.bfloat16)
+    slots, stages = tile.ring_sizes
+    assert tile.shared_bytes == macros["SHARED_BYTES"] <= 227 << 10
+    assert slots >= 2
+    assert stages >= 3
+    assert tile.lines % 32 == 0
+    assert tile.lines * tile.row_blocks <= 256
+    assert tile.itemsize == 2 or not tile.group
+    assert not tile.packed or tile.problem.out_channels % tile.lines == 0
+
+
+@given(tiles())
+def test_copies_and_stores_are_aligned(tile):
+    p = tile.problem
+    assert p.in_channels * tile.itemsize % 16 == p.out_channels * tile.itemsize % 16 == 0
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        replace(SECOND_OF_DCGAN, groups=2),
+        replace(SECOND_OF_DCGAN, batch=0),
+        replace(SECOND_OF_DCGAN, kernel_size=(2, 2), padding=(0, 0)),  # one tap for each phase
+        replace(SECOND_OF_DCGAN, kernel_size=(2, 4), stride=(3, 2), padding=(0, 1)),  # a phase without taps
+        replace(SECOND_OF_DCGAN, in_channels=510),
+        replace(SECOND_OF_DCGAN, out_channels=252),
+        replace(SECOND_OF_DCGAN, batch=2**24),
+        replace(SECOND_OF_DCGAN, kernel_size=(1, 3), stride=(1, 1), padding=(0, 2**30), dilation=(1, 2**30)),
+        replace(SECOND_OF_DCGAN, kernel_size=(3, 3), dilation=(129, 129), padding=(0, 0)),  # no box reaches so far
+    ],
+)
+def test_others_are_declined(problem):
+    assert fused.cell_rows_tile_for(config_of(problem, torch.float16, layout=torch.channels_last)) is None
+
+
+def test_types_and_formats_that_are_taken():
+    def tile_for(*arguments, **options):
+        return fused.cell_rows_tile_for(config_of(SECOND_OF_DCGAN, *arguments, **options))
+
+    last = {"layout": torch.channels_last}
+    assert tile_for(torch.float16, **last) is not None
+    assert tile_for(torch.bfloat16, **last) is not None
+    assert tile_for(torch.float32, precision="tf32", **last) is not None
+    assert tile_for(torch.float32, **last) is None
+    assert tile_for(torch.float64, **last) is None
+    assert tile_for(torch.float16) is None
+
+
+def test_tf32_needs_whole_blocks_of_output_channels():
+    problem = replace(SECOND_OF_DCGAN, out_channels=264)
+    options = {"layout": torch.channels_last}
+    assert fused.cell_rows_tile_for(config_of(problem, torch.float16, **options)) is not None
+    assert fused.cell_rows_tile_for(config_of(problem, torch.float32, precision="tf32", **options)) is None
+
+
+@pytest.mark.parametrize("problem", [SECOND_OF_DCGAN, THIRD_OF_POSE])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_fused_takes_it_where_that_is_faster(problem, dtype, monkeypatch):
+    config = config_of(
+        problem, dtype, precision="tf32" if dtype == torch.float32 else "ieee", layout=torch.channels_last
+    )
+    tile = fused.cell_rows_tile_for(config)
+    packed = problem.taps * problem.in_channels * problem.out_channels * 4
+    assert fused.Fused().workspace_bytes(config, "forward") == (packed if dtype == torch.float32 else 0)
+    monkeypatch.setattr(implicit_gemm_nhwc, "prepare_forward", lambda config, tile: tile)
+    assert fused.Fused().forward(config) == tile
+
+
+def test_fused_does_not_take_it_where_that_is_slower():
+    few = replace(
+        THIRD_OF_POSE, in_channels=64, out_channels=32, input_size=(512, 512)
+    )  # shared memory is read for rows
+    config = config_of(few, torch.float16, layout=torch.channels_last)
+    assert fused.cell_rows_tile_for(config) is not None
+    assert fused.Fused().workspace_bytes(config, "forward") > 0
