@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import gemmconv.__main__ as command_line
-from gemmconv import compare, ops
+from gemmconv import compare
 from gemmconv.algorithms.base import OneByOne
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native
 from gemmconv.compare import layers, measure, photo, timing
 from gemmconv.geometry import Problem
+from gemmconv.ops import implementation
 from tests.samples import CUDA_ONLY
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
@@ -190,7 +191,7 @@ def test_wrong_result_is_red_and_has_no_times(monkeypatch, direction):
     fake = Wrong(direction)
     monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
     monkeypatch.setattr(measure, "ALGORITHMS", (fake,))
-    monkeypatch.setattr(ops, "_plans", {})  # no plan of another test fits
+    monkeypatch.setattr(implementation, "plans", {})  # no plan of another test fits
     right, wrong = measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert not right.wrong
     assert wrong.wrong

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import gemmconv
-from gemmconv import ops, selection
+from gemmconv import selection
 from gemmconv.algorithms import Config, base, fallback, fold, fold_kernels
 from gemmconv.algorithms.base import missing, why_no_kernels
 from gemmconv.algorithms.fused import Fused
@@ -18,6 +18,7 @@ from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.device import REFERENCE
 from gemmconv.errors import CompileError, KernelError
 from gemmconv.geometry import Problem
+from gemmconv.ops import implementation
 from gemmconv.runtime import available, sources
 
 GPU = torch.device("cuda", 0)
@@ -30,7 +31,7 @@ LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect.cu(33): error: identifier "nope" is
 def nothing_said(monkeypatch):
     """No plan and no warning is another test's."""
     monkeypatch.setattr(fallback, "_said", set())
-    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(implementation, "plans", {})
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def gpu_at_hand(monkeypatch):
 @pytest.fixture
 def lacking(monkeypatch):
     """As if the device of the tensors could run kernels, and the machine lacked something."""
-    for module in (fallback, ops):
+    for module in (fallback, implementation):
         monkeypatch.setattr(module, "missing", lambda device: REASON)
 
 
