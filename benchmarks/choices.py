@@ -1,8 +1,8 @@
 """How much slower than the best a kernel's own choice of tile or plan is: candidates for a layer, checked and timed.
 
-    python -m benchmarks.choices --kernel fused --suite public,models --precision tf32,fp16 --seconds 300 --out FILE
-    python -m benchmarks.choices --kernel fused --layer "n64 c64x128 k3x5 h128 w256" --count 40
-    python -m benchmarks.choices --kernel direct_forward_mma --inspect
+    python -m benchmarks.choices --kernel sm90/implicit_gemm --suite public,models --seconds 300 --out FILE
+    python -m benchmarks.choices --kernel sm90/implicit_gemm --layer "n64 c64x128 k3x5 h128 w256" --count 40
+    python -m benchmarks.choices --kernel direct/forward_mma --inspect
 
 A kernel chooses the candidate of the least estimate. Here those of the least estimates take part, and a random sample
 of the others. Estimates are fitted to the rows of --out. Needs a CUDA device, except for --inspect.
@@ -36,114 +36,27 @@ from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
 from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
-from gemmconv.algorithms import fused
-from gemmconv.algorithms.direct import Direct
+from gemmconv import algorithms
+from gemmconv.algorithms import Algorithm
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import cuda_rounds
 from gemmconv.device import spec_of
 from gemmconv.errors import CompileError
-from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Forward, Precision
-from gemmconv.kernels.direct import forward_mma as direct_forward_mma
-from gemmconv.kernels.sm90 import (
-    gemm_depth_to_space,
-    gemm_fold,
-    gemm_fold_narrow,
-    gemm_fold_pixels,
-    implicit_gemm,
-    implicit_gemm_choice,
-    implicit_gemm_nhwc,
-    implicit_gemm_plan,
-    row_streaming,
-)
-from gemmconv.kernels.sm90.row_streaming import RowGathering
+from gemmconv.kernels.base import Config, Kernel, Precision
 
 _BARS = {"fp32": 2e-6, "tf32": 5e-4, "fp16": 1e-3, "bf16": 5e-3}
 _ROUNDS = 5
 _SEED = 0
 _PATIENCE_SECONDS = 20.0  # for a first call
-_CLOCK_RATE = 1.7e9  # cycles a second, of an H200 at work: only to print estimates as times
 _HEAD = f"{'':<4} {'':<13} layer"
 _DEFECTS = ("wrong", "failed", "lost")
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """What has a choice.
-
-    Attributes:
-        name: what the command line calls it.
-        candidates: the tiles or plans that it may take for a configuration, none where it is not for it. They are
-            dataclasses, and have ``cycles``, the estimate.
-        prepare: the call for one of them.
-    """
-
-    name: str
-    candidates: Callable[[Config], Iterable[Any]]
-    prepare: Callable[[Config, Any], Forward]
-
-
-def _fused_plans(config: Config) -> Iterable[implicit_gemm_plan.Plan]:
-    if fused.Fused().why_not(config) is not None:
-        return ()
-    return implicit_gemm_choice.plans_of(
-        config.problem, "forward", *implicit_gemm.variant_of(config), config.spec.multiprocessors
-    )
-
-
-def _fused_fold_tiles(config: Config) -> Iterable[gemm_fold_narrow.Tile]:
-    if fused.fold_tile_for(config) is None:
-        return ()
-    return gemm_fold_narrow.tiles_of(config.problem, *implicit_gemm.variant_of(config), config.spec.multiprocessors)
-
-
-def _tiles_where_it_has_one(
-    tile_for: Callable[[Config], Any], tiles_of: Callable[[Problem, int, int], Iterable[Any]], config: Config
-) -> Iterable[Any]:
-    if tile_for(config) is None:
-        return ()
-    return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
-
-
-def _fused_rows_tiles(config: Config) -> Iterable[RowGathering]:
-    return fused.rows_tiles_for(config, "forward")
-
-
-def _direct_mma_tiles(config: Config) -> Iterable[direct_forward_mma.Tile]:
-    if Direct().why_not(config) is not None or direct_forward_mma.tile_for(config) is None:
-        return ()
-    channels_last = config.memory_format is torch.channels_last
-    return direct_forward_mma.tiles_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
-
-
+# Those whose tiles compete for forward passes.
 KERNELS = {
-    kernel.name: kernel
-    for kernel in (
-        Kernel("fused", _fused_plans, implicit_gemm.prepare_forward),
-        Kernel("gemm_fold_narrow", _fused_fold_tiles, gemm_fold_narrow.prepare_forward),
-        Kernel(
-            "gemm_fold",
-            partial(_tiles_where_it_has_one, fused.image_tile_for, gemm_fold.tiles_of),
-            gemm_fold.prepare_forward,
-        ),
-        Kernel(
-            "gemm_fold_pixels",
-            partial(_tiles_where_it_has_one, fused.image_rows_tile_for, gemm_fold_pixels.tiles_of),
-            gemm_fold_pixels.prepare_forward,
-        ),
-        Kernel(
-            "gemm_depth_to_space",
-            partial(_tiles_where_it_has_one, fused.shuffle_tile_for, gemm_depth_to_space.tiles_of),
-            gemm_depth_to_space.prepare_forward,
-        ),
-        Kernel(
-            "implicit_gemm_nhwc",
-            partial(_tiles_where_it_has_one, fused.cell_rows_tile_for, implicit_gemm_nhwc.tiles_of),
-            implicit_gemm_nhwc.prepare_forward,
-        ),
-        Kernel("gemm_fold_rows", _fused_rows_tiles, row_streaming.prepare_forward),
-        Kernel("direct_forward_mma", _direct_mma_tiles, direct_forward_mma.prepare_forward),
-    )
+    name: kernel
+    for name, kernel in algorithms.KERNELS.items()
+    if "forward" in kernel.directions and not isinstance(kernel, Algorithm)
 }
 
 
@@ -170,6 +83,7 @@ class Trial:
     Attributes:
         case: what it is to compute.
         candidate: the tile or plan.
+        estimate: the seconds that the kernel estimates.
         chosen: whether it is the kernel's own choice.
         status: ``untimed``; then ``ok``, ``wrong`` (no time), ``uncompiled``, ``failed`` (it raised), or ``lost`` (the
             GPU no longer answers).
@@ -180,6 +94,7 @@ class Trial:
 
     case: Case
     candidate: Any
+    estimate: float
     chosen: bool
     status: str = "untimed"
     reason: str = ""
@@ -200,7 +115,7 @@ class Trial:
             "layout": self.case.layout,
             "kernel": kernel.name,
             "candidate": self.fields,
-            "estimate": self.candidate.cycles,
+            "estimate": self.estimate,
             "chosen": self.chosen,
             "median_us": self.median_us,
             "error": self.error if self.error is not None and math.isfinite(self.error) else None,
@@ -277,9 +192,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def sample(candidates: Iterable[Any], count: int) -> list[Any]:
+def candidates_of(kernel: Kernel, case: Case, device: torch.device) -> list[tuple[float, Any]]:
+    """The tiles that a kernel may take for a case, with the seconds that it estimates; none where it is not for it."""
+    config = case.config(device)
+    if kernel.why_not(config, "forward") is not None:
+        return []
+    return [(kernel.seconds(config, "forward", tile), tile) for tile in kernel.tiles(config, "forward")]
+
+
+def sample(candidates: Iterable[tuple[float, Any]], count: int) -> list[tuple[float, Any]]:
     """Half of ``count`` those of the least estimates, the choice first, and half others: the same ones each time."""
-    ordered = sorted(candidates, key=lambda candidate: candidate.cycles)  # of equals the first, as the kernels choose
+    ordered = sorted(candidates, key=lambda candidate: candidate[0])  # of equals the first, as the kernels choose
     best = -(-count // 2)
     others = range(best, len(ordered))
     return ordered[:best] + [ordered[i] for i in sorted(Random(_SEED).sample(others, min(count - best, len(others))))]
@@ -290,13 +213,13 @@ def inspect(kernel: Kernel, cases: Sequence[Case]) -> None:
     device, skipped, width = torch.device("cuda", 0), 0, _width(cases)
     print(f"{_HEAD:<{width}} {'candidates':>10} {'estimate':>13}  choice")
     for case in cases:
-        candidates = list(kernel.candidates(case.config(device)))
+        candidates = candidates_of(kernel, case, device)
         if not candidates:
             skipped += 1
             continue
-        choice = Trial(case, sample(candidates, 1)[0], True)
-        microseconds = choice.candidate.cycles / _CLOCK_RATE * 1e6
-        print(f"{_title(case):<{width}} {len(candidates):>10} {microseconds:10.1f} us  {_text(choice.fields)}")
+        estimate, tile = sample(candidates, 1)[0]
+        text = _text(Trial(case, tile, estimate, True).fields)
+        print(f"{_title(case):<{width}} {len(candidates):>10} {1e6 * estimate:10.1f} us  {text}")
     print(f"without candidates: {skipped} of {len(cases)}")
 
 
@@ -325,9 +248,9 @@ def run(
         save(out, {**head, "rows": []})  # what cannot be written is to be known now
     groups, width = [], _width(cases)
     for case in cases:
-        candidates = sample(kernel.candidates(case.config(device)), count)
+        candidates = sample(candidates_of(kernel, case, device), count)
         if candidates:
-            groups.append([Trial(case, candidate, i == 0) for i, candidate in enumerate(candidates)])
+            groups.append([Trial(case, tile, estimate, i == 0) for i, (estimate, tile) in enumerate(candidates)])
     compile_all(kernel, [trial for trials in groups for trial in trials], device)
 
     done: list[Trial] = []
@@ -372,7 +295,7 @@ def _compile(job: tuple[Kernel, Config, Any, str]) -> str:
     kernel, config, candidate, arch = job
     only_compile(arch)
     try:
-        kernel.prepare(config, candidate)
+        kernel.prepare(config, "forward", candidate)
     except Exception as error:
         return _reason(error)
     return ""
@@ -402,7 +325,7 @@ def measure(kernel: Kernel, trials: Sequence[Trial], device: torch.device, deadl
         if time.monotonic() > deadline:
             return
         try:
-            call = partial(kernel.prepare(config, trial.candidate), x, weight, bias)
+            call = partial(kernel.prepare(config, "forward", trial.candidate), x, weight, bias)
             # The output is likely to take this memory: an element that is left unwritten then shows.
             torch.full(p.output_shape, torch.nan, dtype=config.dtype, device=device)
             began = time.monotonic()

@@ -68,6 +68,11 @@ class DeviceSpec:
         return self.capability == HOPPER
 
     @property
+    def features(self) -> frozenset[str]:
+        """What only some GPUs have, that kernels may need."""
+        return frozenset({"wgmma", "tma"}) if self.is_hopper else frozenset()
+
+    @property
     def cycles(self) -> float:
         """Cycles a second of all multiprocessors."""
         return self.multiprocessors * self.clock
@@ -135,6 +140,21 @@ KNOWN = {
 }
 MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]  # where torch's operator and the kernels for every GPU were measured
 REFERENCE = KNOWN["NVIDIA H200"]  # where estimates were fitted; what is asked about where no GPU is at hand
+
+
+def named(name: str) -> DeviceSpec:
+    """The GPU of :data:`KNOWN` whose name has ``name`` in it; of several the first.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> named("A100").capability
+    (8, 0)
+    """
+    found = [spec for spec in KNOWN.values() if name and name.lower() in spec.name.lower()]
+    if not found:
+        raise ValueError(f"gpu must be one of {', '.join(KNOWN)}, or part of such a name, got {name!r}")
+    return found[0]
 
 
 @functools.cache

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
-from gemmconv.device import MEASURED, DeviceSpec, spec_of
+from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
@@ -126,6 +126,8 @@ def _estimates(
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
     """The algorithm for a configuration: the requested one, or with ``"auto"`` the first that can serve it.
 
+    A gradient that no kernel of the requested one takes goes to ``gemm_col2im``.
+
     Raises:
         NotImplementedError: no algorithm, or not the requested one, can serve it; the message says why.
     """
@@ -133,11 +135,18 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
         if requested in ("auto", algorithm.name):
             reason = algorithm.why_not(config)
             if reason is None:
+                if requested != "auto" and algorithm.why_not(config, direction) is not None:
+                    return _for_the_rest(config, direction)
                 return algorithm
             if requested != "auto":
                 raise NotImplementedError(f'{where}: {algorithm.name}: {reason}; or use algorithm="auto"')
     reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
     raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
+
+
+def _for_the_rest(config: Config, direction: Direction) -> Algorithm:
+    """What computes a gradient that no kernel of a named algorithm takes: gemm_col2im."""
+    return next(algorithm for algorithm in ALGORITHMS if algorithm.name == "gemm_col2im")
 
 
 class Gradients(NamedTuple):
@@ -267,7 +276,10 @@ class Explanation:
 
     Attributes:
         algorithm: name of the algorithm chosen for the pass.
+        kernel: its kernel: the source under csrc/ without ending, or the algorithm's name where that is all of it.
+        tile: what the kernel is specialised by, as ``name=value``, with spaces between.
         reasons: for every algorithm, why it was or was not chosen.
+        kernels: for every kernel of an algorithm that the device may take, its tile and estimate, or why not.
         config: what was asked.
         direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
         workspace_bytes: for every algorithm that can serve it, bytes of temporary memory of such a call.
@@ -277,7 +289,10 @@ class Explanation:
     """
 
     algorithm: str
+    kernel: str
+    tile: str
     reasons: dict[str, str]
+    kernels: dict[str, str]
     config: Config
     direction: Direction
     workspace_bytes: dict[str, int]
@@ -297,9 +312,12 @@ class Explanation:
             f"{p.gemm_m} x {p.gemm_n} x {p.gemm_k}",
             f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {self._backward}",
         ]
+        if c.device.type == "cuda":
+            lines.append(f"  kernel   {self.kernel} {self.tile}".rstrip() + f", for an {c.spec.name}")
         for name, reason in self.reasons.items():
             memory = f"; workspace {self.workspace_bytes[name]:,} bytes" if self.workspace_bytes.get(name) else ""
             lines.append(f"  {name:<12} {reason}{memory}")
+        lines += [f"    {name:<26} {text}" for name, text in self.kernels.items()]
         return "\n".join(lines)
 
     @property
@@ -320,8 +338,9 @@ def explain(
     memory_format: torch.memory_format = torch.contiguous_format,
     bias: bool = False,
     direction: Direction = "forward",
+    gpu: str | None = None,
 ) -> Explanation:
-    """Say which algorithm a call takes for a problem, and why.
+    """Say which algorithm and kernel a call takes for a problem, and why.
 
     Args:
         problem: the geometry.
@@ -333,9 +352,10 @@ def explain(
         memory_format: of input and output, ``torch.contiguous_format`` or ``torch.channels_last``.
         bias: whether the call has one.
         direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
+        gpu: a GPU that need not be there, such as ``"A100"``, in place of that of ``device``.
 
     Raises:
-        ValueError: an unknown algorithm, precision, memory format or direction, or a workspace limit below 1 byte.
+        ValueError: an unknown algorithm, precision, memory format, direction or GPU, or a workspace limit below 1 byte.
         TypeError, RuntimeError: a dtype or a problem that no call can have.
         NotImplementedError: an integer dtype, or the algorithm cannot serve the problem.
 
@@ -344,8 +364,10 @@ def explain(
     'native'
     >>> explain(problem, device="cuda").algorithm
     'fused'
-    >>> explain(problem, device="cuda", dtype=torch.float16, direction="weight_grad").algorithm
-    'fused'
+    >>> explain(problem, gpu="H100", dtype=torch.float16, direction="weight_grad").kernel
+    'sm90/wgrad_nchw'
+    >>> explain(problem, gpu="A100").algorithm
+    'native'
     """
     problem = made_problem("explain", problem, dtype)
     choice("explain", algorithm, NAMES, precision, workspace_limit)
@@ -354,7 +376,7 @@ def explain(
         raise ValueError(f"explain: memory_format must be {known}, got {memory_format}")
     if direction not in tuple(_PASSES):
         raise ValueError(f"explain: direction must be one of {', '.join(_PASSES)}, got {direction!r}")
-    where = place("explain", device)
+    where = place("explain", "cuda" if gpu is not None else device)
     current = torch_precision(dtype, where)
     config = Config(
         problem,
@@ -365,7 +387,7 @@ def explain(
         current,
         memory_format,
         bias,
-        spec := spec_of(where),
+        spec := spec_of(where) if gpu is None else named(gpu),
         is_deterministic(algorithm, where, spec),
     )
     chosen = choose(config, algorithm, "explain", direction)
@@ -379,6 +401,28 @@ def explain(
             if candidate.name == "native" and where.type == "cuda":
                 rule += "; cuDNN's deterministic kernels" if config.deterministic else "; torch's own settings"
             reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
+    choice_made = chosen.choice(config, direction)
+    assert choice_made is not None
+    kernels = {name: text for a in ALGORITHMS for name, text in _of_kernels(a, config, direction)}
     workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
     names = gradients.input_grad.name, gradients.weight_grad.name
-    return Explanation(chosen.name, reasons, config, direction, workspace, names, gradients.turned)
+    kernel, _, tile = str(choice_made).partition(" ")
+    return Explanation(
+        chosen.name, kernel, tile, reasons, kernels, config, direction, workspace, names, gradients.turned
+    )
+
+
+def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:
+    """Of an algorithm of several kernels, each that may compute the pass: its tile and estimate, or why it cannot."""
+    if config.device.type != "cuda" or len(algorithm.kernels) == 1:
+        return
+    refusal = algorithm.why_not(config, direction)
+    for kernel in algorithm.kernels:
+        if direction not in kernel.directions:
+            continue
+        if (reason := kernel.why_not(config, direction)) is not None:
+            if reason == refusal:
+                continue  # which the algorithm has said
+            yield kernel.name, f"not for it: {reason}"
+        elif (made := algorithm.choice_of(kernel, config, direction)) is not None:
+            yield kernel.name, f"{_estimate_text(made.seconds)}; {str(made).partition(' ')[2]}"

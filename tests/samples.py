@@ -11,6 +11,8 @@ import torch
 
 import gemmconv
 from gemmconv.kernels.base import Config, Precision
+from gemmconv.kernels.macros import why_not_dtype
+from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32
 from tests import reference
 from tests.cases import Case
 
@@ -135,3 +137,31 @@ def conv_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
+
+
+def tile_for(module, config, direction=None):
+    """The tile that the kernel of a module takes for a pass, on any device; None where it declines that."""
+    kernel = module.KERNEL
+    direction = direction or kernel.directions[0]
+    if (
+        direction not in kernel.directions
+        or why_not_dtype(config.dtype, kernel.dtypes) is not None
+        or kernel.declines(config, direction) is not None
+    ):
+        return None
+    return kernel.tile(config, direction)
+
+
+def rows_tile_for(config, direction):
+    """The same of both kernels that go along rows."""
+    return tile_for(_rows_module(config), config, direction)
+
+
+def rows_tiles_for(config, direction):
+    """All tiles that they may have."""
+    module = _rows_module(config)
+    return [] if tile_for(module, config, direction) is None else [*module.KERNEL.tiles(config, direction)]
+
+
+def _rows_module(config):
+    return gemm_fold_rows if config.dtype.itemsize == 2 else gemm_fold_rows_tf32

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
-from gemmconv.autocast import to_autocast_dtype
+from gemmconv.ops.autocast import to_autocast_dtype
 
 
 def ours(input, weight, bias=None):

@@ -12,6 +12,7 @@ import gemmconv
 from gemmconv import ops, selection
 from gemmconv.algorithms import ALGORITHMS, Config, gemm_col2im
 from gemmconv.kernels.base import strides_of
+from gemmconv.ops import autograd, implementation
 from tests import reference
 from tests.cases import Case
 from tests.samples import channels_last, problem_of, sample, spread
@@ -207,11 +208,11 @@ def test_a_backward_pass_turns_grad_output_once(at_once, monkeypatch):
 
         return turn
 
-    monkeypatch.setattr(ops, "to_nchw", to_nchw)
+    monkeypatch.setattr(implementation, "to_nchw", to_nchw)
     monkeypatch.setattr(gemm_col2im, "to_nchw", to_nchw)
     seconds = 1e-6 if at_once else math.inf
     monkeypatch.setattr(gemm_col2im.GemmCol2im, "grads_estimate", lambda algorithm, *configs: seconds)
-    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(implementation, "plans", {})
     case = Case(2, 3, 4, (5, 6), (3, 3))
     data = sample(case, torch.float32, "cpu")
     input, weight = channels_last(data.input).requires_grad_(), data.weight.detach().requires_grad_()
@@ -237,7 +238,7 @@ def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, 
     assert gradients.turns_weight is (algorithm == "native")
     assert not gradients._replace(turned=False).turns_weight
     monkeypatch.setattr(selection, "choose_gradients", lambda *arguments: gradients)
-    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(implementation, "plans", {})
     formats, input_grad = [], type(chosen).input_grad
 
     def recorded(itself, config):
@@ -481,9 +482,9 @@ def test_a_backward_pass_computes_what_it_is_asked_for(asked, leaf, leaves, monk
     case, data = leaves
     ran = []
     for name in ("input_grad", "weight_grad", "grads"):
-        operator = getattr(ops, f"conv_transpose2d_{name}")
+        operator = getattr(autograd, f"conv_transpose2d_{name}")
         recorded = lambda *a, name=name, operator=operator: ran.append(name) or operator(*a)  # noqa: E731
-        monkeypatch.setattr(ops, f"conv_transpose2d_{name}", recorded)
+        monkeypatch.setattr(autograd, f"conv_transpose2d_{name}", recorded)
     tensors = {"input": data.input, "weight": data.weight, "bias": data.bias}
     if not leaf:
         tensors = {name: tensor * 1.0 for name, tensor in tensors.items()}

@@ -38,9 +38,9 @@ from benchmarks.reference import reference as float64_reference
 from benchmarks.results import Results, Row
 from benchmarks.timing import Effort, Times
 from benchmarks.workloads import SUITES, custom, parse_layer, select, shrunk
-from gemmconv import ops
 from gemmconv.algorithms.native import Native
 from gemmconv.geometry import Problem
+from gemmconv.ops import implementation
 from tests import reference
 from tests.samples import CUDA_ONLY
 
@@ -593,7 +593,7 @@ def algorithm(monkeypatch):
         monkeypatch.setattr("gemmconv.algorithms.ALGORITHMS", (fake,))
         monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
 
-    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(implementation, "plans", {})
     return use
 
 

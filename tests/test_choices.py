@@ -10,27 +10,29 @@ import torch
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
 
 from benchmarks import choices
-from benchmarks.choices import KERNELS, Case, Kernel, Trial, sample
+from benchmarks.choices import KERNELS, Case, Trial, sample
 from benchmarks.measure import DeviceLost
 from benchmarks.precompile import in_processes
 from benchmarks.workloads import custom
 from gemmconv.errors import CompileError
 from gemmconv.geometry import Problem
-from gemmconv.kernels.sm90 import implicit_gemm
+from gemmconv.kernels.base import Kernel
 from gemmconv.runtime import compiler, launch
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LAYER = "n2 c32x32 k3 h16 w16 s2"
 # Layers and formats that kernels are for.
 LAYERS = {
-    "fused": (LAYER, "channels_last"),
-    "gemm_fold_narrow": ("n2 c32x4 k3 h16 w16 s2", "channels_last"),
-    "gemm_fold": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
-    "gemm_fold_pixels": ("n5 c32x32 k3 h8 w8 s2", "nchw"),
-    "gemm_fold_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
-    "gemm_depth_to_space": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
-    "implicit_gemm_nhwc": (LAYER, "channels_last"),
-    "direct_forward_mma": (LAYER, "channels_last"),
+    "sm90/implicit_gemm": (LAYER, "channels_last"),
+    "sm90/gemm_fold_narrow": ("n2 c32x4 k3 h16 w16 s2", "channels_last"),
+    "sm90/gemm_fold": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
+    "sm90/gemm_fold_pixels": ("n5 c32x32 k3 h8 w8 s2", "nchw"),
+    "sm90/gemm_fold_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
+    "sm90/gemm_fold_rows_tf32": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
+    "sm90/gemm_depth_to_space": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
+    "sm90/implicit_gemm_nhwc": (LAYER, "channels_last"),
+    "direct/forward": (LAYER, "channels_last"),
+    "direct/forward_mma": (LAYER, "channels_last"),
 }
 SMALL, OTHER = "n2 c2x3 k3 h4 w5 s2 p1 bias", "n1 c4x4 k2 h3 w3"
 
@@ -92,7 +94,28 @@ def kernel_of(*plans):
         made = [Plan(config.problem, (cycles, 1), 1, *rest) for cycles, *rest in plans]
         return made if config.problem.in_channels > 1 else []
 
-    return Kernel("fake", candidates, Call)
+    return Fake(candidates)
+
+
+class Fake(Kernel):
+    """A kernel with the candidates that a function gives."""
+
+    name = "fake"
+
+    def __init__(self, candidates):
+        self.candidates = candidates
+
+    def why_not(self, config, direction):
+        return None
+
+    def tiles(self, config, direction):
+        return self.candidates(config)
+
+    def seconds(self, config, direction, tile):
+        return 1e-6 * tile.cycles
+
+    def prepare(self, config, direction, tile):
+        return Call(config, tile)
 
 
 @pytest.fixture
@@ -122,56 +145,46 @@ def plans_of(*cycles):
     return [Plan(None, (i, one), 1, float(one)) for i, one in enumerate(cycles)]
 
 
+def estimated(plans):
+    return [(1e-6 * plan.cycles, plan) for plan in plans]
+
+
 def test_sample_has_the_choice_and_is_the_same_each_time():
-    plans = [Plan(None, (1000 - 7 * i % 101, i), 1, 0.0) for i in range(100)]
-    ordered = sorted(plans, key=lambda plan: plan.cycles)
+    plans = estimated(Plan(None, (1000 - 7 * i % 101, i), 1, 0.0) for i in range(100))
+    ordered = sorted(plans, key=lambda one: one[0])
     for count in (1, 2, 7, 40):
         found = sample(iter(plans), count)
         assert len(found) == len(set(found)) == count
-        assert found[0] == min(plans, key=lambda plan: plan.cycles)
+        assert found[0] == min(plans, key=lambda one: one[0])
         assert found[: -(-count // 2)] == ordered[: -(-count // 2)]
-        assert [plan.cycles for plan in found] == sorted(plan.cycles for plan in found)
+        assert [seconds for seconds, _ in found] == sorted(seconds for seconds, _ in found)
         assert found == sample(plans, count)
     assert sample(plans, 40)[20:] != ordered[20:40]
 
 
 def test_sample_takes_what_there_is():
-    equal = [Plan(None, (5, i), 1, 0.0) for i in range(3)]
+    equal = estimated(Plan(None, (5, i), 1, 0.0) for i in range(3))
     assert sample(equal, 12) == equal
-    assert sample(equal, 4)[0] == min(equal, key=lambda plan: plan.cycles)
+    assert sample(equal, 4)[0] == equal[0]
     assert sample([], 12) == []
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 def test_first_candidate_is_the_kernels_own_choice(name, precision):
-    from gemmconv.algorithms import fused
-    from gemmconv.kernels.direct import forward_mma as direct_forward_mma
-
     layer, layout = LAYERS[name]
-    config = case_of(layer, precision, layout).config(torch.device("cuda", 0))
-    choices_of = {
-        "fused": lambda config: implicit_gemm.plan_for(config, "forward"),
-        "gemm_fold_narrow": fused.fold_tile_for,
-        "gemm_fold": fused.image_tile_for,
-        "gemm_fold_pixels": fused.image_rows_tile_for,
-        "gemm_depth_to_space": fused.shuffle_tile_for,
-        "implicit_gemm_nhwc": fused.cell_rows_tile_for,
-        "gemm_fold_rows": lambda config: fused.rows_tile_for(config, "forward"),
-        "direct_forward_mma": direct_forward_mma.tile_for,
+    case = case_of(layer, precision, layout)
+    config, kernel = case.config(GPU), KERNELS[name]
+    choice = kernel.tile(config, "forward") if kernel.why_not(config, "forward") is None else None
+    found = [tile for _, tile in sample(choices.candidates_of(kernel, case, GPU), 1)]
+    assert found == ([] if choice is None else [choice])
+    declined = {
+        **dict.fromkeys(KERNELS, ("fp32",)),
+        **{"sm90/implicit_gemm": (), "sm90/gemm_fold_narrow": (), "direct/forward": ()},
+        "sm90/gemm_fold_rows": ("fp32", "tf32"),
+        "sm90/gemm_fold_rows_tf32": ("fp32", "fp16", "bf16"),
     }
-    choice = choices_of[name](config)
-    assert sample(KERNELS[name].candidates(config), 1) == ([] if choice is None else [choice])
-    of_tf32 = (
-        "direct_forward_mma",
-        "gemm_fold",
-        "gemm_fold_pixels",
-        "gemm_depth_to_space",
-        "implicit_gemm_nhwc",
-        "gemm_fold_rows",
-    )
-    declined = dict.fromkeys(of_tf32, ("fp32",))
-    assert (choice is None) == (precision in declined.get(name, ()))
+    assert (choice is None) == (precision in declined[name])
 
 
 # Checking and timing.
@@ -184,9 +197,9 @@ def test_choice_is_compared_with_the_best(measured, capsys):
     )
     assert status == 0
     assert [(row["estimate"], row["median_us"], row["status"]) for row in file["rows"][:3]] == [
-        (10, pytest.approx(25.0), "ok"),
-        (20, pytest.approx(50.0), "ok"),
-        (30, pytest.approx(20.0), "ok"),
+        (pytest.approx(10e-6), pytest.approx(25.0), "ok"),
+        (pytest.approx(20e-6), pytest.approx(50.0), "ok"),
+        (pytest.approx(30e-6), pytest.approx(20.0), "ok"),
     ]
     assert all(0 <= row["error"] < 1e-6 for row in file["rows"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -204,7 +217,7 @@ def test_summary_is_over_layers_and_for_each_precision(measured, capsys):
 
     layers = (custom("c2 k2 h3 w3"), custom("c8 k2 h3 w3"))
     cases = [Case(layer, precision, "nchw") for precision in ("fp32", "fp16") for layer in layers]
-    measured(Kernel("fake", candidates, Call), *cases)
+    measured(Fake(candidates), *cases)
     out = capsys.readouterr().out
     for precision in ("fp32", "fp16"):
         assert f"{precision}: chosen/best 2.000 (geometric mean of 2), worst 4.00 ({layers[0].layer}, nchw)" in out
@@ -346,20 +359,21 @@ def test_jobs_compile_and_say_why_not(monkeypatch):
     monkeypatch.setattr(launch, "load", launch.load)  # put back after
     monkeypatch.setattr(compiler, "compile", compile)
     config = case_of(LAYER, "tf32").config(torch.device("cuda", 0))
-    kernel = KERNELS["direct_forward_mma"]
-    reasons = {tile.n_tiles: choices._compile((kernel, config, tile, "sm_90a")) for tile in kernel.candidates(config)}
+    kernel = KERNELS["direct/forward_mma"]
+    tiles = kernel.tiles(config, "forward")
+    reasons = {tile.n_tiles: choices._compile((kernel, config, tile, "sm_90a")) for tile in tiles}
     assert reasons.pop(1) == "CompileError: y.cu(3): error: no such thing"
     assert set(reasons.values()) == {""}
     asked.clear()
-    kernel = KERNELS["fused"]
-    assert choices._compile((kernel, config, sample(kernel.candidates(config), 1)[0], "sm_90a")) == ""
+    kernel = KERNELS["sm90/implicit_gemm"]
+    assert choices._compile((kernel, config, kernel.tile(config, "forward"), "sm_90a")) == ""
     assert asked == [("weights/pack_phases.cu", "sm_90a"), ("sm90/implicit_gemm.cu", "sm_90a")]
 
 
 def test_compile_all_notes_what_fails(monkeypatch, capsys):
     monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     monkeypatch.setattr(choices, "in_processes", lambda work, jobs: ["", "E: x"])
-    trials = [Trial(case_of(), plan, False) for plan in plans_of(1, 2)]
+    trials = [Trial(case_of(), plan, 1e-6 * plan.cycles, False) for plan in plans_of(1, 2)]
     choices.compile_all(kernel_of(), trials, CPU)
     assert [(trial.status, trial.reason) for trial in trials] == [("untimed", ""), ("uncompiled", "E: x")]
     out = capsys.readouterr().out
@@ -379,8 +393,12 @@ def test_in_processes_keeps_the_order():
 def test_rows_of_the_file_name_their_candidates(name, tmp_path):
     layer, layout = LAYERS[name]
     kernel, case = KERNELS[name], case_of(layer, "fp16", layout)
-    candidates = sample(kernel.candidates(case.config(torch.device("cuda", 0))), 6)
-    trials = [Trial(case, one, i == 0, "ok", "", float("nan") if i else 1e-4, 2.5) for i, one in enumerate(candidates)]
+    found = sample(choices.candidates_of(kernel, case, GPU), 6)
+    if not found:
+        return  # not for 16 bits
+    candidates = [tile for _, tile in found]
+    errors = [1e-4, *[float("nan")] * len(found)]
+    trials = [Trial(case, one, at, i == 0, "ok", "", errors[i], 2.5) for i, (at, one) in enumerate(found)]
     choices.save(tmp_path / "x.json", {"device": "H200", "rows": [trial.row(kernel) for trial in trials]})
     file = json.loads((tmp_path / "x.json").read_text())
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
@@ -388,8 +406,9 @@ def test_rows_of_the_file_name_their_candidates(name, tmp_path):
     problem = custom(file["rows"][0]["layer"]).problem
     for row, candidate in zip(file["rows"], candidates, strict=True):
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()}
-        assert type(candidate)(problem, **fields) == candidate
-        assert row["estimate"] == candidate.cycles
+        of_problem = {"problem": problem} if hasattr(candidate, "problem") else {}
+        assert type(candidate)(**of_problem, **fields) == candidate
+        assert row["estimate"] == kernel.seconds(case.config(GPU), "forward", candidate)
         assert (row["layer"], row["precision"], row["layout"], row["kernel"]) == (layer, "fp16", layout, name)
         assert (row["median_us"], row["status"], row["chosen"]) == (2.5, "ok", candidate is candidates[0])
         assert row["error"] == (1e-4 if candidate is candidates[0] else None)
@@ -416,15 +435,21 @@ def test_file_says_where_it_comes_from(measured):
     [
         ([], "the following arguments are required: --kernel"),
         (["--kernel", "x"], "argument --kernel: invalid choice: 'x'"),
-        (["--kernel", "fused", "--suite", "public,x"], "argument --suite: must be of seeds, public, models, sweep"),
         (
-            ["--kernel", "fused", "--precision", "fp8"],
+            ["--kernel", "sm90/implicit_gemm", "--suite", "public,x"],
+            "argument --suite: must be of seeds, public, models, sweep",
+        ),
+        (
+            ["--kernel", "sm90/implicit_gemm", "--precision", "fp8"],
             "argument --precision: must be of fp32, tf32, fp16, bf16, got 'fp8'",
         ),
-        (["--kernel", "fused", "--layout", ""], "argument --layout: must be of nchw, channels_last, got ''"),
-        (["--kernel", "fused", "--layer", "n1"], "argument --layer: layer: c, k, h, w missing in 'n1'"),
-        (["--kernel", "fused", "--count", "0"], "argument --count: must be a number from 1, got '0'"),
-        (["--kernel", "fused", "--seconds", "x"], "argument --seconds: invalid float value: 'x'"),
+        (
+            ["--kernel", "sm90/implicit_gemm", "--layout", ""],
+            "argument --layout: must be of nchw, channels_last, got ''",
+        ),
+        (["--kernel", "sm90/implicit_gemm", "--layer", "n1"], "argument --layer: layer: c, k, h, w missing in 'n1'"),
+        (["--kernel", "sm90/implicit_gemm", "--count", "0"], "argument --count: must be a number from 1, got '0'"),
+        (["--kernel", "sm90/implicit_gemm", "--seconds", "x"], "argument --seconds: invalid float value: 'x'"),
     ],
 )
 def test_command_line_refuses(flags, message, capsys):
@@ -441,12 +466,12 @@ def no_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("no_gpu")
 def test_command_line_says_that_there_is_no_gpu(capsys):
-    assert choices.main(["--kernel", "fused"]) == 1
+    assert choices.main(["--kernel", "sm90/implicit_gemm"]) == 1
     assert "benchmarks.choices needs a CUDA device; torch finds none here" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(("name", "found"), [("fused", 3), ("direct_forward_mma", 2)])
+@pytest.mark.parametrize(("name", "found"), [("sm90/implicit_gemm", 3), ("direct/forward_mma", 2)])
 def test_inspect_prints_the_choices(name, found, capsys):
     assert choices.main(["--kernel", name, "--inspect", "--layer", LAYER, "--precision", "tf32,fp16,fp32"]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
@@ -454,19 +479,19 @@ def test_inspect_prints_the_choices(name, found, capsys):
     assert last == f"without candidates: {3 - found} of 3"
     assert [line.split()[0] for line in lines] == ["tf32", "fp16", "fp32"][:found]
     for line in lines:
-        config = case_of(LAYER, line.split()[0]).config(torch.device("cuda", 0))
-        candidates = list(KERNELS[name].candidates(config))
-        choice = min(candidates, key=lambda candidate: candidate.cycles)
-        assert line.split()[1 : -len(Trial(None, choice, True).fields)] == [
-            *("nchw", *LAYER.split(), str(len(candidates)), f"{choice.cycles / 1.7e9 * 1e6:.1f}", "us")
+        candidates = choices.candidates_of(KERNELS[name], case_of(LAYER, line.split()[0]), GPU)
+        seconds, choice = min(candidates, key=lambda candidate: candidate[0])
+        fields = Trial(None, choice, seconds, True).fields
+        assert line.split()[1 : -len(fields)] == [
+            *("nchw", *LAYER.split(), str(len(candidates)), f"{1e6 * seconds:.1f}", "us")
         ]
-        assert line.endswith(choices._text(Trial(None, choice, True).fields))
+        assert line.endswith(choices._text(fields))
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_inspect_takes_the_suites(capsys):
     assert (
-        choices.main(["--kernel", "direct_forward_mma", "--inspect", "--suite", "seeds,public", "--precision", "fp16"])
+        choices.main(["--kernel", "direct/forward_mma", "--inspect", "--suite", "seeds,public", "--precision", "fp16"])
         == 0
     )
     out = capsys.readouterr().out
@@ -477,6 +502,6 @@ def test_inspect_takes_the_suites(capsys):
 @pytest.mark.gpu
 def test_run_on_the_gpu(tmp_path, capsys):
     flags = ["--layer", LAYER, "--precision", "tf32", "--count", "3", "--out", str(tmp_path / "x.json")]
-    assert choices.main(["--kernel", "direct_forward_mma", *flags]) == 0
+    assert choices.main(["--kernel", "direct/forward_mma", *flags]) == 0
     assert [row["status"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == ["ok"] * 3
     assert "tf32: chosen/best " in capsys.readouterr().out

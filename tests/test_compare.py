@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import math
 import re
 import subprocess
 import sys
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 import gemmconv.__main__ as command_line
-from gemmconv import compare, ops
+from gemmconv import compare
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native
 from gemmconv.compare import layers, measure, photo, timing
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import OneByOne
+from gemmconv.ops import implementation
 from tests.samples import CUDA_ONLY
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
@@ -163,11 +164,14 @@ def test_measure_puts_the_benchmark_flag_back(monkeypatch):
     assert seen == [True, *[False] * len(able)] * 2
 
 
-class Wrong(OneByOne, GemmCol2im):
+class Wrong(GemmCol2im):
     """Right but for one thing."""
 
     def __init__(self, direction):
         self.direction = direction
+
+    def grads_estimate(self, config, weight_config):
+        return math.inf
 
     def off(self, direction, config):
         call = getattr(super(), direction)(config)
@@ -190,7 +194,7 @@ def test_wrong_result_is_red_and_has_no_times(monkeypatch, direction):
     fake = Wrong(direction)
     monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
     monkeypatch.setattr(measure, "ALGORITHMS", (fake,))
-    monkeypatch.setattr(ops, "_plans", {})  # no plan of another test fits
+    monkeypatch.setattr(implementation, "plans", {})  # no plan of another test fits
     right, wrong = measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert not right.wrong
     assert wrong.wrong

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import gemmconv
-from gemmconv import ops, selection
+from gemmconv import selection
 from gemmconv.algorithms import Config, fallback, fold
 from gemmconv.algorithms.fused import Fused
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
@@ -20,6 +20,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels import base
 from gemmconv.kernels.base import missing, why_no_kernels
 from gemmconv.kernels.columns import col2im
+from gemmconv.ops import implementation
 from gemmconv.runtime import available, sources
 
 GPU = torch.device("cuda", 0)
@@ -32,7 +33,7 @@ LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect/forward.cu(33): error: identifier "
 def nothing_said(monkeypatch):
     """No plan and no warning is another test's."""
     monkeypatch.setattr(fallback, "_said", set())
-    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(implementation, "plans", {})
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def gpu_at_hand(monkeypatch):
 @pytest.fixture
 def lacking(monkeypatch):
     """As if the device of the tensors could run kernels, and the machine lacked something."""
-    for module in (fallback, ops):
+    for module in (fallback, implementation):
         monkeypatch.setattr(module, "missing", lambda device: REASON)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.precompile import in_processes, only_compile
 from gemmconv.kernels.base import Config
+from gemmconv.kernels.sm90.base import variant_of
 from tests import reference
 from tests.cases import (
     CASES,
@@ -23,7 +24,17 @@ from tests.cases import (
     TILED_CASES,
     Case,
 )
-from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
+from tests.samples import (
+    channels_last,
+    conv_precision,
+    expected,
+    offset,
+    problem_of,
+    rows_tile_for,
+    rows_tiles_for,
+    sample,
+    tile_for,
+)
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
@@ -147,10 +158,12 @@ class Run:
     def plans(self):
         config = self.config
         if not self.others:
-            return [plan for direction in DIRECTIONS if (plan := implicit_gemm.plan_for(config, direction)) is not None]
+            return [
+                plan for direction in DIRECTIONS if (plan := tile_for(implicit_gemm, config, direction)) is not None
+            ]
         chosen = []
         for direction in DIRECTIONS:
-            found = [*implicit_gemm_choice.plans_of(config.problem, direction, *implicit_gemm.variant_of(config))]
+            found = [*implicit_gemm_choice.plans_of(config.problem, direction, *variant_of(config))]
             kinds = {}
             for plan in found:
                 kinds.setdefault(kind_of(plan), []).append(plan)
@@ -182,7 +195,7 @@ class FoldRun(Run):
 
     @property
     def tiles(self):
-        arguments = problem_of(self.case), *implicit_gemm.variant_of(self.config)
+        arguments = problem_of(self.case), *variant_of(self.config)
         found, own = [*gemm_fold_narrow.tiles_of(*arguments)], gemm_fold_narrow.tile_of(*arguments)
         return [] if own is None else [own, *Random(str(self)).sample(found, min(2, len(found)))]
 
@@ -308,8 +321,8 @@ class RowRun(Run):
     def tiles(self):
         chosen = []
         for direction in DIRECTIONS:
-            own = fused.rows_tile_for(self.config, direction)
-            found = [*fused.rows_tiles_for(self.config, direction)]
+            own = rows_tile_for(self.config, direction)
+            found = [*rows_tiles_for(self.config, direction)]
             chosen += [] if own is None else [own, *Random(str(self)).sample(found, min(3, len(found)))]
         return chosen
 
@@ -342,7 +355,7 @@ class GradientRun(Run):
     @property
     def tiles(self):
         config = self.config
-        arguments = config.problem, *implicit_gemm.variant_of(config)[:2]
+        arguments = config.problem, *variant_of(config)[:2]
         own = wgrad_nchw.tile_of(*arguments, config.workspace_limit)
         if self.layout == "channels_last":  # what turns the tensors knows no tiles
             return [own]
@@ -355,7 +368,7 @@ GRADIENT_RUNS = [
     for case in GRADIENT_CASES
     for numerics in NUMERICS
     for layout in FORMATS
-    if fused.gradient_tile_for((run := GradientRun(case, numerics, layout)).config) is not None
+    if tile_for(wgrad_nchw, (run := GradientRun(case, numerics, layout)).config) is not None
 ]
 
 
@@ -559,7 +572,7 @@ def test_fused_float32_does_not_lose_accuracy_over_long_sums(layout):
         x = torch.randn(run.case.input_shape, device="cuda").to(memory_format=FORMATS[layout])
         w = torch.randn(run.case.weight_shape, device="cuda")
         exact = torch.nn.functional.conv_transpose2d(x.double(), w.double(), padding=1)
-        ours = implicit_gemm.prepare_forward(run.config, implicit_gemm.plan_for(run.config, "forward"))(x, w, None)
+        ours = implicit_gemm.prepare_forward(run.config, tile_for(implicit_gemm, run.config, "forward"))(x, w, None)
         with conv_precision("ieee"):
             theirs = torch.nn.functional.conv_transpose2d(x, w, padding=1)
         errors = [((one.double() - exact).norm() / exact.norm()).item() for one in (ours, theirs)]

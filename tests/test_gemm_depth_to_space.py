@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.sm90 import gemm_depth_to_space, implicit_gemm
-from tests.samples import config_of
+from tests.samples import config_of, tile_for
 
 MASK_HEAD = Problem(256, 256, 256, 1, (14, 14), (2, 2), (2, 2))
 KERNELS = [(1, 1), (2, 2), (4, 4), (1, 2), (1, 8), (2, 1), (2, 8), (4, 2), (16, 1)]
@@ -92,32 +92,32 @@ def test_tiles_fit_a_multiprocessor(tile):
     ],
 )
 def test_others_are_declined(problem):
-    assert fused.shuffle_tile_for(config_of(problem)) is None
+    assert tile_for(gemm_depth_to_space, config_of(problem)) is None
 
 
 def test_float32_needs_no_aligned_rows_of_weights():
     odd = replace(MASK_HEAD, out_channels=35)
-    assert fused.shuffle_tile_for(config_of(odd, torch.float32, precision="tf32")) is not None
+    assert tile_for(gemm_depth_to_space, config_of(odd, torch.float32, precision="tf32")) is not None
 
 
 def test_types_and_formats_that_are_taken():
-    assert fused.shuffle_tile_for(config_of(MASK_HEAD, torch.bfloat16)) is not None
-    assert fused.shuffle_tile_for(config_of(MASK_HEAD, torch.float32, precision="tf32")) is not None
-    assert fused.shuffle_tile_for(config_of(MASK_HEAD, torch.float32)) is None
-    assert fused.shuffle_tile_for(config_of(MASK_HEAD, torch.float64)) is None
-    assert fused.shuffle_tile_for(config_of(MASK_HEAD, layout=torch.channels_last)) is None
+    assert tile_for(gemm_depth_to_space, config_of(MASK_HEAD, torch.bfloat16)) is not None
+    assert tile_for(gemm_depth_to_space, config_of(MASK_HEAD, torch.float32, precision="tf32")) is not None
+    assert tile_for(gemm_depth_to_space, config_of(MASK_HEAD, torch.float32)) is None
+    assert tile_for(gemm_depth_to_space, config_of(MASK_HEAD, torch.float64)) is None
+    assert tile_for(gemm_depth_to_space, config_of(MASK_HEAD, layout=torch.channels_last)) is None
 
 
 @pytest.mark.parametrize(("dtype", "packed_bytes"), [(torch.float16, 0), (torch.float32, 4 * 256 * 1024)])
 def test_fused_takes_it_where_that_is_faster(dtype, packed_bytes):
     algorithm, config = fused.Fused(), config_of(MASK_HEAD, dtype, precision="tf32")
     assert algorithm.workspace_bytes(config, "forward") == packed_bytes
-    of_tile = fused.shuffle_tile_for(config).cycles / 1.6e9
-    of_plan = implicit_gemm.plan_for(config, "forward").cycles / 1.6e9
+    of_tile = tile_for(gemm_depth_to_space, config).cycles / 1.6e9
+    of_plan = tile_for(implicit_gemm, config, "forward").cycles / 1.6e9
     assert algorithm.estimate(config, "forward") == of_tile < of_plan
 
 
 def test_fused_does_not_take_it_where_that_is_slower():
     wide = config_of(Problem(4, 128, 64, 1, (256, 256), (2, 2), (2, 2)))
-    assert fused.shuffle_tile_for(wide) is not None
+    assert tile_for(gemm_depth_to_space, wide) is not None
     assert fused.Fused().workspace_bytes(wide, "forward") > 0  # fused_wgmma's weights

@@ -11,7 +11,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of
 from gemmconv.kernels.sm90 import gemm_fold, implicit_gemm
-from tests.samples import config_of
+from tests.samples import config_of, tile_for
 
 FIRST_OF_POSE = Problem(32, 2048, 256, 1, (8, 6), (4, 4), (2, 2), (1, 1))
 SIZES = [(height, width) for height in range(1, 17) for width in range(1, 65) if height * width in range(4, 257, 4)]
@@ -102,21 +102,21 @@ def test_tiles_fit_a_multiprocessor(tile):
     ],
 )
 def test_others_are_declined(problem):
-    assert fused.image_tile_for(config_of(problem)) is None
+    assert tile_for(gemm_fold, config_of(problem)) is None
 
 
 def test_neither_float32_as_such_nor_channels_last_is_taken():
-    assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.bfloat16)) is not None
-    assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.float32, precision="tf32")) is not None
-    assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.float32)) is None
-    assert fused.image_tile_for(config_of(FIRST_OF_POSE, torch.float64)) is None
-    assert fused.image_tile_for(config_of(FIRST_OF_POSE, layout=torch.channels_last)) is None
+    assert tile_for(gemm_fold, config_of(FIRST_OF_POSE, torch.bfloat16)) is not None
+    assert tile_for(gemm_fold, config_of(FIRST_OF_POSE, torch.float32, precision="tf32")) is not None
+    assert tile_for(gemm_fold, config_of(FIRST_OF_POSE, torch.float32)) is None
+    assert tile_for(gemm_fold, config_of(FIRST_OF_POSE, torch.float64)) is None
+    assert tile_for(gemm_fold, config_of(FIRST_OF_POSE, layout=torch.channels_last)) is None
 
 
 def test_fused_takes_it_where_that_is_faster_and_then_no_workspace():
     algorithm = fused.Fused()
     small, large = config_of(FIRST_OF_POSE), config_of(replace(FIRST_OF_POSE, input_size=(32, 24)))
     assert algorithm.workspace_bytes(small, "forward") == 0 < algorithm.workspace_bytes(large, "forward")
-    assert algorithm.estimate(small, "forward") == pytest.approx(fused.image_tile_for(small).cycles / 1.6e9)
-    of_plan = implicit_gemm.plan_for(small, "forward").cycles / 1.6e9
+    assert algorithm.estimate(small, "forward") == pytest.approx(tile_for(gemm_fold, small).cycles / 1.6e9)
+    of_plan = tile_for(implicit_gemm, small, "forward").cycles / 1.6e9
     assert algorithm.estimate(small, "forward") < of_plan

@@ -12,7 +12,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.sm90 import gemm_fold_narrow
-from tests.samples import config_of
+from tests.samples import config_of, tile_for
 
 LAST_OF_DCGAN = Problem(128, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1))
 
@@ -154,18 +154,18 @@ def test_tiles_fit_a_multiprocessor(tile):
     ],
 )
 def test_others_are_declined(problem):
-    assert fused.fold_tile_for(config_of(problem)) is None
+    assert tile_for(gemm_fold_narrow, config_of(problem)) is None
 
 
 def test_rows_that_end_beyond_the_integers_are_declined():
     problem = Problem(1, 2, 1, 1, (715_827_883, 1), (3, 1), (3, 1), (1, 0))
-    assert fused.fold_tile_for(config_of(problem, layout=torch.channels_last)) is None
+    assert tile_for(gemm_fold_narrow, config_of(problem, layout=torch.channels_last)) is None
     smaller = replace(problem, input_size=(715_827_000, 1))
-    assert fused.fold_tile_for(config_of(smaller, layout=torch.channels_last)) is not None
+    assert tile_for(gemm_fold_narrow, config_of(smaller, layout=torch.channels_last)) is not None
 
 
 def test_float64_is_declined():
-    assert fused.fold_tile_for(config_of(LAST_OF_DCGAN, torch.float64)) is None
+    assert tile_for(gemm_fold_narrow, config_of(LAST_OF_DCGAN, torch.float64)) is None
 
 
 def test_fused_folds_where_that_is_faster_and_takes_no_workspace():
@@ -173,4 +173,4 @@ def test_fused_folds_where_that_is_faster_and_takes_no_workspace():
     few, many = config_of(LAST_OF_DCGAN), config_of(replace(LAST_OF_DCGAN, out_channels=16))
     assert algorithm.workspace_bytes(few, "forward") == 0 < algorithm.workspace_bytes(few, "input_grad")
     assert algorithm.workspace_bytes(many, "forward") > 0
-    assert algorithm.estimate(few, "forward") == pytest.approx(fused.fold_tile_for(few).cycles / 1.755e9)
+    assert algorithm.estimate(few, "forward") == pytest.approx(tile_for(gemm_fold_narrow, few).cycles / 1.755e9)

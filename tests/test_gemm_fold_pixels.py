@@ -11,7 +11,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of, phase_shifts
 from gemmconv.kernels.sm90 import gemm_fold_pixels
-from tests.samples import config_of
+from tests.samples import config_of, tile_for
 
 THIRD_OF_DCGAN = Problem(128, 256, 128, 1, (8, 8), (4, 4), (2, 2), (1, 1))
 SECOND_OF_ENCODEC = Problem(16, 256, 128, 1, (1, 600), (1, 10), (1, 5))
@@ -129,26 +129,26 @@ def test_signal_of_fewer_cells_than_a_window_has_smaller_windows():
     ],
 )
 def test_others_are_declined(problem):
-    assert fused.image_rows_tile_for(config_of(problem)) is None
+    assert tile_for(gemm_fold_pixels, config_of(problem)) is None
 
 
 def test_types_and_formats_that_are_taken():
-    assert fused.image_rows_tile_for(config_of(THIRD_OF_DCGAN, torch.bfloat16)) is not None
-    assert fused.image_rows_tile_for(config_of(THIRD_OF_DCGAN, torch.float32, precision="tf32")) is not None
-    assert fused.image_rows_tile_for(config_of(THIRD_OF_DCGAN, torch.float32)) is None
-    assert fused.image_rows_tile_for(config_of(THIRD_OF_DCGAN, torch.float64)) is None
-    assert fused.image_rows_tile_for(config_of(THIRD_OF_DCGAN, layout=torch.channels_last)) is None
+    assert tile_for(gemm_fold_pixels, config_of(THIRD_OF_DCGAN, torch.bfloat16)) is not None
+    assert tile_for(gemm_fold_pixels, config_of(THIRD_OF_DCGAN, torch.float32, precision="tf32")) is not None
+    assert tile_for(gemm_fold_pixels, config_of(THIRD_OF_DCGAN, torch.float32)) is None
+    assert tile_for(gemm_fold_pixels, config_of(THIRD_OF_DCGAN, torch.float64)) is None
+    assert tile_for(gemm_fold_pixels, config_of(THIRD_OF_DCGAN, layout=torch.channels_last)) is None
 
 
 def test_float32_needs_no_aligned_rows_of_weights():
     odd = replace(THIRD_OF_DCGAN, kernel_size=(2, 2), padding=(0, 0), out_channels=35)
-    assert fused.image_rows_tile_for(config_of(odd, torch.float32, precision="tf32")) is not None
+    assert tile_for(gemm_fold_pixels, config_of(odd, torch.float32, precision="tf32")) is not None
 
 
 @pytest.mark.parametrize("problem", [THIRD_OF_DCGAN, SECOND_OF_ENCODEC])
 def test_fused_takes_it_where_that_is_faster(problem, monkeypatch):
     config = config_of(problem, torch.float32, precision="tf32")
-    tile = fused.image_rows_tile_for(config)
+    tile = tile_for(gemm_fold_pixels, config)
     assert fused.Fused().workspace_bytes(config, "forward") == tile.packed_bytes > 0
     monkeypatch.setattr(gemm_fold_pixels, "prepare_forward", lambda config, tile: tile)
     assert fused.Fused().forward(config) == tile
@@ -156,5 +156,5 @@ def test_fused_takes_it_where_that_is_faster(problem, monkeypatch):
 
 def test_fused_does_not_take_it_where_that_is_slower():
     few = replace(THIRD_OF_DCGAN, batch=1, in_channels=512, out_channels=256)  # the time goes to laying weights out
-    assert fused.image_rows_tile_for(config_of(few, torch.float32, precision="tf32")) is not None
+    assert tile_for(gemm_fold_pixels, config_of(few, torch.float32, precision="tf32")) is not None
     assert fused.Fused().workspace_bytes(config_of(few, torch.float32, precision="tf32"), "forward") == 0

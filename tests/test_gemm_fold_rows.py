@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32, implicit_gemm, row_streaming
-from tests.samples import config_of
+from tests.samples import config_of, rows_tile_for, tile_for
 
 WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
 
@@ -214,29 +214,29 @@ DECLINED_IN_TF32 = [
     ],
 )
 def test_others_are_declined(dtype, precision, problem):
-    assert fused.rows_tile_for(config_of(problem, dtype, precision=precision), "forward") is None
+    assert rows_tile_for(config_of(problem, dtype, precision=precision), "forward") is None
 
 
 def test_only_one_product_in_nchw_is_taken_and_gradients_of_stride_one():
-    assert isinstance(fused.rows_tile_for(config_of(WIDE, torch.bfloat16), "forward"), gemm_fold_rows.Tile)
+    assert isinstance(rows_tile_for(config_of(WIDE, torch.bfloat16), "forward"), gemm_fold_rows.Tile)
     tf32 = config_of(WIDE, torch.float32, precision="tf32")
-    assert isinstance(fused.rows_tile_for(tf32, "forward"), gemm_fold_rows_tf32.Tile)
-    assert fused.rows_tile_for(replace(tf32, precision="ieee"), "forward") is None
-    assert fused.rows_tile_for(replace(tf32, memory_format=torch.channels_last), "forward") is None
-    assert fused.rows_tile_for(config_of(WIDE, torch.float64), "forward") is None
-    assert fused.rows_tile_for(config_of(WIDE, layout=torch.channels_last), "forward") is None
-    assert fused.rows_tile_for(config_of(WIDE), "weight_grad") is None
+    assert isinstance(rows_tile_for(tf32, "forward"), gemm_fold_rows_tf32.Tile)
+    assert rows_tile_for(replace(tf32, precision="ieee"), "forward") is None
+    assert rows_tile_for(replace(tf32, memory_format=torch.channels_last), "forward") is None
+    assert rows_tile_for(config_of(WIDE, torch.float64), "forward") is None
+    assert rows_tile_for(config_of(WIDE, layout=torch.channels_last), "forward") is None
+    assert rows_tile_for(config_of(WIDE), "weight_grad") is None
     same = replace(WIDE, padding=(1, 1))
-    assert fused.rows_tile_for(config_of(same), "input_grad") is not None
-    assert fused.rows_tile_for(config_of(replace(same, stride=(1, 2))), "input_grad") is None
+    assert rows_tile_for(config_of(same), "input_grad") is not None
+    assert rows_tile_for(config_of(replace(same, stride=(1, 2))), "input_grad") is None
 
 
 def test_fused_takes_it_where_that_is_faster_and_then_weights_are_its_workspace():
     algorithm, config = fused.Fused(), config_of(WIDE)
-    tile = fused.rows_tile_for(config, "forward")
+    tile = rows_tile_for(config, "forward")
     assert algorithm.workspace_bytes(config, "forward") == tile.packed_bytes == 9 * 64 * 64 * 2
     assert algorithm.estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)
-    assert tile.seconds < implicit_gemm.plan_seconds(implicit_gemm.plan_for(config, "forward"))
+    assert tile.seconds < implicit_gemm.KERNEL.seconds(config, "forward", tile_for(implicit_gemm, config, "forward"))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_fused_takes_it_where_that_is_faster_and_then_weights_are_its_workspace(
 )
 def test_fused_takes_what_was_faster_in_16_bits(problem, rows):
     config = config_of(problem)
-    tile = fused.rows_tile_for(config, "forward")
+    tile = rows_tile_for(config, "forward")
     assert (fused.Fused().estimate(config, "forward") == pytest.approx(1.05 * tile.seconds)) == rows
 
 

@@ -33,6 +33,7 @@ from gemmconv.kernels.sm90.implicit_gemm_plan import (
     ROWS_SLOTS,
     SHARED_BYTES,
 )
+from tests.samples import tile_for
 from tests.test_geometry import scattered
 
 VECTOR_BYTES = 16  # the most that a thread stores at once
@@ -839,7 +840,7 @@ LARGE = {
 def test_tables_and_positions_of_what_is_not_declined_fit(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # asked as if on Hopper
     config = Config(LARGE[name], torch.float16, torch.device("cuda", 0))
-    plan = fused._own_plan(config, "forward")
+    plan = tile_for(implicit_gemm, config, "forward")
     assert (plan is not None) == (name == "less_tall_image")
     if plan is not None:
         entries = sum(map(len, plan.steps)) + len(plan.phases) + 1 + len(plan.phases) * plan.slots

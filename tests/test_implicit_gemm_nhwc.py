@@ -12,7 +12,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of, phase_shifts
 from gemmconv.kernels.sm90 import implicit_gemm_nhwc
-from tests.samples import config_of
+from tests.samples import config_of, tile_for
 
 SECOND_OF_DCGAN = Problem(128, 512, 256, 1, (4, 4), (4, 4), (2, 2), (1, 1))
 THIRD_OF_POSE = Problem(32, 256, 256, 1, (32, 24), (4, 4), (2, 2), (1, 1))
@@ -128,27 +128,27 @@ def test_copies_and_stores_are_aligned(tile):
     ],
 )
 def test_others_are_declined(problem):
-    assert fused.cell_rows_tile_for(config_of(problem, torch.float16, layout=torch.channels_last)) is None
+    assert tile_for(implicit_gemm_nhwc, config_of(problem, torch.float16, layout=torch.channels_last)) is None
 
 
 def test_types_and_formats_that_are_taken():
-    def tile_for(*arguments, **options):
-        return fused.cell_rows_tile_for(config_of(SECOND_OF_DCGAN, *arguments, **options))
+    def tile_of(*arguments, **options):
+        return tile_for(implicit_gemm_nhwc, config_of(SECOND_OF_DCGAN, *arguments, **options))
 
     last = {"layout": torch.channels_last}
-    assert tile_for(torch.float16, **last) is not None
-    assert tile_for(torch.bfloat16, **last) is not None
-    assert tile_for(torch.float32, precision="tf32", **last) is not None
-    assert tile_for(torch.float32, **last) is None
-    assert tile_for(torch.float64, **last) is None
-    assert tile_for(torch.float16) is None
+    assert tile_of(torch.float16, **last) is not None
+    assert tile_of(torch.bfloat16, **last) is not None
+    assert tile_of(torch.float32, precision="tf32", **last) is not None
+    assert tile_of(torch.float32, **last) is None
+    assert tile_of(torch.float64, **last) is None
+    assert tile_of(torch.float16) is None
 
 
 def test_tf32_needs_whole_blocks_of_output_channels():
     problem = replace(SECOND_OF_DCGAN, out_channels=264)
     options = {"layout": torch.channels_last}
-    assert fused.cell_rows_tile_for(config_of(problem, torch.float16, **options)) is not None
-    assert fused.cell_rows_tile_for(config_of(problem, torch.float32, precision="tf32", **options)) is None
+    assert tile_for(implicit_gemm_nhwc, config_of(problem, torch.float16, **options)) is not None
+    assert tile_for(implicit_gemm_nhwc, config_of(problem, torch.float32, precision="tf32", **options)) is None
 
 
 @pytest.mark.parametrize("problem", [SECOND_OF_DCGAN, THIRD_OF_POSE])
@@ -157,7 +157,7 @@ def test_fused_takes_it_where_that_is_faster(problem, dtype, monkeypatch):
     config = config_of(
         problem, dtype, precision="tf32" if dtype == torch.float32 else "ieee", layout=torch.channels_last
     )
-    tile = fused.cell_rows_tile_for(config)
+    tile = tile_for(implicit_gemm_nhwc, config)
     packed = problem.taps * problem.in_channels * problem.out_channels * 4
     assert fused.Fused().workspace_bytes(config, "forward") == (packed if dtype == torch.float32 else 0)
     monkeypatch.setattr(implicit_gemm_nhwc, "prepare_forward", lambda config, tile: tile)
@@ -169,5 +169,5 @@ def test_fused_does_not_take_it_where_that_is_slower():
         THIRD_OF_POSE, in_channels=64, out_channels=32, input_size=(512, 512)
     )  # shared memory is read for rows
     config = config_of(few, torch.float16, layout=torch.channels_last)
-    assert fused.cell_rows_tile_for(config) is not None
+    assert tile_for(implicit_gemm_nhwc, config) is not None
     assert fused.Fused().workspace_bytes(config, "forward") > 0

@@ -14,10 +14,12 @@ PACKAGE = Path(gemmconv.__file__).parent
 # From the top down. A part may import what lies below it, but only the kernels may reach the runtime.
 LAYERS = ["module", "functional", "ops", "selection", "algorithms", "kernels", "runtime"]
 
+# The modules of ops, from the top down. One may import those below it.
+OPS = ["__init__", "autograd", "transforms", "autocast", "implementation", "schemas"]
+
 # What every part may import, because these import no part that does anything.
 LEAVES = {
     "errors": set(),
-    "autocast": set(),
     "dispatch": set(),
     "geometry": {"errors"},
     "validation": {"errors", "geometry"},
@@ -72,6 +74,18 @@ def test_imports_of_each_part_point_down(part):
         used = {part_of(module) for module in imported_modules(path)} - {part}
         wrong = sorted(used - allowed_imports(part))
         assert not wrong, f"{path.relative_to(PACKAGE)} imports {wrong}"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_imports_of_each_module_of_ops_point_down(name):
+    """So they form no circle. The package itself is its ``__init__``, which none of them may import."""
+    modules = [module.split(".") for module in imported_modules(PACKAGE / "ops" / f"{name}.py")]
+    used = {(*names, "__init__")[2] for names in modules if names[:2] == ["gemmconv", "ops"]}
+    assert used <= set(OPS[OPS.index(name) + 1 :])
+
+
+def test_imports_table_knows_every_module_of_ops():
+    assert {path.stem for path in files_of("ops")} == set(OPS)
 
 
 def test_imports_table_knows_every_part_of_the_package():

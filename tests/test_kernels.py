@@ -27,7 +27,17 @@ from tests.cases import (
     TILED_CASES,
     Case,
 )
-from tests.samples import channels_last, expected, offset, offset_channels_last, problem_of, sample
+from tests.samples import (
+    channels_last,
+    expected,
+    offset,
+    offset_channels_last,
+    problem_of,
+    rows_tile_for,
+    rows_tiles_for,
+    sample,
+    tile_for,
+)
 from tests.test_direct_mma import wide_problems
 from tests.test_fused_plan import plans
 
@@ -58,6 +68,7 @@ from gemmconv.kernels.sm90 import (
     wgrad_nchw,
     wgrad_nhwc,
 )
+from gemmconv.kernels.sm90.base import variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan
 from gemmconv.runtime import launch
@@ -238,7 +249,7 @@ class Run:
     @functools.cached_property
     def fold_tile(self):
         """The tile of gemm_fold_narrow, None where it declines the problem."""
-        arguments = problem_of(self.case), *implicit_gemm.variant_of(self.config)
+        arguments = problem_of(self.case), *variant_of(self.config)
         if self.choice is None:
             return gemm_fold_narrow.tile_of(*arguments)
         tiles = [*gemm_fold_narrow.tiles_of(*arguments)]
@@ -257,14 +268,14 @@ class Run:
     def row_tile(self):
         """The tile of gemm_fold_rows, None where it declines the problem."""
         if self.choice is None:
-            return fused.rows_tile_for(self.config, self.direction)
-        tiles = [*fused.rows_tiles_for(self.config, self.direction)]
+            return rows_tile_for(self.config, self.direction)
+        tiles = [*rows_tiles_for(self.config, self.direction)]
         return tiles[self.choice % len(tiles)] if tiles else None
 
     @functools.cached_property
     def gradient_tile(self):
         """The tile of fused_weight_grad."""
-        arguments = problem_of(self.case), *implicit_gemm.variant_of(self.config)[:2]
+        arguments = problem_of(self.case), *variant_of(self.config)[:2]
         count = self.launched.spec.multiprocessors
         if self.choice is None:
             return wgrad_nchw.tile_of(*arguments, self.config.workspace_limit, count)
@@ -297,10 +308,10 @@ class Run:
     def plan(self):
         """The plan of fused."""
         if self.choice is None:
-            return implicit_gemm.plan_for(self.config, self.direction)
+            return tile_for(implicit_gemm, self.config, self.direction)
         if isinstance(self.choice, Plan):
             return self.choice
-        found = plans_of(problem_of(self.case), self.direction, *implicit_gemm.variant_of(self.config))
+        found = plans_of(problem_of(self.case), self.direction, *variant_of(self.config))
         return min(filter(FUSED_PATHS[self.choice], found), key=lambda plan: plan.cycles)
 
     def prepare(self):
@@ -563,7 +574,7 @@ def with_first(run, tiles, suits):
 def fold_run_of(case, suits, layout="contiguous", multiprocessors=0, kind=FUSED_TYPES[2]):
     """A block with many steps unless there are more multiprocessors, of the first tile that suits."""
     run = Run("gemm_fold_narrow", case, layout=layout, multiprocessors=multiprocessors, **kind)
-    return with_first(run, gemm_fold_narrow.tiles_of(problem_of(case), *implicit_gemm.variant_of(run.config)), suits)
+    return with_first(run, gemm_fold_narrow.tiles_of(problem_of(case), *variant_of(run.config)), suits)
 
 
 FOLD = fold_run_of(Case(2, 24, 3, (35, 16), (4, 4), (2, 2), (1, 1)), lambda tile: tile.folders == 64)
@@ -794,13 +805,13 @@ GRADIENT_RUNS = [
     for j in range(3)
     for choice in (None, 37 * i + 101 * j)
 ]
-GRADIENT_RUNS = [run for run in GRADIENT_RUNS if fused.gradient_tile_for(run.config) is not None]
+GRADIENT_RUNS = [run for run in GRADIENT_RUNS if tile_for(wgrad_nchw, run.config) is not None]
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
 # Sides of output channels of their own, in each type, with few blocks and many.
 GRADIENT_RUNS += [
     with_first(
         run := Run("fused_weight_grad", case, layout=layout, multiprocessors=multiprocessors, **kind),
-        wgrad_nchw.tiles_of(problem_of(case), *implicit_gemm.variant_of(run.config)[:2]),
+        wgrad_nchw.tiles_of(problem_of(case), *variant_of(run.config)[:2]),
         lambda tile: tile.sides_co > 1,
     )
     for case, layout, multiprocessors in (

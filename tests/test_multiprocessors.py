@@ -1,6 +1,7 @@
 """Tiles, grids and choices on GPUs of Hopper with fewer multiprocessors than the reference; no GPU is touched."""
 
 import ctypes
+import functools
 import math
 import re
 from dataclasses import replace
@@ -11,19 +12,20 @@ import torch
 
 from benchmarks.workloads import SUITES
 from gemmconv import kernels
-from gemmconv.algorithms import fused
+from gemmconv.algorithms import KERNELS, fused
 from gemmconv.device import KNOWN, REFERENCE
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import choices
 from gemmconv.kernels.direct import forward as direct_forward
 from gemmconv.kernels.direct import forward_mma as direct_forward_mma
 from gemmconv.kernels.direct import grads_mma as direct_grads_mma
 from gemmconv.kernels.direct import input_grad as direct_input_grad
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
-from gemmconv.kernels.sm90 import gemm_fold_narrow, implicit_gemm
+from gemmconv.kernels.sm90 import gemm_fold_narrow, implicit_gemm, wgrad_nchw, wgrad_nhwc
 from gemmconv.kernels.sm90.row_streaming import RowGathering
 from gemmconv.kernels.splits import reduce_wgrad_splits
 from gemmconv.selection import choose
-from tests.samples import config_of
+from tests.samples import config_of, tile_for
 
 SMALLER = [KNOWN["NVIDIA H100 PCIe"], KNOWN["NVIDIA H20"]]
 NCHW, LAST = torch.contiguous_format, torch.channels_last
@@ -61,12 +63,11 @@ def launches(monkeypatch):
 
 def ways_of(config):
     """All tiles and plans of persistent kernels for a forward pass, each with what prepares its call."""
-    ways = [(tile, fused._MODULES[type(tile)].prepare_forward) for tile in fused._tiles_for(config, "forward")]
-    if (plan := implicit_gemm.own_plan(config, "forward")) is not None:
-        ways.append((plan, implicit_gemm.prepare_forward))
-    if (tile := direct_forward_mma.tile_for(config)) is not None:
-        ways.append((tile, direct_forward_mma.prepare_forward))
-    return ways
+    persistent = [kernel for kernel in KERNELS.values() if kernel.features or kernel is direct_forward_mma.KERNEL]
+    return [
+        (choice.tile, functools.partial(choice.kernel.prepare, config, "forward", choice.tile))
+        for choice in choices(config, "forward", persistent)
+    ]
 
 
 def most_blocks(way, multiprocessors):
@@ -87,7 +88,7 @@ def test_grids_of_persistent_kernels_are_what_runs_at_once(spec, launches):
                 input = torch.empty(problem.input_shape, dtype=dtype, device="meta").to(memory_format=layout)
                 weight = torch.empty(problem.weight_shape, dtype=dtype, device="meta")
                 for way, prepare in ways_of(config):
-                    prepare(config, way)(input, weight, None)
+                    prepare()(input, weight, None)
                     source, blocks = launches[-1]
                     most = most_blocks(way, spec.multiprocessors)
                     assert 0 < blocks <= most, (workload.name, source)
@@ -103,8 +104,8 @@ def test_grids_of_persistent_kernels_are_what_runs_at_once(spec, launches):
 def test_weight_gradients_are_cut_into_slices_for_the_multiprocessors_there_are(spec):
     for workload in WORKLOADS:
         config = replace(config_of(workload.problem), spec=spec)
-        for tile_for, rounds in ((fused.gradient_tile_for, 1), (fused.lines_tile_for, 3)):
-            if (tile := tile_for(config)) is not None:
+        for module, rounds in ((wgrad_nchw, 1), (wgrad_nhwc, 3)):
+            if (tile := tile_for(module, config, "weight_grad")) is not None:
                 blocks = tile.weight_blocks * tile.slices(config.workspace_limit)
                 assert blocks <= max(tile.weight_blocks, rounds * spec.multiprocessors)
         if (both := direct_grads_mma.tile_for(config)) is not None:
@@ -133,11 +134,12 @@ def test_what_a_tile_is_for_is_part_of_it():
     grouped = Problem(8, 32, 64, 4, (64, 64), (3, 3), (2, 2))
     here, there = (replace(config_of(dense), spec=one) for one in (REFERENCE, spec))
     for direction in ("forward", "input_grad"):
-        plans = [implicit_gemm.plan_for(config, direction) for config in (here, there)]
+        plans = [tile_for(implicit_gemm, config, direction) for config in (here, there)]
         assert [plan.multiprocessors for plan in plans] == [REFERENCE.multiprocessors, 16]
         assert plans[0].cycles < plans[1].cycles
-    for tile_for in (fused.gradient_tile_for, fused.lines_tile_for):
-        assert tile_for(here).seconds(here.workspace_limit) < tile_for(there).seconds(there.workspace_limit)
+    for module in (wgrad_nchw, wgrad_nhwc):
+        tiles = [tile_for(module, config, "weight_grad") for config in (here, there)]
+        assert tiles[0].seconds(here.workspace_limit) < tiles[1].seconds(there.workspace_limit)
     here, there = (replace(config_of(grouped), spec=one) for one in (REFERENCE, spec))
     assert direct_forward_mma.tile_for(there).spec is spec
     assert direct_forward_mma.tile_for(here).cycles < direct_forward_mma.tile_for(there).cycles
@@ -157,7 +159,7 @@ def test_few_multiprocessors_are_busy_with_larger_blocks():
 
 
 def test_weights_stay_in_blocks_only_where_each_set_has_a_multiprocessor():
-    plan = implicit_gemm.plan_for(config_of(Problem(4, 64, 64 * 100, 1, (64, 64), (1, 1))), "forward")
+    plan = tile_for(implicit_gemm, config_of(Problem(4, 64, 64 * 100, 1, (64, 64), (1, 1))), "forward")
     for count in (plan.sets - 1, plan.sets):
         other = replace(plan, multiprocessors=count)
         assert other.resident == (count == plan.sets)

@@ -15,8 +15,9 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.layout.transpose import turning_seconds
-from gemmconv.kernels.sm90 import wgrad_nchw
+from gemmconv.kernels.sm90 import wgrad_nchw, wgrad_nhwc
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from tests.samples import tile_for
 
 EXAMPLES = settings.default.max_examples
 LIMIT = 64 << 20
@@ -130,10 +131,10 @@ def test_real_layers_take_the_kernel(name, numerics, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # asked as if on Hopper
     (workload,) = (one for suite in ("public", "models") for one in SUITES[suite] if one.name == name)
     config = Config(workload.problem, numerics[0], torch.device("cuda", 0), numerics[1])
-    tile = fused.gradient_tile_for(config)
+    tile = tile_for(wgrad_nchw, config)
     assert tile is not None
     seconds = tile.seconds(config.workspace_limit)
-    if (lines := fused.lines_tile_for(config)) is not None:  # which may be faster, both tensors turned before
+    if (lines := tile_for(wgrad_nhwc, config)) is not None:  # which may be faster, both tensors turned before
         assert numerics[0] == torch.float16
         turned = lines.seconds(config.workspace_limit) + turning_seconds(config, torch.channels_last)
         seconds = min(seconds, turned)
@@ -147,11 +148,11 @@ def test_what_the_kernel_is_not_for_is_left_to_others():
         for dtype in (torch.float16, torch.float32)
     )
     problem = Problem(2, 16, 16, 1, (4, 16), (2, 2), (2, 2))
-    assert fused.gradient_tile_for(half(problem)) is not None
-    assert fused.gradient_tile_for(Config(problem, torch.float64, torch.device("cuda", 0), "ieee")) is None
+    assert tile_for(wgrad_nchw, half(problem)) is not None
+    assert tile_for(wgrad_nchw, Config(problem, torch.float64, torch.device("cuda", 0), "ieee")) is None
     odd = Problem(2, 16, 16, 1, (4, 16), (3, 3), (2, 2), padding=(1, 1))  # 31 outputs across
-    assert fused.gradient_tile_for(half(odd)) is None
-    assert fused.gradient_tile_for(single(odd)) is not None
+    assert tile_for(wgrad_nchw, half(odd)) is None
+    assert tile_for(wgrad_nchw, single(odd)) is not None
 
 
 def test_channels_last_takes_the_same_tile_and_the_time_to_turn():
@@ -160,7 +161,7 @@ def test_channels_last_takes_the_same_tile_and_the_time_to_turn():
         Config(problem, torch.float32, torch.device("cuda", 0), "ieee", memory_format=memory_format)
         for memory_format in (torch.contiguous_format, torch.channels_last)
     )
-    assert fused.gradient_tile_for(last) == fused.gradient_tile_for(nchw) is not None
+    assert tile_for(wgrad_nchw, last) == tile_for(wgrad_nchw, nchw) is not None
     estimates = [fused.Fused().estimate(config, "weight_grad") for config in (nchw, last)]
     assert turning_seconds(last) > 0
     assert estimates[1] - estimates[0] == pytest.approx(turning_seconds(last))
@@ -169,12 +170,12 @@ def test_channels_last_takes_the_same_tile_and_the_time_to_turn():
 def test_a_copy_of_the_input_counts_as_workspace():
     problem = Problem(2, 16, 16, 1, (4, 14), (2, 2), (2, 2))
     config = Config(problem, torch.float16, torch.device("cuda", 0), "ieee")
-    tile = fused.gradient_tile_for(config)
+    tile = tile_for(wgrad_nchw, config)
     assert tile.input_width == 16
     assert tile.padded_bytes == 2 * 16 * 4 * 16 * 2
     assert tile.workspace_bytes(config.workspace_limit) > tile.padded_bytes
     less = Config(problem, torch.float16, torch.device("cuda", 0), "ieee", workspace_limit=tile.padded_bytes)
-    assert fused.gradient_tile_for(less) is None
+    assert tile_for(wgrad_nchw, less) is None
 
 
 def test_images_that_padded_rows_make_too_large_are_left_to_others():

@@ -16,6 +16,7 @@ from gemmconv.kernels.base import Config
 from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.sm90 import wgrad_nhwc
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
+from tests.samples import tile_for
 
 EXAMPLES = settings.default.max_examples
 LIMIT = 64 << 20
@@ -155,8 +156,8 @@ def test_real_layers_take_the_kernel_in_channels_last(name, monkeypatch):
         Config(workload.problem, torch.float16, torch.device("cuda", 0), memory_format=memory_format)
         for memory_format in (torch.channels_last, torch.contiguous_format)
     )
-    tile = fused.lines_tile_for(last)
-    assert tile == fused.lines_tile_for(nchw) is not None
+    tile = tile_for(wgrad_nhwc, last)
+    assert tile == tile_for(wgrad_nhwc, nchw) is not None
     assert fused.Fused().estimate(last, "weight_grad") == tile.seconds(LIMIT)
     assert fused.Fused().workspace_bytes(last, "weight_grad") == tile.workspace_bytes(LIMIT) <= LIMIT
     assert not fused.Fused().turns(last, "weight_grad")
@@ -168,9 +169,9 @@ def test_real_layers_take_the_kernel_in_channels_last(name, monkeypatch):
 def test_what_the_kernel_is_not_for_is_left_to_others():
     problem, odd = (Problem(2, channels, 16, 1, (4, 16), (2, 2), (2, 2)) for channels in (16, 20))
     device = torch.device("cuda", 0)
-    assert fused.lines_tile_for(Config(problem, torch.bfloat16, device)) is not None
-    assert fused.lines_tile_for(Config(problem, torch.float32, device, "tf32")) is None
-    assert fused.lines_tile_for(Config(odd, torch.bfloat16, device)) is None
-    assert fused.lines_tile_for(Config(problem, torch.bfloat16, device, workspace_limit=1)) is None
+    assert tile_for(wgrad_nhwc, Config(problem, torch.bfloat16, device)) is not None
+    assert tile_for(wgrad_nhwc, Config(problem, torch.float32, device, "tf32")) is None
+    assert tile_for(wgrad_nhwc, Config(odd, torch.bfloat16, device)) is None
+    assert tile_for(wgrad_nhwc, Config(problem, torch.bfloat16, device, workspace_limit=1)) is None
     large = Problem(1, 8, 8, 1, (1 << 16, 1 << 15), (1, 1))
-    assert fused.lines_tile_for(Config(large, torch.bfloat16, device)) is None
+    assert tile_for(wgrad_nhwc, Config(large, torch.bfloat16, device)) is None

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from gemmconv.algorithms.base import AlgorithmOfOne
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import (
     BothGradients,
@@ -31,6 +32,7 @@ from gemmconv.kernels.base import (
     Direction,
     Forward,
     Gradient,
+    Pass,
     accumulator_dtype,
     why_no_kernels,
 )
@@ -39,7 +41,6 @@ from gemmconv.kernels.layout.transpose import (
     GradientsInNchw,
     from_nchw,
     grads_turning_seconds,
-    one_by_one_seconds,
     prepare_both,
     to_nchw,
     turning_seconds,
@@ -91,13 +92,15 @@ class Engine(Protocol):
         ...
 
 
-class GemmCol2im:
+class GemmCol2im(AlgorithmOfOne):
     """See the module."""
 
     name = "gemm_col2im"
     summary = "cuBLAS batched GEMM into a bounded column workspace, then a col2im kernel"
 
-    def why_not(self, config: Config) -> str | None:
+    computed_in = torch.contiguous_format
+
+    def why_not(self, config: Config, direction: Pass = "forward") -> str | None:
         if (reason := why_no_kernels(config.device, config.spec) or why_not_dtype(config.dtype)) is not None:
             return reason
         if config.device.type not in ("cpu", "cuda"):
@@ -108,7 +111,12 @@ class GemmCol2im:
             return f"the extents of its matrices must stay below 2**31, got {largest}"
         return None
 
-    def workspace_bytes(self, config: Config, direction: Direction) -> int:
+    def tiles(self, config: Config, direction: Pass) -> tuple[Chunking, ...]:
+        if direction == "forward":
+            return (_forward_chunks(config),)
+        return (_backward_chunks(config, direction),)
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: object = None) -> int:
         problem = config.problem
         if direction == "forward":
             chunks = _forward_chunks(config)
@@ -129,9 +137,6 @@ class GemmCol2im:
         columns = chunks.count * _LAUNCH_SECONDS[direction]
         columns += config.problem.column_bytes(itemsize) / (_COPY_RATE * config.spec.ratio("bandwidth"))
         return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
-
-    def turns(self, config: Config, direction: Direction) -> bool:
-        return direction != "forward"
 
     def forward(self, config: Config) -> Forward:
         problem, engine = config.problem, _engine(config, "forward")
@@ -189,7 +194,7 @@ class GemmCol2im:
         seconds = self.estimate(weight_config, "weight_grad") - turning_seconds(weight_config)
         seconds += _product_seconds(config, "input_grad", chunks, config.dtype.itemsize)
         seconds += grads_turning_seconds(config, weight_config)
-        if seconds >= one_by_one_seconds(self, config, weight_config):
+        if seconds >= self.one_by_one_seconds(config, weight_config):
             return math.inf
         return _AT_ONCE_FACTOR * seconds
 
@@ -262,7 +267,7 @@ def _forward_chunks(config: Config) -> Chunking:
     return forward_chunks(config.problem, accumulator_dtype(config.dtype).itemsize, config.workspace_limit)
 
 
-def _backward_chunks(config: Config, direction: Direction) -> Chunking:
+def _backward_chunks(config: Config, direction: Pass) -> Chunking:
     if direction == "input_grad":
         return backward_chunks(config.problem, config.dtype.itemsize, config.workspace_limit)
     limit = config.workspace_limit

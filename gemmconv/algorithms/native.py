@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gemmconv.algorithms.base import AlgorithmOfOne
 from gemmconv.device import MEASURED, DeviceSpec
 from gemmconv.geometry import Shape4
 from gemmconv.kernels.base import (
@@ -23,6 +24,7 @@ from gemmconv.kernels.base import (
     Direction,
     Forward,
     Gradient,
+    Pass,
     strides_of,
     with_strides,
 )
@@ -199,13 +201,13 @@ def _least_seconds(config: Config, direction: Direction) -> float | None:
     return least.seconds(config, peak, peak_there) + bias_bytes / config.spec.bandwidth
 
 
-class Native:
+class Native(AlgorithmOfOne):
     """See the module."""
 
     name = "native"
     summary = "torch's own operator: cuDNN on CUDA, oneDNN on the CPU"
 
-    def why_not(self, config: Config) -> str | None:
+    def why_not(self, config: Config, direction: Pass = "forward") -> str | None:
         on_cuda_float32 = config.device.type == "cuda" and config.dtype == torch.float32
         if on_cuda_float32 and config.precision != config.torch_precision:
             return (
@@ -214,7 +216,7 @@ class Native:
             )
         return None
 
-    def workspace_bytes(self, config: Config, direction: Direction) -> int:
+    def workspace_bytes(self, config: Config, direction: Pass, tile: object = None) -> int:
         """0: torch decides for itself and does not say."""
         return 0
 
@@ -229,9 +231,6 @@ class Native:
         if config.device.type != "cuda" or (least := _least_seconds(config, direction)) is None:
             return math.inf
         return _AT_MOST * least + _LEAST_LAUNCH if config.spec.is_hopper else least / _TYPICAL
-
-    def turns(self, config: Config, direction: Direction) -> bool:
-        return False
 
     def forward(self, config: Config) -> Forward:
         p = config.problem

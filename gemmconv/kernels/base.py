@@ -1,20 +1,23 @@
-"""What an algorithm is to the rest of the library."""
+"""What a kernel is to the rest of the library, and the configuration that it is asked for."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from gemmconv.device import AMPERE, REFERENCE, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
+from gemmconv.kernels.macros import ELEMENT_TYPES, why_not_dtype
 from gemmconv.runtime.available import what_is_missing
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
+Pass = Literal["forward", "input_grad", "weight_grad", "grads"]  # the last: both gradients at once
 Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
@@ -41,6 +44,7 @@ class Config:
         bias: whether a forward call has one.
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator may take none but cuDNN's deterministic kernels.
+        weight_format: of both gradients at once, ``memory_format`` of the weight's; None where it is the input's.
     """
 
     problem: Problem
@@ -53,78 +57,107 @@ class Config:
     bias: bool = False
     spec: DeviceSpec = REFERENCE
     deterministic: bool = False
+    weight_format: torch.memory_format | None = None
+
+    @property
+    def of_weight(self) -> Config:
+        """The configuration of the weight's gradient, of both at once."""
+        return replace(self, memory_format=self.weight_format or self.memory_format, weight_format=None)
 
 
-class Algorithm(Protocol):
-    """One way to compute a transposed convolution and its gradients.
+class Kernel(ABC):
+    """One way to compute some passes on a GPU: what it is for, the tiles that it may take, what each costs, its launch.
 
-    The prepared calls take tensors that fit the configuration, of any strides.
+    Attributes:
+        name: its folder and file under csrc/, without the ending.
+        directions: the passes that it may compute; ``"grads"`` is both gradients at once.
+        features: what a device must have, of :attr:`gemmconv.device.DeviceSpec.features`.
+        dtypes: element types.
+        serves: the layers that it is for, as a clause after "it is for".
+        computed_in: the format that tensors are transposed to before it begins, None where it takes either.
     """
 
-    @property
-    def name(self) -> str:
-        """What a user writes in ``algorithm=``."""
-        ...
+    name: ClassVar[str]
+    directions: ClassVar[tuple[Pass, ...]] = ("forward",)
+    features: ClassVar[frozenset[str]] = frozenset()
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ELEMENT_TYPES)
+    serves: ClassVar[str]
+    computed_in: ClassVar[torch.memory_format | None] = None
 
-    @property
-    def summary(self) -> str:
-        """What it does, in a line."""
-        ...
+    @abstractmethod
+    def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
+        """The tiles that it may take for a pass that it is for, as frozen dataclasses; none where it declines it."""
 
-    def why_not(self, config: Config) -> str | None:
-        """Why it cannot serve the configuration, as a clause after its name; None where it can."""
-        ...
+    @abstractmethod
+    def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
+        """Roughly the seconds of a call, to choose by."""
 
-    def workspace_bytes(self, config: Config, direction: Direction) -> int:
-        """Bytes of temporary memory that one call takes at most beside its arguments and its result.
+    @abstractmethod
+    def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
+        """Prepare the call: :data:`Forward`, :data:`Gradient` or :data:`BothGradients`."""
 
-        A weight gradient's are those of both gradients at once too. Tensors that are turned round (see transpose.py) do
-        not count.
-        """
-        ...
+    def tile(self, config: Config, direction: Pass) -> Any | None:
+        """The tile of the least estimate: a pure function of the arguments. None where it declines the layer."""
+        return min(self.tiles(config, direction), key=lambda tile: self.seconds(config, direction, tile), default=None)
 
-    def estimate(self, config: Config, direction: Direction) -> float:
-        """Roughly the seconds of one call on a GPU, to choose by; infinite where nothing is known of it."""
-        ...
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
+        """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors."""
+        return 0
 
-    def turns(self, config: Config, direction: Direction) -> bool:
-        """Whether a gradient's call begins with turning a grad_output in channels_last to NCHW (see transpose.py)."""
-        ...
+    def why_not(self, config: Config, direction: Pass) -> str | None:
+        """Why it cannot compute a pass, as a clause after its name; None where it can."""
+        if config.device.type != "cuda":
+            return f"the device must be cuda, got {config.device.type}"
+        if (
+            reason := missing(config.device) if self.features else why_no_kernels(config.device, config.spec)
+        ) is not None:
+            return reason
+        if not self.features <= config.spec.features:
+            major, minor = config.spec.capability
+            return f"the device must have compute capability 9.0, got {major}.{minor}"
+        if direction not in self.directions:
+            return f"it computes {' and '.join(self.directions)} alone, got {direction}"
+        if (reason := why_not_dtype(config.dtype, self.dtypes)) is not None:
+            return reason
+        return self.declines(config, direction)
 
-    def forward(self, config: Config) -> Forward:
-        """Prepare output = conv_transpose2d(input, weight, bias)."""
-        ...
-
-    def input_grad(self, config: Config) -> Gradient:
-        """Prepare grad_input from (grad_output, weight)."""
-        ...
-
-    def weight_grad(self, config: Config) -> Gradient:
-        """Prepare grad_weight from (grad_output, input)."""
-        ...
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        """Prepare both gradients at once, from (grad_output, input, weight), where :meth:`grads_estimate` is finite.
-
-        Args:
-            config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if
-                at all.
-        """
-        ...
-
-    def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """Roughly the seconds of both gradients at once; infinite where there is nothing but one after the other."""
-        ...
+    def declines(self, config: Config, direction: Pass) -> str | None:
+        """What :meth:`why_not` says of a layer."""
+        return None if self.tile(config, direction) is not None else f"it is for {self.serves}"
 
 
-class OneByOne:
-    """What algorithms inherit that compute one gradient after the other."""
+class Choice(NamedTuple):
+    """A kernel for a pass, its tile, and the seconds that it is estimated at."""
 
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        raise NotImplementedError("one after the other")
+    kernel: Kernel
+    tile: Any
+    seconds: float
 
-    def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        return math.inf
+    def __str__(self) -> str:
+        return " ".join([self.kernel.name, *(f"{name}={value}" for name, value in tile_fields(self.tile).items())])
+
+
+def choices(config: Config, direction: Pass, kernels: Iterable[Kernel]) -> list[Choice]:
+    """Those of some kernels that can compute a pass, in their order."""
+    found = []
+    for kernel in kernels:
+        if direction in kernel.directions and kernel.why_not(config, direction) is None:
+            tile = kernel.tile(config, direction)
+            found.append(Choice(kernel, tile, kernel.seconds(config, direction, tile)))
+    return found
+
+
+def tile_fields(tile: Any) -> dict[str, Any]:
+    """What sets a tile apart from others of its kernel for one pass on one device; of pairs and the like a text."""
+    if not dataclasses.is_dataclass(tile):
+        return {}
+    of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize")
+    fields = {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile) if field.name not in of_pass}
+    parts = {name: tile_fields(value).values() or value for name, value in fields.items()}
+    return {
+        name: value if isinstance(value, int | str | float) else "x".join(map(str, value))
+        for name, value in parts.items()
+    }
 
 
 def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Direction
+from gemmconv.kernels.base import Pass
 
 
 class Gathering:
@@ -17,7 +17,7 @@ class Gathering:
     """
 
     problem: Problem
-    direction: Direction
+    direction: Pass
 
     @property
     def in_channels(self) -> int:

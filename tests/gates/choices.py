@@ -29,7 +29,7 @@ from gemmconv import selection
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.device import MEASURED
 from gemmconv.kernels.base import Config, Direction
-from gemmconv.ops import _both_gradients
+from gemmconv.ops import both_gradients
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
 PASSES = ("forward", "input_grad", "weight_grad", "grads")
@@ -82,7 +82,7 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
             return chosen.name, chosen.estimate(config, cast(Direction, one)), loads
         gradients = selection.choose_gradients(config, config, "auto", "")
         inner = replace(config, memory_format=torch.channels_last) if gradients.turned else config
-        _both_gradients(gradients, inner, inner)
+        both_gradients(gradients, inner, inner)
         able = [algorithm for algorithm in ALGORITHMS if algorithm.why_not(config) is None]
         names = gradients.input_grad.name, gradients.weight_grad.name
         how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]

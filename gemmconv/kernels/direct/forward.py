@@ -12,7 +12,16 @@ import torch
 
 from gemmconv.device import REFERENCE, DeviceSpec
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Forward, accumulator_dtype, in_either_format, strides_of, with_strides
+from gemmconv.kernels.base import (
+    Config,
+    Forward,
+    Kernel,
+    Pass,
+    accumulator_dtype,
+    in_either_format,
+    strides_of,
+    with_strides,
+)
 from gemmconv.kernels.integers import even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.params import params_struct, plane_grid
@@ -30,6 +39,13 @@ _MOST_TURNS, _BUSY_BLOCKS = 8, 6  # of a block; of a multiprocessor
 # A depthwise thread has two cells in channels_last, which share what they read, while they have no more sums than this:
 # k8 s4 in float32 takes 33 us with two cells (32 sums) and 37 with one, k16 s8 85 with two (64 sums) and 76 with one.
 _MOST_PAIR_SUMS = 32
+_WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
+_WIDEST_STRIDE = 32
+_CHANNELS_LAST_FACTOR = 1.1  # of what a tile is estimated at, beside fused
+_LAUNCH_SECONDS = 4e-6
+# What forward passes of depthwise layers reach on an H200: operations and bytes a second, and seconds of a tap and
+# channel that a block goes through.
+_DEPTHWISE = 22e12, 2.1e12, 35e-9
 
 
 @dataclass(frozen=True)
@@ -413,3 +429,78 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         return output
 
     return call
+
+
+class DirectKernel(Kernel):
+    """What the kernels of ``direct`` have in common: the layers that they are for."""
+
+    serves = "layers of which a block's windows fit registers and shared memory"
+
+    def why_not(self, config: Config, direction: Pass) -> str | None:
+        p = config.problem
+        if (reason := super().why_not(config, direction)) is not None:
+            return reason
+        if max(p.stride) > _WIDEST_STRIDE:
+            return f"stride must be at most {_WIDEST_STRIDE} on both axes, got {p.stride}"
+        if p.kernel_size[1] > _WIDEST_KERNEL:
+            return f"kernel width must be at most {_WIDEST_KERNEL}, got {p.kernel_size[1]}"
+        if tile_of(p, config.dtype, config.memory_format is torch.channels_last, config.spec) is None:
+            window = f"kernel_size={p.kernel_size}, dilation={p.dilation}"
+            return f"the inputs of one cell must fit {SHARED_BYTES} bytes of shared memory, got {window}"
+        if config.dtype == torch.float32 and (longest := longest_sum(p)) > LONGEST_SUM:
+            return f"float32 outputs must be sums of at most {LONGEST_SUM} products, got {longest}"
+        if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > _INT32_MAX:
+            return "images must have less than 2**31 pixels"
+        return None
+
+
+class DirectForward(DirectKernel):
+    """See the module."""
+
+    name = "direct/forward"
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        if (tile := self.tile(config, direction)) is not None:
+            yield tile
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_of(config.problem, config.dtype, config.memory_format is torch.channels_last, config.spec)
+
+    def cycles(self, config: Config, tile: Tile) -> float:
+        """What a tile is estimated at, in cycles."""
+        channels_last = config.memory_format is torch.channels_last
+        return cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        if tile.depthwise:
+            return _LAUNCH_SECONDS + sum(seconds_of_parts(config, *_DEPTHWISE))
+        factor = _CHANNELS_LAST_FACTOR if config.memory_format is torch.channels_last else 1
+        return _LAUNCH_SECONDS + factor * self.cycles(config, tile) / clock_of(config)
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
+        return prepare_forward(config, tile)
+
+
+def clock_of(config: Config) -> float:
+    """Cycles a second, as estimates of forward passes count them."""
+    return REFERENCE.clock * config.spec.ratio("clock")
+
+
+def seconds_of_parts(
+    config: Config, ffma_rate: float, copy_rate: float, step_seconds: float
+) -> tuple[float, float, float]:
+    """Seconds of arithmetic, of bytes, and of the steps that a block goes through one after the other."""
+    p, spec = config.problem, config.spec
+    double = 2 if config.dtype == torch.float64 else 1
+    ffma_rate, copy_rate = ffma_rate * spec.ratio("fp32"), copy_rate * spec.ratio("bandwidth")
+    step_seconds /= spec.ratio("clock")
+    moved, steps = p.least_bytes(config.dtype.itemsize), p.taps * p.out_channels // p.groups
+    return p.useful_flops / ffma_rate * double, moved / copy_rate, steps * step_seconds
+
+
+def slowest_elsewhere(config: Config) -> float:
+    """What estimates that were made for Hopper's multiprocessors are divided by on other GPUs."""
+    return 1.0 if config.spec.is_hopper else config.spec.slowest_ratio
+
+
+KERNEL = DirectForward()

@@ -15,7 +15,8 @@ import torch
 
 from gemmconv.device import REFERENCE, DeviceSpec
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
+from gemmconv.kernels.base import Config, Forward, Pass, aligned, in_either_format, strides_of, with_strides
+from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.params import MAX_GRID_Y, params_struct
@@ -40,6 +41,7 @@ _MOST_M_TILES = 32  # bits of a mask
 _MOST_STEPS = 2048  # 4 KiB of constant memory a table
 
 Shift = Pair  # from a cell to an input, per axis
+_LAUNCH_SECONDS, _FACTOR = 12e-6, 0.95  # beside fused: its launch, and what its tile is estimated at
 
 
 @dataclass(frozen=True)
@@ -519,3 +521,31 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         return output
 
     return call
+
+
+class DirectForwardMma(DirectKernel):
+    """See the module."""
+
+    name = "direct/forward_mma"
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    serves = "layers of more than one channel whose weights fit shared memory, in 16-bit types or TF32"
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        if self.tile(config, direction) is not None:
+            channels_last = config.memory_format is torch.channels_last
+            yield from tiles_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_for(config)
+
+    def why_not(self, config: Config, direction: Pass) -> str | None:
+        return super().why_not(config, direction) or self.declines(config, direction)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        return _LAUNCH_SECONDS + _FACTOR * tile.cycles / clock_of(config)
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
+        return prepare_forward(config, tile)
+
+
+KERNEL = DirectForwardMma()

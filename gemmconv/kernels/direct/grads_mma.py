@@ -11,13 +11,14 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, in_either_format
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, Pass, in_either_format
+from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import Patch, aligned_to, problem_macros, rows_of
 from gemmconv.kernels.integers import even_share, power_of_two
-from gemmconv.kernels.layout.transpose import from_nchw, to_nchw
+from gemmconv.kernels.layout.transpose import from_nchw, grads_turning_seconds, to_nchw
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.params import MAX_GRID_Y, params_struct
-from gemmconv.kernels.splits.reduce_splits import prepare_partials
+from gemmconv.kernels.splits.reduce_splits import partial_bytes, prepare_partials
 
 _WARPS = 4
 _SHARED_BYTES = 99 << 10  # the most that every architecture since sm_80 has
@@ -236,3 +237,40 @@ def prepare_grads(config: Config, weight_config: Config, tile: Tile) -> BothGrad
         return turned_back(grad_input), grad_weight
 
     return call
+
+
+class DirectGradsMma(DirectKernel):
+    """See the module."""
+
+    name = "direct/grads_mma"
+    directions = ("grads",)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    serves = "few channels, of which a warp has room for the sums of all taps, in 16-bit types or TF32"
+    computed_in = torch.contiguous_format
+
+    def tiles(self, config: Config, direction: Pass) -> list[Tile]:
+        if tile_for(config) is None:
+            return []
+        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_for(config)
+
+    def why_not(self, config: Config, direction: Pass) -> str | None:
+        p = config.problem
+        if not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
+            return "tensors must have elements"
+        return super().why_not(config, direction) or self.declines(config, direction)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        seconds = tile.seconds(config.workspace_limit) / slowest_elsewhere(config)
+        return seconds + grads_turning_seconds(config, config.of_weight)
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
+        return partial_bytes(config, tile.slices(config.workspace_limit))
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> BothGradients:
+        return prepare_grads(config, config.of_weight, tile)
+
+
+KERNEL = DirectGradsMma()

@@ -7,14 +7,17 @@ as the tiles do.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import BothGradients, Config, Gradient, accumulator_dtype, in_either_format
+from gemmconv.kernels.base import BothGradients, Config, Gradient, Pass, accumulator_dtype, in_either_format
+from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import (
     BATCH_WORDS,
     PREFETCH_WORDS,
@@ -32,7 +35,13 @@ from gemmconv.kernels.direct.patch import (
     sum_bytes,
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within
-from gemmconv.kernels.layout.transpose import GradientsInNchw, prepare_both, to_nchw
+from gemmconv.kernels.layout.transpose import (
+    GradientsInNchw,
+    grads_turning_seconds,
+    prepare_both,
+    to_nchw,
+    turning_seconds,
+)
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.params import MAX_GRID_Y, params_struct
 from gemmconv.kernels.splits.reduce_splits import partial_bytes, prepare_partials
@@ -354,3 +363,37 @@ def _prepare(config: Config, input_grad: bool) -> GradientsInNchw:
 def _share(extent: int, most: int) -> int:
     """The whole of an extent that is at most ``most``, else a power of two of it."""
     return extent if extent <= most else power_of_two_within(most + 1, most)
+
+
+class DirectWeightGrad(DirectKernel):
+    """See the module."""
+
+    name = "direct/weight_grad"
+    directions = ("weight_grad", "grads")
+    computed_in = torch.contiguous_format
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[WeightGradTile]:
+        yield self.tile(config, direction)
+
+    def tile(self, config: Config, direction: Pass) -> WeightGradTile:
+        return _tile_for(config, direction == "grads")
+
+    def why_not(self, config: Config, direction: Pass) -> str | None:
+        p = config.problem
+        if direction == "grads" and not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
+            return "tensors must have elements"
+        return super().why_not(config, direction)
+
+    def seconds(self, config: Config, direction: Pass, tile: WeightGradTile) -> float:
+        if direction == "grads":
+            return grads_seconds(config) / slowest_elsewhere(config) + grads_turning_seconds(config, config.of_weight)
+        return weight_grad_seconds(config) / slowest_elsewhere(config) + turning_seconds(config)
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
+        return weight_grad_workspace_bytes(config)
+
+    def prepare(self, config: Config, direction: Pass, tile: WeightGradTile) -> Callable[..., Any]:
+        return prepare_grads(config, config.of_weight) if direction == "grads" else prepare_weight_grad(config)
+
+
+KERNEL = DirectWeightGrad()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from gemmconv.geometry import Shape4
-from gemmconv.kernels.base import Algorithm, BothGradients, Config, strides_of, with_strides
+from gemmconv.kernels.base import BothGradients, Config, strides_of, with_strides
 from gemmconv.kernels.integers import even_share, power_of_two
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.params import params_struct, plane_grid
@@ -82,12 +82,6 @@ def turned_seconds(config: Config, turns_weight: bool) -> float:
     """
     of_weight = _seconds(config, config.problem.weight_shape, torch.channels_last) if turns_weight else 0.0
     return grads_turning_seconds(config, config, torch.channels_last) + of_weight
-
-
-def one_by_one_seconds(algorithm: Algorithm, config: Config, weight_config: Config) -> float:
-    """What an algorithm that turns grad_output takes for one gradient after the other, once turned in one format."""
-    seconds = algorithm.estimate(config, "input_grad") + algorithm.estimate(weight_config, "weight_grad")
-    return seconds - (grad_turning_seconds(config) if config.memory_format is weight_config.memory_format else 0)
 
 
 def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = torch.contiguous_format) -> float:

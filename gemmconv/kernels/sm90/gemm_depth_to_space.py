@@ -15,9 +15,10 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward
+from gemmconv.kernels.base import Config, Forward, Pass
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.sm90 import pixels_on_m
+from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionRows
 
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
@@ -98,3 +99,29 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
     macros = macros_of(tile, config.dtype)
     return pixels_on_m.prepare_forward(config, "gemm_depth_to_space", tile, macros, config.problem.kernel_size[1])
+
+
+class GemmDepthToSpace(Sm90Kernel):
+    """See the module."""
+
+    name = "sm90/gemm_depth_to_space"
+    serves = "one group, kernel_size equal to stride, without padding or dilation, taps that divide 16"
+    only_nchw = True
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        return tile.cycles / CLOCK_RATE
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
+        return tile.packed_bytes
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
+        return prepare_forward(config, tile)
+
+
+KERNEL = GemmDepthToSpace()

@@ -18,10 +18,11 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Forward
+from gemmconv.kernels.base import Config, Forward, Pass
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.params import params_struct
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
@@ -256,3 +257,26 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     macros = macros_of(tile, config.dtype)
     counts = tile.problem.batch, tile.items
     return pack_k_major.prepare_forward(config, "gemm_fold", macros, GemmFoldParams, weights, counts, tile.threads)
+
+
+class GemmFold(Sm90Kernel):
+    """See the module."""
+
+    name = "sm90/gemm_fold"
+    serves = "one group, taps that divide 64, phases that all have taps, small images of 4n inputs"
+    only_nchw = True
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        return tile.cycles / CLOCK_RATE
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
+        return prepare_forward(config, tile)
+
+
+KERNEL = GemmFold()

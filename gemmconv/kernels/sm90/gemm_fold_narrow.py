@@ -17,10 +17,11 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, aligned, in_either_format, strides_of, with_strides
+from gemmconv.kernels.base import Config, Forward, Pass, aligned, in_either_format, strides_of, with_strides
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.params import Boxes, params_struct
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
 
 _INT32_MAX = 2**31 - 1
@@ -470,3 +471,35 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
         return output
 
     return call
+
+
+class GemmFoldNarrow(Sm90Kernel):
+    """See the module."""
+
+    name = "sm90/gemm_fold_narrow"
+    serves = "one group, phases that all have taps, at most 256 columns for all output channels"
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        if max(config.problem.in_pixels, config.problem.out_pixels) <= INT32_MAX:
+            yield from filter(_reaches, tiles_of(config.problem, *variant_of(config), config.spec.multiprocessors))
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        p = config.problem
+        if max(p.in_pixels, p.out_pixels) > INT32_MAX:
+            return None
+        tile = tile_of(p, *variant_of(config), config.spec.multiprocessors)
+        return tile if tile is not None and _reaches(tile) else None
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        return tile.cycles / FAST_CLOCK_RATE
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
+        return prepare_forward(config, tile)
+
+
+def _reaches(tile: Tile) -> bool:
+    """Whether the kernel's integers reach as far as a tile does."""
+    return max(tile.items + blocks_at_once(tile), tile.reaches) <= INT32_MAX
+
+
+KERNEL = GemmFoldNarrow()

@@ -17,10 +17,11 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward
+from gemmconv.kernels.base import Config, Forward, Pass
 from gemmconv.kernels.macros import Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.sm90 import pixels_on_m
+from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
 
 _MOST_ROW_BLOCKS = 2
@@ -32,6 +33,7 @@ _PIECE = 4  # inputs, at least, that are copied together
 _MOST_HALO = 32  # inputs of a window's neighbours
 _BYTES_A_CYCLE = 1_400  # that memory moves, by and by
 _COPIED_A_CYCLE = 6_290  # bytes, from the L2 cache to all multiprocessors
+_MARGIN = 1.15  # of 16 bits and of signals, whose estimates are up to that too low
 
 
 @dataclass(frozen=True)
@@ -203,3 +205,30 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
     return pixels_on_m.prepare_forward(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)
+
+
+class GemmFoldPixels(Sm90Kernel):
+    """See the module."""
+
+    name = "sm90/gemm_fold_pixels"
+    serves = "one group, at most 256 taps of an output channel, images and signals whose items fit shared memory"
+    only_nchw = True
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        margin = _MARGIN if tile.itemsize == 2 or tile.windows[0] > 1 else 1
+        return margin * tile.cycles / CLOCK_RATE
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
+        return tile.packed_bytes
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
+        return prepare_forward(config, tile)
+
+
+KERNEL = GemmFoldPixels()

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
+import torch
+
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Direction
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.macros import Macros, table
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.sm90.row_streaming import BARRIER_BYTES, RowGathering, across, may_gather
+from gemmconv.kernels.sm90.row_streaming import BARRIER_BYTES, RowGathering, RowStreamingKernel, across, may_gather
 
 _ITEM = 4  # bytes of an element
 _STEP = 8  # channels of a product
@@ -48,7 +50,7 @@ class Tile(RowGathering):
     """
 
     problem: Problem
-    direction: Direction
+    direction: Pass
     outs: int
     chunk: int
     columns: int = 16
@@ -215,14 +217,12 @@ class Tile(RowGathering):
 
 
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, direction: Direction, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
+def tile_of(problem: Problem, direction: Pass, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem of TF32 in NCHW: a pure function of it. None where the kernel is not for it."""
     return min(tiles_of(problem, direction, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(
-    problem: Problem, direction: Direction, multiprocessors: int = REFERENCE.multiprocessors
-) -> Iterator[Tile]:
+def tiles_of(problem: Problem, direction: Pass, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     if not may_gather(problem, direction):
         return
@@ -239,3 +239,19 @@ def tiles_of(
             continue  # chunks would have products of nothing, or read channels of the next group
         if tile.possible:
             yield tile
+
+
+class GemmFoldRowsTf32(RowStreamingKernel):
+    """See the module."""
+
+    name = "sm90/gemm_fold_rows_tf32"
+    dtypes = (torch.float32,)
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        return tiles_of(config.problem, direction, config.spec.multiprocessors)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_of(config.problem, direction, config.spec.multiprocessors)
+
+
+KERNEL = GemmFoldRowsTf32()

@@ -10,21 +10,21 @@ csrc/weights/pack_phases.cu lays the weights out, in a launch of its own before 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from gemmconv.geometry import Shape4
-from gemmconv.kernels.base import Config, Direction, Forward, Gradient, aligned, either_format, strides_of, with_strides
+from gemmconv.kernels.base import Config, Forward, Gradient, Pass, aligned, either_format, strides_of, with_strides
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.params import MAX_GRID_Y, Boxes, params_struct, reciprocal
-from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of
-from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, Plan
+from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
+from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
 _LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
 _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
-_INT32_MAX = 2**31 - 1
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
 _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/weights/pack_phases.cu
 _WEIGHT_ELEMENTS = 8  # of a thread
@@ -40,19 +40,6 @@ _FUSED_PARAMS = (
     ("by_strips", "by_strip_rows", "by_strip_tiles", "by_image_positions", "by_bottom", "by_sets"),
 )
 ImplicitGemmParams, ImplicitGemmBoxedParams = params_struct(*_FUSED_PARAMS), params_struct(*_FUSED_PARAMS, ("map",))
-
-
-def variant_of(config: Config) -> tuple[int, bool, bool]:
-    """What plans and tiles depend on: bytes of an element, whether float32 is three products, whether channels_last."""
-    split = config.dtype == torch.float32 and config.precision == "ieee"
-    return config.dtype.itemsize, split, config.memory_format is torch.channels_last
-
-
-def plan_for(config: Config, direction: Direction) -> Plan | None:
-    """The plan for a configuration, None where the kernel is not for it."""
-    if config.dtype not in DTYPES:
-        return None
-    return plan_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
 
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
@@ -126,7 +113,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
         **geometry_macros(p),
     }
-    if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
+    if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX:
         macros["INDEX_64"] = 1
     return macros
 
@@ -186,10 +173,6 @@ def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shap
     return call
 
 
-def plan_seconds(plan: Plan) -> float:
-    return _LAUNCH_SECONDS + plan.expected_cycles / _CLOCK_RATE + 2 * plan.packed_bytes / _WEIGHT_RATE
-
-
 def _boxes(plan: Plan) -> Boxes:
     """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
 
@@ -231,20 +214,49 @@ def _weights_grid(plan: Plan) -> tuple[int, int, int]:
     return -(-threads // _WEIGHT_THREADS), -(-steps // along) * plan.channel_sets, plan.problem.groups
 
 
-def too_large(plan: Plan) -> str | None:
+def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
     p = plan.problem
-    if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > _INT32_MAX:
+    if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
         return "images must have less than 2**31 pixels in all"
     blocks, channel_blocks, groups = _weights_grid(plan)
     if max(groups, channel_blocks) > MAX_GRID_Y:
         return f"groups and blocks of output channels must be at most {MAX_GRID_Y} each"
-    if blocks * _WEIGHT_THREADS > _INT32_MAX:
+    if blocks * _WEIGHT_THREADS > INT32_MAX:
         return "the weights of a group and a block of its output channels must be laid out by less than 2**31 threads"
     return None
 
 
-def own_plan(config: Config, direction: Direction) -> Plan | None:
-    """The plan for a pass that the kernel computes, None where gemm_col2im does."""
-    plan = None if direction == "weight_grad" else plan_for(config, direction)
-    return None if plan is None or too_large(plan) else plan
+class ImplicitGemm(Sm90Kernel):
+    """See the module."""
+
+    name = "sm90/implicit_gemm"
+    directions = ("forward", "input_grad")
+    serves = "layers whose tiles fit shared memory"
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Plan]:
+        return plans_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
+
+    def tile(self, config: Config, direction: Pass) -> Plan | None:
+        plan = plan_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
+        return None if plan is None or _too_large(plan) else plan
+
+    def declines(self, config: Config, direction: Pass) -> str | None:
+        p = config.problem
+        plan = plan_of(p, direction, *variant_of(config), config.spec.multiprocessors)
+        if plan is not None:
+            return _too_large(plan)
+        window = f"kernel_size={p.kernel_size}, stride={p.stride}, dilation={p.dilation}"
+        return f"a tile must fit {SHARED_BYTES} bytes of shared memory, and its tables constant memory; got {window}"
+
+    def seconds(self, config: Config, direction: Pass, tile: Plan) -> float:
+        return _LAUNCH_SECONDS + tile.expected_cycles / CLOCK_RATE + 2 * tile.packed_bytes / _WEIGHT_RATE
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Plan) -> int:
+        return tile.packed_bytes
+
+    def prepare(self, config: Config, direction: Pass, tile: Plan) -> Callable[..., Any]:
+        return prepare_forward(config, tile) if direction == "forward" else prepare_input_grad(config, tile)
+
+
+KERNEL = ImplicitGemm()

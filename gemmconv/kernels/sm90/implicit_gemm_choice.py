@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Direction
+from gemmconv.kernels.base import Pass
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, WIDEST, Plan, Way
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
@@ -27,7 +27,7 @@ _LINED = {4: ((4, 1), (2, 2)), 8: ((8, 1), (4, 2)), 16: ((16, 1), (8, 2))}
 @lru_cache(maxsize=1024)
 def plan_of(
     problem: Problem,
-    direction: Direction,
+    direction: Pass,
     itemsize: int,
     split: bool,
     channels_last: bool,
@@ -40,7 +40,7 @@ def plan_of(
 
 def plans_of(
     problem: Problem,
-    direction: Direction,
+    direction: Pass,
     itemsize: int,
     split: bool,
     channels_last: bool,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Direction
+from gemmconv.kernels.base import Pass
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import phase_shifts
 from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
@@ -87,7 +87,7 @@ class Plan(Gathering):
     """
 
     problem: Problem
-    direction: Direction
+    direction: Pass
     itemsize: int
     split: bool
     channels_last: bool
@@ -818,7 +818,7 @@ def _line_box(
 
 
 @lru_cache(maxsize=1024)
-def _axis_shifts(problem: Problem, direction: Direction, axis: int, phase: int) -> tuple[int, ...]:
+def _axis_shifts(problem: Problem, direction: Pass, axis: int, phase: int) -> tuple[int, ...]:
     """The shifts from a cell's first input to those that reach one of its outputs."""
     stride = problem.stride[axis]
     if direction == "input_grad":
@@ -828,7 +828,7 @@ def _axis_shifts(problem: Problem, direction: Direction, axis: int, phase: int) 
 
 
 @lru_cache(maxsize=1024)
-def _reach(problem: Problem, direction: Direction, axis: int, unit: int, span: int) -> Pair:
+def _reach(problem: Problem, direction: Pass, axis: int, unit: int, span: int) -> Pair:
     shifts = [shift // unit for phase in range(span) for shift in _axis_shifts(problem, direction, axis, phase)]
     return min(shifts), max(shifts)
 
@@ -846,7 +846,7 @@ def _phases(span: Pair, slots: int) -> tuple[tuple[Pair | None, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _steps(
-    problem: Problem, direction: Direction, phases: tuple[tuple[Pair | None, ...], ...], blocks: int, sides: int
+    problem: Problem, direction: Pass, phases: tuple[tuple[Pair | None, ...], ...], blocks: int, sides: int
 ) -> tuple[tuple[Pair, ...], ...]:
     found = []
     for first in range(0, len(phases), blocks * sides):

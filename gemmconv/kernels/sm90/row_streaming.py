@@ -6,18 +6,19 @@ Words are those of the kernels' headers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import (
     Config,
-    Direction,
     Forward,
     Gradient,
+    Pass,
     aligned,
     either_format,
     strides_of,
@@ -26,6 +27,7 @@ from gemmconv.kernels.base import (
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.params import Boxes, params_struct, reciprocal
 from gemmconv.kernels.pass_geometry import Gathering
+from gemmconv.kernels.sm90.base import Sm90Kernel
 
 LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
 BARRIER_BYTES = 8
@@ -265,7 +267,7 @@ class RowGathering(Gathering):
 
 
 @lru_cache(maxsize=1024)
-def taps_of(problem: Problem, direction: Direction, axis: int) -> tuple[Tap, ...]:
+def taps_of(problem: Problem, direction: Pass, axis: int) -> tuple[Tap, ...]:
     """The taps of an axis.
 
     >>> taps_of(Problem(1, 1, 1, 1, (8, 8), (3, 3), stride=(2, 2), padding=(1, 1)), "forward", 0)
@@ -282,7 +284,7 @@ def taps_of(problem: Problem, direction: Direction, axis: int) -> tuple[Tap, ...
     return tuple(found)
 
 
-def may_gather(problem: Problem, direction: Direction) -> bool:
+def may_gather(problem: Problem, direction: Pass) -> bool:
     """Whether rows of a problem may be gone along: every phase has a tap, and none is later than is carried."""
     p = problem
     if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
@@ -377,3 +379,25 @@ def prepare_input_grad(config: Config, tile: RowGathering) -> Gradient:
     """As ``Algorithm.input_grad``."""
     gather = prepare_forward(config, tile)
     return lambda grad_output, weight: gather(grad_output, weight, None)
+
+
+class RowStreamingKernel(Sm90Kernel):
+    """What both kernels are to the registry.
+
+    Attributes:
+        margin: what an estimate is taken for.
+    """
+
+    directions = ("forward", "input_grad")
+    serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
+    only_nchw = True
+    margin: ClassVar[float] = 1.0
+
+    def seconds(self, config: Config, direction: Pass, tile: RowGathering) -> float:
+        return self.margin * tile.seconds
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: RowGathering) -> int:
+        return tile.packed_bytes
+
+    def prepare(self, config: Config, direction: Pass, tile: RowGathering) -> Callable[..., Any]:
+        return prepare_forward(config, tile) if direction == "forward" else prepare_input_grad(config, tile)

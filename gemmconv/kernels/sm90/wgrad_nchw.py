@@ -10,16 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.kernels.base import Config, Gradient, aligned
-from gemmconv.kernels.layout.transpose import to_nchw
+from gemmconv.kernels.base import Config, Gradient, Pass, aligned
+from gemmconv.kernels.layout.transpose import to_nchw, turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.params import Boxes, params_struct
+from gemmconv.kernels.sm90.base import Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype, prepare_sum
 
@@ -86,8 +86,6 @@ class Tile:
     taps: Pair
     planes: int
     multiprocessors: int = REFERENCE.multiprocessors
-
-    computed_in: ClassVar[torch.memory_format] = torch.contiguous_format
 
     @property
     def warpgroups(self) -> int:
@@ -450,3 +448,31 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
         return grad_weight
 
     return call
+
+
+class WgradNchw(Sm90Kernel):
+    """See the module."""
+
+    name = "sm90/wgrad_nchw"
+    directions = ("weight_grad",)
+    serves = "rows of outputs that are whole words"
+    computed_in = torch.contiguous_format
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        tiles = tiles_of(config.problem, *variant_of(config)[:2], config.spec.multiprocessors)
+        return (tile for tile in tiles if tile.slices(config.workspace_limit) > 0)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_of(config.problem, *variant_of(config)[:2], config.workspace_limit, config.spec.multiprocessors)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        return tile.seconds(config.workspace_limit) + turning_seconds(config, self.computed_in)
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
+        return tile.workspace_bytes(config.workspace_limit)
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Gradient:
+        return prepare_weight_grad(config, tile)
+
+
+KERNEL = WgradNchw()

@@ -9,16 +9,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.kernels.base import Config, Gradient, aligned
-from gemmconv.kernels.layout.transpose import to_channels_last
+from gemmconv.kernels.base import Config, Gradient, Pass, aligned
+from gemmconv.kernels.layout.transpose import to_channels_last, turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.params import Boxes, params_struct
+from gemmconv.kernels.sm90.base import Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype, prepare_sum
 
@@ -117,8 +117,6 @@ class Tile:
     taps_w: Taps
     merged: int
     multiprocessors: int = REFERENCE.multiprocessors
-
-    computed_in: ClassVar[torch.memory_format] = torch.channels_last
 
     @property
     def warpgroups(self) -> int:
@@ -395,3 +393,32 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
         return grad_weight
 
     return call
+
+
+class WgradNhwc(Sm90Kernel):
+    """See the module."""
+
+    name = "sm90/wgrad_nhwc"
+    directions = ("weight_grad",)
+    serves = "channels of whole 16 bytes and tiles that fit shared memory"
+    computed_in = torch.channels_last
+    dtypes = (torch.float16, torch.bfloat16)
+
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
+        tiles = tiles_of(config.problem, config.spec.multiprocessors)
+        return (tile for tile in tiles if tile.slices(config.workspace_limit) > 0)
+
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
+        return tile_of(config.problem, config.workspace_limit, config.spec.multiprocessors)
+
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        return tile.seconds(config.workspace_limit) + turning_seconds(config, self.computed_in)
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
+        return tile.workspace_bytes(config.workspace_limit)
+
+    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Gradient:
+        return prepare_weight_grad(config, tile)
+
+
+KERNEL = WgradNhwc()

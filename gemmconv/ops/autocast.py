@@ -1,16 +1,49 @@
-"""Casts under autocast: one cast of a leaf is kept until torch clears its cache, for our operators as for torch's own.
+"""Autocast, as torch does it for conv_transpose2d: tensors no more precise than float32 take its dtype.
 
-torch's cache is not open to others. On CUDA einsum autocasts and computes nothing: its result is a view of torch's own
-cast. No operator does this on the CPU. Our casts are kept there by torch's cast of a witness, and are freed with it.
+One cast of a leaf is kept until torch clears its cache, for our operators as for torch's own. That cache is not open to
+others. On CUDA einsum autocasts and computes nothing: its result is a view of torch's own cast. No operator does this
+on the CPU. Our casts are kept there by torch's cast of a witness, and are freed with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
+
+KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}  # by device type
+EVERY_KEY = torch._C.DispatchKeySet(KEYS["cpu"]) | torch._C.DispatchKeySet(KEYS["cuda"])
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+
+
+def casts(device_type: str) -> bool:
+    """Whether a call on such a device is to cast: not where autocast is off, or has cast already."""
+    key = KEYS.get(device_type)
+    if key is None or not torch.is_autocast_enabled(device_type):
+        return False
+    return not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
+
+def casting(operator: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
+    """conv_transpose2d on tensors that autocast has cast."""
+    key = torch._C.DispatchKeySet(KEYS[device_type])
+
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def lower(tensor: Tensor | None) -> Any:
+            if tensor is None or tensor.device.type != device_type or not tensor.is_floating_point():
+                return tensor
+            return tensor if tensor.dtype == torch.float64 else to_autocast_dtype(tensor, dtype)
+
+        tensors = lower(input), lower(weight), lower(bias)  # while operators autocast
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return operator(*tensors, *arguments)
+
+    return call
 
 
 def _made_for(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -21,7 +54,6 @@ def _made_for(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one imports gemmconv in
     _DTYPES = torch.bfloat16, torch.float16  # all that autocast has on the CPU
     _WITNESSES = dict(zip(_DTYPES, _fresh.map(_made_for, _DTYPES), strict=True))  # each with an empty operand
-_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
 
 
 def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,166 @@
+"""What a user can name in ``algorithm=``: a name, and the kernels that compute its passes."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+
+from gemmconv.kernels.base import (
+    BothGradients,
+    Choice,
+    Config,
+    Direction,
+    Forward,
+    Gradient,
+    Kernel,
+    Pass,
+    choices,
+)
+from gemmconv.kernels.layout.transpose import grad_turning_seconds
+
+
+class Algorithm(ABC):
+    """One way to compute a transposed convolution and its gradients.
+
+    The prepared calls take tensors that fit the configuration, of any strides.
+
+    Attributes:
+        name: what a user writes in ``algorithm=``.
+        summary: what it does, in a line.
+        kernels: what computes its passes; the first that may compute a pass says why it cannot where none can.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    kernels: tuple[Kernel, ...]
+
+    def choice(self, config: Config, direction: Pass) -> Choice | None:
+        """The kernel of the least estimate and its tile, None where none computes the pass."""
+        return _fastest(self.kernels, config, direction)
+
+    def choice_of(self, kernel: Kernel, config: Config, direction: Pass) -> Choice | None:
+        """The same of one of its kernels."""
+        return _fastest((kernel,), config, direction)
+
+    def why_not(self, config: Config, direction: Direction = "forward") -> str | None:
+        """Why it cannot serve a pass, as a clause after its name; None where it can."""
+        if self.choice(config, direction) is not None:
+            return None
+        return next(kernel for kernel in self.kernels if direction in kernel.directions).why_not(config, direction)
+
+    def workspace_bytes(self, config: Config, direction: Direction) -> int:
+        """Bytes of temporary memory that one call takes at most beside its arguments and its result.
+
+        A weight gradient's are those of both gradients at once too. Tensors that are transposed do not count.
+        """
+        passes: tuple[Pass, ...] = ("weight_grad", "grads") if direction == "weight_grad" else (direction,)
+        found = (self.choice(config, one) for one in passes)
+        return max((one.kernel.workspace_bytes(config, direction, one.tile) for one in found if one), default=0)
+
+    def estimate(self, config: Config, direction: Direction) -> float:
+        """Roughly the seconds of one call on a GPU, to choose by; infinite where nothing is known of it."""
+        return math.inf if (choice := self.choice(config, direction)) is None else choice.seconds
+
+    def turns(self, config: Config, direction: Direction) -> bool:
+        """Whether a gradient's call begins with transposing a grad_output in channels_last to NCHW."""
+        choice = None if direction == "forward" else self.choice(config, direction)
+        return choice is not None and choice.kernel.computed_in is torch.contiguous_format
+
+    def forward(self, config: Config) -> Forward:
+        """Prepare output = conv_transpose2d(input, weight, bias)."""
+        return self._prepare(config, "forward")
+
+    def input_grad(self, config: Config) -> Gradient:
+        """Prepare grad_input from (grad_output, weight)."""
+        return self._prepare(config, "input_grad")
+
+    def weight_grad(self, config: Config) -> Gradient:
+        """Prepare grad_weight from (grad_output, input)."""
+        return self._prepare(config, "weight_grad")
+
+    def grads(self, config: Config, weight_config: Config) -> BothGradients:
+        """Prepare both gradients at once, from (grad_output, input, weight), where :meth:`grads_estimate` is finite.
+
+        Args:
+            config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if
+                at all.
+        """
+        if self.choice(both := _of_both(config, weight_config), "grads") is None:
+            raise NotImplementedError(f"{self.name} computes one gradient after the other")
+        return self._prepare(both, "grads")
+
+    def grads_estimate(self, config: Config, weight_config: Config) -> float:
+        """Roughly the seconds of both gradients at once; infinite where one after the other is faster."""
+        choice = self.choice(_of_both(config, weight_config), "grads")
+        if choice is None:
+            return math.inf
+        one_by_one = self.one_by_one_seconds(config, weight_config)
+        return choice.seconds if choice.seconds < one_by_one else math.inf
+
+    def one_by_one_seconds(self, config: Config, weight_config: Config) -> float:
+        """What one gradient after the other takes, of a grad_output that is transposed once in one format."""
+        seconds = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+        return seconds - (grad_turning_seconds(config) if config.memory_format is weight_config.memory_format else 0)
+
+    def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
+        choice = self.choice(config, direction)
+        assert choice is not None
+        return choice.kernel.prepare(config, direction, choice.tile)
+
+
+class AlgorithmOfOne(Kernel, Algorithm):
+    """An algorithm that is its only kernel: it overrides what :class:`Algorithm` says of the kernels' passes."""
+
+    directions = ("forward", "input_grad", "weight_grad", "grads")
+    serves = "any layer"
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:  # type: ignore[override]
+        return (self,)
+
+    @abstractmethod
+    def why_not(self, config: Config, direction: Pass = "forward") -> str | None: ...
+
+    @abstractmethod
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Any = None) -> int: ...
+
+    @abstractmethod
+    def estimate(self, config: Config, direction: Direction) -> float: ...
+
+    def choice(self, config: Config, direction: Pass) -> Choice | None:
+        if self.why_not(config, direction) is not None:
+            return None
+        return Choice(self, self.tile(config, direction), self.seconds(config, direction))
+
+    def tiles(self, config: Config, direction: Pass) -> tuple[Any, ...]:
+        return (None,)
+
+    def tile(self, config: Config, direction: Pass) -> Any:
+        return next(iter(self.tiles(config, direction)))
+
+    def seconds(self, config: Config, direction: Pass, tile: Any = None) -> float:
+        return (
+            self.grads_estimate(config, config.of_weight) if direction == "grads" else self.estimate(config, direction)
+        )
+
+    def prepare(self, config: Config, direction: Pass, tile: Any = None) -> Callable[..., Any]:
+        if direction == "grads":
+            return self.grads(config, config.of_weight)
+        call: Callable[..., Any] = getattr(self, direction)(config)
+        return call
+
+
+def _of_both(config: Config, weight_config: Config) -> Config:
+    """What kernels of both gradients are asked for."""
+    return replace(config, weight_format=weight_config.memory_format)
+
+
+@lru_cache(maxsize=4096)
+def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass) -> Choice | None:
+    return min(choices(config, direction, kernels), key=lambda choice: choice.seconds, default=None)

@@ -1,0 +1,250 @@
+"""Gradients and tangents of the operators, made of the operators themselves.
+
+A transposed convolution and its two gradients are closed under differentiation: each is linear in either of its
+tensors, and its derivatives are the other two. So a backward pass is made of the same operators, and so is the backward
+pass of that; where both gradients are wanted, one operator gives them, so that they share what is done to grad_output.
+im2col and col2im are each other's derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gemmconv.kernels.base import with_strides
+from gemmconv.ops.autocast import EVERY_KEY
+from gemmconv.ops.implementation import compute_conv_transpose2d
+from gemmconv.ops.schemas import OPERATORS, Arguments, Tensors, of_plain, register
+from gemmconv.ops.transforms import (
+    Rules,
+    carry,
+    col2im,
+    conv_transpose2d,
+    conv_transpose2d_grads,
+    conv_transpose2d_input_grad,
+    conv_transpose2d_weight_grad,
+    im2col,
+)
+
+
+def _conv_transpose2d_uncast(*inputs: Any) -> Tensor:
+    """Gradients and tangents are of the dtypes that the call had, wherever they are computed."""
+    with torch._C._ExcludeDispatchKeyGuard(EVERY_KEY):
+        return conv_transpose2d(*inputs)
+
+
+# Gradients. That of a setting is None.
+
+
+def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    """Keep what the gradients that can be asked for need: a frozen weight's layer does not keep its input."""
+    input, weight = inputs[:2]
+    transformed = torch._C._are_functorch_transforms_active()
+    of_input, of_weight = ctx.needs_input_grad[:2]
+    if transformed or forward_ad._current_level >= 0:  # tangents need both
+        of_input = of_weight = True
+        ctx.save_for_forward(input, weight)
+    ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
+    ctx.input_size, ctx.kernel_size = input.shape[2:], weight.shape[2:]
+    dense = not transformed and (weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last))
+    ctx.weight_strides = weight.stride() if dense else None
+    ctx.has_bias, ctx.options, ctx.output_shape = len(inputs) > 2, inputs[3:], output.shape
+
+
+def _is_asked_for(ctx: Any, index: int) -> bool:
+    """Whether this backward pass wants the gradient of a tensor that requires one: autograd.grad may want others.
+
+    torch tells it of the node that the gradient would go to, and refuses to of leaves that autograd.grad asks for.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return True
+
+
+def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
+    input, weight = ctx.saved_tensors
+    options, of_input, of_weight = ctx.options, _is_asked_for(ctx, 0), _is_asked_for(ctx, 1)
+    grad_input = grad_weight = None
+    if of_input and of_weight:
+        grad_input, grad_weight = conv_transpose2d_grads(grad, input, weight, *options)
+    elif of_input:
+        grad_input = conv_transpose2d_input_grad(grad, weight, ctx.input_size, *options)
+    elif of_weight:
+        grad_weight = conv_transpose2d_weight_grad(grad, input, ctx.kernel_size, *options)
+    if grad_weight is not None and ctx.weight_strides is not None:
+        grad_weight = with_strides(grad_weight, ctx.weight_strides)  # or optimizers and DDP would copy it each time
+    if not ctx.has_bias:
+        return grad_input, grad_weight
+    grad_bias = grad.sum((0, 2, 3)) if _is_asked_for(ctx, 2) else None
+    return grad_input, grad_weight, grad_bias, *[None] * len(options)
+
+
+def _gradient_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    grad_output, other, sizes, *options = inputs
+    ctx.save_for_backward(grad_output, other)
+    ctx.save_for_forward(grad_output, other)
+    ctx.sizes, ctx.options = sizes, options
+
+
+def _input_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
+    grad_output, weight = ctx.saved_tensors
+    needs_grad_output, needs_weight, *_ = ctx.needs_input_grad
+    return (
+        _conv_transpose2d_uncast(grad, weight, None, *ctx.options) if needs_grad_output else None,
+        conv_transpose2d_weight_grad(grad_output, grad, weight.shape[2:], *ctx.options) if needs_weight else None,
+        *[None] * (1 + len(ctx.options)),
+    )
+
+
+def _weight_grad_backward(ctx: Any, grad: Tensor) -> Arguments:
+    grad_output, input = ctx.saved_tensors
+    needs_grad_output, needs_input, *_ = ctx.needs_input_grad
+    return (
+        _conv_transpose2d_uncast(input, grad, None, *ctx.options) if needs_grad_output else None,
+        conv_transpose2d_input_grad(grad_output, grad, input.shape[2:], *ctx.options) if needs_input else None,
+        *[None] * (1 + len(ctx.options)),
+    )
+
+
+def _grads_setup(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
+    grad_output, input, weight, *options = inputs
+    ctx.save_for_backward(grad_output, input, weight)
+    ctx.save_for_forward(grad_output, input, weight)
+    ctx.options = options
+    ctx.set_materialize_grads(False)  # often one of the two is not differentiated
+
+
+def _grads_backward(ctx: Any, grad_input: Tensor | None, grad_weight: Tensor | None) -> Arguments:
+    grad_output, input, weight = ctx.saved_tensors
+    needs, options, grads = ctx.needs_input_grad, ctx.options, (grad_input, grad_weight)
+    of_input, of_weight = needs[1] and grad_weight is not None, needs[2] and grad_input is not None
+    return (
+        _product_rule(_conv_transpose2d_uncast, (input, weight), grads, None, *options) if needs[0] else None,
+        conv_transpose2d_input_grad(grad_output, grad_weight, input.shape[2:], *options) if of_input else None,
+        conv_transpose2d_weight_grad(grad_output, grad_input, weight.shape[2:], *options) if of_weight else None,
+        *[None] * len(options),
+    )
+
+
+def _im2col_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    input, *window = inputs
+    ctx.size, ctx.window = input.shape[2:], window
+
+
+def _im2col_backward(ctx: Any, grad: Tensor) -> Arguments:
+    return col2im(grad, ctx.size, *ctx.window), *[None] * len(ctx.window)
+
+
+def _col2im_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
+    _, ctx.size, *window = inputs
+    ctx.window = window
+
+
+def _col2im_backward(ctx: Any, grad: Tensor) -> Arguments:
+    return im2col(grad, *ctx.window), *[None] * (1 + len(ctx.window))
+
+
+# Tangents: an operator is linear in each of its tensors, so its tangent is the sum of its values with one replaced.
+
+
+def _product_rule(operator: Callable[..., Tensor], tensors: Tensors, tangents: Tensors, *arguments: Any) -> Any:
+    """The tangent of an operator of two tensors, None where neither has one."""
+    (a, b), (of_a, of_b) = tensors, tangents
+    first = None if of_a is None else operator(of_a, b, *arguments)
+    if of_b is None:
+        return first
+    second = operator(a, of_b, *arguments)
+    return second if first is None else first + second
+
+
+def _conv_transpose2d_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    tangent = _product_rule(_conv_transpose2d_uncast, ctx.saved_tensors, tangents[:2], None, *ctx.options)
+    if not ctx.has_bias or (bias := tangents[2]) is None:
+        return tangent
+    of_bias = bias.view(-1, 1, 1).expand(ctx.output_shape)
+    return of_bias if tangent is None else tangent + of_bias
+
+
+def _input_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    return _product_rule(conv_transpose2d_input_grad, ctx.saved_tensors, tangents[:2], ctx.sizes, *ctx.options)
+
+
+def _weight_grad_tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    return _product_rule(conv_transpose2d_weight_grad, ctx.saved_tensors, tangents[:2], ctx.sizes, *ctx.options)
+
+
+def _grads_tangent(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    (grad_output, input, weight), options = ctx.saved_tensors, ctx.options
+    of_grad, of_input, of_weight = tangents[:3]
+    with_weight = (grad_output, weight), (of_grad, of_weight)
+    with_input = (grad_output, input), (of_grad, of_input)
+    return (
+        _product_rule(conv_transpose2d_input_grad, *with_weight, input.shape[2:], *options),
+        _product_rule(conv_transpose2d_weight_grad, *with_input, weight.shape[2:], *options),
+    )
+
+
+def _im2col_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    return im2col(tangent, *ctx.window)
+
+
+def _col2im_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    return col2im(tangent, ctx.size, *ctx.window)
+
+
+# Registration.
+
+
+def _with_gradient(compute: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
+    """``compute`` with a gradient where one is asked for.
+
+    torch.library.register_autograd does the same for 50 us more of every call that needs gradients.
+    """
+    setup, gradient, tangent = rules
+
+    class Function(torch.autograd.Function):
+        backward, jvp = staticmethod(of_plain(gradient)), staticmethod(of_plain(tangent))
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = compute(*inputs)
+            setup(ctx, inputs, output)
+            return output
+
+    def call(*inputs: Any) -> Any:
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
+            return Function.apply(*inputs)
+        return compute(*inputs)
+
+    return call
+
+
+def _below_autograd(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    return call
+
+
+_RULES: dict[str, Rules] = {
+    "conv_transpose2d": (_conv_transpose2d_setup, _conv_transpose2d_backward, _conv_transpose2d_tangent),
+    "conv_transpose2d_input_grad": (_gradient_setup, _input_grad_backward, _input_grad_tangent),
+    "conv_transpose2d_weight_grad": (_gradient_setup, _weight_grad_backward, _weight_grad_tangent),
+    "conv_transpose2d_grads": (_grads_setup, _grads_backward, _grads_tangent),
+    "im2col": (_im2col_setup, _im2col_backward, _im2col_tangent),
+    "col2im": (_col2im_setup, _col2im_backward, _col2im_tangent),
+}
+for _name, _rules in _RULES.items():
+    register(_name, _with_gradient(_below_autograd(OPERATORS[_name]), _rules), "Autograd")
+    carry(_name, _rules)
+
+# conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
+conv_transpose2d_directly = _with_gradient(compute_conv_transpose2d, _RULES["conv_transpose2d"])

@@ -1,0 +1,236 @@
+"""The operators' implementations. All of a call that does not depend on the data is a plan, made once and kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gemmconv import selection
+from gemmconv.algorithms.fallback import warn_once, with_fallback
+from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
+from gemmconv.device import spec_of
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision, missing
+from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
+from gemmconv.ops.schemas import (
+    Arguments,
+    Options,
+    Tensors,
+    Window,
+    checked_problem,
+    col2im_problem,
+    hashable,
+    im2col_problem,
+    memory_format,
+    register,
+)
+
+# Plans: prepared calls by the signature of a call, and answers to questions about one.
+
+plans: dict[Hashable, Any] = {}
+_plans_lock = threading.Lock()  # of those who add one
+_MOST_PLANS = 4096
+_ALREADY_THERE = nullcontext()
+
+
+def _planned(key: Hashable, make: Callable[[], Any]) -> Any:
+    plan = plans.get(key)
+    if plan is None:
+        plan = make()
+        with _plans_lock:
+            if len(plans) >= _MOST_PLANS:
+                del plans[next(iter(plans))]
+            plans[key] = plan
+    return plan
+
+
+def _signature(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device current where it is not."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return _ALREADY_THERE
+
+
+def _config(
+    problem: Problem, first: Tensor, second: Tensor, options: Options, current: Precision, bias: bool = False
+) -> Config:
+    spec = spec_of(first.device)
+    return Config(
+        problem,
+        first.dtype,
+        first.device,
+        options.precision or current,
+        DEFAULT_WORKSPACE_LIMIT if options.workspace_limit is None else options.workspace_limit,
+        current,
+        memory_format(first, second),
+        bias,
+        spec,
+        selection.is_deterministic(options.algorithm, first.device, spec),
+    )
+
+
+def _compute(direction: Direction | Literal["grads"], tensors: Tensors, sizes: Any, arguments: Arguments) -> Any:
+    first, second = tensors[0], tensors[1]
+    options = Options(*hashable(arguments))
+    current = selection.torch_precision(first.dtype, first.device)
+
+    def make() -> Callable[..., Any]:
+        where = "conv_transpose2d" if direction == "forward" else f"conv_transpose2d_{direction}"
+        problem = checked_problem(where, tensors, sizes, options)
+
+        def prepare(options: Options) -> Callable[..., Any]:
+            if direction == "grads":
+                by_weight = _config(problem, first, tensors[2], options, current)
+                by_input = _config(problem, first, second, options, current)
+                return _prepared_grads(by_weight, by_input, options.algorithm, where)
+            bias = len(tensors) > 2 and tensors[2] is not None
+            config = _config(problem, first, second, options, current, bias)
+            return getattr(selection.choose(config, options.algorithm, where, direction), direction)(config)
+
+        if options.algorithm != "auto":
+            return prepare(options)
+        native = options._replace(algorithm="native")  # for where kernels cannot be had
+        return with_fallback(first.device, lambda: prepare(options), lambda: prepare(native))
+
+    key = (direction, *map(_signature, tensors), sizes, options, current)
+    with _on(first.device):
+        return _planned(key, make)(*tensors)
+
+
+def _prepared_grads(
+    config: Config, weight_config: Config, algorithm: str, where: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare both gradients of one backward pass, perhaps in channels_last between conversions of the tensors."""
+    gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+    if gradients.turned:
+        last = replace(config, memory_format=torch.channels_last)
+        return prepare_turned(config, both_gradients(gradients, last, last), gradients.turns_weight)
+    return both_gradients(gradients, config, weight_config)
+
+
+def both_gradients(
+    gradients: selection.Gradients, config: Config, weight_config: Config
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare both gradients: of one call where an algorithm has it, else grad_output is turned once, if at all."""
+    if gradients.at_once:
+        return gradients.input_grad.grads(config, weight_config)
+    turned = to_nchw(config, config.problem.output_shape) if gradients.share else None
+    input_grad = gradients.input_grad.input_grad(config)
+    weight_grad = gradients.weight_grad.weight_grad(weight_config)
+
+    def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if turned is not None:
+            grad_output = turned(grad_output)
+        return input_grad(grad_output, weight), weight_grad(grad_output, input)
+
+    return call
+
+
+def compute_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
+    return _compute("forward", (input, weight, bias), None, arguments)
+
+
+def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Any, *arguments: Any) -> Tensor:
+    return _compute("input_grad", (grad_output, weight), tuple(input_size), arguments)
+
+
+def _weight_grad(grad_output: Tensor, input: Tensor, kernel_size: Any, *arguments: Any) -> Tensor:
+    return _compute("weight_grad", (grad_output, input), tuple(kernel_size), arguments)
+
+
+def _grads(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _compute("grads", (grad_output, input, weight), None, arguments)
+
+
+def _im2col(input: Tensor, *arguments: Any) -> Tensor:
+    window = Window(*hashable(arguments))
+    key = "im2col", _signature(input), window
+    with _on(input.device):
+        plan = _planned(key, lambda: prepare_im2col(im2col_problem(input, window), input.dtype, input.device))
+        return plan(input)
+
+
+def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
+    size, window = tuple(output_size), Window(*hashable(arguments))
+    key, dtype, device = ("col2im", _signature(columns), size, window), columns.dtype, columns.device
+    with _on(device):
+        plan = _planned(key, lambda: prepare_col2im(col2im_problem(columns, size, window), dtype, device))
+        return plan(columns)
+
+
+register("conv_transpose2d", compute_conv_transpose2d, "CompositeExplicitAutograd")
+register("conv_transpose2d_input_grad", _input_grad, "CompositeExplicitAutograd")
+register("conv_transpose2d_weight_grad", _weight_grad, "CompositeExplicitAutograd")
+register("conv_transpose2d_grads", _grads, "CompositeExplicitAutograd")
+register("im2col", _im2col, "CompositeExplicitAutograd")
+register("col2im", _col2im, "CompositeExplicitAutograd")
+
+
+# torch's own operator, where it serves a call.
+
+
+def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """torch's own operator, which takes every mode and kind of tensor, of arguments that ours would take.
+
+    Raises:
+        RuntimeError, NotImplementedError: as the operator.
+    """
+    if not torch.compiler.is_compiling():  # what is traced has no sizes yet
+        tensors = input, weight, bias
+        cast = torch.float32 if torch.is_autocast_enabled(input.device.type) else None  # makes all of one dtype
+        kinds = None if cast else tuple(None if one is None else (one.dtype, one.device) for one in tensors)
+        shapes = input.shape, weight.shape, None if bias is None else bias.shape
+        _planned(
+            ("check", shapes, kinds, geometry),
+            lambda: checked_problem("conv_transpose2d", _batched(tensors, cast), None, geometry),
+        )
+    return torch.conv_transpose2d(input, weight, bias, *geometry)
+
+
+def _batched(tensors: Tensors, cast: torch.dtype | None) -> Tensors:
+    """A call's tensors for its checks: the input with a batch; of the dtype that autocast makes them, without data."""
+    input, *others = tensors
+    tensors = input.unsqueeze(0) if input.dim() == 3 else input, *others
+    if cast is None or input.dtype == torch.float64:
+        return tensors
+    return tuple(None if one is None else torch.empty_like(one, dtype=cast, device="meta") for one in tensors)
+
+
+def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
+    """Whether a call on CUDA, with the gradients that it may be asked for, is torch's own with torch's settings.
+
+    torch's operator then serves it in any mode. Raises what is wrong with the call.
+    """
+    algorithm, device = arguments[5], input.device
+    if algorithm not in ("auto", "native") or selection.is_deterministic(algorithm, device, spec_of(device)):
+        return False
+    tracked = torch.is_grad_enabled()
+    wanted = tracked and input.requires_grad, tracked and weight.requires_grad
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    dtype = input.dtype if cast is None or input.dtype == torch.float64 else cast
+    current = selection.torch_precision(dtype, device)
+
+    def make() -> bool:
+        options, tensors = Options(*arguments), _batched((input, weight, bias), cast)
+        problem = checked_problem("conv_transpose2d", tensors, None, options)
+        config = _config(problem, tensors[0], tensors[1], options, current, bias is not None)
+        config = replace(config, device=device, spec=spec_of(device))
+        left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *wanted)
+        if left and algorithm == "auto" and (cause := missing(device)) is not None:
+            warn_once(cause)
+        return left
+
+    kinds = device, input.dtype, weight.dtype, cast, current, None if bias is None else (bias.shape, bias.dtype)
+    layout = input.shape, input.stride(), weight.shape, weight.stride()
+    answer: bool = _planned(("torch", layout, kinds, arguments, wanted), make)
+    return answer

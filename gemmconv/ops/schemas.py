@@ -1,0 +1,200 @@
+"""The operators' schemas, the problem that a call poses, and fakes: the results of calls without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemmconv import validation
+from gemmconv.dispatch import as_plain
+from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Precision
+from gemmconv.selection import NAMES
+
+_OPTIONS = (
+    "SymInt[2] stride=1, SymInt[2] padding=0, SymInt[2] output_padding=0, SymInt groups=1, SymInt[2] dilation=1, "
+    "str algorithm='auto', str? precision=None, int? workspace_limit=None"
+)
+_WINDOW = "SymInt[2] kernel_size, SymInt[2] dilation=1, SymInt[2] padding=0, SymInt[2] stride=1"
+_SCHEMAS = {
+    "conv_transpose2d": f"(Tensor input, Tensor weight, Tensor? bias=None, {_OPTIONS}) -> Tensor",
+    "conv_transpose2d_input_grad": f"(Tensor grad_output, Tensor weight, SymInt[2] input_size, {_OPTIONS}) -> Tensor",
+    "conv_transpose2d_weight_grad": f"(Tensor grad_output, Tensor input, SymInt[2] kernel_size, {_OPTIONS}) -> Tensor",
+    "conv_transpose2d_grads": f"(Tensor grad_output, Tensor input, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)",
+    "im2col": f"(Tensor input, {_WINDOW}) -> Tensor",
+    "col2im": f"(Tensor columns, SymInt[2] output_size, {_WINDOW}) -> Tensor",
+}
+
+Tensors = tuple[Any, ...]  # tensors, the bias perhaps None
+Arguments = tuple[Any, ...]  # what follows an operator's tensors; the dispatcher leaves trailing defaults out
+
+
+class Options(NamedTuple):
+    """What every convolution operator takes after its tensors and sizes."""
+
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    output_padding: Pair = (0, 0)
+    groups: int = 1
+    dilation: Pair = (1, 1)
+    algorithm: str = "auto"
+    precision: Precision | None = None
+    workspace_limit: int | None = None
+
+    @property
+    def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
+
+
+class Window(NamedTuple):
+    """What im2col and col2im take after their tensor and output size."""
+
+    kernel_size: Pair
+    dilation: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    stride: Pair = (1, 1)
+
+
+def hashable(arguments: Arguments) -> list[Any]:
+    return [tuple(item) if isinstance(item, list) else item for item in arguments]
+
+
+# Problems: what a call means, checked. For real tensors once a plan, for fake ones at every call.
+
+
+def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Arguments) -> Problem:
+    """The problem of a convolution operator's call; ``arguments`` as the dispatcher gives them, or Options.
+
+    ``sizes`` is the input's or the weight's, of a call that gives its gradient and not the tensor; else None.
+    """
+    options = Options(*hashable(arguments))
+    validation.choice(where, options.algorithm, NAMES, options.precision, options.workspace_limit)
+    validation.in_64_bits(where, zip(Options._fields, options, strict=True))
+    named = tuple(zip(ARGUMENT_NAMES[where], tensors, strict=False))
+    given: Any = dict(named)
+    input, weight, grad_output = given.get("input"), given.get("weight"), given.get("grad_output")
+    if grad_output is not None:
+        validation.rank4(where, named[:1] if sizes is None else named)
+    input_shape = (grad_output.shape[0], weight.shape[0], *sizes) if input is None else input.shape
+    if weight is None:
+        weight_shape = (input.shape[1], grad_output.shape[1] // max(1, options.groups), *sizes)
+    else:
+        weight_shape = weight.shape
+    problem = validation.problem(where, input_shape, weight_shape, *options.geometry)
+    validation.same_kind(where, named)
+    if grad_output is not None:
+        validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
+    else:
+        validation.bias_shape(where, given["bias"], problem.out_channels)
+        validation.sizes(where, problem, input.dtype.itemsize)
+    return problem
+
+
+def im2col_problem(input: Tensor, window: Window) -> Problem:
+    validation.rank4("im2col", (("input", input),))
+    validation.same_kind("im2col", (("input", input),))
+    size = (input.shape[2], input.shape[3])
+    problem = validation.fold_geometry("im2col", "input", size, *window, shape=(input.shape[0], input.shape[1]))
+    shape = problem.batch, problem.gemm_m, problem.gemm_n
+    validation.in_memory("im2col", "padding", shape, input.dtype.itemsize, "leave columns of", "pad less")
+    return problem
+
+
+def col2im_problem(columns: Tensor, output_size: Pair, window: Window) -> Problem:
+    validation.same_kind("col2im", (("columns", columns),))
+    shape = validation.fold_columns("col2im", columns.shape, window.kernel_size)
+    problem = validation.fold_geometry("col2im", "output_size", output_size, *window, shape=shape)
+    validation.shape("col2im", "columns", columns.shape, (problem.batch, problem.gemm_m, problem.gemm_n))
+    itemsize, images = columns.dtype.itemsize, problem.output_shape
+    validation.in_memory("col2im", "output_size", images, itemsize, "be of images of", "fold into smaller ones")
+    return problem
+
+
+def memory_format(first: Tensor, second: Tensor) -> torch.memory_format:
+    """torch's rule for a convolution's result: channels_last where either tensor is."""
+    either = _is_channels_last(first) or _is_channels_last(second)
+    return torch.channels_last if either else torch.contiguous_format
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes a 4-D tensor for channels_last: by its strides, C innermost, then W, H and N."""
+    size, stride = tensor.shape, tensor.stride()
+    if stride[1] == 0:
+        return False
+    least = 0
+    for axis in (1, 3, 2, 0):
+        if size[axis] == 0 or stride[axis] < least:
+            return False
+        if axis == 0 and least == stride[1]:  # all other extents are 1: torch takes that for contiguous
+            return False
+        least = stride[axis] * max(1, size[axis])
+    return True
+
+
+# Fakes: the same checks, and the shape, strides and dtype that the implementation gives.
+
+
+def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
+
+
+def _conv_transpose2d_fake(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
+    problem = checked_problem("conv_transpose2d", (input, weight, bias), None, arguments)
+    return _empty(problem.output_shape, input, memory_format(input, weight))
+
+
+def _input_grad_fake(grad_output: Tensor, weight: Tensor, input_size: Any, *arguments: Any) -> Tensor:
+    problem = checked_problem("conv_transpose2d_input_grad", (grad_output, weight), input_size, arguments)
+    return _empty(problem.input_shape, grad_output, memory_format(grad_output, weight))
+
+
+def _weight_grad_fake(grad_output: Tensor, input: Tensor, kernel_size: Any, *arguments: Any) -> Tensor:
+    problem = checked_problem("conv_transpose2d_weight_grad", (grad_output, input), kernel_size, arguments)
+    return _empty(problem.weight_shape, grad_output)
+
+
+def _grads_fake(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    problem = checked_problem("conv_transpose2d_grads", (grad_output, input, weight), None, arguments)
+    grad_input = _empty(problem.input_shape, grad_output, memory_format(grad_output, weight))
+    return grad_input, _empty(problem.weight_shape, grad_output)
+
+
+def _im2col_fake(input: Tensor, *arguments: Any) -> Tensor:
+    problem = im2col_problem(input, Window(*hashable(arguments)))
+    return _empty((problem.batch, problem.gemm_m, problem.gemm_n), input)
+
+
+def _col2im_fake(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
+    problem = col2im_problem(columns, tuple(output_size), Window(*hashable(arguments)))
+    return _empty(problem.output_shape, columns)
+
+
+# Registration.
+
+_library = torch.library.Library("gemmconv", "DEF")
+_FAKES: dict[str, Callable[..., Any]] = {
+    "conv_transpose2d": _conv_transpose2d_fake,
+    "conv_transpose2d_input_grad": _input_grad_fake,
+    "conv_transpose2d_weight_grad": _weight_grad_fake,
+    "conv_transpose2d_grads": _grads_fake,
+    "im2col": _im2col_fake,
+    "col2im": _col2im_fake,
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    torch.library.register_fake(f"gemmconv::{_name}", _FAKES[_name], lib=_library)
+OPERATORS: dict[str, Any] = {name: getattr(torch.ops.gemmconv, name).default for name in _SCHEMAS}
+ARGUMENT_NAMES = {name: [one.name for one in operator._schema.arguments] for name, operator in OPERATORS.items()}
+
+
+def register(name: str, call: Callable[..., Any], key: str) -> None:
+    """Have ``call`` serve a dispatch key of an operator, given plain tensors: methods of others may not be torch's."""
+    _library.impl(name, lambda *inputs: call(*as_plain(inputs)), key)
+
+
+def of_plain(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient or tangent, given plain tensors as well: those of a hook or a user may be others."""
+    return lambda ctx, *given: derivative(ctx, *as_plain(given))
