@@ -424,7 +424,7 @@ def compile_plans(run):
             run.kernel.prepare_weight_grad(run.config, tile)
         return
     for plan in run.plans:
-        getattr(fused, f"prepare_{plan.direction}")(run.config, plan)
+        getattr(implicit_gemm, f"prepare_{plan.direction}")(run.config, plan)
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +456,7 @@ def test_fused_matches_reference_to_the_bit_again(run, compiled, poison):
     input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
     assert run.plans
     for plan in run.plans:
-        call = getattr(fused, f"prepare_{plan.direction}")(config, plan)
+        call = getattr(implicit_gemm, f"prepare_{plan.direction}")(config, plan)
         calls = [((grad_output, weight), exact.input_grad)]
         if plan.direction == "forward":
             calls = [((input, weight, data.bias), exact.output), ((input, weight, None), exact.output_without_bias)]

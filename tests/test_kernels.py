@@ -38,13 +38,11 @@ from tests.samples import (
     sample,
     tile_for,
 )
-from tests.test_direct_mma import wide_problems
-from tests.test_fused_plan import plans
+from tests.test_direct_forward_mma import wide_problems
+from tests.test_implicit_gemm import plans
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused
-from gemmconv.algorithms.direct import Direct
 from gemmconv.device import REFERENCE
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.columns import col2im
@@ -53,6 +51,7 @@ from gemmconv.kernels.columns.col2im import Col2im, Im2col
 from gemmconv.kernels.direct import forward as direct_forward
 from gemmconv.kernels.direct import forward_mma as direct_forward_mma
 from gemmconv.kernels.direct import grads_mma as direct_grads_mma
+from gemmconv.kernels.direct import input_grad as direct_input_grad
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.phases import cells_of
 from gemmconv.kernels.sm90 import (
@@ -171,13 +170,14 @@ FUSED_PATHS = {
 }
 
 
-# Those that algorithms/weight_lines.py launches; their tiles depend on a problem and on bytes of an element.
+# Those that weights/pack_k_major.py launches; their tiles depend on a problem and on bytes of an element.
 LINES_KERNELS = {
     "gemm_fold": gemm_fold,
     "gemm_fold_pixels": gemm_fold_pixels,
     "gemm_depth_to_space": gemm_depth_to_space,
     "implicit_gemm_nhwc": implicit_gemm_nhwc,
 }
+DIRECT = {"forward": direct_forward, "input_grad": direct_input_grad, "weight_grad": direct_weight_grad}
 FORWARDS = "forward", "forward_mma", "fused", "gemm_fold_narrow", *LINES_KERNELS, "gemm_fold_rows"
 
 
@@ -323,7 +323,7 @@ class Run:
             return Col2im(problem, self.column_dtype, self.dtype, CPU)
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
-                return getattr(fused, f"prepare_{self.direction}")(self.launched, self.plan)
+                return getattr(implicit_gemm, f"prepare_{self.direction}")(self.launched, self.plan)
             if self.operation.startswith("gemm_fold_rows"):
                 return getattr(row_streaming, f"prepare_{self.direction}")(self.launched, self.row_tile)
             if self.operation == "fused_weight_grad":
@@ -346,8 +346,8 @@ class Run:
                     patch.setattr(direct_grads_mma.Tile, "slices", lambda tile, _: min(slices, math.prod(tile.tiles)))
                 return direct_grads_mma.prepare_grads(self.config, self.config, self.grads_tile)
             if self.operation != "forward_mma":
-                patch.setattr(direct_forward_mma, "tile_for", lambda config: None)
-                return getattr(Direct(), self.operation)(self.config)
+                kernel = DIRECT[self.operation].KERNEL
+                return kernel.prepare(self.config, self.operation, kernel.tile(self.config, self.operation))
             if self.multiprocessors is not None:
                 patch.setattr(
                     direct_forward_mma, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
@@ -1579,7 +1579,7 @@ def test_fused_kernels_match_reference_with_any_plan(run, wide_offsets, folder, 
     poison("cpu")
     with emulator.install(folder), pytest.MonkeyPatch.context() as patch:
         if wide_offsets:  # as for tensors of 2**31 elements
-            patch.setattr(fused, "_INT32_MAX", 0)
+            patch.setattr(implicit_gemm, "INT32_MAX", 0)
         run.check(run.prepare())
 
 
