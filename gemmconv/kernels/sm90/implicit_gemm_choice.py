@@ -77,10 +77,8 @@ def plans_of(
 def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
     """Those of the problem of the smallest plan, with strips of some widths."""
     channels = smallest.out_channels
-    for multiple, slots, blocks in _left_sides(smallest.span, channels, smallest.channels_last):
+    for multiple, slots, blocks in _left_sides(smallest.span[1], channels, smallest.channels_last):
         left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
-        if left.down and not (left.short_rows and 2 * sum(map(len, left.steps)) <= sum(map(len, smallest.steps))):
-            continue  # nothing to gain, or columns of other shifts
         cells = left.cells[1]
         wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
         strips = {1, *(-(-cells // width) for width in wanted if width < cells)}
@@ -130,17 +128,14 @@ def _units(plan: Plan) -> tuple[int, ...]:
     return (2, 4, 8) if 0 < -(-plan.in_channels // plan.element_units) % 4 <= 2 else (4, 8)
 
 
-def _left_sides(spans: Pair, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
+def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple[Pair, int, int]]:
     """Multiples of the smallest cell, slots of an M block, M blocks of a warpgroup.
 
     Args:
-        spans: outputs of the smallest cell, down and across.
+        span: outputs of the smallest cell across.
         channels: output channels of a group.
         channels_last: format; without it, a warpgroup may have all columns of a cell, to store rows of them.
     """
-    height, span = spans
-    if not channels_last and height == span == 2:  # of those of one estimate the first is taken
-        yield (1, 1), 2, 2
     yield (1, 1), 1, 1
     if span % 2 == 0:
         yield (1, 1), 1, 2

@@ -49,7 +49,6 @@ _SECTOR_BYTES = 32  # that memory reads and writes at a time
 # Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
 # (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
 _CONFLICTING_PIXELS = 1 << 20
-_SHORT_ROW_BYTES = 128  # of outputs; of longer rows, what begins or ends in a sector of others is little
 _LINED_VECTOR = 4  # outputs that warps with whole rows store together at least; else M blocks of all phases are faster
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
@@ -72,7 +71,7 @@ class Plan(Gathering):
         multiple: how many times the smallest cell a cell is, per axis. The smallest has one input, or one output of an
             input gradient, and as many of the other as the stride says.
         slots: output phases of an M block, which are neighbours in a row of cells.
-        blocks: M blocks of a warpgroup, which are neighbouring column phases, or rows of a cell (``down``).
+        blocks: M blocks of a warpgroup, which are neighbouring column phases.
         columns: positions that an M block is multiplied with at a time, a multiple of 32.
         warpgroups_m: warpgroups with M blocks of their own, 1 or 2.
         phase_sides: warpgroups with phases of their own, 1 or 2; where it is 1, they have output channels of their own.
@@ -130,18 +129,7 @@ class Plan(Gathering):
     def lined(self) -> bool:
         """Whether warps have whole rows of cells, since no M block has all channels of several phases."""
         too_many = self.slots > 1 and self.slots * self.out_channels > BLOCK_ROWS
-        return not self.channels_last and too_many and not self.down
-
-    @property
-    def down(self) -> bool:
-        """Whether M blocks of a warpgroup are rows of a cell, each with both columns: a warp stores both at once."""
-        return not self.channels_last and self.slots == 2 and self.blocks > 1 and self.span[1] == 2
-
-    @property
-    def short_rows(self) -> bool:
-        """Whether rows of the output are a few sectors of memory, and not whole ones: what one begins the next ends."""
-        row_bytes = self.output_size[1] * self.itemsize
-        return row_bytes <= _SHORT_ROW_BYTES and row_bytes % _SECTOR_BYTES > 0
+        return not self.channels_last and too_many
 
     @property
     def channel_sets(self) -> int:
@@ -164,7 +152,7 @@ class Plan(Gathering):
             return PAIR_ROWS if self.channels % 2 == 0 else PAIR_NONE
         if self.lined:
             return PAIR_NONE
-        if self.blocks > 1 and not self.down:
+        if self.blocks > 1:
             return PAIR_BLOCKS
         return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
 
@@ -194,8 +182,6 @@ class Plan(Gathering):
         """Cells of a line, of what a warp has of a row of the output, which are turned round together."""
         if self.lined:
             return _WARP_ROWS // self.blocks
-        if self.down:
-            return _WARP_ROWS * self.vector // self.inner
         long = self.itemsize == 2 and self.inner > 1 and not self.boxed
         cells, wanted = 8, _LONG_LINE_BYTES if long else _LINE_BYTES
         while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
