@@ -131,6 +131,18 @@ class Contender:
         names = "+".join(dict.fromkeys(algorithm.name for algorithm, _ in chosen.values()))
         return names if all(one is config for _, one in chosen.values()) else f"{names} turned"
 
+    def kernels(
+        self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
+    ) -> str:
+        """The kernels that gemmconv takes for the passes of a direction, each with its tile; empty for torch."""
+        if self.kind == "torch":
+            return ""
+        chosen = self._chosen(self.config(problem, precision, device, bias), direction)
+        choices = [algorithm.choice(config, one) for one, (algorithm, config) in chosen.items() if one == "forward"]
+        if "weight_grad" in chosen:
+            choices += self._gradients(chosen["weight_grad"][1]).choices(*[chosen["weight_grad"][1]] * 2)
+        return "; ".join(dict.fromkeys(map(str, choices)))
+
     def workspace_bytes(
         self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
     ) -> int | None:
@@ -148,10 +160,13 @@ class Contender:
         if "forward" in PASSES[direction]:
             chosen["forward"] = selection.choose(config, self.name, "benchmarks"), config
         if "input_grad" in PASSES[direction]:
-            gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
+            gradients = self._gradients(config)
             computed = replace(config, memory_format=torch.channels_last) if gradients.turned else config
             chosen |= {"input_grad": (gradients.input_grad, computed), "weight_grad": (gradients.weight_grad, computed)}
         return chosen
+
+    def _gradients(self, config: Config) -> selection.Gradients:
+        return selection.choose_gradients(config, config, self.name, "benchmarks")
 
     def forward(self, problem: Problem) -> Forward:
         """The layer as a function of input, weight and bias."""

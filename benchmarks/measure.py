@@ -361,6 +361,7 @@ class _Bench:
         row = replace(
             row,
             took=contender.took(problem, row.precision, device, direction, bias) if contender.name == "auto" else "",
+            kernels=contender.kernels(problem, row.precision, device, direction, bias),
             workspace_bytes=contender.workspace_bytes(problem, row.precision, device, direction, bias),
             floor_ms=self._plan.ceilings.floor_ms(problem, row.precision, direction, bias),
             flops=work(problem, direction),

@@ -56,6 +56,7 @@ class Row:
         status: ok, wrong (no time), refused or failed (``reason`` says why).
         took: the algorithms that ``auto`` chose for the passes, in their order, as ``fused+native``; ``turned`` where
             gradients of tensors in NCHW are computed in channels_last.
+        kernels: of gemmconv's algorithms: the kernel and tile of each pass, as ``explain`` names them.
         error_output, error_input, error_weight, error_bias: relative to float64, of the output and of gradients.
         error, bar: the error that came closest to its bar, and that bar.
         median_ms, p20_ms, p80_ms: of the time, each the mean of all looks.
@@ -87,6 +88,7 @@ class Row:
     algorithm: str
     status: str = "ok"
     took: str = ""
+    kernels: str = ""
     error_output: float | None = None
     error_input: float | None = None
     error_weight: float | None = None

@@ -12,7 +12,7 @@ import torch
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Direction, Precision, missing, why_no_kernels
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
 from gemmconv.kernels.layout.transpose import grad_turning_seconds, turned_seconds
 from gemmconv.validation import choice, made_problem, place
@@ -164,6 +164,12 @@ class Gradients(NamedTuple):
     share: bool
     at_once: bool = False
     turned: bool = False
+
+    def choices(self, config: Config, weight_config: Config) -> list[Choice | None]:
+        """The kernels and tiles, one for both where they are computed at once."""
+        if self.at_once:
+            return [self.input_grad.choice(replace(config, weight_format=weight_config.memory_format), "grads")]
+        return [self.input_grad.choice(config, "input_grad"), self.weight_grad.choice(weight_config, "weight_grad")]
 
     @property
     def turns_weight(self) -> bool:

@@ -244,6 +244,7 @@ def test_rows_have_errors_times_and_ratios():
         assert row.speedup_best <= row.speedup_default
         assert row.floor_ratio == pytest.approx(row.median_ms / row.floor_ms)
         assert bool(row.took) == (row.algorithm == "auto")
+        assert bool(row.kernels) == (row.algorithm in ("auto", "gemm_col2im", "native")), row
         errors = [row.error_output, row.error_input, row.error_weight, row.error_bias]
         assert [error is not None for error in errors] == {
             "forward": [True, False, False, False],
@@ -737,6 +738,7 @@ def test_what_auto_took_and_its_workspace_are_of_one_choice(bias):
     arguments = (unet1.problem, "fp16", torch.device("cuda", 0), "forward")
     assert auto.took(*arguments, bias) == ("fused" if bias else "native")
     assert (auto.workspace_bytes(*arguments, bias) is None) is not bias
+    assert auto.kernels(*arguments, bias).startswith("sm90/" if bias else "native")
 
 
 def test_auto_says_which_gradients_are_turned():
