@@ -13,7 +13,8 @@ from gemmconv.__main__ import main
 from gemmconv.algorithms import ALGORITHMS, fallback
 from gemmconv.runtime import available
 
-README = Path(__file__).resolve().parent.parent.joinpath("README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT.joinpath("README.md").read_text(encoding="utf-8")
 
 
 def blocks(language):
@@ -69,3 +70,23 @@ def test_readme_lists_every_algorithm():
         *(algorithm.name for algorithm in ALGORITHMS),
         "auto",
     ]
+
+
+def named_files(text):
+    """The paths that a text links to, those that begin with a folder of the tree, and those of code."""
+    found = set(re.findall(r"\]\((?!https?:|#)([^)#]+)", text))
+    found |= set(re.findall(r"(?<![\w./-])(?:gemmconv|csrc|tests|benchmarks)/[\w./-]*\w", text))
+    return found | set(re.findall(r"(?<![\w./-])[\w-][\w./-]*\.(?:py|cuh?)\b", text))
+
+
+@pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
+def test_every_file_that_a_readme_names_exists(document):
+    places = ROOT, (ROOT / document).parent
+    names = named_files((ROOT / document).read_text(encoding="utf-8"))
+    assert len(names) > 10
+    assert [name for name in sorted(names) if not any((place / name).exists() for place in places)] == []
+
+
+def test_named_files_finds_links_paths_and_sources():
+    text = "[a](docs/a.md) [b](https://b.org/c.py) `csrc/gone.cu`, load/gone.cuh; benchmarks/results/gpu."
+    assert named_files(text) == {"docs/a.md", "csrc/gone.cu", "load/gone.cuh", "benchmarks/results/gpu"}
