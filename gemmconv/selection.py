@@ -60,7 +60,7 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     faster, since what ours gain there is an estimate and what torch takes is what users have today.
 
     Elsewhere ``native`` first, since oneDNN, which forms no columns, has fewer bytes to move; but for forward passes on
-    the CPU where :func:`columns_cpu.is_faster_than_torch` says otherwise: layers of few output channels.
+    the CPU where :func:`kernels.columns.cpu.is_faster_than_torch` says otherwise: layers of few output channels.
     """
     if config.device.type == "cuda":
         estimates = _estimates(config, direction)

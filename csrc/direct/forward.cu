@@ -38,7 +38,7 @@
  * CHANNELS_LAST, WHOLE_PIXELS; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
  * TILE_IN, TILE_OUT; LOAD_VECTOR, VECTOR (elements of a load and of a store); LEAST_BLOCKS (that a multiprocessor shall
  * hold), SHARED_BYTES, INDEX_64; DEPTHWISE, and then ROWS, PLANE_VECTOR and TURNS, else 1. Chosen by
- * gemmconv/algorithms/direct_ffma.py.
+ * gemmconv/kernels/direct/forward.py.
  */
 #include "geometry/axis.cuh"
 #include "numeric/index.cuh"

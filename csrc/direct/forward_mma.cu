@@ -35,7 +35,7 @@
  * each WORDS of a step's words shift_h * SHIFT_BASE + shift_w from the least ones, or -1), STEP_WORD (first word of the
  * channels), STEP_TURN, STEP_TILES (bits of the M tiles it is for), PAIR_BEGIN (first pair of each turn), PAIR_STEP and
  * PAIR_TILE (the pairs of a step and an M tile, in order). STEPS, PAIRS, USED_TILES (bits of the M tiles that any step is
- * for), EVERY_TILE (whether each step is for all of those). Chosen by gemmconv/algorithms/direct_mma.py.
+ * for), EVERY_TILE (whether each step is for all of those). Chosen by gemmconv/kernels/direct/forward_mma.py.
  */
 #include "ptx/cp_async.cuh"
 #include "numeric/index.cuh"

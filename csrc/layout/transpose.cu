@@ -15,7 +15,7 @@
  * layout/transpose_vectors.cu is faster where extents are multiples of pieces, which turning.py says.
  *
  * Macros: ELEMENT_BYTES (2, 4 or 8); PAIRS; TILE_ROWS, TILE_COLUMNS (even with PAIRS); INDEX_64.
- * Chosen by gemmconv/algorithms/turning.py.
+ * Chosen by gemmconv/kernels/layout/transpose.py.
  */
 #include "numeric/index.cuh"
 #include "geometry/plane.cuh"

@@ -12,7 +12,7 @@
  * layout/transpose.cu, for other extents, takes 16 times as many instructions.
  *
  * Macros: ELEMENT_BYTES (2, 4 or 8); ROW_UNIT, COLUMN_UNIT (divide the extents); ROW_LANES, ROW_WARPS; INDEX_64.
- * Chosen by gemmconv/algorithms/turning.py.
+ * Chosen by gemmconv/kernels/layout/transpose.py.
  */
 #include "numeric/index.cuh"
 #include "geometry/plane.cuh"

@@ -15,7 +15,7 @@
  *
  * Macros: those of pipeline/pixels_on_m.cuh, with one block of rows, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
  * LINES a multiple of 4 * KERNEL_W where PACKED, and one row where KERNEL_H is 1, whatever the image; KEPT (1 or 0).
- * Chosen by gemmconv/algorithms/fused_shuffle.py.
+ * Chosen by gemmconv/kernels/sm90/gemm_depth_to_space.py.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "ptx/store.cuh"

@@ -26,7 +26,7 @@
  * together: of whole images, or, where outputs read the input at their own cell alone, any multiple of 8), FOLD_PITCH (floats
  * between lines of columns, an odd multiple of 8); PIECE (inputs that are copied together; divides IN_H * IN_W); STAGES; VECTOR
  * (outputs that are stored together); SHARED_BYTES.
- * Chosen by gemmconv/algorithms/fused_images.py.
+ * Chosen by gemmconv/kernels/sm90/gemm_fold.py.
  */
 #if TURNED
 #include "load/gemm_fold_16bit.cuh"

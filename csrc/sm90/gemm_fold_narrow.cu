@@ -43,7 +43,7 @@
  * in channels_last), UNIT (elements that are copied together; divides the input's width, in channels_last IN_CHANNELS);
  * BOXED, of which both are 0, and LOADERS a warp, of which one thread begins boxes; FLAT; VECTOR (outputs that are stored
  * together); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64. Chosen by
- * gemmconv/algorithms/fused_fold.py.
+ * gemmconv/kernels/sm90/gemm_fold_narrow.py.
  */
 #include "ptx/cp_async.cuh"
 #include "geometry/axis.cuh"

@@ -10,7 +10,7 @@
  *
  * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; IMAGES (of an item; 1 of
  * windows); FOLD_OUTS (a divisor of a block's output channels, their lines a multiple of 8).
- * Chosen by gemmconv/algorithms/fused_image_rows.py.
+ * Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
  */
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"

@@ -44,7 +44,7 @@
  * ROW_TAP (of each phase and input row, for either warpgroup: which of the phase's taps it is, or -1); STAGES; LINE_CELLS (of
  * a line that is stored together), LINE_PITCH (outputs), VECTOR (outputs that begin at their multiples in memory, and are stored
  * together unless WHOLE_SECTORS are); SHARED_BYTES.
- * Chosen by gemmconv/algorithms/fused_rows.py.
+ * Chosen by gemmconv/kernels/sm90/gemm_fold_rows.py.
  */
 #include "numeric/integers.cuh"
 #include "ptx/named_barrier.cuh"

@@ -38,7 +38,7 @@
  * item's first cell to its first input row) and ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of
  * a tap); STAGES; VECTOR (outputs that rows and a lane's cells are multiples of), WHOLE_SECTORS (lines begin early, where
  * sectors do); SHARED_BYTES.
- * Chosen by gemmconv/algorithms/fused_rows_tf32.py.
+ * Chosen by gemmconv/kernels/sm90/gemm_fold_rows_tf32.py.
  */
 #include "numeric/integers.cuh"
 #include "ptx/keep.cuh"

@@ -58,7 +58,7 @@
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
  * the patch's first), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column
  * phase, or -1).
- * Chosen by gemmconv/algorithms/fused_plan.py.
+ * Chosen by gemmconv/kernels/sm90/implicit_gemm_plan.py.
  */
 #include "ptx/pdl.cuh"
 #include "ptx/named_barrier.cuh"

@@ -42,7 +42,7 @@
  * OUT_W; CELLS_H; ROW_BLOCKS (of 128 rows: 1 or 2), LINES (a multiple of 32, up to 256 / ROW_BLOCKS), KEPT (1 or 0); GROUP (not
  * PACKED unless 0); IMAGES, STRIPS, STRIP_CELLS, SEGMENTS (of a strip); PATCH_H, PATCH_W; SLOTS (of patches), STAGES (of
  * weights); SHARED_BYTES.
- * Chosen by gemmconv/algorithms/fused_cell_rows.py.
+ * Chosen by gemmconv/kernels/sm90/implicit_gemm_nhwc.py.
  */
 #include "geometry/axis.cuh"
 #include "ptx/pdl.cuh"

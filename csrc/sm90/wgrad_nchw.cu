@@ -37,7 +37,7 @@
  * CI_TILE (a multiple of 16 up to 256); SIDES_CO, SIDES_H, SIDES_W (warpgroups with output channels, or taps, of their own),
  * TAPS_H, TAPS_W; SLOTS (pieces that a tile needs), SLOT_ROWS, SLOT_COLUMNS (which, from the first), SLOT_OF (of a segment and
  * a row of taps); ROW_PITCH (elements of a piece); PLANES (0 where boxes have rows); STAGES; SHARED_BYTES. Chosen by
- * gemmconv/algorithms/fused_gradient.py.
+ * gemmconv/kernels/sm90/wgrad_nchw.py.
  */
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"

@@ -28,7 +28,7 @@
  * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a group);
  * KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; TILE_N, TILE_H, TILE_W (images, rows and columns of a tile's pixels);
  * PAIR_ROWS (whether a step has eight pixels of two rows each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO;
- * TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; STAGES; SHARED_BYTES. Chosen by gemmconv/algorithms/fused_gradient_lines.py.
+ * TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; STAGES; SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
  */
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"

@@ -10,7 +10,7 @@
  * Weight by weight, 16 bits at a time, it took as long as the products: 34 us of 72 (SimpleBaseline 1, fp16).
  *
  * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a group);
- * KERNEL_H, KERNEL_W; SUM_RUN, SUM_SHARES, SUM_READ, SUM_WRITE. Chosen by gemmconv/algorithms/fused_gradient_sum.py.
+ * KERNEL_H, KERNEL_W; SUM_RUN, SUM_SHARES, SUM_READ, SUM_WRITE. Chosen by gemmconv/kernels/splits/reduce_wgrad_splits.py.
  */
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"
