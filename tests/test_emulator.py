@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
     const int place = threadIdx.x * SIZE;
     for (int i = 0; i < SIZE; ++i) shared[place + i] = 7;
     __syncthreads();
-    copy_async<SIZE>(shared + place + SKEW, p.source + place, threadIdx.x % 3 != 0);
+    cp_async<SIZE>(shared + place + SKEW, p.source + place, threadIdx.x % 3 != 0);
     for (int i = 0; i < SIZE; ++i) p.before[place + i] = shared[place + i];
     wait_for_copies();
     for (int i = 0; i < SIZE; ++i) p.after[place + i] = shared[place + i];
@@ -213,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(128) test_kernel(const __grid_const
     const auto place = [&](int i) { return (16 * warp + g + i / 2 % 2 * 8) * COLUMNS + i / 4 * 8 + 2 * t + i % 2; };
     float d[COLUMNS / 2];
     for (int i = 0; i < COLUMNS / 2; ++i) d[i] = p.d[place(i)];
-    const matrix_t a = advanced(matrix_of(shared, numbers[2], numbers[3]), numbers[1]);
-    const matrix_t b = advanced(matrix_of(shared, numbers[5], numbers[6]), numbers[4]);
+    const descriptor_t a = advance(descriptor_k_major(shared, numbers[2], numbers[3]), numbers[1]);
+    const descriptor_t b = advance(descriptor_k_major(shared, numbers[5], numbers[6]), numbers[4]);
     wgmma_fence();
     wgmma<ELEMENT_T, COLUMNS>(d, a, b, numbers[7]);
     wgmma_commit();
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(256) test_kernel(const __grid_const
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        registers_down<40>();
+        setmaxnreg_dec<40>();
         for (int step = 0; step < STEPS && thread == 0; ++step) {
             const int stage = step % 2;
             unsigned char* target = shared + stage * kStageBytes;
@@ -290,13 +290,13 @@ extern "C" __global__ void __launch_bounds__(256) test_kernel(const __grid_const
             bulk_copy(target + kABytes, p.b + step * kBBytes, kBBytes, full[stage]);
         }
     } else {
-        registers_up<232>();
+        setmaxnreg_inc<232>();
         float d[COLUMNS / 2];
         for (int step = 0; step < STEPS; ++step) {
             const int stage = step % 2;
             barrier_wait(full[stage], step / 2 & 1);
-            const matrix_t a = matrix_of(shared + stage * kStageBytes, 64 * 16, 128);
-            const matrix_t b = matrix_of(shared + stage * kStageBytes + kABytes, COLUMNS * 16, 128);
+            const descriptor_t a = descriptor_k_major(shared + stage * kStageBytes, 64 * 16, 128);
+            const descriptor_t b = descriptor_k_major(shared + stage * kStageBytes + kABytes, COLUMNS * 16, 128);
             wgmma_fence();
             wgmma<half_t, COLUMNS>(d, a, b, step > 0);
             wgmma_commit();
@@ -363,30 +363,34 @@ PIPELINE_MISTAKES = {
     "wgmma_not_fenced": (r"wgmma_fence\(\);", "if (step == 0) wgmma_fence();", "a wgmma without wgmma_fence"),
     "wgmma_not_alike": (r"step > 0\);", "step > thread / 64);", "threads of a warpgroup do not all do alike"),
     "wgmma_of_some_threads": (r"(wgmma_fence\(\);)", r"\1 if (thread == 5) return;", "deadlock: .* 127 at wgmma_wait"),
-    "matrix_misaligned": (r"matrix_of\(shared \+", "matrix_of(shared + 8 +", "a misaligned matrix"),
+    "matrix_misaligned": (r"descriptor_k_major\(shared \+", "descriptor_k_major(shared + 8 +", "a misaligned matrix"),
     "matrix_past_the_end": (
         r"COLUMNS \* 16, 128\)",
         "COLUMNS * 16, 144)",
         "matrix of wgmma past the end of shared memory",
     ),
-    "matrix_in_static_shared": (r"matrix_of\(shared .*?,", "matrix_of(full,", "a matrix of wgmma outside"),
+    "matrix_in_static_shared": (
+        r"descriptor_k_major\(shared .*?,",
+        "descriptor_k_major(full,",
+        "a matrix of wgmma outside",
+    ),
     "barrier_not_initialised": (r"barrier_init\(full\[stage\], 1\);", "", "an mbarrier that was not initialised"),
     "barrier_initialised_twice": (r"full\[stage\], 1\);", "full[0], 1);", "an mbarrier that is initialised twice"),
     "barrier_initialised_for_nobody": (r"full\[stage\], 1\);", "full[stage], 0);", "an mbarrier for 0 arrivals"),
     "barrier_not_made_visible": (r"barrier_init_done\(\);", "", "without barrier_init_done"),
     "barrier_before_the_block_barrier": (r"__syncthreads\(\);", "", "an mbarrier that was not initialised"),
-    "barrier_written_over": (r"(registers_up<232>\(\);)", r"\1 full[0].state = 1;", "a write over an mbarrier"),
+    "barrier_written_over": (r"(setmaxnreg_inc<232>\(\);)", r"\1 full[0].state = 1;", "a write over an mbarrier"),
     "barrier_misaligned": (
-        r"(registers_up<232>\(\);)",
+        r"(setmaxnreg_inc<232>\(\);)",
         r"\1 barrier_arrive(reinterpret_cast<barrier_t*>(shared + 4)[0]);",
         "a misaligned address",
     ),
     "barrier_not_shared": (
-        r"(registers_up<232>\(\);)",
+        r"(setmaxnreg_inc<232>\(\);)",
         r"\1 barrier_t mine; barrier_init(mine, 1);",
         "an mbarrier outside of shared memory",
     ),
-    "no_such_registers": ("registers_up<232>", "registers_up<236>", "no such number of registers"),
+    "no_such_registers": ("setmaxnreg_inc<232>", "setmaxnreg_inc<236>", "no such number of registers"),
     "no_such_wgmma": (r"wgmma<half_t, COLUMNS>\(d,", "float e[20]; wgmma<half_t, 40>(e,", "no such wgmma"),
 }
 

@@ -90,9 +90,9 @@ def test_choices_are_as_filed():
 def test_branches_are_those_of_the_preprocessor(monkeypatch):
     texts = {
         "a.cu": """
-#define KEPT 2
+#define DEFERRED_STORES 2
 #include "b.cuh"
-#if MODE == KEPT && !OFF
+#if MODE == DEFERRED_STORES && !OFF
 #elif MODE > 2 || defined EXTRA
 #else
 #endif
@@ -111,7 +111,7 @@ def test_branches_are_those_of_the_preprocessor(monkeypatch):
     def taken(**macros):
         return [*modes.branches("a.cu", macros)]
 
-    assert taken(MODE=2, OFF=0) == ["b.cuh: !defined EXTRA", "a.cu: MODE == KEPT && !OFF"]
+    assert taken(MODE=2, OFF=0) == ["b.cuh: !defined EXTRA", "a.cu: MODE == DEFERRED_STORES && !OFF"]
     assert taken(MODE=2, OFF=1, EXTRA=1) == ["a.cu: MODE > 2 || defined EXTRA"]
     assert taken(MODE=1, OFF=1) == [
         *("b.cuh: !defined EXTRA", "b.cuh: MODE == 1", "c.cuh: defined OFF"),

@@ -379,7 +379,7 @@ def warps_of(plan):
     return itertools.product(range(plan.phase_sets), range(plan.phase_sides), range(parts), range(4))
 
 
-def lines_of(plan):
+def descriptor_k_major_swizzled(plan):
     """Return the runs that the rows of a group store for a cell: [row phase, column phase, channel, outputs of a cell].
 
     A run is of neighbours: columns of the output, or channels in channels_last.
@@ -436,7 +436,7 @@ def staged_runs_of(plan):
         width_of_line = inner * (16 // plan.blocks)
     else:
         assert inner == plan.inner
-        row_phase, column_phase, channel, present = lines_of(plan)
+        row_phase, column_phase, channel, present = descriptor_k_major_swizzled(plan)
         assert (column_phase == 0).all()
         assert (present == inner).all()
         width_of_line = inner * plan.line_cells
@@ -483,7 +483,7 @@ def runs_of(plan):
         return pixel_runs_of(plan) if plan.channels_last else staged_runs_of(plan)
     channels, pixels = plan.out_channels * plan.problem.groups, math.prod(plan.output_size)
     (height, width), (span_h, span_w) = plan.output_size, plan.span
-    row_phase, column_phase, channel, present = lines_of(plan)
+    row_phase, column_phase, channel, present = descriptor_k_major_swizzled(plan)
     in_row = 2 if plan.pitch % 2 == 0 else 1  # of a thread's two cells
     image, row, cell, _, there = cells_at(plan, np.arange(0, plan.tiles * plan.tile, in_row))
     image, row, cell = (values[there][:, None] for values in (image, row, cell))
@@ -764,7 +764,7 @@ def test_stages_fit_shared_memory(plan):
         assert macros["UNITS"] % macros["LANDING_UNITS"] == 0
     assert macros["PATCH"] * planes <= macros["UNIT_PITCH"]
     assert macros["PATCH_STAGES"] >= 2
-    assert macros["WEIGHT_STAGES"] >= (1 if macros["RESIDENT"] else 2)
+    assert macros["WEIGHT_STAGES"] >= (1 if macros["WEIGHTS_STATIONARY"] else 2)
     if plan.boxed:
         assert patch_units * 16 % (128 * plan.units if plan.channels_last else 1024) == 0
         return

@@ -1837,13 +1837,17 @@ MISTAKES = {
     ),
     "fused_turn_not_passed_on": (
         FUSED_TURNS,
-        emulator.Edit("sm90/implicit_gemm.cu", r"if \(TURNS && warpgroup == 0\) arrive<kTurnOf1, 256>\(\);", ""),
+        emulator.Edit(
+            "sm90/implicit_gemm.cu", r"if \(PING_PONG && warpgroup == 0\) named_barrier_arrive<kTurnOf1, 256>\(\);", ""
+        ),
         "deadlock",
     ),
     "fused_turn_passed_on_twice": (
         FUSED_TURNS,
         emulator.Edit(
-            "sm90/implicit_gemm.cu", r"(if \(TURNS && warpgroup == 0\) )(arrive<kTurnOf1, 256>\(\);)", r"\1{ \2 \2 }"
+            "sm90/implicit_gemm.cu",
+            r"(if \(PING_PONG && warpgroup == 0\) )(named_barrier_arrive<kTurnOf1, 256>\(\);)",
+            r"\1{ \2 \2 }",
         ),
         "arrivals and nobody who waits|deadlock",
     ),
@@ -1864,7 +1868,7 @@ MISTAKES = {
     ),
     "fold_copies_not_waited_for": (
         FOLD_PIECES,
-        emulator.Edit("sm90/gemm_fold_narrow.cu", r"wait_for_groups<STAGES - 1>\(\);", ""),
+        emulator.Edit("sm90/gemm_fold_narrow.cu", r"cp_async_wait<STAGES - 1>\(\);", ""),
         "relative error",
     ),
     "fold_stages_overwritten": (
@@ -1884,7 +1888,9 @@ MISTAKES = {
     ),
     "fold_weights_read_too_early": (
         FOLD,
-        emulator.Edit("sm90/gemm_fold_narrow.cu", r"(wait_for_copies\(\);\s*)meet<1, kOthers>\(\);", r"\1"),
+        emulator.Edit(
+            "sm90/gemm_fold_narrow.cu", r"(wait_for_copies\(\);\s*)named_barrier_sync<1, kOthers>\(\);", r"\1"
+        ),
         "relative error",
     ),
     "fold_sums_read_too_early": (
@@ -1906,7 +1912,7 @@ MISTAKES = {
     ),
     "images_inputs_passed_on_too_early": (
         IMAGES,
-        emulator.Edit("load/gemm_fold_16bit.cuh", r"wait_for_groups<1>\(\);", ""),
+        emulator.Edit("load/gemm_fold_16bit.cuh", r"cp_async_wait<1>\(\);", ""),
         "relative error",
     ),
     "images_stages_overwritten": (
@@ -1931,7 +1937,7 @@ MISTAKES = {
     ),
     "images_landing_not_waited_for": (
         IMAGES_TF32,
-        emulator.Edit("load/gemm_fold_tf32.cuh", r"wait_for_groups<[^;]*;", ""),
+        emulator.Edit("load/gemm_fold_tf32.cuh", r"cp_async_wait<[^;]*;", ""),
         "relative error",
     ),
     "images_landing_overwritten": (
@@ -1966,7 +1972,7 @@ MISTAKES = {
     ),
     "image_rows_columns_read_too_early": (
         IMAGE_ROWS,
-        emulator.Edit("sm90/gemm_fold_pixels.cu", r"meet<1, kConsumers>\(\);(\s*const int out)", r"\1"),
+        emulator.Edit("sm90/gemm_fold_pixels.cu", r"named_barrier_sync<1, kConsumers>\(\);(\s*const int out)", r"\1"),
         "relative error",
     ),
     "image_rows_columns_of_one_pass": (
@@ -2088,14 +2094,14 @@ MISTAKES = {
         CELL_ROWS_IN_EIGHTS,
         emulator.Edit(
             "sm90/implicit_gemm_nhwc.cu",
-            r"if constexpr \(KEPT\) (outputs\.template store_share<0, 1>)",
-            "if constexpr (!KEPT) \\1",
+            r"if constexpr \(DEFERRED_STORES\) (outputs\.template store_share<0, 1>)",
+            "if constexpr (!DEFERRED_STORES) \\1",
         ),
         "relative error",
     ),
     "cell_rows_weights_read_while_they_are_laid_out": (
         CELL_ROWS_TF32,
-        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"if \(PACKED\) wait_for_previous_launch\(\);", ""),
+        emulator.Edit("sm90/implicit_gemm_nhwc.cu", r"if \(PACKED\) grid_dependency_wait\(\);", ""),
         "did not wait for the launch before",
     ),
     "cell_rows_past_dynamic_shared": (
@@ -2246,7 +2252,7 @@ MISTAKES = {
     ),
     "fused_places_not_waited_for": (
         FUSED,
-        emulator.Edit("load/registers.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
+        emulator.Edit("load/registers.cuh", r"named_barrier_sync<kLoadersMeet, PRODUCERS>\(\);", ""),
         "relative error",
     ),
     "fused_blocks_not_waited_for": (
@@ -2276,7 +2282,7 @@ MISTAKES = {
     ),
     "fused_landing_not_waited_for": (
         FUSED_LANDED,
-        emulator.Edit("load/landing.cuh", r"wait_for_groups<[^;]*;", ";"),
+        emulator.Edit("load/landing.cuh", r"cp_async_wait<[^;]*;", ";"),
         "relative error",
     ),
     "fused_landing_box_not_waited_for": (
@@ -2286,14 +2292,12 @@ MISTAKES = {
     ),
     "fused_landing_waited_for_too_little": (
         FUSED_LANDED,
-        emulator.Edit(
-            "load/landing.cuh", r"wait_for_groups<LANDING_STAGES - 2>", "wait_for_groups<LANDING_STAGES - 1>"
-        ),
+        emulator.Edit("load/landing.cuh", r"cp_async_wait<LANDING_STAGES - 2>", "cp_async_wait<LANDING_STAGES - 1>"),
         "relative error",
     ),
     "fused_landing_of_others_not_waited_for": (
         FUSED_LANDED,
-        emulator.Edit("load/landing.cuh", r"meet<kLoadersMeet, LOADERS>\(\);", ""),
+        emulator.Edit("load/landing.cuh", r"named_barrier_sync<kLoadersMeet, PRODUCERS>\(\);", ""),
         "relative error|a misaligned address",
     ),
     "fused_landing_overwritten": (
@@ -2308,7 +2312,7 @@ MISTAKES = {
     ),
     "fused_pixels_turned_round_without_a_barrier": (
         FUSED_PIXELS,
-        emulator.Edit("epilogue/store_phases.cuh", r"meet<128>\(barrier\);(?=\s+piece_t)", ""),
+        emulator.Edit("epilogue/store_phases.cuh", r"named_barrier_sync<128>\(barrier\);(?=\s+piece_t)", ""),
         "relative error",
     ),
     "fused_lined_without_a_barrier": (

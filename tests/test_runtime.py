@@ -455,7 +455,7 @@ def most_registers(source_name, macros):
         threads = 32 * math.prod(macros[name] for name in names)
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
     if source_name == "sm90/gemm_fold_narrow.cu":
-        threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["LOADERS"]
+        threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["PRODUCERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
     of_384 = (
@@ -473,7 +473,7 @@ def most_registers(source_name, macros):
         warpgroups = math.prod(macros.get(f"SIDES_{side}", 1) for side in ("CI", "CO", "H", "W"))
         return min(255, 65_536 // (128 * (warpgroups + 1)) // 8 * 8)
     if source_name == "sm90/implicit_gemm.cu":
-        return 65_536 // (macros["LOADERS"] + 288) // 8 * 8
+        return 65_536 // (macros["PRODUCERS"] + 288) // 8 * 8
     return MOST_REGISTERS.get(source_name, 128)
 
 

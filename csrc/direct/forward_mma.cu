@@ -205,7 +205,7 @@ __device__ __forceinline__ void fetch_patch(const direct_forward_mma_params& p, 
         const int ih = origin.row + pixel / kPatchW, iw = origin.column + pixel % kPatchW;
         const bool inside = static_cast<unsigned>(ih) < p.h_in && static_cast<unsigned>(iw) < p.w_in;
         const index_t place = (static_cast<index_t>(ih) * p.w_in + iw) * channels + word * kElements;
-        copy_async<kChunk * 4>(landing + pixel * PIXEL_PITCH + word, source + (inside ? place : 0), inside);
+        cp_async<kChunk * 4>(landing + pixel * PIXEL_PITCH + word, source + (inside ? place : 0), inside);
     }
 #else
     // Where elements are words, the words beyond a group's channels are copied too, as zeros.
@@ -220,7 +220,7 @@ __device__ __forceinline__ void fetch_patch(const direct_forward_mma_params& p, 
                             (kGroupChannels == IN_CHANNELS || channel % kGroupChannels < IN_CHANNELS);
         const int group = channel / kGroupChannels, from = group * IN_CHANNELS + channel % kGroupChannels;
         const index_t place = from * in_pixels + (static_cast<index_t>(ih) * p.w_in + iw);
-        copy_async<PIXELS * sizeof(ELEMENT_T)>(target + channel * kPlane + pixel, source + (inside ? place : 0), inside);
+        cp_async<PIXELS * sizeof(ELEMENT_T)>(target + channel * kPlane + pixel, source + (inside ? place : 0), inside);
     }
 #endif
 }

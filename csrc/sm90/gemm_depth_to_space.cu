@@ -10,11 +10,11 @@
  * Positions are its rows (pipeline/pixels_on_m.cuh), in any order that a warp likes. Rows g and g + 8 are neighbours where that
  * gives a thread more outputs that lie together (kPaired), and the eight lanes that have the same columns store a stretch of an
  * output row. So outputs go from registers to memory, and no shared memory is read or written for them: weights take most of
- * what it can give. What comes from memory and goes there is as much as products take, so that outputs are KEPT while the
+ * what it can give. What comes from memory and goes there is as much as products take, so that outputs are DEFERRED_STORES while the
  * products of the next block run.
  *
  * Macros: those of pipeline/pixels_on_m.cuh, with one block of rows, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
- * LINES a multiple of 4 * KERNEL_W where PACKED, and one row where KERNEL_H is 1, whatever the image; KEPT (1 or 0).
+ * LINES a multiple of 4 * KERNEL_W where PACKED, and one row where KERNEL_H is 1, whatever the image; DEFERRED_STORES (1 or 0).
  * Chosen by gemmconv/kernels/sm90/gemm_depth_to_space.py.
  */
 #include "pipeline/pixels_on_m.cuh"
@@ -141,7 +141,7 @@ private:
     }
 };
 
-/* The positions of a warp, the `warp`-th that multiplies, of item after item. Outputs are KEPT while the next block's products
+/* The positions of a warp, the `warp`-th that multiplies, of item after item. Outputs are DEFERRED_STORES while the next block's products
  * run, and stored meanwhile: memory may take as long for them.
  */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t& barriers, int warp) {
@@ -157,17 +157,17 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t&
             float sums[1][LINES / 2];
             ring_t<SLOTS> here = slots;
             const bool last = block + 1 == item.blocks;
-            multiply<kPaired>(sums, ring, here, barriers, warp, !HELD || last, [&](auto share) {
+            multiply<kPaired>(sums, ring, here, barriers, warp, !INPUTS_STATIONARY || last, [&](auto share) {
                 constexpr int kShare = decltype(share)::value;
-                if constexpr (KEPT) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>();
+                if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>();
             });
-            if (!HELD || last) slots = here;
+            if (!INPUTS_STATIONARY || last) slots = here;
             biases.share(warp);
             outputs = outputs_t(places, first, sums[0], biases_of(warp));
-            if constexpr (!KEPT) outputs.store<0, kTurns>();
+            if constexpr (!DEFERRED_STORES) outputs.store<0, kTurns>();
         }
     });
-    if constexpr (KEPT) outputs.store<0, kTurns>();
+    if constexpr (DEFERRED_STORES) outputs.store<0, kTurns>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -14,21 +14,21 @@
  * channels.
  *
  * A block goes over items: IMAGES images and as many output channels as have the lines of its warpgroups, BLOCKS of 64 each.
- * One thread begins to copy weights, LOADERS threads bring inputs, 128 bytes of channels of both to a stage; warpgroups
+ * One thread begins to copy weights, PRODUCERS threads bring inputs, 128 bytes of channels of both to a stage; warpgroups
  * multiply: values of 16 bits as they lie (load/gemm_fold_16bit.cuh), float32 rounded to TF32 (load/gemm_fold_tf32.cuh).
  * At the end of an item warps fold their own lines, groups of 16 * FOLD_WARPS with all taps of their output channels: they
  * write the columns of some images to shared memory, and gather them.
  *
- * Macros: ELEMENT_T, TURNED (1 for 16 bits, 0 for float32); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every
+ * Macros: ELEMENT_T, MN_MAJOR (1 for 16 bits, 0 for float32); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every
  * phase has a tap; IN_CHANNELS, OUT_CHANNELS; IN_H, IN_W, OUT_H, OUT_W; IMAGES (of an item), COLUMNS (positions, up to a
- * multiple of 16); WARPGROUPS (1 or 2), BLOCKS; LOADERS; MULTIPLIER_REGISTERS, LOADER_REGISTERS (of a thread that multiplies
+ * multiple of 16); WARPGROUPS (1 or 2), BLOCKS; PRODUCERS; CONSUMER_REGISTERS, PRODUCER_REGISTERS (of a thread that multiplies
  * or does not, with two warpgroups; with one, all have as many); FOLD_WARPS (1 or 4); FOLDED (positions that are folded
  * together: of whole images, or, where outputs read the input at their own cell alone, any multiple of 8), FOLD_PITCH (floats
  * between lines of columns, an odd multiple of 8); PIECE (inputs that are copied together; divides IN_H * IN_W); STAGES; VECTOR
  * (outputs that are stored together); SHARED_BYTES.
  * Chosen by gemmconv/kernels/sm90/gemm_fold.py.
  */
-#if TURNED
+#if MN_MAJOR
 #include "load/gemm_fold_16bit.cuh"
 #else
 #include "load/gemm_fold_tf32.cuh"
@@ -53,7 +53,7 @@ __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& b
     float* mine = columns + ((warp % FOLD_WARPS * 16 + lane / 4) * FOLD_PITCH + lane % 4 * 2);
     const auto meet_group = [&] {
         if (FOLD_WARPS == 1) __syncwarp();
-        else meet<128>(1 + warpgroup);
+        else named_barrier_sync<128>(1 + warpgroup);
     };
     // Output channel of the tile that the i-th of the group is.
     const auto out_of = [&](int i) {
@@ -99,17 +99,17 @@ sm90_gemm_fold_kernel(const __grid_constant__ gemm_fold_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], 1 + LOADERS / 32);
+            barrier_init(barriers.full[i], 1 + PRODUCERS / 32);
             barrier_init(barriers.empty[i], kConsumers / 32);
         }
         barrier_init_done();
     }
     __syncthreads();
     if (threadIdx.x >= kProducers) {
-        if constexpr (WARPGROUPS == 2) registers_up<MULTIPLIER_REGISTERS>();
+        if constexpr (WARPGROUPS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
         consume(p, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 128, 0));
     } else {
-        if constexpr (WARPGROUPS == 2) registers_down<LOADER_REGISTERS>();
+        if constexpr (WARPGROUPS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x >= 32) produce_inputs(p, barriers);
         else if (threadIdx.x == 0) produce_weights(p, barriers);
     }

@@ -19,7 +19,7 @@
  *   S=2 P=1 K=4:  shifts -1, 0, 1; with ROWS=4 a step ends with the cells above row 3, and two rows stay for the next one
  *
  * Warps have roles, since each of them waits most of the time and none for long: WARPGROUPS multiply, FOLDERS threads fold
- * what was multiplied the step before, LOADERS copy the inputs of the next steps: piece by piece, or one of them begins boxes
+ * what was multiplied the step before, PRODUCERS copy the inputs of the next steps: piece by piece, or one of them begins boxes
  * of a tensor map (BOXED). The steps of a role are passed on by mbarriers: full and empty for stages, made and folded for the
  * ring, which has room for the rows of two steps.
  *
@@ -36,12 +36,12 @@
  * keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see benchmarks/README.md.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
- * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, LOADERS;
+ * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;
  * ROWS, COLUMNS (positions of a step; together a multiple of 64), CELLS; ORIGIN (the first strip's first position), LEFT
  * (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring to the next); TOGETHER (cell rows
  * that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels in a stage, or between positions
  * in channels_last), UNIT (elements that are copied together; divides the input's width, in channels_last IN_CHANNELS);
- * BOXED, of which both are 0, and LOADERS a warp, of which one thread begins boxes; FLAT; VECTOR (outputs that are stored
+ * BOXED, of which both are 0, and PRODUCERS a warp, of which one thread begins boxes; FLAT; VECTOR (outputs that are stored
  * together); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64. Chosen by
  * gemmconv/kernels/sm90/gemm_fold_narrow.py.
  */
@@ -77,7 +77,7 @@ using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
 using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
 static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
 
-constexpr int kMultipliers = 128 * WARPGROUPS, kOthers = kMultipliers + FOLDERS, kThreads = kOthers + LOADERS;
+constexpr int kMultipliers = 128 * WARPGROUPS, kOthers = kMultipliers + FOLDERS, kThreads = kOthers + PRODUCERS;
 constexpr int kItem = sizeof(ELEMENT_T), kElements = words::kElements;  // of a word
 constexpr int kParts = SPLIT ? 2 : 1;  // of words
 constexpr int kTaps = KERNEL_H * KERNEL_W, kLines = OUT_CHANNELS * kTaps, kWholeLines = ceil_div(kLines, 16) * 16;
@@ -149,19 +149,19 @@ __device__ __forceinline__ void fetch(
     barrier_arrive_expecting(full, kStage * kItem);
 #if CHANNELS_LAST
     for (int block = 0; block < kBlocks; ++block, stage += kBlock)
-        copy_box(stage, p.map, block * kLine, column0, row0, item.image, full);
+        tma_load(stage, p.map, block * kLine, column0, row0, item.image, full);
 #elif FLAT
     for (int block = 0; block < kBlocks; ++block, stage += kBlock)
-        copy_box(stage, p.map, row0 * COLUMNS + block * kLine, 0, 0, item.image, full);
+        tma_load(stage, p.map, row0 * COLUMNS + block * kLine, 0, 0, item.image, full);
 #else
     for (int column = 0; column < COLUMNS; column += kLine, stage += ROWS * kBlock)
-        copy_box(stage, p.map, column0 + column, 0, row0, item.image, full);
+        tma_load(stage, p.map, column0 + column, 0, row0, item.image, full);
 #endif
 }
 #else
 __device__ __forceinline__ void copy_unit(ELEMENT_T* target, const ELEMENT_T* source, bool inside) {
     if constexpr (UNIT * kItem == 16) copy_piece_async(target, source, inside);
-    else copy_async<UNIT * kItem>(target, source, inside);
+    else cp_async<UNIT * kItem>(target, source, inside);
 }
 
 /* Begin to copy the inputs of a step; zeros where the image has none, and where the item needs none. */
@@ -176,7 +176,7 @@ __device__ __forceinline__ void fetch(const gemm_fold_narrow_params& p, ELEMENT_
 #if CHANNELS_LAST
     constexpr int kPixelUnits = IN_CHANNELS / UNIT;
     #pragma unroll 4
-    for (int i = thread; i < kPositions * kPixelUnits; i += LOADERS) {
+    for (int i = thread; i < kPositions * kPixelUnits; i += PRODUCERS) {
         const int position = i / kPixelUnits, channel = i % kPixelUnits * UNIT;
         const int row = row0 + position / COLUMNS, column = column0 + position % COLUMNS;
         copy_unit(stage + position * PITCH + channel,
@@ -185,11 +185,11 @@ __device__ __forceinline__ void fetch(const gemm_fold_narrow_params& p, ELEMENT_
 #else
     // A thread has a spot and every so many channels.
     constexpr int kLineUnits = COLUMNS / UNIT, kSpots = ROWS * kLineUnits;
-    constexpr int kAtOnce = kSpots < LOADERS ? LOADERS / kSpots : 1, kTurns = ceil_div(kSpots, LOADERS);
+    constexpr int kAtOnce = kSpots < PRODUCERS ? PRODUCERS / kSpots : 1, kTurns = ceil_div(kSpots, PRODUCERS);
     #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
-        const int spot = turn * LOADERS + thread % (kSpots < LOADERS ? kSpots : LOADERS);
-        const int channel0 = kSpots < LOADERS ? thread / kSpots : 0;
+        const int spot = turn * PRODUCERS + thread % (kSpots < PRODUCERS ? kSpots : PRODUCERS);
+        const int channel0 = kSpots < PRODUCERS ? thread / kSpots : 0;
         if (spot >= kSpots || channel0 >= kAtOnce) continue;
         const int row = spot / kLineUnits, column = spot % kLineUnits * UNIT;
         const bool copied = inside(row0 + row, column0 + column);
@@ -223,7 +223,7 @@ __device__ __forceinline__ void fetch_weights(const gemm_fold_narrow_params& p, 
 __device__ __forceinline__ void lay_weights_out(
     const gemm_fold_narrow_params& p, unsigned char* target, const unsigned char* came) {
     wait_for_copies();
-    meet<1, kOthers>();
+    named_barrier_sync<1, kOthers>();
     const ELEMENT_T* all = reinterpret_cast<const ELEMENT_T*>(came);
     #pragma unroll 4
     for (int i = threadIdx.x; i < kPadded / kElements * kWholeLines; i += kOthers) {
@@ -243,7 +243,7 @@ __device__ __forceinline__ void lay_weights_out(
         *to = words::pack(values);
 #endif
     }
-    meet<1, kOthers>();
+    named_barrier_sync<1, kOthers>();
 }
 
 /* Where a piece of 16 bytes of a line of a box lies. */
@@ -293,7 +293,7 @@ __device__ __forceinline__ void multiply(
     const item_t& item = course.item;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int row0 = item.cell_row + kFirstH + course.step * ROWS, column0 = first_position(item);
-    const matrix_t weights = matrix_of(weights_here, 16 * kWholeLines, 128);
+    const descriptor_t weights = descriptor_k_major(weights_here, 16 * kWholeLines, 128);
     constexpr int kTurns = kPositions / (64 * WARPGROUPS);
     #pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn) {
@@ -322,8 +322,8 @@ __device__ __forceinline__ void multiply(
             #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
                 if (step0 + k >= CHANNEL_STEPS) continue;
-                const matrix_t here = advanced(weights, (step0 + k) * kStepBytes);
-                wgmma_rows<ELEMENT_T, kWholeLines>(chain, a[k], advanced(here, kWeightBytes), k > 0);
+                const descriptor_t here = advance(weights, (step0 + k) * kStepBytes);
+                wgmma_rows<ELEMENT_T, kWholeLines>(chain, a[k], advance(here, kWeightBytes), k > 0);
                 wgmma_rows<ELEMENT_T, kWholeLines>(chain, rest[k], here, 1);
                 wgmma_rows<ELEMENT_T, kWholeLines>(chain, a[k], here, 1);
             }
@@ -335,7 +335,7 @@ __device__ __forceinline__ void multiply(
             #pragma unroll
             for (int k = 0; k < kAtOnce; ++k)
                 if (step0 + k < CHANNEL_STEPS)
-                    wgmma_rows<ELEMENT_T, kWholeLines>(sum, a[k], advanced(weights, (step0 + k) * kStepBytes), step0 + k > 0);
+                    wgmma_rows<ELEMENT_T, kWholeLines>(sum, a[k], advance(weights, (step0 + k) * kStepBytes), step0 + k > 0);
             wgmma_commit();
             // Behind products, which have the words: between words and products a branch makes each product wait.
             if (step0 + kAtOnce >= CHANNEL_STEPS && last) barrier_arrive(empty);
@@ -466,7 +466,7 @@ sm90_gemm_fold_narrow_kernel(const __grid_constant__ gemm_fold_narrow_params p) 
     fetch_weights(p, shared + kFirstRing);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], BOXED ? 1 : LOADERS);
+            barrier_init(barriers.full[i], BOXED ? 1 : PRODUCERS);
             barrier_init(barriers.empty[i], kMultipliers);
         }
         for (int i = 0; i < 2; ++i) {
@@ -504,9 +504,9 @@ sm90_gemm_fold_narrow_kernel(const __grid_constant__ gemm_fold_narrow_params p) 
                 course.advance(p);
                 ++begun;
             }
-            commit_copies();
+            cp_async_commit();
             if (turn < STAGES - 1) continue;
-            wait_for_groups<STAGES - 1>();
+            cp_async_wait<STAGES - 1>();
             barrier_arrive(barriers.full[come.stage]);
             come.advance();
             ++passed;
@@ -517,7 +517,7 @@ sm90_gemm_fold_narrow_kernel(const __grid_constant__ gemm_fold_narrow_params p) 
     lay_weights_out(p, weights, shared + kFirstRing);
     clear(ring, stages);
     fence_async_proxy();
-    meet<1, kOthers>();
+    named_barrier_sync<1, kOthers>();
 
     if (threadIdx.x < kMultipliers) {
         #pragma unroll 1

@@ -82,21 +82,21 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t&
             float sums[ROW_BLOCKS][LINES / 2];
             ring_t<SLOTS> here = slots;
             const bool last = block + 1 == item.blocks;
-            multiply<true>(sums, ring, here, barriers, warp, !HELD || last, [](auto) {});
-            if (!HELD || last) slots = here;
+            multiply<true>(sums, ring, here, barriers, warp, !INPUTS_STATIONARY || last, [](auto) {});
+            if (!INPUTS_STATIONARY || last) slots = here;
             own.share(warp);
             each<kPasses>([&](auto pass) {
                 constexpr int kPass = decltype(pass)::value;
                 float* columns = both + kPass % 2 * kPassFloats;
                 write_columns<kPass>(columns, sums, warp);
-                meet<1, kConsumers>();
+                named_barrier_sync<1, kConsumers>();
                 const int out = first + kPass * FOLD_OUTS + group * kGroupOuts;
                 if (out < OUT_CHANNELS)
                     gather<kCells, kLanes, kGroupOuts>(
                         p.output, columns + group * (kGroupOuts * kTaps * FOLD_PITCH), biases + kPass * FOLD_OUTS, out,
                         thread % kLanes, [&](int i) { return cell_of(p, item, i); });
             });
-            if constexpr (kPasses % 2 == 1) meet<1, kConsumers>();  // the next block begins with the same columns
+            if constexpr (kPasses % 2 == 1) named_barrier_sync<1, kConsumers>();  // the next block begins with the same columns
         }
     });
 }

@@ -85,7 +85,7 @@ __device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, c
             barrier_arrive_expecting(full, kStageBytes);
             #pragma unroll
             for (int box = 0; box < kBoxes; ++box)
-                copy_box(shared + ring.stage * kStageBytes + box * kBoxBytes, p.map, column + box * kLine,
+                tma_load(shared + ring.stage * kStageBytes + box * kBoxBytes, p.map, column + box * kLine,
                          set.group * IN_CHANNELS, first_row + kFirstRow[set.phase], image, full);
             ring.advance();
         }
@@ -256,8 +256,8 @@ __device__ __forceinline__ void fold(
 __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers, int warpgroup) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, side = ROWS == 1 ? warpgroup : 0;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
-    const matrix_t weights = matrix_of(shared + kFirstWeight + side * kSideBytes, 64 * 16, 128);
-    const matrix_t inputs = swizzled_matrix_of(shared, kBoxBytes, 1024);
+    const descriptor_t weights = descriptor_k_major(shared + kFirstWeight + side * kSideBytes, 64 * 16, 128);
+    const descriptor_t inputs = descriptor_mn_major(shared, kBoxBytes, 1024);
     ELEMENT_T* const stage = reinterpret_cast<ELEMENT_T*>(shared + kFirstOutput) + (warpgroup * 4 + warp) * kWarpOutputs;
 
     const int first_out = (set.channels * kSides + side) * kOuts + warp * kWarpOuts;
@@ -270,7 +270,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         bias[half] = there ? widen(load_once(p.bias + set.group * OUT_CHANNELS + first_out + out)) : 0.0f;
     }
     barrier_wait(barriers.weights, 0);
-    if (warpgroup == 1) arrive<kTurnOf0, 256>();
+    if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
     ring_t<STAGES> ring;
     each_item(p, [&](int image, int first_row) {
         const int row = first_row + (ROWS == 2 ? warpgroup : 0), oh = row * PHASES + set.phase;
@@ -288,8 +288,8 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         int step = 0;
         #pragma unroll 1
         for (; step * COLUMNS < p.columns; ++step) {
-            if (warpgroup == 0) meet<kTurnOf0, 256>();
-            else meet<kTurnOf1, 256>();
+            if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();
+            else named_barrier_sync<kTurnOf1, 256>();
             barrier_wait(barriers.full[ring.stage], ring.parity);
             int accumulate = 0;
             wgmma_fence();
@@ -297,19 +297,19 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             for (int i = 0; i < INPUT_ROWS; ++i) {
                 const int tap = kRowTap[(set.phase * INPUT_ROWS + i) * 2 + (ROWS == 2 ? warpgroup : 0)];
                 if (tap < 0) continue;
-                const matrix_t left = advanced(weights, tap * kTapBytes);
-                const matrix_t right = advanced(inputs, ring.stage * kStageBytes + i * kRowBytes);
+                const descriptor_t left = advance(weights, tap * kTapBytes);
+                const descriptor_t right = advance(inputs, ring.stage * kStageBytes + i * kRowBytes);
                 #pragma unroll
                 for (int k = 0; k < kSteps; ++k)
                     #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile)
-                        wgmma<ELEMENT_T, COLUMNS, true>(sums[tile], advanced(left, tile * kTileBytes + k * 2048),
-                                                        advanced(right, k * 2048), accumulate || k > 0);
+                        wgmma<ELEMENT_T, COLUMNS, true>(sums[tile], advance(left, tile * kTileBytes + k * 2048),
+                                                        advance(right, k * 2048), accumulate || k > 0);
                 wgmma_commit();
                 accumulate = 1;
             }
-            if (warpgroup == 0) arrive<kTurnOf1, 256>();
-            else arrive<kTurnOf0, 256>();
+            if (warpgroup == 0) named_barrier_arrive<kTurnOf1, 256>();
+            else named_barrier_arrive<kTurnOf0, 256>();
             #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) wgmma_finish(sums[tile]);
             if (speaker) barrier_arrive(barriers.empty[ring.stage]);
@@ -321,7 +321,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         for (; step < p.steps; ++step)
             fold(p, {}, before, bias, early, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
     });
-    if (warpgroup == 0) meet<kTurnOf0, 256>();  // the other's last turn has ended
+    if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_gemm_fold_rows_kernel(const __grid_constant__ gemm_fold_rows_params p) {
@@ -329,10 +329,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_gemm_fold_rows_ke
     begin_barriers(barriers);
     const set_t set = set_of(p);
     if (threadIdx.x >= kProducers) {
-        registers_up<240>();
+        setmaxnreg_inc<240>();
         consume(p, set, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 128, 0));
     } else {
-        registers_down<24>();
+        setmaxnreg_dec<24>();
         if (threadIdx.x == 0) produce_inputs(p, set, barriers);
         else if (threadIdx.x == 32)
             produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);

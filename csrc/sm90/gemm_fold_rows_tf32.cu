@@ -95,7 +95,7 @@ __device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, c
                 barrier_t& full = barriers.full[ring.stage];
                 barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
                 barrier_arrive_expecting(full, kStageBytes);
-                copy_box(shared + ring.stage * kStageBytes, p.map, column, set.group * IN_CHANNELS + chunk * CHUNK,
+                tma_load(shared + ring.stage * kStageBytes, p.map, column, set.group * IN_CHANNELS + chunk * CHUNK,
                          first_row + kFirstRow[set.phase], image, full);
                 ring.advance();
             }
@@ -307,7 +307,7 @@ __device__ __forceinline__ void fold_and_store(
 __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers, int own) {
     const int lane = threadIdx.x % 32, warpgroup = own / 4, g = lane / 4, t = lane % 4;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
-    const matrix_t weights = matrix_of(shared + kFirstWeight, LINES * 16, 128);
+    const descriptor_t weights = descriptor_k_major(shared + kFirstWeight, LINES * 16, 128);
     // Where inputs 2g and 2g + 1 of a channel are in a line; and two channels on, where pieces lie in another order.
     const int channel = t / 2 * 4 + t % 2, at = channel * kLineBytes + g % 2 * 8;
     const int low = at + (g / 2 ^ t / 2 * 2) * 16, high = at + 2 * kLineBytes + (g / 2 ^ t / 2 * 2 + 1) * 16;
@@ -324,9 +324,9 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             const bool there = out < channels && p.bias != nullptr;
             bias[out] = there ? load_once(p.bias + set.group * OUT_CHANNELS + first_out + out) : 0.0f;
         }
-    meet<kBiasMeet, 256>();
+    named_barrier_sync<kBiasMeet, 256>();
     barrier_wait(barriers.weights, 0);
-    if (warpgroup == 1) arrive<kTurnOf0, 256>();
+    if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
     ring_t<STAGES> ring;
     const auto multiply = [&](sums_t& sums) {
         words_of_group_t words[2];
@@ -340,8 +340,8 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             settle_words(words[group % 2]);  // were one of them rounded where products run, those would be waited for
         };
         load_group(constant<0>());
-        if (warpgroup == 0) meet<kTurnOf0, 256>();
-        else meet<kTurnOf1, 256>();
+        if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();
+        else named_barrier_sync<kTurnOf1, 256>();
         each<kGroups>([&](auto group_) {
             constexpr int group = decltype(group_)::value;
             constexpr int down = group * TAPS_TOGETHER % WEIGHT_ROWS;
@@ -350,7 +350,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             #pragma unroll
             for (int k = 0; k < kProducts; ++k)
                 wgmma_rows<float, LINES>(sums, words[group % 2][k],
-                                         advanced(weights, kFirst + k / kSteps * kTapBytes + k % kSteps * kStepBytes),
+                                         advance(weights, kFirst + k / kSteps * kTapBytes + k % kSteps * kStepBytes),
                                          group > 0 || k > 0);
             wgmma_commit();
             if constexpr (down + TAPS_TOGETHER == WEIGHT_ROWS) {
@@ -366,8 +366,8 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
                 load_group(constant<group + 1>());
             }
         });
-        if (warpgroup == 0) arrive<kTurnOf1, 256>();
-        else arrive<kTurnOf0, 256>();
+        if (warpgroup == 0) named_barrier_arrive<kTurnOf1, 256>();
+        else named_barrier_arrive<kTurnOf0, 256>();
         wgmma_finish_rows(sums);
         settle_words(words[0]);
         if constexpr (kGroups > 1) settle_words(words[1]);
@@ -407,7 +407,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         #pragma unroll 1
         for (; step < p.steps; step += 2) line(step, constant<0>());
     });
-    if (warpgroup == 0) meet<kTurnOf0, 256>();  // the other's last turn has ended
+    if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -416,10 +416,10 @@ sm90_gemm_fold_rows_tf32_kernel(const __grid_constant__ gemm_fold_rows_params p)
     begin_barriers(barriers);
     const set_t set = set_of(p);
     if (threadIdx.x >= kProducers) {
-        registers_up<240>();
+        setmaxnreg_inc<240>();
         consume(p, set, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
     } else {
-        registers_down<24>();
+        setmaxnreg_dec<24>();
         if (threadIdx.x == 0) produce_inputs(p, set, barriers);
         else if (threadIdx.x == 32)
             produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);

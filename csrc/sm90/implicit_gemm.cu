@@ -34,13 +34,13 @@
  * products read them, as boxes of a tensor map (load/tma_nchw.cuh, load/tma_nhwc.cuh; there float32 is rounded where it lies).
  * One thread copies the weights of each step as weights/pack_phases.cu has laid them out. The
  * other two multiply, each BLOCKS M blocks with COLUMNS positions, and store (epilogue/store_phases.cuh). Two rings of stages lie between.
- * Where the weights of a set fit shared memory, they stay there (RESIDENT), and a block takes items of one set alone.
+ * Where the weights of a set fit shared memory, they stay there (WEIGHTS_STATIONARY), and a block takes items of one set alone.
  *
  * What limits it is how fast inputs come into shared memory, and chains of instructions: of each warp few are on their way at
  * a time, and no unit is busy for more than three quarters of the time. So inputs come as boxes of tensor maps where they can,
  * which bring two to three times as much as copies of 16 bytes; steps are unrolled, what all threads of a warp share stays in
  * uniform registers, and loaders work out addresses once an item. That one warpgroup is ahead of the other gains nothing;
- * that they multiply by turns (TURNS) gains up to 14%, where weights stay; weights that come once for two blocks of a
+ * that they multiply by turns (PING_PONG) gains up to 14%, where weights stay; weights that come once for two blocks of a
  * cluster, only where they do not fit the L2 cache. benchmarks/README.md has the measurements.
  *
  * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_, SPAN_
@@ -48,7 +48,7 @@
  * positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of PHASE_SIDES x
  * BLOCKS x SLOTS phases), CHANNEL_SETS; IN_ORDER (see item_of); UNITS (of a chunk), CHUNKS; PITCH (even but where inputs are
  * lines), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST (place
- * of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, RESIDENT, TURNS; LOADERS (threads: 96 or 224),
+ * of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, WEIGHTS_STATIONARY, PING_PONG; PRODUCERS (threads: 96 or 224),
  * LOADED_WORDS (that one has on their way); BOXED, BOX_BLOCKS (see load/tma_nchw.cuh), BOXES,
  * BOX_IMAGES, FLAT (see load/tma_nhwc.cuh); BOX_ROWS, BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without),
  * LANDING_STAGES, LANDING_BOX, RUN_PITCH, WHOLE_IMAGES, PARTIAL_PIECES (see load/landing.cuh); CHAIN (steps, of SPLIT); WIDE
@@ -73,9 +73,9 @@
 #endif
 #include "epilogue/store_phases.cuh"
 
-/* Copies the weights of step after step; where they all stay (RESIDENT), those of the first item alone. One thread. */
+/* Copies the weights of step after step; where they all stay (WEIGHTS_STATIONARY), those of the first item alone. One thread. */
 __device__ __forceinline__ void produce_weights(const implicit_gemm_params& p, const stages_t& s) {
-    wait_for_previous_launch();  // which lays them out; all else may begin before
+    grid_dependency_wait();  // which lays them out; all else may begin before
     ring_t<WEIGHT_STAGES> ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
@@ -86,35 +86,35 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_params& p, c
         const unit_t* source = p.packed + matrices_before * CHUNKS * kWeightUnits;
         #pragma unroll 1
         for (int step = 0; step < steps * CHUNKS; ++step) {
-            if (!RESIDENT) barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
+            if (!WEIGHTS_STATIONARY) barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
             barrier_t& full = s.weight_full[ring.stage];
             barrier_arrive_expecting(full, kWeightUnits * 16);
             bulk_copy(s.weights + ring.stage * kWeightUnits, source, kWeightUnits * 16, full);
             source += kWeightUnits;
             ring.advance();
         }
-        if (RESIDENT) return;
+        if (WEIGHTS_STATIONARY) return;
     }
 }
 
-/* Where weights stay, warpgroups multiply by turns (TURNS): the tensor cores do not stand still while one of them stores. For
+/* Where weights stay, warpgroups multiply by turns (PING_PONG): the tensor cores do not stand still while one of them stores. For
  * that the inputs of a whole item must fit their stages: the other warpgroup lets go of them in its turn.
  */
-static_assert(!TURNS || (RESIDENT && PATCH_STAGES > CHUNKS), "a turn ends only if all of its inputs have a stage");
+static_assert(!PING_PONG || (WEIGHTS_STATIONARY && PATCH_STAGES > CHUNKS), "a turn ends only if all of its inputs have a stage");
 
 /* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
 __device__ __forceinline__ void consume(const implicit_gemm_params& p, const stages_t& s, int warpgroup) {
     const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
-    const matrix_t all_weights = matrix_of(s.weights + side * 64, kRows * 16, 128);
+    const descriptor_t all_weights = descriptor_k_major(s.weights + side * 64, kRows * 16, 128);
     ring_t<PATCH_STAGES> patches;
     ring_t<WEIGHT_STAGES> weights;
     bool settled = false;  // whether all weights have come, and stay
-    if (TURNS && warpgroup == 1) arrive<kTurnOf0, 256>();
+    if (PING_PONG && warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const int phase_set = phase_set_of(item.set);
-        const matrix_t all_patches = patches_of(p, s, item.tile, place);
+        const descriptor_t all_patches = patches_of(p, s, item.tile, place);
         float sums[BLOCKS][COLUMNS / 2];
         [[maybe_unused]] float chain[SPLIT ? COLUMNS / 2 : 1];
         #pragma unroll
@@ -123,8 +123,8 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
             #pragma unroll
             for (int d = 0; d < COLUMNS / 2; ++d) sums[block][d] = 0.0f;
         }
-        if (TURNS && warpgroup == 0) meet<kTurnOf0, 256>();
-        if (TURNS && warpgroup == 1) meet<kTurnOf1, 256>();
+        if (PING_PONG && warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();
+        if (PING_PONG && warpgroup == 1) named_barrier_sync<kTurnOf1, 256>();
         // Stages that products in flight may still read; -1 for none.
         int held_weights = -1, held_patch = -1;
         const auto release_patch = [&] {
@@ -132,20 +132,20 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
             held_patch = -1;
         };
         const auto release_weights = [&] {
-            if (!RESIDENT && speaker) barrier_arrive(s.weight_empty[held_weights]);
+            if (!WEIGHTS_STATIONARY && speaker) barrier_arrive(s.weight_empty[held_weights]);
         };
         #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_full[patches.stage], patches.parity);
-            const matrix_t right = advanced(all_patches, patches.stage * kPatchUnits * 16);
+            const descriptor_t right = advance(all_patches, patches.stage * kPatchUnits * 16);
             #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
                 const int begin = first_step(phase_set, block), steps = first_step(phase_set, block + 1) - begin;
                 #pragma unroll (kUnrolledSteps)
                 for (int step = 0; step < kMostSteps; ++step) {
                     if (step >= steps) break;
-                    const matrix_t left = advanced(all_weights, weights.stage * kWeightUnits * 16);
-                    const matrix_t shifted = advanced(right, kStepOffset[begin + step] * kPositionBytes);
+                    const descriptor_t left = advance(all_weights, weights.stage * kWeightUnits * 16);
+                    const descriptor_t shifted = advance(right, kStepOffset[begin + step] * kPositionBytes);
                     if (!settled) barrier_wait(s.weight_full[weights.stage], weights.parity);
                     wgmma_fence();
 #if SPLIT
@@ -154,9 +154,9 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                     for (int k = 0; k < kSteps; ++k) {
                         constexpr int kLeftPart = UNITS * kRows * 16, kRightPart = UNITS * UNIT_PITCH * 16;
                         const int l = k * 2 * kRows * 16, r = k * kStepBytes;
-                        const matrix_t left_part = advanced(left, l), right_part = advanced(shifted, r);
-                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advanced(shifted, r + kRightPart), k > 0 || !first);
-                        wgmma<ELEMENT_T, COLUMNS>(chain, advanced(left, l + kLeftPart), right_part, 1);
+                        const descriptor_t left_part = advance(left, l), right_part = advance(shifted, r);
+                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advance(shifted, r + kRightPart), k > 0 || !first);
+                        wgmma<ELEMENT_T, COLUMNS>(chain, advance(left, l + kLeftPart), right_part, 1);
                         wgmma<ELEMENT_T, COLUMNS>(chain, left_part, right_part, 1);
                     }
                     wgmma_commit();
@@ -171,7 +171,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k)
                         wgmma<ELEMENT_T, COLUMNS, kBlocked>(
-                            sums[block], advanced(left, k * 2 * kRows * 16), advanced(shifted, k * kStepBytes),
+                            sums[block], advance(left, k * 2 * kRows * 16), advance(shifted, k * kStepBytes),
                             k > 0 || step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();
@@ -186,14 +186,14 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
             held_patch = patches.stage;
             patches.advance();
         }
-        if (TURNS && warpgroup == 0) arrive<kTurnOf1, 256>();
-        if (TURNS && warpgroup == 1) arrive<kTurnOf0, 256>();
+        if (PING_PONG && warpgroup == 0) named_barrier_arrive<kTurnOf1, 256>();
+        if (PING_PONG && warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
         #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) wgmma_finish(sums[block]);
         release_patch();
         if (held_weights >= 0) release_weights();
         store_tile(p, item, sums, item.tile * kTile + place, side, s.outputs + warpgroup * 4 * kWarpOutputs);
-        if (RESIDENT) weights = {}, settled = true;
+        if (WEIGHTS_STATIONARY) weights = {}, settled = true;
     }
 }
 
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_implicit_gemm_ker
     const stages_t s = stages();
     if (threadIdx.x == 0) {
         for (int i = 0; i < PATCH_STAGES; ++i) {
-            barrier_init(s.patch_full[i], kRounded ? kRounders / 32 : BOXED ? 1 : LOADERS / 32);
+            barrier_init(s.patch_full[i], kRounded ? kRounders / 32 : BOXED ? 1 : PRODUCERS / 32);
             barrier_init(s.patch_empty[i], 8);  // warps that multiply
         }
         for (int i = 0; i < WEIGHT_STAGES; ++i) {
@@ -214,11 +214,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_implicit_gemm_ker
     __syncthreads();
     const int thread = threadIdx.x;
     if (thread >= kProducers) {
-        registers_up<kConsumerRegisters>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, __shfl_sync(0xffffffffu, (thread - kProducers) / 128, 0));
     } else {
-        registers_down<kProducerRegisters>();
-        if (thread >= kProducers - LOADERS) produce_patches(p, s, thread - (kProducers - LOADERS));
+        setmaxnreg_dec<kProducerRegisters>();
+        if (thread >= kProducers - PRODUCERS) produce_patches(p, s, thread - (kProducers - PRODUCERS));
         else if (thread == 0) produce_weights(p, s);
     }
 }

@@ -29,7 +29,7 @@
  * An item is a phase, LINES output channels, and the cells of a few whole images, or of a strip of them, or as many cells of a
  * strip as there are rows. Items of the same cells follow each other, so that the L2 cache has what they share. One thread
  * begins all boxes of inputs, another those of weights; two warpgroups multiply, each 64 of every 128 rows. Outputs are kept in
- * registers, where these have room (KEPT), and stored while products of the next item run. Four lanes, which have two channels
+ * registers, where these have room (DEFERRED_STORES), and stored while products of the next item run. Four lanes, which have two channels
  * each of every eight, trade them for 16 bytes each.
  *
  * What limits it: shared memory. Of the 128 cycles of a product of 64 rows by 256 columns it reads weights in 64, inputs in 16,
@@ -39,7 +39,7 @@
  *
  * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every
  * phase has a tap, and some have several; IN_CHANNELS, OUT_CHANNELS (of whole 16 bytes; PACKED a multiple of LINES); OUT_H,
- * OUT_W; CELLS_H; ROW_BLOCKS (of 128 rows: 1 or 2), LINES (a multiple of 32, up to 256 / ROW_BLOCKS), KEPT (1 or 0); GROUP (not
+ * OUT_W; CELLS_H; ROW_BLOCKS (of 128 rows: 1 or 2), LINES (a multiple of 32, up to 256 / ROW_BLOCKS), DEFERRED_STORES (1 or 0); GROUP (not
  * PACKED unless 0); IMAGES, STRIPS, STRIP_CELLS, SEGMENTS (of a strip); PATCH_H, PATCH_W; SLOTS (of patches), STAGES (of
  * weights); SHARED_BYTES.
  * Chosen by gemmconv/kernels/sm90/implicit_gemm_nhwc.py.
@@ -132,7 +132,7 @@ __device__ __forceinline__ void produce_inputs(const implicit_gemm_nhwc_params& 
         for (int chunk = 0; chunk < kChunks; ++chunk, ring.advance()) {
             barrier_wait(barriers.slot_empty[ring.stage], ring.parity ^ 1);
             barrier_arrive_expecting(barriers.slot_full[ring.stage], kPatchBytes);
-            copy_box(shared + ring.stage * kSlotBytes, p.input, chunk * kChannels, column, row, item.image,
+            tma_load(shared + ring.stage * kSlotBytes, p.input, chunk * kChannels, column, row, item.image,
                      barriers.slot_full[ring.stage]);
         }
     });
@@ -141,7 +141,7 @@ __device__ __forceinline__ void produce_inputs(const implicit_gemm_nhwc_params& 
 /* Begins to copy the weights of all items, tap after tap of a chunk of channels. One thread. */
 __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params& p, barriers_t& barriers) {
     ring_t<STAGES> ring;
-    if (PACKED) wait_for_previous_launch();  // which lays them out
+    if (PACKED) grid_dependency_wait();  // which lays them out
     each_item(p, [&](int index) {
         const item_t item(index);
         #pragma unroll 1
@@ -161,7 +161,7 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params&
 #else
                     #pragma unroll
                     for (int box = 0; box < kStageBytes / kBoxBytes; ++box)
-                        copy_box(stage + box * kBoxBytes, p.weights, item.first + box * 64, tap, chunk * kChannels, 0,
+                        tma_load(stage + box * kBoxBytes, p.weights, item.first + box * 64, tap, chunk * kChannels, 0,
                                  barriers.full[ring.stage]);
 #endif
                 }
@@ -310,7 +310,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
         const auto step = [&](bool first, const auto& along) {
             if (h == taps_h - 1 && w == taps_w - 1) barrier_wait(barriers.slot_full[slots.stage], slots.parity);
             const unsigned char* stage = shared + (kFirstStage + ring.stage * kStageBytes);
-            const matrix_t right = PACKED ? matrix_of(stage, LINES * 16, 128) : swizzled_matrix_of(stage, kBoxBytes, 1024);
+            const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
             const int further = h * axis_h::kShiftStep * PATCH_W + w * axis_w::kShiftStep;
             each<ROW_BLOCKS * kGroups>([&](auto which) {
                 constexpr int kGroup = decltype(which)::value, kBlock = kGroup / kGroups;
@@ -318,13 +318,13 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
                 constexpr bool kLast = kGroup == ROW_BLOCKS * kGroups - 1;
                 const int line = lines[kBlock] + further, place = slots.stage * kSlotBytes + line * 128;
                 if (kGroup == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
-                const auto right_of = [&](int k) { return advanced(right, k * (PACKED ? LINES * 32 : 2048)); };
+                const auto right_of = [&](int k) { return advance(right, k * (PACKED ? LINES * 32 : 2048)); };
 #if GROUP > 0
                 wgmma_fence();
-                const matrix_t left = lines_of<128>(shared + place, GROUP * 128);
+                const descriptor_t left = descriptor_k_major_swizzled<128>(shared + place, GROUP * 128);
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k)
-                    wgmma<ELEMENT_T, LINES, true>(sums[kBlock], advanced(left, k * 32), right_of(k), k > 0 || !first);
+                    wgmma<ELEMENT_T, LINES, true>(sums[kBlock], advance(left, k * 32), right_of(k), k > 0 || !first);
 #else
                 unsigned(&own)[kTogether][4] = words[kGroup % 2];
                 #pragma unroll
@@ -367,7 +367,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
         each<kShares>([&](auto share) {
             constexpr int kShare = decltype(share)::value;
             step(kShare == 0, [&] {
-                if constexpr (KEPT) outputs.template store_share<kShare, kShares>(p);
+                if constexpr (DEFERRED_STORES) outputs.template store_share<kShare, kShares>(p);
             });
         });
         #pragma unroll 1
@@ -381,9 +381,9 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
         int again = index;  // so that what an item is takes no registers while products run
         asm volatile("" : "+r"(again));
         outputs.take(p, item_t(again), sums, warp);
-        if constexpr (!KEPT) outputs.template store_share<0, 1>(p);
+        if constexpr (!DEFERRED_STORES) outputs.template store_share<0, 1>(p);
     });
-    if constexpr (KEPT) outputs.template store_share<0, 1>(p);
+    if constexpr (DEFERRED_STORES) outputs.template store_share<0, 1>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -405,10 +405,10 @@ sm90_implicit_gemm_nhwc_kernel(const __grid_constant__ implicit_gemm_nhwc_params
         biases[i] = p.bias != nullptr && i < OUT_CHANNELS ? widen(load_once(p.bias + i)) : 0.0f;
     __syncthreads();
     if (threadIdx.x >= kProducers) {
-        registers_up<240>();
+        setmaxnreg_inc<240>();
         consume(p, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
     } else {
-        registers_down<24>();
+        setmaxnreg_dec<24>();
         if (threadIdx.x == 0) produce_weights(p, barriers);
         else if (threadIdx.x == 32) produce_inputs(p, barriers);
     }

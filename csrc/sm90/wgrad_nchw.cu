@@ -160,8 +160,8 @@ __device__ __forceinline__ void produce(const wgrad_nchw_params& p, const barrie
         #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             unsigned char* box = stage + row * kBox;
-            if (TILE_W < PIXELS) copy_box(box, p.input, place.row * p.w_in + row * PIXELS, 0, channel, place.image, full);
-            else copy_box(box, p.input, place.column, place.row + row, channel, place.image, full);
+            if (TILE_W < PIXELS) tma_load(box, p.input, place.row * p.w_in + row * PIXELS, 0, channel, place.image, full);
+            else tma_load(box, p.input, place.column, place.row + row, channel, place.image, full);
         }
         #pragma unroll 1
         for (int slot = 0; slot < SLOTS; ++slot) {
@@ -170,11 +170,11 @@ __device__ __forceinline__ void produce(const wgrad_nchw_params& p, const barrie
                 #pragma unroll
                 for (int plane = 0; plane < kClasses; ++plane) {
                     const int first = first_element(p, work, place, plane) + kSlotRows[slot] * p.w_out + kSlotColumns[slot];
-                    copy_box(row + plane * (kRow / kClasses) * kItem, p.grad_output, piece_of(first), 0,
+                    tma_load(row + plane * (kRow / kClasses) * kItem, p.grad_output, piece_of(first), 0,
                              out_channel / kClasses, place.image, full);
                 }
             } else {
-                copy_box(row, p.grad_output, first_column(work, place) + kSlotColumns[slot],
+                tma_load(row, p.grad_output, first_column(work, place) + kSlotColumns[slot],
                          first_row(work, place) + kSlotRows[slot], out_channel, place.image, full);
             }
         }
@@ -274,7 +274,7 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
     const int side_h = warpgroup / (SIDES_CO * SIDES_W);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     const int first_row = side_co * 64 + warp * 16, plane = first_row / (kBlockCo / kClasses);  // of a class
-    const matrix_t all_lines = lines_of<kLineBytes>(shared);
+    const descriptor_t all_lines = descriptor_k_major_swizzled<kLineBytes>(shared);
     const int begin = (first_row + g) * ROW_PITCH + kElements * t * STRIDE_W + side_w * TAPS_W * DILATION_W +
                       kShift - kFirst;
     float sums[kTaps][CI_TILE / 2];
@@ -289,20 +289,20 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
         barrier_wait(b.full[ring.stage], ring.parity);
         const unsigned char* stage = shared + ring.stage * kStage;
         const ELEMENT_T* rows = reinterpret_cast<const ELEMENT_T*>(stage + kLines) + begin;
-        const matrix_t lines = advanced(all_lines, ring.stage * kStage);
+        const descriptor_t lines = advance(all_lines, ring.stage * kStage);
         each<kSteps>([&](auto step_c) {
             constexpr int kStep = decltype(step_c)::value;
             each<TAPS_H>([&](auto row_c) {
                 constexpr int kRowOfTaps = decltype(row_c)::value, kBuffer = (kStep * TAPS_H + kRowOfTaps) % 2;
                 load_left<kStep, kRowOfTaps>(left[kBuffer], rows, side_h, first, p.w_out);
                 wgmma_fence();
-                const matrix_t right = advanced(lines, kStep / kLineSteps * kBox + kStep % kLineSteps * 32);
+                const descriptor_t right = advance(lines, kStep / kLineSteps * kBox + kStep % kLineSteps * 32);
                 #pragma unroll
                 for (int tap = 0; tap < TAPS_W; ++tap) {
                     const auto& words = left[kBuffer];
                     constexpr int kFirstTap = kRowOfTaps * TAPS_W;
 #if SPLIT
-                    wgmma_rows<ELEMENT_T, CI_TILE>(chain[kFirstTap + tap], words[0][tap], advanced(right, kPart), kStep > 0);
+                    wgmma_rows<ELEMENT_T, CI_TILE>(chain[kFirstTap + tap], words[0][tap], advance(right, kPart), kStep > 0);
                     wgmma_rows<ELEMENT_T, CI_TILE>(chain[kFirstTap + tap], words[1][tap], right, 1);
                     wgmma_rows<ELEMENT_T, CI_TILE>(chain[kFirstTap + tap], words[0][tap], right, 1);
 #else
@@ -345,7 +345,7 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_wgrad_nchw_kernel(const __grid_constant__ wgrad_nchw_params p) {
-    allow_next_launch();
+    launch_dependents();
     barrier_t* full = reinterpret_cast<barrier_t*>(shared + STAGES * kStage);
     const barriers_t b = {kMended ? full + 2 * STAGES : full, full, full + STAGES};
     if (threadIdx.x == 0) {
@@ -358,10 +358,10 @@ sm90_wgrad_nchw_kernel(const __grid_constant__ wgrad_nchw_params p) {
     }
     __syncthreads();
     if (threadIdx.x < kMultipliers) {
-        if constexpr (kWarpgroups > 1) registers_up<kMultiplierRegisters>();
+        if constexpr (kWarpgroups > 1) setmaxnreg_inc<kMultiplierRegisters>();
         consume(p, b, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0));
     } else {
-        if constexpr (kWarpgroups > 1) registers_down<kHelperRegisters>();
+        if constexpr (kWarpgroups > 1) setmaxnreg_dec<kHelperRegisters>();
         if (threadIdx.x == kMultipliers) produce(p, b);
         const int mender = threadIdx.x - (kThreads - kMenders);
         if (kMended && mender >= 0) mend(p, b, mender);

@@ -138,11 +138,11 @@ __device__ __forceinline__ void produce(const wgrad_nhwc_params& p, const barrie
         unsigned char* to = shared + ring.stage * kStage;
         #pragma unroll
         for (int atom = 0; atom < SIDES_CI; ++atom, to += kPixels * kLine)
-            copy_box(to, p.input, in_channel + atom * kAtom, column, row, image, full);
+            tma_load(to, p.input, in_channel + atom * kAtom, column, row, image, full);
         #pragma unroll
         for (int box = 0; box < SIDES_CO * ATOMS_CO * BOXES_H * BOXES_W; ++box, to += kBox * kLine) {
             const int atom = box / (BOXES_H * BOXES_W), kh = box / BOXES_W % BOXES_H, kw = box % BOXES_W;
-            copy_box(to, p.grad_output, out_channel + atom * kAtom, out_column + kw * DILATION_W,
+            tma_load(to, p.grad_output, out_channel + atom * kAtom, out_column + kw * DILATION_W,
                      out_row + kh * DILATION_H, image, full);
         }
         ring.advance();
@@ -198,9 +198,9 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, const barrie
     const int own_line = tap_line<taps_h, BOXES_H>(side_h * taps_h::kOwn, BOXES_W * kBox, kBoxW) +
                          tap_line<taps_w, BOXES_W>(side_w * taps_w::kOwn, kBox, 1);
     constexpr int kDistance = MERGED > 1 ? taps_w::kShift : kAtomLines;  // lines, of 64 columns and the next
-    const matrix_t all_inputs = swizzled_matrix_of(shared + side_ci * kPixels * kLine, 1024, kInputPair * kLine);
-    const matrix_t all_outputs =
-        swizzled_matrix_of(shared + (kInputs + side_co * ATOMS_CO * kAtomLines + own_line) * kLine, kDistance * kLine,
+    const descriptor_t all_inputs = descriptor_mn_major(shared + side_ci * kPixels * kLine, 1024, kInputPair * kLine);
+    const descriptor_t all_outputs =
+        descriptor_mn_major(shared + (kInputs + side_co * ATOMS_CO * kAtomLines + own_line) * kLine, kDistance * kLine,
                            kBoxPair * kLine);
     float sums[kSums][kColumns / 2];
     #pragma unroll
@@ -209,17 +209,17 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, const barrie
     int held = -1;  // stage that products may still read
     for (int tile = work.first; tile < work.end; ++tile) {
         barrier_wait(b.full[ring.stage], ring.parity);
-        const matrix_t inputs = advanced(all_inputs, ring.stage * kStage), outputs = advanced(all_outputs, ring.stage * kStage);
+        const descriptor_t inputs = advance(all_inputs, ring.stage * kStage), outputs = advance(all_outputs, ring.stage * kStage);
         wgmma_fence();
         each<kSteps>([&](auto step_c) {
             constexpr int kStep = decltype(step_c)::value;
-            const matrix_t left = advanced(inputs, input_line(kStep) * kLine);
+            const descriptor_t left = advance(inputs, input_line(kStep) * kLine);
             each<kSums>([&](auto sum_c) {
                 constexpr int kSum = decltype(sum_c)::value, kTapH = kSum / kOwnW, kTapW = kSum % kOwnW;
                 constexpr int kFirstW = kTapW / BOXES_W * (BOXES_W * MERGED) + kTapW % BOXES_W;
                 constexpr int kOffset = box_line(kStep) + tap_line<taps_h, BOXES_H>(kTapH, BOXES_W * kBox, kBoxW) +
                                         tap_line<taps_w, BOXES_W>(kFirstW, kBox, 1);
-                wgmma_turned<ELEMENT_T, kColumns>(sums[kSum], left, advanced(outputs, kOffset * kLine), 1);
+                wgmma_turned<ELEMENT_T, kColumns>(sums[kSum], left, advance(outputs, kOffset * kLine), 1);
             });
         });
         wgmma_commit();
@@ -257,7 +257,7 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, const barrie
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_wgrad_nhwc_kernel(const __grid_constant__ wgrad_nhwc_params p) {
-    allow_next_launch();
+    launch_dependents();
     barrier_t* full = reinterpret_cast<barrier_t*>(shared + STAGES * kStage);
     const barriers_t b = {full, full + STAGES};
     if (threadIdx.x == 0) {
@@ -269,10 +269,10 @@ sm90_wgrad_nhwc_kernel(const __grid_constant__ wgrad_nhwc_params p) {
     }
     __syncthreads();
     if (threadIdx.x < kMultipliers) {
-        if constexpr (kWarpgroups > 1) registers_up<kMultiplierRegisters>();
+        if constexpr (kWarpgroups > 1) setmaxnreg_inc<kMultiplierRegisters>();
         consume(p, b, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0));
     } else {
-        if constexpr (kWarpgroups > 1) registers_down<kHelperRegisters>();
+        if constexpr (kWarpgroups > 1) setmaxnreg_dec<kHelperRegisters>();
         if (threadIdx.x == kMultipliers) produce(p, b);
     }
 }

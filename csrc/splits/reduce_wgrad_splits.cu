@@ -38,7 +38,7 @@ splits_reduce_wgrad_splits_kernel(const __grid_constant__ reduce_wgrad_splits_pa
     __shared__ float totals[SUM_SHARES][kTotals];
     const int lane = threadIdx.x % kSumLanes, share = threadIdx.x / kSumLanes;
     const int co = blockIdx.x % kRuns * SUM_RUN, ci = blockIdx.x / kRuns % CI, group = blockIdx.x / kRuns / CI;
-    wait_for_previous_launch();
+    grid_dependency_wait();
     for (int weight = lane * SUM_READ; weight < kSumWeights; weight += kSumLanes * SUM_READ) {
         const int tap = weight / SUM_RUN, channel = weight % SUM_RUN;
         if (co + channel >= CO) continue;

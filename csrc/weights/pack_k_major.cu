@@ -32,7 +32,7 @@ __device__ __forceinline__ int line_of(int column) {
 /* A thread lays out one unit. */
 extern "C" __global__ void __launch_bounds__(kThreads)
 weights_pack_k_major_kernel(const __grid_constant__ pack_k_major_params p) {
-    allow_next_launch();
+    launch_dependents();
     const int i = blockIdx.x * kThreads + threadIdx.x;
     if (i >= p.units) return;
     const int line = i / (UNITS * LINES) * LINES + line_of(i % LINES), channel = i / LINES % UNITS * 4;

@@ -77,7 +77,7 @@ struct step_t {
  * a step, whose loads are on their way together.
  */
 extern "C" __global__ void __launch_bounds__(kThreads) weights_pack_phases_kernel(const __grid_constant__ pack_phases_params p) {
-    allow_next_launch();
+    launch_dependents();
     __shared__ step_t block_steps[kStepsAlong];
     const int channel_set = blockIdx.y % CHANNEL_SETS, first = blockIdx.y / CHANNEL_SETS * kStepsAlong;
     const int along = least(kStepsAlong, STEPS - first);

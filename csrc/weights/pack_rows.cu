@@ -36,7 +36,7 @@ __device__ __forceinline__ int channel_of(int unit, int e) {
 /* A thread lays out one unit: input channels of a row. */
 extern "C" __global__ void __launch_bounds__(kThreads)
 weights_pack_rows_kernel(const __grid_constant__ pack_rows_params p) {
-    allow_next_launch();
+    launch_dependents();
     const int i = blockIdx.x * kThreads + threadIdx.x;
     if (i >= p.units) return;
     int place = i;

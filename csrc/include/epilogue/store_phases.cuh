@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_tile(
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, channels = p.groups * OUT_CHANNELS;
     ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel + rows.channel);
     cell_t at = cell_at(p, first + own);
-    if (kPartCount % 2 == 1) meet<128>(barrier);  // the last part of the tile before lay where the first of this one will
+    if (kPartCount % 2 == 1) named_barrier_sync<128>(barrier);  // the last part of the tile before lay where the first of this one will
     each<kPartCount>([&](auto part) {
         ELEMENT_T* const turned = stage + decltype(part)::value % 2 * kPlaces * kPixel;
         each<kPart / 8>([&](auto tile) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_tile(
                 *reinterpret_cast<vector_t<2>*>(turned + place * kPixel + warp * 16 + 2 * g) = pair;
             });
         });
-        meet<128>(barrier);
+        named_barrier_sync<128>(barrier);
         piece_t pieces[kPlaces / kStored];
         #pragma unroll
         for (int i = 0; i < kPlaces / kStored; ++i)

@@ -11,7 +11,7 @@ constexpr int kLine = 64;  // positions that lie in one piece
 
 /* What a lane copies of all stages: pieces of every eighth channel, of which a warp takes four beside each other. */
 struct pieces_t {
-    static constexpr int kTurn = LOADERS / 32 * 4 * PIECE, kCount = ceil_div(kPositions, kTurn);
+    static constexpr int kTurn = PRODUCERS / 32 * 4 * PIECE, kCount = ceil_div(kPositions, kTurn);
     int position;                        // of the first piece
     int target[kCount], source[kCount];  // bytes in a stage; elements from the first of an item's
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void fetch(
         for (int c = 0; c < kChannels; c += 8) {
             const bool is = IN_CHANNELS % kChannels == 0 || channel + c < channels;
             if constexpr (PIECE == 8) copy_piece_async(target + c * (kLine * kItem), from + c * kPixels, is);
-            else copy_async<PIECE * 2>(target + c * (kLine * kItem), from + c * kPixels, is);
+            else cp_async<PIECE * 2>(target + c * (kLine * kItem), from + c * kPixels, is);
         }
     }
 }
@@ -66,10 +66,10 @@ __device__ __forceinline__ void produce_inputs(const gemm_fold_params& p, barrie
             barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
             fetch(pieces, shared + ring.stage * kStageBytes + kWeightBytes, source, positions, IN_CHANNELS - channel);
             source += kChannels * kPixels;
-            commit_copies();
+            cp_async_commit();
             ring.advance();
             if (begun) {
-                wait_for_groups<1>();
+                cp_async_wait<1>();
                 pass_on();
             }
             begun = true;
@@ -88,15 +88,15 @@ __device__ __forceinline__ void multiply(
     for (int chunk = 0; chunk < kChunks; ++chunk) {
         barrier_wait(barriers.full[ring.stage], ring.parity);
         const unsigned char* stage = shared + ring.stage * kStageBytes;
-        const matrix_t left = swizzled_matrix_of(stage + warpgroup * BLOCKS * kBlockBytes, 1024, 1024);
-        const matrix_t right = swizzled_matrix_of(stage + kWeightBytes, kBlockBytes, 1024);
+        const descriptor_t left = descriptor_mn_major(stage + warpgroup * BLOCKS * kBlockBytes, 1024, 1024);
+        const descriptor_t right = descriptor_mn_major(stage + kWeightBytes, kBlockBytes, 1024);
         wgmma_fence();
         #pragma unroll
         for (int k = 0; k < kChannels / 16; ++k)
             #pragma unroll
             for (int block = 0; block < BLOCKS; ++block)
-                wgmma_turned<ELEMENT_T, COLUMNS>(sums[block], advanced(left, block * kBlockBytes + k * 2048),
-                                                 advanced(right, k * 2048), k > 0 || chunk > 0);
+                wgmma_turned<ELEMENT_T, COLUMNS>(sums[block], advance(left, block * kBlockBytes + k * 2048),
+                                                 advance(right, k * 2048), k > 0 || chunk > 0);
         wgmma_commit();
         wgmma_wait<1>();
         if (held >= 0 && speaker) barrier_arrive(barriers.empty[held]);

@@ -13,7 +13,7 @@
 
 /* What a warp loads one after the other: of stage after stage the lines of every so many blocks of 32 positions. */
 struct course_t {
-    static constexpr int kWarps = LOADERS / 32, kPositionBlocks = ceil_div(kPositions, 32);
+    static constexpr int kWarps = PRODUCERS / 32, kPositionBlocks = ceil_div(kPositions, 32);
     int index, channel, block;               // item, the stage's first channel, block of positions; of warps without one too
     int positions;                           // of the item
     const float* __restrict__ source;        // of the stage
@@ -39,7 +39,7 @@ struct course_t {
 /* Where a warp's inputs land, in turn: a block of positions, [kChannels][32]. */
 constexpr int kSlots = 4, kSlotFloats = kChannels * 32;
 static_assert(kInputBytes % 1024 == 0, "stages are swizzled");
-static_assert(kLandingBytes == LOADERS / 32 * kSlots * kSlotFloats * 4, "where inputs land is shared out");
+static_assert(kLandingBytes == PRODUCERS / 32 * kSlots * kSlotFloats * 4, "where inputs land is shared out");
 
 /* Begin to copy a block of positions; zeros for positions and channels that there are not. */
 __device__ __forceinline__ void land(float* slot, const course_t& course) {
@@ -78,12 +78,12 @@ __device__ __forceinline__ void produce_inputs(const gemm_fold_params& p, barrie
             land(slots + slot * kSlotFloats, ahead);
             ahead.advance(p);
         }
-        commit_copies();
+        cp_async_commit();
     };
     for (int slot = 0; slot < kSlots; ++slot) begin(slot);
     #pragma unroll 1
     for (int slot = 0; !here.ended(p); slot = (slot + 1) % kSlots) {
-        wait_for_groups<kSlots - 1>();
+        cp_async_wait<kSlots - 1>();
         __syncwarp();
         float values[kChannels / 4][4];
         #pragma unroll
@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply(
     for (int chunk = 0; chunk < kChunks; ++chunk) {
         barrier_wait(barriers.full[ring.stage], ring.parity);
         const unsigned char* stage = shared + ring.stage * kStageBytes;
-        const matrix_t right = lines_of<128>(stage + kWeightBytes);
+        const descriptor_t right = descriptor_k_major_swizzled<128>(stage + kWeightBytes);
         each<kGroups>([&](auto group) {
             constexpr int kGroup = decltype(group)::value, kBlock = kGroup % BLOCKS, kFirst = kGroup / BLOCKS * kTogether;
             unsigned(&own)[kTogether][4] = words[kGroup % 2];
@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply(
             wgmma_fence();
             #pragma unroll
             for (int step = 0; step < kTogether; ++step)
-                wgmma_rows<float, COLUMNS>(sums[kBlock], own[step], advanced(right, (kFirst + step) * 32),
+                wgmma_rows<float, COLUMNS>(sums[kBlock], own[step], advance(right, (kFirst + step) * 32),
                                            kFirst + step > 0 || chunk > 0);
             wgmma_commit();
         });

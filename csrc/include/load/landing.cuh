@@ -126,22 +126,22 @@ struct way_t {
 /* Pieces that a loader copies: of one place in the patch, or of few where there are more than loaders, in all channels or,
  * where it shares them with others, in every kSharers-th.
  */
-constexpr int kSharers = LOADERS / kPieces > 0 ? LOADERS / kPieces : 1;
-constexpr int kOwnPieces = ceil_div(kPieces, LOADERS);
+constexpr int kSharers = PRODUCERS / kPieces > 0 ? PRODUCERS / kPieces : 1;
+constexpr int kOwnPieces = ceil_div(kPieces, PRODUCERS);
 struct own_pieces_t {
     const char* source[kOwnPieces];  // of the next landing's first channel that is the loader's
     int bytes[kOwnPieces];
 
     /* Whose pieces are taken by loaders that this one is not among. */
     static __device__ __forceinline__ bool idle(int k, int thread) {
-        return kOwnPieces > 1 ? thread + k * LOADERS >= kPieces : thread >= kSharers * kPieces;
+        return kOwnPieces > 1 ? thread + k * PRODUCERS >= kPieces : thread >= kSharers * kPieces;
     }
     __device__ __forceinline__ void place(const implicit_gemm_params& p, const item_t& item, int thread) {
         const start_t start = start_of(p, item.tile);
         const int channel = item.group * IN_CHANNELS + thread / kPieces;
         #pragma unroll
         for (int k = 0; k < kOwnPieces; ++k) {
-            const index_t place = idle(k, thread) ? -1 : place_of(p, start, thread % kPieces + k * LOADERS);
+            const index_t place = idle(k, thread) ? -1 : place_of(p, start, thread % kPieces + k * PRODUCERS);
             const index_t first = place < 0 ? 0 : place & -kPiece;
             source[k] = at(reinterpret_cast<const char*>(p.input + first), p, channel);
             bytes[k] = place < 0 ? 0 : (static_cast<int>(place & kPiece - 1) + 1) * static_cast<int>(sizeof(ELEMENT_T));
@@ -156,7 +156,7 @@ struct own_pieces_t {
             const char* from = source[k];
             source[k] = at(from, p, kLandingChannels);
             if (idle(k, thread)) continue;
-            unit_t* to = target + own * kPieces + thread % kPieces + k * LOADERS;
+            unit_t* to = target + own * kPieces + thread % kPieces + k * PRODUCERS;
             #pragma unroll
             for (int c = 0; c < kLandingChannels; c += kSharers) {
                 if (c + kSharers > kLandingChannels && c + own >= kLandingChannels) continue;
@@ -180,12 +180,12 @@ __device__ __forceinline__ void copy_landing(
 #if LANDING_BOX
     barrier_arrive_expecting(landed, kLandingUnits * 16);
     const box_t box = box_of(p, item.tile);
-    copy_box(target, p.map, box.column, box.row, item.group * IN_CHANNELS + first, box.image, landed);
+    tma_load(target, p.map, box.column, box.row, item.group * IN_CHANNELS + first, box.image, landed);
 #endif
 }
 
 /* Spots that a loader makes units of: where they land, in bytes. */
-constexpr int kShares = kSpots * LANDING_UNITS, kTurns = ceil_div(kShares, LOADERS);
+constexpr int kShares = kSpots * LANDING_UNITS, kTurns = ceil_div(kShares, PRODUCERS);
 constexpr bool kRoom = kProducerRegisters > 72;  // for what a thread has taken up, while it begins to copy
 constexpr int kWords = SPLIT || !kRoom ? 8 : 16;  // that a thread takes up together
 constexpr int kTogether = least(kTurns, ceil_div(kWords, kElements * ceil_div(kSpotBytes, 4)));  // turns
@@ -196,7 +196,7 @@ struct own_spots_t {
     __device__ __forceinline__ void place(const int* landed, int thread) {
         #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) {
-            const int share = thread + turn * LOADERS, spot = share % kSpots, unit = share / kSpots;
+            const int share = thread + turn * PRODUCERS, spot = share % kSpots, unit = share / kSpots;
             from[turn] = landed[spot] + unit * (kElements * kLandedChannel);
         }
     }
@@ -206,7 +206,7 @@ struct own_spots_t {
         #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
             const int turn = first + k;
-            if (turn >= kTurns || thread + turn * LOADERS >= kShares) continue;
+            if (turn >= kTurns || thread + turn * PRODUCERS >= kShares) continue;
             const char* source = reinterpret_cast<const char*>(landing) + from[turn];
             #pragma unroll
             for (int e = 0; e < kElements; ++e)
@@ -218,7 +218,7 @@ struct own_spots_t {
         unit_t* patch, const spot_unit_t (&values)[kTogether], int first, int thread) const {
         #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
-            const int turn = first + k, share = thread + turn * LOADERS;
+            const int turn = first + k, share = thread + turn * PRODUCERS;
             if (turn >= kTurns || share >= kShares) continue;
             const spot_t at = spot_at(share % kSpots);
             store_spot(patch + share / kSpots * UNIT_PITCH + at.plane * PATCH + at.position, values[k], thread);
@@ -249,7 +249,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
             begun.advance(p);
             to.advance();
         }
-        if (!LANDING_BOX) commit_copies();
+        if (!LANDING_BOX) cp_async_commit();
     };
     #pragma unroll 1
     for (int i = 1; i < LANDING_STAGES; ++i) {
@@ -262,17 +262,17 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         if (read.landing == 0) {
             if (LANDING_BOX) {
                 const box_t box = box_of(p, read.item.tile);
-                for (int i = thread; i < kSpots; i += LOADERS) landed[i] = boxed_spot(box, spot_at(i));
+                for (int i = thread; i < kSpots; i += PRODUCERS) landed[i] = boxed_spot(box, spot_at(i));
             } else {
                 const start_t start = start_of(p, read.item.tile);
-                for (int i = thread; i < kSpots; i += LOADERS) landed[i] = landed_spot(p, start, spot_at(i));
+                for (int i = thread; i < kSpots; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(i));
             }
             tables.advance();
         }
         place();
         if (LANDING_BOX) barrier_wait(s.landed_full[from.stage], from.parity);
-        else wait_for_groups<LANDING_STAGES - 2>();
-        meet<kLoadersMeet, LOADERS>();
+        else cp_async_wait<LANDING_STAGES - 2>();
+        named_barrier_sync<kLoadersMeet, PRODUCERS>();
         if (read.landing == 0) spots.place(landed, thread);
         const unit_t* landing = s.landing + from.stage * kLandingUnits;
         from.advance();

@@ -5,7 +5,7 @@
 #include "ptx/named_barrier.cuh"
 
 // How the loaders share a patch. A thread has as many loads on their way as registers allow, the same number in each batch.
-constexpr int kTurns = ceil_div(kSpots * UNITS, LOADERS);
+constexpr int kTurns = ceil_div(kSpots * UNITS, PRODUCERS);
 constexpr int kUnitWords = VECTOR_LOADS ? 4 : kElements * ceil_div(kSpotBytes, 4);
 constexpr int kBatches = ceil_div(kTurns, kLoadedWords / kUnitWords);
 constexpr int kTogether = ceil_div(kTurns, kBatches);
@@ -13,7 +13,7 @@ constexpr int kTogether = ceil_div(kTurns, kBatches);
 /* What a thread loads in a turn. */
 struct share_t { int spot, unit; };
 __device__ __forceinline__ share_t share_of(int turn, int thread) {
-    const int share = thread + turn * LOADERS;
+    const int share = thread + turn * PRODUCERS;
     if (kUnitsFirst) return {share / UNITS, share % UNITS};
     return {share % kSpots, share / kSpots};
 }
@@ -68,9 +68,9 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         const item_t item = item_of(p, i);
         const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
         index_t* places = s.places + tables.stage * kSpots;
-        for (int spot = thread; spot < kSpots; spot += LOADERS)
+        for (int spot = thread; spot < kSpots; spot += PRODUCERS)
             places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
-        meet<kLoadersMeet, LOADERS>();
+        named_barrier_sync<kLoadersMeet, PRODUCERS>();
         tables.advance();
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unit_t* patch = s.patches + ring.stage * kPatchUnits;

@@ -29,7 +29,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
                 unit_t* to = s.patches + ring.stage * kPatchUnits + b * kSwizzledBlock;
                 const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
                 const int place = block - image * image_blocks;
-                copy_box(to, p.map, 0, channel, place, image, full);
+                tma_load(to, p.map, 0, channel, place, image, full);
             }
             ring.advance();
         }

@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_patches(const implicit_gemm_params& p, cons
             __syncwarp();
             unit_t* to = s.patches + ring.stage * kPatchUnits + lane * (kBoxPositions * UNITS);
             const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
-            if (lane < kBoxes) copy_box(to, p.map, channel, corner.column, corner.row, corner.image, full[ring.stage]);
+            if (lane < kBoxes) tma_load(to, p.map, channel, corner.column, corner.row, corner.image, full[ring.stage]);
             ring.advance();
         }
     }

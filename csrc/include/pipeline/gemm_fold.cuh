@@ -17,7 +17,7 @@ struct gemm_fold_params {
     int batch, items;
 };
 
-constexpr int kProducers = LOADERS + 32, kConsumers = WARPGROUPS * 128, kThreads = kProducers + kConsumers;
+constexpr int kProducers = PRODUCERS + 32, kConsumers = WARPGROUPS * 128, kThreads = kProducers + kConsumers;
 constexpr int kItem = sizeof(ELEMENT_T);
 constexpr int kChannels = 128 / kItem, kChunks = ceil_div(IN_CHANNELS, kChannels);  // of a stage
 constexpr int kPositions = IMAGES * kPixels;
@@ -40,11 +40,11 @@ static_assert(FOLD_PITCH % 16 == 8, "a warp writes columns to different banks");
 constexpr int kBlockLines = 64, kBlockBytes = kBlockLines * 128;
 constexpr int kBoxLines = 128 / kItem, kBoxBytes = kChannels * 128;
 constexpr int kBlocks = WARPGROUPS * BLOCKS;
-constexpr int kWeightBytes = kBlocks * kBlockBytes, kInputBytes = (TURNED ? ceil_div(COLUMNS, 64) * 64 : COLUMNS) * 128;
+constexpr int kWeightBytes = kBlocks * kBlockBytes, kInputBytes = (MN_MAJOR ? ceil_div(COLUMNS, 64) * 64 : COLUMNS) * 128;
 constexpr int kStageBytes = kWeightBytes + kInputBytes;
 constexpr int kGroupFloats = kGroupLines * FOLD_PITCH, kFoldBytes = kConsumers / 32 / FOLD_WARPS * kGroupFloats * 4;
 struct barriers_t { barrier_t full[STAGES], empty[STAGES]; };
-constexpr int kFirstLanding = STAGES * kStageBytes + kFoldBytes, kLandingBytes = TURNED ? 0 : 48 << 10;
+constexpr int kFirstLanding = STAGES * kStageBytes + kFoldBytes, kLandingBytes = MN_MAJOR ? 0 : 48 << 10;
 constexpr int kFirstBias = kFirstLanding + kLandingBytes, kFirstBarrier = kFirstBias + ceil_div(kTileOuts, 2) * 8;
 static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits the launch's memory");
 extern __shared__ __align__(1024) unsigned char shared[];
@@ -79,7 +79,7 @@ __device__ __forceinline__ void produce_weights(const gemm_fold_params& p, barri
             for (int block = 0; block < kBlocks; ++block)
                 #pragma unroll
                 for (int line = 0; line < kBlockLines; line += kBoxLines)
-                    copy_box(stage + (block * kBlockBytes + line / kBoxLines * kBoxBytes), p.weights,
+                    tma_load(stage + (block * kBlockBytes + line / kBoxLines * kBoxBytes), p.weights,
                              (out + block * kBlockOuts) * kTaps + line, channel, 0, 0, full);
             ring.advance();
         }

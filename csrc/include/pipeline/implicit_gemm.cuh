@@ -36,14 +36,14 @@ struct implicit_gemm_params {
     int strip_tiles, items;
 };
 
-constexpr int kProducers = LOADERS + 32, kThreads = kProducers + 256;
+constexpr int kProducers = PRODUCERS + 32, kThreads = kProducers + 256;
 // A block begins with kRegisters for each thread, of which those who load give up what those who multiply need. What is asked
 // for beyond that is waited for for ever.
 constexpr int kRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kSums = (BLOCKS + SPLIT) * COLUMNS / 2;
 constexpr int kLeastRegisters = BLOCKS > 2 ? 144 : 136;
 constexpr int kSumRegisters = kSums + (SPLIT ? 48 : 56);
-constexpr int kConsumerRegisters = LOADERS == 96 ? 184 : kSumRegisters < kLeastRegisters ? kLeastRegisters : kSumRegisters;
+constexpr int kConsumerRegisters = PRODUCERS == 96 ? 184 : kSumRegisters < kLeastRegisters ? kLeastRegisters : kSumRegisters;
 constexpr int kProducerRegisters = (kRegisters * kThreads - 256 * kConsumerRegisters) / kProducers / 8 * 8;
 static_assert(kProducerRegisters <= kRegisters && kRegisters <= kConsumerRegisters, "registers are given up, and taken");
 constexpr int kLoadedWords = LOADED_WORDS;  // of registers, that a thread loads at once
@@ -61,7 +61,7 @@ constexpr int kUnitPitch = kBlocked ? kSwizzled : UNIT_PITCH;  // from one unit 
 constexpr int kLineBytes = UNITS * 16;
 constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16, kStepBytes = kBoxedLines ? 32 : 2 * kUnitPitch * 16;
 constexpr bool kRounded = BOXED && sizeof(ELEMENT_T) == 4;  // where they lie, by all loaders but a warp
-constexpr int kRounders = LOADERS - 32;
+constexpr int kRounders = PRODUCERS - 32;
 constexpr int kBoxPositions = BOX_IMAGES * BOX_ROWS * BOX_WIDTH;  // of lines
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
 static_assert(UNITS % 2 == 0, "a step of wgmma is two units");
@@ -194,12 +194,12 @@ __device__ __forceinline__ int first_position_of(const implicit_gemm_params& p, 
 }
 
 /* The right sides of the first stage, from a place of the patch of a tile on. */
-__device__ __forceinline__ matrix_t patches_of(const implicit_gemm_params& p, const stages_t& s, int tile, int place) {
+__device__ __forceinline__ descriptor_t patches_of(const implicit_gemm_params& p, const stages_t& s, int tile, int place) {
 #if BOXED && CHANNELS_LAST
-    return lines_of<kLineBytes>(s.patches + (place + first_position_of(p, tile) % kBoxPositions) * UNITS);
+    return descriptor_k_major_swizzled<kLineBytes>(s.patches + (place + first_position_of(p, tile) % kBoxPositions) * UNITS);
 #elif BOXED
-    return swizzled_matrix_of(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16);
+    return descriptor_mn_major(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16);
 #else
-    return matrix_of(s.patches + place, kUnitPitch * 16, 128);
+    return descriptor_k_major(s.patches + place, kUnitPitch * 16, 128);
 #endif
 }

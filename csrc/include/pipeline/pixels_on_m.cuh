@@ -7,15 +7,15 @@
  * (ptx/wgmma.cuh); tensor cores take TF32 K-major alone, and weights/pack_k_major.cu lays it out (PACKED).
  *
  * An item is ITEM_POSITIONS positions, across images or one of an image's WINDOWS, and BLOCKS times LINES lines. Each of two
- * warpgroups has 64 of every 128 positions. LOADERS threads bring inputs to slots, one thread the weights to stages, each of 128
- * bytes of channels. Slots are kept for all lines of an item where it has more than one block of them (HELD), else both come
+ * warpgroups has 64 of every 128 positions. PRODUCERS threads bring inputs to slots, one thread the weights to stages, each of 128
+ * bytes of channels. Slots are kept for all lines of an item where it has more than one block of them (INPUTS_STATIONARY), else both come
  * together.
  *
  * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W; IN_CHANNELS, OUT_CHANNELS; IN_H, IN_W;
  * ROW_BLOCKS (of 128 positions), ITEM_POSITIONS; WINDOWS, WINDOW_STEP and WINDOW_LEFT (positions from one to the next, and before
  * the first; multiples of PIECE; 1, 0 and 0 where items go across images); LINES (a multiple of 16 up to 256, with all taps of
- * its output channels); SETS (of lines, for other items), BLOCKS (of LINES of a set, at most), HELD (1 or 0); SLOTS, STAGES;
- * LOADERS; MULTIPLIER_REGISTERS, LOADER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied
+ * its output channels); SETS (of lines, for other items), BLOCKS (of LINES of a set, at most), INPUTS_STATIONARY (1 or 0); SLOTS, STAGES;
+ * PRODUCERS; CONSUMER_REGISTERS, PRODUCER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied
  * together); OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16), SHARED_BYTES.
  */
 #pragma once
@@ -59,12 +59,12 @@ static_assert(WINDOW_STEP % PIECE == 0 && WINDOW_LEFT % PIECE == 0, "pieces are 
 constexpr int kChannels = 128 / kItem, kSteps = 4;  // of a slot; products of them
 constexpr int kChunks = ceil_div(IN_CHANNELS, kChannels), kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
-constexpr int kConsumers = 256, kProducers = LOADERS + 32, kThreads = kConsumers + kProducers;
+constexpr int kConsumers = 256, kProducers = PRODUCERS + 32, kThreads = kConsumers + kProducers;
 constexpr int kFirstStage = SLOTS * kSlotBytes, kFirstOwn = kFirstStage + STAGES * kStageBytes;
 constexpr int kFirstBias = kFirstOwn + OWN_BYTES, kFirstBarrier = kFirstBias + ceil_div(kConsumers / 32 * kBlockOuts, 4) * 16;
 struct barriers_t { barrier_t slot_full[SLOTS], slot_empty[SLOTS], full[STAGES], empty[STAGES]; };
 static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits the launch's memory");
-static_assert(HELD == 0 || SLOTS >= kChunks, "the inputs of an item lie in shared memory together");
+static_assert(INPUTS_STATIONARY == 0 || SLOTS >= kChunks, "the inputs of an item lie in shared memory together");
 static_assert(STAGES >= 2, "a stage is free once products of the next have begun");
 extern __shared__ __align__(1024) unsigned char shared[];
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ int swapped(int bytes, int channel) {
 /* Begins to copy the weights of all items. One thread. */
 __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p, barriers_t& barriers) {
     ring_t<STAGES> ring;
-    if (PACKED) wait_for_previous_launch();
+    if (PACKED) grid_dependency_wait();
     each_item(p, [&](const item_t& item) {
         #pragma unroll 1
         for (int i = 0; i < item.blocks * kChunks; ++i, ring.advance()) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p, bar
 #else
             #pragma unroll
             for (int box = 0; box < kStageBytes / kBoxBytes; ++box)
-                copy_box(stage + box * kBoxBytes, p.weights, block * LINES + box * 64, chunk * kChannels, 0, 0,
+                tma_load(stage + box * kBoxBytes, p.weights, block * LINES + box * 64, chunk * kChannels, 0, 0,
                          barriers.full[ring.stage]);
 #endif
         }
@@ -119,8 +119,8 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p, bar
 
 /* Begins to copy the inputs of all items: pieces of positions that stay the thread's, channel by channel. */
 __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p, barriers_t& barriers) {
-    constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = LOADERS / kPieces;  // of a channel; channels
-    static_assert(LOADERS % kPieces == 0, "threads have whole channels");
+    constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = PRODUCERS / kPieces;  // of a channel; channels
+    static_assert(PRODUCERS % kPieces == 0, "threads have whole channels");
     const int thread = threadIdx.x - 32, first = thread / kPieces, piece = thread % kPieces * PIECE;
     ring_t<SLOTS> ring;
     each_item(p, [&](const item_t& item) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p, barr
             if (inside[row]) source[row] += static_cast<long long>(image) * IN_CHANNELS * kPixels + position % kPixels;
         }
         #pragma unroll 1
-        for (int i = 0; i < (HELD ? kChunks : item.blocks * kChunks); ++i, ring.advance()) {
+        for (int i = 0; i < (INPUTS_STATIONARY ? kChunks : item.blocks * kChunks); ++i, ring.advance()) {
             const int before = i % kChunks * kChannels;  // channels
             unsigned char* slot = shared + ring.stage * kSlotBytes;
             barrier_wait(barriers.slot_empty[ring.stage], ring.parity ^ 1);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p, barr
                     unsigned char* target = slot + (channel * kRowBytes + there);
                     const ELEMENT_T* here = is ? from : p.input;
                     if constexpr (PIECE * kItem == 16) copy_piece_async(target, here, is);
-                    else copy_async<PIECE * kItem>(target, here, is);
+                    else cp_async<PIECE * kItem>(target, here, is);
                     from += kAtOnce * kPixels;
                 }
             }
@@ -216,7 +216,7 @@ __device__ __forceinline__ void multiply(
     const auto step = [&](auto half, int chunk, const auto& along) {
         barrier_wait(barriers.slot_full[slots.stage], slots.parity);
         const unsigned char* stage = shared + (kFirstStage + ring.stage * kStageBytes);
-        const matrix_t right = PACKED ? matrix_of(stage, LINES * 16, 128) : swizzled_matrix_of(stage, kBoxBytes, 1024);
+        const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
         each<ROW_BLOCKS>([&](auto row) {
             constexpr int kRow = decltype(row)::value;
             inputs_t& own = words[ROW_BLOCKS == 1 ? decltype(half)::value : kRow];
@@ -226,7 +226,7 @@ __device__ __forceinline__ void multiply(
             #pragma unroll
             for (int k = 0; k < kSteps; ++k)
                 wgmma_rows<ELEMENT_T, LINES, !PACKED>(
-                    sums[kRow], own.of[k], advanced(right, k * (PACKED ? LINES * 32 : 2048)), k > 0 || chunk > 0);
+                    sums[kRow], own.of[k], advance(right, k * (PACKED ? LINES * 32 : 2048)), k > 0 || chunk > 0);
             wgmma_commit();
             if constexpr (kRow == ROW_BLOCKS - 1) {
                 if (frees) barrier_arrive(barriers.slot_empty[slots.stage]);  // each lane, for what it has read itself
@@ -290,7 +290,7 @@ template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
     if (threadIdx.x == 0) {
         for (int i = 0; i < SLOTS; ++i) {
-            barrier_init(barriers.slot_full[i], LOADERS);
+            barrier_init(barriers.slot_full[i], PRODUCERS);
             barrier_init(barriers.slot_empty[i], kConsumers);
         }
         for (int i = 0; i < STAGES; ++i) {
@@ -301,10 +301,10 @@ template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_
     }
     __syncthreads();
     if (threadIdx.x >= kProducers) {
-        registers_up<MULTIPLIER_REGISTERS>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         consume(barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
     } else {
-        registers_down<LOADER_REGISTERS>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x >= 32) produce_inputs(p, barriers);
         else if (threadIdx.x == 0) produce_weights(p, barriers);
     }

@@ -66,7 +66,7 @@ template <typename BODY> __device__ __forceinline__ void each_item(const gemm_fo
 /* Copies the weights of a set, once, BYTES at a time. */
 template <int ALL, int BYTES>
 __device__ __forceinline__ void produce_weights(const gemm_fold_rows_params& p, const set_t& set, void* target, barrier_t& full) {
-    wait_for_previous_launch();  // which lays them out
+    grid_dependency_wait();  // which lays them out
     barrier_arrive_expecting(full, ALL);
     const unit_t* source = p.packed + static_cast<long long>(set.number) * (ALL / 16);
     #pragma unroll 1

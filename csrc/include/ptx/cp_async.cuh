@@ -2,7 +2,7 @@
 #pragma once
 
 /* Begin to copy BYTES (4, 8 or 16, and so aligned), or to write as many zeros where `inside` is false. */
-template <int BYTES> __device__ __forceinline__ void copy_async(void* target, const void* source, bool inside) {
+template <int BYTES> __device__ __forceinline__ void cp_async(void* target, const void* source, bool inside) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(target));
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
                  : : "r"(address), "l"(source), "n"(BYTES), "r"(inside ? BYTES : 0) : "memory");
@@ -22,10 +22,10 @@ __device__ __forceinline__ void copy_piece_async(void* target, const void* sourc
 }
 
 /* The copies that this thread has begun since the last call are a group. */
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "memory"); }
 
 /* Wait for all groups but the last PENDING, or for all copies. Other threads see them after a barrier. */
-template <int PENDING> __device__ __forceinline__ void wait_for_groups() {
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" : : : "memory"); }

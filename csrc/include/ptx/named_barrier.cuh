@@ -2,16 +2,16 @@
 #pragma once
 
 /* Wait until THREADS threads, of whole warps, have come to barrier BARRIER (1 to 15; 0 is that of __syncthreads). */
-template <int BARRIER, int THREADS> __device__ __forceinline__ void meet() {
+template <int BARRIER, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("bar.sync %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");
 }
 
 /* The same, where the barrier is not known when compiling. */
-template <int THREADS> __device__ __forceinline__ void meet(int barrier) {
+template <int THREADS> __device__ __forceinline__ void named_barrier_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" : : "r"(barrier), "n"(THREADS) : "memory");
 }
 
 /* Come to it, for those who wait there, and go on at once. */
-template <int BARRIER, int THREADS> __device__ __forceinline__ void arrive() {
+template <int BARRIER, int THREADS> __device__ __forceinline__ void named_barrier_arrive() {
     asm volatile("bar.arrive %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 /* Let the next launch begin, if it may, once all blocks of this one have come here or ended. */
-__device__ __forceinline__ void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;" : : : "memory"); }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" : : : "memory"); }
 
 /* Wait until the launch before this one has ended, and see what it wrote. */
-__device__ __forceinline__ void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
+__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" : : : "memory"); }

@@ -11,7 +11,7 @@ struct alignas(64) tensor_map_t { unsigned long long opaque[16]; };
  * Where boxes are swizzled, in lines of 64 or 128 bytes, their pieces of 16 lie in another order, which depends on the address:
  * see ptx/wgmma.cuh.
  */
-__device__ __forceinline__ void copy_box(void* target, const tensor_map_t& map, int i, int j, int k, int l, barrier_t& b) {
+__device__ __forceinline__ void tma_load(void* target, const tensor_map_t& map, int i, int j, int k, int l, barrier_t& b) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%2, %3, %4, %5}], [%6];"
                  : : "r"(shared_address(target)), "l"(&map), "r"(i), "r"(j), "r"(k), "r"(l), "r"(shared_address(&b))

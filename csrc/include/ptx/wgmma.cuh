@@ -13,7 +13,7 @@
  *
  *   c / 64 * leading_bytes + k / 8 * stride_bytes
  *
- * Either may also lie K-major as lines of 128 or 64 bytes, a row each (lines_of), whose pieces are in another order too: of the
+ * Either may also lie K-major as lines of 128 or 64 bytes, a row each (descriptor_k_major_swizzled), whose pieces are in another order too: of the
  * address of a piece, bits 4 to 6 are changed by bits 7 to 9, or 4 and 5 by 7 and 8. Row r begins at
  *
  *   r / 8 * stride_bytes + r % 8 * line bytes
@@ -37,28 +37,28 @@
 /* Where a matrix lies: bits 0-13 address, 16-29 leading bytes, 32-45 stride bytes, all in units of 16; 62-63 swizzled: 1 in
  * lines of 128 bytes, 2 of 64.
  */
-using matrix_t = unsigned long long;
+using descriptor_t = unsigned long long;
 
-__device__ __forceinline__ matrix_t matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
+__device__ __forceinline__ descriptor_t descriptor_k_major(const void* shared, int leading_bytes, int stride_bytes) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     const unsigned low = (address >> 4 & 0x3fff) | static_cast<unsigned>(leading_bytes) >> 4 << 16;
-    return static_cast<matrix_t>(static_cast<unsigned>(stride_bytes) >> 4) << 32 | low;
+    return static_cast<descriptor_t>(static_cast<unsigned>(stride_bytes) >> 4) << 32 | low;
 }
 
-__device__ __forceinline__ matrix_t swizzled_matrix_of(const void* shared, int leading_bytes, int stride_bytes) {
-    return matrix_of(shared, leading_bytes, stride_bytes) | 1ull << 62;
+__device__ __forceinline__ descriptor_t descriptor_mn_major(const void* shared, int leading_bytes, int stride_bytes) {
+    return descriptor_k_major(shared, leading_bytes, stride_bytes) | 1ull << 62;
 }
 
 /* A matrix in lines of 64 or 128 bytes; groups of eight lie one after the other unless `stride_bytes`, of whole lines of 128, says
  * otherwise.
  */
-template <int LINE_BYTES> __device__ __forceinline__ matrix_t lines_of(const void* shared, int stride_bytes = 8 * LINE_BYTES) {
+template <int LINE_BYTES> __device__ __forceinline__ descriptor_t descriptor_k_major_swizzled(const void* shared, int stride_bytes = 8 * LINE_BYTES) {
     static_assert(LINE_BYTES == 64 || LINE_BYTES == 128, "other lines are not for wgmma");
-    return matrix_of(shared, 16, stride_bytes) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
+    return descriptor_k_major(shared, 16, stride_bytes) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
 }
 
 /* The same matrix so many bytes (a multiple of 16) further on. */
-__device__ __forceinline__ matrix_t advanced(matrix_t matrix, int bytes) {
+__device__ __forceinline__ descriptor_t advance(descriptor_t matrix, int bytes) {
     return matrix >> 32 << 32 | (static_cast<unsigned>(matrix) + static_cast<unsigned>(bytes >> 4));
 }
 
@@ -78,20 +78,20 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COU
 
 /* Begin D = A B, plus D where `accumulate` is not 0. T is half_t, bfloat16_t or float, N a multiple of 32 up to 256. */
 template <typename T, int N, bool SWIZZLED = false>
-__device__ __forceinline__ void wgmma(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate);
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate);
 
 /* The registers that a thread of the warpgroup may have from here on: more, once others gave some up, or fewer. */
-template <int REGISTERS> __device__ __forceinline__ void registers_up() {
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
-template <int REGISTERS> __device__ __forceinline__ void registers_down() {
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
 
 // A, B and ACCUMULATE: numbers of the operands after those of d. LAST: 0, 0 says that both matrices are K-major.
 #define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, A, B, ACCUMULATE)                                                         \
     template <>                                                                                                        \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) { \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate) { \
         asm volatile("{\n"                                                                                         \
                      ".reg .pred sum;\n"                                                                           \
                      "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                     \

@@ -10,12 +10,12 @@
 
 /* Begin D = A B, plus D where `accumulate` is not 0. */
 template <typename T, int N>
-__device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate);
+__device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate);
 
 // A, B and ACCUMULATE: numbers of the operands after those of d.
 #define WGMMA_OF(T, N, KIND, A, B, ACCUMULATE)                                                                       \
     template <>                                                                                                      \
-    __device__ __forceinline__ void wgmma_turned<T, N>(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) {   \
+    __device__ __forceinline__ void wgmma_turned<T, N>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate) {   \
         asm volatile("{\n"                                                                                           \
                      ".reg .pred sum;\n"                                                                             \
                      "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                       \

@@ -12,7 +12,7 @@
 
 /* Begin D = A B, plus D where `accumulate` is not 0. */
 template <typename T, int N, bool SWIZZLED = false>
-__device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], matrix_t b, int accumulate);
+__device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int accumulate);
 
 /* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
 template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]) {
@@ -35,7 +35,7 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
 #define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, A0, A1, A2, A3, B, ACCUMULATE)                                              \
     template <>                                                                                                          \
     __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                          \
-        float (&d)[N / 2], const unsigned (&a)[4], matrix_t b, int accumulate) {                                         \
+        float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int accumulate) {                                         \
         asm volatile("{\n"                                                                                               \
                      ".reg .pred sum;\n"                                                                                 \
                      "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                           \

@@ -92,7 +92,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/gemm_depth_to_space.cu."""
-    return {**pixels_on_m.macros_of(tile, dtype), "KEPT": int(tile.kept)}
+    return {**pixels_on_m.macros_of(tile, dtype), "DEFERRED_STORES": int(tile.kept)}
 
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:

@@ -220,7 +220,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     p = tile.problem
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "TURNED": int(tile.turned),
+        "MN_MAJOR": int(tile.turned),
         "IN_CHANNELS": p.in_channels,
         "OUT_CHANNELS": p.out_channels,
         "IN_H": p.input_size[0],
@@ -231,9 +231,9 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "COLUMNS": tile.columns,
         "WARPGROUPS": tile.warpgroups,
         "BLOCKS": tile.blocks,
-        "LOADERS": _LOADERS,
-        "MULTIPLIER_REGISTERS": tile.registers[0],
-        "LOADER_REGISTERS": tile.registers[1],
+        "PRODUCERS": _LOADERS,
+        "CONSUMER_REGISTERS": tile.registers[0],
+        "PRODUCER_REGISTERS": tile.registers[1],
         "FOLD_WARPS": tile.fold_warps,
         "FOLDED": tile.folded,
         "FOLD_PITCH": tile.fold_pitch,

@@ -402,7 +402,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "STAGES": tile.stages,
         "WARPGROUPS": tile.warpgroups,
         "FOLDERS": tile.folders,
-        "LOADERS": tile.loaders,
+        "PRODUCERS": tile.loaders,
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "CELLS": tile.cells,

@@ -289,7 +289,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "PACKED": int(tile.packed),
-        "KEPT": int(tile.kept),
+        "DEFERRED_STORES": int(tile.kept),
         "IN_CHANNELS": p.in_channels,
         "OUT_CHANNELS": p.out_channels,
         "OUT_H": p.output_size[0],

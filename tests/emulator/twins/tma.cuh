@@ -7,6 +7,6 @@ struct alignas(64) tensor_map_t { unsigned long long opaque[16]; };
 
 extern "C" void emulator_copy_box(void* target, const void* map, int i, int j, int k, int l, void* barrier);
 
-__device__ __forceinline__ void copy_box(void* target, const tensor_map_t& map, int i, int j, int k, int l, barrier_t& b) {
+__device__ __forceinline__ void tma_load(void* target, const tensor_map_t& map, int i, int j, int k, int l, barrier_t& b) {
     emulator_copy_box(target, &map, i, j, k, l, &b);
 }

@@ -3,10 +3,10 @@
 
 #include "ptx/wgmma_rs.cuh"
 
-extern "C" void emulator_wgmma_turned(int type, int columns, float* d, matrix_t a, matrix_t b, int accumulate);
+extern "C" void emulator_wgmma_turned(int type, int columns, float* d, descriptor_t a, descriptor_t b, int accumulate);
 
 template <typename T, int N>
-__device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], matrix_t a, matrix_t b, int accumulate) {
+__device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate) {
     static_assert(sizeof(T) == 2 && N % 16 == 0 && 0 < N && N <= 256, "no such wgmma");
     emulator_wgmma_turned(kEmulatorType<T>, N, d, a, b, accumulate);
 }
