@@ -86,8 +86,8 @@ def test_copies_and_stores_are_aligned(tile):
 @given(tiles())
 def test_boxes_are_what_cuda_takes_and_fill_a_stage(tile):
     assume(tile.boxed)
-    itemsize, sizes, strides, box, _, swizzled = tile.boxes
-    assert swizzled
+    itemsize, sizes, strides, box = (spec := tile.input_map).itemsize, spec.sizes, spec.strides, spec.box
+    assert spec.swizzled
     assert box[0] * itemsize == 128
     assert all(stride % 16 == 0 for stride in strides)
     assert all(1 <= size <= 256 for size in box)

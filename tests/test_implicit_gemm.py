@@ -20,7 +20,7 @@ from benchmarks.workloads import SUITES
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.base import Config
-from gemmconv.kernels.params import reciprocal
+from gemmconv.kernels.launch import reciprocal
 from gemmconv.kernels.sm90 import implicit_gemm
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import (
@@ -625,14 +625,16 @@ def test_box_plans_are_of_all_kinds():
 @pytest.mark.parametrize("seed", range(EXAMPLES))
 def test_boxes_are_what_a_tensor_map_takes(seed):
     plan = box_plan(seed)
-    itemsize, sizes, strides, box, steps, swizzled = implicit_gemm._boxes(plan)
-    assert all(stride % 16 == 0 < stride for stride in strides)
+    spec = implicit_gemm.input_map(plan)
+    itemsize, box, steps = spec.itemsize, spec.box, spec.steps
+    assert all(stride % 16 == 0 < stride for stride in spec.strides)
     assert min(box) > 0
     assert max(np.multiply(box, steps)) <= 256
     assert steps[0] == 1 <= max(steps) <= 8
     assert box[0] * itemsize % 16 == 0
-    assert math.prod(sizes) == plan.problem.batch * plan.in_channels * plan.problem.groups * math.prod(plan.input_size)
-    assert swizzled == plan.boxed
+    inputs = plan.problem.batch * plan.in_channels * plan.problem.groups * math.prod(plan.input_size)
+    assert math.prod(spec.sizes) == inputs
+    assert spec.swizzled == plan.boxed
     assert not plan.boxed or box[0] * itemsize in ((64, 128) if plan.channels_last else (128,))
     # What the kernel tells its barriers to expect of a patch, or of a landing.
     macros = implicit_gemm.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)

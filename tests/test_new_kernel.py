@@ -14,9 +14,9 @@ from benchmarks import choices
 from benchmarks.workloads import custom
 from gemmconv.algorithms.fused import Fused
 from gemmconv.device import named
-from gemmconv.kernels.base import Kernel, strides_of, with_strides
+from gemmconv.kernels.base import Kernel, strides_of
+from gemmconv.kernels.launch import Launch, Operand, Output, Program
 from gemmconv.kernels.macros import ELEMENT_TYPES, geometry_macros
-from gemmconv.kernels.params import params_struct
 from gemmconv.runtime import sources
 from gemmconv.selection import choose
 from tests import emulator, reference
@@ -56,10 +56,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) toy_gather_kernel(const __
 
 # 2. gemmconv/kernels/toy/gather.py
 
-GatherParams = params_struct(
-    "gather_params", ("input", "weight", "bias", "output"), ("images", "h_in", "w_in", "h_out", "w_out")
-)
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -78,23 +74,21 @@ class Gather(Kernel):
         return 1e-9 / tile.threads
 
     def prepare(self, config, direction, tile):
-        from gemmconv.runtime.launch import load
-
         p = config.problem
         macros = {"ELEMENT_T": ELEMENT_TYPES[config.dtype], "THREADS": tile.threads, **geometry_macros(p)}
         macros |= {"IN_CHANNELS": p.in_channels, "OUT_CHANNELS": p.out_channels}
-        kernel = load("toy/gather.cu", macros, config.device.index)
+        params = {
+            "input, weight, bias, output": ("input", "weight", "bias", "output"),
+            "images": p.batch,
+            "h_in, w_in": p.input_size,
+            "h_out, w_out": p.output_size,
+        }
         grid = -(-p.batch * p.out_channels * p.out_pixels // tile.threads), 1, 1
-        sizes = p.batch, *p.input_size, *p.output_size
-
-        def call(input, weight, bias):
-            output = input.new_empty(p.output_shape)
-            input, weight = input.contiguous(), weight.contiguous()
-            tensors = (input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr())
-            kernel.launch(grid, (tile.threads, 1, 1), GatherParams(*tensors, *sizes))
-            return with_strides(output, strides_of(p.output_shape, config.memory_format))
-
-        return call
+        launch = Launch("toy/gather.cu", macros, grid, (tile.threads, 1, 1), params)
+        operands = (Operand(name, torch.contiguous_format) for name in ("input", "weight", "bias"))
+        strides = (strides_of(p.output_shape, one) for one in (config.memory_format, torch.contiguous_format))
+        output = Output("output", p.output_shape, *strides)
+        return Program(config.dtype, tuple(operands), (output,), (launch,)).prepare(config.device)
 
 
 @pytest.fixture(autouse=True)

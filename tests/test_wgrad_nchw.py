@@ -110,15 +110,15 @@ def test_stages_fit_and_boxes_are_what_a_tensor_map_takes(tile):
     assert tile.row_pitch * tile.itemsize % 16 == 0
     assert tile.row_pitch % (tile.vector * tile.word_elements) == 0
     assert tile.problem.stride[1] % tile.vector == 0
-    for itemsize, sizes, strides, box, steps, swizzled in wgrad_nchw._boxes(tile):
-        assert itemsize == tile.itemsize
-        assert not any(stride % 16 for stride in strides)
-        assert max(box) <= 256
-        assert box[0] * itemsize % 16 == 0
-        assert not swizzled or box[0] * itemsize in (64, 128)
-        assert steps == (1, 1, 1, 1)
-        assert max(sizes) < 2**31
-    elements = [math.prod(boxes[1]) for boxes in wgrad_nchw._boxes(tile)]
+    for spec in wgrad_nchw.maps_of(tile):
+        assert spec.itemsize == tile.itemsize
+        assert not any(stride % 16 for stride in spec.strides)
+        assert max(spec.box) <= 256
+        assert spec.box[0] * spec.itemsize % 16 == 0
+        assert not spec.swizzled or spec.box[0] * spec.itemsize in (64, 128)
+        assert spec.steps == (1, 1, 1, 1)
+        assert max(spec.sizes) < 2**31
+    elements = [math.prod(spec.sizes) for spec in wgrad_nchw.maps_of(tile)]
     padded = tile.padded_bytes // tile.itemsize
     assert elements == [padded or math.prod(tile.problem.input_shape), math.prod(tile.problem.output_shape)]
 

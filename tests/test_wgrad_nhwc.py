@@ -121,14 +121,14 @@ def test_stages_fit_and_boxes_are_what_a_tensor_map_takes(tile):
     macros = wgrad_nhwc.macros_of(tile, torch.float16, 2)
     assert macros["STAGES"] >= 2
     assert macros["SHARED_BYTES"] <= SHARED_BYTES
-    boxes = wgrad_nhwc.boxes_of(tile)
-    for itemsize, sizes, strides, box, steps, swizzled in boxes:
-        assert (itemsize, swizzled, steps[0], box[0]) == (2, True, 1, 64)
-        assert not any(stride % 16 for stride in strides)
-        assert max(count * step for count, step in zip(box, steps, strict=True)) <= 256
-        assert max(sizes) < 2**31
-        assert max(steps) <= 8
-    assert [math.prod(box[1]) for box in boxes] == [
+    specs = wgrad_nhwc.maps_of(tile)
+    for spec in specs:
+        assert (spec.itemsize, spec.swizzled, spec.steps[0], spec.box[0]) == (2, True, 1, 64)
+        assert not any(stride % 16 for stride in spec.strides)
+        assert max(count * step for count, step in zip(spec.box, spec.steps, strict=True)) <= 256
+        assert max(spec.sizes) < 2**31
+        assert max(spec.steps) <= 8
+    assert [math.prod(spec.sizes) for spec in specs] == [
         *map(math.prod, (tile.problem.input_shape, tile.problem.output_shape))
     ]
 

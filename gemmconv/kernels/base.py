@@ -204,24 +204,3 @@ def with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     if result.stride() == strides:
         return result
     return result.new_empty_strided(result.shape, strides).copy_(result)
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that begins at 16 bytes, for kernels that load vectors; a copy where it does not."""
-    return tensor.clone(memory_format=torch.preserve_format) if tensor.data_ptr() % 16 else tensor
-
-
-def either_format(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A weight as it lies in memory, and whether that is channels_last; a contiguous copy where it is neither."""
-    if weight.is_contiguous():
-        return weight, False
-    if weight.is_contiguous(memory_format=torch.channels_last):
-        return weight, True
-    return weight.contiguous(), False
-
-
-def in_either_format(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-    """As :func:`either_format`, and the elements from one output channel of a group to the next, and from one tap."""
-    weight, channels_last = either_format(weight)
-    _, channels, height, width = weight.shape
-    return weight, (1, channels) if channels_last else (height * width, 1)

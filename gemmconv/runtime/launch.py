@@ -61,7 +61,7 @@ class Kernel:
         self,
         grid: Extent3,
         block: Extent3,
-        params: ctypes.Structure,
+        params: ctypes.Structure | ctypes.Array[ctypes.c_char],
         shared_bytes: int = 0,
         overlaps: bool = False,
     ) -> None:

@@ -5,13 +5,16 @@ Both kernels see planes (an image's channel) of items: output cells for col2im, 
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.columns.chunking import Span
 from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.launch import plane_grid
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.params import params_struct, plane_grid
 from gemmconv.runtime.launch import Extent3, Kernel, load
 
 _BLOCK = 256
@@ -25,7 +28,14 @@ _MOST_CELL_ROWS = 4
 _CELL_OUTPUTS = 8
 
 
-Col2imParams = params_struct(
+def _params_struct(name: str, pointers: tuple[str, ...], integers: tuple[str, ...]) -> type[ctypes.Structure]:
+    """The mirror of a kernel's params struct."""
+    fields: list[tuple[str, Any]] = [(field, ctypes.c_void_p) for field in pointers]
+    fields += [(field, ctypes.c_int) for field in integers]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+Col2imParams = _params_struct(
     "col2im_params",
     ("columns", "bias", "output"),
     (
@@ -33,7 +43,7 @@ Col2imParams = params_struct(
         *("in_row_begin", "in_rows", "out_row_begin", "out_rows", "cells_w"),
     ),
 )
-Im2colParams = params_struct(
+Im2colParams = _params_struct(
     "im2col_params", ("grad_output", "columns"), ("planes", "w_in", "h_out", "w_out", "in_row_begin", "in_rows")
 )
 

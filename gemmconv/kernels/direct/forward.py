@@ -18,13 +18,10 @@ from gemmconv.kernels.base import (
     Kernel,
     Pass,
     accumulator_dtype,
-    in_either_format,
-    strides_of,
-    with_strides,
 )
 from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.launch import Launch, Params, gathering, plane_grid, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.params import params_struct, plane_grid
 from gemmconv.kernels.phases import cells_of, reach_of
 
 _INT32_MAX = 2**31 - 1
@@ -86,13 +83,6 @@ class Tile:
     @property
     def threads(self) -> int:
         return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
-
-
-DirectForwardParams = params_struct(
-    "direct_forward_params",
-    ("input", "weight", "bias", "output"),
-    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "weight_channel", "weight_tap"),
-)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -396,39 +386,20 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, sp
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
-    from gemmconv.runtime.launch import load
-
-    p = config.problem
-    channels_last = config.memory_format is torch.channels_last
-    macros = forward_macros(p, config.dtype, channels_last, config.spec)
-    strides = strides_of(p.output_shape, config.memory_format)
-    input_strides = strides_of(p.input_shape, config.memory_format)
-    cells_h, cells_w = cells_of(p)
-    tiles_w = -(-cells_w // (tile.lanes_w * tile.cells))
+    p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
+    macros = forward_macros(p, config.dtype, config.memory_format is torch.channels_last, config.spec)
+    tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
     tiles = tiles_w * -(-cells_h // tile.height) * -(-(p.out_channels // p.groups) // tile.channels_out)
-    planes = p.batch * p.groups
-    plane_blocks = -(-planes // tile.planes)
-    grid = plane_grid(tiles, max(1, plane_blocks))
-    block = (tile.threads, 1, 1)
-    shared_bytes = int(macros["SHARED_BYTES"])
-    kernel = load("direct/forward.cu", macros, config.device.index, shared_bytes)
-    sizes = (planes, p.groups, *p.input_size, *p.output_size, tiles_w)
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(p.output_shape, strides)
-        if planes == 0:
-            return output
-        input, (weight, steps) = with_strides(input, input_strides), in_either_format(weight)
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        kernel.launch(
-            grid,
-            block,
-            DirectForwardParams(input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps),
-            shared_bytes,
-        )
-        return output
-
-    return call
+    params: Params = {
+        "input, weight, bias, output": ("input", "weight", "bias", "output"),
+        "planes, groups": (planes, p.groups),
+        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+        "tiles_w": tiles_w,
+        **weight_steps(p),
+    }
+    grid, block = plane_grid(tiles, max(1, -(-planes // tile.planes))), (tile.threads, 1, 1)
+    launch = Launch("direct/forward.cu", macros, grid, block, params, int(macros["SHARED_BYTES"]))
+    return gathering(config, "forward", [launch] if planes else [], alignment=1).prepare(config.device)
 
 
 class DirectKernel(Kernel):

@@ -15,11 +15,11 @@ import torch
 
 from gemmconv.device import REFERENCE, DeviceSpec
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, Pass, aligned, in_either_format, strides_of, with_strides
+from gemmconv.kernels.base import Config, Forward, Pass
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.launch import MAX_GRID_Y, Launch, Params, gathering, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
-from gemmconv.kernels.params import MAX_GRID_Y, params_struct
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 
 _INT32_MAX = 2**31 - 1
@@ -474,16 +474,6 @@ def tile_for(config: Config) -> Tile | None:
     return None
 
 
-DirectForwardMmaParams = params_struct(
-    "direct_forward_mma_params",
-    ("input", "weight", "bias", "output"),
-    (
-        *("groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles"),
-        *("step_image", "step_tile_h", "step_tile_w", "weight_channel", "weight_tap"),
-    ),
-)
-
-
 def blocks_at_once(tile: Tile) -> int:
     """How many blocks of each set of weights run at once; they share its tiles evenly."""
     return max(1, tile.spec.multiprocessors * tile.blocks_resident // tile.sets)
@@ -491,36 +481,22 @@ def blocks_at_once(tile: Tile) -> int:
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
-    from gemmconv.runtime.launch import load
-
-    p, shared_bytes = config.problem, tile.shared_bytes
-    macros = forward_macros(tile, config.dtype)
-    kernel = load("direct/forward_mma.cu", macros, config.device.index, shared_bytes)
-    strides = strides_of(p.output_shape, config.memory_format)
-    input_strides = strides_of(p.input_shape, config.memory_format)
+    p = config.problem
     tiles = p.batch * math.prod(tile.tiles)
-    grid = (max(1, -(-tiles // -(-max(1, tiles) // blocks_at_once(tile)))), tile.sets, 1)
-    block = (tile.threads, 1, 1)
+    grid = max(1, -(-tiles // -(-max(1, tiles) // blocks_at_once(tile)))), tile.sets, 1
     steps_image, rest = divmod(grid[0], math.prod(tile.tiles))
-    sizes = (p.groups, *p.input_size, *p.output_size, *tile.tiles, tiles, steps_image, *divmod(rest, tile.tiles[1]))
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(p.output_shape, strides)
-        if tiles == 0:
-            return output
-        input, (weight, steps) = aligned(with_strides(input, input_strides)), in_either_format(weight)
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        kernel.launch(
-            grid,
-            block,
-            DirectForwardMmaParams(
-                input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps
-            ),
-            shared_bytes,
-        )
-        return output
-
-    return call
+    params: Params = {
+        "input, weight, bias, output": ("input", "weight", "bias", "output"),
+        "groups": p.groups,
+        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+        "tiles_h, tiles_w": tile.tiles,
+        "tiles, step_image": (tiles, steps_image),
+        "step_tile_h, step_tile_w": divmod(rest, tile.tiles[1]),
+        **weight_steps(p),
+    }
+    macros, block = forward_macros(tile, config.dtype), (tile.threads, 1, 1)
+    launch = Launch("direct/forward_mma.cu", macros, grid, block, params, tile.shared_bytes)
+    return gathering(config, "forward", [launch] if tiles else []).prepare(config.device)
 
 
 class DirectForwardMma(DirectKernel):

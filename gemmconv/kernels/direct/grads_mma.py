@@ -11,14 +11,14 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, Pass, in_either_format
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, Pass
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
-from gemmconv.kernels.direct.patch import Patch, aligned_to, problem_macros, rows_of
+from gemmconv.kernels.direct.patch import Patch, problem_macros, rows_of
 from gemmconv.kernels.integers import even_share, power_of_two
-from gemmconv.kernels.layout.transpose import from_nchw, grads_turning_seconds, to_nchw
+from gemmconv.kernels.launch import MAX_GRID_Y, Launch, Operand, Params, weight_steps
+from gemmconv.kernels.layout.transpose import grads_turning_seconds, in_format, made_in
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.params import MAX_GRID_Y, params_struct
-from gemmconv.kernels.splits.reduce_splits import partial_bytes, prepare_partials
+from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
 
 _WARPS = 4
 _SHARED_BYTES = 99 << 10  # the most that every architecture since sm_80 has
@@ -36,15 +36,6 @@ _LONGEST_SUM = 1024  # products of 8 pixels that are added one by one, so that r
 _LAUNCH_SECONDS, _TILE_SECONDS = 7.7e-6, 220e-9  # of both kernels; of a tile
 _ROW_SECONDS, _LOAD_SECONDS, _ELEMENT_SECONDS = 2.6e-9, 3.1e-9, 17e-12  # of a patch row, a warp's load, an element
 _PRODUCT_SECONDS, _PARTIAL_SECONDS = 1.6e-9, 23e-12  # of 16 x 8 x 8 products, of a partial sum of a weight
-
-DirectGradsMmaParams = params_struct(
-    "direct_grads_mma_params",
-    ("grad_output", "input", "weight", "grad_input", "partials"),
-    (
-        *("groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
-        *("weight_channel", "weight_tap"),
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -211,32 +202,27 @@ def grads_macros(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
 
 def prepare_grads(config: Config, weight_config: Config, tile: Tile) -> BothGradients:
     """As ``Algorithm.grads``; of tensors that have elements."""
-    from gemmconv.runtime.launch import load
-
-    problem, dtype = config.problem, config.dtype
-    slices = tile.slices(config.workspace_limit)
-    macros = grads_macros(tile, dtype, slices)
-    kernel = load("direct/grads_mma.cu", macros, config.device.index, tile.shared_bytes)
-    partials_of, add_up = prepare_partials(config, slices)
-    tiles = problem.batch * math.prod(tile.tiles)
-    sizes = (problem.groups, *problem.input_size, *problem.output_size, *tile.tiles, tiles, slices)
+    p, slices = config.problem, tile.slices(config.workspace_limit)
+    macros = grads_macros(tile, config.dtype, slices)
+    params: Params = {
+        "grad_output, input, weight": ("grad_output", "input", "weight"),
+        "grad_input, partials": ("grad_input", "partials"),
+        "groups": p.groups,
+        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+        "tiles_h, tiles_w": tile.tiles,
+        "tiles, slices": (p.batch * math.prod(tile.tiles), slices),
+        **weight_steps(p),
+    }
     grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
-    alignment = int(macros["VECTOR"]) * dtype.itemsize
-    turned, turned_input = to_nchw(config, problem.output_shape), to_nchw(weight_config, problem.input_shape)
-    turned_back = from_nchw(config, problem.input_shape)
-
-    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        grad_input, grad_weight = input.new_empty(problem.input_shape), weight.new_empty(problem.weight_shape)
-        partials = partials_of(grad_weight)
-        grad_output, input = aligned_to(turned(grad_output), alignment), turned_input(input)
-        weight, steps = in_either_format(weight)
-        tensors = (grad_output, input, weight, grad_input, partials)
-        params = DirectGradsMmaParams(*(tensor.data_ptr() for tensor in tensors), *sizes, *steps)
-        kernel.launch(grid, block, params, tile.shared_bytes)
-        add_up(partials, grad_weight)
-        return turned_back(grad_input), grad_weight
-
-    return call
+    launch = Launch("direct/grads_mma.cu", macros, grid, block, params, tile.shared_bytes)
+    form = in_format(config, p.output_shape, torch.contiguous_format)
+    operands = (
+        Operand("grad_output", form, int(macros["VECTOR"]) * config.dtype.itemsize),
+        Operand("input", in_format(weight_config, p.input_shape, torch.contiguous_format)),
+        Operand("weight", None),
+    )
+    grad_input = made_in(config, "grad_input", p.input_shape, torch.contiguous_format)
+    return with_partials(config, slices, operands, (grad_input,), launch).prepare(config.device)
 
 
 class DirectGradsMma(DirectKernel):

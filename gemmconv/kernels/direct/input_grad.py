@@ -11,7 +11,7 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Gradient, Pass, in_either_format, strides_of, with_strides
+from gemmconv.kernels.base import Config, Gradient, Pass
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import (
     BATCH_WORDS,
@@ -22,7 +22,6 @@ from gemmconv.kernels.direct.patch import (
     WIDEST_TAPS,
     Patch,
     Tile,
-    aligned_to,
     column_threads_of,
     problem_macros,
     rows_of,
@@ -30,18 +29,12 @@ from gemmconv.kernels.direct.patch import (
     sum_bytes,
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
-from gemmconv.kernels.layout.transpose import from_nchw, to_nchw, turning_seconds
+from gemmconv.kernels.launch import Launch, Operand, Params, Program, plane_grid, weight_steps
+from gemmconv.kernels.layout.transpose import in_format, made_in, turning_seconds
 from gemmconv.kernels.macros import Macros
-from gemmconv.kernels.params import params_struct, plane_grid
 
 _SHARED_FOR_TWO = 32 << 10  # as SHARED, of two channels of 16-bit elements: of one, few loads are on their way
 _WEIGHTS = 12 << 10  # bytes of weights that are worth staging at once
-
-InputGradParams = params_struct(
-    "direct_input_grad_params",
-    ("grad_output", "weight", "grad_input"),
-    ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "weight_channel", "weight_tap"),
-)
 # What it reaches on an H200: operations and bytes a second, and seconds of a tap and channel that a block goes through.
 # It moves bytes while it computes: of 33 passes that take at most 3.5 times as long as the fastest algorithm, 13% from
 # what was measured.
@@ -192,31 +185,26 @@ def input_grad_macros(problem: Problem, dtype: torch.dtype, multiprocessors: int
 
 def prepare_input_grad(config: Config) -> Gradient:
     """Prepare grad_input from (grad_output, weight)."""
-    from gemmconv.runtime.launch import load
+    p, itemsize, multiprocessors = config.problem, config.dtype.itemsize, config.spec.multiprocessors
+    output = made_in(config, "grad_input", p.input_shape, torch.contiguous_format)
+    if not math.prod(p.input_shape):
+        return Program(config.dtype, (), (output,), ()).prepare(config.device)
 
-    problem, dtype, multiprocessors = config.problem, config.dtype, config.spec.multiprocessors
-    shape, strides = problem.input_shape, strides_of(problem.input_shape, config.memory_format)
-    if not math.prod(shape):
-        return lambda grad_output, weight: with_strides(grad_output.new_empty(shape), strides)
-
-    macros = input_grad_macros(problem, dtype, multiprocessors)
-    kernel = load("direct/input_grad.cu", macros, config.device.index)
-    tile = input_grad_tile(problem, dtype.itemsize, multiprocessors)
-    pixel_blocks, plane_blocks, tiles_w = tile.grid(problem)
+    macros = input_grad_macros(p, config.dtype, multiprocessors)
+    tile = input_grad_tile(p, itemsize, multiprocessors)
+    pixel_blocks, plane_blocks, tiles_w = tile.grid(p)
+    params: Params = {
+        "grad_output, weight, grad_input": ("grad_output", "weight", "grad_input"),
+        "planes, groups": (p.batch * p.groups, p.groups),
+        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+        "tiles_w": tiles_w,
+        **weight_steps(p),
+    }
     grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
-    sizes = (problem.batch * problem.groups, problem.groups, *problem.input_size, *problem.output_size, tiles_w)
-    alignment = int(macros["VECTOR"]) * dtype.itemsize
-    turned = to_nchw(config, problem.output_shape)
-    turned_back = from_nchw(config, shape)
-
-    def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        grad_input = grad_output.new_empty(shape)
-        grad_output, (weight, steps) = aligned_to(turned(grad_output), alignment), in_either_format(weight)
-        params = InputGradParams(grad_output.data_ptr(), weight.data_ptr(), grad_input.data_ptr(), *sizes, *steps)
-        kernel.launch(grid, block, params)
-        return turned_back(grad_input)
-
-    return call
+    launch = Launch("direct/input_grad.cu", macros, grid, block, params)
+    form = in_format(config, p.output_shape, torch.contiguous_format)
+    operands = Operand("grad_output", form, int(macros["VECTOR"]) * itemsize), Operand("weight", None)
+    return Program(config.dtype, operands, (output,), (launch,)).prepare(config.device)
 
 
 class DirectInputGrad(DirectKernel):

@@ -194,8 +194,3 @@ def smaller(tile: _AnyTile) -> _AnyTile:
         if getattr(tile, name, 1) > 1:
             return replace(tile, **{name: getattr(tile, name) // 2})
     return replace(tile, taps=(taps_h, -(-taps_w // 2)))
-
-
-def aligned_to(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
-    """A contiguous tensor, where its rows may be loaded as vectors; else a copy."""
-    return tensor.clone() if tensor.data_ptr() % alignment else tensor

@@ -16,7 +16,7 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import BothGradients, Config, Gradient, Pass, accumulator_dtype, in_either_format
+from gemmconv.kernels.base import BothGradients, Config, Gradient, Pass, accumulator_dtype
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import (
     BATCH_WORDS,
@@ -27,7 +27,6 @@ from gemmconv.kernels.direct.patch import (
     WIDEST_TAPS,
     Patch,
     Tile,
-    aligned_to,
     column_threads_of,
     problem_macros,
     rows_of,
@@ -35,16 +34,15 @@ from gemmconv.kernels.direct.patch import (
     sum_bytes,
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within
+from gemmconv.kernels.launch import MAX_GRID_Y, Launch, Operand, Params, Program, weight_steps
 from gemmconv.kernels.layout.transpose import (
-    GradientsInNchw,
     grads_turning_seconds,
-    prepare_both,
-    to_nchw,
+    in_format,
+    made_in,
     turning_seconds,
 )
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.params import MAX_GRID_Y, params_struct
-from gemmconv.kernels.splits.reduce_splits import partial_bytes, prepare_partials
+from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
 
 _REGISTERS = 65_536  # of a multiprocessor
 _FEW_WORDS = 24  # registers for sums that leave room for much else
@@ -55,15 +53,6 @@ _LONGEST_SUM = 1024  # products that are added one by one, so that roundings sta
 # What weight gradients take on an H200, fitted to 183 of 62 layers: 11% from what was measured (geometric mean).
 _LAUNCH, _TILE_SECONDS = 11e-6, 92e-9  # of both kernels; of a tile, beside its bytes and products
 _RATE, _STAGED_RATE, _COPY_RATE = 50e12, 3.05e12, 9.3e12  # operations; bytes of patches, of memory
-
-WeightGradParams = params_struct(
-    "direct_weight_grad_params",
-    ("grad_output", "input", "partials", "weight", "grad_input"),
-    (
-        *("images", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_h", "tiles_w", "tiles", "slices"),
-        *("weight_channel", "weight_tap"),
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -301,10 +290,7 @@ def weight_grad_seconds(config: Config) -> float:
 
 def prepare_weight_grad(config: Config) -> Gradient:
     """Prepare grad_weight from (grad_output, input)."""
-    if not math.prod(config.problem.weight_shape) or not math.prod(config.problem.input_shape):
-        return lambda grad_output, input: grad_output.new_zeros(config.problem.weight_shape)
-    compute = _prepare(config, input_grad=False)
-    return lambda grad_output, input: compute(grad_output, input, None, None)
+    return _program(config, None).prepare(config.device)
 
 
 def grads_seconds(config: Config) -> float:
@@ -318,46 +304,32 @@ def grads_seconds(config: Config) -> float:
 
 def prepare_grads(config: Config, weight_config: Config) -> BothGradients:
     """Prepare both gradients from (grad_output, input, weight), where :func:`grads_seconds` is finite."""
-    return prepare_both(config, _prepare(weight_config, input_grad=True))
+    return _program(weight_config, config).prepare(config.device)
 
 
-def _prepare(config: Config, input_grad: bool) -> GradientsInNchw:
-    """Prepare (grad_output, input, weight, grad_input) -> grad_weight; the last two for the input gradient, or None."""
-    from gemmconv.runtime.launch import load
-
-    problem, dtype = config.problem, config.dtype
-    tile = _tile_for(config, input_grad)
-    slices = _slices(config, tile)
-    macros = weight_grad_macros(problem, dtype, slices, input_grad, config.spec.multiprocessors)
-    kernel = load("direct/weight_grad.cu", macros, config.device.index)
-    partials_of, add_up = prepare_partials(config, slices)
-    _, tiles_h, tiles_w = tile.tiles(problem)
-    sizes = (problem.batch, problem.groups, *problem.input_size, *problem.output_size)
-    cut = (tiles_h, tiles_w, math.prod(tile.tiles(problem)), slices)
-    grid, block = (tile.weight_blocks(problem), slices, 1), (tile.threads, 1, 1)
-    alignment = int(macros["VECTOR"]) * dtype.itemsize
-    turned = to_nchw(config, problem.output_shape)
-    turned_input = to_nchw(config, problem.input_shape)
-
-    def compute(
-        grad_output: torch.Tensor,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        grad_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        grad_weight = grad_output.new_empty(problem.weight_shape)
-        partials = partials_of(grad_weight)
-        grad_output, input = aligned_to(turned(grad_output), alignment), turned_input(input)
-        of_input_grad, steps = (0, 0), (0, 0)
-        if weight is not None and grad_input is not None:
-            weight, steps = in_either_format(weight)
-            of_input_grad = weight.data_ptr(), grad_input.data_ptr()
-        addresses = (grad_output.data_ptr(), input.data_ptr(), partials.data_ptr(), *of_input_grad)
-        kernel.launch(grid, block, WeightGradParams(*addresses, *sizes, *cut, *steps))
-        add_up(partials, grad_weight)
-        return grad_weight
-
-    return compute
+def _program(config: Config, input_config: Config | None) -> Program:
+    """A weight gradient, after the input's where that has a configuration."""
+    p, dtype, both = config.problem, config.dtype, input_config is not None
+    if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
+        return with_partials(config, 1, (), (), None)
+    tile = _tile_for(config, both)
+    slices, (_, tiles_h, tiles_w) = _slices(config, tile), tile.tiles(p)
+    macros = weight_grad_macros(p, dtype, slices, both, config.spec.multiprocessors)
+    params: Params = {
+        "grad_output, input, partials": ("grad_output", "input", "partials"),
+        "weight, grad_input": ("weight", "grad_input") if both else (None, None),
+        "images, groups": (p.batch, p.groups),
+        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+        "tiles_h, tiles_w, tiles, slices": (tiles_h, tiles_w, math.prod(tile.tiles(p)), slices),
+        **(weight_steps(p) if both else {"weight_channel, weight_tap": (0, 0)}),
+    }
+    launch = Launch("direct/weight_grad.cu", macros, (tile.weight_blocks(p), slices, 1), (tile.threads, 1, 1), params)
+    forms = [in_format(config, shape, torch.contiguous_format) for shape in (p.output_shape, p.input_shape)]
+    operands = [Operand("grad_output", forms[0], int(macros["VECTOR"]) * dtype.itemsize), Operand("input", forms[1])]
+    if input_config is None:
+        return with_partials(config, slices, tuple(operands), (), launch)
+    grad_input = made_in(input_config, "grad_input", p.input_shape, torch.contiguous_format)
+    return with_partials(config, slices, (*operands, Operand("weight", None)), (grad_input,), launch)
 
 
 def _share(extent: int, most: int) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from gemmconv.geometry import Shape4
-from gemmconv.kernels.base import BothGradients, Config, strides_of, with_strides
+from gemmconv.kernels.base import BothGradients, Config, strides_of
 from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.launch import Fit, Launch, Output, Params, Transpose, fitting, other_format, plane_grid
 from gemmconv.kernels.macros import Macros
-from gemmconv.kernels.params import params_struct, plane_grid
 
 _INT32_MAX = 2**31 - 1
 _THREADS = 256
@@ -27,13 +27,8 @@ _WARPS = _THREADS // 32
 _LAUNCH_SECONDS = 3e-6
 _UNITS_RATE, _RATE = 1.8e12, 1.3e12  # bytes a second of what is turned, which is read and written
 
-Turn = Callable[[torch.Tensor], torch.Tensor]
 # grad_output, input, weight, grad_input -> grad_weight; the last two for the input gradient, or None
 GradientsInNchw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
-
-TransposeParams = params_struct(
-    "transpose_params", ("source", "target"), ("matrices", "rows", "columns", "tiles_columns")
-)
 
 
 def turning_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
@@ -93,39 +88,44 @@ def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = t
     return _LAUNCH_SECONDS + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
 
 
-def to_nchw(config: Config, shape: Shape4) -> Turn:
-    """Prepare what gives a tensor of this shape, an argument of any strides, contiguous in NCHW.
+def in_format(config: Config, shape: Shape4, memory_format: torch.memory_format) -> torch.memory_format | Transpose:
+    """The form of an operand that has any strides and is to be contiguous in a format.
 
-    One that is so comes back as it is. One in channels_last is turned by a kernel, where ``config`` is in channels_last
-    on a GPU; of any other torch makes a copy.
+    One in the other format is transposed by a kernel, where ``config`` is in that format on a GPU; of any other torch
+    makes a copy.
     """
-    if _takes_the_kernel(config, shape):
-        return prepare_turn(config, shape, torch.contiguous_format)
-    return torch.Tensor.contiguous
+    if _takes_the_kernel(config, shape, other_format(memory_format)):
+        return transpose_to(config, shape, memory_format)
+    return memory_format
 
 
-def to_channels_last(config: Config, shape: Shape4) -> Turn:
-    """As :func:`to_nchw`, the other way round: what is contiguous in channels_last comes back as it is."""
-    if _takes_the_kernel(config, shape, torch.contiguous_format):
-        return prepare_turn(config, shape, torch.channels_last)
-    return lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
+def made_in(config: Config, name: str, shape: Shape4, memory_format: torch.memory_format) -> Output:
+    """An output that launches write in a format, and that has the strides of the configuration's memory format."""
+    strides, wanted = strides_of(shape, config.memory_format), other_format(memory_format)
+    takes = _takes_the_kernel(config, shape, wanted)
+    transpose = transpose_to(config, shape, wanted) if takes else None
+    written = None if config.memory_format is memory_format else strides_of(shape, memory_format)
+    return Output(name, shape, strides, written, transpose)
 
 
-def from_nchw(config: Config, shape: Shape4) -> Turn:
+def to_nchw(config: Config, shape: Shape4) -> Fit:
+    """Prepare what brings a tensor of this shape to NCHW; see :func:`in_format`."""
+    return fitting(in_format(config, shape, torch.contiguous_format), config.device)
+
+
+def to_channels_last(config: Config, shape: Shape4) -> Fit:
+    """As :func:`to_nchw`, the other way round."""
+    return fitting(in_format(config, shape, torch.channels_last), config.device)
+
+
+def from_nchw(config: Config, shape: Shape4) -> Fit:
     """Prepare what gives a result of this shape, made in NCHW, the strides of the configuration's memory format."""
-    return _turn_back(config, shape, torch.channels_last)
+    return made_in(config, "result", shape, torch.contiguous_format).prepare_turn(config.device)
 
 
-def from_channels_last(config: Config, shape: Shape4) -> Turn:
+def from_channels_last(config: Config, shape: Shape4) -> Fit:
     """As :func:`from_nchw`, of a result that was made in channels_last."""
-    return _turn_back(config, shape, torch.contiguous_format)
-
-
-def _turn_back(config: Config, shape: Shape4, wanted: torch.memory_format) -> Turn:
-    if _takes_the_kernel(config, shape, wanted):
-        return prepare_turn(config, shape, wanted)
-    strides = strides_of(shape, config.memory_format)
-    return lambda tensor: with_strides(tensor, strides)
+    return made_in(config, "result", shape, torch.channels_last).prepare_turn(config.device)
 
 
 def prepare_both(config: Config, compute: GradientsInNchw) -> BothGradients:
@@ -163,7 +163,7 @@ def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -
     return call
 
 
-def _takes_the_kernel(config: Config, shape: Shape4, given: torch.memory_format = torch.channels_last) -> bool:
+def _takes_the_kernel(config: Config, shape: Shape4, given: torch.memory_format) -> bool:
     """Whether there is anything in that format to turn, on a GPU, of extents that the kernel's integers reach."""
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     if config.device.type != "cuda" or config.memory_format is not given:
@@ -171,40 +171,33 @@ def _takes_the_kernel(config: Config, shape: Shape4, given: torch.memory_format 
     return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _REACH <= _INT32_MAX
 
 
-def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Turn:
-    """As :func:`to_nchw` and :func:`from_nchw`, always with the kernel."""
-    from gemmconv.runtime.launch import load
+def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
+    """Prepare what brings a tensor to a format, always with the kernel."""
+    return transpose_to(config, shape, memory_format).prepare(config.device)
 
-    strides, itemsize = strides_of(shape, memory_format), config.dtype.itemsize
+
+def transpose_to(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Transpose:
+    """What brings a tensor of this shape from the other format to this one, with the kernel."""
+    itemsize, to_last = config.dtype.itemsize, memory_format is torch.channels_last
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
-    to_last = memory_format is torch.channels_last
-    other = torch.contiguous_format if to_last else torch.channels_last
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
     units = units_macros(channels, pixels, to_last, itemsize)
     if units is not None:
-        kernel = load("layout/transpose_vectors.cu", units, config.device.index)
+        source, macros = "layout/transpose_vectors.cu", units
         tile_rows, tile_columns = units_tile(units)
         alignment = itemsize * max(int(units["ROW_UNIT"]), int(units["COLUMN_UNIT"]))
     else:
-        macros = turn_macros(channels, pixels, to_last, itemsize)
-        kernel = load("layout/transpose.cu", macros, config.device.index)
+        source, macros = "layout/transpose.cu", turn_macros(channels, pixels, to_last, itemsize)
         tile_rows, tile_columns = int(macros["TILE_ROWS"]), int(macros["TILE_COLUMNS"])
         alignment = 4 if macros["PAIRS"] else itemsize
     tiles_columns = -(-columns // tile_columns)
-    grid, block = plane_grid(-(-rows // tile_rows) * tiles_columns, images), (_THREADS, 1, 1)
-
-    def turn(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_contiguous(memory_format=memory_format):
-            return tensor
-        if not tensor.is_contiguous(memory_format=other) or tensor.data_ptr() % alignment:
-            return with_strides(tensor, strides)
-        turned = tensor.new_empty_strided(shape, strides)
-        kernel.launch(
-            grid, block, TransposeParams(tensor.data_ptr(), turned.data_ptr(), images, rows, columns, tiles_columns)
-        )
-        return turned
-
-    return turn
+    params: Params = {
+        "source, target": ("source", "target"),
+        "matrices, rows, columns, tiles_columns": (images, rows, columns, tiles_columns),
+    }
+    grid = plane_grid(-(-rows // tile_rows) * tiles_columns, images)
+    launch = Launch(source, macros, grid, (_THREADS, 1, 1), params)
+    return Transpose(memory_format, shape, strides_of(shape, memory_format), launch, alignment)
 
 
 def units_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros | None:

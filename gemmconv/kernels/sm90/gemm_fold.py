@@ -19,8 +19,8 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.launch import Params
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.params import params_struct
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -245,18 +245,16 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-GemmFoldParams = params_struct(
-    "gemm_fold_params", ("input", "bias", "output"), ("batch", "items"), tensor_maps=("weights",)
-)
-
-
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
     channels = _LINE_BYTES // tile.itemsize
-    weights = pack_k_major.mapped(pack_k_major.boxes_of(tile.problem, tile.itemsize, (channels, channels)))
+    params: Params = {
+        "weights": pack_k_major.map_of(tile.problem, tile.itemsize, (channels, channels)),
+        "input, bias, output": ("input", "bias", "output"),
+        "batch, items": (tile.problem.batch, tile.items),
+    }
     macros = macros_of(tile, config.dtype)
-    counts = tile.problem.batch, tile.items
-    return pack_k_major.prepare_forward(config, "gemm_fold", macros, GemmFoldParams, weights, counts, tile.threads)
+    return pack_k_major.prepare_forward(config, "gemm_fold", macros, params, tile.items, tile.threads)
 
 
 class GemmFold(Sm90Kernel):

@@ -17,9 +17,9 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, Pass, aligned, in_either_format, strides_of, with_strides
+from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.launch import Launch, Operand, Params, TensorMapSpec, gathering, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.params import Boxes, params_struct
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
@@ -202,8 +202,8 @@ class Tile:
         return whole and across * self.itemsize % 16 == 0 and lines <= _LONGEST_BOX
 
     @property
-    def boxes(self) -> Boxes:
-        """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input: see the kernel."""
+    def input_map(self) -> TensorMapSpec:
+        """The tensor map of the input: see the kernel."""
         p, (height, width) = self.problem, self.problem.input_size
         if self.flat:
             height, width = 1, height * width
@@ -216,7 +216,7 @@ class Tile:
         else:
             sizes, strides = (width, channels, height, p.batch), (plane, width * size, image)
             box = self.line, self.padded, 1 if self.flat else self.rows, 1
-        return size, sizes, strides, box, (1, 1, 1, 1), True
+        return TensorMapSpec("input", size, sizes, strides, box)
 
     @property
     def shared_bytes(self) -> int:
@@ -424,17 +424,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     return macros
 
 
-_PARAMS = (
-    "gemm_fold_narrow_params",
-    ("input", "weight", "bias", "output"),
-    (
-        *("h_in", "w_in", "h_out", "w_out", "cells_h", "cells_w", "strips", "segments", "segment_rows", "items"),
-        *("weight_channel", "weight_tap"),
-    ),
-)
-GemmFoldNarrowParams, GemmFoldNarrowBoxedParams = params_struct(*_PARAMS), params_struct(*_PARAMS, tensor_maps=("map",))
-
-
 def blocks_at_once(tile: Tile) -> int:
     """How many blocks run at once; they share its items evenly."""
     return tile.multiprocessors * tile.blocks_resident
@@ -442,35 +431,19 @@ def blocks_at_once(tile: Tile) -> int:
 
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
-    from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
-
-    p, shared_bytes = config.problem, tile.shared_bytes
+    p = config.problem
+    params: Params = {
+        **({"map": tile.input_map} if tile.boxed else {}),
+        "input, weight, bias, output": ("input", "weight", "bias", "output"),
+        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+        "cells_h, cells_w": cells_of(p),
+        "strips, segments, segment_rows, items": (tile.strips, tile.segments, tile.segment_rows, tile.items),
+        **weight_steps(p),
+    }
+    grid, block = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1), (tile.threads, 1, 1)
     macros = macros_of(tile, config.dtype)
-    kernel = load("sm90/gemm_fold_narrow.cu", macros, config.device.index, shared_bytes)
-    strides = strides_of(p.output_shape, config.memory_format)
-    input_strides = strides_of(p.input_shape, config.memory_format)
-    grid = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1)
-    block, boxes = (tile.threads, 1, 1), tile.boxes if tile.boxed else None
-    sizes = (
-        *(*p.input_size, *p.output_size, *cells_of(p)),
-        *(tile.strips, tile.segments, tile.segment_rows, tile.items),
-    )
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(p.output_shape, strides)
-        input, (weight, steps) = aligned(with_strides(input, input_strides)), in_either_format(weight)
-        weight = aligned(weight)
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        values = input.data_ptr(), weight.data_ptr(), bias_address, output.data_ptr(), *sizes, *steps
-        if boxes is None:
-            params = GemmFoldNarrowParams(*values)
-        else:
-            params = GemmFoldNarrowBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
-        kernel.launch(grid, block, params, shared_bytes)
-        return output
-
-    return call
+    launch = Launch("sm90/gemm_fold_narrow.cu", macros, grid, block, params, tile.shared_bytes)
+    return gathering(config, "forward", [launch], weight=Operand("weight", None, 16)).prepare(config.device)
 
 
 class GemmFoldNarrow(Sm90Kernel):

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from gemmconv.geometry import Shape4
-from gemmconv.kernels.base import Config, Forward, Gradient, Pass, aligned, either_format, strides_of, with_strides
+from gemmconv.kernels.base import Config, Pass
+from gemmconv.kernels.launch import MAX_GRID_Y, ByFormat, Launch, Params, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
-from gemmconv.kernels.params import MAX_GRID_Y, Boxes, params_struct, reciprocal
 from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
@@ -28,18 +27,6 @@ _WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
 _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/weights/pack_phases.cu
 _WEIGHT_ELEMENTS = 8  # of a thread
-
-PackPhasesParams = params_struct("pack_phases_params", ("weight", "packed"), ("channels_last",))
-_FUSED_PARAMS = (
-    "implicit_gemm_params",
-    ("input", "packed", "bias", "output"),
-    (
-        *("batch", "groups", "h_in", "w_in", "h_out", "w_out", "strips", "strip_rows", "strip_cells", "cells_h"),
-        *("origin_h", "origin_w", "strip_tiles", "items"),
-    ),
-    ("by_strips", "by_strip_rows", "by_strip_tiles", "by_image_positions", "by_bottom", "by_sets"),
-)
-ImplicitGemmParams, ImplicitGemmBoxedParams = params_struct(*_FUSED_PARAMS), params_struct(*_FUSED_PARAMS, ("map",))
 
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
@@ -118,63 +105,39 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     return macros
 
 
-def prepare_forward(config: Config, plan: Plan) -> Forward:
-    """As ``Algorithm.forward``."""
-    return _prepare(config, plan, config.problem.input_shape, config.problem.output_shape)
-
-
-def prepare_input_grad(config: Config, plan: Plan) -> Gradient:
-    """As ``Algorithm.input_grad``."""
-    gather = _prepare(config, plan, config.problem.output_shape, config.problem.input_shape)
-    return lambda grad_output, weight: gather(grad_output, weight, None)
-
-
-def _prepare(config: Config, plan: Plan, input_shape: Shape4, output_shape: Shape4) -> Forward:
-    """Prepare outputs gathered from inputs."""
-    from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
-
-    p, shared_bytes = config.problem, plan.shared_bytes
-    macros = macros_of(plan, config.dtype)
-    pack = load("weights/pack_phases.cu", macros, config.device.index)
-    kernel = load("sm90/implicit_gemm.cu", macros, config.device.index, shared_bytes)
-    strides = strides_of(output_shape, config.memory_format)
-    input_strides = strides_of(input_shape, config.memory_format)
-    sets = plan.phase_sets * plan.channel_sets
-    pack_grid = _weights_grid(plan)
-    items, packed_bytes, threads = plan.items, plan.packed_bytes, plan.loaders + _OTHER_THREADS
-    grid = (plan.blocks_on(config.spec.multiprocessors), 1, 1)
-    boxes = _boxes(plan) if plan.boxed or plan.landing_box else None
-    sizes = (
-        *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles)),
-        *map(reciprocal, (plan.image_positions, plan.bottom, sets * p.groups)),
-        *(p.batch, p.groups, *plan.input_size, *plan.output_size),
-        *(plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0], *plan.origin, plan.strip_tiles, items),
+def prepare_forward(config: Config, plan: Plan) -> Callable[..., torch.Tensor]:
+    """As ``Algorithm.forward``, or ``Algorithm.input_grad``: outputs gathered from inputs."""
+    p, macros, block = config.problem, macros_of(plan, config.dtype), (plan.loaders + _OTHER_THREADS, 1, 1)
+    sets = plan.phase_sets * plan.channel_sets * p.groups
+    weights: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
+    params: Params = {
+        **({"map": input_map(plan)} if plan.boxed or plan.landing_box else {}),
+        "input, packed": ("input", "packed"),
+        "bias, output": ("bias" if plan.direction == "forward" else None, "output"),
+        "by_strips, by_strip_rows, by_strip_tiles": (
+            *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles)),
+        ),
+        "by_image_positions, by_bottom, by_sets": (*map(reciprocal, (plan.image_positions, plan.bottom, sets)),),
+        "batch, groups": (p.batch, p.groups),
+        "h_in, w_in, h_out, w_out": (*plan.input_size, *plan.output_size),
+        "strips, strip_rows, strip_cells, cells_h": (plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0]),
+        "origin_h, origin_w": plan.origin,
+        "strip_tiles, items": (plan.strip_tiles, plan.items),
+    }
+    grid = plan.blocks_on(config.spec.multiprocessors), 1, 1
+    launches = (
+        Launch("weights/pack_phases.cu", macros, _weights_grid(plan), (_WEIGHT_THREADS, 1, 1), weights),
+        Launch("sm90/implicit_gemm.cu", macros, grid, block, params, plan.shared_bytes, overlaps=True),
     )
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(output_shape, strides)
-        if items == 0:
-            return output
-        input, (weight, weights_last) = aligned(with_strides(input, input_strides)), either_format(weight)
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
-        packed = torch.empty(packed_bytes, dtype=torch.uint8, device=input.device)
-        weights_params = PackPhasesParams(weight.data_ptr(), packed.data_ptr(), weights_last)
-        pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
-        values = input.data_ptr(), packed.data_ptr(), bias_address, output.data_ptr(), *sizes
-        if boxes is None:
-            params = ImplicitGemmParams(*values)
-        else:
-            params = ImplicitGemmBoxedParams(tensor_map.encode(input.data_ptr(), *boxes), *values)
-        kernel.launch(grid, (threads, 1, 1), params, shared_bytes, overlaps=True)
-        return output
-
-    return call
+    program = gathering(config, plan.direction, launches if plan.items else (), {"packed": plan.packed_bytes})
+    return program.prepare(config.device)
 
 
-def _boxes(plan: Plan) -> Boxes:
-    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input and its boxes.
+prepare_input_grad = prepare_forward
+
+
+def input_map(plan: Plan) -> TensorMapSpec:
+    """The tensor map of the input.
 
     The input is [positions][channels][blocks of positions][images] where products read blocks as they come, and
     [channels][columns][rows][images] where they read lines, all of an image in one row where nothing lies between rows,
@@ -188,17 +151,19 @@ def _boxes(plan: Plan) -> Boxes:
         width, steps = pixels if plan.whole_images else plan.input_size[1], (1, plan.unit[1], plan.unit[0], 1)
         sizes = (channels, p.batch * pixels, 1, 1) if plan.flat else (channels, width, pixels // width, p.batch)
         strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
-        return itemsize, sizes, strides, (plan.units * plan.element_units, columns, rows, images), steps, True
+        box = plan.units * plan.element_units, columns, rows, images
+        return TensorMapSpec("input", itemsize, sizes, strides, box, steps)
     if plan.boxed:
         sizes = BLOCK_POSITIONS, channels, pixels // BLOCK_POSITIONS, p.batch
         strides = pixels * itemsize, BLOCK_POSITIONS * itemsize, channels * pixels * itemsize
         box = BLOCK_POSITIONS, plan.units * plan.element_units, plan.box_blocks, 1
-        return itemsize, sizes, strides, box, (1, 1, 1, 1), True
+        return TensorMapSpec("input", itemsize, sizes, strides, box)
     rows, width = plan.box_size
     columns = pixels if rows == 1 else plan.input_size[1]
     sizes = columns, pixels // columns, channels, p.batch
     strides = columns * itemsize, pixels * itemsize, channels * pixels * itemsize
-    return itemsize, sizes, strides, (width, rows, plan.landing_units * plan.element_units, 1), (1, 1, 1, 1), False
+    box = width, rows, plan.landing_units * plan.element_units, 1
+    return TensorMapSpec("input", itemsize, sizes, strides, box, swizzled=False)
 
 
 def _units_together(plan: Plan) -> int:
@@ -256,7 +221,7 @@ class ImplicitGemm(Sm90Kernel):
         return tile.packed_bytes
 
     def prepare(self, config: Config, direction: Pass, tile: Plan) -> Callable[..., Any]:
-        return prepare_forward(config, tile) if direction == "forward" else prepare_input_grad(config, tile)
+        return prepare_forward(config, tile)
 
 
 KERNEL = ImplicitGemm()

@@ -6,21 +6,19 @@ no phase without taps; of TF32, output channels that are a multiple of 32. ``til
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.launch import Params, TensorMapSpec
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.params import Boxes, params_struct
 from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -201,20 +199,20 @@ class Tile:
         return 11_400 + (1_900 + 1.03e-3 * self.packed_bytes if self.packed else 0) + together
 
     @property
-    def input_boxes(self) -> Boxes:
-        """What :func:`gemmconv.runtime.tensor_map.encode` is to know of the input."""
+    def input_map(self) -> TensorMapSpec:
+        """The tensor map of the input."""
         p, (height, width), (rows, columns) = self.problem, self.problem.input_size, self.patch_size
         pixel = p.in_channels * self.itemsize
         sizes, strides = (p.in_channels, width, height, p.batch), (pixel, width * pixel, height * width * pixel)
-        return self.itemsize, sizes, strides, (self.channels, columns, rows, self.images), (1, 1, 1, 1), True
+        return TensorMapSpec("input", self.itemsize, sizes, strides, (self.channels, columns, rows, self.images))
 
     @property
-    def weight_boxes(self) -> Boxes:
-        """And of weights that are not packed."""
+    def weight_map(self) -> TensorMapSpec:
+        """That of weights that are not packed."""
         p = self.problem
         tap, matrix = p.out_channels * self.itemsize, p.taps * p.out_channels * self.itemsize
         sizes, strides = (p.out_channels, p.taps, p.in_channels, 1), (tap, matrix, p.in_channels * matrix)
-        return self.itemsize, sizes, strides, (_BOX_LINES, 1, self.channels, 1), (1, 1, 1, 1), True
+        return TensorMapSpec("weight", self.itemsize, sizes, strides, (_BOX_LINES, 1, self.channels, 1))
 
 
 @lru_cache(maxsize=1024)
@@ -311,37 +309,18 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-_NAME, _COUNTS = "implicit_gemm_nhwc_params", ("batch", "items")
-ImplicitGemmNhwcParams = params_struct(_NAME, ("bias", "output"), _COUNTS, tensor_maps=("input", "weights"))
-ImplicitGemmNhwcPackedParams = params_struct(_NAME, ("weights", "bias", "output"), _COUNTS, tensor_maps=("input",))
-
-
 def prepare_forward(config: Config, tile: Tile) -> Forward:
     """As ``Algorithm.forward``."""
-    from gemmconv.runtime import tensor_map
-
-    def map_of(input: torch.Tensor) -> Any:
-        return tensor_map.encode(input.data_ptr(), *boxes)
-
-    def params_of(weights: Any, input: Any, *others: int) -> ctypes.Structure:
-        return (ImplicitGemmNhwcPackedParams if tile.packed else ImplicitGemmNhwcParams)(input, weights, *others)
-
-    p, boxes = tile.problem, tile.input_boxes
+    p, pack = tile.problem, None
     if tile.packed:
-        weights_of = pack_k_major.packed(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1, config.device)
-    else:
-        weights_of = pack_k_major.mapped(tile.weight_boxes)
-    return pack_k_major.prepare_forward(
-        config,
-        "implicit_gemm_nhwc",
-        macros_of(tile, config.dtype),
-        params_of,
-        weights_of,
-        (p.batch, tile.items),
-        _THREADS,
-        input_of=map_of,
-        overlaps=tile.packed,
-    )
+        pack = pack_k_major.packing(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)
+    params: Params = {
+        "input, weights": (tile.input_map, "packed" if pack else tile.weight_map),
+        "bias, output": ("bias", "output"),
+        "batch, items": (p.batch, tile.items),
+    }
+    macros = macros_of(tile, config.dtype)
+    return pack_k_major.prepare_forward(config, "implicit_gemm_nhwc", macros, params, tile.items, _THREADS, pack)
 
 
 class ImplicitGemmNhwc(Sm90Kernel):

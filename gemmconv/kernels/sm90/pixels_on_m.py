@@ -11,8 +11,8 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Forward
+from gemmconv.kernels.launch import Params
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.params import params_struct
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
@@ -210,20 +210,14 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
     }
 
 
-_NAME, _COUNTS = "pixels_on_m_params", ("positions", "items")
-PixelsOnMParams = params_struct(_NAME, ("input", "bias", "output"), _COUNTS, tensor_maps=("weights",))
-PixelsOnMPackedParams = params_struct(_NAME, ("weights", "input", "bias", "output"), _COUNTS)
-
-
 def prepare_forward(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Forward:
-    """The call of csrc/``name``.cu, for ``Algorithm.forward``; for ``row`` see csrc/weights/pack_k_major.cu."""
-    params, counts = PixelsOnMParams, (tile.positions, tile.items)
+    """The call of csrc/sm90/``name``.cu, for ``Algorithm.forward``; for ``row`` see csrc/weights/pack_k_major.cu."""
+    box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
     if tile.packed:
-        params = PixelsOnMPackedParams
-        weights = pack_k_major.packed(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row, config.device)
-    else:
-        box = _BOX_LINES, CHUNK_BYTES // tile.itemsize
-        weights = pack_k_major.mapped(pack_k_major.boxes_of(tile.problem, tile.itemsize, box))
-    return pack_k_major.prepare_forward(
-        config, name, macros, params, weights, counts, tile.threads, overlaps=tile.packed
-    )
+        pack = pack_k_major.packing(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row)
+    params: Params = {
+        "weights": "packed" if pack else pack_k_major.map_of(tile.problem, tile.itemsize, box),
+        "input, bias, output": ("input", "bias", "output"),
+        "positions, items": (tile.positions, tile.items),
+    }
+    return pack_k_major.prepare_forward(config, name, macros, params, tile.items, tile.threads, pack)

@@ -16,16 +16,10 @@ import torch
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import (
     Config,
-    Forward,
-    Gradient,
     Pass,
-    aligned,
-    either_format,
-    strides_of,
-    with_strides,
 )
+from gemmconv.kernels.launch import ByFormat, Launch, Params, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
-from gemmconv.kernels.params import Boxes, params_struct, reciprocal
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.sm90.base import Sm90Kernel
 
@@ -39,15 +33,6 @@ _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines t
 _MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
 _THREADS, _WEIGHT_THREADS = 384, 256
 _INT32_MAX = 2**31 - 1
-
-GemmFoldRowsParams = params_struct(
-    "gemm_fold_rows_params",
-    ("packed", "bias", "output"),
-    ("groups", "columns", "h_out", "w_out", "cells_h", "image_items", "items", "steps"),
-    ("by_image_items",),
-    ("map",),
-)
-PackRowsParams = params_struct("pack_rows_params", ("weight", "packed"), ("channels_last", "units"))
 
 
 @dataclass(frozen=True)
@@ -247,13 +232,14 @@ class RowGathering(Gathering):
         raise NotImplementedError
 
     @property
-    def boxes(self) -> Boxes:
-        """What :func:`gemmconv.runtime.tensor_map.encode` is to know: [images][rows][channels][columns]."""
+    def input_map(self) -> TensorMapSpec:
+        """The tensor map of the inputs: [images][rows][channels][columns]."""
         p, (height, width) = self.problem, self.input_size
         channels = self.in_channels * p.groups
         row, plane = width * self.itemsize, height * width * self.itemsize
         sizes, strides = (width, channels, height, p.batch), (plane, row, channels * plane)
-        return self.itemsize, sizes, strides, (*self.box, 1), (1, 1, self.row_step, 1), True
+        box, steps = (*self.box, 1), (1, 1, self.row_step, 1)
+        return TensorMapSpec("input", self.itemsize, sizes, strides, box, steps, fetched=self.fetched)
 
     @property
     def fetched(self) -> int:
@@ -335,50 +321,30 @@ def across(tile: RowGathering, places: int) -> Macros:
     }
 
 
-def prepare_forward(config: Config, tile: RowGathering) -> Forward:
-    """As ``Algorithm.forward``."""
-    from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
-
-    p, shared_bytes = config.problem, tile.shared_bytes
-    macros = macros_of(tile, config.dtype)
-    pack = load("weights/pack_rows.cu", macros, config.device.index)
-    kernel = load(f"{tile.source}.cu", macros, config.device.index, shared_bytes)
-    shapes = (p.input_shape, p.output_shape)
-    input_shape, output_shape = shapes if tile.direction == "forward" else shapes[::-1]
-    strides = strides_of(output_shape, config.memory_format)
-    input_strides = strides_of(input_shape, config.memory_format)
-    boxes, fetched, units = tile.boxes, tile.fetched, tile.packed_bytes // 16
-    pack_grid = (-(-units // _WEIGHT_THREADS), 1, 1)
-    grid = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1)
-    sizes = (
-        reciprocal(tile.image_items),
-        *(p.groups, tile.multiplied, *tile.output_size, tile.cells[0]),
-        *(tile.image_items, tile.items, tile.steps),
+def prepare_forward(config: Config, tile: RowGathering) -> Callable[..., torch.Tensor]:
+    """As ``Algorithm.forward``, or ``Algorithm.input_grad``: outputs gathered from inputs."""
+    macros, units = macros_of(tile, config.dtype), tile.packed_bytes // _PIECE_BYTES
+    weights: Params = {"weight, packed": ("weight", "packed"), "channels_last, units": (ByFormat(0, 1), units)}
+    params: Params = {
+        "map": tile.input_map,
+        "packed": "packed",
+        "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
+        "by_image_items": reciprocal(tile.image_items),
+        "groups, columns": (config.problem.groups, tile.multiplied),
+        "h_out, w_out": tile.output_size,
+        "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
+    }
+    pack_grid = -(-units // _WEIGHT_THREADS), 1, 1
+    grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
+    launches = (
+        Launch("weights/pack_rows.cu", macros, pack_grid, (_WEIGHT_THREADS, 1, 1), weights),
+        Launch(f"{tile.source}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True),
     )
-
-    def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output = input.new_empty_strided(output_shape, strides)
-        input, (weight, weights_last) = aligned(with_strides(input, input_strides)), either_format(weight)
-        bias_address = 0 if bias is None else (bias := bias.contiguous()).data_ptr()
-        # All that the main kernel reads but `packed` is there before the other is launched; see Kernel.launch.
-        packed = torch.empty(tile.packed_bytes, dtype=torch.uint8, device=input.device)
-        weights_params = PackRowsParams(weight.data_ptr(), packed.data_ptr(), weights_last, units)
-        pack.launch(pack_grid, (_WEIGHT_THREADS, 1, 1), weights_params)
-        params = GemmFoldRowsParams(
-            tensor_map.encode(input.data_ptr(), *boxes, fetched),
-            *(packed.data_ptr(), bias_address, output.data_ptr(), *sizes),
-        )
-        kernel.launch(grid, (_THREADS, 1, 1), params, shared_bytes, overlaps=True)
-        return output
-
-    return call
+    program = gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})
+    return program.prepare(config.device)
 
 
-def prepare_input_grad(config: Config, tile: RowGathering) -> Gradient:
-    """As ``Algorithm.input_grad``."""
-    gather = prepare_forward(config, tile)
-    return lambda grad_output, weight: gather(grad_output, weight, None)
+prepare_input_grad = prepare_forward
 
 
 class RowStreamingKernel(Sm90Kernel):
@@ -400,4 +366,4 @@ class RowStreamingKernel(Sm90Kernel):
         return tile.packed_bytes
 
     def prepare(self, config: Config, direction: Pass, tile: RowGathering) -> Callable[..., Any]:
-        return prepare_forward(config, tile) if direction == "forward" else prepare_input_grad(config, tile)
+        return prepare_forward(config, tile)

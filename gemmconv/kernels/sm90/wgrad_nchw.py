@@ -15,13 +15,14 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.kernels.base import Config, Gradient, Pass, aligned
-from gemmconv.kernels.layout.transpose import to_nchw, turning_seconds
+from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
+from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
-from gemmconv.kernels.params import Boxes, params_struct
 from gemmconv.kernels.sm90.base import Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype, prepare_sum
+from gemmconv.kernels.splits import reduce_wgrad_splits
+from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype
 
 _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
@@ -42,13 +43,6 @@ _TILE_CYCLES, _WAITED_SHARE, _STORE_CYCLES = 205, 0.37, 28
 # Hz, bytes/s, seconds:
 _CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 4.1e12, 8.2e-6
 _PAD_SECONDS, _PAD_RATE = 6e-6, 1.5e12  # of a copy of the input by torch
-
-WgradNchwParams = params_struct(
-    "wgrad_nchw_params",
-    ("partials",),
-    ("groups", "w_in", "h_out", "w_out", "tiles_w", "tiles_h", "tiles", "slices"),
-    tensor_maps=("input", "grad_output"),
-)
 
 
 @dataclass(frozen=True)
@@ -393,11 +387,11 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
     }
 
 
-def _boxes(tile: Tile) -> tuple[Boxes, Boxes]:
-    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of input and grad_output."""
+def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
+    """The tensor maps of input and grad_output."""
     p = tile.problem
 
-    def of(shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> Boxes:
+    def of(name: str, shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> TensorMapSpec:
         """Of rows; or of planes, that are one row each or several together."""
         images, channels, height, width = shape
         plane = height * width * tile.itemsize
@@ -406,48 +400,31 @@ def _boxes(tile: Tile) -> tuple[Boxes, Boxes]:
             channels //= planes
         else:
             sizes = (width, height, channels, images)
-        return tile.itemsize, sizes, (sizes[0] * tile.itemsize, plane, channels * plane), box, (1, 1, 1, 1), swizzled
+        strides = sizes[0] * tile.itemsize, plane, channels * plane
+        return TensorMapSpec(name, tile.itemsize, sizes, strides, box, swizzled=swizzled)
 
     inputs, outputs = tile.box_channels
     batch, channels, height, _ = p.input_shape
-    lines = of((batch, channels, height, tile.input_width), int(tile.flat), (tile.pixels, 1, inputs, 1), True)
+    shape, lines = (batch, channels, height, tile.input_width), (tile.pixels, 1, inputs, 1)
     rows = tile.row_pitch, 1, outputs // max(1, tile.planes), 1
-    return lines, of(p.output_shape, tile.planes, rows, False)
+    return of("input", shape, int(tile.flat), lines, True), of("grad_output", p.output_shape, tile.planes, rows, False)
 
 
 def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     """Prepare grad_weight from (grad_output, input)."""
-    from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
-
-    problem, shape = config.problem, config.problem.weight_shape
-    elements, slices = math.prod(shape), tile.slices(config.workspace_limit)
-    macros, shared_bytes = macros_of(tile, config.dtype, slices), tile.shared_bytes
-    partials_dtype = partial_dtype(config.dtype, slices)
-    kernel = load("sm90/wgrad_nchw.cu", macros, config.device.index, shared_bytes)
-    missing = tile.input_width - problem.input_size[1]
-    add_up = prepare_sum(config, slices)
-    boxes, grad_boxes = _boxes(tile)
-    down, across = tile.tiles_image
-    sizes = problem.groups, tile.input_width, *problem.output_size, across, down, tile.tiles, slices
-    turned, turned_input = to_nchw(config, problem.output_shape), to_nchw(config, problem.input_shape)
+    p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
+    params: Params = {
+        "input, grad_output": maps_of(tile),
+        "partials": "partials",
+        "groups, w_in": (p.groups, tile.input_width),
+        "h_out, w_out": p.output_size,
+        "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
+    }
+    macros = macros_of(tile, config.dtype, slices)
     grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
-
-    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        grad_weight = grad_output.new_empty(shape)
-        grad_output, input = turned(grad_output), turned_input(input)
-        if missing:
-            # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
-            input = torch.nn.functional.pad(input, (0, missing)).contiguous()
-        grad_output, input = aligned(grad_output), aligned(input)
-        partials = torch.empty(slices * elements, dtype=partials_dtype, device=input.device)
-        kernel.make_current()
-        maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
-        kernel.launch(grid, block, WgradNchwParams(*maps, partials.data_ptr(), *sizes), shared_bytes)
-        add_up(partials, grad_weight)
-        return grad_weight
-
-    return call
+    main = Launch("sm90/wgrad_nchw.cu", macros, grid, block, params, tile.shared_bytes)
+    columns = tile.input_width - p.input_size[1]
+    return reduce_wgrad_splits.prepare_weight_grad(config, slices, torch.contiguous_format, main, columns)
 
 
 class WgradNchw(Sm90Kernel):

@@ -14,13 +14,14 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.kernels.base import Config, Gradient, Pass, aligned
-from gemmconv.kernels.layout.transpose import to_channels_last, turning_seconds
+from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
+from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.params import Boxes, params_struct
 from gemmconv.kernels.sm90.base import Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype, prepare_sum
+from gemmconv.kernels.splits import reduce_wgrad_splits
+from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype
 
 _ATOM = 64  # channels of a line
 _LINE_BYTES = 2 * _ATOM
@@ -38,13 +39,6 @@ _PIXELS = 32, 256  # of a tile, least and most
 _LINE_CYCLES, _TILE_CYCLES, _WAITED_SHARE, _PRODUCT_SHARE, _MOVED_SHARE = 2.3, 40, 0.38, 1.08, 0.8
 # Hz, bytes/s, seconds:
 _CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 8e12, 10.7e-6
-
-WgradNhwcParams = params_struct(
-    "wgrad_nhwc_params",
-    ("partials",),
-    ("groups", "tiles_w", "tiles_h", "tiles", "slices"),
-    tensor_maps=("input", "grad_output"),
-)
 
 
 @dataclass(frozen=True)
@@ -351,48 +345,33 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
     return macros
 
 
-def boxes_of(tile: Tile) -> tuple[Boxes, Boxes]:
-    """What :func:`gemmconv.runtime.tensor_map.encode` is to know of input and grad_output."""
+def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
+    """The tensor maps of input and grad_output."""
     stride_h, stride_w = tile.problem.stride
 
-    def of(shape: Shape4, box: tuple[int, int, int], steps: Shape4) -> Boxes:
+    def of(name: str, shape: Shape4, box: tuple[int, int, int], steps: Shape4) -> TensorMapSpec:
         images, channels, height, width = shape
-        pixel = 2 * channels
-        lines = _ATOM, box[2], box[1], box[0]
-        return 2, (channels, width, height, images), (pixel, width * pixel, height * width * pixel), lines, steps, True
+        pixel, lines = 2 * channels, (_ATOM, box[2], box[1], box[0])
+        strides = pixel, width * pixel, height * width * pixel
+        return TensorMapSpec(name, 2, (channels, width, height, images), strides, lines, steps)
 
-    inputs = of(tile.problem.input_shape, tile.size, (1, 1, 1, 1))
-    return inputs, of(tile.problem.output_shape, tile.box, (1, stride_w, stride_h, 1))
+    inputs = of("input", tile.problem.input_shape, tile.size, (1, 1, 1, 1))
+    return inputs, of("grad_output", tile.problem.output_shape, tile.box, (1, stride_w, stride_h, 1))
 
 
 def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     """Prepare grad_weight from (grad_output, input)."""
-    from gemmconv.runtime import tensor_map
-    from gemmconv.runtime.launch import load
-
-    problem, shape = config.problem, config.problem.weight_shape
-    elements, slices, shared_bytes = math.prod(shape), tile.slices(config.workspace_limit), tile.shared_bytes
-    macros, partials_dtype = macros_of(tile, config.dtype, slices), partial_dtype(config.dtype, slices)
-    kernel = load("sm90/wgrad_nhwc.cu", macros, config.device.index, shared_bytes)
-    add_up = prepare_sum(config, slices)
-    boxes, grad_boxes = boxes_of(tile)
-    down, across = tile.tiles_image
-    sizes = problem.groups, across, down, tile.tiles, slices
+    slices, (down, across) = tile.slices(config.workspace_limit), tile.tiles_image
+    params: Params = {
+        "input, grad_output": maps_of(tile),
+        "partials": "partials",
+        "groups": config.problem.groups,
+        "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
+    }
+    macros = macros_of(tile, config.dtype, slices)
     grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
-    turned = to_channels_last(config, problem.output_shape)
-    turned_input = to_channels_last(config, problem.input_shape)
-
-    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        grad_weight = grad_output.new_empty(shape)
-        grad_output, input = aligned(turned(grad_output)), aligned(turned_input(input))
-        partials = torch.empty(slices * elements, dtype=partials_dtype, device=input.device)
-        kernel.make_current()
-        maps = tensor_map.encode(input.data_ptr(), *boxes), tensor_map.encode(grad_output.data_ptr(), *grad_boxes)
-        kernel.launch(grid, block, WgradNhwcParams(*maps, partials.data_ptr(), *sizes), shared_bytes)
-        add_up(partials, grad_weight)
-        return grad_weight
-
-    return call
+    main = Launch("sm90/wgrad_nhwc.cu", macros, grid, block, params, tile.shared_bytes)
+    return reduce_wgrad_splits.prepare_weight_grad(config, slices, torch.channels_last, main)
 
 
 class WgradNhwc(Sm90Kernel):

@@ -7,13 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from gemmconv.kernels.base import Config, accumulator_dtype
+from gemmconv.kernels.base import Config, accumulator_dtype, strides_of
+from gemmconv.kernels.launch import Launch, Long, Operand, Output, Params, Program
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.params import params_struct
-
-ReduceSplitsParams = params_struct(
-    "reduce_splits_params", ("partials", "sums"), ("slices",), long_integers=("elements",)
-)
 
 
 def sum_partials_macros(dtype: torch.dtype) -> Macros:
@@ -27,26 +23,28 @@ def partial_bytes(config: Config, slices: int) -> int:
     return slices * weight_bytes if slices > 1 else 0
 
 
-def prepare_partials(
-    config: Config, slices: int
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], None]]:
-    """Prepare the memory of the partial sums of a weight gradient, and what adds them up.
+def sum_partials(config: Config, slices: int) -> Launch:
+    """The launch that adds up ``partials``, uninitialised at first, in ``grad_weight``."""
+    elements = math.prod(config.problem.weight_shape)
+    params: Params = {"partials, sums": ("partials", "grad_weight"), "elements": Long(elements), "slices": slices}
+    grid = -(-elements // 32), 1, 1
+    return Launch("splits/reduce_splits.cu", sum_partials_macros(config.dtype), grid, (256, 1, 1), params)
 
-    Returns:
-        ``partials_of(grad_weight)``, uninitialised, of ``slices`` partial sums for each weight; the gradient itself
-        where there is one slice. ``add_up(partials, grad_weight)`` fills the gradient then.
-    """
-    from gemmconv.runtime.launch import load
 
+def with_partials(
+    config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch | None
+) -> Program:
+    """A program whose last output is the weight gradient: the sum of what ``main`` writes as ``partials``."""
+    shape, launches = config.problem.weight_shape, () if main is None else (main,)
+    strides = strides_of(shape, torch.contiguous_format)
     if slices == 1:
-        return lambda grad_weight: grad_weight, lambda partials, grad_weight: None
-    macros = sum_partials_macros(config.dtype)
-    kernel = load("splits/reduce_splits.cu", macros, config.device.index)
-    elements, dtype = math.prod(config.problem.weight_shape), accumulator_dtype(config.dtype)
-    grid = (-(-elements // 32), 1, 1)
+        return Program(config.dtype, operands, (*outputs, Output("partials", shape, strides)), launches)
+    launches, outputs = (*launches, sum_partials(config, slices)), (*outputs, Output("grad_weight", shape, strides))
+    return Program(config.dtype, operands, outputs, launches, {"partials": partial_bytes(config, slices)})
 
-    def add_up(partials: torch.Tensor, grad_weight: torch.Tensor) -> None:
-        params = ReduceSplitsParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
-        kernel.launch(grid, (256, 1, 1), params)
 
-    return lambda grad_weight: grad_weight.new_empty((slices, elements), dtype=dtype), add_up
+def prepare_partials(config: Config, slices: int) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], object]]:
+    """The bytes of partial sums, of several slices, and what adds those of a tensor up in a contiguous gradient."""
+    operands = Operand("partials", torch.contiguous_format), Operand("grad_weight", torch.contiguous_format)
+    program = Program(config.dtype, operands, (), (sum_partials(config, slices),))
+    return partial_bytes(config, slices), program.prepare(config.device)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config
+from gemmconv.kernels.base import Config, Gradient, strides_of
+from gemmconv.kernels.launch import Launch, Long, Operand, Output, Params, Program
+from gemmconv.kernels.layout.transpose import in_format
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.params import params_struct
 
 _THREADS = 256
 # Of a block: weights at most, of one slice or of several; shared memory that keeps them, output channels at least; and
@@ -19,10 +19,6 @@ _THREADS = 256
 _OF_ONE, _OF_SEVERAL, _BYTES, _LEAST_RUN, _BLOCKS = 2048, 1024, 32 << 10, 8, 4
 _MOST_SHARES = 32
 _PIECE_BYTES = 16
-
-ReduceWgradSplitsParams = params_struct(
-    "reduce_wgrad_splits_params", ("partials", "grad_weight"), ("slices",), ("elements",)
-)
 
 
 def fits(problem: Problem) -> bool:
@@ -61,21 +57,34 @@ def sum_macros(
     }
 
 
-def prepare_sum(config: Config, slices: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Prepare what fills grad_weight from the partial sums that the launch before wrote."""
-    from gemmconv.runtime.launch import load
+def prepare_weight_grad(
+    config: Config, slices: int, memory_format: torch.memory_format, main: Launch, columns: int = 0
+) -> Gradient:
+    """The call of a kernel that writes ``partials`` of so many slices, which are added up.
 
-    problem, multiprocessors = config.problem, config.spec.multiprocessors
-    macros = sum_macros(problem, config.dtype, slices, multiprocessors)
-    kernel = load("splits/reduce_wgrad_splits.cu", macros, config.device.index)
-    elements = math.prod(problem.weight_shape)
-    grid = (_blocks(problem, _run(problem, slices, multiprocessors)), 1, 1)
-
-    def add_up(partials: torch.Tensor, grad_weight: torch.Tensor) -> None:
-        params = ReduceWgradSplitsParams(partials.data_ptr(), grad_weight.data_ptr(), elements, slices)
-        kernel.launch(grid, (_THREADS, 1, 1), params, overlaps=True)
-
-    return add_up
+    Args:
+        config: of the weight gradient.
+        slices: partial sums of a weight.
+        memory_format: in which the kernel reads grad_output and input, which are transposed where they are in another.
+        main: the kernel's launch.
+        columns: of zeros, beside each row of the input.
+    """
+    p, multiprocessors = config.problem, config.spec.multiprocessors
+    macros = sum_macros(p, config.dtype, slices, multiprocessors)
+    grid = _blocks(p, _run(p, slices, multiprocessors)), 1, 1
+    params: Params = {
+        "partials, grad_weight": ("partials", "grad_weight"),
+        "elements": Long(math.prod(p.weight_shape)),
+        "slices": slices,
+    }
+    add_up = Launch("splits/reduce_wgrad_splits.cu", macros, grid, (_THREADS, 1, 1), params, overlaps=True)
+    operands = (
+        Operand("grad_output", in_format(config, p.output_shape, memory_format), 16),
+        Operand("input", in_format(config, p.input_shape, memory_format), 16, columns),
+    )
+    output = Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, torch.contiguous_format))
+    scratch = {"partials": partial_bytes(p, config.dtype.itemsize, slices)}
+    return Program(config.dtype, operands, (output,), (main, add_up), scratch).prepare(config.device)
 
 
 def _piece(dtype: torch.dtype, *counts: int) -> int:
