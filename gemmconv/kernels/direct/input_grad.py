@@ -12,6 +12,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Gradient, Pass, in_either_format, strides_of, with_strides
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import (
     BATCH_WORDS,
@@ -42,10 +43,7 @@ InputGradParams = params_struct(
     ("grad_output", "weight", "grad_input"),
     ("planes", "groups", "h_in", "w_in", "h_out", "w_out", "tiles_w", "weight_channel", "weight_tap"),
 )
-# What it reaches on an H200: operations and bytes a second, and seconds of a tap and channel that a block goes through.
-# It moves bytes while it computes: of 33 passes that take at most 3.5 times as long as the fastest algorithm, 13% from
-# what was measured.
-_RATES, _LAUNCH_SECONDS = (29e12, 4.4e12, 80e-9), 12e-6
+_COST = costs_of("direct/input_grad")
 
 
 @dataclass(frozen=True)
@@ -233,8 +231,9 @@ class DirectInputGrad(DirectKernel):
         return input_grad_tile(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
 
     def seconds(self, config: Config, direction: Pass, tile: InputGradTile) -> float:
-        arithmetic, moved, steps = seconds_of_parts(config, *_RATES)
-        return _LAUNCH_SECONDS + max(arithmetic, moved) + steps + turning_seconds(config)
+        arithmetic, moved, steps = seconds_of_parts(config, _COST.rate, _COST.memory_rate, _COST.step_seconds)
+        # It moves bytes while it computes.
+        return _COST.launch_seconds + max(arithmetic, moved) + steps + turning_seconds(config)
 
     def prepare(self, config: Config, direction: Pass, tile: InputGradTile) -> Gradient:
         return prepare_input_grad(config)
