@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 Capability = tuple[int, int]
+Value = TypeVar("Value")
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 _VARIABLE = "GEMMCONV_CAPABILITY"
@@ -30,6 +32,20 @@ _PER_CLOCK = {
     (12, 0): (256, 256, 512),
     (12, 1): (256, 256, 512),
 }
+# KiB of shared memory that a block may have; its multiprocessor has one more. (CUDA programming guide.)
+_SHARED_KIB = {
+    (8, 0): 163,
+    (8, 6): 99,
+    (8, 7): 163,
+    (8, 9): 99,
+    (9, 0): 227,
+    (10, 0): 227,
+    (10, 3): 227,
+    (11, 0): 227,
+    (12, 0): 99,
+    (12, 1): 99,
+}
+LEAST_SHARED_BYTES = min(_SHARED_KIB.values()) << 10  # that a block may have on each of those
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,11 @@ class DeviceSpec:
     def is_hopper(self) -> bool:
         """Whether the kernels of Hopper's tensor cores are for it, and estimates what was measured on one."""
         return self.capability == HOPPER
+
+    @functools.cached_property
+    def shared_bytes(self) -> int:
+        """Shared memory that a block may have, and all blocks of a multiprocessor together but for one KiB."""
+        return _of_capability(_SHARED_KIB, self.capability) << 10
 
     @property
     def features(self) -> frozenset[str]:
@@ -117,9 +138,14 @@ def _row(
 
 
 def _per_clock(name: str, capability: Capability) -> tuple[int, int, int]:
-    known = [older for older in sorted(_PER_CLOCK) if older <= capability]
-    fp32, tf32, half = _PER_CLOCK[known[-1] if known else AMPERE]
+    fp32, tf32, half = _of_capability(_PER_CLOCK, capability)
     return (fp32, tf32 // 2, half // 2) if capability == (8, 9) and "GeForce" in name else (fp32, tf32, half)
+
+
+def _of_capability(table: dict[Capability, Value], capability: Capability) -> Value:
+    """What a table has for a compute capability, or for the newest one before it."""
+    known = [older for older in sorted(table) if older <= capability]
+    return table[known[-1] if known else AMPERE]
 
 
 # NVIDIA's data sheets: multiprocessors, boost clock, memory. H20's products are held far below Hopper's.

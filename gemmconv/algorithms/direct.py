@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from gemmconv.algorithms.base import Algorithm
 from gemmconv.kernels.base import Choice, Config, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct import forward, forward_mma, grads_mma, input_grad, weight_grad
 
-_TENSOR_CORE_START = 7_000  # cycles by which the kernel with tensor cores must be faster, laying out its weights
-_TENSOR_CORE_MARGIN = 1.06  # of what the other is estimated at
+_COST = costs_of("direct")
 
 
 class Direct(Algorithm):
@@ -27,7 +27,7 @@ class Direct(Algorithm):
         if direction != "forward" or (of_cores := self.choice_of(forward.KERNEL, config, direction)) is None:
             return super().choice(config, direction)
         of_tensor_cores = self.choice_of(forward_mma.KERNEL, config, direction)
-        cycles = _TENSOR_CORE_MARGIN * forward.KERNEL.cycles(config, of_cores.tile)
-        if of_tensor_cores is not None and of_tensor_cores.tile.cycles + _TENSOR_CORE_START < cycles:
+        cycles = _COST.tensor_core_margin * forward.KERNEL.cycles(config, of_cores.tile)
+        if of_tensor_cores is not None and of_tensor_cores.tile.cycles + _COST.tensor_core_start_cycles < cycles:
             return of_tensor_cores
         return of_cores

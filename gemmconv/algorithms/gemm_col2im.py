@@ -37,6 +37,7 @@ from gemmconv.kernels.base import (
     why_no_kernels,
 )
 from gemmconv.kernels.columns.chunking import Chunk, Chunking, backward_chunks, forward_chunks, longest_sum
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import (
     GradientsInNchw,
     from_nchw,
@@ -48,19 +49,10 @@ from gemmconv.kernels.layout.transpose import (
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.splits.reduce_splits import prepare_partials
 
-# What the kernels here reach on an H200, fitted to 1020 passes of 62 layers: 14% (forward) to 23% (weight gradients)
-# from what was measured, geometric mean. On other GPUs than Hopper rates are in proportion to the device's.
-_LAUNCH_SECONDS = {"forward": 6.8e-6, "input_grad": 5.1e-6, "weight_grad": 11e-6}  # of a kernel, what small ones take
-_COPY_RATE = 4.2e12  # bytes a second; columns stay in the L2 cache in part
-_WEIGHTS_RATE = {"forward": 8e12, "input_grad": 8e12, "weight_grad": 1.9e12}  # their gradients are added up
-_FFMA_RATE = {"forward": 30e12, "input_grad": 30e12, "weight_grad": 38e12}  # float32 operations a second
-_TF32_RATE = {"forward": 250e12, "input_grad": 400e12, "weight_grad": 400e12}
-_HALF_RATE = 700e12
-_MANY_WEIGHTS = 5e4  # of a group, below which products that give their gradients are slower, by their root
-# Of both gradients at once: what is taken for its least estimate is what that is too low for. With this, of 12 backward
-# passes (72 layers, four precisions, both formats) that take it none is expected to be slower; without it 6 of 22.
-_AT_ONCE_FACTOR = 1.1
-_UNALIGNED_FACTOR = 3.0  # of products of tensor cores where rows of pixels are not whole 16 bytes
+# What the kernels here reach on an H200. On other GPUs than Hopper rates are in proportion to the device's.
+_COST = costs_of("gemm_col2im")
+_LAUNCH_SECONDS, _WEIGHTS_RATE = _COST.table("launch_seconds"), _COST.table("weights_rate")
+_FFMA_RATE, _TF32_RATE = _COST.table("ffma_rate"), _COST.table("tf32_rate")
 
 _INT32_MAX = 2**31 - 1
 _PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
@@ -135,7 +127,7 @@ class GemmCol2im(AlgorithmOfOne):
         else:
             chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
         columns = chunks.count * _LAUNCH_SECONDS[direction]
-        columns += config.problem.column_bytes(itemsize) / (_COPY_RATE * config.spec.ratio("bandwidth"))
+        columns += config.problem.column_bytes(itemsize) / (_COST.copy_rate * config.spec.ratio("bandwidth"))
         return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
 
     def forward(self, config: Config) -> Forward:
@@ -196,7 +188,7 @@ class GemmCol2im(AlgorithmOfOne):
         seconds += grads_turning_seconds(config, weight_config)
         if seconds >= self.one_by_one_seconds(config, weight_config):
             return math.inf
-        return _AT_ONCE_FACTOR * seconds
+        return _COST.at_once_factor * seconds
 
     def _prepare_weight_grad(self, config: Config) -> GradientsInNchw:
         """Prepare the weight gradient, and with it the input's where that has memory."""
@@ -238,16 +230,16 @@ def _product_seconds(config: Config, direction: Direction, chunks: Chunking, ite
     problem, half, tf32 = config.problem, config.dtype.itemsize == 2, config.precision == "tf32"
     traffic = problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
     if half:
-        rate = _HALF_RATE * config.spec.ratio("half")
+        rate = _COST.half_rate * config.spec.ratio("half")
     elif tf32:
         rate = _TF32_RATE[direction] * config.spec.ratio("tf32")
     else:
         rate = _FFMA_RATE[direction] * config.spec.ratio("fp32")
     if direction == "weight_grad":
-        rate *= min(1.0, problem.gemm_m * problem.gemm_k / _MANY_WEIGHTS) ** 0.5
+        rate *= min(1.0, problem.gemm_m * problem.gemm_k / _COST.many_weights) ** 0.5
     if (half or tf32) and problem.in_pixels * config.dtype.itemsize % 16:
-        rate /= _UNALIGNED_FACTOR
-    moved = traffic / _COPY_RATE
+        rate /= _COST.unaligned_factor
+    moved = traffic / _COST.copy_rate
     moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
     moved /= config.spec.ratio("bandwidth")
     return chunks.count * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate

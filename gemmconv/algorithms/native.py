@@ -28,6 +28,7 @@ from gemmconv.kernels.base import (
     strides_of,
     with_strides,
 )
+from gemmconv.kernels.costs import costs_of
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -48,7 +49,7 @@ class _Cost:
     copy: float
     in_exponent: float
     out_exponent: float
-    many: int = 64
+    many: float
 
     def seconds(self, config: Config) -> float:
         p = config.problem
@@ -58,32 +59,24 @@ class _Cost:
         return self.launch + math.hypot(p.useful_flops / rate, moved) / config.spec.ratio("half")
 
 
-# Gradients of 58 layers, cuDNN 9.19, in TF32 and in 16 bits: 18 to 30% from what was measured (geometric mean). In NCHW
-# it turns tensors round, but for input gradients of one tap; of channels that are not whole 16 bytes of a pixel,
-# everywhere. Fitted to whole backward passes: both of its gradients take up to 15 us less than the sum of what each
-# takes alone, one of its own and one of fused up to 19 us more. Those of TF32 in channels_last are of 72 layers by now,
-# 20% off; choices by them take 1.4% longer than the best that was measured. In 16 bits it is 4%, mostly small layers,
-# where cuDNN's times follow no such rule.
-_GRADIENTS_NCHW = {
-    ("input_grad", False): _Cost(24e-6, 150e12, 1.35e12, 1.0, 0.55),
-    ("input_grad", True): _Cost(24e-6, 275e12, 1.35e12, 1.0, 0.55),
-    ("weight_grad", False): _Cost(25e-6, 125e12, 0.92e12, 1.2, 0.8),
-    ("weight_grad", True): _Cost(25e-6, 325e12, 0.92e12, 1.2, 0.8),
-}
-_GRADIENTS = {
-    ("input_grad", False): _Cost(12.5e-6, 250e12, 12e12, 0.55, 0.93),
-    ("input_grad", True): _Cost(16e-6, 600e12, 11e12, 0.55, 0.93),
-    ("weight_grad", False): _Cost(17.5e-6, 200e12, 15.5e12, 0.84, 0.50, many=128),
-    ("weight_grad", True): _Cost(23e-6, 505e12, 6e12, 1.3, 0.9),
-}
+_COST = costs_of("native")
+_FIELDS = (
+    _COST.table("launch_seconds"),
+    _COST.table("rate"),
+    _COST.table("copy_rate"),
+    _COST.table("in_exponent"),
+    _COST.table("out_exponent"),
+    _COST.table("many_channels"),
+)
+# By format, pass and precision. In NCHW cuDNN transposes tensors, but for input gradients of one tap; of channels that
+# are not whole 16 bytes of a pixel, everywhere. Fitted to whole backward passes: both of its gradients take up to 15 us
+# less than the sum of what each takes alone, one of its own and one of fused up to 19 us more.
+_COSTS = {key: _Cost(*(field[key] for field in _FIELDS)) for key in _FIELDS[0]}
 # Input gradients take several times as long of fewer output channels, in TF32 in channels_last, and of smaller images.
 _LEAST_OUT_CHANNELS_TF32, _LEAST_GRADIENT_PIXELS = 64, 16
 
-# Forward passes in 16 bits, in channels_last or of one tap, of 40 layers: 12%. Of fewer channels or pixels, or longer
-# strides, they take up to twice as long.
-_FORWARD = _Cost(10e-6, 650e12, 3.2e12, 0.0, 0.8, many=128)
+# Forward passes in 16 bits of fewer channels or pixels, or longer strides, take up to twice as long.
 _LEAST_CHANNELS, _LEAST_PIXELS, _LARGEST_STRIDE_AREA = 64, 32, 4
-_BIAS_RATE = 1.6e12  # bytes a second of the pass that adds it
 
 
 def _fitted_seconds(config: Config, direction: Direction) -> float | None:
@@ -103,7 +96,8 @@ def _fitted_seconds(config: Config, direction: Direction) -> float | None:
             return None
     if direction != "forward":
         odd = any(count * config.dtype.itemsize % 16 for count in (p.in_channels, p.out_channels))
-        return (_GRADIENTS if turns_nothing and not odd else _GRADIENTS_NCHW)[direction, half].seconds(config)
+        layout = "channels_last" if turns_nothing and not odd else "nchw"
+        return _COSTS[layout, direction, "half" if half else "tf32"].seconds(config)
     if not (turns_nothing and half) or p.in_pixels < _LEAST_PIXELS:
         return None
     channels = p.in_channels, p.out_channels
@@ -112,14 +106,12 @@ def _fitted_seconds(config: Config, direction: Direction) -> float | None:
     if max(p.dilation) > 1 or math.prod(p.stride) > _LARGEST_STRIDE_AREA:
         return None
     bias_bytes = 2 * p.batch * p.out_channels * p.out_pixels * config.dtype.itemsize if config.bias else 0
-    return _FORWARD.seconds(config) + bias_bytes / _BIAS_RATE
+    return _COSTS["channels_last", direction, "half"].seconds(config) + bias_bytes / _COST.bias_rate
 
 
 # What the model above leaves out, and all passes of other GPUs: the least that cuDNN takes. A rate of products that
 # falls with the channels of a group, and what goes through memory: in NCHW it turns tensors round, so several times the
-# bytes. Fitted to be no more than what cuDNN 9.19 took on an H100 for 37 layers (public and models). Of 40 layers that
-# were not looked at (sweep and latency, on an H200) two forward passes and eight backward passes took less than that,
-# by 5 to 40%.
+# bytes.
 @dataclass(frozen=True)
 class _Least:
     """The least that cuDNN takes for a pass.
@@ -140,35 +132,29 @@ class _Least:
         p, spec, itemsize = config.problem, config.spec, config.dtype.itemsize
         channels = p.in_channels // p.groups, p.out_channels // p.groups
         rate = self.rate * min(1.0, channels[0] / 64) ** self.in_exponent
-        rate *= min(1.0, channels[1] / 64) ** self.out_exponent * max(1.0, min(channels) / 64) ** 0.2
+        rate *= min(1.0, channels[1] / 64) ** self.out_exponent
+        rate *= max(1.0, min(channels) / 64) ** _LEAST_COST.many_exponent
         aligned = peak_there == MEASURED.fp32 or p.in_channels * itemsize % 16 == 0
         if not aligned:
-            rate *= _UNALIGNED
+            rate *= _LEAST_COST.unaligned_share
         # Other multiprocessors issue as fast; where their tensor cores are faster, full tiles may be as well.
         rate *= spec.cycles / MEASURED.cycles
         if aligned and min(channels) >= 64:
             rate *= max(1.0, peak / peak_there * MEASURED.cycles / spec.cycles)
-        memory = p.least_bytes(itemsize) * self.passes / (_MEMORY_SHARE * _bandwidth(spec, p.least_bytes(itemsize)))
-        return _LEAST_LAUNCH + math.hypot(p.useful_flops / min(rate, _PEAK_SHARE * peak), memory)
+        bandwidth = _LEAST_COST.memory_share * _bandwidth(spec, p.least_bytes(itemsize))
+        memory = p.least_bytes(itemsize) * self.passes / bandwidth
+        products = p.useful_flops / min(rate, _LEAST_COST.peak_share * peak)
+        return _LEAST_COST.launch_seconds + math.hypot(products, memory)
 
 
-_LEAST_LAUNCH, _PEAK_SHARE, _MEMORY_SHARE = 8e-6, 0.9, 0.9
-_UNALIGNED = 0.3  # of the rate of tensor cores where the input channels of a pixel are not whole 16 bytes
-_TYPICAL, _AT_MOST = 0.7, 3.5  # the least is that part of what cuDNN takes, geometric mean; 95% take at most so much
-_LEAST = {  # by precision, whether the pass is a gradient (either one: half of both), and whether tensors are turned
-    ("ieee", False, True): _Least(26e12, 0.85, 0.1, 4.0),
-    ("ieee", False, False): _Least(22e12, 0.8, 0.2, 2.75),
-    ("tf32", False, True): _Least(290e12, 0.9, 0.7, 4.0),
-    ("tf32", False, False): _Least(800e12, 0.8, 1.05, 1.75),
-    ("half", False, True): _Least(500e12, 0.4, 1.3, 4.5),
-    ("half", False, False): _Least(1100e12, 0.5, 1.5, 1.6),
-    ("ieee", True, True): _Least(28.5e12, 0.1, 0.1, 2.5),
-    ("ieee", True, False): _Least(26e12, 0.0, 0.1, 2.7),
-    ("tf32", True, True): _Least(123e12, 0.5, 0.45, 3.3),
-    ("tf32", True, False): _Least(192e12, 0.9, 0.7, 1.0),
-    ("half", True, True): _Least(330e12, 0.45, 0.8, 4.0),
-    ("half", True, False): _Least(577e12, 0.9, 0.9, 1.0),
-}
+_LEAST_COST = costs_of("native", "h100")
+_LEAST_FIELDS = (
+    _LEAST_COST.table("rate"),
+    _LEAST_COST.table("in_exponent"),
+    _LEAST_COST.table("out_exponent"),
+    _LEAST_COST.table("passes"),
+)
+_LEAST = {key: _Least(*(field[key] for field in _LEAST_FIELDS)) for key in _LEAST_FIELDS[0]}
 
 
 def _bandwidth(spec: DeviceSpec, moved: int) -> float:
@@ -193,7 +179,8 @@ def _least_seconds(config: Config, direction: Direction) -> float | None:
         return None
     if gradient and strided and max(p.dilation) > 1 and p.groups == 1:
         return None
-    least = _LEAST[kind, gradient, config.memory_format is torch.contiguous_format]
+    layout = "nchw" if config.memory_format is torch.contiguous_format else "channels_last"
+    least = _LEAST[kind, "gradient" if gradient else "forward", layout]
     bias_bytes = 2 * p.batch * p.out_channels * p.out_pixels * config.dtype.itemsize if config.bias else 0
     peak, peak_there = (
         (spec.fp32, spec.tf32, spec.half)[("ieee", "tf32", "half").index(kind)] for spec in (config.spec, MEASURED)
@@ -230,7 +217,9 @@ class Native(AlgorithmOfOne):
             return seconds
         if config.device.type != "cuda" or (least := _least_seconds(config, direction)) is None:
             return math.inf
-        return _AT_MOST * least + _LEAST_LAUNCH if config.spec.is_hopper else least / _TYPICAL
+        if config.spec.is_hopper:
+            return _LEAST_COST.at_most * least + _LEAST_COST.launch_seconds
+        return least / _LEAST_COST.typical
 
     def forward(self, config: Config) -> Forward:
         p = config.problem

@@ -19,11 +19,13 @@ from gemmconv.kernels.base import (
     Pass,
     accumulator_dtype,
 )
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import even_share, power_of_two
 from gemmconv.kernels.launch import Launch, Params, gathering, plane_grid, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 
+_COST = costs_of("direct/forward")
 _INT32_MAX = 2**31 - 1
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
 _MOST_PHASES = 8  # row phases side by side
@@ -38,11 +40,6 @@ _MOST_TURNS, _BUSY_BLOCKS = 8, 6  # of a block; of a multiprocessor
 _MOST_PAIR_SUMS = 32
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
-_CHANNELS_LAST_FACTOR = 1.1  # of what a tile is estimated at, beside fused
-_LAUNCH_SECONDS = 4e-6
-# What forward passes of depthwise layers reach on an H200: operations and bytes a second, and seconds of a tap and
-# channel that a block goes through.
-_DEPTHWISE = 22e12, 2.1e12, 35e-9
 
 
 @dataclass(frozen=True)
@@ -278,11 +275,7 @@ class _Layer:
         return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
 
     def cycles(self, tile: Tile) -> float:
-        """Cycles of an H200, roughly: rounds of the blocks that a multiprocessor holds at a time, and what they move.
-
-        The constants were fitted to 620 tiles of 10 layers in float32: what they choose takes 8% longer than the best
-        of those (geometric mean). Those of what L1 does in channels_last are of 70 tiles of k3x5 s2x3 d2x1 in 4 groups.
-        """
+        """Cycles of an H200, roughly: rounds of the blocks that a multiprocessor holds at a time, and what moves."""
         kernel_h, kernel_w = self.problem.kernel_size
         turns, chunks = -(-self.tap_phases_h // tile.phases), -(-self.channels_in // tile.channels_in)
         tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
@@ -293,46 +286,51 @@ class _Layer:
 
         # Instructions and cycles of shared memory, for a thread.
         patch, weights = self.patch_elements(tile), tile.planes * tile.channels_in * kernel_h * quads * 4
-        staged = turns * chunks * 2.1 * patch / tile.threads
+        staged = turns * chunks * _COST.staged_instructions * patch / tile.threads
         products = (
             tile.cells * tile.channels_out * kernel_w * double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
         )
-        instructions = tap_rows * (products + quads + windows + 6) + staged + 150
-        wavefronts = tap_rows * (quads + windows * vector) * double + 2.9 * staged
+        instructions = tap_rows * (products + quads + windows + _COST.row_instructions)
+        instructions += staged + _COST.block_instructions
+        wavefronts = tap_rows * (quads + windows * vector) * double + _COST.staged_wavefronts * staged
         if self.channels_last:
             # Weights take L1 longer, and each piece of memory that a warp stores to: the tile's channels of a pixel.
             pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
             lines = tile.channels_out * self.item_bytes / 128
             pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
-            instructions += 12.5 * pixels * tile.channels_out
-            wavefronts += tap_rows * quads * double + 1.8 * 32 * pieces
+            instructions += _COST.pixel_instructions * pixels * tile.channels_out
+            wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
 
         # A block alone: it waits for its loads, then computes.
         warps = tile.threads / 32
         loads = -(-patch // (16 * tile.threads)) + 1 + weights / (4 * tile.threads)
-        latency = 2100 if self.channels_last else 1760
-        alone = turns * chunks * (latency * loads + 200) + max(1.1, warps / 4) * instructions
+        latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
+        alone = turns * chunks * (latency * loads + _COST.chunk_cycles)
+        alone += max(_COST.alone_cycles, warps / 4) * instructions
 
         shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
-        held = min(self.least_blocks(tile), (227 << 10) // shared_bytes, 2048 // tile.threads)
+        held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // tile.threads)
         blocks = -(-self.blocks(tile) // self.spec.multiprocessors)
         rounds = -(-blocks // min(held, blocks))
         side_by_side = blocks / rounds
-        issue = instructions / 4 / min(1.0, 0.06 * held * warps)  # the fewer warps, the more cycles pass without one
+        # The fewer warps, the more cycles pass without one.
+        issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
         busiest, other = sorted((issue, wavefronts), reverse=True)
 
         # What is stored; the less of it lies together, the worse.
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
-        moved = blocks * stored * self.item_bytes / (36 * self.spec.bytes_ratio)
+        moved = blocks * stored * self.item_bytes / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
         if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
             neighbours = tile.planes if tile.channels_out == self.channels_out else 1
             parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
-            apart = self.tap_phases_h / self.problem.stride[0] * (120 if parts else 40)
+            apart = _COST.parts_apart_bytes if parts else _COST.apart_bytes
+            apart *= self.tap_phases_h / self.problem.stride[0]
             moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
         else:
-            moved *= 1 + 260 / (run * self.item_bytes)
-        return max(rounds * max(alone, side_by_side * warps * (busiest + 0.15 * other)), moved) + 1.1 * moved
+            moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
+        together = side_by_side * warps * (busiest + _COST.hidden_share * other)
+        return max(rounds * max(alone, together), moved) + _COST.stored_factor * moved
 
 
 def _run_pitch(run: int, item_bytes: int) -> int:
@@ -444,9 +442,10 @@ class DirectForward(DirectKernel):
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         if tile.depthwise:
-            return _LAUNCH_SECONDS + sum(seconds_of_parts(config, *_DEPTHWISE))
-        factor = _CHANNELS_LAST_FACTOR if config.memory_format is torch.channels_last else 1
-        return _LAUNCH_SECONDS + factor * self.cycles(config, tile) / clock_of(config)
+            rates = _COST.depthwise_rate, _COST.depthwise_memory_rate, _COST.depthwise_step_seconds
+            return _COST.launch_seconds + sum(seconds_of_parts(config, *rates))
+        factor = _COST.channels_last_factor if config.memory_format is torch.channels_last else 1
+        return _COST.launch_seconds + factor * self.cycles(config, tile) / clock_of(config)
 
     def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
         return prepare_forward(config, tile)

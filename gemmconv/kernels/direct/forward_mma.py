@@ -13,24 +13,23 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from gemmconv.device import REFERENCE, DeviceSpec
+from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, DeviceSpec
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.launch import MAX_GRID_Y, Launch, Params, gathering, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 
+_COST = costs_of("direct/forward_mma")
 _INT32_MAX = 2**31 - 1
 _WARPS = 8
-_SHARED_BYTES = 99 << 10  # the most that every architecture since sm_80 has
 _REGISTERS = 65_536
 _OTHER_REGISTERS = 41  # of a thread, beside those of sums
-_MULTIPROCESSOR_SHARED = 227 << 10
 _SYNCHRONOUS, _TURNED, _COPIED = range(3)
 _MOST_UNROLLED = 256  # products
-_BYTES_A_CYCLE = 24  # of a multiprocessor, to and from the L2 cache
 _ACCUMULATORS = 12  # of tiles of 16 x 8 that a warp has registers for
 _SECTOR_BYTES = 32
 _SHIFTED_BYTES = 320  # of a line: the H200 is 7 to 12% faster from here on, 7 to 14% slower with 256 and less
@@ -41,7 +40,6 @@ _MOST_M_TILES = 32  # bits of a mask
 _MOST_STEPS = 2048  # 4 KiB of constant memory a table
 
 Shift = Pair  # from a cell to an input, per axis
-_LAUNCH_SECONDS, _FACTOR = 12e-6, 0.95  # beside fused: its launch, and what its tile is estimated at
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,7 @@ class Tile:
         registers += (16 + 2 * self.n_tiles) * self.channels_last
         registers += 16 * (self.unrolled or self.itemsize == 4)
         by_registers = _REGISTERS // (registers * self.threads)
-        return max(1, min(by_registers, _MULTIPROCESSOR_SHARED // (self.shared_bytes + 1024), 32))
+        return max(1, min(by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024), 32))
 
     @property
     def sets(self) -> int:
@@ -310,38 +308,44 @@ class Tile:
         """Roughly the cycles that a multiprocessor takes for its share of the problem.
 
         Its schedulers are busy, or its shared memory is, or what it moves takes longer, or its blocks wait, each for
-        its own loads and stores. The constants were fitted to 1270 tiles of 11 layers on an H200: what they choose
-        takes 5% longer than the best of those (geometric mean).
+        its own loads and stores.
         """
         steps, turns = sum(map(len, self.turns)), len(self.turns) * self.groups
-        turning = (9 if self.channels_last else 3.5) if self.staged else 1
-        outputs = len(self.m_tile_lines) * (16 + self.n_tiles * 4 * turning)
-        rounding = 2 * self.n_tiles if self.loading == _COPIED and self.itemsize == 4 else 0
-        a_step = (0 if self.unrolled else 10) + 2 * self.n_tiles + rounding
-        products = steps * a_step + self.pairs * (4 + self.n_tiles)
-        packing = self.stage_turns * (25 + self.pixels * min(4, self.words) * (2 + 4 // self.itemsize))
+        turned_store = _COST.channels_last_turning_factor if self.channels_last else _COST.turning_factor
+        store = _COST.n_tile_instructions * (turned_store if self.staged else 1)
+        outputs = len(self.m_tile_lines) * (_COST.m_tile_instructions + self.n_tiles * store)
+        rounded = self.loading == _COPIED and self.itemsize == 4
+        rounding = _COST.rounding_instructions * self.n_tiles if rounded else 0
+        a_step = (0 if self.unrolled else _COST.step_instructions) + _COST.n_tile_step_instructions * self.n_tiles
+        products = steps * (a_step + rounding) + self.pairs * (_COST.pair_instructions + self.n_tiles)
+        word = _COST.word_instructions + 4 // self.itemsize
+        packing = self.stage_turns * (_COST.stage_instructions + self.pixels * min(4, self.words) * word)
         chunk = 4 // self.itemsize * min(4, self.groups * self.words) if self.channels_last else self.pixels
-        copying = math.prod(self.patch) * self.groups * self.problem.gemm_k / chunk / self.threads * 15
+        copies = math.prod(self.patch) * self.groups * self.problem.gemm_k / chunk / self.threads
+        copying = copies * _COST.copy_instructions
         loading = {_SYNCHRONOUS: packing, _TURNED: packing + copying, _COPIED: copying}[self.loading]
-        issued = self.groups * products + turns * outputs + loading + 50
+        issued = self.groups * products + turns * outputs + loading + _COST.block_instructions
 
         # A block alone, and how many a multiprocessor takes one after the other.
-        alone = issued + self.groups * steps * (80 if self.unrolled else 180) + 420 * turns
+        step = _COST.unrolled_step_cycles if self.unrolled else _COST.step_cycles
+        alone = issued + self.groups * steps * step + _COST.turn_cycles * turns
         if self.loading == _SYNCHRONOUS:
-            alone += 4700 if self.channels_last else 1900
+            alone += _COST.channels_last_load_cycles if self.channels_last else _COST.load_cycles
         tiles = self.problem.batch * math.prod(self.tiles) * self.sets / self.spec.multiprocessors
         rounds = max(1.0, tiles / self.blocks_resident)
         rounds = math.ceil(rounds) if rounds < 4 else rounds
 
         # Instructions: the more warps, the fewer cycles pass without one. Shared memory: a wavefront is 32 words.
         warps = self.threads / 32
-        busy = tiles * issued * warps / (4 * min(0.9, 0.06 * self.blocks_resident * warps))
+        issuing = min(_COST.issue_share, _COST.warp_issue_share * self.blocks_resident * warps)
+        busy = tiles * issued * warps / (4 * issuing)
         wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2 * self.staged
-        busy = max(busy, 0.6 * tiles * wavefronts * warps)
+        busy = max(busy, _COST.wavefront_cycles * tiles * wavefronts * warps)
         if not self.spec.is_hopper:  # whose tensor cores are never what takes longest here
             per_clock = (self.spec.half if self.itemsize == 2 else self.spec.tf32) / self.spec.cycles
             product = 2 * 16 * 8 * 32 // self.itemsize
-            busy = max(busy, tiles * self.groups * self.pairs * self.n_tiles * warps * product / (0.8 * per_clock))
+            operations = tiles * self.groups * self.pairs * self.n_tiles * warps * product
+            busy = max(busy, operations / (_COST.tensor_core_share * per_clock))
 
         # To and from the L2 cache. Rows that are cut short or into pieces cost more than their bytes.
         loaded = math.prod(self.patch) * self.groups * self.problem.gemm_k
@@ -349,14 +353,15 @@ class Tile:
             math.prod(self.size) * math.prod(self.problem.stride) * self.groups * self.channels * self.warps_m
         )
         if self.channels_last:
-            stored *= 1 + 75 / (self.groups * self.channels * self.warps_m * self.itemsize)
+            stored *= 1 + _COST.apart_bytes / (self.groups * self.channels * self.warps_m * self.itemsize)
         else:
-            stored *= 1 + 380 / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
-        moved = tiles * (2.5 * loaded + stored) * self.itemsize / (_BYTES_A_CYCLE * self.spec.bytes_ratio)
+            stored *= 1 + _COST.run_bytes / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
+        moved = tiles * (_COST.load_factor * loaded + stored) * self.itemsize
+        moved /= _COST.bytes_a_cycle * self.spec.bytes_ratio
         alone *= rounds
-        # Where both are within 1% by the above, values that are turned after they came take 2% longer (mean of seven).
-        turned = 1.01 if self.loading == _TURNED else 1
-        return turned * (max(busy, alone, 0.47 * moved) + 0.46 * moved + 0.05 * (busy + alone))
+        turned = _COST.turned_factor if self.loading == _TURNED else 1
+        longest = max(busy, alone, _COST.moved_overlapped_share * moved)
+        return turned * (longest + _COST.moved_share * moved + _COST.computed_share * (busy + alone))
 
 
 @lru_cache(maxsize=1024)
@@ -391,7 +396,7 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
                 narrowest = min(_ROW_TILES, widest, row_tiles)
                 for i in range(narrowest.bit_length() - 1, widest.bit_length()):
                     shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i, ahead=ahead)
-                    if shaped.shared_bytes <= _SHARED_BYTES:
+                    if shaped.shared_bytes <= LEAST_SHARED_BYTES:
                         yield shaped
 
 
@@ -518,7 +523,7 @@ class DirectForwardMma(DirectKernel):
         return super().why_not(config, direction) or self.declines(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return _LAUNCH_SECONDS + _FACTOR * tile.cycles / clock_of(config)
+        return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
 
     def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
         return prepare_forward(config, tile)

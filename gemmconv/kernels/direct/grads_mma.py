@@ -9,9 +9,10 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from gemmconv.device import REFERENCE
+from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import Patch, problem_macros, rows_of
 from gemmconv.kernels.integers import even_share, power_of_two
@@ -20,9 +21,8 @@ from gemmconv.kernels.layout.transpose import grads_turning_seconds, in_format, 
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
 
+_COST = costs_of("direct/grads_mma")
 _WARPS = 4
-_SHARED_BYTES = 99 << 10  # the most that every architecture since sm_80 has
-_MULTIPROCESSOR_SHARED = 227 << 10
 _REGISTERS = 65_536
 _MOST_PAIRS = 512  # of channels of a group: of more, fused is faster, and the estimate below is too low
 _MOST_SUMS = 72  # of a lane: taps * tiles of 16 output channels * 4
@@ -32,10 +32,6 @@ _STAGING_REGISTERS = 64  # beside sums and loads on their way
 _MOST_WORDS = 40  # registers for loads on their way
 _MOST_LOADS = 12
 _LONGEST_SUM = 1024  # products of 8 pixels that are added one by one, so that roundings stay few
-# What it takes on an H200, fitted to 206 tiles of 17 layers: 9% from what was measured (geometric mean).
-_LAUNCH_SECONDS, _TILE_SECONDS = 7.7e-6, 220e-9  # of both kernels; of a tile
-_ROW_SECONDS, _LOAD_SECONDS, _ELEMENT_SECONDS = 2.6e-9, 3.1e-9, 17e-12  # of a patch row, a warp's load, an element
-_PRODUCT_SECONDS, _PARTIAL_SECONDS = 1.6e-9, 23e-12  # of 16 x 8 x 8 products, of a partial sum of a weight
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ class Tile:
         if any(dilation > math.gcd(stride, dilation) for stride, dilation in zip(strides, dilations, strict=True)):
             multiplied += _SCATTERED_REGISTERS
         by_registers = _REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
-        return max(1, min(4, by_registers, _MULTIPROCESSOR_SHARED // (self.shared_bytes + 1024)))
+        return max(1, min(4, by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024)))
 
     @property
     def batch(self) -> int:
@@ -126,15 +122,16 @@ class Tile:
         loads = self.channels_out * -(-self.patch.rows * lanes // 32) * -(-self.patch.vectors // lanes)
         elements = rows * self.patch.vectors * self.patch.vector
         products = self.threads // 32 * self.rows * self.problem.taps * (2 * -(-self.planes // 16) + self.planes // 8)
-        staging = rows * _ROW_SECONDS + loads * _LOAD_SECONDS + elements * (1 + self.itemsize / 2) * _ELEMENT_SECONDS
-        return _TILE_SECONDS + staging + products * _PRODUCT_SECONDS
+        staging = rows * _COST.row_seconds + loads * _COST.load_seconds
+        staging += elements * (1 + self.itemsize / 2) * _COST.element_seconds
+        return _COST.tile_seconds + staging + products * _COST.product_seconds
 
     def seconds_of(self, slices: int) -> float:
         """Roughly what both gradients take in NCHW, with so many slices."""
         waves = -(-self.weight_blocks * slices // (self.multiprocessors * self.resident))
         tiles = -(-self.problem.batch * math.prod(self.tiles) // slices) * waves * self.resident
         partials = slices * math.prod(self.problem.weight_shape)
-        return _LAUNCH_SECONDS + tiles * self._tile_seconds + partials * _PARTIAL_SECONDS
+        return _COST.launch_seconds + tiles * self._tile_seconds + partials * _COST.partial_seconds
 
     def slices(self, workspace_limit: int) -> int:
         """How many slices the tiles are cut into: as many blocks as run at once or fewer, as partial sums cost.
@@ -169,7 +166,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
         if ci_warps * row_warps > _WARPS:
             continue
         tile = Tile(problem, itemsize, rows, row_warps, _WARPS // ci_warps // row_warps, ci_warps, multiprocessors)
-        if tile.sums <= _MOST_SUMS and tile.shared_bytes <= _SHARED_BYTES:
+        if tile.sums <= _MOST_SUMS and tile.shared_bytes <= LEAST_SHARED_BYTES:
             tiles.append(tile)
     return tiles
 

@@ -12,6 +12,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import (
     BATCH_WORDS,
@@ -35,10 +36,7 @@ from gemmconv.kernels.macros import Macros
 
 _SHARED_FOR_TWO = 32 << 10  # as SHARED, of two channels of 16-bit elements: of one, few loads are on their way
 _WEIGHTS = 12 << 10  # bytes of weights that are worth staging at once
-# What it reaches on an H200: operations and bytes a second, and seconds of a tap and channel that a block goes through.
-# It moves bytes while it computes: of 33 passes that take at most 3.5 times as long as the fastest algorithm, 13% from
-# what was measured.
-_RATES, _LAUNCH_SECONDS = (29e12, 4.4e12, 80e-9), 12e-6
+_COST = costs_of("direct/input_grad")
 
 
 @dataclass(frozen=True)
@@ -221,8 +219,9 @@ class DirectInputGrad(DirectKernel):
         return input_grad_tile(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
 
     def seconds(self, config: Config, direction: Pass, tile: InputGradTile) -> float:
-        arithmetic, moved, steps = seconds_of_parts(config, *_RATES)
-        return _LAUNCH_SECONDS + max(arithmetic, moved) + steps + turning_seconds(config)
+        arithmetic, moved, steps = seconds_of_parts(config, _COST.rate, _COST.memory_rate, _COST.step_seconds)
+        # It moves bytes while it computes.
+        return _COST.launch_seconds + max(arithmetic, moved) + steps + turning_seconds(config)
 
     def prepare(self, config: Config, direction: Pass, tile: InputGradTile) -> Gradient:
         return prepare_input_grad(config)

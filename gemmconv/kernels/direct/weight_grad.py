@@ -17,6 +17,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import BothGradients, Config, Gradient, Pass, accumulator_dtype
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import (
     BATCH_WORDS,
@@ -44,15 +45,12 @@ from gemmconv.kernels.layout.transpose import (
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
 
+_COST = costs_of("direct/weight_grad")
 _REGISTERS = 65_536  # of a multiprocessor
 _FEW_WORDS = 24  # registers for sums that leave room for much else
 _MANY_WORDS = 64  # registers for sums, inputs and their gradients that leave little room
 _OTHER_WORDS = 40  # registers for addresses and what is being computed
 _LONGEST_SUM = 1024  # products that are added one by one, so that roundings stay few
-
-# What weight gradients take on an H200, fitted to 183 of 62 layers: 11% from what was measured (geometric mean).
-_LAUNCH, _TILE_SECONDS = 11e-6, 92e-9  # of both kernels; of a tile, beside its bytes and products
-_RATE, _STAGED_RATE, _COPY_RATE = 50e12, 3.05e12, 9.3e12  # operations; bytes of patches, of memory
 
 
 @dataclass(frozen=True)
@@ -283,9 +281,9 @@ def weight_grad_seconds(config: Config) -> float:
     tile = _tile_for(config, input_grad=False)
     tiles = math.prod(tile.tiles(p)) * tile.weight_blocks(p)
     staged = tiles * tile.patch(p, itemsize).elements * sum_bytes(itemsize)
-    products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
-    copied = staged / _STAGED_RATE + p.least_bytes(itemsize) / _COPY_RATE
-    return _LAUNCH + tiles * _TILE_SECONDS / config.spec.multiprocessors + products + copied
+    products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
+    copied = staged / _COST.staged_rate + p.least_bytes(itemsize) / _COST.memory_rate
+    return _COST.launch_seconds + tiles * _COST.tile_seconds / config.spec.multiprocessors + products + copied
 
 
 def prepare_weight_grad(config: Config) -> Gradient:
@@ -298,8 +296,8 @@ def grads_seconds(config: Config) -> float:
     p, itemsize = config.problem, config.dtype.itemsize
     if not _tile_for(config, input_grad=True).computes_both(p, itemsize):
         return math.inf
-    products = p.useful_flops / _RATE * (2 if itemsize == 8 else 1)
-    return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COPY_RATE
+    products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
+    return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COST.memory_rate
 
 
 def prepare_grads(config: Config, weight_config: Config) -> BothGradients:

@@ -10,10 +10,12 @@ import torch
 
 from gemmconv.geometry import Shape4
 from gemmconv.kernels.base import BothGradients, Config, strides_of
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import even_share, power_of_two
 from gemmconv.kernels.launch import Fit, Launch, Output, Params, Transpose, fitting, other_format, plane_grid
 from gemmconv.kernels.macros import Macros
 
+_COST = costs_of("layout/transpose")
 _INT32_MAX = 2**31 - 1
 _THREADS = 256
 _TILE = 4096  # elements of a tile
@@ -24,8 +26,6 @@ _LEAST_UNIT, _MOST_UNIT = 8, 16  # bytes that a thread of csrc/layout/transpose_
 _SECTOR_BYTES = 32  # that memory writes at once
 _PIXEL_BYTES, _CHANNEL_BYTES = 64, 128  # that lie together, of what a warp reads or writes at once
 _WARPS = _THREADS // 32
-_LAUNCH_SECONDS = 3e-6
-_UNITS_RATE, _RATE = 1.8e12, 1.3e12  # bytes a second of what is turned, which is read and written
 
 # grad_output, input, weight, grad_input -> grad_weight; the last two for the input gradient, or None
 GradientsInNchw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
@@ -84,8 +84,9 @@ def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = t
         return 0.0
     itemsize = config.dtype.itemsize
     to_last = computed_in is torch.channels_last
-    rate = _RATE if units_macros(shape[1], math.prod(shape[2:]), to_last, itemsize) is None else _UNITS_RATE
-    return _LAUNCH_SECONDS + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
+    no_units = units_macros(shape[1], math.prod(shape[2:]), to_last, itemsize) is None
+    rate = _COST.rate if no_units else _COST.units_rate
+    return _COST.launch_seconds + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
 
 
 def in_format(config: Config, shape: Shape4, memory_format: torch.memory_format) -> torch.memory_format | Transpose:

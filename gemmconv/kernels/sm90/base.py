@@ -6,11 +6,13 @@ from typing import ClassVar
 
 import torch
 
+from gemmconv.device import REFERENCE
 from gemmconv.kernels.base import Config, Kernel, Pass
+from gemmconv.kernels.costs import costs_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CLOCK_RATE = 1.6e9  # cycles a second, of an H200 whose tensor cores are busy
-FAST_CLOCK_RATE = 1.755e9  # where they are not, as estimates of such kernels are fitted
+CLOCK_RATE = costs_of("device").busy_clock  # cycles a second, where tensor cores are busy
+FAST_CLOCK_RATE = REFERENCE.clock  # where they are not, as estimates of such kernels are fitted
 INT32_MAX = 2**31 - 1
 
 

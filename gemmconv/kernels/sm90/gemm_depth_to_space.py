@@ -16,17 +16,17 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionRows
 
+_COST = costs_of("sm90/gemm_depth_to_space")
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
 _LINES = (64, 96, 128, 160, 192, 224, 256)
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16
-_BYTES_A_CYCLE = 2_560  # that memory moves
-_COPIED_A_CYCLE = 5_500  # bytes, from the L2 cache to all multiprocessors
 
 
 class Tile(PositionRows):
@@ -45,23 +45,20 @@ class Tile(PositionRows):
 
     @property
     def cycles(self) -> float:
-        """Roughly the cycles that a call takes, its launches among them.
-
-        Fitted to 221 tiles of 12 layers in two types on an H100, the best ones above all: 8% off as the root mean
-        square of the logarithm, all alike 11%. Those that it chooses take 2% longer than the best of those measured
-        (geometric mean). Memory is an H200's.
-        """
+        """Roughly the cycles that a call takes, its launches among them."""
         p = self.problem
-        chunk = 3.6 * self.lines + 170
-        stored = self.lines * self.itemsize * (4.6 if self.kept else 5.3)
-        item = 540 + self.blocks * (self.chunks * chunk + stored)
+        chunk = _COST.line_cycles * self.lines + _COST.chunk_cycles
+        stored = self.lines * self.itemsize * (_COST.kept_store_cycles if self.kept else _COST.store_cycles)
+        item = _COST.item_cycles + self.blocks * (self.chunks * chunk + stored)
         computed = -(-self.items // self.multiprocessors) * item
         passes = 1 if self.held else self.blocks  # over an item's inputs, which the L2 cache hardly keeps
-        elements = math.prod(p.output_shape) + math.prod(p.input_shape) * (1 + 0.9 * (passes - 1))
-        moved = elements * self.itemsize / _BYTES_A_CYCLE
+        times = 1 + _COST.again_share * (passes - 1)
+        elements = math.prod(p.output_shape) + math.prod(p.input_shape) * times
+        moved = elements * self.itemsize / _COST.bytes_a_cycle
         copied = self.chunks * (self.blocks * self.lines * CHUNK_BYTES + passes * self.slot_bytes)
-        parts = computed, moved, self.items * copied / _COPIED_A_CYCLE
-        return 8_900 + (900 if self.packed else 0) + sum(part**4.4 for part in parts) ** (1 / 4.4)
+        parts, overlap = (computed, moved, self.items * copied / _COST.copied_a_cycle), _COST.overlap
+        start = _COST.start_cycles + (_COST.pack_cycles if self.packed else 0)
+        return start + sum(part**overlap for part in parts) ** (1 / overlap)
 
 
 @lru_cache(maxsize=1024)

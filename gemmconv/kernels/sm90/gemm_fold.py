@@ -19,6 +19,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Params
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
@@ -26,6 +27,7 @@ from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
+_COST = costs_of("sm90/gemm_fold")
 _LINE_BYTES = 128  # of channels that a stage has, and of values that lie in one piece in shared memory
 _BLOCK_LINES, _WARP_LINES = 64, 16
 _BLOCK_BYTES = _BLOCK_LINES * _LINE_BYTES  # of a stage: of lines, and of positions
@@ -172,22 +174,21 @@ class Tile:
 
     @property
     def cycles(self) -> float:
-        """Roughly the cycles that a call takes, its launch among them.
-
-        Fitted to tiles of 8 and 9 layers on an H200, as the root mean square of the logarithm: 44 of 16-bit types are
-        13% off, 57 of float32 are 4% off. Those it chooses take 1% longer than the best of those measured (geometric
-        mean).
-        """
+        """Roughly the cycles that a call takes, its launch among them."""
         lines = self.warpgroups * self.blocks * _BLOCK_LINES
         if self.turned:
             turns = -(-self.positions // (_PIECES_AT_ONCE * self.piece))
-            chunk = 0.95 * lines * self.columns / 32 + turns * (100 if self.piece == 8 else 220) + 360
-            folded, start = lines * self.cells / 1000 * (13 + 90 / math.sqrt(self.warpgroups)), 9_000
+            turn = _COST.long_turn_cycles if self.piece == 8 else _COST.short_turn_cycles
+            chunk = _COST.turned_product_factor * lines * self.columns / 32 + turns * turn + _COST.turned_chunk_cycles
+            fold = _COST.turned_fold_cycles + _COST.turned_fold_warpgroup_cycles / math.sqrt(self.warpgroups)
+            folded, start = lines * self.cells * fold, _COST.turned_start_cycles
         else:
             turns = -(-self.positions // _LOADERS)
-            parts = 0.96 * lines * self.columns / 32, turns * 655, 1.1 * lines
-            chunk = sum(part**1.27 for part in parts) ** (1 / 1.27) + 125
-            folded, start = lines * self.cells / 1000 * 67 + 175, 11_000
+            products = _COST.product_factor * lines * self.columns / 32
+            parts, overlap = (products, turns * _COST.turn_cycles, _COST.line_cycles * lines), _COST.overlap
+            chunk = sum(part**overlap for part in parts) ** (1 / overlap) + _COST.chunk_cycles
+            folded = lines * self.cells * _COST.fold_cycles + _COST.item_cycles
+            start = _COST.start_cycles
         return start + -(-self.items // self.multiprocessors) * (self.chunks * chunk + folded)
 
 

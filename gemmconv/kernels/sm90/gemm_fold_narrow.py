@@ -18,12 +18,14 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Launch, Operand, Params, TensorMapSpec, gathering, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
 
+_COST = costs_of("sm90/gemm_fold_narrow")
 _INT32_MAX = 2**31 - 1
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
 _BARRIER_BYTES = 128
@@ -283,30 +285,33 @@ class Tile:
         """Roughly the cycles that a call takes.
 
         A step takes as long as the slowest role, or what all blocks of a multiprocessor ask of its tensor cores, its
-        shared memory or the L2 cache, and more where several are close. The constants were fitted to 1188 measurements
-        of tiles of 8 layers on H100s, the best ones above all: 9% off (root mean square of the logarithm). What they
-        choose takes 2% longer than the best of those measured (geometric mean).
+        shared memory or the L2 cache, and more where several are close.
         """
         p, blocks = self.problem, self.blocks_resident
         rounds = max(1.0, self.items / (self.multiprocessors * blocks))
         rounds = math.ceil(rounds) if rounds < 4 else rounds
         products = self.steps * self.whole_lines * (3 if self.split else 1)
-        rounding = 0 if self.itemsize == 2 else 48 if self.split else 23
-        multiplying = self.positions / (64 * self.warpgroups) * (325 + 0.53 * products + rounding * self.steps)
+        rounding = 0 if self.itemsize == 2 else _COST.split_rounding_cycles if self.split else _COST.rounding_cycles
+        multiplied = _COST.multiply_cycles + _COST.product_cycles * products + rounding * self.steps
+        multiplying = self.positions / (64 * self.warpgroups) * multiplied
         together, added = self.rows_together, self.outputs * p.taps / math.prod(p.stride)
         turns = -(-self.folded // self.folders) * self.rows // together
-        folding = 160 + turns * (233 + 2.7 * together * added)
+        folding = _COST.fold_cycles + turns * (_COST.fold_turn_cycles + _COST.fold_add_cycles * together * added)
         loaded = self.positions * p.in_channels * self.itemsize
         if self.boxed:
-            loading, written = 60 + 0.016 * loaded, loaded / 128
+            loading, written = _COST.box_cycles + _COST.box_byte_cycles * loaded, loaded / 128
         else:
-            loading, written = 745 + 12.6 * loaded / (self.copied * self.loaders), loaded / (16 * self.copied)
-        wavefronts = (loaded / 1.5 + self.positions * 8 * self.lines) / 128 + written
+            loading = _COST.copy_cycles + _COST.copy_turn_cycles * loaded / (self.copied * self.loaders)
+            written = loaded / (16 * self.copied)
+        wavefronts = (loaded / _COST.read_divisor + self.positions * 8 * self.lines) / 128 + written
         moved = loaded + self.positions * math.prod(p.stride) * p.out_channels * self.itemsize
-        shared = max(0.72 * products * self.positions / 64, 1.9 * wavefronts, 0.069 * moved) * blocks
-        step = sum(part**1.93 for part in (multiplying, folding, loading, shared)) ** (1 / 1.93)
+        tensor_cores = _COST.tensor_core_cycles * products * self.positions / 64
+        shared = max(tensor_cores, _COST.wavefront_cycles * wavefronts, _COST.moved_byte_cycles * moved) * blocks
+        parts, overlap = (multiplying, folding, loading, shared), _COST.overlap
+        step = sum(part**overlap for part in parts) ** (1 / overlap)
         words = self.steps * 8 * self.whole_lines * (1 + self.split)
-        return 13_500 + 4 * words / (self.threads - self.loaders) + rounds * self.item_steps * step
+        weights = _COST.word_cycles * words / (self.threads - self.loaders)
+        return _COST.start_cycles + weights + rounds * self.item_steps * step
 
 
 @lru_cache(maxsize=1024)

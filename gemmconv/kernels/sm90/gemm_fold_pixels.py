@@ -18,12 +18,14 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
 
+_COST = costs_of("sm90/gemm_fold_pixels")
 _MOST_ROW_BLOCKS = 2
 _MOST_SUMS = 256  # lines times blocks of rows: registers have room for
 _MOST_CELLS = 16  # for each input: beyond, outputs are mostly what lies beside images
@@ -31,9 +33,6 @@ _PASS_LINES = 32  # at least, where that is not too much of shared memory
 _OWN_BYTES, _MOST_OWN_BYTES = 40 << 10, 72 << 10  # of shared memory for columns; where inputs leave some more
 _PIECE = 4  # inputs, at least, that are copied together
 _MOST_HALO = 32  # inputs of a window's neighbours
-_BYTES_A_CYCLE = 1_400  # that memory moves, by and by
-_COPIED_A_CYCLE = 6_290  # bytes, from the L2 cache to all multiprocessors
-_MARGIN = 1.15  # of 16 bits and of signals, whose estimates are up to that too low
 
 
 @dataclass(frozen=True)
@@ -120,26 +119,22 @@ class Tile(PositionRows):
 
     @property
     def cycles(self) -> float:
-        """Roughly the cycles that a call takes, its launches among them.
-
-        Fitted to 850 tiles of 20 layers, most of them in two types, on an H100, the best ones above all: 9% off as the
-        root mean square of the logarithm. Those that it chooses take 2% longer than the best of those measured
-        (geometric mean).
-        """
+        """Roughly the cycles that a call takes, its launches among them."""
         p = self.problem
         outs, passes = self.lines // p.taps, self.lines // (p.taps * self.fold_outs)
         # Sectors of 32 bytes that a lane's stores of a cell have parts of.
         sectors = p.stride[0] * (p.stride[1] / self.vector) * min(1, p.stride[1] * self.itemsize / 32)
-        folded = 0.042 * self.lines * max(self.cells, self.item_positions) + 91 * passes
-        block = self.chunks * (self.row_blocks * (3.13 * self.lines + 243) + 71) + folded
-        computed = -(-self.items // self.multiprocessors) * (
-            409 + self.blocks * (block + 0.545 * outs * self.cells * sectors)
-        )
-        moved = (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize / _BYTES_A_CYCLE
+        folded = _COST.fold_cycles * self.lines * max(self.cells, self.item_positions) + _COST.pass_cycles * passes
+        products = self.row_blocks * (_COST.line_cycles * self.lines + _COST.rows_cycles)
+        block = self.chunks * (products + _COST.chunk_cycles) + folded
+        stored = _COST.sector_cycles * outs * self.cells * sectors
+        computed = -(-self.items // self.multiprocessors) * (_COST.item_cycles + self.blocks * (block + stored))
+        moved = (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize / _COST.bytes_a_cycle
         reads = 1 if self.held else self.blocks  # of an item's inputs
         copied = self.items * self.chunks * (self.blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes)
-        parts = computed, moved, copied / _COPIED_A_CYCLE
-        return 11_700 + 0.83e-3 * self.packed_bytes + sum(part**4.4 for part in parts) ** (1 / 4.4)
+        parts, overlap = (computed, moved, copied / _COST.copied_a_cycle), _COST.overlap
+        start = _COST.start_cycles + _COST.packed_byte_cycles * self.packed_bytes
+        return start + sum(part**overlap for part in parts) ** (1 / overlap)
 
 
 @lru_cache(maxsize=1024)
@@ -221,7 +216,7 @@ class GemmFoldPixels(Sm90Kernel):
         return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        margin = _MARGIN if tile.itemsize == 2 or tile.windows[0] > 1 else 1
+        margin = _COST.margin if tile.itemsize == 2 or tile.windows[0] > 1 else 1
         return margin * tile.cycles / CLOCK_RATE
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:

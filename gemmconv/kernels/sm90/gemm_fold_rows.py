@@ -20,6 +20,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, table
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.sm90.row_streaming import (
@@ -31,6 +32,7 @@ from gemmconv.kernels.sm90.row_streaming import (
     may_gather,
 )
 
+_COST = costs_of("sm90/gemm_fold_rows")
 _ITEM = 2  # bytes of an element
 _SECTOR = 16  # outputs that memory writes together
 _LINE = 64  # columns of a box, 128 bytes
@@ -39,8 +41,6 @@ _SLOTS, _COLUMNS, _ROWS = (1, 2), (64, 128), (1, 2)  # of tiles; 96, 192 and 256
 _MOST_SUMS = 192  # registers of a thread
 _MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
-_WHOLE_SECTORS_FACTORS = 1.4, 1.12  # of what stays in the L2 cache, which has nothing to gain, and of more
-_CUT_SECTORS = 0.5  # of the time of outputs, more, where sectors are written in parts; stores alone take twice as long
 _CACHED_BYTES = 96 << 20  # of outputs: beyond, hardly any are still in the L2 cache when their neighbours are stored
 
 
@@ -195,10 +195,9 @@ class Tile(RowGathering):
         """Roughly the cycles of a call, its launches among them.
 
         Of a step a warpgroup multiplies, and folds while the other multiplies. What both ask of shared memory counts,
-        where it is more: reads of products, three accesses for the outputs of a line, shuffles. The constants were
-        fitted to 95 tiles of 19 layers on an H200, which are 10% off (root mean square of the logarithm); tiles of the
-        least estimate took 1.2% longer than the best (geometric mean). Whole sectors take up to 13% longer where folds
-        are what is waited for; where memory is, sectors that are written in two parts count more than once.
+        where it is more: reads of products, three accesses for the outputs of a line, shuffles. Whole sectors take up
+        to 13% longer where folds are what is waited for; where memory is, sectors that are written in two parts count
+        more than once.
         """
         blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
         products, span = self.weight_rows * self.channels / _STEP * self.tiles, self.span[1]
@@ -206,20 +205,26 @@ class Tile(RowGathering):
         outputs = self.columns * span * self.outs
         shuffles = pairs * sum(0 < distance < 4 for distance in self.given)
         read = products * (2048 + 32 * self.columns) / 128
-        shared = 2 * (1.11 * read + 1.08 * (4 * shuffles + 3 * outputs * _ITEM / 128))
-        folding = pairs * (0.77 * len(self.taps_across) + 9.2 * span) + shuffles + 12 * outputs / (32 * self.stored)
-        step = (shared**3 + (products * self.columns / 2 + folding) ** 3) ** (1 / 3)
+        accesses = 4 * shuffles + 3 * outputs * _ITEM / 128
+        shared = 2 * (_COST.read_factor * read + _COST.access_factor * accesses)
+        folding = pairs * (_COST.tap_cycles * len(self.taps_across) + _COST.pair_cycles * span)
+        folding += shuffles + _COST.store_cycles * outputs / (32 * self.stored)
+        overlap = _COST.overlap
+        step = (shared**overlap + (products * self.columns / 2 + folding) ** overlap) ** (1 / overlap)
         multiplied = -(-self.multiplied // self.columns)
-        computing = rounds * -(-self.items // blocks) * (multiplied * step + (self.steps - multiplied) * 1.3 * folding)
-        computing *= _WHOLE_SECTORS_FACTORS[self._output_bytes_of_all > _CACHED_BYTES] if self.whole_sectors else 1
-        return 15_700 + (computing**3 + self._written_cycles**3) ** (1 / 3)
+        unmultiplied = (self.steps - multiplied) * _COST.unmultiplied_factor * folding
+        computing = rounds * -(-self.items // blocks) * (multiplied * step + unmultiplied)
+        if self.whole_sectors:
+            cached = self._output_bytes_of_all <= _CACHED_BYTES
+            computing *= _COST.whole_sectors_cached_factor if cached else _COST.whole_sectors_factor
+        return _COST.start_cycles + (computing**overlap + self._written_cycles**overlap) ** (1 / overlap)
 
     @property
     def _written_cycles(self) -> float:
         """Of moving the inputs and outputs, which the L2 cache puts together as long as it has room for them."""
         outputs = self._output_bytes_of_all
         twice = self.cuts_sectors and not self.whole_sectors and outputs > _CACHED_BYTES
-        return self.moved_cycles + (_CUT_SECTORS * self.cycles_of_bytes(outputs) if twice else 0)
+        return self.moved_cycles + (_COST.cut_sectors * self.cycles_of_bytes(outputs) if twice else 0)
 
     @property
     def _output_bytes_of_all(self) -> int:
@@ -276,7 +281,7 @@ class GemmFoldRows(RowStreamingKernel):
 
     name = "sm90/gemm_fold_rows"
     dtypes = (torch.float16, torch.bfloat16)
-    margin = 1.05  # estimates are 10% off, mostly too low where steps are short
+    margin = _COST.margin
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         return tiles_of(config.problem, direction, config.spec.multiprocessors)

@@ -19,10 +19,12 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, table
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.sm90.row_streaming import BARRIER_BYTES, RowGathering, RowStreamingKernel, across, may_gather
 
+_COST = costs_of("sm90/gemm_fold_rows_tf32")
 _ITEM = 4  # bytes of an element
 _STEP = 8  # channels of a product
 _WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and columns of a product
@@ -30,7 +32,6 @@ _CHUNKS = (8, 16, 32, 64)  # channels of a stage
 # Of a step, which are written out one by one; a group has those of a chunk, and of a tap down or of all of them.
 _MOST_PRODUCTS, _MOST_GROUPS = 96, 16
 _MOST_REGISTERS, _OTHER_REGISTERS, _FEW_WORDS = 250, 40, 64  # of a thread
-_GROUP_CYCLES = 75
 _MOST_STAGES = 16
 _LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
 _SECTOR = 8  # outputs that memory is written by
@@ -186,15 +187,16 @@ class Tile(RowGathering):
 
         Of a step a warpgroup multiplies, and folds while the other multiplies. That hides a part of reading words, of
         inputs that come, shuffles and stores, which all wait for shared memory. Inputs that are asked for many channels
-        at a time keep memory waiting in between. Fitted to 103 tiles of 11 layers (H100), 5% off. Those chosen took at
-        most 5% longer than the best of four for 12 of 13 layers, 16% for one image of 1080 x 1920.
+        at a time keep memory waiting in between.
         """
         blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
-        step = self.products * (1.15 * self.lines + 32) + 2 * _GROUP_CYCLES * self.groups
-        step += self.stage_bytes * self.chunks / 128 + self.outs * (2 * self._carried + 15 * self.span[1])
-        computing = rounds * -(-self.items // blocks) * self.steps * 0.63 * step
-        moving = 1.3 * (1 + self.chunk / 300) * self.moved_cycles
-        return 18_000 + (computing**3 + moving**3) ** (1 / 3)
+        step = self.products * (_COST.line_cycles * self.lines + _COST.product_cycles)
+        step += 2 * _COST.group_cycles * self.groups + self.stage_bytes * self.chunks / 128
+        step += self.outs * (2 * self._carried + _COST.output_cycles * self.span[1])
+        computing = rounds * -(-self.items // blocks) * self.steps * _COST.step_share * step
+        moving = _COST.memory_factor * (1 + self.chunk / _COST.long_chunk) * self.moved_cycles
+        overlap = _COST.overlap
+        return _COST.start_cycles + (computing**overlap + moving**overlap) ** (1 / overlap)
 
     @property
     def macros(self) -> Macros:

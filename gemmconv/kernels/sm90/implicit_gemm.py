@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from gemmconv.kernels.base import Config, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import MAX_GRID_Y, ByFormat, Launch, Params, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
 
-_LAUNCH_SECONDS = 6e-6  # of both kernels; the second begins while the first ends
-_WEIGHT_RATE = 3.2e12  # bytes a second, of laying weights out
+_COST = costs_of("sm90/implicit_gemm")
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
 _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/weights/pack_phases.cu
 _WEIGHT_ELEMENTS = 8  # of a thread
@@ -215,7 +215,7 @@ class ImplicitGemm(Sm90Kernel):
         return f"a tile must fit {SHARED_BYTES} bytes of shared memory, and its tables constant memory; got {window}"
 
     def seconds(self, config: Config, direction: Pass, tile: Plan) -> float:
-        return _LAUNCH_SECONDS + tile.expected_cycles / CLOCK_RATE + 2 * tile.packed_bytes / _WEIGHT_RATE
+        return _COST.launch_seconds + tile.expected_cycles / CLOCK_RATE + 2 * tile.packed_bytes / _COST.weight_rate
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Plan) -> int:
         return tile.packed_bytes

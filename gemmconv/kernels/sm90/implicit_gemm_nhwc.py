@@ -17,6 +17,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Params, TensorMapSpec
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
@@ -24,6 +25,8 @@ from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
+_COST = costs_of("sm90/implicit_gemm_nhwc")
+_ROWS_CYCLES = _COST.table("rows_cycles")
 BLOCK_ROWS = 128  # that two warpgroups multiply at once
 _GROUP_ROWS = 8  # whose lines follow each other where the tensor core reads them itself
 _LINE_BYTES, _PIECE_BYTES = 128, 16
@@ -38,7 +41,6 @@ _BARRIER_BYTES = 16  # of a slot or a stage
 _LEAST_STAGES, _MOST_STAGES, _MOST_SLOTS = 3, 12, 4
 _MOST_STRIPS = 64
 _INT32_MAX = 2**31 - 1
-_MARGIN = 1.05  # of TF32: where much of the time goes to laying weights out, estimates are too low
 
 
 @dataclass(frozen=True)
@@ -179,24 +181,29 @@ class Tile:
         """Roughly the cycles that a call takes, its launches among them.
 
         A step is a tap of some channels. Tensor cores take as long as products do, and shared memory what these read of
-        it, and what comes in their place. Fitted to 1559 measurements of tiles of 45 layers, most of them in two types,
-        on H100s: 10% off as the root mean square of the logarithm. Those that it chooses take 3% longer than the best
-        of those measured (geometric mean).
+        it, and what comes in their place.
         """
         p, taps = self.problem, self.problem.taps / math.prod(self.problem.stride)
         products = 4 * self.row_blocks * self.lines
         shared = products / 2 + 128 * self.row_blocks + self.stage_bytes / 128 + self.positions / taps
-        step = ((0.812 * products) ** 8.3 + (0.62 * shared) ** 8.3) ** (1 / 8.3)
+        overlap = _COST.step_overlap
+        step = (_COST.product_factor * products) ** overlap + (_COST.shared_factor * shared) ** overlap
+        step = step ** (1 / overlap)
         if self.group:
-            step += 53 + 75 * self.row_blocks
+            step += _COST.group_step_cycles + _COST.group_rows_cycles * self.row_blocks
         else:
-            step += 86 + (194 if self.itemsize == 4 else 157) * self.row_blocks
-        stored = self.row_blocks * self.lines * self.itemsize * (4.4 if self.kept else 1.9)
-        computed = -(-self.items // self.multiprocessors) * (62 + stored + self.chunks * taps * step)
-        moved = 0.78e-3 * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
-        copied = 0.2e-3 * self.items * self.chunks * (self.positions * _LINE_BYTES + taps * self.stage_bytes)
-        together = (computed**4.4 + moved**4.4 + copied**4.4) ** (1 / 4.4)
-        return 11_400 + (1_900 + 1.03e-3 * self.packed_bytes if self.packed else 0) + together
+            step += _COST.step_cycles + _ROWS_CYCLES[self.itemsize] * self.row_blocks
+        store = _COST.kept_store_cycles if self.kept else _COST.store_cycles
+        stored = self.row_blocks * self.lines * self.itemsize * store
+        item = _COST.item_cycles + stored + self.chunks * taps * step
+        computed = -(-self.items // self.multiprocessors) * item
+        moved = _COST.moved_byte_cycles * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
+        chunk_bytes = self.positions * _LINE_BYTES + taps * self.stage_bytes
+        copied = _COST.copied_byte_cycles * self.items * self.chunks * chunk_bytes
+        overlap = _COST.overlap
+        together = (computed**overlap + moved**overlap + copied**overlap) ** (1 / overlap)
+        packing = _COST.pack_cycles + _COST.packed_byte_cycles * self.packed_bytes if self.packed else 0
+        return _COST.start_cycles + packing + together
 
     @property
     def input_map(self) -> TensorMapSpec:
@@ -337,7 +344,7 @@ class ImplicitGemmNhwc(Sm90Kernel):
         return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return (_MARGIN if tile.packed else 1) * tile.cycles / FAST_CLOCK_RATE
+        return (_COST.margin if tile.packed else 1) * tile.cycles / FAST_CLOCK_RATE
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
         return tile.packed_bytes

@@ -19,7 +19,7 @@ from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import phase_shifts
 from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
 
-SHARED_BYTES = 227 << 10
+SHARED_BYTES = REFERENCE.shared_bytes
 CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16

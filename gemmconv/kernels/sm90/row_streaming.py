@@ -18,6 +18,7 @@ from gemmconv.kernels.base import (
     Config,
     Pass,
 )
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import ByFormat, Launch, Params, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
@@ -25,7 +26,7 @@ from gemmconv.kernels.sm90.base import Sm90Kernel
 
 LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
 BARRIER_BYTES = 8
-_CLOCK_RATE, _MEMORY_RATE = 1.7e9, 3.9e12  # cycles and bytes a second, of the estimates
+_DEVICE = costs_of("device")
 _PIECE_BYTES = 16  # that lie together in memory
 _CARRIED = 8  # columns of the step before
 _LONGEST_STEP = 8  # of a tensor map: from one element of a box to the next
@@ -213,7 +214,7 @@ class RowGathering(Gathering):
     @property
     def seconds(self) -> float:
         """Roughly the seconds of a call."""
-        return self.cycles / _CLOCK_RATE
+        return self.cycles / _DEVICE.clock
 
     @property
     def moved_cycles(self) -> float:
@@ -224,7 +225,7 @@ class RowGathering(Gathering):
     @staticmethod
     def cycles_of_bytes(count: int) -> float:
         """Of reading or writing so many bytes of memory."""
-        return count / _MEMORY_RATE * _CLOCK_RATE
+        return count / _DEVICE.rows_memory_rate * _DEVICE.clock
 
     @property
     def macros(self) -> Macros:

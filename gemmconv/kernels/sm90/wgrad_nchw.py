@@ -16,6 +16,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
 from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
@@ -31,18 +32,9 @@ _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
 _INT32_MAX = 2**31 - 1
-# Of the estimate, in cycles, fitted to 1000 tiles on an H200. Of a product at least; of a step's row of taps, which is
-# waited for; of a word of grad_output, and of what a tap does with it, by bytes of an element and SPLIT:
-_LEAST_PRODUCT, _CHAIN_CYCLES, _CHAIN_SHARE, _WORD_CYCLES = 15, 80, 0.75, 4.2
-_TAP_CYCLES = {(2, False): 0, (4, False): 2.7, (4, True): 9.4}
-_COMPUTING = 2.25  # the exponent of a sum: how much of these hides behind the others
-_FLUSH_CYCLES = 7  # of sums that leave the tensor cores
-_ROUND_CYCLES = {(2, False): 0, (4, False): 0.4, (4, True): 1.5}  # of 16 bytes
-_LINE_CYCLES, _BYTE_CYCLES, _BOX_CYCLES = 7.3, 0.03, 29  # of boxes: of a line of grad_output, of a byte of all, of each
-_TILE_CYCLES, _WAITED_SHARE, _STORE_CYCLES = 205, 0.37, 28
-# Hz, bytes/s, seconds:
-_CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 4.1e12, 8.2e-6
-_PAD_SECONDS, _PAD_RATE = 6e-6, 1.5e12  # of a copy of the input by torch
+_COST = costs_of("sm90/wgrad_nchw")
+_DEVICE = costs_of("device")
+_TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycles")
 
 
 @dataclass(frozen=True)
@@ -232,19 +224,21 @@ class Tile:
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products and what feeds them, of copies, or of rounding."""
         steps, rows, columns = self.lines * self.pixels * self.itemsize // 32, *self.taps
-        product = max(self.ci_tile / 2, _LEAST_PRODUCT) * (3 if self.split else 1)
+        product = max(self.ci_tile / 2, _COST.least_product_cycles) * (3 if self.split else 1)
         multiplied = steps * self.warpgroups * rows * columns * product
         stride = self.problem.stride[1]
-        loaded = self.words * _conflicts(self.row_pitch // self.word_elements, stride, self.vector) * _WORD_CYCLES
-        laid_out = 4 * steps * self.warpgroups * rows * (loaded + columns * _TAP_CYCLES[self.itemsize, self.split])
-        chained = steps * rows * (_CHAIN_CYCLES + _CHAIN_SHARE * columns * product)
-        computed = sum(part**_COMPUTING for part in (multiplied, laid_out, chained)) ** (1 / _COMPUTING)
-        flushed = rows * columns * _FLUSH_CYCLES if self.split else 0
+        conflicts = _conflicts(self.row_pitch // self.word_elements, stride, self.vector)
+        word = self.words * conflicts * _COST.word_cycles + columns * _TAP_CYCLES[self.itemsize, 1 + self.split]
+        laid_out = 4 * steps * self.warpgroups * rows * word
+        chained = steps * rows * (_COST.chain_cycles + _COST.chain_share * columns * product)
+        overlap = _COST.overlap
+        computed = sum(part**overlap for part in (multiplied, laid_out, chained)) ** (1 / overlap)
+        flushed = rows * columns * _COST.flush_cycles if self.split else 0
         lines = self.lines * self.ci_tile * self.pixels * self.itemsize
-        rounded = lines / 16 * _ROUND_CYCLES[self.itemsize, self.split]
+        rounded = lines / 16 * _ROUND_CYCLES[self.itemsize, 1 + self.split]
         copied = self._copied_cycles
         longest = max(computed + flushed, copied, rounded)
-        return longest + _TILE_CYCLES + copied * _WAITED_SHARE / (self.stages - 1)
+        return longest + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
 
     @property
     def _copied_cycles(self) -> float:
@@ -252,7 +246,7 @@ class Tile:
         inputs, outputs = self.lines * inputs, len(self.slots) * outputs
         copied = (inputs * self.pixels + outputs * self.row_pitch) * self.itemsize
         boxes = self.lines + len(self.slots) * max(1, self.planes)
-        return max(outputs * _LINE_CYCLES, copied * _BYTE_CYCLES) + boxes * _BOX_CYCLES
+        return max(outputs * _COST.line_cycles, copied * _COST.byte_cycles) + boxes * _COST.box_cycles
 
     @property
     def box_channels(self) -> Pair:
@@ -274,14 +268,15 @@ class Tile:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
         slices, problem = self.slices(limit), self.problem
         rounds = -(-self.weight_blocks * slices // self.multiprocessors)
-        stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _STORE_CYCLES
-        computed = rounds * (-(-self.tiles // slices) * self.cycles + stored) / _CLOCK_RATE
+        stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
+        computed = rounds * (-(-self.tiles // slices) * self.cycles + stored) / _DEVICE.clock
         rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
         pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
-        moved = pixels * self.itemsize / _MEMORY_RATE
-        partials = 2 * partial_bytes(problem, self.itemsize, slices) / _PARTIAL_RATE
-        padded = _PAD_SECONDS + 2 * self.padded_bytes / _PAD_RATE if self.padded_bytes else 0
-        return _LAUNCH_SECONDS + padded + (computed**8 + moved**8) ** (1 / 8) + partials
+        moved = pixels * self.itemsize / _DEVICE.weight_grad_memory_rate
+        partials = 2 * partial_bytes(problem, self.itemsize, slices) / _COST.partial_rate
+        padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
+        overlap = _COST.overlap_with_memory
+        return _COST.launch_seconds + padded + (computed**overlap + moved**overlap) ** (1 / overlap) + partials
 
 
 def input_width(problem: Problem, itemsize: int) -> int:

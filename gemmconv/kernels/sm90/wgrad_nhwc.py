@@ -15,6 +15,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
 from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
@@ -33,12 +34,8 @@ _BARRIER_BYTES = 16  # of a stage
 _SUMS, _COLUMNS = {1: 192, 2: 192, 3: 128}, {1: 256, 2: 256, 3: 192}
 _INT32_MAX = 2**31 - 1
 _PIXELS = 32, 256  # of a tile, least and most
-# Of the estimate, fitted to 217 tiles of 30 layers on an H200: 14% from what was measured (root mean square), and tiles
-# of the least estimate took 1.3% longer than the best (geometric mean). Cycles of a line that comes, and of a tile; how
-# much of a stage's copies is waited for; how long products, and lines in shared memory, take of what they take at best.
-_LINE_CYCLES, _TILE_CYCLES, _WAITED_SHARE, _PRODUCT_SHARE, _MOVED_SHARE = 2.3, 40, 0.38, 1.08, 0.8
-# Hz, bytes/s, seconds:
-_CLOCK_RATE, _MEMORY_RATE, _PARTIAL_RATE, _LAUNCH_SECONDS = 1.7e9, 3.77e12, 8e12, 10.7e-6
+_COST = costs_of("sm90/wgrad_nhwc")
+_DEVICE = costs_of("device")
 
 
 @dataclass(frozen=True)
@@ -218,11 +215,11 @@ class Tile:
         """Roughly the cycles of a tile: of products, or of copies."""
         products = self.pixels / _STEP * self.products * self.warpgroups
         lines = self.sides[0] * self.pixels + self.boxes * math.prod(self.box)
-        multiplied = products * self.columns / 2 * _PRODUCT_SHARE
+        multiplied = products * self.columns / 2 * _COST.product_share
         # Both sides of each product are read, and lines written, at 128 bytes a cycle.
-        moved = (products * (_STEP + self.columns / 4) + lines) * _MOVED_SHARE
-        copied = lines * _LINE_CYCLES
-        return max(multiplied, moved, copied) + _TILE_CYCLES + copied * _WAITED_SHARE / (self.stages - 1)
+        moved = (products * (_STEP + self.columns / 4) + lines) * _COST.moved_share
+        copied = lines * _COST.line_cycles
+        return max(multiplied, moved, copied) + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
@@ -234,8 +231,8 @@ class Tile:
 
     def _sliced_seconds(self, slices: int) -> float:
         rounds = -(-self.weight_blocks * slices // self.multiprocessors)
-        computed = rounds * -(-self.tiles // slices) * self.cycles / _CLOCK_RATE
-        return computed + 2 * partial_bytes(self.problem, 2, slices) / _PARTIAL_RATE
+        computed = rounds * -(-self.tiles // slices) * self.cycles / _DEVICE.clock
+        return computed + 2 * partial_bytes(self.problem, 2, slices) / _COST.partial_rate
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums."""
@@ -247,7 +244,7 @@ class Tile:
         if slices == 0:
             return math.inf
         pixels = math.prod(problem.input_shape) + math.prod(problem.output_shape)
-        return _LAUNCH_SECONDS + max(self._sliced_seconds(slices), 2 * pixels / _MEMORY_RATE)
+        return _COST.launch_seconds + max(self._sliced_seconds(slices), 2 * pixels / _DEVICE.weight_grad_memory_rate)
 
 
 def tiles_of(problem: Problem, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:

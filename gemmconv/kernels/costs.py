@@ -1,0 +1,60 @@
+"""The numbers that estimates were fitted with, which ``gemmconv/costs`` holds as data, one file for each device.
+
+A file has a group for each kernel, by its name, and "device" for what several share. A group has a source and its costs
+by name. A cost has a value, its unit, what it is of, and a source of its own where it is not the group's: what it was
+fitted to. "no rows kept" says that nobody wrote that down. A value is a number, or a table of numbers by keys: "4 2" is
+the key (4, 2), "forward" the key "forward".
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+FOLDER = Path(__file__).parents[1] / "costs"
+
+
+class Costs:
+    """The costs of one kernel, each an attribute; tables by :meth:`table`.
+
+    >>> costs_of("device").busy_clock
+    1600000000.0
+    >>> costs_of("device").idle_clock
+    Traceback (most recent call last):
+    AttributeError: 'costs of device' object has no attribute 'idle_clock'
+    """
+
+    if TYPE_CHECKING:  # at run time there are instances' own attributes alone, which Python looks up the fastest
+
+        def __getattr__(self, name: str) -> float: ...
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def table(self, name: str) -> dict[Any, float]:
+        """A cost that is a table. Modules keep it: it is made anew."""
+        return {_key(key): value for key, value in vars(self)[name].items()}
+
+
+def costs_of(kernel: str, device: str = "h200") -> Costs:
+    """The costs of a kernel on a device, by the names of its group and file.
+
+    Raises:
+        KeyError: there are none.
+    """
+    costs = read(device)[kernel]["costs"]
+    named = type(f"costs of {kernel}", (Costs,), {})  # what an error about an unknown attribute says
+    return named({name: entry["value"] for name, entry in costs.items()})
+
+
+@functools.cache
+def read(device: str) -> dict[str, Any]:
+    """The groups of a device's file."""
+    return json.loads((FOLDER / f"{device}.json").read_text())
+
+
+def _key(text: str) -> Any:
+    parts = tuple(int(part) if part.isdecimal() else part for part in text.split())
+    return parts if len(parts) > 1 else parts[0]
