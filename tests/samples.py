@@ -35,15 +35,40 @@ class Sample:
         return Sample(input, weight, bias, self.grad_output)
 
 
-@dataclass(frozen=True)
 class Expected:
-    """The float64 results for one Sample."""
+    """The float64 results for one Sample, each computed when it is first asked for; they are not to be changed."""
 
-    output: np.ndarray
-    output_without_bias: np.ndarray
-    input_grad: np.ndarray
-    weight_grad: np.ndarray
-    bias_grad: np.ndarray
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self._case = case
+        self._x, self._w, self._b, self._grad_output = map(reference.to_array, arrays(case, dtype))
+
+    @functools.cached_property
+    def output(self) -> np.ndarray:
+        return fixed(self.output_without_bias + self._b[:, None, None])
+
+    @functools.cached_property
+    def output_without_bias(self) -> np.ndarray:
+        return fixed(reference.forward(self._x, self._w, None, **self._case.parameters))
+
+    @functools.cached_property
+    def input_grad(self) -> np.ndarray:
+        case = self._case
+        return fixed(reference.input_grad(self._grad_output, self._w, case.input_size, **case.grad_parameters))
+
+    @functools.cached_property
+    def weight_grad(self) -> np.ndarray:
+        case = self._case
+        return fixed(reference.weight_grad(self._grad_output, self._x, case.kernel_size, **case.grad_parameters))
+
+    @functools.cached_property
+    def bias_grad(self) -> np.ndarray:
+        return fixed(reference.bias_grad(self._grad_output))
+
+
+def fixed(array: np.ndarray) -> np.ndarray:
+    """Return the array, which cannot be written to any more: all tests share it."""
+    array.flags.writeable = False
+    return array
 
 
 @functools.cache
@@ -80,18 +105,7 @@ def problem_of(case: Case) -> gemmconv.Problem:
 @functools.cache
 def expected(case: Case, dtype: torch.dtype) -> Expected:
     """Return the reference results for `sample(case, dtype, ...)`: rounded inputs, exact arithmetic."""
-    x, w, b, grad_output = (reference.to_array(tensor) for tensor in arrays(case, dtype))
-    without_bias = reference.forward(x, w, None, **case.parameters)
-    result = Expected(
-        output=without_bias + b[:, None, None],
-        output_without_bias=without_bias,
-        input_grad=reference.input_grad(grad_output, w, case.input_size, **case.grad_parameters),
-        weight_grad=reference.weight_grad(grad_output, x, case.kernel_size, **case.grad_parameters),
-        bias_grad=reference.bias_grad(grad_output),
-    )
-    for array in vars(result).values():
-        array.flags.writeable = False  # shared by all tests
-    return result
+    return Expected(case, dtype)
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:

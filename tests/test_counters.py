@@ -1,5 +1,6 @@
 """torch.utils.flop_counter counts gemmconv's operators as it counts torch's own, whenever its mode was made."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -38,11 +39,39 @@ COUNT = """
         return gemmconv.ConvTranspose2d(*arguments, algorithm=ALGORITHM)
     print(count(ours, mode) == torchs > 0)
 """
+# Runs each script of a list in a process of its own, which has imported torch alone.
+FORKS = """
+import json, os, sys
+import torch
+assert not {"gemmconv", "torch.utils.flop_counter"} & sys.modules.keys()
+for script in json.load(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        exec(script, {})
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        print("failed", flush=True)
+"""
+PAIRS = [(way, algorithm) for way in WAYS for algorithm in ("gemm_col2im", "auto")]
 
 
-@pytest.mark.parametrize("algorithm", ["gemm_col2im", "auto"])
-@pytest.mark.parametrize("way", WAYS)
-def test_flop_counter_counts_what_it_counts_for_torch(way, algorithm):
-    script = textwrap.dedent(WAYS[way]) + textwrap.dedent(COUNT).replace("ALGORITHM", repr(algorithm))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True"], done.stderr
+@pytest.fixture(scope="module")
+def outputs():
+    """What the script of each pair prints, and what all of them say on stderr."""
+    scripts = [
+        textwrap.dedent(WAYS[way]) + textwrap.dedent(COUNT).replace("ALGORITHM", repr(algorithm))
+        for way, algorithm in PAIRS
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], input=json.dumps(scripts), capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.split()
+    assert len(lines) == len(PAIRS), done.stderr
+    return dict(zip(PAIRS, lines, strict=True)), done.stderr
+
+
+@pytest.mark.parametrize(("way", "algorithm"), PAIRS)
+def test_flop_counter_counts_what_it_counts_for_torch(way, algorithm, outputs):
+    printed, errors = outputs
+    assert printed[way, algorithm] == "True", errors

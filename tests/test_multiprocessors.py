@@ -27,7 +27,7 @@ from gemmconv.kernels.splits import reduce_wgrad_splits
 from gemmconv.selection import choose
 from tests.samples import config_of, tile_for
 
-SMALLER = [KNOWN["NVIDIA H100 PCIe"], KNOWN["NVIDIA H20"]]
+SMALLER = [pytest.param(KNOWN["NVIDIA H100 PCIe"], marks=pytest.mark.slow), KNOWN["NVIDIA H20"]]
 NCHW, LAST = torch.contiguous_format, torch.channels_last
 KINDS = [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")]
 WORKLOADS = SUITES["public"] + SUITES["models"]

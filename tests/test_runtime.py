@@ -1,6 +1,5 @@
 """Compiling every kernel for every architecture without a GPU, compile errors, and the cache on disk."""
 
-import hashlib
 import math
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ import gemmconv
 from benchmarks.workloads import SUITES
 from gemmconv.geometry import Problem
 from tests.cases import TILED_CASES
+from tests.compiling import compile_into
 from tests.gates.modes import branches
 from tests.samples import problem_of
 
@@ -721,21 +721,11 @@ def test_cache_that_stops_being_writable_warns_once_and_compiling_works(tmp_path
     assert len([warning for warning in caught if "cache" in str(warning.message)]) == 1
 
 
-def compile_into(folder, start, results):
-    """Run in another process: wait for the others, compile two kernels into one cache, report their digests."""
-    start.wait(timeout=60)
-    cache = KernelCache(folder)
-    im2col = ("columns/im2col.cu", col2im.im2col_macros(PROBLEMS["decoder"], torch.float32))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cubins = [compiler.compile(*kernel, "sm_90a", cache=cache).cubin for kernel in (SMALL, im2col)]
-    results.put([hashlib.sha256(cubin).hexdigest() for cubin in cubins])
-
-
 def test_cache_may_be_filled_by_several_processes_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(4), context.Queue()
-    arguments = (tmp_path / "kernels", start, results)
+    im2col = ("columns/im2col.cu", col2im.im2col_macros(PROBLEMS["decoder"], torch.float32))
+    arguments = (tmp_path / "kernels", (SMALL, im2col), start, results)
     processes = [context.Process(target=compile_into, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()

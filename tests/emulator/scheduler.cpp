@@ -119,8 +119,7 @@ struct fiber_t {
     unsigned groups;           // of wgmmas, committed
     bool fenced;               // whether wgmma_fence was called since the last wait
     size_t steps;              // that it has done with its warpgroup
-    state_t state;
-    unsigned turns;            // for which it stays where it is, though it could go on
+    unsigned products_of_words; // begun
     unsigned mask;             // of the warp barrier it waits at
     size_t barrier;            // the mbarrier it waits at
     unsigned parity;
@@ -137,6 +136,8 @@ struct shared_array_t {
 };
 
 fiber_t fibers[kMostThreads];
+unsigned char states[kMostThreads];  // of the fibers, state_t; not in them, since they are looked through again and again
+unsigned char turns[kMostThreads];   // for which a fiber stays where it is, though it could go on
 unsigned thread_count;
 size_t dynamic_bytes;  // of shared memory
 uint32_t random_state;
@@ -166,6 +167,7 @@ uint32_t draw() {
 uint32_t below(uint32_t count) { return static_cast<uint32_t>(1ull * draw() * count >> 24); }
 
 fiber_t& current() { return *reinterpret_cast<fiber_t*>(emulator_now.thread); }
+unsigned char& state_of(const fiber_t& fiber) { return states[&fiber - fibers]; }
 
 void leave() {
     if (_setjmp(current().resume) == 0) _longjmp(scheduler, 1);
@@ -183,20 +185,20 @@ void fiber_main() {
     for (;;) {
         kernel_call(kernel_params);
         if (!current().products.empty()) fail("a wgmma that was never waited for");
-        current().state = DONE;
+        state_of(current()) = DONE;
         leave();
     }
 }
 
 /* Lets others go first. */
 void fall_behind() {
-    current().turns = below(kTurns);
+    turns[&current() - fibers] = below(kTurns);
     leave();
 }
 
 void prepare(fiber_t& fiber) {
     if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
-    if (fiber.state != DONE) {  // it is new, or was left where a launch was ended
+    if (state_of(fiber) != DONE) {  // it is new, or was left where a launch was ended
         getcontext(&fiber.start);
         fiber.start.uc_stack.ss_sp = fiber.stack.get();
         fiber.start.uc_stack.ss_size = kStackBytes;
@@ -204,14 +206,15 @@ void prepare(fiber_t& fiber) {
         makecontext(&fiber.start, fiber_main, 0);
         fiber.started = false;
     }
-    fiber.state = READY;
-    fiber.turns = 0;
+    state_of(fiber) = READY;
+    turns[&fiber - fibers] = 0;
     fiber.copies.clear();
     fiber.copy_groups = 0;
     fiber.products.clear();
     fiber.groups = 0;
     fiber.fenced = false;
     fiber.steps = 0;
+    fiber.products_of_words = 0;
 }
 
 /* Runs a fiber until it leaves. */
@@ -223,18 +226,20 @@ __attribute__((noinline)) void run(fiber_t& fiber) {
 }
 
 /* Lets those threads of a warp go on whose whole mask waits at the barrier. Returns whether there were any. */
-bool release_warp(fiber_t* warp, unsigned lanes) {
+bool release_warp(unsigned first, unsigned lanes) {
+    const fiber_t* const warp = fibers + first;
+    unsigned char* const state = states + first;
     bool released = false;
     for (unsigned lane = 0; lane < lanes; ++lane) {
-        if (warp[lane].state != AT_WARP_BARRIER) continue;
+        if (state[lane] != AT_WARP_BARRIER) continue;
         const unsigned mask = warp[lane].mask;
         bool all = true;
-        for (unsigned other = 0; other < lanes; ++other)
-            if (mask >> other & 1) all = all && warp[other].state == AT_WARP_BARRIER && warp[other].mask == mask;
+        for (unsigned other = 0; all && other < lanes; ++other)
+            if (mask >> other & 1) all = state[other] == AT_WARP_BARRIER && warp[other].mask == mask;
         if (!all) continue;
         released = true;
         for (unsigned other = 0; other < lanes; ++other)
-            if (mask >> other & 1) warp[other].state = READY;
+            if (mask >> other & 1) state[other] = READY;
     }
     return released;
 }
@@ -244,7 +249,7 @@ bool release_named() {
     int waiting[kNamedBarriers], expected[kNamedBarriers] = {};
     memcpy(waiting, passed, sizeof(passed));
     for (unsigned i = 0; i < thread_count; ++i) {
-        if (fibers[i].state != AT_NAMED_BARRIER) continue;
+        if (states[i] != AT_NAMED_BARRIER) continue;
         ++waiting[fibers[i].named_barrier];
         expected[fibers[i].named_barrier] = fibers[i].expected;
     }
@@ -254,16 +259,16 @@ bool release_named() {
         passed[number] = 0;
         released = true;
         for (unsigned i = 0; i < thread_count; ++i)
-            if (fibers[i].state == AT_NAMED_BARRIER && fibers[i].named_barrier == number) fibers[i].state = READY;
+            if (states[i] == AT_NAMED_BARRIER && fibers[i].named_barrier == number) states[i] = READY;
     }
     return released;
 }
 
 /* Lets a warpgroup go on after its wgmmas. Returns whether it does. */
-bool release_warpgroup(fiber_t* warpgroup) {
-    for (unsigned i = 0; i < kWarpgroup; ++i)
-        if (warpgroup[i].state != AT_WGMMA_WAIT) return false;
-    for (unsigned i = 0; i < kWarpgroup; ++i) warpgroup[i].state = READY;
+bool release_warpgroup(unsigned first) {
+    for (unsigned i = first; i < first + kWarpgroup; ++i)
+        if (states[i] != AT_WGMMA_WAIT) return false;
+    memset(states + first, READY, kWarpgroup);
     return true;
 }
 
@@ -308,22 +313,21 @@ bool do_some_copy() {
 bool release() {
     unsigned count[DONE + 1] = {};
     for (unsigned i = 0; i < thread_count; ++i) {
-        fiber_t& fiber = fibers[i];
-        if (fiber.state == AT_MBARRIER && barriers[fiber.barrier].is_over(fiber.parity)) fiber.state = READY;
-        ++count[fiber.state];
+        if (states[i] == AT_MBARRIER && barriers[fibers[i].barrier].is_over(fibers[i].parity)) states[i] = READY;
+        ++count[states[i]];
     }
     bool ready = count[READY] > 0;
     if (count[AT_WARP_BARRIER] > 0)
         for (unsigned first = 0; first < thread_count; first += 32)
-            ready |= release_warp(fibers + first, thread_count - first < 32 ? thread_count - first : 32);
+            ready |= release_warp(first, thread_count - first < 32 ? thread_count - first : 32);
     if (count[AT_WGMMA_WAIT] > 0)
         for (unsigned first = 0; first + kWarpgroup <= thread_count; first += kWarpgroup)
-            ready |= release_warpgroup(fibers + first);
+            ready |= release_warpgroup(first);
     if (count[AT_NAMED_BARRIER] > 0) ready |= release_named();
     if (ready) return true;
     if (count[AT_BLOCK_BARRIER] > 0 && count[AT_BLOCK_BARRIER] + count[DONE] == thread_count) {
         for (unsigned i = 0; i < thread_count; ++i)
-            if (fibers[i].state == AT_BLOCK_BARRIER) fibers[i].state = READY;
+            if (states[i] == AT_BLOCK_BARRIER) states[i] = READY;
         return true;
     }
     return count[AT_MBARRIER] > 0 && do_some_copy();
@@ -332,7 +336,7 @@ bool release() {
 /* After all that can run has run. */
 void check_end() {
     unsigned count[DONE + 1] = {};
-    for (unsigned i = 0; i < thread_count; ++i) ++count[fibers[i].state];
+    for (unsigned i = 0; i < thread_count; ++i) ++count[states[i]];
     if (count[DONE] < thread_count)
         snprintf(message, sizeof(message),
                  "deadlock: %u threads at a block barrier, %u at one with a number, %u at a warp barrier, %u at "
@@ -359,21 +363,18 @@ void run_block() {
     boxes.clear();
     for (std::vector<step_t>& of_warpgroup : steps) of_warpgroup.clear();
     memset(emulator_dynamic_shared, kUnwritten, dynamic_bytes + kGuardBytes);
-    static unsigned order[kMostThreads];
-    for (unsigned i = 0; i < thread_count; ++i) {
-        order[i] = i;
-        prepare(fibers[i]);
-    }
+    for (unsigned i = 0; i < thread_count; ++i) prepare(fibers[i]);
+    static unsigned short ready[kMostThreads];
     do {
-        for (unsigned i = thread_count - 1; i > 0; --i) std::swap(order[i], order[below(i + 1)]);
+        unsigned count = 0;
         for (unsigned i = 0; i < thread_count; ++i) {
-            fiber_t& fiber = fibers[order[i]];
-            if (fiber.state != READY) continue;
-            if (fiber.turns > 0) {
-                --fiber.turns;
-                continue;
-            }
-            run(fiber);
+            if (states[i] != READY) continue;
+            if (turns[i] > 0) --turns[i];
+            else ready[count++] = i;
+        }
+        for (unsigned i = 0; i < count; ++i) {
+            std::swap(ready[i], ready[i + below(count - i)]);
+            run(fibers[ready[i]]);
             if (message[0]) return;
         }
     } while (release());
@@ -452,17 +453,23 @@ size_t swizzled(size_t address, size_t line_bytes) {
     return address ^ (address / 128 % (line_bytes == 128 ? 8 : 4)) * 16;
 }
 
-/* A column of a swizzled B, or a row of such an A, as one that is not. */
-struct swizzled_row_t {
-    unsigned char bytes[32];
+/* Two columns of a swizzled B, or two rows of such an A, as ones that are not; the first has an even number. */
+struct swizzled_rows_t {
+    uint16_t values[2][16];
 
-    swizzled_row_t(unsigned long long matrix, int column) {
-        for (int k = 0; k < 16; ++k) {
-            const size_t line = address_of(matrix) + column / 64 * leading_of(matrix) + k / 8 * stride_of(matrix) + k % 8 * 128;
-            const size_t piece = column % 64 / 8 ^ line / 128 % 8;
-            memcpy(bytes + 2 * k, emulator_dynamic_shared + line + piece * 16 + column % 8 * 2, 2);
+    swizzled_rows_t(unsigned long long matrix, unsigned column) {
+        const size_t first = address_of(matrix) + column / 64 * leading_of(matrix), begin = column % 8 * 2;
+        for (unsigned half = 0; half < 2; ++half) {
+            const size_t lines = first + half * stride_of(matrix);
+            for (unsigned k = 0; k < 8; ++k) {
+                const size_t line = lines + k * 128, piece = column % 64 / 8 ^ line / 128 % 8;
+                uint16_t both[2];
+                memcpy(both, emulator_dynamic_shared + line + piece * 16 + begin, sizeof(both));
+                for (int i = 0; i < 2; ++i) values[i][half * 8 + k] = both[i];
+            }
         }
     }
+    const unsigned char* row(int i) const { return reinterpret_cast<const unsigned char*>(values[i]); }
 };
 
 /* A row of a matrix; of B, a column. */
@@ -472,7 +479,6 @@ template <int TYPE> struct row_t {
     row_t(unsigned long long matrix, int row)
         : first(place_of(matrix, row, 0)), second(place_of(matrix, row, 1)) {}
     row_t(const unsigned char* place, size_t leading) : first(place), second(place + leading) {}
-    row_t(const swizzled_row_t& row) : row_t(row.bytes, 16) {}
     static const unsigned char* place_of(unsigned long long matrix, int row, int piece) {
         const size_t group = address_of(matrix) + row / 8 * stride_of(matrix), line_bytes = line_bytes_of(matrix);
         if (line_bytes > 0) return emulator_dynamic_shared + swizzled(group + row % 8 * line_bytes + piece * 16, line_bytes);
@@ -488,7 +494,7 @@ template <int TYPE> struct row_t {
 
 /* Row g or g + 8 of A of a thread's warp; `half` says which. */
 template <int TYPE> row_t<TYPE> row_of(const product_t& product, int row, int half) {
-    if (product.turned) return swizzled_row_t(product.a, row);
+    if (product.turned) return {swizzled_rows_t(product.a, row / 2 * 2).row(row % 2), 16};
     if (!product.of_words) return {product.a, row};
     unsigned words[8];
     for (int i = 0; i < 8; ++i) words[i] = product.words[i % 4 * 4 + i / 4 * 2 + half];
@@ -499,13 +505,17 @@ template <int TYPE> void multiply(const product_t& product, int thread) {
     const int row = thread / 32 % 4 * 16 + thread % 32 / 4;
     const row_t<TYPE> rows[2] = {row_of<TYPE>(product, row, 0), row_of<TYPE>(product, row + 8, 1)};
     float* d = product.d;
-    for (int column = thread % 4 * 2; column < product.columns; column += 8, d += 4)
-        for (int e = 0; e < 2; ++e) {
-            const row_t<TYPE> other = product.swizzled ? row_t<TYPE>(swizzled_row_t(product.b, column + e))
-                                                       : row_t<TYPE>(product.b, column + e);
-            for (int h = 0; h < 2; ++h)
-                d[2 * h + e] = (product.accumulate ? d[2 * h + e] : 0) + rows[h].times(other);
+    const auto add = [&](int e, const row_t<TYPE>& other) {
+        for (int h = 0; h < 2; ++h) d[2 * h + e] = (product.accumulate ? d[2 * h + e] : 0) + rows[h].times(other);
+    };
+    for (int column = thread % 4 * 2; column < product.columns; column += 8, d += 4) {
+        if (product.swizzled) {
+            const swizzled_rows_t others(product.b, column);
+            for (int e = 0; e < 2; ++e) add(e, {others.row(e), 16});
+        } else {
+            for (int e = 0; e < 2; ++e) add(e, {product.b, column + e});
         }
+    }
 }
 
 void product_t::run(int thread) const {
@@ -560,7 +570,7 @@ extern "C" {
 alignas(1024) unsigned char emulator_dynamic_shared[kDynamicBytes + kGuardBytes];
 
 void emulator_block_barrier() {
-    current().state = AT_BLOCK_BARRIER;
+    state_of(current()) = AT_BLOCK_BARRIER;
     leave();
 }
 
@@ -568,7 +578,7 @@ void emulator_warp_barrier(unsigned mask) {
     fiber_t& fiber = current();
     const int lane = fiber.thread.lane;
     if (!(mask >> lane & 1)) fail("lane %d is not in the mask %08x of its warp barrier", lane, mask);
-    fiber.state = AT_WARP_BARRIER;
+    state_of(fiber) = AT_WARP_BARRIER;
     fiber.mask = mask;
     leave();
 }
@@ -621,7 +631,7 @@ void emulator_barrier(int number, int threads) {
     if (number < 1 || number >= kNamedBarriers || threads % 32 != 0 || threads < 32)
         fail("barrier %d of %d threads", number, threads);
     fiber_t& fiber = current();
-    fiber.state = AT_NAMED_BARRIER;
+    state_of(fiber) = AT_NAMED_BARRIER;
     fiber.named_barrier = number;
     fiber.expected = threads;
     leave();
@@ -669,7 +679,7 @@ void emulator_barrier_wait(void* place, int parity) {
     if (parity != 0 && parity != 1) fail("an mbarrier waited for with parity %d", parity);
     if (barriers[barrier].is_over(parity)) return;
     fiber_t& fiber = current();
-    fiber.state = AT_MBARRIER;
+    state_of(fiber) = AT_MBARRIER;
     fiber.barrier = barrier;
     fiber.parity = parity;
     leave();
@@ -701,21 +711,25 @@ void emulator_copy_box(void* target, const void* map, int i, int j, int k, int l
     if (i * static_cast<long long>(item) % 16 != 0) fail("a box that begins between pieces of 16 bytes");
     boxes.emplace_back(lines * line_bytes);
     const long long first[4] = {i, j, k, l}, steps[4] = {1, static_cast<long long>(words[14]), static_cast<long long>(words[15]), 1};
-    for (size_t line = 0; line < lines; ++line)
-        for (size_t e = 0; e < box[0]; ++e) {
-            const size_t offsets[4] = {e, line % box[1], line / box[1] % box[2], line / (box[1] * box[2])};
-            bool inside = true;
-            const unsigned char* element = base + (i + static_cast<long long>(e)) * item;
-            for (int axis = 0; axis < 4; ++axis) {
-                const long long at = first[axis] + steps[axis] * static_cast<long long>(offsets[axis]);
-                inside &= at >= 0 && at < static_cast<long long>(sizes[axis]);
-                if (axis > 0) element += at * strides[axis - 1];
-            }
-            const size_t place = offset + line * line_bytes + e * item;
-            unsigned char* to = boxes.back().data() + ((words[13] != 0 ? swizzled(place, line_bytes) : place) - offset);
-            if (inside) memcpy(to, element, item);
-            else memset(to, 0, item);
+    for (size_t line = 0; line < lines; ++line) {
+        const size_t offsets[4] = {0, line % box[1], line / box[1] % box[2], line / (box[1] * box[2])};
+        bool inside = true;
+        const unsigned char* begin = base;  // of the line, in the tensor
+        for (int axis = 1; axis < 4; ++axis) {
+            const long long at = first[axis] + steps[axis] * static_cast<long long>(offsets[axis]);
+            inside &= at >= 0 && at < static_cast<long long>(sizes[axis]);
+            begin += at * strides[axis - 1];
         }
+        const long long end = inside ? sizes[0] * item : 0;
+        for (size_t piece = 0; piece < line_bytes; piece += 16) {  // begins inside and ends outside, if it is cut at all
+            const long long at = i * static_cast<long long>(item) + static_cast<long long>(piece);
+            const size_t place = offset + line * line_bytes + piece;
+            unsigned char* to = boxes.back().data() + ((words[13] != 0 ? swizzled(place, line_bytes) : place) - offset);
+            const long long bytes = at < 0 || at >= end ? 0 : end - at < 16 ? end - at : 16;
+            memset(to, 0, 16);
+            memcpy(to, begin + at, bytes);
+        }
+    }
     emulator_bulk_copy(target, boxes.back().data(), lines * line_bytes, place);
 }
 
@@ -744,13 +758,13 @@ void emulator_wgmma_rows(
     do_alike({static_cast<unsigned>(type), static_cast<unsigned>(columns), ~0ull, b, accumulate != 0});
     if (swizzled) check_swizzled_matrix(b, columns);
     else check_matrix(b, columns);
-    unsigned long long* const slots = fiber.thread.exchange;
-    slots[fiber.thread.lane] = reinterpret_cast<unsigned long long>(a);
+    // By turns in two places: who comes to the next barrier but one has all threads of the warp behind this one.
+    static unsigned words_of[2][kMostThreads][4];
+    auto& own = words_of[fiber.products_of_words++ % 2];
+    memcpy(own[&fiber - fibers], a, sizeof(own[0]));
     emulator_warp_barrier(0xffffffffu);
     std::array<unsigned, 16> words;  // [lane of the quad][word]
-    for (int i = 0; i < 16; ++i)
-        words[i] = reinterpret_cast<const unsigned*>(slots[fiber.thread.lane / 4 * 4 + i / 4])[i % 4];
-    emulator_warp_barrier(0xffffffffu);
+    memcpy(words.data(), own[(&fiber - fibers) / 4 * 4], sizeof(words));
     begin({type, columns, swizzled, d, 0, b, accumulate != 0, fiber.groups, false, true, words});
 }
 
@@ -782,7 +796,7 @@ void emulator_wgmma_wait(int pending) {
         if (!fiber.products[count].done) fiber.products[count].run(fiber.thread.index.x);
     fiber.products.erase(fiber.products.begin(), fiber.products.begin() + count);
     fiber.fenced = false;
-    fiber.state = AT_WGMMA_WAIT;
+    state_of(fiber) = AT_WGMMA_WAIT;
     leave();
 }
 
@@ -856,7 +870,7 @@ __attribute__((visibility("default"))) const char* emulator_launch(
     for (index.z = 0; index.z < grid->z; ++index.z)
         for (index.y = 0; index.y < grid->y; ++index.y)
             for (index.x = 0; index.x < grid->x; ++index.x) {
-                random_state = ++turn * 2654435769u;
+                random_state = ++turn * 1597334677u;
                 waited = false;
                 run_block();
                 if (!message[0] && overlaps && !waited)
