@@ -20,6 +20,7 @@ from gemmconv.validation import choice, made_problem, place
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
+_FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
 # On GPUs other than Hopper: of torch's estimate, which may be 1.4 times the least that it was seen to take, while ours
 # are 1.3 times too low for some layers; and what the host may take longer for a call of ours.
@@ -118,9 +119,9 @@ def _estimates(
     config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
 ) -> list[tuple[float, Algorithm]]:
     """Algorithms with the seconds they are estimated at, least first; infinite where they cannot serve it."""
-    able = {a.name: a.why_not(config) is None for a in among}
-    estimates = [(a.estimate(config, direction) if able[a.name] else math.inf, a) for a in among]
-    return sorted(estimates, key=lambda item: item[0])
+    able = [a.why_not(config) is None and a.why_not(config, direction) is None for a in among]
+    estimates = [(a.estimate(config, direction) if able[i] else math.inf, not able[i], a) for i, a in enumerate(among)]
+    return [(seconds, a) for seconds, _, a in sorted(estimates, key=lambda item: item[:2])]
 
 
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
@@ -134,19 +135,14 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
     for algorithm, _ in preference(config, direction):
         if requested in ("auto", algorithm.name):
             reason = algorithm.why_not(config)
-            if reason is None:
-                if requested != "auto" and algorithm.why_not(config, direction) is not None:
-                    return _for_the_rest(config, direction)
+            if reason is None and algorithm.why_not(config, direction) is None:
                 return algorithm
+            if reason is None and requested != "auto":
+                return choose(config, _FOR_OTHER_GRADIENTS, where, direction)
             if requested != "auto":
                 raise NotImplementedError(f'{where}: {algorithm.name}: {reason}; or use algorithm="auto"')
     reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
     raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
-
-
-def _for_the_rest(config: Config, direction: Direction) -> Algorithm:
-    """What computes a gradient that no kernel of a named algorithm takes: gemm_col2im."""
-    return next(algorithm for algorithm in ALGORITHMS if algorithm.name == "gemm_col2im")
 
 
 class Gradients(NamedTuple):

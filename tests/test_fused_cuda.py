@@ -38,7 +38,6 @@ from tests.samples import (
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.algorithms import fused
 from gemmconv.kernels.sm90 import (
     gemm_depth_to_space,
     gemm_fold,
@@ -51,6 +50,7 @@ from gemmconv.kernels.sm90 import (
     wgrad_nchw,
     wgrad_nhwc,
 )
+from gemmconv.selection import choose
 
 HOPPER = (9, 0)
 pytestmark = [
@@ -129,7 +129,7 @@ DIRECTIONS = ("forward", "input_grad")
 def kind_of(plan):
     """Return what makes plans take other paths of the kernel."""
     if plan.way != "lines":
-        return plan.way, plan.lined, plan.down, plan.landing_box and min(plan.box_size[0], 2)
+        return plan.way, plan.lined, plan.landing_box and min(plan.box_size[0], 2)
     images, rows, _ = plan.line_box
     box = "flat" if plan.flat else (images > 1, rows > 1, plan.whole_images)
     return plan.way, plan.units, max(plan.unit) > 1, plan.strips > 1, box, plan.pitch % 2
@@ -538,7 +538,7 @@ def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, num
         ("weight_grad", input, exact.weight_grad),
         ("input_grad", weight, exact.input_grad),
     ):
-        call = getattr(fused.Fused(), direction)(config)
+        call = getattr(choose(config, "fused", "test", direction), direction)(config)
         poison("cuda")
         reference.assert_close(call(grad_output, other), wanted, config.dtype, config.precision)
 

@@ -21,6 +21,7 @@ from gemmconv.kernels.base import (
     Kernel,
     Pass,
     choices,
+    missing,
 )
 from gemmconv.kernels.layout.transpose import grad_turning_seconds
 
@@ -42,11 +43,11 @@ class Algorithm(ABC):
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """The kernel of the least estimate and its tile, None where none computes the pass."""
-        return _fastest(self.kernels, config, direction)
+        return _fastest(self.kernels, config, direction, missing(config.device))
 
     def choice_of(self, kernel: Kernel, config: Config, direction: Pass) -> Choice | None:
         """The same of one of its kernels."""
-        return _fastest((kernel,), config, direction)
+        return _fastest((kernel,), config, direction, missing(config.device))
 
     def why_not(self, config: Config, direction: Direction = "forward") -> str | None:
         """Why it cannot serve a pass, as a clause after its name; None where it can."""
@@ -162,5 +163,6 @@ def _of_both(config: Config, weight_config: Config) -> Config:
 
 
 @lru_cache(maxsize=4096)
-def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass) -> Choice | None:
+def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
+    """The choice of least estimate; ``lacks``, what :func:`missing` says, is what else it depends on."""
     return min(choices(config, direction, kernels), key=lambda choice: choice.seconds, default=None)
