@@ -17,14 +17,14 @@ from benchmarks.workloads import Workload
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Precision
+from gemmconv.kernels.base import Direction, Precision
 from gemmconv.kernels.layout.transpose import prepare_turned
 from gemmconv.selection import choose_gradients
 
 T = TypeVar("T")
 Result = TypeVar("Result")
 # Geometry, precision, layout, passes, the GPU, its architecture.
-Job = tuple[Problem, str, str, tuple[str, ...], DeviceSpec, str]
+Job = tuple[Problem, str, str, tuple[Direction, ...], DeviceSpec, str]
 
 
 def compile_ahead(
@@ -75,7 +75,7 @@ def _compile(job: Job) -> None:
     config = Config(problem, PRECISIONS[precision], where, rounding, memory_format=memory_format, spec=spec)
     for algorithm in ALGORITHMS:
         if algorithm.why_not(config) is None:
-            for one in passes:
+            for one in (one for one in passes if algorithm.why_not(config, one) is None):
                 getattr(algorithm, one)(config)
             if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
                 algorithm.grads(config, config)

@@ -289,7 +289,8 @@ def test_both_gradients_at_once_of_more_than_two_to_the_31_elements(groups, memo
     need_memory(8 * elements + 8 * GIB)
     config = Config(problem_of(case), torch.bfloat16, torch.device("cuda"), "ieee", memory_format=memory_format)
     assert choose_gradients(config, config, "direct", "here").at_once
-    assert (direct._grads_tile(config) is None) == (groups == 64)
+    both = direct.Direct().choice(replace(config, weight_format=memory_format), "grads")
+    assert (both.kernel.name == "direct/weight_grad") == (groups == 64)
     crossing = 2**31 // math.prod(case.output_shape[1:])
     images = [0, crossing - 1, crossing, crossing + 1, case.batch - 1]
     torch.manual_seed(3)
