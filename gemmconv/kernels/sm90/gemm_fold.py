@@ -28,6 +28,7 @@ from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
 _COST = costs_of("sm90/gemm_fold")
+_FOLDED_CELLS = 1000  # of lines, that the cost of folding is of
 _LINE_BYTES = 128  # of channels that a stage has, and of values that lie in one piece in shared memory
 _BLOCK_LINES, _WARP_LINES = 64, 16
 _BLOCK_BYTES = _BLOCK_LINES * _LINE_BYTES  # of a stage: of lines, and of positions
@@ -181,13 +182,13 @@ class Tile:
             turn = _COST.long_turn_cycles if self.piece == 8 else _COST.short_turn_cycles
             chunk = _COST.turned_product_factor * lines * self.columns / 32 + turns * turn + _COST.turned_chunk_cycles
             fold = _COST.turned_fold_cycles + _COST.turned_fold_warpgroup_cycles / math.sqrt(self.warpgroups)
-            folded, start = lines * self.cells * fold, _COST.turned_start_cycles
+            folded, start = lines * self.cells / _FOLDED_CELLS * fold, _COST.turned_start_cycles
         else:
             turns = -(-self.positions // _LOADERS)
             products = _COST.product_factor * lines * self.columns / 32
             parts, overlap = (products, turns * _COST.turn_cycles, _COST.line_cycles * lines), _COST.overlap
             chunk = sum(part**overlap for part in parts) ** (1 / overlap) + _COST.chunk_cycles
-            folded = lines * self.cells * _COST.fold_cycles + _COST.item_cycles
+            folded = lines * self.cells / _FOLDED_CELLS * _COST.fold_cycles + _COST.item_cycles
             start = _COST.start_cycles
         return start + -(-self.items // self.multiprocessors) * (self.chunks * chunk + folded)
 
