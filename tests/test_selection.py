@@ -301,3 +301,21 @@ def test_deterministic_puts_the_setting_back_after_the_last_thread(before):
     finally:
         leave.set()
         torch.backends.cudnn.deterministic = setting
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stride": (1, 33)}, "stride must be at most 32 on both axes, got (1, 33)"),
+        ({"kernel_size": (1, 65)}, "kernel width must be at most 64, got 65"),
+        (
+            {"kernel_size": (60, 60), "dilation": (9, 9)},
+            "the inputs of one cell must fit 49152 bytes of shared memory, got kernel_size=(60, 60), dilation=(9, 9)",
+        ),
+    ],
+)
+def test_direct_names_the_rule_and_the_value(changes, reason):
+    problem = replace(Problem(1, 4, 4, 1, (64, 64), (3, 3)), **changes)
+    config = config_of(problem, torch.float64, "ieee")
+    for direction in ("forward", "input_grad", "weight_grad"):
+        assert Direct().why_not(config, direction) == reason

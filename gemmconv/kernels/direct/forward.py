@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -405,10 +406,11 @@ class DirectKernel(Kernel):
 
     serves = "layers of which a block's windows fit registers and shared memory"
 
-    def why_not(self, config: Config, direction: Pass) -> str | None:
+    def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
+        return () if (tile := self.tile(config, direction)) is None else (tile,)
+
+    def declines(self, config: Config, direction: Pass) -> str | None:
         p = config.problem
-        if (reason := super().why_not(config, direction)) is not None:
-            return reason
         if max(p.stride) > _WIDEST_STRIDE:
             return f"stride must be at most {_WIDEST_STRIDE} on both axes, got {p.stride}"
         if p.kernel_size[1] > _WIDEST_KERNEL:
@@ -420,17 +422,15 @@ class DirectKernel(Kernel):
             return f"float32 outputs must be sums of at most {LONGEST_SUM} products, got {longest}"
         if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > _INT32_MAX:
             return "images must have less than 2**31 pixels"
-        return None
+        if direction == "grads" and not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
+            return "tensors must have elements"
+        return super().declines(config, direction)
 
 
 class DirectForward(DirectKernel):
     """See the module."""
 
     name = "direct/forward"
-
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        if (tile := self.tile(config, direction)) is not None:
-            yield tile
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, config.dtype, config.memory_format is torch.channels_last, config.spec)

@@ -519,9 +519,6 @@ class DirectForwardMma(DirectKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_for(config)
 
-    def why_not(self, config: Config, direction: Pass) -> str | None:
-        return super().why_not(config, direction) or self.declines(config, direction)
-
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
 

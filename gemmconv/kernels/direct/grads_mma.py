@@ -239,12 +239,6 @@ class DirectGradsMma(DirectKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_for(config)
 
-    def why_not(self, config: Config, direction: Pass) -> str | None:
-        p = config.problem
-        if not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
-            return "tensors must have elements"
-        return super().why_not(config, direction) or self.declines(config, direction)
-
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         seconds = tile.seconds(config.workspace_limit) / slowest_elsewhere(config)
         return seconds + grads_turning_seconds(config, config.of_weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -211,9 +210,6 @@ class DirectInputGrad(DirectKernel):
     name = "direct/input_grad"
     directions = ("input_grad",)
     computed_in = torch.contiguous_format
-
-    def tiles(self, config: Config, direction: Pass) -> Iterator[InputGradTile]:
-        yield self.tile(config, direction)
 
     def tile(self, config: Config, direction: Pass) -> InputGradTile:
         return input_grad_tile(config.problem, config.dtype.itemsize, config.spec.multiprocessors)

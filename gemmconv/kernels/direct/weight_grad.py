@@ -7,7 +7,7 @@ as the tiles do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -342,17 +342,8 @@ class DirectWeightGrad(DirectKernel):
     directions = ("weight_grad", "grads")
     computed_in = torch.contiguous_format
 
-    def tiles(self, config: Config, direction: Pass) -> Iterator[WeightGradTile]:
-        yield self.tile(config, direction)
-
     def tile(self, config: Config, direction: Pass) -> WeightGradTile:
         return _tile_for(config, direction == "grads")
-
-    def why_not(self, config: Config, direction: Pass) -> str | None:
-        p = config.problem
-        if direction == "grads" and not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
-            return "tensors must have elements"
-        return super().why_not(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: WeightGradTile) -> float:
         if direction == "grads":
