@@ -137,10 +137,12 @@ class Contender:
         """The kernels that gemmconv takes for the passes of a direction, each with its tile; empty for torch."""
         if self.kind == "torch":
             return ""
-        chosen = self._chosen(self.config(problem, precision, device, bias), direction)
-        choices = [algorithm.choice(config, one) for one, (algorithm, config) in chosen.items() if one == "forward"]
-        if "weight_grad" in chosen:
-            choices += self._gradients(chosen["weight_grad"][1]).choices(*[chosen["weight_grad"][1]] * 2)
+        config, choices = self.config(problem, precision, device, bias), []
+        if "forward" in PASSES[direction]:
+            choices.append(selection.choose(config, self.name, "benchmarks").choice(config, "forward"))
+        if "input_grad" in PASSES[direction]:
+            gradients, computed = self._gradients(config)
+            choices += gradients.choices(computed, computed)
         return "; ".join(dict.fromkeys(map(str, choices)))
 
     def workspace_bytes(
@@ -160,13 +162,14 @@ class Contender:
         if "forward" in PASSES[direction]:
             chosen["forward"] = selection.choose(config, self.name, "benchmarks"), config
         if "input_grad" in PASSES[direction]:
-            gradients = self._gradients(config)
-            computed = replace(config, memory_format=torch.channels_last) if gradients.turned else config
+            gradients, computed = self._gradients(config)
             chosen |= {"input_grad": (gradients.input_grad, computed), "weight_grad": (gradients.weight_grad, computed)}
         return chosen
 
-    def _gradients(self, config: Config) -> selection.Gradients:
-        return selection.choose_gradients(config, config, self.name, "benchmarks")
+    def _gradients(self, config: Config) -> tuple[selection.Gradients, Config]:
+        """What gemmconv takes for both gradients, and what it computes then."""
+        gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
+        return gradients, replace(config, memory_format=torch.channels_last) if gradients.turned else config
 
     def forward(self, problem: Problem) -> Forward:
         """The layer as a function of input, weight and bias."""

@@ -408,10 +408,8 @@ def explain(
     kernels = {name: text for a in ALGORITHMS for name, text in _of_kernels(a, config, direction)}
     workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
     names = gradients.input_grad.name, gradients.weight_grad.name
-    kernel, _, tile = str(choice_made).partition(" ")
-    return Explanation(
-        chosen.name, kernel, tile, reasons, kernels, config, direction, workspace, names, gradients.turned
-    )
+    taken = chosen.name, choice_made.kernel.name, choice_made.tile_text
+    return Explanation(*taken, reasons, kernels, config, direction, workspace, names, gradients.turned)
 
 
 def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:
@@ -422,9 +420,7 @@ def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> I
     for kernel in algorithm.kernels:
         if direction not in kernel.directions:
             continue
-        if (reason := kernel.why_not(config, direction)) is not None:
-            if reason == refusal:
-                continue  # which the algorithm has said
+        if (made := algorithm.choice_of(kernel, config, direction)) is not None:
+            yield kernel.name, f"{_estimate_text(made.seconds)}; {made.tile_text}"
+        elif (reason := kernel.why_not(config, direction)) != refusal:  # which the algorithm has said
             yield kernel.name, f"not for it: {reason}"
-        elif (made := algorithm.choice_of(kernel, config, direction)) is not None:
-            yield kernel.name, f"{_estimate_text(made.seconds)}; {str(made).partition(' ')[2]}"

@@ -417,14 +417,14 @@ def compile_plans(run):
         return
     if isinstance(run, RowRun):
         for tile in run.tiles:
-            getattr(run.kernel, f"prepare_{tile.direction}")(run.config, tile)
+            run.kernel.prepare(run.config, tile)
         return
     if isinstance(run, GradientRun | LinesRun):
         for tile in run.tiles:
             run.kernel.prepare_weight_grad(run.config, tile)
         return
     for plan in run.plans:
-        getattr(implicit_gemm, f"prepare_{plan.direction}")(run.config, plan)
+        implicit_gemm.prepare(run.config, plan)
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +456,7 @@ def test_fused_matches_reference_to_the_bit_again(run, compiled, poison):
     input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
     assert run.plans
     for plan in run.plans:
-        call = getattr(implicit_gemm, f"prepare_{plan.direction}")(config, plan)
+        call = implicit_gemm.prepare(config, plan)
         calls = [((grad_output, weight), exact.input_grad)]
         if plan.direction == "forward":
             calls = [((input, weight, data.bias), exact.output), ((input, weight, None), exact.output_without_bias)]
@@ -496,7 +496,7 @@ def test_fused_rows_matches_reference_to_the_bit_again(run, compiled, poison):
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     assert run.tiles
     for tile in run.tiles:
-        call = getattr(row_streaming, f"prepare_{tile.direction}")(config, tile)
+        call = row_streaming.prepare(config, tile)
         calls = [((data.grad_output, data.weight), exact.input_grad)]
         if tile.direction == "forward":
             calls = [
@@ -572,7 +572,7 @@ def test_fused_float32_does_not_lose_accuracy_over_long_sums(layout):
         x = torch.randn(run.case.input_shape, device="cuda").to(memory_format=FORMATS[layout])
         w = torch.randn(run.case.weight_shape, device="cuda")
         exact = torch.nn.functional.conv_transpose2d(x.double(), w.double(), padding=1)
-        ours = implicit_gemm.prepare_forward(run.config, tile_for(implicit_gemm, run.config, "forward"))(x, w, None)
+        ours = implicit_gemm.prepare(run.config, tile_for(implicit_gemm, run.config, "forward"))(x, w, None)
         with conv_precision("ieee"):
             theirs = torch.nn.functional.conv_transpose2d(x, w, padding=1)
         errors = [((one.double() - exact).norm() / exact.norm()).item() for one in (ours, theirs)]

@@ -320,9 +320,9 @@ class Run:
             return Col2im(problem, self.column_dtype, self.dtype, CPU)
         with pytest.MonkeyPatch.context() as patch:
             if self.operation in ("fused", "fused_input_grad"):
-                return getattr(implicit_gemm, f"prepare_{self.direction}")(self.launched, self.plan)
+                return implicit_gemm.prepare(self.launched, self.plan)
             if self.operation.startswith("gemm_fold_rows"):
-                return getattr(row_streaming, f"prepare_{self.direction}")(self.launched, self.row_tile)
+                return row_streaming.prepare(self.launched, self.row_tile)
             if self.operation == "fused_weight_grad":
                 return wgrad_nchw.prepare_weight_grad(self.config, self.gradient_tile)
             if self.operation == "fused_weight_grad_lines":

@@ -133,8 +133,13 @@ class Choice(NamedTuple):
     tile: Any
     seconds: float
 
+    @property
+    def tile_text(self) -> str:
+        """What the kernel is specialised by, as ``name=value``, with spaces between."""
+        return " ".join(f"{name}={value}" for name, value in tile_fields(self.tile).items())
+
     def __str__(self) -> str:
-        return " ".join([self.kernel.name, *(f"{name}={value}" for name, value in tile_fields(self.tile).items())])
+        return f"{self.kernel.name} {self.tile_text}".rstrip()
 
 
 def choices(config: Config, direction: Pass, kernels: Iterable[Kernel]) -> list[Choice]:

@@ -19,7 +19,7 @@ from gemmconv.kernels.base import Config, Forward, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.sm90 import pixels_on_m
-from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
+from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionRows
 
 _COST = costs_of("sm90/gemm_depth_to_space")
@@ -98,27 +98,18 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     return pixels_on_m.prepare_forward(config, "gemm_depth_to_space", tile, macros, config.problem.kernel_size[1])
 
 
-class GemmDepthToSpace(Sm90Kernel):
+class GemmDepthToSpace(OneFormatForward):
     """See the module."""
 
     name = "sm90/gemm_depth_to_space"
     serves = "one group, kernel_size equal to stride, without padding or dilation, taps that divide 16"
-    only_nchw = True
-
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+    only_in = torch.contiguous_format
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / CLOCK_RATE
-
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        return tile.packed_bytes
 
     def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
         return prepare_forward(config, tile)
 
 
-KERNEL = GemmDepthToSpace()
+KERNEL = GemmDepthToSpace(tile_of, tiles_of)

@@ -23,7 +23,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Params
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
-from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
+from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
@@ -259,18 +259,12 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     return pack_k_major.prepare_forward(config, "gemm_fold", macros, params, tile.items, tile.threads)
 
 
-class GemmFold(Sm90Kernel):
+class GemmFold(OneFormatForward):
     """See the module."""
 
     name = "sm90/gemm_fold"
     serves = "one group, taps that divide 64, phases that all have taps, small images of 4n inputs"
-    only_nchw = True
-
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+    only_in = torch.contiguous_format
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / CLOCK_RATE
@@ -279,4 +273,4 @@ class GemmFold(Sm90Kernel):
         return prepare_forward(config, tile)
 
 
-KERNEL = GemmFold()
+KERNEL = GemmFold(tile_of, tiles_of)

@@ -22,7 +22,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.sm90 import pixels_on_m
-from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel
+from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
 
 _COST = costs_of("sm90/gemm_fold_pixels")
@@ -202,28 +202,19 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     return pixels_on_m.prepare_forward(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)
 
 
-class GemmFoldPixels(Sm90Kernel):
+class GemmFoldPixels(OneFormatForward):
     """See the module."""
 
     name = "sm90/gemm_fold_pixels"
     serves = "one group, at most 256 taps of an output channel, images and signals whose items fit shared memory"
-    only_nchw = True
-
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+    only_in = torch.contiguous_format
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         margin = _COST.margin if tile.itemsize == 2 or tile.windows[0] > 1 else 1
         return margin * tile.cycles / CLOCK_RATE
 
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        return tile.packed_bytes
-
     def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
         return prepare_forward(config, tile)
 
 
-KERNEL = GemmFoldPixels()
+KERNEL = GemmFoldPixels(tile_of, tiles_of)

@@ -105,7 +105,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     return macros
 
 
-def prepare_forward(config: Config, plan: Plan) -> Callable[..., torch.Tensor]:
+def prepare(config: Config, plan: Plan) -> Callable[..., torch.Tensor]:
     """As ``Algorithm.forward``, or ``Algorithm.input_grad``: outputs gathered from inputs."""
     p, macros, block = config.problem, macros_of(plan, config.dtype), (plan.loaders + _OTHER_THREADS, 1, 1)
     sets = plan.phase_sets * plan.channel_sets * p.groups
@@ -131,9 +131,6 @@ def prepare_forward(config: Config, plan: Plan) -> Callable[..., torch.Tensor]:
     )
     program = gathering(config, plan.direction, launches if plan.items else (), {"packed": plan.packed_bytes})
     return program.prepare(config.device)
-
-
-prepare_input_grad = prepare_forward
 
 
 def input_map(plan: Plan) -> TensorMapSpec:
@@ -221,7 +218,7 @@ class ImplicitGemm(Sm90Kernel):
         return tile.packed_bytes
 
     def prepare(self, config: Config, direction: Pass, tile: Plan) -> Callable[..., Any]:
-        return prepare_forward(config, tile)
+        return prepare(config, tile)
 
 
 KERNEL = ImplicitGemm()

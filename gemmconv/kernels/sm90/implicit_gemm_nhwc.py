@@ -21,7 +21,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Params, TensorMapSpec
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
@@ -330,27 +330,18 @@ def prepare_forward(config: Config, tile: Tile) -> Forward:
     return pack_k_major.prepare_forward(config, "implicit_gemm_nhwc", macros, params, tile.items, _THREADS, pack)
 
 
-class ImplicitGemmNhwc(Sm90Kernel):
+class ImplicitGemmNhwc(OneFormatForward):
     """See the module."""
 
     name = "sm90/implicit_gemm_nhwc"
     serves = "one group, kernels larger than their stride, phases that all have taps, channels of whole 16 bytes"
-    only_last = True
-
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
-
-    def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+    only_in = torch.channels_last
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return (_COST.margin if tile.packed else 1) * tile.cycles / FAST_CLOCK_RATE
-
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        return tile.packed_bytes
 
     def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
         return prepare_forward(config, tile)
 
 
-KERNEL = ImplicitGemmNhwc()
+KERNEL = ImplicitGemmNhwc(tile_of, tiles_of)

@@ -322,7 +322,7 @@ def across(tile: RowGathering, places: int) -> Macros:
     }
 
 
-def prepare_forward(config: Config, tile: RowGathering) -> Callable[..., torch.Tensor]:
+def prepare(config: Config, tile: RowGathering) -> Callable[..., torch.Tensor]:
     """As ``Algorithm.forward``, or ``Algorithm.input_grad``: outputs gathered from inputs."""
     macros, units = macros_of(tile, config.dtype), tile.packed_bytes // _PIECE_BYTES
     weights: Params = {"weight, packed": ("weight", "packed"), "channels_last, units": (ByFormat(0, 1), units)}
@@ -345,9 +345,6 @@ def prepare_forward(config: Config, tile: RowGathering) -> Callable[..., torch.T
     return program.prepare(config.device)
 
 
-prepare_input_grad = prepare_forward
-
-
 class RowStreamingKernel(Sm90Kernel):
     """What both kernels are to the registry.
 
@@ -357,7 +354,7 @@ class RowStreamingKernel(Sm90Kernel):
 
     directions = ("forward", "input_grad")
     serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
-    only_nchw = True
+    only_in = torch.contiguous_format
     margin: ClassVar[float] = 1.0
 
     def seconds(self, config: Config, direction: Pass, tile: RowGathering) -> float:
@@ -367,4 +364,4 @@ class RowStreamingKernel(Sm90Kernel):
         return tile.packed_bytes
 
     def prepare(self, config: Config, direction: Pass, tile: RowGathering) -> Callable[..., Any]:
-        return prepare_forward(config, tile)
+        return prepare(config, tile)

@@ -18,9 +18,8 @@ from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Gradient, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
-from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
-from gemmconv.kernels.sm90.base import Sm90Kernel, variant_of
+from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.splits import reduce_wgrad_splits
 from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype
@@ -422,11 +421,10 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     return reduce_wgrad_splits.prepare_weight_grad(config, slices, torch.contiguous_format, main, columns)
 
 
-class WgradNchw(Sm90Kernel):
+class WgradNchw(WeightGradKernel):
     """See the module."""
 
     name = "sm90/wgrad_nchw"
-    directions = ("weight_grad",)
     serves = "rows of outputs that are whole words"
     computed_in = torch.contiguous_format
 
@@ -436,12 +434,6 @@ class WgradNchw(Sm90Kernel):
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, *variant_of(config)[:2], config.workspace_limit, config.spec.multiprocessors)
-
-    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return tile.seconds(config.workspace_limit) + turning_seconds(config, self.computed_in)
-
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        return tile.workspace_bytes(config.workspace_limit)
 
     def prepare(self, config: Config, direction: Pass, tile: Tile) -> Gradient:
         return prepare_weight_grad(config, tile)

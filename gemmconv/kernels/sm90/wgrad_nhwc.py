@@ -17,9 +17,8 @@ from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Gradient, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
-from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.sm90.base import Sm90Kernel
+from gemmconv.kernels.sm90.base import WeightGradKernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.splits import reduce_wgrad_splits
 from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype
@@ -371,11 +370,10 @@ def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
     return reduce_wgrad_splits.prepare_weight_grad(config, slices, torch.channels_last, main)
 
 
-class WgradNhwc(Sm90Kernel):
+class WgradNhwc(WeightGradKernel):
     """See the module."""
 
     name = "sm90/wgrad_nhwc"
-    directions = ("weight_grad",)
     serves = "channels of whole 16 bytes and tiles that fit shared memory"
     computed_in = torch.channels_last
     dtypes = (torch.float16, torch.bfloat16)
@@ -386,12 +384,6 @@ class WgradNhwc(Sm90Kernel):
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, config.workspace_limit, config.spec.multiprocessors)
-
-    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return tile.seconds(config.workspace_limit) + turning_seconds(config, self.computed_in)
-
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        return tile.workspace_bytes(config.workspace_limit)
 
     def prepare(self, config: Config, direction: Pass, tile: Tile) -> Gradient:
         return prepare_weight_grad(config, tile)
