@@ -20,7 +20,7 @@ from benchmarks.workloads import SUITES
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.base import Config
-from gemmconv.kernels.launch import reciprocal
+from gemmconv.kernels.program import reciprocal
 from gemmconv.kernels.sm90 import implicit_gemm
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import (

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.kernels.launch import ByFormat, Launch, Long, Operand, Output, Program, TensorMapSpec, _layout
+from gemmconv.kernels.program import ByFormat, Launch, Long, Operand, Output, Program, TensorMapSpec, _layout
 from tests import emulator, test_kernels
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")

@@ -150,11 +150,8 @@ class AlgorithmOfOne(Kernel, Algorithm):
             self.grads_estimate(config, config.of_weight) if direction == "grads" else self.estimate(config, direction)
         )
 
-    def prepare(self, config: Config, direction: Pass, tile: Any = None) -> Callable[..., Any]:
-        if direction == "grads":
-            return self.grads(config, config.of_weight)
-        call: Callable[..., Any] = getattr(self, direction)(config)
-        return call
+    def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
+        return self.prepare(config, direction, None)
 
 
 def _of_both(config: Config, weight_config: Config) -> Config:

@@ -13,11 +13,14 @@ import torch.nn.functional as F
 
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import why_no_kernels
+from gemmconv.kernels.base import strides_of, why_no_kernels
+from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.program import At, Operand, Output, Program
 
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
 _KERNEL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_NCHW = torch.contiguous_format
 _MOST_PLANES = 2**31 - 2**23  # of all images; what a grid has beyond them is still an int
 
 
@@ -29,17 +32,10 @@ def prepare_col2im(problem: Problem, dtype: torch.dtype, device: torch.device) -
         return lambda columns: F.fold(columns, p.output_size, p.kernel_size, p.dilation, p.padding, p.stride)
 
     def ours() -> Rearrange:
-        from gemmconv.kernels.columns.col2im import Col2im
-
-        kernel = Col2im(problem, dtype, dtype, device)
-
-        def call(columns: torch.Tensor) -> torch.Tensor:
-            columns = columns.contiguous()
-            images = columns.new_empty(p.output_shape)
-            kernel(columns.data_ptr(), 0, images.data_ptr(), p.batch, (0, p.input_size[0]), (0, p.output_size[0]))
-            return images
-
-        return call
+        rows = (0, p.input_size[0]), (0, p.output_size[0])
+        steps = col2im.fold(problem, dtype, dtype, At("images"), p.batch, *rows)
+        images = Output("images", p.output_shape, strides_of(p.output_shape, _NCHW))
+        return Program(dtype, (Operand("columns", _NCHW),), (images,), tuple(steps)).prepare(device)
 
     return with_fallback(device, ours if _takes_the_kernel(problem, dtype, device) else torchs, torchs)
 
@@ -52,17 +48,10 @@ def prepare_im2col(problem: Problem, dtype: torch.dtype, device: torch.device) -
         return lambda images: F.unfold(images, p.kernel_size, p.dilation, p.padding, p.stride)
 
     def ours() -> Rearrange:
-        from gemmconv.kernels.columns.col2im import Im2col
-
-        kernel = Im2col(problem, dtype, device)
-
-        def call(images: torch.Tensor) -> torch.Tensor:
-            images = images.contiguous()
-            columns = images.new_empty((p.batch, p.gemm_m, p.gemm_n))
-            kernel(images.data_ptr(), columns.data_ptr(), p.batch, (0, p.input_size[0]))
-            return columns
-
-        return call
+        steps = col2im.unfold(problem, dtype, At("images"), p.batch, (0, p.input_size[0]))
+        shape = p.batch, p.gemm_m, p.gemm_n
+        columns = Output("columns", shape, strides_of(shape, _NCHW))
+        return Program(dtype, (Operand("images", _NCHW),), (columns,), tuple(steps)).prepare(device)
 
     return with_fallback(device, ours if _takes_the_kernel(problem, dtype, device) else torchs, torchs)
 

@@ -20,34 +20,21 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from gemmconv.algorithms.base import AlgorithmOfOne
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import (
-    BothGradients,
-    Config,
-    Direction,
-    Forward,
-    Gradient,
-    Pass,
-    accumulator_dtype,
-    why_no_kernels,
-)
-from gemmconv.kernels.columns.chunking import Chunk, Chunking, backward_chunks, forward_chunks, longest_sum
+from gemmconv.kernels.base import Config, Direction, Pass, accumulator_dtype, strides_of, why_no_kernels
+from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward_chunks, longest_sum
+from gemmconv.kernels.columns.products import Columns
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.layout.transpose import (
-    GradientsInNchw,
-    from_nchw,
-    grads_turning_seconds,
-    prepare_both,
-    to_nchw,
-    turning_seconds,
-)
+from gemmconv.kernels.layout.transpose import grads_turning_seconds, turning_seconds
 from gemmconv.kernels.macros import why_not_dtype
-from gemmconv.kernels.splits.reduce_splits import prepare_partials
+from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
+from gemmconv.kernels.splits.reduce_splits import sum_partials
 
 # What the kernels here reach on an H200. On other GPUs than Hopper rates are in proportion to the device's.
 _COST = costs_of("gemm_col2im")
@@ -55,33 +42,8 @@ _LAUNCH_SECONDS, _WEIGHTS_RATE = _COST.table("launch_seconds"), _COST.table("wei
 _FFMA_RATE, _TF32_RATE = _COST.table("ffma_rate"), _COST.table("tf32_rate")
 
 _INT32_MAX = 2**31 - 1
+_OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
 _PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
-
-
-class Engine(Protocol):
-    """The steps of one configuration on one kind of device. Tensors are contiguous; chunks say which part."""
-
-    def columns_from_input(
-        self, input: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, chunk: Chunk
-    ) -> None:
-        """columns = weight^T . input"""
-        ...
-
-    def fold(self, columns: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, chunk: Chunk) -> None:
-        """output = col2im(columns) + bias"""
-        ...
-
-    def unfold(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
-        """columns = im2col(grad_output)"""
-        ...
-
-    def input_grad(self, columns: torch.Tensor, weight: torch.Tensor, grad_input: torch.Tensor, chunk: Chunk) -> None:
-        """grad_input = weight . columns"""
-        ...
-
-    def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
-        """Add input . columns^T, over the chunk's pixels, to the partials: in all, wherever it suits."""
-        ...
 
 
 class GemmCol2im(AlgorithmOfOne):
@@ -115,7 +77,7 @@ class GemmCol2im(AlgorithmOfOne):
             return _column_elements(problem, chunks) * accumulator_dtype(config.dtype).itemsize
         chunks = _backward_chunks(config, direction)
         columns = _column_elements(problem, chunks) * config.dtype.itemsize
-        return columns + (_partials(config, chunks) * _partial_bytes(config) if direction == "weight_grad" else 0)
+        return columns + (_partials(config, chunks) * _partial_bytes(config) if direction != "input_grad" else 0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
         """The columns written and read, the product, the weights read anew for each image, two launches a chunk.
@@ -130,52 +92,56 @@ class GemmCol2im(AlgorithmOfOne):
         columns += config.problem.column_bytes(itemsize) / (_COST.copy_rate * config.spec.ratio("bandwidth"))
         return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
 
-    def forward(self, config: Config) -> Forward:
-        problem, engine = config.problem, _engine(config, "forward")
-        turned = to_nchw(config, problem.input_shape)
-        turned_back = from_nchw(config, problem.output_shape)
-        chunks = _forward_chunks(config)
-        column_dtype = accumulator_dtype(config.dtype)
-        column_elements = _column_elements(problem, chunks)
-        _say_if_over_limit(self, config, "forward")
+    def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
+        _say_if_over_limit(self, config, direction)
+        if config.device.type == "cuda":
+            from gemmconv.runtime import cublas
 
-        def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            output = input.new_empty(problem.output_shape)
-            columns = input.new_empty(column_elements, dtype=column_dtype)
-            input, weight = turned(input), weight.contiguous()
-            bias = None if bias is None else bias.contiguous()
+            cublas.library()  # raises where there is none
+            return self.program(config, direction).prepare(config.device)
+        from gemmconv.kernels.columns import cpu
+
+        (chunks,) = self.tiles(config, direction)
+        slots = _partials(config, chunks) if direction in ("weight_grad", "grads") else 0
+        return cpu.prepare(config, direction, chunks, _column_elements(config.problem, chunks), slots)
+
+    def program(self, config: Config, direction: Pass, tile: object = None) -> Program:
+        p, nchw, columns, steps = config.problem, torch.contiguous_format, Columns(config), list[Step]()
+        (chunks,) = self.tiles(config, direction)
+        forward, of_input, of_weight = (direction in ways for ways in (("forward",), _OF_INPUT, _OF_WEIGHT))
+        bytes_each = accumulator_dtype(config.dtype).itemsize if forward else config.dtype.itemsize
+        scratch = {"columns": _column_elements(p, chunks) * bytes_each}
+        input, weight = Operand("input", nchw), Operand("weight", nchw)
+        if forward:
             for chunk in chunks:
-                engine.columns_from_input(input, weight, columns, chunk)
-                engine.fold(columns, bias, output, chunk)
-            return turned_back(output)
-
-        return call
-
-    def input_grad(self, config: Config) -> Gradient:
-        problem, engine = config.problem, _engine(config, "input_grad")
-        turned = to_nchw(config, problem.output_shape)
-        turned_back = from_nchw(config, problem.input_shape)
-        chunks = _backward_chunks(config, "input_grad")
-        column_elements = _column_elements(problem, chunks)
-        _say_if_over_limit(self, config, "input_grad")
-
-        def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            grad_input = grad_output.new_empty(problem.input_shape)
-            columns = grad_output.new_empty(column_elements)
-            grad_output, weight = turned(grad_output), weight.contiguous()
-            for chunk in chunks:
-                engine.unfold(grad_output, columns, chunk)
-                engine.input_grad(columns, weight, grad_input, chunk)
-            return turned_back(grad_input)
-
-        return call
-
-    def weight_grad(self, config: Config) -> Gradient:
-        compute = self._prepare_weight_grad(config)
-        return lambda grad_output, input: compute(grad_output, input, None, None)
-
-    def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        return prepare_both(config, self._prepare_weight_grad(weight_config))
+                steps += [*columns.from_input(chunk), *columns.fold(chunk)]
+            output = Output("output", p.output_shape, strides_of(p.output_shape, config.memory_format), nchw)
+            return Program(config.dtype, (input, weight, Operand("bias", nchw)), (output,), tuple(steps), scratch)
+        slots = _partials(config, chunks) if of_weight else 0
+        sum_bytes = slots * math.prod(p.weight_shape) * accumulator_dtype(config.dtype).itemsize
+        in_place = slots == 1 and accumulator_dtype(config.dtype) == config.dtype
+        operands, outputs = [Operand("grad_output", nchw)], list[Output]()
+        if of_weight:
+            operands.append(input)
+            steps.append(Zero("partials", sum_bytes))
+            if not in_place:
+                scratch["partials"] = sum_bytes
+        if of_input:
+            operands.append(weight)
+            strides = strides_of(p.input_shape, config.memory_format)
+            outputs.append(Output("grad_input", p.input_shape, strides, nchw))
+        for chunk in chunks:
+            steps += columns.unfold(chunk)
+            if of_input:
+                steps += columns.input_grad(chunk)
+            if of_weight:
+                steps += columns.weight_grad(chunk, slots)
+        if of_weight:
+            name = "partials" if in_place else "grad_weight"
+            outputs.append(Output(name, p.weight_shape, strides_of(p.weight_shape, nchw)))
+            if not in_place:
+                steps.append(sum_partials(config, slots))
+        return Program(config.dtype, tuple(operands), tuple(outputs), tuple(steps), scratch)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """The weight gradient's, and the other product of its columns; where that is faster than one by one.
@@ -189,40 +155,6 @@ class GemmCol2im(AlgorithmOfOne):
         if seconds >= self.one_by_one_seconds(config, weight_config):
             return math.inf
         return _COST.at_once_factor * seconds
-
-    def _prepare_weight_grad(self, config: Config) -> GradientsInNchw:
-        """Prepare the weight gradient, and with it the input's where that has memory."""
-        problem, engine = config.problem, _engine(config, "weight_grad")
-        chunks = _backward_chunks(config, "weight_grad")
-        column_elements = _column_elements(problem, chunks)
-        slots, partial_dtype = _partials(config, chunks), accumulator_dtype(config.dtype)
-        add_up = prepare_partials(config, slots)[1] if slots > 1 and config.device.type == "cuda" else None
-        turned = to_nchw(config, problem.output_shape)
-        turned_input = to_nchw(config, problem.input_shape)
-        _say_if_over_limit(self, config, "weight_grad")
-
-        def compute(
-            grad_output: torch.Tensor,
-            input: torch.Tensor,
-            weight: torch.Tensor | None,
-            grad_input: torch.Tensor | None,
-        ) -> torch.Tensor:
-            columns = grad_output.new_empty(column_elements)
-            partials = grad_output.new_zeros((slots, *problem.weight_shape), dtype=partial_dtype)
-            grad_output, input = turned(grad_output), turned_input(input)
-            weight = None if weight is None else weight.contiguous()
-            for chunk in chunks:
-                engine.unfold(grad_output, columns, chunk)
-                if weight is not None and grad_input is not None:
-                    engine.input_grad(columns, weight, grad_input, chunk)
-                engine.weight_grad(columns, input, partials, chunk)
-            if add_up is None:
-                return (partials[0] if slots == 1 else partials.sum(0)).to(config.dtype)
-            grad_weight = grad_output.new_empty(problem.weight_shape)
-            add_up(partials, grad_weight)
-            return grad_weight
-
-        return compute
 
 
 def _product_seconds(config: Config, direction: Direction, chunks: Chunking, itemsize: int) -> float:
@@ -243,16 +175,6 @@ def _product_seconds(config: Config, direction: Direction, chunks: Chunking, ite
     moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
     moved /= config.spec.ratio("bandwidth")
     return chunks.count * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate
-
-
-def _engine(config: Config, direction: Direction) -> Engine:
-    if config.device.type == "cuda":
-        from gemmconv.kernels.columns.cuda import CudaEngine
-
-        return CudaEngine(config, direction)
-    from gemmconv.kernels.columns.cpu import CpuEngine
-
-    return CpuEngine(config)
 
 
 def _forward_chunks(config: Config) -> Chunking:
@@ -284,7 +206,7 @@ def _column_elements(problem: Problem, chunks: Chunking) -> int:
     return chunks.images * problem.out_channels * problem.taps * chunks.in_rows * problem.input_size[1]
 
 
-def _say_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Direction) -> None:
+def _say_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Pass) -> None:
     needed = algorithm.workspace_bytes(config, direction)
     if needed > config.workspace_limit:
         warnings.warn(

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -220,6 +221,15 @@ class Native(AlgorithmOfOne):
         if config.spec.is_hopper:
             return _LEAST_COST.at_most * least + _LEAST_COST.launch_seconds
         return least / _LEAST_COST.typical
+
+    def program(self, config: Config, direction: Pass, tile: object = None) -> None:
+        """None: torch's operator."""
+
+    def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
+        if direction == "grads":
+            return self.grads(config, config.of_weight)
+        call: Callable[..., Any] = getattr(self, direction)(config)
+        return call
 
     def forward(self, config: Config) -> Forward:
         p = config.problem

@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -15,6 +15,9 @@ from gemmconv.device import AMPERE, REFERENCE, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.macros import ELEMENT_TYPES, why_not_dtype
 from gemmconv.runtime.available import what_is_missing
+
+if TYPE_CHECKING:
+    from gemmconv.kernels.program import Program
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
 Pass = Literal["forward", "input_grad", "weight_grad", "grads"]  # the last: both gradients at once
@@ -93,8 +96,17 @@ class Kernel(ABC):
         """Roughly the seconds of a call, to choose by."""
 
     @abstractmethod
+    def program(self, config: Config, direction: Pass, tile: Any) -> Program | None:
+        """What it does: from input, weight and bias; grad_output and weight; grad_output and input; or all of those.
+
+        None where it is torch's operator.
+        """
+
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
         """Prepare the call: :data:`Forward`, :data:`Gradient` or :data:`BothGradients`."""
+        program = self.program(config, direction, tile)
+        assert program is not None
+        return program.prepare(config.device)
 
     def tile(self, config: Config, direction: Pass) -> Any | None:
         """The tile of the least estimate: a pure function of the arguments. None where it declines the layer."""
@@ -137,6 +149,10 @@ class Choice(NamedTuple):
     def tile_text(self) -> str:
         """What the kernel is specialised by, as ``name=value``, with spaces between."""
         return " ".join(f"{name}={value}" for name, value in tile_fields(self.tile).items())
+
+    def program(self, config: Config, direction: Pass) -> Program | None:
+        """What the call of the pass does, None where it is torch's operator."""
+        return self.kernel.program(config, direction, self.tile)
 
     def __str__(self) -> str:
         return f"{self.kernel.name} {self.tile_text}".rstrip()

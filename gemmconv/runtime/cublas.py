@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 
 from gemmconv.errors import KernelError
 
-_OP = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
-_DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
+Operand = tuple[torch.dtype, int, int]
+
+DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t, of sums of slices of K: else in the type of C
 _GEMM_DEFAULT = -1  # cublasGemmAlgo_t
@@ -58,77 +58,58 @@ def handle() -> int:
     return value
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A batch of column-major matrices.
+def addresses() -> tuple[int, int]:
+    """Of cublasGemmStridedBatchedEx and cublasSetMathMode."""
+    functions = library().cublasGemmStridedBatchedEx, library().cublasSetMathMode
+    first, second = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+    return first, second
 
-    Attributes:
-        dtype: element type.
-        leading: elements from one column to the next.
-        stride: elements from one matrix of the batch to the next; 0 where the batch shares one.
-    """
 
-    dtype: torch.dtype
-    leading: int
-    stride: int
+def compute_type(dtype: torch.dtype, tf32: bool) -> int:
+    """The cublasComputeType_t of products whose results have a type."""
+    if dtype == torch.float64:
+        return _COMPUTE_64F
+    return _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
 
 
 class StridedBatchedGemm:
-    """C = op(A) op(B) + beta C in cuBLAS's column-major terms, with everything but addresses and batch fixed.
+    """C = op(A) op(B) + beta C in cuBLAS's column-major terms, with everything but addresses fixed.
 
     Products accumulate in float32 (float64 for float64 operands), as TF32 only where ``tf32`` says so.
 
     Args:
-        m, n, k: C is ``m x n`` and the reduced extent is ``k``.
-        a, b, c: the operands.
-        transpose_a, transpose_b: whether op transposes.
+        extents: m, n, k: C is ``m x n`` and the reduced extent is ``k``.
+        a, b, c: of each operand its type, elements from one column to the next, and from one matrix to the next.
+        batch: how many products.
+        transposed: whether op transposes, of A and of B.
         tf32: round float32 operands to TF32.
-        accumulate: add to C instead of overwriting it.
+        accumulates: add to C instead of overwriting it.
     """
 
     def __init__(
         self,
-        m: int,
-        n: int,
-        k: int,
+        extents: tuple[int, int, int],
         a: Operand,
         b: Operand,
         c: Operand,
+        batch: int,
+        transposed: tuple[bool, bool],
         *,
-        transpose_a: bool,
-        transpose_b: bool,
         tf32: bool,
-        accumulate: bool = False,
+        accumulates: bool = False,
     ) -> None:
-        scalar = ctypes.c_double if c.dtype == torch.float64 else ctypes.c_float
-        self._alpha, self._beta = scalar(1.0), scalar(1.0 if accumulate else 0.0)
-        compute = _COMPUTE_64F if c.dtype == torch.float64 else _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
-        self._head = (_OP[transpose_a], _OP[transpose_b], m, n, k, ctypes.addressof(self._alpha))
-        self._a = (_DATA_TYPE[a.dtype], a.leading, a.stride)
-        self._b = (_DATA_TYPE[b.dtype], b.leading, b.stride)
+        scalar = ctypes.c_double if c[0] == torch.float64 else ctypes.c_float
+        self._alpha, self._beta = scalar(1.0), scalar(1.0 if accumulates else 0.0)
+        self._head = (*map(int, transposed), *extents, ctypes.addressof(self._alpha))
+        self._a, self._b, self._c = ((DATA_TYPE[dtype], *steps) for dtype, *steps in (a, b, c))
         self._beta_address = ctypes.addressof(self._beta)
-        self._c = (_DATA_TYPE[c.dtype], c.leading, c.stride)
-        self._tail = (compute, _GEMM_DEFAULT)
+        self._tail = (batch, compute_type(c[0], tf32), _GEMM_DEFAULT)
         self._gemm = library().cublasGemmStridedBatchedEx
 
-    def __call__(self, blas: int, a: int, b: int, c: int, batch: int) -> None:
-        """Enqueue the product on the handle ``blas`` with the matrices at these device addresses."""
-        _check(
-            self._gemm(
-                blas,
-                *self._head,
-                a,
-                *self._a,
-                b,
-                *self._b,
-                self._beta_address,
-                c,
-                *self._c,
-                batch,
-                *self._tail,
-            ),
-            "cublasGemmStridedBatchedEx",
-        )
+    def __call__(self, a: int, b: int, c: int) -> None:
+        """Enqueue the product of the matrices at these device addresses on torch's current stream."""
+        operands = a, *self._a, b, *self._b, self._beta_address, c, *self._c
+        _check(self._gemm(handle(), *self._head, *operands, *self._tail), "cublasGemmStridedBatchedEx")
 
 
 def _check(status: int, call: str) -> None:

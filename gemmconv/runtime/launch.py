@@ -38,7 +38,8 @@ class Kernel:
     def __init__(self, code: ObjectCode, name: str, device_index: int, shared_bytes: int) -> None:
         self.name = name
         self._kernel = code.get_kernel(name)  # keeps the loaded code alive
-        self._function = driver.CUfunction(int(self._kernel.handle))
+        self.address = int(self._kernel.handle)
+        self._function = driver.CUfunction(self.address)
         if shared_bytes > _SHARED_BYTES_UNASKED:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             kernel = driver.CUkernel(int(self._kernel.handle))
@@ -102,6 +103,16 @@ def _overlapping(grid: Extent3, block: Extent3, shared_bytes: int) -> Any:
         config.attrs, config.numAttrs = [attribute], 1
         _thread.configs[grid, block, shared_bytes] = config
     return config
+
+
+def clear(address: int, size: int, device: torch.device) -> None:
+    """Enqueue zeros for so many bytes on torch's current stream."""
+    if device.type == "cpu":
+        ctypes.memset(address, 0, size)
+        return
+    (status,) = driver.cuMemsetD8Async(address, 0, size, torch.cuda.current_stream(device).cuda_stream)
+    if status:
+        raise RuntimeError(f"{size} bytes could not be cleared: {status.name}")
 
 
 def architecture(device_index: int) -> str:

@@ -9,18 +9,9 @@ from functools import lru_cache
 from cuda.bindings import driver
 
 _Opaque = ctypes.c_ulonglong * 16
-_TYPES = {
-    2: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-    4: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
-}
-_PROMOTIONS = {  # of lines of the L2 cache
-    128: driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-    256: driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-}
-_SWIZZLES = {  # of lines of so many bytes
-    64: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-    128: driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-}
+_TYPES = {2: 1, 4: 2}  # CUtensorMapDataType: UINT16, UINT32
+_PROMOTIONS = {128: 2, 256: 3}  # CUtensorMapL2promotion, of lines of the L2 cache
+_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, of lines of so many bytes; 0 for none
 
 
 @lru_cache(maxsize=1024)
@@ -51,8 +42,9 @@ def encode(
     Raises:
         RuntimeError: CUDA refuses them.
     """
+    kind, *_, swizzle, promotion = described(itemsize, sizes, strides, box, steps, swizzled, fetched)
     status, encoded = driver.cuTensorMapEncodeTiled(
-        _TYPES[itemsize],
+        driver.CUtensorMapDataType(kind),
         len(sizes),
         address,
         [driver.cuuint64_t(size) for size in sizes],
@@ -60,11 +52,26 @@ def encode(
         [driver.cuuint32_t(size * step) for size, step in zip(box, steps, strict=True)],
         [driver.cuuint32_t(step) for step in steps],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        _SWIZZLES[box[0] * itemsize] if swizzled else driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-        _PROMOTIONS[fetched],
+        driver.CUtensorMapSwizzle(swizzle),
+        driver.CUtensorMapL2promotion(promotion),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
         what = f"a tensor map of {sizes}, strides {strides}, boxes {box}, steps {steps}"
         raise RuntimeError(f"{what} refused with {status.name}")
     return _Opaque(*map(int, encoded.opaque))
+
+
+def described(
+    itemsize: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    steps: Sequence[int],
+    swizzled: bool,
+    fetched: int = 256,
+) -> tuple[int, ...]:
+    """The same as csrc/executor.c takes it: the driver's numbers for type, swizzle and promotion, boxes with steps."""
+    boxes = [size * step for size, step in zip(box, steps, strict=True)]
+    swizzle = _SWIZZLES[box[0] * itemsize] if swizzled else 0
+    return _TYPES[itemsize], *sizes, *strides, *boxes, *steps, swizzle, _PROMOTIONS[fetched]

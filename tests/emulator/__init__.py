@@ -106,7 +106,7 @@ def install(place: Path | Builder, edit: Edit | None = None) -> Iterator[None]:
         place: the folder where compiled kernels are kept, or what builds into one and goes on to afterwards.
         edit: a change of the sources to make first.
     """
-    from gemmconv.runtime import launch, sources, tensor_map
+    from gemmconv.runtime import cublas, executor, launch, sources, tensor_map
 
     assert edit is None or edit.file not in TWINS, f"{edit.file} has a twin, which is compiled in its place"
 
@@ -123,16 +123,16 @@ def install(place: Path | Builder, edit: Edit | None = None) -> Iterator[None]:
         return Kernel(builder, builder.kernel(source_name, macros, read), launch.kernel_name(source_name), shared_bytes)
 
     builder = place if isinstance(place, Builder) else Builder(place)
-    original, encode = launch.load, tensor_map.encode
-    _replace_everywhere(original, load)
-    tensor_map.encode = _tensor_map  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "load", load)
+        patch.setattr(launch, "clear", lambda address, size, device: ctypes.memset(address, 0, size))
+        patch.setattr(tensor_map, "encode", _tensor_map)
+        patch.setattr(cublas, "library", lambda: None)
+        patch.setattr(cublas, "StridedBatchedGemm", StridedBatchedGemm)
+        patch.setattr(executor, "extension", lambda: None)
         yield
-    finally:
-        tensor_map.encode = encode
-        _replace_everywhere(load, original)
-        if builder is not place:
-            builder.close()
+    if builder is not place:
+        builder.close()
 
 
 def _tensor_map(
@@ -157,8 +157,25 @@ def _tensor_map(
     return (ctypes.c_ulonglong * 16)(address, *sizes, *strides, *box, itemsize, swizzled, *steps[1:3])
 
 
-def _replace_everywhere(old: object, new: object) -> None:
-    """Set `load` in every module of gemmconv that has the old one."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("gemmconv.") and getattr(module, "load", None) is old:
-            module.load = new
+class StridedBatchedGemm:
+    """Stands in for gemmconv.runtime.cublas.StridedBatchedGemm, in float64 on CPU memory."""
+
+    def __init__(self, extents, a, b, c, batch, transposed, *, tf32, accumulates=False) -> None:
+        m, n, k = extents
+        shapes = ((k, m) if transposed[0] else (m, k)), ((n, k) if transposed[1] else (k, n)), (m, n)
+        self._operands = [(*operand, *shape) for operand, shape in zip((a, b, c), shapes, strict=True)]
+        self._batch, self._transposed, self._accumulates = batch, transposed, accumulates
+
+    def __call__(self, *addresses: int) -> None:
+        """Multiply what lies at these addresses: column-major, so that rows of torch's are columns."""
+        a, b, c = (self._at(address, *one) for address, one in zip(addresses, self._operands, strict=True))
+        a, b = (x.double() if t else x.double().mT for x, t in zip((a, b), self._transposed, strict=True))
+        product = (a @ b).mT  # a is [m, k] and b [k, n], as rows and columns of torch's
+        c.copy_(c.double() + product if self._accumulates else product)
+
+    def _at(self, address: int, dtype: torch.dtype, leading: int, stride: int, rows: int, columns: int) -> torch.Tensor:
+        """The matrices there, [batch, columns, rows]."""
+        elements = (self._batch - 1) * stride + (columns - 1) * leading + rows
+        memory = (ctypes.c_char * (elements * dtype.itemsize)).from_address(address)
+        flat = torch.frombuffer(memory, dtype=dtype)
+        return flat.as_strided((self._batch, columns, rows), (stride, leading, 1))

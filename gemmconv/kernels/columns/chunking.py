@@ -28,6 +28,11 @@ class Chunk:
     in_rows: Span
     out_rows: Span
 
+    @property
+    def count(self) -> int:
+        """Its images."""
+        return self.images[1] - self.images[0]
+
 
 @dataclass(frozen=True)
 class Chunking:

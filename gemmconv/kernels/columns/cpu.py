@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from gemmconv.kernels.base import Config, accumulator_dtype
-from gemmconv.kernels.columns.chunking import Chunk, Span
+from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of, with_strides
+from gemmconv.kernels.columns.chunking import Chunk, Chunking, Span
 
 # Of 290 layers with one to eight output channels and 1 or 2 threads on two cores of an x86 CPU, those that the rule
 # takes are 1.06 to 6 times as fast as torch's operator (oneDNN 3.11), 3.1 times in the geometric mean.
@@ -43,8 +45,45 @@ def is_faster_than_torch(config: Config) -> bool:
     )
 
 
-class CpuEngine:
-    """Implements ``gemm_col2im.Engine``.
+def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int) -> Callable[..., Any]:
+    """Prepare a pass in chunks, of columns of so many elements; a weight gradient adds to so many partial sums."""
+    p, steps, accumulator = config.problem, _Steps(config), accumulator_dtype(config.dtype)
+    strides = {shape: strides_of(shape, config.memory_format) for shape in (p.input_shape, p.output_shape)}
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty(p.output_shape)
+        columns = input.new_empty(elements, dtype=accumulator)
+        input, weight = input.contiguous(), weight.contiguous()
+        for chunk in chunks:
+            steps.columns_from_input(input, weight, columns, chunk)
+            steps.fold(columns, bias, output, chunk)
+        return with_strides(output, strides[p.output_shape])
+
+    def gradients(grad_output: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None) -> list[Any]:
+        columns, grad_output = grad_output.new_empty(elements), grad_output.contiguous()
+        grad_input = None if weight is None else grad_output.new_empty(p.input_shape)
+        partials = None if input is None else grad_output.new_zeros((slots, *p.weight_shape), dtype=accumulator)
+        input, weight = (None if tensor is None else tensor.contiguous() for tensor in (input, weight))
+        for chunk in chunks:
+            steps.unfold(grad_output, columns, chunk)
+            if weight is not None and grad_input is not None:
+                steps.input_grad(columns, weight, grad_input, chunk)
+            if input is not None and partials is not None:
+                steps.weight_grad(columns, input, partials, chunk)
+        found: list[Any] = [] if grad_input is None else [with_strides(grad_input, strides[p.input_shape])]
+        return found if partials is None else [*found, partials.sum(0).to(config.dtype)]
+
+    if direction == "forward":
+        return forward
+    if direction == "input_grad":
+        return lambda grad_output, weight: gradients(grad_output, None, weight)[0]
+    if direction == "weight_grad":
+        return lambda grad_output, input: gradients(grad_output, input, None)[0]
+    return lambda grad_output, input, weight: tuple(gradients(grad_output, input, weight))
+
+
+class _Steps:
+    """The steps of one configuration. Tensors are contiguous; chunks say which part.
 
     Rows of columns are folded into the whole area that they reach, its padding not cut away yet, and what belongs to
     the chunk is cut from that.

@@ -15,16 +15,15 @@ from gemmconv.device import REFERENCE, DeviceSpec
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import (
     Config,
-    Forward,
     Kernel,
     Pass,
     accumulator_dtype,
 )
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import even_share, power_of_two
-from gemmconv.kernels.launch import Launch, Params, gathering, plane_grid, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import cells_of, reach_of
+from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
 
 _COST = costs_of("direct/forward")
 _INT32_MAX = 2**31 - 1
@@ -383,24 +382,6 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, sp
     return macros
 
 
-def prepare_forward(config: Config, tile: Tile) -> Forward:
-    """As ``Algorithm.forward``."""
-    p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
-    macros = forward_macros(p, config.dtype, config.memory_format is torch.channels_last, config.spec)
-    tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
-    tiles = tiles_w * -(-cells_h // tile.height) * -(-(p.out_channels // p.groups) // tile.channels_out)
-    params: Params = {
-        "input, weight, bias, output": ("input", "weight", "bias", "output"),
-        "planes, groups": (planes, p.groups),
-        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
-        "tiles_w": tiles_w,
-        **weight_steps(p),
-    }
-    grid, block = plane_grid(tiles, max(1, -(-planes // tile.planes))), (tile.threads, 1, 1)
-    launch = Launch("direct/forward.cu", macros, grid, block, params, int(macros["SHARED_BYTES"]))
-    return gathering(config, "forward", [launch] if planes else [], alignment=1).prepare(config.device)
-
-
 class DirectKernel(Kernel):
     """What the kernels of ``direct`` have in common: the layers that they are for."""
 
@@ -447,8 +428,21 @@ class DirectForward(DirectKernel):
         factor = _COST.channels_last_factor if config.memory_format is torch.channels_last else 1
         return _COST.launch_seconds + factor * self.cycles(config, tile) / clock_of(config)
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
-        return prepare_forward(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
+        macros = forward_macros(p, config.dtype, config.memory_format is torch.channels_last, config.spec)
+        tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
+        tiles = tiles_w * -(-cells_h // tile.height) * -(-(p.out_channels // p.groups) // tile.channels_out)
+        params: Params = {
+            "input, weight, bias, output": ("input", "weight", "bias", "output"),
+            "planes, groups": (planes, p.groups),
+            "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+            "tiles_w": tiles_w,
+            **weight_steps(p),
+        }
+        grid, block = plane_grid(tiles, max(1, -(-planes // tile.planes))), (tile.threads, 1, 1)
+        launch = Launch("direct/forward.cu", macros, grid, block, params, int(macros["SHARED_BYTES"]))
+        return gathering(config, "forward", [launch] if planes else [], alignment=1)
 
 
 def clock_of(config: Config) -> float:

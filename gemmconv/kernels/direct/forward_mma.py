@@ -15,13 +15,13 @@ import torch
 
 from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, DeviceSpec
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.integers import power_of_two
-from gemmconv.kernels.launch import MAX_GRID_Y, Launch, Params, gathering, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
 
 _COST = costs_of("direct/forward_mma")
 _INT32_MAX = 2**31 - 1
@@ -484,26 +484,6 @@ def blocks_at_once(tile: Tile) -> int:
     return max(1, tile.spec.multiprocessors * tile.blocks_resident // tile.sets)
 
 
-def prepare_forward(config: Config, tile: Tile) -> Forward:
-    """As ``Algorithm.forward``."""
-    p = config.problem
-    tiles = p.batch * math.prod(tile.tiles)
-    grid = max(1, -(-tiles // -(-max(1, tiles) // blocks_at_once(tile)))), tile.sets, 1
-    steps_image, rest = divmod(grid[0], math.prod(tile.tiles))
-    params: Params = {
-        "input, weight, bias, output": ("input", "weight", "bias", "output"),
-        "groups": p.groups,
-        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
-        "tiles_h, tiles_w": tile.tiles,
-        "tiles, step_image": (tiles, steps_image),
-        "step_tile_h, step_tile_w": divmod(rest, tile.tiles[1]),
-        **weight_steps(p),
-    }
-    macros, block = forward_macros(tile, config.dtype), (tile.threads, 1, 1)
-    launch = Launch("direct/forward_mma.cu", macros, grid, block, params, tile.shared_bytes)
-    return gathering(config, "forward", [launch] if tiles else []).prepare(config.device)
-
-
 class DirectForwardMma(DirectKernel):
     """See the module."""
 
@@ -522,8 +502,23 @@ class DirectForwardMma(DirectKernel):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
-        return prepare_forward(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p = config.problem
+        tiles = p.batch * math.prod(tile.tiles)
+        grid = max(1, -(-tiles // -(-max(1, tiles) // blocks_at_once(tile)))), tile.sets, 1
+        steps_image, rest = divmod(grid[0], math.prod(tile.tiles))
+        params: Params = {
+            "input, weight, bias, output": ("input", "weight", "bias", "output"),
+            "groups": p.groups,
+            "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+            "tiles_h, tiles_w": tile.tiles,
+            "tiles, step_image": (tiles, steps_image),
+            "step_tile_h, step_tile_w": divmod(rest, tile.tiles[1]),
+            **weight_steps(p),
+        }
+        macros, block = forward_macros(tile, config.dtype), (tile.threads, 1, 1)
+        launch = Launch("direct/forward_mma.cu", macros, grid, block, params, tile.shared_bytes)
+        return gathering(config, "forward", [launch] if tiles else [])
 
 
 KERNEL = DirectForwardMma()

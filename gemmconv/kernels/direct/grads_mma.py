@@ -11,14 +11,14 @@ import torch
 
 from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, BothGradients, Config, Pass
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import Patch, problem_macros, rows_of
 from gemmconv.kernels.integers import even_share, power_of_two
-from gemmconv.kernels.launch import MAX_GRID_Y, Launch, Operand, Params, weight_steps
-from gemmconv.kernels.layout.transpose import grads_turning_seconds, in_format, made_in
+from gemmconv.kernels.layout.transpose import grads_turning_seconds
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, weight_steps
 from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
 
 _COST = costs_of("direct/grads_mma")
@@ -197,31 +197,6 @@ def grads_macros(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
     }
 
 
-def prepare_grads(config: Config, weight_config: Config, tile: Tile) -> BothGradients:
-    """As ``Algorithm.grads``; of tensors that have elements."""
-    p, slices = config.problem, tile.slices(config.workspace_limit)
-    macros = grads_macros(tile, config.dtype, slices)
-    params: Params = {
-        "grad_output, input, weight": ("grad_output", "input", "weight"),
-        "grad_input, partials": ("grad_input", "partials"),
-        "groups": p.groups,
-        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
-        "tiles_h, tiles_w": tile.tiles,
-        "tiles, slices": (p.batch * math.prod(tile.tiles), slices),
-        **weight_steps(p),
-    }
-    grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
-    launch = Launch("direct/grads_mma.cu", macros, grid, block, params, tile.shared_bytes)
-    form = in_format(config, p.output_shape, torch.contiguous_format)
-    operands = (
-        Operand("grad_output", form, int(macros["VECTOR"]) * config.dtype.itemsize),
-        Operand("input", in_format(weight_config, p.input_shape, torch.contiguous_format)),
-        Operand("weight", None),
-    )
-    grad_input = made_in(config, "grad_input", p.input_shape, torch.contiguous_format)
-    return with_partials(config, slices, operands, (grad_input,), launch).prepare(config.device)
-
-
 class DirectGradsMma(DirectKernel):
     """See the module."""
 
@@ -246,8 +221,28 @@ class DirectGradsMma(DirectKernel):
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
         return partial_bytes(config, tile.slices(config.workspace_limit))
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> BothGradients:
-        return prepare_grads(config, config.of_weight, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p, slices = config.problem, tile.slices(config.workspace_limit)
+        macros = grads_macros(tile, config.dtype, slices)
+        params: Params = {
+            "grad_output, input, weight": ("grad_output", "input", "weight"),
+            "grad_input, partials": ("grad_input", "partials"),
+            "groups": p.groups,
+            "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+            "tiles_h, tiles_w": tile.tiles,
+            "tiles, slices": (p.batch * math.prod(tile.tiles), slices),
+            **weight_steps(p),
+        }
+        grid, block = (tile.weight_blocks, slices, 1), (tile.threads, 1, 1)
+        launch = Launch("direct/grads_mma.cu", macros, grid, block, params, tile.shared_bytes)
+        nchw, strides = torch.contiguous_format, strides_of(p.input_shape, config.memory_format)
+        operands = (
+            Operand("grad_output", nchw, int(macros["VECTOR"]) * config.dtype.itemsize),
+            Operand("input", nchw),
+            Operand("weight", None),
+        )
+        grad_input = Output("grad_input", p.input_shape, strides, nchw)
+        return with_partials(config, slices, operands, (grad_input,), launch)
 
 
 KERNEL = DirectGradsMma()

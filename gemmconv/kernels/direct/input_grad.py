@@ -10,7 +10,7 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, seconds_of_parts
 from gemmconv.kernels.direct.patch import (
@@ -29,9 +29,9 @@ from gemmconv.kernels.direct.patch import (
     sum_bytes,
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
-from gemmconv.kernels.launch import Launch, Operand, Params, Program, plane_grid, weight_steps
-from gemmconv.kernels.layout.transpose import in_format, made_in, turning_seconds
+from gemmconv.kernels.layout.transpose import turning_seconds
 from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, clearing, plane_grid, weight_steps
 
 _SHARED_FOR_TWO = 32 << 10  # as SHARED, of two channels of 16-bit elements: of one, few loads are on their way
 _WEIGHTS = 12 << 10  # bytes of weights that are worth staging at once
@@ -180,30 +180,6 @@ def input_grad_macros(problem: Problem, dtype: torch.dtype, multiprocessors: int
     }
 
 
-def prepare_input_grad(config: Config) -> Gradient:
-    """Prepare grad_input from (grad_output, weight)."""
-    p, itemsize, multiprocessors = config.problem, config.dtype.itemsize, config.spec.multiprocessors
-    output = made_in(config, "grad_input", p.input_shape, torch.contiguous_format)
-    if not math.prod(p.input_shape):
-        return Program(config.dtype, (), (output,), ()).prepare(config.device)
-
-    macros = input_grad_macros(p, config.dtype, multiprocessors)
-    tile = input_grad_tile(p, itemsize, multiprocessors)
-    pixel_blocks, plane_blocks, tiles_w = tile.grid(p)
-    params: Params = {
-        "grad_output, weight, grad_input": ("grad_output", "weight", "grad_input"),
-        "planes, groups": (p.batch * p.groups, p.groups),
-        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
-        "tiles_w": tiles_w,
-        **weight_steps(p),
-    }
-    grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
-    launch = Launch("direct/input_grad.cu", macros, grid, block, params)
-    form = in_format(config, p.output_shape, torch.contiguous_format)
-    operands = Operand("grad_output", form, int(macros["VECTOR"]) * itemsize), Operand("weight", None)
-    return Program(config.dtype, operands, (output,), (launch,)).prepare(config.device)
-
-
 class DirectInputGrad(DirectKernel):
     """See the module."""
 
@@ -219,8 +195,29 @@ class DirectInputGrad(DirectKernel):
         # It moves bytes while it computes.
         return _COST.launch_seconds + max(arithmetic, moved) + steps + turning_seconds(config)
 
-    def prepare(self, config: Config, direction: Pass, tile: InputGradTile) -> Gradient:
-        return prepare_input_grad(config)
+    def program(self, config: Config, direction: Pass, tile: InputGradTile) -> Program:
+        p, itemsize, multiprocessors = config.problem, config.dtype.itemsize, config.spec.multiprocessors
+        strides = strides_of(p.input_shape, config.memory_format)
+        output = Output("grad_input", p.input_shape, strides, torch.contiguous_format)
+
+        if not math.prod(p.input_shape):
+            operands = Operand("grad_output", None), Operand("weight", None)
+            return Program(config.dtype, operands, (output,), (clearing(config, output),))
+        macros = input_grad_macros(p, config.dtype, multiprocessors)
+        tile = input_grad_tile(p, itemsize, multiprocessors)
+        pixel_blocks, plane_blocks, tiles_w = tile.grid(p)
+        params: Params = {
+            "grad_output, weight, grad_input": ("grad_output", "weight", "grad_input"),
+            "planes, groups": (p.batch * p.groups, p.groups),
+            "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+            "tiles_w": tiles_w,
+            **weight_steps(p),
+        }
+        grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
+        launch = Launch("direct/input_grad.cu", macros, grid, block, params)
+        alignment, nchw = int(macros["VECTOR"]) * itemsize, torch.contiguous_format
+        operands = Operand("grad_output", nchw, alignment), Operand("weight", None)
+        return Program(config.dtype, operands, (output,), (launch,))
 
 
 KERNEL = DirectInputGrad()

@@ -7,16 +7,14 @@ as the tiles do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import BothGradients, Config, Gradient, Pass, accumulator_dtype
+from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import (
@@ -35,14 +33,12 @@ from gemmconv.kernels.direct.patch import (
     sum_bytes,
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within
-from gemmconv.kernels.launch import MAX_GRID_Y, Launch, Operand, Params, Program, weight_steps
 from gemmconv.kernels.layout.transpose import (
     grads_turning_seconds,
-    in_format,
-    made_in,
     turning_seconds,
 )
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, clearing, weight_steps
 from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
 
 _COST = costs_of("direct/weight_grad")
@@ -286,11 +282,6 @@ def weight_grad_seconds(config: Config) -> float:
     return _COST.launch_seconds + tiles * _COST.tile_seconds / config.spec.multiprocessors + products + copied
 
 
-def prepare_weight_grad(config: Config) -> Gradient:
-    """Prepare grad_weight from (grad_output, input)."""
-    return _program(config, None).prepare(config.device)
-
-
 def grads_seconds(config: Config) -> float:
     """Roughly what both gradients at once take in NCHW; infinite where no thread could have whole sums of both."""
     p, itemsize = config.problem, config.dtype.itemsize
@@ -300,16 +291,14 @@ def grads_seconds(config: Config) -> float:
     return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COST.memory_rate
 
 
-def prepare_grads(config: Config, weight_config: Config) -> BothGradients:
-    """Prepare both gradients from (grad_output, input, weight), where :func:`grads_seconds` is finite."""
-    return _program(weight_config, config).prepare(config.device)
-
-
 def _program(config: Config, input_config: Config | None) -> Program:
     """A weight gradient, after the input's where that has a configuration."""
     p, dtype, both = config.problem, config.dtype, input_config is not None
+    nchw = torch.contiguous_format
+    grad_weight = Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, nchw))
     if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
-        return with_partials(config, 1, (), (), None)
+        operands = Operand("grad_output", nchw), Operand("input", nchw)
+        return Program(dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
     tile = _tile_for(config, both)
     slices, (_, tiles_h, tiles_w) = _slices(config, tile), tile.tiles(p)
     macros = weight_grad_macros(p, dtype, slices, both, config.spec.multiprocessors)
@@ -322,11 +311,10 @@ def _program(config: Config, input_config: Config | None) -> Program:
         **(weight_steps(p) if both else {"weight_channel, weight_tap": (0, 0)}),
     }
     launch = Launch("direct/weight_grad.cu", macros, (tile.weight_blocks(p), slices, 1), (tile.threads, 1, 1), params)
-    forms = [in_format(config, shape, torch.contiguous_format) for shape in (p.output_shape, p.input_shape)]
-    operands = [Operand("grad_output", forms[0], int(macros["VECTOR"]) * dtype.itemsize), Operand("input", forms[1])]
+    operands = Operand("grad_output", nchw, int(macros["VECTOR"]) * dtype.itemsize), Operand("input", nchw)
     if input_config is None:
-        return with_partials(config, slices, tuple(operands), (), launch)
-    grad_input = made_in(input_config, "grad_input", p.input_shape, torch.contiguous_format)
+        return with_partials(config, slices, operands, (), launch)
+    grad_input = Output("grad_input", p.input_shape, strides_of(p.input_shape, input_config.memory_format), nchw)
     return with_partials(config, slices, (*operands, Operand("weight", None)), (grad_input,), launch)
 
 
@@ -353,8 +341,8 @@ class DirectWeightGrad(DirectKernel):
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
         return weight_grad_workspace_bytes(config)
 
-    def prepare(self, config: Config, direction: Pass, tile: WeightGradTile) -> Callable[..., Any]:
-        return prepare_grads(config, config.of_weight) if direction == "grads" else prepare_weight_grad(config)
+    def program(self, config: Config, direction: Pass, tile: WeightGradTile) -> Program:
+        return _program(config.of_weight, config) if direction == "grads" else _program(config, None)
 
 
 KERNEL = DirectWeightGrad()

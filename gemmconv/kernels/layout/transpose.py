@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from gemmconv.geometry import Shape4
-from gemmconv.kernels.base import BothGradients, Config, strides_of
+from gemmconv.kernels.base import BothGradients, Config, strides_of, with_strides
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import even_share, power_of_two
-from gemmconv.kernels.launch import Fit, Launch, Output, Params, Transpose, fitting, other_format, plane_grid
 from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, plane_grid
 
 _COST = costs_of("layout/transpose")
 _INT32_MAX = 2**31 - 1
@@ -27,8 +28,7 @@ _SECTOR_BYTES = 32  # that memory writes at once
 _PIXEL_BYTES, _CHANNEL_BYTES = 64, 128  # that lie together, of what a warp reads or writes at once
 _WARPS = _THREADS // 32
 
-# grad_output, input, weight, grad_input -> grad_weight; the last two for the input gradient, or None
-GradientsInNchw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+Fit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def turning_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
@@ -89,57 +89,27 @@ def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = t
     return _COST.launch_seconds + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
 
 
-def in_format(config: Config, shape: Shape4, memory_format: torch.memory_format) -> torch.memory_format | Transpose:
-    """The form of an operand that has any strides and is to be contiguous in a format.
-
-    One in the other format is transposed by a kernel, where ``config`` is in that format on a GPU; of any other torch
-    makes a copy.
-    """
-    if _takes_the_kernel(config, shape, other_format(memory_format)):
-        return transpose_to(config, shape, memory_format)
-    return memory_format
-
-
-def made_in(config: Config, name: str, shape: Shape4, memory_format: torch.memory_format) -> Output:
-    """An output that launches write in a format, and that has the strides of the configuration's memory format."""
-    strides, wanted = strides_of(shape, config.memory_format), other_format(memory_format)
-    takes = _takes_the_kernel(config, shape, wanted)
-    transpose = transpose_to(config, shape, wanted) if takes else None
-    written = None if config.memory_format is memory_format else strides_of(shape, memory_format)
-    return Output(name, shape, strides, written, transpose)
-
-
 def to_nchw(config: Config, shape: Shape4) -> Fit:
-    """Prepare what brings a tensor of this shape to NCHW; see :func:`in_format`."""
-    return fitting(in_format(config, shape, torch.contiguous_format), config.device)
+    """Prepare what brings a tensor of this shape to NCHW.
+
+    One in channels_last is transposed by a kernel where ``config`` is in that format on a GPU; torch copies any other.
+    """
+    return _fit(config, shape, torch.contiguous_format)
 
 
 def to_channels_last(config: Config, shape: Shape4) -> Fit:
     """As :func:`to_nchw`, the other way round."""
-    return fitting(in_format(config, shape, torch.channels_last), config.device)
+    return _fit(config, shape, torch.channels_last)
 
 
 def from_nchw(config: Config, shape: Shape4) -> Fit:
     """Prepare what gives a result of this shape, made in NCHW, the strides of the configuration's memory format."""
-    return made_in(config, "result", shape, torch.contiguous_format).prepare_turn(config.device)
+    return _with_strides_of(config, shape, torch.contiguous_format)
 
 
 def from_channels_last(config: Config, shape: Shape4) -> Fit:
     """As :func:`from_nchw`, of a result that was made in channels_last."""
-    return made_in(config, "result", shape, torch.channels_last).prepare_turn(config.device)
-
-
-def prepare_both(config: Config, compute: GradientsInNchw) -> BothGradients:
-    """Prepare both gradients with what computes the weight's and writes the input's, contiguous in NCHW."""
-    shape = config.problem.input_shape
-    turned_back = from_nchw(config, shape)
-
-    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        grad_input = input.new_empty(shape)
-        grad_weight = compute(grad_output, input, weight, grad_input)
-        return turned_back(grad_input), grad_weight
-
-    return call
+    return _with_strides_of(config, shape, torch.channels_last)
 
 
 def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -> BothGradients:
@@ -164,22 +134,55 @@ def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -
     return call
 
 
-def _takes_the_kernel(config: Config, shape: Shape4, given: torch.memory_format) -> bool:
-    """Whether there is anything in that format to turn, on a GPU, of extents that the kernel's integers reach."""
+def _fit(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
+    given = other_format(memory_format)
+    if config.device.type == "cuda" and config.memory_format is given and takes_the_kernel(shape):
+        return prepare_turn(config, shape, memory_format)
+    contiguous = torch.Tensor.contiguous
+    if memory_format is torch.contiguous_format:
+        return contiguous
+    return partial(contiguous, memory_format=memory_format)
+
+
+def _with_strides_of(config: Config, shape: Shape4, made: torch.memory_format) -> Fit:
+    strides, wanted = strides_of(shape, config.memory_format), config.memory_format
+    if wanted is made or config.device.type != "cuda" or not takes_the_kernel(shape):
+        return partial(with_strides, strides=strides)
+    return prepare_turn(config, shape, wanted)
+
+
+def takes_the_kernel(shape: Shape4) -> bool:
+    """Whether there is anything to transpose, of extents that the kernels' integers reach."""
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
-    if config.device.type != "cuda" or config.memory_format is not given:
-        return False
     return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _REACH <= _INT32_MAX
 
 
+def other_format(memory_format: torch.memory_format) -> torch.memory_format:
+    """NCHW for channels_last, and the other way round."""
+    return torch.contiguous_format if memory_format is torch.channels_last else torch.channels_last
+
+
 def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
-    """Prepare what brings a tensor to a format, always with the kernel."""
-    return transpose_to(config, shape, memory_format).prepare(config.device)
+    """Prepare what brings a tensor to a format, one in the other always with the kernel; it may be there already."""
+    strides, given = strides_of(shape, memory_format), other_format(memory_format)
+    launch, alignment = transposition(shape, config.dtype.itemsize, memory_format)
+    operands, outputs = (Operand("source", given, alignment),), (Output("target", shape, strides),)
+    transposed = Program(config.dtype, operands, outputs, (launch,)).prepare(config.device)
+
+    def turn(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous(memory_format=memory_format):
+            return tensor
+        if not tensor.is_contiguous(memory_format=given):
+            return with_strides(tensor, strides)
+        turned: torch.Tensor = transposed(tensor)
+        return turned
+
+    return turn
 
 
-def transpose_to(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Transpose:
-    """What brings a tensor of this shape from the other format to this one, with the kernel."""
-    itemsize, to_last = config.dtype.itemsize, memory_format is torch.channels_last
+def transposition(shape: Shape4, itemsize: int, memory_format: torch.memory_format) -> tuple[Launch, int]:
+    """What brings ``source``, in the other format, to this one in ``target``, and what ``source`` is aligned to."""
+    to_last = memory_format is torch.channels_last
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
     units = units_macros(channels, pixels, to_last, itemsize)
@@ -197,8 +200,7 @@ def transpose_to(config: Config, shape: Shape4, memory_format: torch.memory_form
         "matrices, rows, columns, tiles_columns": (images, rows, columns, tiles_columns),
     }
     grid = plane_grid(-(-rows // tile_rows) * tiles_columns, images)
-    launch = Launch(source, macros, grid, (_THREADS, 1, 1), params)
-    return Transpose(memory_format, shape, strides_of(shape, memory_format), launch, alignment)
+    return Launch(source, macros, grid, (_THREADS, 1, 1), params), alignment
 
 
 def units_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros | None:

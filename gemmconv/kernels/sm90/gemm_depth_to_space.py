@@ -15,9 +15,10 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionRows
@@ -92,12 +93,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     return {**pixels_on_m.macros_of(tile, dtype), "DEFERRED_STORES": int(tile.kept)}
 
 
-def prepare_forward(config: Config, tile: Tile) -> Forward:
-    """As ``Algorithm.forward``."""
-    macros = macros_of(tile, config.dtype)
-    return pixels_on_m.prepare_forward(config, "gemm_depth_to_space", tile, macros, config.problem.kernel_size[1])
-
-
 class GemmDepthToSpace(OneFormatForward):
     """See the module."""
 
@@ -108,8 +103,9 @@ class GemmDepthToSpace(OneFormatForward):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / CLOCK_RATE
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
-        return prepare_forward(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        macros = macros_of(tile, config.dtype)
+        return pixels_on_m.program(config, "gemm_depth_to_space", tile, macros, config.problem.kernel_size[1])
 
 
 KERNEL = GemmDepthToSpace(tile_of, tiles_of)

@@ -18,11 +18,11 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.launch import Params
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.program import Params, Program
 from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
@@ -247,18 +247,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-def prepare_forward(config: Config, tile: Tile) -> Forward:
-    """As ``Algorithm.forward``."""
-    channels = _LINE_BYTES // tile.itemsize
-    params: Params = {
-        "weights": pack_k_major.map_of(tile.problem, tile.itemsize, (channels, channels)),
-        "input, bias, output": ("input", "bias", "output"),
-        "batch, items": (tile.problem.batch, tile.items),
-    }
-    macros = macros_of(tile, config.dtype)
-    return pack_k_major.prepare_forward(config, "gemm_fold", macros, params, tile.items, tile.threads)
-
-
 class GemmFold(OneFormatForward):
     """See the module."""
 
@@ -269,8 +257,15 @@ class GemmFold(OneFormatForward):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / CLOCK_RATE
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
-        return prepare_forward(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        channels = _LINE_BYTES // tile.itemsize
+        params: Params = {
+            "weights": pack_k_major.map_of(tile.problem, tile.itemsize, (channels, channels)),
+            "input, bias, output": ("input", "bias", "output"),
+            "batch, items": (tile.problem.batch, tile.items),
+        }
+        macros = macros_of(tile, config.dtype)
+        return pack_k_major.program(config, "gemm_fold", macros, params, tile.items, tile.threads)
 
 
 KERNEL = GemmFold(tile_of, tiles_of)

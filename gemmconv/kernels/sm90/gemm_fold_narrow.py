@@ -17,11 +17,11 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.launch import Launch, Operand, Params, TensorMapSpec, gathering, weight_steps
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering, weight_steps
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
 
@@ -434,23 +434,6 @@ def blocks_at_once(tile: Tile) -> int:
     return tile.multiprocessors * tile.blocks_resident
 
 
-def prepare_forward(config: Config, tile: Tile) -> Forward:
-    """As ``Algorithm.forward``."""
-    p = config.problem
-    params: Params = {
-        **({"map": tile.input_map} if tile.boxed else {}),
-        "input, weight, bias, output": ("input", "weight", "bias", "output"),
-        "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
-        "cells_h, cells_w": cells_of(p),
-        "strips, segments, segment_rows, items": (tile.strips, tile.segments, tile.segment_rows, tile.items),
-        **weight_steps(p),
-    }
-    grid, block = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1), (tile.threads, 1, 1)
-    macros = macros_of(tile, config.dtype)
-    launch = Launch("sm90/gemm_fold_narrow.cu", macros, grid, block, params, tile.shared_bytes)
-    return gathering(config, "forward", [launch], weight=Operand("weight", None, 16)).prepare(config.device)
-
-
 class GemmFoldNarrow(Sm90Kernel):
     """See the module."""
 
@@ -471,8 +454,20 @@ class GemmFoldNarrow(Sm90Kernel):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / FAST_CLOCK_RATE
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
-        return prepare_forward(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p = config.problem
+        params: Params = {
+            **({"map": tile.input_map} if tile.boxed else {}),
+            "input, weight, bias, output": ("input", "weight", "bias", "output"),
+            "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
+            "cells_h, cells_w": cells_of(p),
+            "strips, segments, segment_rows, items": (tile.strips, tile.segments, tile.segment_rows, tile.items),
+            **weight_steps(p),
+        }
+        grid, block = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1), (tile.threads, 1, 1)
+        macros = macros_of(tile, config.dtype)
+        launch = Launch("sm90/gemm_fold_narrow.cu", macros, grid, block, params, tile.shared_bytes)
+        return gathering(config, "forward", [launch], weight=Operand("weight", None, 16))
 
 
 def _reaches(tile: Tile) -> bool:

@@ -17,10 +17,11 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
@@ -197,11 +198,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-def prepare_forward(config: Config, tile: Tile) -> Forward:
-    """As ``Algorithm.forward``."""
-    return pixels_on_m.prepare_forward(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)
-
-
 class GemmFoldPixels(OneFormatForward):
     """See the module."""
 
@@ -213,8 +209,8 @@ class GemmFoldPixels(OneFormatForward):
         margin = _COST.margin if tile.itemsize == 2 or tile.windows[0] > 1 else 1
         return margin * tile.cycles / CLOCK_RATE
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
-        return prepare_forward(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        return pixels_on_m.program(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)
 
 
 KERNEL = GemmFoldPixels(tile_of, tiles_of)

@@ -10,15 +10,14 @@ csrc/weights/pack_phases.cu lays the weights out, in a launch of its own before 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.launch import MAX_GRID_Y, ByFormat, Launch, Params, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.program import MAX_GRID_Y, ByFormat, Launch, Params, Program, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
@@ -105,34 +104,6 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     return macros
 
 
-def prepare(config: Config, plan: Plan) -> Callable[..., torch.Tensor]:
-    """As ``Algorithm.forward``, or ``Algorithm.input_grad``: outputs gathered from inputs."""
-    p, macros, block = config.problem, macros_of(plan, config.dtype), (plan.loaders + _OTHER_THREADS, 1, 1)
-    sets = plan.phase_sets * plan.channel_sets * p.groups
-    weights: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
-    params: Params = {
-        **({"map": input_map(plan)} if plan.boxed or plan.landing_box else {}),
-        "input, packed": ("input", "packed"),
-        "bias, output": ("bias" if plan.direction == "forward" else None, "output"),
-        "by_strips, by_strip_rows, by_strip_tiles": (
-            *map(reciprocal, (plan.strips, plan.strip_rows, plan.strip_tiles)),
-        ),
-        "by_image_positions, by_bottom, by_sets": (*map(reciprocal, (plan.image_positions, plan.bottom, sets)),),
-        "batch, groups": (p.batch, p.groups),
-        "h_in, w_in, h_out, w_out": (*plan.input_size, *plan.output_size),
-        "strips, strip_rows, strip_cells, cells_h": (plan.strips, plan.strip_rows, plan.strip_cells, plan.cells[0]),
-        "origin_h, origin_w": plan.origin,
-        "strip_tiles, items": (plan.strip_tiles, plan.items),
-    }
-    grid = plan.blocks_on(config.spec.multiprocessors), 1, 1
-    launches = (
-        Launch("weights/pack_phases.cu", macros, _weights_grid(plan), (_WEIGHT_THREADS, 1, 1), weights),
-        Launch("sm90/implicit_gemm.cu", macros, grid, block, params, plan.shared_bytes, overlaps=True),
-    )
-    program = gathering(config, plan.direction, launches if plan.items else (), {"packed": plan.packed_bytes})
-    return program.prepare(config.device)
-
-
 def input_map(plan: Plan) -> TensorMapSpec:
     """The tensor map of the input.
 
@@ -217,8 +188,30 @@ class ImplicitGemm(Sm90Kernel):
     def workspace_bytes(self, config: Config, direction: Pass, tile: Plan) -> int:
         return tile.packed_bytes
 
-    def prepare(self, config: Config, direction: Pass, tile: Plan) -> Callable[..., Any]:
-        return prepare(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
+        p, macros, block = config.problem, macros_of(tile, config.dtype), (tile.loaders + _OTHER_THREADS, 1, 1)
+        sets = tile.phase_sets * tile.channel_sets * p.groups
+        weights: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
+        params: Params = {
+            **({"map": input_map(tile)} if tile.boxed or tile.landing_box else {}),
+            "input, packed": ("input", "packed"),
+            "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
+            "by_strips, by_strip_rows, by_strip_tiles": (
+                *map(reciprocal, (tile.strips, tile.strip_rows, tile.strip_tiles)),
+            ),
+            "by_image_positions, by_bottom, by_sets": (*map(reciprocal, (tile.image_positions, tile.bottom, sets)),),
+            "batch, groups": (p.batch, p.groups),
+            "h_in, w_in, h_out, w_out": (*tile.input_size, *tile.output_size),
+            "strips, strip_rows, strip_cells, cells_h": (tile.strips, tile.strip_rows, tile.strip_cells, tile.cells[0]),
+            "origin_h, origin_w": tile.origin,
+            "strip_tiles, items": (tile.strip_tiles, tile.items),
+        }
+        grid = tile.blocks_on(config.spec.multiprocessors), 1, 1
+        launches = (
+            Launch("weights/pack_phases.cu", macros, _weights_grid(tile), (_WEIGHT_THREADS, 1, 1), weights),
+            Launch("sm90/implicit_gemm.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True),
+        )
+        return gathering(config, tile.direction, launches if tile.items else (), {"packed": tile.packed_bytes})
 
 
 KERNEL = ImplicitGemm()

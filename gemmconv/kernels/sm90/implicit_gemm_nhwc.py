@@ -16,11 +16,11 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.launch import Params, TensorMapSpec
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
+from gemmconv.kernels.program import Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
@@ -316,20 +316,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-def prepare_forward(config: Config, tile: Tile) -> Forward:
-    """As ``Algorithm.forward``."""
-    p, pack = tile.problem, None
-    if tile.packed:
-        pack = pack_k_major.packing(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)
-    params: Params = {
-        "input, weights": (tile.input_map, "packed" if pack else tile.weight_map),
-        "bias, output": ("bias", "output"),
-        "batch, items": (p.batch, tile.items),
-    }
-    macros = macros_of(tile, config.dtype)
-    return pack_k_major.prepare_forward(config, "implicit_gemm_nhwc", macros, params, tile.items, _THREADS, pack)
-
-
 class ImplicitGemmNhwc(OneFormatForward):
     """See the module."""
 
@@ -340,8 +326,17 @@ class ImplicitGemmNhwc(OneFormatForward):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return (_COST.margin if tile.packed else 1) * tile.cycles / FAST_CLOCK_RATE
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Forward:
-        return prepare_forward(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p, pack = tile.problem, None
+        if tile.packed:
+            pack = pack_k_major.packing(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)
+        params: Params = {
+            "input, weights": (tile.input_map, "packed" if pack else tile.weight_map),
+            "bias, output": ("bias", "output"),
+            "batch, items": (p.batch, tile.items),
+        }
+        macros = macros_of(tile, config.dtype)
+        return pack_k_major.program(config, "implicit_gemm_nhwc", macros, params, tile.items, _THREADS, pack)
 
 
 KERNEL = ImplicitGemmNhwc(tile_of, tiles_of)

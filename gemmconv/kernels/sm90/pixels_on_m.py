@@ -10,9 +10,9 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward
-from gemmconv.kernels.launch import Params
+from gemmconv.kernels.base import Config
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.program import Params, Program
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
@@ -210,8 +210,8 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
     }
 
 
-def prepare_forward(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Forward:
-    """The call of csrc/sm90/``name``.cu, for ``Algorithm.forward``; for ``row`` see csrc/weights/pack_k_major.cu."""
+def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Program:
+    """A forward pass by csrc/sm90/``name``.cu; for ``row`` see csrc/weights/pack_k_major.cu."""
     box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
     if tile.packed:
         pack = pack_k_major.packing(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row)
@@ -220,4 +220,4 @@ def prepare_forward(config: Config, name: str, tile: PositionRows, macros: Macro
         "input, bias, output": ("input", "bias", "output"),
         "positions, items": (tile.positions, tile.items),
     }
-    return pack_k_major.prepare_forward(config, name, macros, params, tile.items, tile.threads, pack)
+    return pack_k_major.program(config, name, macros, params, tile.items, tile.threads, pack)

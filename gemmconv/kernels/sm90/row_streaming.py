@@ -6,10 +6,9 @@ Words are those of the kernels' headers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -19,9 +18,9 @@ from gemmconv.kernels.base import (
     Pass,
 )
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.launch import ByFormat, Launch, Params, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
+from gemmconv.kernels.program import ByFormat, Launch, Params, Program, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.sm90.base import Sm90Kernel
 
 LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
@@ -322,29 +321,6 @@ def across(tile: RowGathering, places: int) -> Macros:
     }
 
 
-def prepare(config: Config, tile: RowGathering) -> Callable[..., torch.Tensor]:
-    """As ``Algorithm.forward``, or ``Algorithm.input_grad``: outputs gathered from inputs."""
-    macros, units = macros_of(tile, config.dtype), tile.packed_bytes // _PIECE_BYTES
-    weights: Params = {"weight, packed": ("weight", "packed"), "channels_last, units": (ByFormat(0, 1), units)}
-    params: Params = {
-        "map": tile.input_map,
-        "packed": "packed",
-        "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
-        "by_image_items": reciprocal(tile.image_items),
-        "groups, columns": (config.problem.groups, tile.multiplied),
-        "h_out, w_out": tile.output_size,
-        "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
-    }
-    pack_grid = -(-units // _WEIGHT_THREADS), 1, 1
-    grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
-    launches = (
-        Launch("weights/pack_rows.cu", macros, pack_grid, (_WEIGHT_THREADS, 1, 1), weights),
-        Launch(f"{tile.source}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True),
-    )
-    program = gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})
-    return program.prepare(config.device)
-
-
 class RowStreamingKernel(Sm90Kernel):
     """What both kernels are to the registry.
 
@@ -363,5 +339,22 @@ class RowStreamingKernel(Sm90Kernel):
     def workspace_bytes(self, config: Config, direction: Pass, tile: RowGathering) -> int:
         return tile.packed_bytes
 
-    def prepare(self, config: Config, direction: Pass, tile: RowGathering) -> Callable[..., Any]:
-        return prepare(config, tile)
+    def program(self, config: Config, direction: Pass, tile: RowGathering) -> Program:
+        macros, units = macros_of(tile, config.dtype), tile.packed_bytes // _PIECE_BYTES
+        weights: Params = {"weight, packed": ("weight", "packed"), "channels_last, units": (ByFormat(0, 1), units)}
+        params: Params = {
+            "map": tile.input_map,
+            "packed": "packed",
+            "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
+            "by_image_items": reciprocal(tile.image_items),
+            "groups, columns": (config.problem.groups, tile.multiplied),
+            "h_out, w_out": tile.output_size,
+            "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
+        }
+        pack_grid = -(-units // _WEIGHT_THREADS), 1, 1
+        grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
+        launches = (
+            Launch("weights/pack_rows.cu", macros, pack_grid, (_WEIGHT_THREADS, 1, 1), weights),
+            Launch(f"{tile.source}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True),
+        )
+        return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})

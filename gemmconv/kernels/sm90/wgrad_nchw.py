@@ -15,10 +15,10 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.splits import reduce_wgrad_splits
@@ -404,23 +404,6 @@ def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
     return of("input", shape, int(tile.flat), lines, True), of("grad_output", p.output_shape, tile.planes, rows, False)
 
 
-def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
-    """Prepare grad_weight from (grad_output, input)."""
-    p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
-    params: Params = {
-        "input, grad_output": maps_of(tile),
-        "partials": "partials",
-        "groups, w_in": (p.groups, tile.input_width),
-        "h_out, w_out": p.output_size,
-        "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
-    }
-    macros = macros_of(tile, config.dtype, slices)
-    grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
-    main = Launch("sm90/wgrad_nchw.cu", macros, grid, block, params, tile.shared_bytes)
-    columns = tile.input_width - p.input_size[1]
-    return reduce_wgrad_splits.prepare_weight_grad(config, slices, torch.contiguous_format, main, columns)
-
-
 class WgradNchw(WeightGradKernel):
     """See the module."""
 
@@ -435,8 +418,20 @@ class WgradNchw(WeightGradKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, *variant_of(config)[:2], config.workspace_limit, config.spec.multiprocessors)
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Gradient:
-        return prepare_weight_grad(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
+        params: Params = {
+            "input, grad_output": maps_of(tile),
+            "partials": "partials",
+            "groups, w_in": (p.groups, tile.input_width),
+            "h_out, w_out": p.output_size,
+            "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
+        }
+        macros = macros_of(tile, config.dtype, slices)
+        grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
+        main = Launch("sm90/wgrad_nchw.cu", macros, grid, block, params, tile.shared_bytes)
+        columns = tile.input_width - p.input_size[1]
+        return reduce_wgrad_splits.program(config, slices, torch.contiguous_format, main, columns)
 
 
 KERNEL = WgradNchw()

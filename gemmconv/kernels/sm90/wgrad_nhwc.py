@@ -14,10 +14,10 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.kernels.base import Config, Gradient, Pass
+from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.launch import Launch, Params, TensorMapSpec
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
+from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.splits import reduce_wgrad_splits
@@ -355,21 +355,6 @@ def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
     return inputs, of("grad_output", tile.problem.output_shape, tile.box, (1, stride_w, stride_h, 1))
 
 
-def prepare_weight_grad(config: Config, tile: Tile) -> Gradient:
-    """Prepare grad_weight from (grad_output, input)."""
-    slices, (down, across) = tile.slices(config.workspace_limit), tile.tiles_image
-    params: Params = {
-        "input, grad_output": maps_of(tile),
-        "partials": "partials",
-        "groups": config.problem.groups,
-        "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
-    }
-    macros = macros_of(tile, config.dtype, slices)
-    grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
-    main = Launch("sm90/wgrad_nhwc.cu", macros, grid, block, params, tile.shared_bytes)
-    return reduce_wgrad_splits.prepare_weight_grad(config, slices, torch.channels_last, main)
-
-
 class WgradNhwc(WeightGradKernel):
     """See the module."""
 
@@ -385,8 +370,18 @@ class WgradNhwc(WeightGradKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, config.workspace_limit, config.spec.multiprocessors)
 
-    def prepare(self, config: Config, direction: Pass, tile: Tile) -> Gradient:
-        return prepare_weight_grad(config, tile)
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
+        slices, (down, across) = tile.slices(config.workspace_limit), tile.tiles_image
+        params: Params = {
+            "input, grad_output": maps_of(tile),
+            "partials": "partials",
+            "groups": config.problem.groups,
+            "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
+        }
+        macros = macros_of(tile, config.dtype, slices)
+        grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
+        main = Launch("sm90/wgrad_nhwc.cu", macros, grid, block, params, tile.shared_bytes)
+        return reduce_wgrad_splits.program(config, slices, torch.channels_last, main)
 
 
 KERNEL = WgradNhwc()

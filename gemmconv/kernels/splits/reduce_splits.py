@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from gemmconv.kernels.base import Config, accumulator_dtype, strides_of
-from gemmconv.kernels.launch import Launch, Long, Operand, Output, Params, Program
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program
 
 
 def sum_partials_macros(dtype: torch.dtype) -> Macros:
@@ -32,19 +31,12 @@ def sum_partials(config: Config, slices: int) -> Launch:
 
 
 def with_partials(
-    config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch | None
+    config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch
 ) -> Program:
     """A program whose last output is the weight gradient: the sum of what ``main`` writes as ``partials``."""
-    shape, launches = config.problem.weight_shape, () if main is None else (main,)
-    strides = strides_of(shape, torch.contiguous_format)
+    shape, name = config.problem.weight_shape, "partials" if slices == 1 else "grad_weight"
+    grad_weight = Output(name, shape, strides_of(shape, torch.contiguous_format))
     if slices == 1:
-        return Program(config.dtype, operands, (*outputs, Output("partials", shape, strides)), launches)
-    launches, outputs = (*launches, sum_partials(config, slices)), (*outputs, Output("grad_weight", shape, strides))
-    return Program(config.dtype, operands, outputs, launches, {"partials": partial_bytes(config, slices)})
-
-
-def prepare_partials(config: Config, slices: int) -> tuple[int, Callable[[torch.Tensor, torch.Tensor], object]]:
-    """The bytes of partial sums, of several slices, and what adds those of a tensor up in a contiguous gradient."""
-    operands = Operand("partials", torch.contiguous_format), Operand("grad_weight", torch.contiguous_format)
-    program = Program(config.dtype, operands, (), (sum_partials(config, slices),))
-    return partial_bytes(config, slices), program.prepare(config.device)
+        return Program(config.dtype, operands, (*outputs, grad_weight), (main,))
+    steps, scratch = (main, sum_partials(config, slices)), {"partials": partial_bytes(config, slices)}
+    return Program(config.dtype, operands, (*outputs, grad_weight), steps, scratch)

@@ -8,10 +8,9 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Gradient, strides_of
-from gemmconv.kernels.launch import Launch, Long, Operand, Output, Params, Program
-from gemmconv.kernels.layout.transpose import in_format
+from gemmconv.kernels.base import Config, strides_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program
 
 _THREADS = 256
 # Of a block: weights at most, of one slice or of several; shared memory that keeps them, output channels at least; and
@@ -57,10 +56,8 @@ def sum_macros(
     }
 
 
-def prepare_weight_grad(
-    config: Config, slices: int, memory_format: torch.memory_format, main: Launch, columns: int = 0
-) -> Gradient:
-    """The call of a kernel that writes ``partials`` of so many slices, which are added up.
+def program(config: Config, slices: int, memory_format: torch.memory_format, main: Launch, columns: int = 0) -> Program:
+    """A weight gradient by a kernel that writes ``partials`` of so many slices, which are added up.
 
     Args:
         config: of the weight gradient.
@@ -79,12 +76,12 @@ def prepare_weight_grad(
     }
     add_up = Launch("splits/reduce_wgrad_splits.cu", macros, grid, (_THREADS, 1, 1), params, overlaps=True)
     operands = (
-        Operand("grad_output", in_format(config, p.output_shape, memory_format), 16),
-        Operand("input", in_format(config, p.input_shape, memory_format), 16, columns),
+        Operand("grad_output", memory_format, 16),
+        Operand("input", memory_format, 16, columns),
     )
     output = Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, torch.contiguous_format))
     scratch = {"partials": partial_bytes(p, config.dtype.itemsize, slices)}
-    return Program(config.dtype, operands, (output,), (main, add_up), scratch).prepare(config.device)
+    return Program(config.dtype, operands, (output,), (main, add_up), scratch)
 
 
 def _piece(dtype: torch.dtype, *counts: int) -> int:

@@ -7,9 +7,9 @@ lines of some channels. Those of implicit_gemm_nhwc lie as in channels_last, and
 from __future__ import annotations
 
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Config, Forward
-from gemmconv.kernels.launch import Launch, Operand, Params, TensorMapSpec, gathering
+from gemmconv.kernels.base import Config
 from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering
 
 _THREADS = 256  # of a block of csrc/weights/pack_k_major.cu
 
@@ -45,10 +45,10 @@ def packing(problem: Problem, lines: int, units: int, row: int) -> Launch:
     )
 
 
-def prepare_forward(
+def program(
     config: Config, name: str, macros: Macros, params: Params, items: int, threads: int, pack: Launch | None = None
-) -> Forward:
-    """The call of csrc/sm90/``name``.cu, of which as many blocks as there are multiprocessors take turns at items.
+) -> Program:
+    """A forward pass by csrc/sm90/``name``.cu, whose blocks, one a multiprocessor, take turns at items.
 
     ``pack`` is what lays its weights out, if anything does.
     """
@@ -59,4 +59,4 @@ def prepare_forward(
     launches, scratch = [main], {}
     if pack is not None:
         launches, scratch = [pack, main], {"packed": 16 * _THREADS * pack.grid[0]}
-    return gathering(config, "forward", launches, scratch, weight=weight).prepare(config.device)
+    return gathering(config, "forward", launches, scratch, weight=weight)

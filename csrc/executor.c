@@ -1,0 +1,424 @@
+/* Runs the steps of a call: launches, products of cuBLAS, memory that is cleared. See gemmconv/runtime/executor.py.
+ *
+ *   program = Program(device, (gemm, set_math_mode), alignments, steps)
+ *   program.run(stream, blas_handle, address, ...) -> 0, or 1 + the index of an address that is not aligned
+ *
+ * A program is made once and not changed afterwards, so any number of threads may run it. Params are copied to the
+ * stack, pointers and tensor maps put into them, and the interpreter's lock is not held while the driver works.
+ *
+ * It takes Python's limited API, so that one build serves Python 3.10 and later, and needs neither torch nor CUDA's
+ * headers: what it calls of the driver is declared below, as cuda.h has it, and found in libcuda when first needed.
+ */
+#define Py_LIMITED_API 0x030a0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { kMostAddresses = 32, kMostParams = 4096, kMapBytes = 128 };
+
+/* The driver. */
+
+typedef int status_t;
+typedef void* context_t;
+typedef struct { int id; char padding[4]; union { char bytes[64]; int value; } value; } launch_attribute_t;
+typedef struct {
+    unsigned grid[3], block[3], shared_bytes;
+    void* stream;
+    launch_attribute_t* attributes;
+    unsigned attribute_count;
+} launch_config_t;
+enum { kProgrammaticStreamSerialization = 6 };
+
+static struct {
+    status_t (*init)(unsigned);
+    status_t (*get_error_name)(status_t, const char**);
+    status_t (*device_get)(int*, int);
+    status_t (*primary_retain)(context_t*, int);
+    status_t (*primary_release)(int);
+    status_t (*get_current)(context_t*);
+    status_t (*push_current)(context_t);
+    status_t (*pop_current)(context_t*);
+    status_t (*launch)(const launch_config_t*, void*, void**, void**);
+    status_t (*clear)(uint64_t, unsigned char, size_t, void*);
+    status_t (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
+                       int, int, int, int);
+} cuda;
+
+static int load_driver(void) {
+    static const struct { void** function; const char* name; } functions[] = {
+        {(void**)&cuda.init, "cuInit"},
+        {(void**)&cuda.get_error_name, "cuGetErrorName"},
+        {(void**)&cuda.device_get, "cuDeviceGet"},
+        {(void**)&cuda.primary_retain, "cuDevicePrimaryCtxRetain"},
+        {(void**)&cuda.primary_release, "cuDevicePrimaryCtxRelease_v2"},
+        {(void**)&cuda.get_current, "cuCtxGetCurrent"},
+        {(void**)&cuda.push_current, "cuCtxPushCurrent_v2"},
+        {(void**)&cuda.pop_current, "cuCtxPopCurrent_v2"},
+        {(void**)&cuda.clear, "cuMemsetD8Async"},
+        {(void**)&cuda.encode, "cuTensorMapEncodeTiled"},
+        {(void**)&cuda.launch, "cuLaunchKernelEx"},
+    };
+    const int count = sizeof functions / sizeof functions[0];
+    if (cuda.launch) return 0;  /* the last that is set */
+    void* library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library) {
+        PyErr_Format(PyExc_RuntimeError, "the CUDA driver could not be loaded: %s", dlerror());
+        return -1;
+    }
+    for (int i = 0; i < count; ++i) {
+        void* function = dlsym(library, functions[i].name);
+        if (!function) {
+            PyErr_Format(PyExc_RuntimeError, "the CUDA driver has no %s; update it", functions[i].name);
+            return -1;
+        }
+        *functions[i].function = function;
+    }
+    return 0;
+}
+
+static const char* name_of(status_t status) {
+    const char* name = NULL;
+    return cuda.get_error_name && cuda.get_error_name(status, &name) == 0 && name ? name : "an unknown status";
+}
+
+/* Steps. */
+
+typedef struct { int index; uint64_t offset; } place_t;  /* an address of the call, and bytes behind it */
+typedef struct { unsigned at; place_t place; } pointer_t;
+typedef struct {
+    unsigned at;
+    place_t place;
+    int type, swizzle, promotion;
+    uint64_t sizes[4], strides[3];
+    uint32_t box[4], steps[4];
+} map_t;
+typedef struct {
+    void* function;
+    char* name;
+    unsigned shape[8];  /* grid, block, shared bytes, whether it overlaps */
+    unsigned size, pointer_count, map_count;
+    unsigned char* params;
+    pointer_t* pointers;
+    map_t* maps;
+} launch_t;
+typedef struct { place_t place; int type, leading; long long stride; } matrices_t;
+typedef struct {
+    int m, n, k, transposed_a, transposed_b, batch, compute;
+    matrices_t a, b, c;
+    union { double d; float f; } alpha, beta;
+} product_t;
+typedef struct { place_t place; size_t size; } clear_t;
+typedef struct { int kind; union { launch_t launch; product_t product; clear_t clear; } of; } step_t;
+enum { kLaunch = 0, kProduct = 1, kClear = 2 };
+
+typedef int (*gemm_t)(void*, int, int, int, int, int, const void*, const void*, int, int, long long, const void*, int,
+                      int, long long, const void*, void*, int, int, long long, int, int, int);
+typedef int (*set_math_mode_t)(void*, int);
+enum { kDisallowReducedPrecisionReduction = 16, kDefaultAlgorithm = -1 };
+
+typedef struct {
+    PyObject_HEAD
+    int device, retained;
+    context_t context;
+    gemm_t gemm;
+    set_math_mode_t set_math_mode;
+    int alignment_count, step_count;
+    unsigned* alignments;
+    step_t* steps;
+} program_t;
+
+/* What went wrong, found without the interpreter's lock. */
+typedef struct { const char* call; const step_t* step; int status; } failure_t;
+
+static failure_t run_launch(const step_t* step, void* stream, const uint64_t* addresses) {
+    const launch_t* one = &step->of.launch;
+    _Alignas(64) unsigned char params[kMostParams];
+    memcpy(params, one->params, one->size);
+    for (unsigned i = 0; i < one->pointer_count; ++i) {
+        const pointer_t* pointer = &one->pointers[i];
+        const uint64_t base = addresses[pointer->place.index];
+        const uint64_t address = base ? base + pointer->place.offset : 0;  /* null: a bias that is not there */
+        memcpy(params + pointer->at, &address, sizeof address);
+    }
+    for (unsigned i = 0; i < one->map_count; ++i) {
+        const map_t* map = &one->maps[i];
+        void* address = (void*)(uintptr_t)(addresses[map->place.index] + map->place.offset);
+        const status_t status = cuda.encode(params + map->at, map->type, 4, address, map->sizes, map->strides, map->box,
+                                            map->steps, 0, map->swizzle, map->promotion, 0);
+        if (status) return (failure_t){"a tensor map was refused", step, status};
+    }
+    launch_attribute_t overlapping = {.id = kProgrammaticStreamSerialization, .value.value = 1};
+    const unsigned* shape = one->shape;
+    const launch_config_t config = {{shape[0], shape[1], shape[2]}, {shape[3], shape[4], shape[5]}, shape[6], stream,
+                                    &overlapping, shape[7]};
+    void* arguments[1] = {params};
+    return (failure_t){"launch failed", step, cuda.launch(&config, one->function, arguments, NULL)};
+}
+
+static failure_t run_product(const program_t* program, const step_t* step, void* blas, const uint64_t* addresses) {
+    const product_t* p = &step->of.product;
+    const matrices_t* of[3] = {&p->a, &p->b, &p->c};
+    void* at[3];
+    for (int i = 0; i < 3; ++i) at[i] = (void*)(uintptr_t)(addresses[of[i]->place.index] + of[i]->place.offset);
+    return (failure_t){
+        "cublasGemmStridedBatchedEx failed", step,
+        program->gemm(blas, p->transposed_a, p->transposed_b, p->m, p->n, p->k, &p->alpha, at[0], p->a.type,
+                      p->a.leading, p->a.stride, at[1], p->b.type, p->b.leading, p->b.stride, &p->beta, at[2],
+                      p->c.type, p->c.leading, p->c.stride, p->batch, p->compute, kDefaultAlgorithm)};
+}
+
+static failure_t run_steps(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
+    failure_t failure = {NULL, NULL, 0};
+    if (blas) {
+        failure = (failure_t){"cublasSetMathMode failed", NULL,
+                              program->set_math_mode(blas, kDisallowReducedPrecisionReduction)};
+    }
+    for (int i = 0; i < program->step_count && !failure.status; ++i) {
+        const step_t* step = &program->steps[i];
+        if (step->kind == kLaunch) {
+            failure = run_launch(step, stream, addresses);
+        } else if (step->kind == kProduct) {
+            failure = run_product(program, step, blas, addresses);
+        } else if (step->of.clear.size) {
+            const clear_t* one = &step->of.clear;
+            const uint64_t address = addresses[one->place.index] + one->place.offset;
+            failure = (failure_t){"memory could not be cleared", step, cuda.clear(address, 0, one->size, stream)};
+        }
+    }
+    return failure;
+}
+
+/* The same with the program's device current, and what was current before afterwards. */
+static failure_t run_on_device(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
+    context_t current = NULL, ours = NULL;
+    status_t status = cuda.get_current(&current);
+    if (!status && current == program->context) return run_steps(program, stream, blas, addresses);
+    if (!status) status = cuda.push_current(program->context);
+    if (status) return (failure_t){"the device could not be made current", NULL, status};
+    const failure_t failure = run_steps(program, stream, blas, addresses);
+    status = cuda.pop_current(&ours);
+    if (status && !failure.status) return (failure_t){"the device before could not be made current", NULL, status};
+    return failure;
+}
+
+static PyObject* raise_failure(failure_t failure) {
+    const step_t* step = failure.step;
+    if (step && step->kind == kProduct)
+        return PyErr_Format(PyExc_RuntimeError, "%s with cublasStatus_t %d", failure.call, failure.status);
+    const char* name = name_of(failure.status);
+    if (!step || step->kind == kClear) return PyErr_Format(PyExc_RuntimeError, "%s with %s", failure.call, name);
+    const unsigned* s = step->of.launch.shape;
+    return PyErr_Format(
+        PyExc_RuntimeError, "%s: %s with %s; grid (%u, %u, %u), block (%u, %u, %u), %u bytes of shared memory",
+        step->of.launch.name, failure.call, name, s[0], s[1], s[2], s[3], s[4], s[5], s[6]);
+}
+
+static PyObject* program_run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    const program_t* program = (const program_t*)self;
+    uint64_t addresses[kMostAddresses];
+    if (count < 2 + program->alignment_count || count > 2 + kMostAddresses)
+        return PyErr_Format(PyExc_TypeError, "run takes a stream, a cuBLAS handle and %d to %d addresses, got %zd values",
+                            program->alignment_count, kMostAddresses, count);
+    void* handles[2];
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const unsigned long long value = PyLong_AsUnsignedLongLong(arguments[i]);
+        if (value == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
+        if (i < 2) handles[i] = (void*)(uintptr_t)value;
+        else addresses[i - 2] = value;
+    }
+    for (int i = 0; i < program->alignment_count; ++i)
+        if (addresses[i] % program->alignments[i]) return PyLong_FromLong(i + 1);
+    PyThreadState* state = PyEval_SaveThread();
+    const failure_t failure = run_on_device(program, handles[0], handles[1], addresses);
+    PyEval_RestoreThread(state);
+    return failure.status ? raise_failure(failure) : PyLong_FromLong(0);
+}
+
+/* Making one. Whatever fails leaves what program_dealloc can free. */
+
+static void* zeroed(size_t count, size_t size) {
+    void* memory = PyMem_Malloc(count * size + 1);
+    if (!memory) return PyErr_NoMemory();
+    return memset(memory, 0, count * size + 1);
+}
+
+static int place_is_wrong(place_t place) {
+    if (0 <= place.index && place.index < kMostAddresses) return 0;
+    PyErr_Format(PyExc_ValueError, "at most %d addresses, got index %d", kMostAddresses, place.index);
+    return 1;
+}
+
+static int read_map(map_t* map, PyObject* of) {
+    unsigned box[8];
+    if (!PyArg_ParseTuple(of, "IiKiKKKKKKKIIIIIIIIii", &map->at, &map->place.index, &map->place.offset, &map->type,
+                          &map->sizes[0], &map->sizes[1], &map->sizes[2], &map->sizes[3], &map->strides[0],
+                          &map->strides[1], &map->strides[2], &box[0], &box[1], &box[2], &box[3], &box[4], &box[5],
+                          &box[6], &box[7], &map->swizzle, &map->promotion))
+        return -1;
+    for (int i = 0; i < 4; ++i) map->box[i] = box[i], map->steps[i] = box[4 + i];
+    return place_is_wrong(map->place) ? -1 : 0;
+}
+
+static int read_launch(launch_t* one, PyObject* of) {
+    unsigned long long function;
+    const char *name, *params;
+    Py_ssize_t size, name_size;
+    PyObject *pointers, *maps;
+    unsigned* s = one->shape;
+    if (!PyArg_ParseTuple(of, "iKs#(IIIIIIII)y#O!O!", &(int){0}, &function, &name, &name_size, &s[0], &s[1], &s[2],
+                          &s[3], &s[4], &s[5], &s[6], &s[7], &params, &size, &PyTuple_Type, &pointers, &PyTuple_Type,
+                          &maps))
+        return -1;
+    if (size > kMostParams) {
+        PyErr_Format(PyExc_ValueError, "%s: params must have at most %d bytes, got %zd", name, kMostParams, size);
+        return -1;
+    }
+    one->function = (void*)(uintptr_t)function;
+    one->size = (unsigned)size;
+    if (!(one->name = zeroed((size_t)name_size + 1, 1)) || !(one->params = zeroed((size_t)size, 1))) return -1;
+    memcpy(one->name, name, (size_t)name_size);
+    memcpy(one->params, params, (size_t)size);
+    const Py_ssize_t pointer_count = PyTuple_Size(pointers), map_count = PyTuple_Size(maps);
+    if (!(one->pointers = zeroed((size_t)pointer_count, sizeof(pointer_t)))) return -1;
+    if (!(one->maps = zeroed((size_t)map_count, sizeof(map_t)))) return -1;
+    for (Py_ssize_t i = 0; i < pointer_count; ++i) {
+        pointer_t* pointer = &one->pointers[one->pointer_count++];
+        unsigned long long offset;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(pointers, i), "IiK", &pointer->at, &pointer->place.index, &offset))
+            return -1;
+        pointer->place.offset = offset;
+        if (place_is_wrong(pointer->place)) return -1;
+        if (pointer->at + sizeof(uint64_t) > one->size) return PyErr_SetString(PyExc_ValueError, "a pointer past params"), -1;
+    }
+    for (Py_ssize_t i = 0; i < map_count; ++i) {
+        map_t* map = &one->maps[one->map_count++];
+        if (read_map(map, PyTuple_GetItem(maps, i))) return -1;
+        if (map->at + kMapBytes > one->size) return PyErr_SetString(PyExc_ValueError, "a tensor map past params"), -1;
+    }
+    return 0;
+}
+
+static int read_product(product_t* p, PyObject* of) {
+    int is_double, accumulates;
+    unsigned long long offsets[3];
+    if (!PyArg_ParseTuple(of, "iiiiiiiKiiLiKiiLiKiiLiiii", &(int){0}, &p->m, &p->n, &p->k, &p->transposed_a,
+                          &p->transposed_b, &p->a.place.index, &offsets[0], &p->a.type, &p->a.leading, &p->a.stride,
+                          &p->b.place.index, &offsets[1], &p->b.type, &p->b.leading, &p->b.stride, &p->c.place.index,
+                          &offsets[2], &p->c.type, &p->c.leading, &p->c.stride, &p->batch, &p->compute, &is_double,
+                          &accumulates))
+        return -1;
+    p->a.place.offset = offsets[0], p->b.place.offset = offsets[1], p->c.place.offset = offsets[2];
+    if (is_double) p->alpha.d = 1, p->beta.d = accumulates;
+    else p->alpha.f = 1, p->beta.f = (float)accumulates;
+    return place_is_wrong(p->a.place) || place_is_wrong(p->b.place) || place_is_wrong(p->c.place) ? -1 : 0;
+}
+
+static int read_clear(clear_t* one, PyObject* of) {
+    unsigned long long offset, size;
+    if (!PyArg_ParseTuple(of, "iiKK", &(int){0}, &one->place.index, &offset, &size)) return -1;
+    one->place.offset = offset, one->size = (size_t)size;
+    return place_is_wrong(one->place) ? -1 : 0;
+}
+
+static int read_step(step_t* step, PyObject* of) {
+    PyObject* kind = PyTuple_Check(of) && PyTuple_Size(of) ? PyTuple_GetItem(of, 0) : NULL;
+    step->kind = kind ? (int)PyLong_AsLong(kind) : -1;
+    if (PyErr_Occurred()) return -1;
+    switch (step->kind) {
+        case kLaunch: return read_launch(&step->of.launch, of);
+        case kProduct: return read_product(&step->of.product, of);
+        case kClear: return read_clear(&step->of.clear, of);
+    }
+    PyErr_SetString(PyExc_ValueError, "a step must be a tuple that begins with its kind, 0 to 2");
+    return -1;
+}
+
+static int fill(program_t* program, PyObject* alignments, PyObject* steps, unsigned long long gemm,
+                unsigned long long set_math_mode) {
+    const Py_ssize_t alignment_count = PyTuple_Size(alignments), step_count = PyTuple_Size(steps);
+    program->gemm = (gemm_t)(uintptr_t)gemm;
+    program->set_math_mode = (set_math_mode_t)(uintptr_t)set_math_mode;
+    if (alignment_count > kMostAddresses) return place_is_wrong((place_t){(int)alignment_count, 0}) ? -1 : 0;
+    if (!(program->alignments = zeroed((size_t)alignment_count, sizeof(unsigned)))) return -1;
+    if (!(program->steps = zeroed((size_t)step_count, sizeof(step_t)))) return -1;
+    for (; program->alignment_count < alignment_count; ++program->alignment_count) {
+        const unsigned long value = PyLong_AsUnsignedLong(PyTuple_GetItem(alignments, program->alignment_count));
+        if (PyErr_Occurred()) return -1;
+        if (!value) return PyErr_SetString(PyExc_ValueError, "an alignment must be at least 1, got 0"), -1;
+        program->alignments[program->alignment_count] = (unsigned)value;
+    }
+    while (program->step_count < step_count) {
+        const int i = program->step_count++;
+        if (read_step(&program->steps[i], PyTuple_GetItem(steps, i))) return -1;
+        if (program->steps[i].kind == kProduct && !(gemm && set_math_mode))
+            return PyErr_SetString(PyExc_ValueError, "products need cuBLAS's functions"), -1;
+    }
+    if (load_driver()) return -1;
+    int device;
+    status_t status = cuda.init(0);
+    if (!status) status = cuda.device_get(&device, program->device);
+    if (!status) status = cuda.primary_retain(&program->context, device);
+    if (status) return PyErr_Format(PyExc_RuntimeError, "device %d refused with %s", program->device, name_of(status)), -1;
+    program->device = device;
+    program->retained = 1;
+    return 0;
+}
+
+static PyObject* program_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+    int device;
+    unsigned long long gemm, set_math_mode;
+    PyObject *alignments, *steps;
+    (void)keywords;
+    if (!PyArg_ParseTuple(arguments, "i(KK)O!O!", &device, &gemm, &set_math_mode, &PyTuple_Type, &alignments,
+                          &PyTuple_Type, &steps))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    program_t* program = (program_t*)allocate(type, 0);  /* zeroed */
+    if (!program) return NULL;
+    program->device = device;
+    if (fill(program, alignments, steps, gemm, set_math_mode)) {
+        Py_DecRef((PyObject*)program);
+        return NULL;
+    }
+    return (PyObject*)program;
+}
+
+static void program_dealloc(PyObject* self) {
+    program_t* program = (program_t*)self;
+    for (int i = 0; i < program->step_count; ++i) {
+        if (program->steps[i].kind != kLaunch) continue;
+        launch_t* one = &program->steps[i].of.launch;
+        PyMem_Free(one->name);
+        PyMem_Free(one->params);
+        PyMem_Free(one->pointers);
+        PyMem_Free(one->maps);
+    }
+    PyMem_Free(program->steps);
+    PyMem_Free(program->alignments);
+    if (program->retained) cuda.primary_release(program->device);
+    PyTypeObject* type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DecRef((PyObject*)type);
+}
+
+static PyMethodDef methods[] = {
+    {"run", (PyCFunction)(void (*)(void))program_run, METH_FASTCALL,
+     "Enqueue the steps on a stream, with a cuBLAS handle (or 0), for these addresses."},
+    {NULL, NULL, 0, NULL}};
+static PyType_Slot slots[] = {{Py_tp_new, program_new}, {Py_tp_dealloc, program_dealloc}, {Py_tp_methods, methods}, {0, NULL}};
+static PyType_Spec spec = {"gemmconv.runtime._executor.Program", sizeof(program_t), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static int add_type(PyObject* module) {
+    PyObject* type = PyType_FromSpec(&spec);
+    if (!type) return -1;
+    const int failed = PyModule_AddObjectRef(module, "Program", type);
+    Py_DecRef(type);
+    return failed;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_type}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_executor", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__executor(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,219 @@
+"""From a :class:`Program` to calls: what is prepared once for tensors of some strides, and done at every call.
+
+For the strides at hand, operands in the other format get a transposition in front of the program's steps, outputs one
+behind them; what no kernel can transpose, torch copies. Names become indices of addresses, params bytes with slots, and
+regions of scratch memory offsets in one allocation. An executor of :mod:`gemmconv.runtime.executor` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from gemmconv.kernels.base import strides_of, with_strides
+from gemmconv.kernels.layout.transpose import other_format, takes_the_kernel, transposition
+from gemmconv.kernels.program import At, Gemm, Launch, Matrices, Operand, Output, Program, Step, TensorMapSpec, Zero
+from gemmconv.runtime import executor, launch
+
+Fit = Callable[[torch.Tensor], torch.Tensor]
+Tensors = tuple[torch.Tensor | None, ...]
+
+_REGION_BYTES = 256  # what regions of scratch memory begin at a multiple of
+_MOST_BOUND = 64  # calls for tensors of different strides
+
+
+class Call:
+    """A program on a device, with its kernels loaded. To be called with tensors of any strides."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        self.program, self.device = program, device
+        self._bound: dict[Hashable, Callable[..., Any]] = {}
+        for step in program.steps:
+            if isinstance(step, Launch):
+                launch.load(step.source, step.macros, device.index, step.shared_bytes)
+
+    def __call__(self, *tensors: torch.Tensor | None) -> Any:
+        key = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
+        call = self._bound.get(key)
+        if call is None:
+            if len(self._bound) >= _MOST_BOUND:
+                self._bound.clear()
+            call = self._bound[key] = self.bind(*tensors)
+        return call(*tensors)
+
+    def bind(self, *tensors: torch.Tensor | None) -> Callable[..., Any]:
+        """The call for tensors of the strides that these have."""
+        fits, program, channels_last = _brought_to_form(self.program, tensors, self.device)
+        program, made, after = _returned(program)
+        arguments = [program.arguments.index(one.given_as) for one in program.operands]
+        offsets, scratch_bytes = _laid_out(program)
+        places = {one.name: At(one.name) for one in (*program.outputs, *program.operands)}
+        places |= {name: At("scratch", offset) for name, offset in offsets.items()}
+        order = [one.name for one in (*program.outputs, *program.operands)] + ["scratch"]
+        index_of = {name: (order.index(place.tensor), place.offset) for name, place in places.items()}
+        alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
+        steps = [_lowered(step, index_of, channels_last, self.device) for step in program.steps]
+        run = executor.prepare(self.device, alignments, steps)
+        scratch_elements = -(-scratch_bytes // program.dtype.itemsize)
+        direct = arguments == [*range(len(tensors))] and not any(fits)
+        single, first_operand = len(made) == 1, len(made)
+
+        def call(*tensors: torch.Tensor | None) -> Any:
+            first: Any = tensors[0]
+            results = [first.new_empty_strided(shape, strides) for shape, strides in made]
+            operands: Sequence[torch.Tensor | None] = tensors
+            if not direct:
+                operands = [
+                    one if fit is None or one is None else fit(one)
+                    for fit, one in zip(fits, [tensors[i] for i in arguments], strict=True)
+                ]
+            addresses = [result.data_ptr() for result in results]
+            addresses += [0 if one is None else one.data_ptr() for one in operands]
+            if scratch_elements:
+                scratch = first.new_empty(scratch_elements)
+                addresses.append(scratch.data_ptr())
+            while misaligned := run(*addresses):
+                copy: Any = operands[misaligned - 1 - first_operand]
+                operands = list(operands)
+                operands[misaligned - 1 - first_operand] = copy.clone(memory_format=torch.preserve_format)
+                addresses[misaligned - 1] = operands[misaligned - 1 - first_operand].data_ptr()  # type: ignore[union-attr]
+            for i, strides in after:
+                results[i] = with_strides(results[i], strides)
+            return results[0] if single else tuple(results)
+
+        return call
+
+
+def _brought_to_form(
+    program: Program, tensors: Tensors, device: torch.device
+) -> tuple[list[Fit | None], Program, bool]:
+    """What torch does to each operand, the program with transpositions of others, and whether the weight is in
+    channels_last."""
+    given = dict(zip(program.arguments, tensors, strict=False))
+    fits: list[Fit | None] = []
+    operands, before, names, scratch, channels_last = [], list[Step](), dict[str, str](), dict[str, int](), False
+    for operand in program.operands:
+        tensor, fit = given.get(operand.given_as), None
+        if tensor is not None and operand.form is None:
+            if not tensor.is_contiguous():
+                channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
+                fit = None if channels_last else torch.Tensor.contiguous
+        elif tensor is not None and operand.form is not None:
+            if not tensor.is_contiguous(memory_format=operand.form):
+                transposed = _transposed(operand, tensor, device)
+                if transposed is None:
+                    fit = partial(torch.Tensor.contiguous, memory_format=operand.form)
+                elif operand.columns:
+                    fit = Call(transposed, device)
+                else:
+                    (step,), (source,) = transposed.steps, transposed.operands
+                    names[operand.name] = f"{operand.name} transposed"
+                    before.append(step.renamed({"source": operand.name, "target": names[operand.name]}))
+                    scratch[names[operand.name]] = tensor.numel() * program.dtype.itemsize
+                    operand = replace(operand, alignment=source.alignment)
+            if operand.columns:
+                fit = partial(_widened, fit=fit, columns=operand.columns)
+        fits.append(fit)
+        operands.append(operand)
+    steps = (*before, *(step.renamed(names) for step in program.steps))
+    new = replace(program, operands=tuple(operands), steps=steps, scratch={**scratch, **program.scratch})
+    return fits, new, channels_last
+
+
+def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) -> Program | None:
+    """A program that brings an operand to its form, None where torch is to: of weights, which are small."""
+    assert operand.form is not None
+    given = other_format(operand.form)
+    if operand.given_as == "weight" or device.type != "cuda" or tensor.dim() != 4 or not takes_the_kernel(tensor.shape):
+        return None
+    if not tensor.is_contiguous(memory_format=given):
+        return None
+    step, alignment = transposition(tuple(tensor.shape), tensor.dtype.itemsize, operand.form)
+    target = Output("target", tuple(tensor.shape), strides_of(tensor.shape, operand.form))
+    return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
+
+
+def _returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tuple[int, Any]]]:
+    """The program with transpositions of outputs; shape and strides of what is allocated; what torch copies then."""
+    made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
+    for i, output in enumerate(program.outputs):
+        strides, written = output.strides, output.written
+        if written is not None and (other := strides_of(output.shape, written)) != strides:
+            if takes_the_kernel(output.shape):
+                names[output.name] = f"{output.name} written"
+                wanted = other_format(written)
+                step, _ = transposition(output.shape, program.dtype.itemsize, wanted)
+                behind.append(step.renamed({"source": names[output.name], "target": output.name}))
+                scratch[names[output.name]] = torch.Size(output.shape).numel() * program.dtype.itemsize
+            else:
+                after.append((i, strides))
+                strides = other
+        made.append((output.shape, strides))
+    steps = (*(step.renamed(names) for step in program.steps), *behind)
+    return replace(program, steps=steps, scratch={**scratch, **program.scratch}), made, after
+
+
+def _laid_out(program: Program) -> tuple[dict[str, int], int]:
+    """Where each region of the scratch memory begins, and bytes in all.
+
+    Regions that are never needed at the same time share memory. One is needed until what reads it has ended, which the
+    next step that does not overlap waits for.
+    """
+    needed: dict[str, tuple[int, int]] = {}
+    for i, step in enumerate(program.steps):
+        end = i + 1
+        while end < len(program.steps) and getattr(program.steps[end], "overlaps", False):
+            end += 1
+        for name in step.tensors:
+            needed[name] = min(i, needed.get(name, (i, i))[0]), end
+    offsets: dict[str, int] = {}
+    total = 0
+    sizes = {name: -(-size // _REGION_BYTES) * _REGION_BYTES for name, size in program.scratch.items()}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        begin, end = needed.get(name, (0, len(program.steps)))
+        alive = [
+            (offsets[other], offsets[other] + sizes[other])
+            for other in offsets
+            if needed[other][0] < end and begin < needed[other][1]
+        ]
+        offset = 0
+        for low, high in sorted(alive):
+            if offset + sizes[name] > low:
+                offset = max(offset, high)
+        needed.setdefault(name, (begin, end))
+        offsets[name] = offset
+        total = max(total, offset + sizes[name])
+    return offsets, total
+
+
+def _lowered(
+    step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool, device: torch.device
+) -> executor.Step:
+    def place(at: At) -> executor.Place:
+        index, offset = index_of[at.tensor]
+        return index, offset + at.offset
+
+    if isinstance(step, Zero):
+        return executor.Zero(place(At(step.tensor)), step.size)
+    if isinstance(step, Gemm):
+        operands: Iterator[Matrices] = iter((step.a, step.b, step.c))
+        of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in operands]
+        return executor.Gemm(step.extents, *of, step.batch, step.transposed, step.tf32, step.accumulates)  # type: ignore[misc]
+    kernel = launch.load(step.source, step.macros, device.index, step.shared_bytes)
+    params, slots = step.laid_out(channels_last)
+    pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
+    maps = [
+        (offset, *place(At(slot.tensor)), slot.described) for offset, slot in slots if isinstance(slot, TensorMapSpec)
+    ]
+    return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
+
+
+def _widened(tensor: torch.Tensor, fit: Fit | None, columns: int) -> torch.Tensor:
+    """A tensor with columns of zeros beside its rows, after ``fit``."""
+    fitted = tensor if fit is None else fit(tensor)
+    # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
+    return torch.nn.functional.pad(fitted, (0, columns)).contiguous()

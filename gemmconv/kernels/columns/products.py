@@ -1,0 +1,149 @@
+"""The steps of ``gemm_col2im`` on CUDA: cuBLAS for the products, columns/col2im.cu and columns/im2col.cu for the rest.
+
+cuBLAS is column-major and torch is row-major: a row-major matrix [R, C] is, in cuBLAS's eyes, a column-major [C, R] of
+leading extent C, its own transpose. So every product below is written transposed, with P the input pixels of a chunk,
+M = C_out/groups * K_h * K_w and K = C_in/groups:
+
+    forward      columns^T [P, M]    = input^T [P, K] . weight [K, M]         weight is seen as [M, K]: transposed
+    input_grad   grad_input^T [P, K] = columns^T [P, M] . weight^T [M, K]     nothing is transposed
+    weight_grad  grad_weight^T [M, K] += columns [M, P] . input^T [P, K]      columns are seen as [P, M]: transposed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config, accumulator_dtype
+from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.columns.chunking import Chunk, longest_sum
+from gemmconv.kernels.program import At, Extent3, Gemm, Matrices, Step
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """A column-major matrix for each image and group: where the first is, leading extent, strides in elements."""
+
+    at: At
+    dtype: torch.dtype
+    leading: int
+    image_stride: int
+    group_stride: int
+
+
+def _products(
+    extents: Extent3,
+    operands: tuple[_Matrices, _Matrices, _Matrices],
+    images: int,
+    groups: int,
+    *,
+    transposed: tuple[bool, bool],
+    tf32: bool,
+    accumulates: bool = False,
+) -> Iterator[Gemm]:
+    """C = op(A) op(B) for every image and group, in as few strided-batched calls as their strides allow.
+
+    A call steps by one stride, so it covers the images of one group or the groups of one image, whichever are more.
+    """
+    over_images = images >= groups
+    for call in range(groups if over_images else images):
+        of = []
+        for one in operands:
+            steps = (one.group_stride, one.image_stride) if over_images else (one.image_stride, one.group_stride)
+            place = At(one.at.tensor, one.at.offset + call * steps[0] * one.dtype.itemsize)
+            of.append(Matrices(place, one.dtype, one.leading, steps[1]))
+        yield Gemm(extents, *of, images if over_images else groups, transposed, tf32, accumulates)  # type: ignore[misc]
+
+
+class Columns:
+    """The steps of one configuration. Tensors are contiguous, and called as in a program; chunks say which part."""
+
+    def __init__(self, config: Config) -> None:
+        self._problem, self._dtype = config.problem, config.dtype
+        self._sums = accumulator_dtype(config.dtype)
+        self._tf32 = config.precision == "tf32" and config.dtype == torch.float32
+        self._longest_sum = longest_sum(config)
+
+    def from_input(self, chunk: Chunk) -> Iterator[Step]:
+        """columns = weight^T . input"""
+        p, pixels = self._problem, self._pixels(chunk)
+        if pixels:
+            operands = self._input("input", chunk), self._weight, self._columns(self._sums, pixels)
+            extents = pixels, p.gemm_m, p.gemm_k
+            yield from _products(extents, operands, chunk.count, p.groups, transposed=(False, True), tf32=self._tf32)
+
+    def fold(self, chunk: Chunk) -> Iterator[Step]:
+        """output = col2im(columns) + bias"""
+        output = At("output", chunk.images[0] * self._output_image_bytes)
+        rows = chunk.in_rows, chunk.out_rows
+        yield from col2im.fold(self._problem, self._sums, self._dtype, output, chunk.count, *rows, bias="bias")
+
+    def unfold(self, chunk: Chunk) -> Iterator[Step]:
+        """columns = im2col(grad_output)"""
+        images = At("grad_output", chunk.images[0] * self._output_image_bytes)
+        yield from col2im.unfold(self._problem, self._dtype, images, chunk.count, chunk.in_rows)
+
+    def input_grad(self, chunk: Chunk) -> Iterator[Step]:
+        """grad_input = weight . columns"""
+        p, pixels = self._problem, self._pixels(chunk)
+        operands = self._columns(self._dtype, pixels), self._weight, self._input("grad_input", chunk)
+        extents = pixels, p.gemm_k, p.gemm_m
+        yield from _products(extents, operands, chunk.count, p.groups, transposed=(False, False), tf32=self._tf32)
+
+    def weight_grad(self, chunk: Chunk, slots: int) -> Iterator[Step]:
+        """partials += columns . input^T, over each image or each slice of its pixels; so many partials are added to.
+
+        One call sums many images or many slices, each into a partial of its own; the calls follow each other.
+        """
+        p, pixels, images, longest = self._problem, self._pixels(chunk), chunk.count, self._longest_sum
+        whole, rest = divmod(pixels, longest)
+        parts = [(first, min(slots, whole - first), longest) for first in range(0, whole, slots)]
+        if rest:
+            parts.append((whole, 1, rest))
+        group = p.gemm_k * p.gemm_m
+        partials = _Matrices(At("partials"), self._sums, p.gemm_m, p.groups * group, group)  # [M, K]
+        for first, slices, length in parts:
+            columns, input = self._columns(self._dtype, pixels), self._input("input", chunk)
+            steps = columns.image_stride, input.image_stride
+            over_slices = slices > images
+            calls, batch = (images, slices) if over_slices else (slices, images)
+            for call in range(calls):
+                of = []
+                for one, step in zip((columns, input), steps, strict=True):
+                    elements = first * longest + call * (step if over_slices else longest)
+                    place = At(one.at.tensor, one.at.offset + elements * self._dtype.itemsize)
+                    of.append(replace(one, at=place, **({"image_stride": longest} if over_slices else {})))
+                yield from _products(
+                    *((p.gemm_m, p.gemm_k, length), (*of, partials), batch, p.groups),  # type: ignore[arg-type]
+                    transposed=(True, False),
+                    tf32=self._tf32,
+                    accumulates=True,
+                )
+
+    def _pixels(self, chunk: Chunk) -> int:
+        """Input pixels of each image of a chunk."""
+        return (chunk.in_rows[1] - chunk.in_rows[0]) * self._problem.input_size[1]
+
+    @property
+    def _output_image_bytes(self) -> int:
+        return self._problem.out_channels * self._problem.out_pixels * self._dtype.itemsize
+
+    # The operands, as column-major matrices of the shapes that the module's table calls "seen as".
+
+    def _input(self, name: str, chunk: Chunk) -> _Matrices:  # [P, K], in rows of all the image's pixels
+        pixels, p = self._problem.in_pixels, self._problem
+        first = chunk.images[0] * p.in_channels * pixels + chunk.in_rows[0] * p.input_size[1]
+        at = At(name, first * self._dtype.itemsize)
+        return _Matrices(at, self._dtype, pixels, p.in_channels * pixels, p.gemm_k * pixels)
+
+    @property
+    def _weight(self) -> _Matrices:  # [M, K], shared by the images
+        p = self._problem
+        return _Matrices(At("weight"), self._dtype, p.gemm_m, 0, p.gemm_k * p.gemm_m)
+
+    def _columns(self, dtype: torch.dtype, pixels: int) -> _Matrices:  # [P, M]
+        p: Problem = self._problem
+        return _Matrices(At("columns"), dtype, pixels, p.groups * p.gemm_m * pixels, p.gemm_m * pixels)

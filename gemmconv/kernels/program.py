@@ -1,0 +1,379 @@
+"""What a pass does, as plain data: a :class:`Program`.
+
+A program says what its operands must be like, what it makes, what scratch memory it takes, and its steps: kernels that
+are launched, matrix products, memory that is cleared. It may be pickled: it holds no tensor, no kernel and no function.
+:mod:`gemmconv.kernels.bind` runs it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gemmconv.geometry import Problem, Shape4
+from gemmconv.kernels.base import Config, Pass, strides_of
+from gemmconv.kernels.macros import Macros
+
+Extent3 = tuple[int, int, int]
+Strides = tuple[int, ...]
+
+MAX_GRID_Y = 65_535  # and of z
+
+
+class Long(int):
+    """A constant of params that is a long long in C."""
+
+
+@dataclass(frozen=True)
+class ByFormat:
+    """A constant of params that depends on the format of a weight that may have either."""
+
+    contiguous: int
+    channels_last: int
+
+
+@dataclass(frozen=True)
+class At:
+    """A place in memory: ``offset`` bytes behind the beginning of an operand, an output or a region."""
+
+    tensor: str
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """A tensor map: what :func:`gemmconv.runtime.tensor_map.encode` is to know, which says more of it.
+
+    Attributes:
+        tensor: the name of an operand, an output or a region.
+        itemsize: bytes of an element.
+        sizes: elements of each dimension, the innermost first.
+        strides: bytes from one element to the next, of all dimensions but the innermost.
+        box, steps: elements of a box, and from one of them to the next, of each dimension.
+        swizzled: whether boxes lie as csrc/include/ptx/wgmma.cuh says.
+        fetched: bytes that the L2 cache fetches together.
+    """
+
+    tensor: str
+    itemsize: int
+    sizes: Shape4
+    strides: Extent3
+    box: Shape4
+    steps: Shape4 = (1, 1, 1, 1)
+    swizzled: bool = True
+    fetched: int = 256
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """The arguments of ``encode`` after the address."""
+        return self.itemsize, self.sizes, self.strides, self.box, self.steps, self.swizzled, self.fetched
+
+
+# A pointer to an operand, an output or a region, a null pointer, a tensor map, or a constant.
+Field = str | At | None | TensorMapSpec | int | ByFormat
+Params = Mapping[str, Field | tuple[Field, ...]]
+_POINTER, _INT = ("Q", 8), ("i", 4)
+_C_TYPES = {str: _POINTER, At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128s", 64), Long: _POINTER}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a kernel.
+
+    Attributes:
+        source, macros: of the kernel, in csrc/.
+        grid, block: blocks, and threads of a block.
+        params: the fields of its params struct in order; their C types follow from the values. A name with commas, as
+            in C, is of several fields, and has a tuple of values.
+        shared_bytes: of dynamic shared memory.
+        overlaps: whether it may begin before the one before has ended: see ``launch`` of gemmconv/runtime/launch.py.
+    """
+
+    source: str
+    macros: Macros
+    grid: Extent3
+    block: Extent3
+    params: Params
+    shared_bytes: int = 0
+    overlaps: bool = False
+
+    @property
+    def fields(self) -> Iterator[Field]:
+        """The values of the params struct, in order."""
+        for names, value in self.params.items():
+            values = value if isinstance(value, tuple) else (value,)
+            assert len(values) == names.count(",") + 1, f"{self.source}: values of {names}, got {values}"
+            yield from values
+
+    @property
+    def tensors(self) -> Iterator[str]:
+        """The names of all memory that it may read or write."""
+        for value in self.fields:
+            if isinstance(value, At | TensorMapSpec):
+                yield value.tensor
+            elif isinstance(value, str):
+                yield value
+
+    def laid_out(self, channels_last: bool) -> tuple[bytes, list[tuple[int, At | TensorMapSpec]]]:
+        """The params struct as C lays it out, of a weight of either format: its bytes, and where what goes into it."""
+        data, largest, slots = bytearray(), 1, []
+        for value in self.fields:
+            code, alignment = _C_TYPES.get(type(value), _INT)
+            data += bytes(-len(data) % alignment)
+            largest = max(largest, alignment)
+            if isinstance(value, str | At | TensorMapSpec):
+                slots.append((len(data), At(value) if isinstance(value, str) else value))
+                data += bytes(struct.calcsize(f"<{code}"))
+            else:
+                if isinstance(value, ByFormat):
+                    value = value.channels_last if channels_last else value.contiguous
+                data += struct.pack(f"<{code}", value or 0)
+        return bytes(data + bytes(-len(data) % largest)), slots
+
+    def renamed(self, names: Mapping[str, str]) -> Launch:
+        """The same launch on memory of other names."""
+
+        def new(value: Field) -> Field:
+            if isinstance(value, At | TensorMapSpec):
+                return replace(value, tensor=names.get(value.tensor, value.tensor))
+            return names.get(value, value) if isinstance(value, str) else value
+
+        of = {key: tuple(map(new, v)) if isinstance(v, tuple) else new(v) for key, v in self.params.items()}
+        return replace(self, params=of)
+
+    def __str__(self) -> str:
+        grid, block = ("x".join(map(str, extents)) for extents in (self.grid, self.block))
+        more = f", {self.shared_bytes} bytes of shared memory" * (self.shared_bytes > 0)
+        return f"{self.source}, {grid} blocks of {block} threads{more}{', overlapping' * self.overlaps}"
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Column-major matrices of one product: element type, leading extent, and elements from one to the next."""
+
+    at: At
+    dtype: torch.dtype
+    leading: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Products of so many matrices by cuBLAS: C = op(A) op(B) + beta C, in its column-major terms.
+
+    They accumulate in float32 (float64 for float64 operands), as TF32 only where ``tf32`` says so.
+
+    Attributes:
+        extents: m, n and k: C is ``m x n``, and the reduced extent is ``k``.
+        a, b, c: the operands.
+        batch: how many.
+        transposed: whether op transposes, of A and of B.
+        tf32: whether float32 operands are rounded to TF32.
+        accumulates: whether beta is 1, not 0.
+    """
+
+    extents: Extent3
+    a: Matrices
+    b: Matrices
+    c: Matrices
+    batch: int
+    transposed: tuple[bool, bool]
+    tf32: bool
+    accumulates: bool = False
+
+    @property
+    def tensors(self) -> Iterator[str]:
+        """As of a launch."""
+        return (one.at.tensor for one in (self.a, self.b, self.c))
+
+    def renamed(self, names: Mapping[str, str]) -> Gemm:
+        """As of a launch."""
+        new = {key: replace(one, at=replace(one.at, tensor=names.get(one.at.tensor, one.at.tensor)))
+               for key, one in (("a", self.a), ("b", self.b), ("c", self.c))}  # fmt: skip
+        return replace(self, **new)
+
+    def __str__(self) -> str:
+        m, n, k = self.extents
+        return f"cuBLAS, {self.batch} products of {m} x {n} x {k}{', rounded to TF32' * self.tf32}"
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Memory that is cleared."""
+
+    tensor: str
+    size: int
+
+    @property
+    def tensors(self) -> Iterator[str]:
+        """As of a launch."""
+        return iter((self.tensor,))
+
+    def renamed(self, names: Mapping[str, str]) -> Zero:
+        """As of a launch."""
+        return replace(self, tensor=names.get(self.tensor, self.tensor))
+
+    def __str__(self) -> str:
+        return f"{self.size} bytes of {self.tensor} cleared"
+
+
+Step = Launch | Gemm | Zero
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a call takes, and what it must be like: it is transposed or copied where it is not.
+
+    Attributes:
+        name: what params call it.
+        form: the format in which it is contiguous, None of a weight that is contiguous in either.
+        alignment: bytes; it begins at a multiple of them.
+        columns: of zeros that are put beside each of its rows.
+        argument: of the call; of its own name where that is not said.
+    """
+
+    name: str
+    form: torch.memory_format | None
+    alignment: int = 1
+    columns: int = 0
+    argument: str = ""
+
+    @property
+    def given_as(self) -> str:
+        """The name of the argument."""
+        return self.argument or self.name
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a call makes, of the program's type.
+
+    Attributes:
+        name: what params call it.
+        shape, strides: when it is returned.
+        written: the format in which launches write it, if that may be another.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: Strides
+    written: torch.memory_format | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A pass as plain data.
+
+    Attributes:
+        dtype: of operands and outputs.
+        operands: in the order of the call; the one that is called bias may be None.
+        outputs: in the order in which they are returned.
+        steps: in order.
+        scratch: bytes of the regions of one allocation, by name; they hold anything at first.
+    """
+
+    dtype: torch.dtype
+    operands: tuple[Operand, ...]
+    outputs: tuple[Output, ...]
+    steps: tuple[Step, ...]
+    scratch: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the tensors that a call takes, in order."""
+        return tuple(dict.fromkeys(operand.given_as for operand in self.operands))
+
+    def prepare(self, device: torch.device) -> Callable[..., Any]:
+        """Load the kernels; return what takes the operands, of any strides, and returns the output, or a tuple."""
+        from gemmconv.kernels.bind import Call
+
+        return Call(self, device)
+
+    def __str__(self) -> str:
+        regions = ", ".join(f"{name} ({size} bytes)" for name, size in self.scratch.items())
+        made = ", ".join(output.name for output in self.outputs)
+        head = f"({', '.join(self.arguments)}) -> {made}{f', by way of {regions}' * bool(regions)}"
+        return "\n".join((head, *(f"  {step}" for step in self.steps)))
+
+
+def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
+    """A program of the steps of two, with the outputs of both; operands that are alike are brought to form once.
+
+    Args:
+        arguments: of the call, in order.
+        first, second: the programs; their outputs have different names.
+    """
+    operands = {(one.given_as, one.form, one.columns): one for one in first.operands}
+    names: dict[str, str] = {}
+    for one in second.operands:
+        key = one.given_as, one.form, one.columns
+        if (same := operands.get(key)) is not None:
+            names[one.name] = same.name
+            operands[key] = replace(same, alignment=max(same.alignment, one.alignment))
+        else:
+            names[one.name] = f"{one.name} again" if any(one.name == x.name for x in operands.values()) else one.name
+            operands[key] = replace(one, name=names[one.name], argument=one.given_as)
+    of_second = {name: f"{name} again" if name in first.scratch else name for name in second.scratch}
+    names |= of_second
+    ordered = sorted(operands.values(), key=lambda one: arguments.index(one.given_as))
+    return Program(
+        first.dtype,
+        tuple(ordered),
+        (*first.outputs, *second.outputs),
+        (*first.steps, *(step.renamed(names) for step in second.steps)),
+        {**first.scratch, **{of_second[name]: size for name, size in second.scratch.items()}},
+    )
+
+
+def gathering(
+    config: Config,
+    direction: Pass,
+    steps: Iterable[Step],
+    scratch: Mapping[str, int] | None = None,
+    *,
+    weight: Operand | None = None,
+    alignment: int = 16,
+) -> Program:
+    """A program that gathers ``output`` from ``input``, of any strides: a forward pass, or an input gradient.
+
+    Args:
+        config, direction: of the pass. The input of an input gradient is grad_output; it has no ``bias``.
+        steps, scratch: of the program; one without steps returns zeros.
+        weight: what it must be like; in either format if that is not said.
+        alignment: of the input.
+    """
+    shapes = config.problem.input_shape, config.problem.output_shape
+    output_shape = shapes[direction == "forward"]
+    argument = "input" if direction == "forward" else "grad_output"
+    input = Operand("input", config.memory_format, alignment, argument=argument)
+    bias = (Operand("bias", torch.contiguous_format),) if direction == "forward" else ()
+    output = Output("output", output_shape, strides_of(output_shape, config.memory_format))
+    operands = input, weight or Operand("weight", None), *bias
+    return Program(config.dtype, operands, (output,), tuple(steps) or (clearing(config, output),), scratch or {})
+
+
+def clearing(config: Config, output: Output) -> Zero:
+    """What makes an output zeros: sums of nothing, or a tensor without elements."""
+    return Zero(output.name, math.prod(output.shape) * config.dtype.itemsize)
+
+
+def weight_steps(problem: Problem) -> dict[str, Field]:
+    """Elements of a weight in either format from one output channel of a group to the next, and from one tap."""
+    channels = problem.out_channels // problem.groups
+    return {"weight_channel": ByFormat(problem.taps, 1), "weight_tap": ByFormat(1, channels)}
+
+
+def plane_grid(x: int, planes: int) -> Extent3:
+    """A grid of ``x`` blocks for each of many planes, at least one, which run over y and z."""
+    y = min(planes, MAX_GRID_Y)
+    return x, y, -(-planes // y)
+
+
+def reciprocal(divisor: int) -> Long:
+    """What csrc/include/numeric/divide.cuh multiplies with to divide by a positive 32-bit integer."""
+    return Long(-(-(1 << 63) // divisor))

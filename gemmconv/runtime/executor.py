@@ -1,0 +1,200 @@
+"""Runs the steps of a call, whose operands are addresses: in C where the extension is there, else in Python.
+
+Both take the same steps and make the same calls of the driver in the same order. The environment variable
+GEMMCONV_EXECUTOR ("c" or "python") asks for one of them, and for an error where that one is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from gemmconv.errors import KernelError
+from gemmconv.runtime import cublas, launch, tensor_map
+
+Extent3 = tuple[int, int, int]
+Place = tuple[int, int]  # index of an address, and bytes behind it
+Run = Callable[..., int]  # addresses -> 0, or 1 + the index of one that is not aligned, and then nothing was done
+
+_ENVIRONMENT = "GEMMCONV_EXECUTOR"
+
+
+class Launch(NamedTuple):
+    """A launch of a loaded kernel: its params, and what goes into them.
+
+    Attributes:
+        pointers: of each its offset in params, the index of an address, and bytes behind it.
+        maps: of each tensor map the same, and the arguments of ``tensor_map.encode`` after the address.
+    """
+
+    kernel: launch.Kernel
+    grid: Extent3
+    block: Extent3
+    shared_bytes: int
+    overlaps: bool
+    params: bytes
+    pointers: Sequence[tuple[int, int, int]]
+    maps: Sequence[tuple[int, int, int, tuple[Any, ...]]]
+
+
+class Matrices(NamedTuple):
+    """See :class:`gemmconv.kernels.program.Matrices`."""
+
+    place: Place
+    dtype: torch.dtype
+    leading: int
+    stride: int
+
+
+class Gemm(NamedTuple):
+    """See :class:`gemmconv.kernels.program.Gemm`."""
+
+    extents: Extent3
+    a: Matrices
+    b: Matrices
+    c: Matrices
+    batch: int
+    transposed: tuple[bool, bool]
+    tf32: bool
+    accumulates: bool
+
+
+class Zero(NamedTuple):
+    """Memory that is cleared."""
+
+    place: Place
+    size: int
+
+
+Step = Launch | Gemm | Zero
+
+
+@cache
+def extension() -> Any | None:
+    """The executor in C, None where it was not built or is not wanted.
+
+    Raises:
+        KernelError: it is asked for and not there.
+    """
+    wanted = os.environ.get(_ENVIRONMENT, "")
+    if wanted not in ("", "c", "python"):
+        raise KernelError(f'{_ENVIRONMENT} must be "c" or "python", got {wanted!r}')
+    if wanted == "python":
+        return None
+    try:
+        from gemmconv.runtime import _executor
+    except ImportError as error:
+        if wanted == "c":
+            way_out = "run `make executor`, or install gemmconv where there is a C compiler"
+            raise KernelError(f"{_ENVIRONMENT}=c needs the extension, got {error}; {way_out}") from error
+        return None
+    return _executor
+
+
+def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Step]) -> Run:
+    """What takes addresses, the first of which are multiples of ``alignments``, and enqueues the steps on torch's
+    current stream of a device."""
+    in_c = extension()
+    if in_c is None or device.type != "cuda":
+        return _prepare_in_python(device, alignments, steps)
+    products = any(isinstance(step, Gemm) for step in steps)
+    functions = cublas.addresses() if products else (0, 0)
+    run = in_c.Program(device.index, functions, tuple(alignments), tuple(_described(step) for step in steps)).run
+    index, stream_of = device.index, torch._C._cuda_getCurrentRawStream
+    if not products:
+        return lambda *addresses: run(stream_of(index), 0, *addresses)
+
+    def call(*addresses: int) -> int:
+        with torch.cuda.device(index):  # of whose streams torch has a handle
+            return run(stream_of(index), torch.cuda.current_blas_handle(), *addresses)
+
+    return call
+
+
+def _described(step: Step) -> tuple[Any, ...]:
+    """A step as csrc/executor.c takes it."""
+    if isinstance(step, Zero):
+        return (2, *step.place, step.size)
+    if isinstance(step, Gemm):
+        of = [(*one.place, cublas.DATA_TYPE[one.dtype], one.leading, one.stride) for one in (step.a, step.b, step.c)]
+        compute = cublas.compute_type(step.c.dtype, step.tf32)
+        double = step.c.dtype == torch.float64
+        scalars = (compute, int(double), int(step.accumulates))
+        return (1, *step.extents, *map(int, step.transposed), *of[0], *of[1], *of[2], step.batch, *scalars)
+    maps = tuple((offset, *place, *tensor_map.described(*of)) for offset, *place, of in step.maps)
+    shape = (*step.grid, *step.block, step.shared_bytes, int(step.overlaps))
+    return 0, step.kernel.address, step.kernel.name, shape, step.params, tuple(step.pointers), maps
+
+
+def _prepare_in_python(device: torch.device, alignments: Sequence[int], steps: Sequence[Step]) -> Run:
+    does = [_PREPARE[type(step)](step, device) for step in steps]
+    index = device.index if device.type == "cuda" and torch.cuda.is_available() else None
+
+    def run(*addresses: int) -> int:
+        for i, alignment in enumerate(alignments):
+            if addresses[i] % alignment:
+                return i + 1
+        for do in does:
+            do(addresses)
+        return 0
+
+    def elsewhere(*addresses: int) -> int:
+        if torch.cuda.current_device() == index:
+            return run(*addresses)
+        with torch.cuda.device(index):
+            return run(*addresses)
+
+    return run if index is None else elsewhere
+
+
+def _prepare_launch(step: Launch, device: torch.device) -> Callable[[Sequence[int]], None]:
+    kernel, size = step.kernel, len(step.params)
+    shape, last = (step.grid, step.block), (step.shared_bytes, step.overlaps)
+
+    def do(addresses: Sequence[int]) -> None:
+        params = (ctypes.c_char * size).from_buffer_copy(step.params)
+        for offset, index, more in step.pointers:
+            # A null pointer, of a bias that is not there, stays one.
+            address = addresses[index]
+            ctypes.c_ulonglong.from_buffer(params, offset).value = address + more if address else 0
+        for offset, index, more, described in step.maps:
+            kernel.make_current()
+            ctypes.memmove(ctypes.byref(params, offset), tensor_map.encode(addresses[index] + more, *described), 128)
+        kernel.launch(*shape, params, *last)
+
+    return do
+
+
+def _prepare_gemm(step: Gemm, device: torch.device) -> Callable[[Sequence[int]], None]:
+    operands = [(one.dtype, one.leading, one.stride) for one in (step.a, step.b, step.c)]
+    gemm = cublas.StridedBatchedGemm(
+        step.extents, *operands, step.batch, step.transposed, tf32=step.tf32, accumulates=step.accumulates
+    )
+    places = step.a.place, step.b.place, step.c.place
+
+    def do(addresses: Sequence[int]) -> None:
+        gemm(*(addresses[index] + more for index, more in places))
+
+    return do
+
+
+def _prepare_zero(step: Zero, device: torch.device) -> Callable[[Sequence[int]], None]:
+    index, more = step.place
+
+    def do(addresses: Sequence[int]) -> None:
+        if step.size:
+            launch.clear(addresses[index] + more, step.size, device)
+
+    return do
+
+
+_PREPARE: dict[type, Callable[..., Callable[[Sequence[int]], None]]] = {
+    Launch: _prepare_launch,
+    Gemm: _prepare_gemm,
+    Zero: _prepare_zero,
+}
