@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gemmconv import Problem
 from gemmconv.algorithms import fused, fused_cell_rows
 from gemmconv.algorithms.cells import cells_of, phase_shifts
+from tests.examples import each_of
 from tests.samples import config_of
 
 SECOND_OF_DCGAN = Problem(128, 512, 256, 1, (4, 4), (4, 4), (2, 2), (1, 1))
@@ -37,6 +38,9 @@ def tiles(draw, itemsizes=(2, 4), kind=lambda tile: True):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
+each_tile = each_of(tiles())
+
+
 def rows_of(tile, segment):
     """The image, row and column of a cell that each row of an item is, of those that are cells of its images."""
     height, _ = cells_of(tile.problem)
@@ -49,7 +53,7 @@ def rows_of(tile, segment):
     return places
 
 
-@given(tiles())
+@each_tile
 def test_items_have_every_cell_once(tile):
     p, (height, width) = tile.problem, cells_of(tile.problem)
     cells = [cell for segment in range(tile.segments) for _, *cell in rows_of(tile, segment)]
@@ -61,7 +65,7 @@ def test_items_have_every_cell_once(tile):
     assert 0 <= tile.line_blocks * tile.lines - p.out_channels < tile.lines
 
 
-@given(tiles())
+@each_tile
 def test_patches_have_all_inputs_that_cells_read(tile):
     reach = [max(max(reads) - min(reads) for reads in phase_shifts(tile.problem, axis)) for axis in (0, 1)]
     rows, columns = tile.patch_size
@@ -93,7 +97,7 @@ def test_groups_of_eight_rows_are_lines_as_far_apart(tile):
             assert len(origins) <= 1
 
 
-@given(tiles())
+@each_tile
 def test_tiles_fit_a_multiprocessor(tile):
     macros = fused_cell_rows.macros_of(tile, torch.float32 if tile.packed else torch.bfloat16)
     slots, stages = tile.ring_sizes
@@ -106,7 +110,7 @@ def test_tiles_fit_a_multiprocessor(tile):
     assert not tile.packed or tile.problem.out_channels % tile.lines == 0
 
 
-@given(tiles())
+@each_tile
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
     assert p.in_channels * tile.itemsize % 16 == p.out_channels * tile.itemsize % 16 == 0

@@ -1,5 +1,6 @@
 """The tiles of csrc/fused_weight_grad.cu leave out no weight and no pixel; what they promise holds. No kernel runs."""
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -21,6 +22,7 @@ EXAMPLES = settings.default.max_examples
 LIMIT = 64 << 20
 
 
+@functools.cache
 def random_tile(seed):
     """Any tile of a problem that has some."""
     random = Random(seed)

@@ -1,5 +1,6 @@
 """The tiles of csrc/fused_weight_grad_lines.cu leave out no weight and no pixel, and keep promises. No kernel runs."""
 
+import functools
 import math
 from collections import Counter
 from random import Random
@@ -20,6 +21,7 @@ EXAMPLES = settings.default.max_examples
 LIMIT = 64 << 20
 
 
+@functools.cache
 def random_tile(seed):
     """Any tile of a problem that has some."""
     random = Random(seed)
