@@ -110,9 +110,11 @@ def install(place: Path | Builder, edit: Edit | None = None) -> Iterator[None]:
 
     assert edit is None or edit.file not in TWINS, f"{edit.file} has a twin, which is compiled in its place"
 
-    def read(name: str) -> str:
-        text = sources.read(name)
-        return text if edit is None else edit.apply(name, text)
+    def read_edited(name: str) -> str:
+        assert edit is not None
+        return edit.apply(name, sources.read(name))
+
+    read = sources.read if edit is None else read_edited  # of the same function, what it reads is translated once
 
     def load(
         source_name: str,
