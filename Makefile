@@ -6,15 +6,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
+EMULATED := $(addprefix tests/test_,kernels.py emulator.py transpose.py columns_cuda.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-slow lint dev clean
+.PHONY: help demo bench test test-kernels test-others test-slow lint dev clean
 
 help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
 	@echo "make bench   measure every algorithm beside torch's settings: all suites on a GPU, a few small layers on a CPU"
-	@echo "make test    run the tests but slow ones; those marked gpu are skipped without a CUDA device"
-	@echo "make test-slow  all mistakes that the emulator is to notice, every kernel variant for further architectures"
+	@echo "make test    run the tests but slow ones, in two processes; those marked gpu are skipped without a CUDA device"
+	@echo "make test-slow  the rest: all runs of kernels and mistakes in them, every variant for every architecture"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make dev     install everything a developer needs into $(VENV)"
 	@echo "make clean   remove $(VENV) and all caches and build outputs"
@@ -28,8 +29,15 @@ demo: $(VENV)/.installed-demo
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks.compare --charts
 
-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q --tb=short
+# In two processes, each with the output of its own in one piece: what runs in the emulator, and all else.
+test:
+	+@$(MAKE) --no-print-directory -j2 --output-sync test-kernels test-others
+
+test-kernels: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q --tb=short $(EMULATED)
+
+test-others: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q --tb=short $(addprefix --ignore=,$(EMULATED))
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q --tb=short -m slow

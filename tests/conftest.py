@@ -1,6 +1,8 @@
 """Devices, seeds, poisoned memory, a kernel cache of their own for the tests, and what is compiled beside them."""
 
 import atexit
+import contextlib
+import gc
 import multiprocessing
 import os
 import shutil
@@ -41,6 +43,14 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+gc.disable()  # until all tests are known: whatever comes with them, stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
@@ -53,7 +63,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "calls" in getattr(item, "fixturenames", ()))  # what waits for compilers comes last
+    """Let what waits for compilers come last: calls that are compiled ahead, then what is compiled when it is met."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        names = getattr(item, "fixturenames", ())
+        return "folder" in names, "calls" not in names
+
+    items.sort(key=place)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -123,17 +139,29 @@ def compilations(parametrized: list[tuple[Any, dict[str, Any]]]) -> Iterator[dic
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prepared(parametrized: list[tuple[Any, dict[str, Any]]], folder: Path) -> Iterator[dict[Any, Any]]:
-    """The prepared calls of the emulator's runs, whose kernels are compiled from the beginning of the session on."""
+def prepared(
+    parametrized: list[tuple[Any, dict[str, Any]]], request: pytest.FixtureRequest
+) -> Iterator[dict[Any, Any]]:
+    """The prepared calls of the emulator's runs, whose kernels are compiled from the beginning of the session on.
+
+    So are those with mistakes in them.
+    """
     runs = [values["run"] for _, values in parametrized if hasattr(values.get("run"), "prepare")]
-    if not runs or emulator.compiler() is None:
+    mistakes = [
+        module.MISTAKES[values["mistake"]]
+        for module, values in parametrized
+        if "mistake" in values and hasattr(module, "MISTAKES")
+    ]
+    if not runs + mistakes or emulator.compiler() is None:
         yield {}
         return
-    builder = emulator.Builder(folder)
+    builder = request.getfixturevalue("builder")
     with emulator.install(builder):
         calls = {run: run.prepare() for run in runs}
+    for run, edit, _ in mistakes:
+        with contextlib.suppress(Exception), emulator.install(builder, edit):  # the test meets it again
+            run.prepare()
     yield calls
-    builder.close()
 
 
 def compile_variant(source_name: str, macros: Mapping[str, Any], arch: str) -> Any:
@@ -141,6 +169,13 @@ def compile_variant(source_name: str, macros: Mapping[str, Any], arch: str) -> A
     from gemmconv.runtime import compiler
 
     return compiler.compile(source_name, macros, arch)
+
+
+@pytest.fixture(scope="session")
+def builder(folder: Path) -> Iterator[emulator.Builder]:
+    """What compiles for the emulator, each source once."""
+    with contextlib.closing(emulator.Builder(folder)) as builder:
+        yield builder
 
 
 @pytest.fixture(scope="session")

@@ -61,13 +61,13 @@ class DefinedGemm:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch, folder):
+def on_cpu(monkeypatch, builder):
     """Let the CUDA engine run on CPU tensors."""
     monkeypatch.setattr(columns_cuda, "StridedBatchedGemm", DefinedGemm)
     monkeypatch.setattr(columns_cuda, "handle", lambda: 0)
     monkeypatch.setattr(columns_cuda, "library", lambda: None)
     monkeypatch.setattr(gemm_col2im, "_engine", columns_cuda.CudaEngine)
-    with emulator.install(folder):
+    with emulator.install(builder):
         yield
 
 

@@ -13,6 +13,7 @@ from gemmconv import Problem
 from gemmconv.kernels.direct.forward_mma import tile_of, tiles_of
 from gemmconv.kernels.phases import phase_shifts
 from tests.cases import CASES, TILED_CASES
+from tests.examples import each_of
 from tests.samples import problem_of
 from tests.test_geometry import problems, scattered
 
@@ -42,6 +43,9 @@ def tiles(draw):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
+each_tile = each_of(tiles())
+
+
 def rows_of(tile):
     """Of each M tile the (line, column phase) of its rows, as the kernel finds them."""
     stride, found = tile.problem.stride[1], [[] for _ in range(tile.m_tiles)]
@@ -64,7 +68,7 @@ def test_phase_shifts_are_those_of_the_scatter_relation(problem, axis):
     assert sum(map(len, shifts)) == problem.kernel_size[axis]
 
 
-@given(tiles())
+@each_tile
 def test_m_tiles_have_every_line_and_column_phase_once(tile):
     rows = rows_of(tile)
     every = itertools.product(range(tile.lines), range(tile.problem.stride[1]))
@@ -74,7 +78,7 @@ def test_m_tiles_have_every_line_and_column_phase_once(tile):
     assert tile.m_tiles <= 32  # M tiles are bits of an unsigned
 
 
-@given(tiles())
+@each_tile
 def test_steps_have_every_tap_once(tile):
     """A tap, a word of channels and an output phase meet in one step; it is for all M tiles with rows of that phase."""
     shifts_h, shifts_w = (phase_shifts(tile.problem, axis) for axis in (0, 1))
@@ -97,7 +101,7 @@ def test_steps_have_every_tap_once(tile):
                         assert i in step.m_tiles
 
 
-@given(tiles())
+@each_tile
 def test_steps_are_for_no_m_tile_without_a_weight(tile):
     shifts_h, shifts_w = (phase_shifts(tile.problem, axis) for axis in (0, 1))
     for turn, steps in enumerate(tile.turns):
@@ -112,7 +116,7 @@ def test_steps_are_for_no_m_tile_without_a_weight(tile):
     assert tile.used_tiles == {m_tile for steps in tile.turns for step in steps for m_tile in step.m_tiles}
 
 
-@given(tiles())
+@each_tile
 def test_tiles_cover_the_cells_of_an_image_and_its_channels(tile):
     p = tile.problem
     for axis in (0, 1):
@@ -126,7 +130,7 @@ def test_tiles_cover_the_cells_of_an_image_and_its_channels(tile):
     assert tile.groups == 1 or tile.channels == channels
 
 
-@given(tiles())
+@each_tile
 def test_patches_hold_what_the_cells_of_a_tile_read(tile):
     for axis in (0, 1):
         first, last = tile.reach[axis]
@@ -135,7 +139,7 @@ def test_patches_hold_what_the_cells_of_a_tile_read(tile):
         assert tile.patch[axis] >= tile.size[axis] + last - first + (tile.lead if axis == 1 else 0)
 
 
-@given(tiles())
+@each_tile
 def test_loads_and_stores_are_aligned(tile):
     p, most = tile.problem, VECTOR_BYTES // tile.itemsize
     width = p.output_size[1]
@@ -160,7 +164,7 @@ def test_loads_and_stores_are_aligned(tile):
         assert width % tile.piece == 0
 
 
-@given(tiles())
+@each_tile
 def test_shared_memory_is_aligned_and_free_of_bank_conflicts(tile):
     assert tile.words * 4 >= tile.problem.gemm_k * tile.itemsize
     assert tile.words in (1, 2, 4) or tile.words % 8 == 0

@@ -6,6 +6,7 @@ The mistakes here are in kernels of its own; those of csrc/ are damaged in test_
 import contextlib
 import ctypes
 import errno
+import functools
 import math
 import re
 import subprocess
@@ -30,8 +31,12 @@ class Pointers(ctypes.Structure):
 def launch_source(folder, source, macros, shared_bytes, *tensors, threads=32):
     """Run `test_kernel` of a source of its own: one block, with three pointers."""
     with contextlib.closing(Builder(folder)) as builder:
-        library = builder.kernel("test.cu", macros, lambda name: source if name == "test.cu" else sources.read(name))
-        kernel = emulator.Kernel(builder, library, "test_kernel", shared_bytes)
+
+        def read(name):
+            return source if name == "test.cu" else sources.read(name)
+
+        build = functools.partial(builder.kernel, "test.cu", macros, read)
+        kernel = emulator.Kernel(builder, build, "test_kernel", shared_bytes)
         params = Pointers((ctypes.c_void_p * 3)(*(tensor.data_ptr() for tensor in tensors)))
         kernel.launch((1, 1, 1), (threads, 1, 1), params, shared_bytes)
 

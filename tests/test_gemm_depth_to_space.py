@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.sm90 import gemm_depth_to_space, implicit_gemm
+from tests.examples import each_of
 from tests.samples import config_of, tile_for
 
 MASK_HEAD = Problem(256, 256, 256, 1, (14, 14), (2, 2), (2, 2))
@@ -30,7 +30,10 @@ def tiles(draw):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
-@given(tiles())
+each_tile = each_of(tiles())
+
+
+@each_tile
 def test_items_cover_all_positions_and_lines(tile):
     p, (height, width) = tile.problem, tile.input_size
     assert height * width == p.in_pixels
@@ -41,7 +44,7 @@ def test_items_cover_all_positions_and_lines(tile):
     assert tile.chunks * 128 >= p.in_channels * tile.itemsize > (tile.chunks - 1) * 128
 
 
-@given(tiles())
+@each_tile
 def test_blocks_of_lines_have_all_taps_and_whole_rows_of_outputs(tile):
     p = tile.problem
     assert tile.lines % 16 == tile.lines % p.taps == 0
@@ -50,7 +53,7 @@ def test_blocks_of_lines_have_all_taps_and_whole_rows_of_outputs(tile):
         assert tile.lines % (4 * p.kernel_size[1]) == 0
 
 
-@given(tiles())
+@each_tile
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
     assert tile.piece * tile.itemsize in (8, 16)
@@ -60,7 +63,7 @@ def test_copies_and_stores_are_aligned(tile):
         assert p.out_channels * p.taps * tile.itemsize % 16 == 0  # from one row of weights to the next
 
 
-@given(tiles())
+@each_tile
 def test_tiles_fit_a_multiprocessor(tile):
     macros = gemm_depth_to_space.macros_of(tile, torch.float32 if tile.packed else torch.float16)
     slots, stages = tile.ring_sizes

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of
 from gemmconv.kernels.sm90 import gemm_fold, implicit_gemm
+from tests.examples import each_of
 from tests.samples import config_of, tile_for
 
 FIRST_OF_POSE = Problem(32, 2048, 256, 1, (8, 6), (4, 4), (2, 2), (1, 1))
@@ -32,7 +33,10 @@ def tiles(draw):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
-@given(tiles())
+each_tile = each_of(tiles())
+
+
+@each_tile
 def test_items_cover_all_images_and_output_channels(tile):
     p = tile.problem
     per_image = -(-p.out_channels // tile.tile_outs)
@@ -42,7 +46,7 @@ def test_items_cover_all_images_and_output_channels(tile):
     assert tile.chunks * 128 >= p.in_channels * tile.itemsize > (tile.chunks - 1) * 128
 
 
-@given(tiles())
+@each_tile
 def test_groups_have_whole_output_channels_and_passes_whole_images(tile):
     lines = 16 * tile.fold_warps
     assert lines % tile.problem.taps == 0
@@ -55,7 +59,7 @@ def test_groups_have_whole_output_channels_and_passes_whole_images(tile):
         assert tile.folded % 8 == 0 or tile.folded == tile.positions
 
 
-@given(tiles())
+@each_tile
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
     assert tile.piece * tile.itemsize in (8, 16)
@@ -66,7 +70,7 @@ def test_copies_and_stores_are_aligned(tile):
     assert tile.stage_bytes % 1024 == 0
 
 
-@given(tiles())
+@each_tile
 def test_warps_write_columns_to_different_banks(tile):
     assert tile.folded <= tile.fold_pitch
     for half in (range(4), range(4, 8)):  # rows of lanes that store eight bytes at a time
@@ -74,7 +78,7 @@ def test_warps_write_columns_to_different_banks(tile):
         assert len(banks) == 32
 
 
-@given(tiles())
+@each_tile
 def test_tiles_fit_a_multiprocessor(tile):
     macros = gemm_fold.macros_of(tile, torch.float16 if tile.turned else torch.float32)
     assert tile.shared_bytes == macros["SHARED_BYTES"] <= 227 << 10

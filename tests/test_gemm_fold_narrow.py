@@ -12,6 +12,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.sm90 import gemm_fold_narrow
+from tests.examples import each_of
 from tests.samples import config_of, tile_for
 
 LAST_OF_DCGAN = Problem(128, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1))
@@ -46,7 +47,10 @@ def tiles(draw):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
-@given(tiles())
+each_tile = each_of(tiles())
+
+
+@each_tile
 def test_items_cover_the_cells_of_all_images(tile):
     height, width = cells_of(tile.problem)
     assert (tile.strips - 1) * tile.cells < width <= tile.strips * tile.cells
@@ -55,7 +59,7 @@ def test_items_cover_the_cells_of_all_images(tile):
     assert tile.item_steps * tile.rows >= tile.segment_rows + tile.halo_h
 
 
-@given(tiles())
+@each_tile
 def test_strips_have_all_that_their_cells_read(tile):
     (first, last), width = reach_of(tile.problem, 1), tile.problem.input_size[1]
     for strip in range(tile.strips):
@@ -66,7 +70,7 @@ def test_strips_have_all_that_their_cells_read(tile):
         assert all(0 <= position - begin + tile.left < tile.column_pitch for position in read)
 
 
-@given(tiles())
+@each_tile
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
     assert tile.copied in (0, 4, 8, 16)
@@ -116,7 +120,7 @@ def test_boxes_bring_what_they_can():
     assert {tile.boxed for tile in gemm_fold_narrow.tiles_of(narrow, 2, False, True)} == {True}
 
 
-@given(tiles())
+@each_tile
 def test_warps_reach_different_banks(tile):
     """Eight rows of 16 bytes that are loaded together, or words of four channels; columns as a warp writes them."""
     if tile.boxed:
@@ -128,7 +132,7 @@ def test_warps_reach_different_banks(tile):
     assert len({(2 * line * tile.column_pitch + position) % 32 for line in range(4) for position in range(8)}) == 32
 
 
-@given(tiles())
+@each_tile
 def test_tiles_fit_a_multiprocessor(tile):
     macros = gemm_fold_narrow.macros_of(tile, torch.float16 if tile.itemsize == 2 else torch.float32)
     assert tile.shared_bytes == macros["SHARED_BYTES"] <= 227 << 10

@@ -11,6 +11,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of, phase_shifts
 from gemmconv.kernels.sm90 import gemm_fold_pixels
+from tests.examples import each_of
 from tests.samples import config_of, tile_for
 
 THIRD_OF_DCGAN = Problem(128, 256, 128, 1, (8, 8), (4, 4), (2, 2), (1, 1))
@@ -38,7 +39,10 @@ def tiles(draw):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
-@given(tiles())
+each_tile = each_of(tiles())
+
+
+@each_tile
 def test_items_cover_all_cells_of_all_images_and_lines(tile):
     p, (windows, step, _) = tile.problem, tile.windows
     assert tile.items % tile.sets == 0
@@ -63,7 +67,7 @@ def test_windows_have_all_inputs_that_their_cells_read(tile):
     assert step >= 64
 
 
-@given(tiles())
+@each_tile
 def test_blocks_and_passes_have_all_taps_of_some_output_channels(tile):
     p = tile.problem
     assert tile.lines % 16 == tile.lines % p.taps == 0
@@ -73,7 +77,7 @@ def test_blocks_and_passes_have_all_taps_of_some_output_channels(tile):
     assert 2 * tile.fold_outs * p.taps * tile.fold_pitch * 4 == tile.own_bytes
 
 
-@given(tiles())
+@each_tile
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
     assert tile.piece * tile.itemsize in (8, 16)
@@ -85,7 +89,7 @@ def test_copies_and_stores_are_aligned(tile):
     assert tile.own_bytes % 16 == 0
 
 
-@given(tiles())
+@each_tile
 def test_warps_write_columns_to_different_banks(tile):
     assert tile.item_positions <= tile.fold_pitch
     for half in (range(4), range(4, 8)):  # rows of lanes that store eight bytes at a time
@@ -93,7 +97,7 @@ def test_warps_write_columns_to_different_banks(tile):
         assert len(banks) == 32
 
 
-@given(tiles())
+@each_tile
 def test_tiles_fit_a_multiprocessor(tile):
     macros = gemm_fold_pixels.macros_of(tile, torch.float32 if tile.packed else torch.float16)
     assert tile.shared_bytes == macros["SHARED_BYTES"] <= 227 << 10

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32, implicit_gemm, row_streaming
+from tests.examples import each_of
 from tests.samples import config_of, rows_tile_for, tile_for
 
 WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
@@ -45,6 +46,11 @@ def tiles(draw, *kernels):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
+each_tile = each_of(tiles())
+each_tile_of_tf32 = each_of(tiles(gemm_fold_rows_tf32))
+each_tile_of_16_bits = each_of(tiles(gemm_fold_rows))
+
+
 def reads(tile, axis):
     """Return by the definition which inputs an output reads, by which tap: (output, tap, input)."""
     p = tile.problem
@@ -57,7 +63,7 @@ def reads(tile, axis):
     return {(o, k, i) if tile.direction == "forward" else (i, k, o) for i, o, k in pairs}
 
 
-@given(tiles())
+@each_tile
 def test_columns_meet_the_outputs_that_the_definition_has_them_meet(tile):
     """A column of a tap is read as many columns later as it is delayed, by the cell that is delayed as well."""
     span, width = tile.span[1], tile.output_size[1]
@@ -71,7 +77,7 @@ def test_columns_meet_the_outputs_that_the_definition_has_them_meet(tile):
     assert 0 <= min(tile.delays) <= max(tile.delays) <= 8
 
 
-@given(tiles(gemm_fold_rows_tf32))
+@each_tile_of_tf32
 def test_input_rows_of_taps_are_those_that_the_definition_has(tile):
     found = set()
     for item in range(tile.image_items):
@@ -87,7 +93,7 @@ def test_input_rows_of_taps_are_those_that_the_definition_has(tile):
     assert found == reads(tile, 0)
 
 
-@given(tiles(gemm_fold_rows))
+@each_tile_of_16_bits
 def test_input_rows_are_those_that_the_definition_has(tile):
     found = set()
     for item in range(tile.image_items):
@@ -103,7 +109,7 @@ def test_input_rows_are_those_that_the_definition_has(tile):
     assert found == reads(tile, 0)
 
 
-@given(tiles())
+@each_tile
 def test_cells_cover_all_outputs(tile):
     assert tile.image_items * tile.rows >= tile.cells[0] > (tile.image_items - 1) * tile.rows
     assert (tile.steps * tile.columns - tile.delayed) * tile.span[1] >= tile.output_size[1] + tile.kept
@@ -112,7 +118,7 @@ def test_cells_cover_all_outputs(tile):
     assert tile.channels == tile.in_channels or tile.problem.groups == 1
 
 
-@given(tiles(gemm_fold_rows_tf32))
+@each_tile_of_tf32
 def test_copies_and_stores_of_tf32_are_aligned(tile):
     assert tile.input_size[1] * 4 % 16 == 0
     for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1]):
@@ -121,7 +127,7 @@ def test_copies_and_stores_of_tf32_are_aligned(tile):
     assert tile.weight_bytes % 16 == tile.steps % 2 == 0
 
 
-@given(tiles(gemm_fold_rows_tf32))
+@each_tile_of_tf32
 def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
     """Whatever a row begins with: memory is written eight outputs at a time."""
     width, line = tile.output_size[1], 2 * tile.columns * tile.span[1]
@@ -158,7 +164,7 @@ def test_lines_of_16_bits_are_stored_as_sectors_lie_and_leave_nothing_over(tile)
         assert stored == [*range(width)]
 
 
-@given(tiles(gemm_fold_rows))
+@each_tile_of_16_bits
 def test_copies_and_stores_are_aligned(tile):
     assert tile.input_size[1] * 2 % 16 == 0
     for place in (tile.delayed * tile.span[1], tile.columns * tile.span[1], tile.output_size[1], tile.line_pitch):
@@ -264,7 +270,7 @@ def test_the_l2_cache_fetches_less_where_much_is_on_its_way(channels, fetched):
     assert gemm_fold_rows_tf32.tile_of(problem, "forward").fetched == fetched
 
 
-@given(tiles())
+@each_tile
 def test_what_is_on_its_way_stays_in_the_l2_cache_where_all_of_a_line_is_fetched(tile):
     lines = tile.blocks_on(132) * tile.sets * tile.input_rows * tile.in_channels
     assert (tile.fetched == 256) == (lines * 256 <= 16 << 20)

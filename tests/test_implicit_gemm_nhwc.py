@@ -12,6 +12,7 @@ from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.phases import cells_of, phase_shifts
 from gemmconv.kernels.sm90 import implicit_gemm_nhwc
+from tests.examples import each_of
 from tests.samples import config_of, tile_for
 
 SECOND_OF_DCGAN = Problem(128, 512, 256, 1, (4, 4), (4, 4), (2, 2), (1, 1))
@@ -38,6 +39,9 @@ def tiles(draw, itemsizes=(2, 4), kind=lambda tile: True):
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
+each_tile = each_of(tiles())
+
+
 def rows_of(tile, segment):
     """The image, row and column of a cell that each row of an item is, of those that are cells of its images."""
     height, _ = cells_of(tile.problem)
@@ -50,7 +54,7 @@ def rows_of(tile, segment):
     return places
 
 
-@given(tiles())
+@each_tile
 def test_items_have_every_cell_once(tile):
     p, (height, width) = tile.problem, cells_of(tile.problem)
     cells = [cell for segment in range(tile.segments) for _, *cell in rows_of(tile, segment)]
@@ -62,7 +66,7 @@ def test_items_have_every_cell_once(tile):
     assert 0 <= tile.line_blocks * tile.lines - p.out_channels < tile.lines
 
 
-@given(tiles())
+@each_tile
 def test_patches_have_all_inputs_that_cells_read(tile):
     reach = [max(max(reads) - min(reads) for reads in phase_shifts(tile.problem, axis)) for axis in (0, 1)]
     rows, columns = tile.patch_size
@@ -94,7 +98,7 @@ def test_groups_of_eight_rows_are_lines_as_far_apart(tile):
             assert len(origins) <= 1
 
 
-@given(tiles())
+@each_tile
 def test_tiles_fit_a_multiprocessor(tile):
     macros = implicit_gemm_nhwc.macros_of(tile, torch.float32 if tile.packed else torch.bfloat16)
     slots, stages = tile.ring_sizes
@@ -107,7 +111,7 @@ def test_tiles_fit_a_multiprocessor(tile):
     assert not tile.packed or tile.problem.out_channels % tile.lines == 0
 
 
-@given(tiles())
+@each_tile
 def test_copies_and_stores_are_aligned(tile):
     p = tile.problem
     assert p.in_channels * tile.itemsize % 16 == p.out_channels * tile.itemsize % 16 == 0

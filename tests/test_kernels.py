@@ -361,13 +361,50 @@ class Run:
             check_direct(call, self)
 
 
+# Runs that are left to ``make test-slow``.
+SLOW_RUNS = set()
+
+
+def some_are_slow(runs, every, stays=lambda run: False):
+    """Leave all but one of so many runs of each case to ``make test-slow``, of one case others than of the next.
+
+    So each case stays, and each type, format and choice of a tile with some of them.
+
+    Args:
+        runs: those of all cases, the types, formats and choices of each in the same order.
+        every: 2, or 3.
+        stays: whether a run stays whatever its number, for it alone takes some path.
+    """
+    numbers, counts = {}, {}
+    for run in runs:
+        number, count = numbers.setdefault(run.case, len(numbers)), counts.get(run.case, 0)
+        counts[run.case] = count + 1
+        # Sums of digits, unlike the numbers, do not leave out a type or a format of all cases, or of every second.
+        digits = np.base_repr(count, every) + np.base_repr(number, every)
+        if sum(map(int, digits)) % every and not stays(run):
+            SLOW_RUNS.add(run)
+
+
+def usual(runs):
+    """Those that are not left to ``make test-slow``."""
+    return [run for run in runs if run not in SLOW_RUNS]
+
+
+def by_run(runs):
+    """Run a test on all runs."""
+    return pytest.mark.parametrize(
+        "run", [pytest.param(run, marks=pytest.mark.slow) if run in SLOW_RUNS else run for run in runs], ids=str
+    )
+
+
 def each_run(operation, *layouts, more=()):
     """Run a test on all cases in float32 and on a few in the other types."""
     samples = [(case, torch.float32) for case in (*CASES, *more)]
     samples += [(case, dtype) for case in FEW_CASES for dtype in (torch.float64, torch.float16, torch.bfloat16)]
-    return pytest.mark.parametrize(
-        "run", [Run(operation, case, dtype, layout) for layout in layouts for case, dtype in samples], ids=str
-    )
+    runs = [Run(operation, case, dtype, layout) for layout in layouts for case, dtype in samples]
+    if len(layouts) == 2:
+        some_are_slow(runs, 2)
+    return by_run(runs)
 
 
 # Each case as float32, and as one type of 16 bits in one format and as the other in the other.
@@ -377,12 +414,14 @@ MMA_RUNS = [
     for layout, half in zip(FORMATS, (torch.float16, torch.bfloat16)[:: (-1) ** i], strict=True)
     for dtype in (half, torch.float32)
 ]
+some_are_slow(MMA_RUNS, 2)
 # Few blocks: each goes over many tiles and images, and loads one tile while it computes the one before it.
 MMA_RUNS += [
     replace(run, multiprocessors=multiprocessors)
     for run in MMA_RUNS
     for multiprocessors in ((0, 1) if run.case in TILED_CASES else (0,))
 ]
+SLOW_RUNS |= {run for run in MMA_RUNS if replace(run, multiprocessors=None) in SLOW_RUNS}
 # Long lines of outputs that do not begin at 16 bytes.
 MMA_RUNS += [
     Run("forward_mma", case, dtype, multiprocessors=multiprocessors, choice=choice)
@@ -442,8 +481,8 @@ FUSED_RUNS += [
             ("landing_rows", "contiguous", Case(3, 20, 40, (31, 12), (3, 4), (1, 2), (1, 1))),
             ("landing_rows", "contiguous", Case(2, 40, 24, (30, 8), (4, 2), (2, 1), (1, 0))),
             ("landing_rows", "contiguous", Case(2, 64, 24, (31, 16), (2, 3), (1, 1), groups=2)),
-            ("landing_rows_of_strips", "contiguous", Case(2, 20, 24, (15, 200), (3, 3), (1, 1), (1, 1))),
-            ("landing_rows_of_strips", "contiguous", Case(2, 36, 40, (30, 136), (3, 7), (1, 2), (1, 2))),
+            ("landing_rows_of_strips", "contiguous", Case(2, 20, 24, (7, 200), (3, 3), (1, 1), (1, 1))),
+            ("landing_rows_of_strips", "contiguous", Case(2, 36, 40, (30, 72), (3, 7), (1, 2), (1, 2))),
             ("landing_rows_of_strips", "contiguous", Case(1, 20, 70, (31, 72), (2, 5), (1, 1))),
         ]
     )
@@ -554,6 +593,7 @@ FOLD_RUNS = [
     for j in range(3)
     for layout, choice in zip(FORMATS, (None, 37 * i + 101 * j)[:: (-1) ** (i + j)], strict=True)
 ]
+some_are_slow(FOLD_RUNS, 2, lambda run: run.fold_tile is not None and run.fold_tile.copied == 16)
 FOLD_RUNS += [Run("gemm_fold_narrow", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
 
 
@@ -595,6 +635,7 @@ IMAGE_RUNS = [
     for choice in (None, 5 * i + 7 * j)
 ]
 IMAGE_RUNS = [run for run in IMAGE_RUNS if run.lines_kernel_tile is not None]
+some_are_slow(IMAGE_RUNS, 2)
 # Few stages for many chunks, in either way that inputs come.
 IMAGE_RUNS += [
     Run("gemm_fold", IMAGE_CASES[-1], dtype, multiprocessors=0, choice=-1, tf32=dtype.itemsize == 4)
@@ -611,8 +652,11 @@ IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
 IMAGE_RUNS += [IMAGES, IMAGES_TF32]
 
 
-def runs_in_two_types(operation, cases):
-    """Each case in its own tile in one type and in another tile in the other, many with few blocks."""
+def runs_in_two_types(operation, cases, stays):
+    """Each case in its own tile in one type and in another tile in the other, many with few blocks.
+
+    `stays` is of tiles whose runs are not left to ``make test-slow``, for they alone take some path.
+    """
     runs = [
         Run(operation, case, dtype, "contiguous", (None, 0, 3)[(i + j) % 3], choice, tf32=dtype.itemsize == 4)
         for i, case in enumerate(cases)
@@ -623,7 +667,9 @@ def runs_in_two_types(operation, cases):
             )
         )
     ]
-    return [run for run in runs if run.lines_kernel_tile is not None]
+    runs = [run for run in runs if run.lines_kernel_tile is not None]
+    some_are_slow(runs, 2, lambda run: stays(run.lines_kernel_tile))
+    return runs
 
 
 def lines_run_of(operation, case, dtype, suits, layout="contiguous"):
@@ -632,7 +678,9 @@ def lines_run_of(operation, case, dtype, suits, layout="contiguous"):
     return with_first(run, LINES_KERNELS[operation].tiles_of(problem_of(case), dtype.itemsize), suits)
 
 
-IMAGE_ROW_RUNS = runs_in_two_types("gemm_fold_pixels", (*IMAGE_CASES, *IMAGE_ROW_CASES))
+IMAGE_ROW_RUNS = runs_in_two_types(
+    "gemm_fold_pixels", (*IMAGE_CASES, *IMAGE_ROW_CASES), lambda tile: tile.problem.batch % tile.images > 0
+)
 # Many items of two blocks of rows, with more passes than there is room for; and of windows.
 IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
     lines_run_of("gemm_fold_pixels", case, torch.float32, suits)
@@ -644,7 +692,9 @@ IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
 IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
 
 
-SHUFFLE_RUNS = runs_in_two_types("gemm_depth_to_space", SHUFFLE_CASES)
+SHUFFLE_RUNS = runs_in_two_types(
+    "gemm_depth_to_space", SHUFFLE_CASES, lambda tile: tile.chunks > 8 or tile.lines % 64 > 0
+)
 # Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
 SHUFFLE, SHUFFLE_TF32 = (
     lines_run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], dtype, lambda tile: tile.held and tile.blocks > 2)
@@ -674,6 +724,13 @@ CELL_ROW_RUNS = [
     )
 ]
 CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if run.lines_kernel_tile is not None]
+some_are_slow(
+    CELL_ROW_RUNS,
+    2,
+    lambda run: (
+        run.case == CELL_ROW_CASES[7] or (run.lines_kernel_tile.group == 0 and run.lines_kernel_tile.segments > 1)
+    ),
+)
 
 
 cell_row_run_of = functools.partial(lines_run_of, "implicit_gemm_nhwc", layout="channels_last")
@@ -713,6 +770,7 @@ ROW_RUNS = [
     for dtype in (None, torch.float32)
 ]
 ROW_RUNS = [run for run in ROW_RUNS if run.row_tile is not None]
+some_are_slow(ROW_RUNS, 2, lambda run: run.case in [ROW_CASES[i] for i in (3, 4, 10, 12, 13)])
 ROW_RUNS += [  # whose rows end before those of the input
     Run("gemm_fold_rows", Case(1, 16, 16, (3, 136), (2, 1), (1, 1), (0, 24)), torch.float16),
     Run("gemm_fold_rows", Case(1, 16, 16, (3, 132), (2, 5), (1, 1), (0, 8)), torch.float32, tf32=True),
@@ -797,6 +855,7 @@ GRADIENT_RUNS = [
     for choice in (None, 37 * i + 101 * j)
 ]
 GRADIENT_RUNS = [run for run in GRADIENT_RUNS if tile_for(wgrad_nchw, run.config) is not None]
+some_are_slow(GRADIENT_RUNS, 3, lambda run: run.gradient_tile.segment < run.gradient_tile.tile_w)
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
 # Sides of output channels of their own, in each type, with few blocks and many.
 GRADIENT_RUNS += [
@@ -840,6 +899,11 @@ LINES_RUNS = [
     for i, case in enumerate(LINES_CASES)
     for j, choice in enumerate((None, 37 * i, 101 * i + 59, 211 * i + 307))
 ]
+some_are_slow(
+    LINES_RUNS,
+    2,
+    lambda run: run.lines_tile.size[2] % 8 or 1 < run.lines_tile.taps_w.boxes < run.lines_tile.taps_w.taps,
+)
 
 
 LINES = replace(LINES_RUNS[0], case=Case(1, 64, 64, (20, 64), (3, 3), (1, 1), (1, 1)), multiprocessors=0)
@@ -847,9 +911,9 @@ LINES_RUNS += [LINES]
 
 
 @pytest.fixture(scope="module")
-def calls(prepared, folder):
+def calls(prepared, builder):
     """The prepared calls of all tests that are to run."""
-    with emulator.install(folder):
+    with emulator.install(builder):
         yield prepared
 
 
@@ -889,14 +953,14 @@ def test_direct_forward_kernel_matches_reference(run, calls, poison):
     ],
 )
 def test_direct_blocks_share_rows_of_bias_in_channels_last(
-    case, dtype, channels_out, planes, folder, poison, monkeypatch
+    case, dtype, channels_out, planes, builder, poison, monkeypatch
 ):
     run = Run("forward", case, dtype, "channels_last")
     layer = direct_forward._Layer(problem_of(case), dtype, True, REFERENCE)
     tiles = [tile for tile in layer.tiles(False) if (tile.channels_out, tile.planes) == (channels_out, planes)]
     tile = min(tiles, key=layer.cycles)
     monkeypatch.setattr(direct_forward, "tile_of", lambda *_: tile)
-    with emulator.install(folder):
+    with emulator.install(builder):
         poison("cpu")
         run.check(direct_forward.prepare_forward(run.config, tile))
 
@@ -922,18 +986,18 @@ def test_depthwise_threads_have_two_cells_in_channels_last_while_their_sums_are_
 
 
 @pytest.mark.parametrize("channels", [20, 36])
-def test_depthwise_blocks_take_tile_after_tile(channels, folder, poison):
+def test_depthwise_blocks_take_tile_after_tile(channels, builder, poison):
     case = Case(2, channels, channels, (270, 11), (4, 4), (2, 2), (1, 1), groups=channels)
     run = Run("forward", case, torch.float16, "channels_last", multiprocessors=1)
     tile = direct_forward.tile_of(problem_of(case), torch.float16, True, run.launched.spec)
     assert tile.depthwise
     assert 1 < tile.turns < tile.turns * tile.rows < 270 < 2 * tile.turns * tile.rows
-    with emulator.install(folder):
+    with emulator.install(builder):
         poison("cpu")
         run.check(direct_forward.prepare_forward(run.launched, tile))
 
 
-@pytest.mark.parametrize("run", MMA_RUNS, ids=str)
+@by_run(MMA_RUNS)
 def test_direct_forward_kernel_on_tensor_cores_matches_reference(run, calls, poison):
     if calls[run] is None:
         pytest.skip("declined: left to CUDA cores")
@@ -942,7 +1006,7 @@ def test_direct_forward_kernel_on_tensor_cores_matches_reference(run, calls, poi
 
 
 def test_runs_on_tensor_cores_take_every_path_and_are_rarely_skipped():
-    tiles = [run.tile for run in MMA_RUNS]
+    tiles = [run.tile for run in usual(MMA_RUNS)]
     assert tiles.count(None) < len(tiles) / 10
     tiles = {tile for tile in tiles if tile is not None}
     synchronous, turned, copied = range(3)
@@ -992,7 +1056,7 @@ def test_runs_of_fused_take_every_path():
     assert {run.plan.items > run.plan.blocks_on(run.multiprocessors or 1) for run in few_blocks} == {True, False}
 
 
-@pytest.mark.parametrize("run", FOLD_RUNS, ids=str)
+@by_run(FOLD_RUNS)
 def test_fused_fold_kernel_matches_reference(run, calls, poison):
     if calls[run] is None:
         pytest.skip("declined: inputs that cannot be copied four bytes at a time")
@@ -1000,20 +1064,20 @@ def test_fused_fold_kernel_matches_reference(run, calls, poison):
     run.check(calls[run])
 
 
-@pytest.mark.parametrize("run", IMAGE_RUNS, ids=str)
+@by_run(IMAGE_RUNS)
 def test_fused_images_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
 
 
-@pytest.mark.parametrize("run", SHUFFLE_RUNS, ids=str)
+@by_run(SHUFFLE_RUNS)
 def test_fused_shuffle_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
 
 
 def test_runs_of_fused_shuffle_take_every_path():
-    tiles = [run.lines_kernel_tile for run in SHUFFLE_RUNS]
+    tiles = [run.lines_kernel_tile for run in usual(SHUFFLE_RUNS)]
     for path in (
         lambda tile: tile.packed,
         lambda tile: tile.held,
@@ -1038,14 +1102,14 @@ def test_runs_of_fused_shuffle_take_every_path():
         assert {path(tile) for tile in tiles} == {True, False}
 
 
-@pytest.mark.parametrize("run", CELL_ROW_RUNS, ids=str)
+@by_run(CELL_ROW_RUNS)
 def test_fused_cell_rows_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
 
 
 def test_runs_of_fused_cell_rows_take_every_path():
-    tiles = [run.lines_kernel_tile for run in CELL_ROW_RUNS]
+    tiles = [run.lines_kernel_tile for run in usual(CELL_ROW_RUNS)]
     for path in (
         lambda tile: tile.packed,
         lambda tile: tile.kept,
@@ -1075,14 +1139,14 @@ def test_runs_of_fused_cell_rows_take_every_path():
         assert {path(tile) for tile in tiles} == {True, False}
 
 
-@pytest.mark.parametrize("run", IMAGE_ROW_RUNS, ids=str)
+@by_run(IMAGE_ROW_RUNS)
 def test_fused_image_rows_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
 
 
 def test_runs_of_fused_image_rows_take_every_path():
-    tiles = [run.lines_kernel_tile for run in IMAGE_ROW_RUNS]
+    tiles = [run.lines_kernel_tile for run in usual(IMAGE_ROW_RUNS)]
     for path in (
         lambda tile: tile.packed,
         lambda tile: tile.held,
@@ -1110,7 +1174,7 @@ def test_runs_of_fused_image_rows_take_every_path():
 
 
 def test_runs_of_fused_images_take_every_path():
-    tiles = [run.lines_kernel_tile for run in IMAGE_RUNS]
+    tiles = [run.lines_kernel_tile for run in usual(IMAGE_RUNS)]
     for path in (
         lambda tile: tile.in_place,
         lambda tile: tile.fold_warps == 4,
@@ -1132,14 +1196,14 @@ def test_runs_of_fused_images_take_every_path():
         assert {path(tile) for tile in tiles} == {True, False}
 
 
-@pytest.mark.parametrize("run", ROW_RUNS, ids=str)
+@by_run(ROW_RUNS)
 def test_fused_rows_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
 
 
 def test_runs_of_fused_rows_take_every_path():
-    every = [run.row_tile for run in ROW_RUNS]
+    every = [run.row_tile for run in usual(ROW_RUNS)]
     tf32 = [tile for tile in every if isinstance(tile, gemm_fold_rows_tf32.Tile)]
     for path in (
         lambda tile: tile.direction == "forward",
@@ -1196,14 +1260,14 @@ def test_runs_of_fused_rows_take_every_path():
         assert {path(tile) for tile in tiles} == {True, False}
 
 
-@pytest.mark.parametrize("run", GRADIENT_RUNS, ids=str)
+@by_run(GRADIENT_RUNS)
 def test_fused_weight_grad_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
 
 
 def test_runs_of_fused_weight_grad_take_every_path():
-    tiles = [run.gradient_tile for run in GRADIENT_RUNS]
+    tiles = [run.gradient_tile for run in usual(GRADIENT_RUNS)]
     for path in (
         lambda tile: tile.flat,
         lambda tile: tile.lines > 1,
@@ -1233,14 +1297,14 @@ def test_runs_of_fused_weight_grad_take_every_path():
     assert len({(tile.sides_co > 1, tile.itemsize, tile.split) for tile in tiles}) == 2 * len(FUSED_TYPES)
 
 
-@pytest.mark.parametrize("run", LINES_RUNS, ids=str)
+@by_run(LINES_RUNS)
 def test_fused_weight_grad_lines_kernel_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
 
 
 def test_runs_of_fused_weight_grad_lines_take_every_path():
-    tiles = [run.lines_tile for run in LINES_RUNS]
+    tiles = [run.lines_tile for run in usual(LINES_RUNS)]
     for path in (
         lambda tile: tile.size[0] > 1,
         lambda tile: tile.pair_rows,
@@ -1362,7 +1426,7 @@ def test_float32_at_the_ends_of_its_range(run, exponent, of_second, calls):
 
 
 def test_runs_of_fused_fold_take_every_path():
-    found = [run.fold_tile for run in FOLD_RUNS]
+    found = [run.fold_tile for run in usual(FOLD_RUNS)]
     assert found.count(None) < len(found) / 10
     tiles = {tile for tile in found if tile is not None}
     for path in (
@@ -1391,7 +1455,7 @@ def test_runs_of_fused_fold_take_every_path():
         assert {path(tile) for tile in tiles} == {True, False}
     assert {tile.copied for tile in tiles} == {0, 4, 8, 16}
     assert {tile.itemsize for tile in tiles if tile.flat} == {2, 4}
-    assert {run.fold_tile.item_steps == 1 for run in FOLD_RUNS if run.fold_tile} == {True, False}
+    assert {run.fold_tile.item_steps == 1 for run in usual(FOLD_RUNS) if run.fold_tile} == {True, False}
 
 
 @each_run("input_grad", "contiguous", "channels_last")
@@ -1473,6 +1537,7 @@ GRADS_MMA_RUNS = [
     for case in (*CASES, *DEPTHWISE_CASES, *WARPS_WITHOUT_CHANNELS)[(i + j) % 2 :: 2]
     if (run := Run("grads_mma", replace(case, batch=4 * case.batch), dtype, layout, (None, 0)[i])).grads_tile
 ]
+some_are_slow(GRADS_MMA_RUNS, 2)
 GRADS_MMA_RUNS += [
     replace(run, choice=choice)
     for run in (
@@ -1489,7 +1554,7 @@ GRADS_MMA_RUNS += [
 
 
 def test_runs_of_both_gradients_on_tensor_cores_take_every_path():
-    tiles = [run.grads_tile for run in GRADS_MMA_RUNS]
+    tiles = [run.grads_tile for run in usual(GRADS_MMA_RUNS)]
     for path in (
         lambda tile: tile.planes > 8,
         lambda tile: tile.planes > 16,
@@ -1506,10 +1571,28 @@ def test_runs_of_both_gradients_on_tensor_cores_take_every_path():
     assert {tile.ci_warps for tile in tiles} == {1, 2, 4}
 
 
-@pytest.mark.parametrize("run", GRADS_MMA_RUNS, ids=str)
+@by_run(GRADS_MMA_RUNS)
 def test_direct_kernel_of_both_gradients_on_tensor_cores_matches_reference(run, calls, poison):
     poison("cpu")
     run.check(calls[run])
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        *(MMA_RUNS, FOLD_RUNS, IMAGE_RUNS, IMAGE_ROW_RUNS, SHUFFLE_RUNS, CELL_ROW_RUNS, ROW_RUNS),
+        *(GRADIENT_RUNS, LINES_RUNS, GRADS_MMA_RUNS),
+    ],
+    ids=lambda runs: runs[0].operation,
+)
+def test_usual_runs_are_of_every_kind(runs):
+    for kind in (
+        lambda run: (run.operation, run.case),
+        lambda run: (run.operation, run.dtype, run.tf32, run.layout),
+        lambda run: (run.dtype, run.choice is None),
+        lambda run: (run.dtype.itemsize, run.multiprocessors),
+    ):
+        assert {kind(run) for run in usual(runs)} == {kind(run) for run in runs}
 
 
 @st.composite
@@ -1521,11 +1604,11 @@ def mma_runs(draw):
     return Run("forward_mma", case, dtype, draw(st.sampled_from(sorted(FORMATS))), multiprocessors, choice)
 
 
-@settings(max_examples=EXAMPLES // 7, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=mma_runs())
-def test_direct_forward_kernel_on_tensor_cores_matches_reference_with_any_tile(run, folder, poison):
+def test_direct_forward_kernel_on_tensor_cores_matches_reference_with_any_tile(run, builder, poison):
     poison("cpu")
-    with emulator.install(folder):
+    with emulator.install(builder):
         assume((call := run.prepare()) is not None)
         run.check(call)
 
@@ -1540,11 +1623,11 @@ def grads_mma_runs(draw):
     return replace(run, multiprocessors=draw(st.integers(0, 2)), choice=draw(st.integers(0, len(run.grads_tiles) - 1)))
 
 
-@settings(max_examples=EXAMPLES // 10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES // 16, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=grads_mma_runs())
-def test_direct_kernel_of_both_gradients_on_tensor_cores_matches_reference_with_any_tile(run, folder, poison):
+def test_direct_kernel_of_both_gradients_on_tensor_cores_matches_reference_with_any_tile(run, builder, poison):
     poison("cpu")
-    with emulator.install(folder):
+    with emulator.install(builder):
         run.check(run.prepare())
 
 
@@ -1564,11 +1647,11 @@ def fused_runs(draw):
     )
 
 
-@settings(max_examples=EXAMPLES // 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES // 16, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=fused_runs(), wide_offsets=st.booleans())
-def test_fused_kernels_match_reference_with_any_plan(run, wide_offsets, folder, poison):
+def test_fused_kernels_match_reference_with_any_plan(run, wide_offsets, builder, poison):
     poison("cpu")
-    with emulator.install(folder), pytest.MonkeyPatch.context() as patch:
+    with emulator.install(builder), pytest.MonkeyPatch.context() as patch:
         if wide_offsets:  # as for tensors of 2**31 elements
             patch.setattr(implicit_gemm, "INT32_MAX", 0)
         run.check(run.prepare())
@@ -1646,16 +1729,16 @@ def check_results(call, run):
     for arrange, arrange_weight in zip(ARRANGEMENTS[run.layout], WEIGHT_ARRANGEMENTS[run.layout], strict=True):
         input, weight, grad_output = arrange(data.input), arrange_weight(data.weight), arrange(data.grad_output)
         if run.operation in FORWARDS:
-            results = [(call(input, weight, data.bias), exact.output)]
-            results += [(call(input, weight, None), exact.output_without_bias)]
+            results = [(call(input, weight, data.bias), exact.output, run.layout)]
+            results += [(call(input, weight, None), exact.output_without_bias, run.layout)]
         elif run.operation in ("input_grad", "fused_input_grad", "gemm_fold_rows_input_grad"):
-            results = [(call(grad_output, weight), exact.input_grad)]
+            results = [(call(grad_output, weight), exact.input_grad, run.layout)]
         elif run.operation in ("grads", "grads_mma"):
-            results = [*zip(call(grad_output, input, weight), (exact.input_grad, exact.weight_grad), strict=True)]
+            for_input, for_weight = call(grad_output, input, weight)
+            results = [(for_input, exact.input_grad, run.layout), (for_weight, exact.weight_grad, "contiguous")]
         else:
-            results = [(call(grad_output, input), exact.weight_grad)]
-        for actual, wanted in results:
-            layout = "contiguous" if wanted is exact.weight_grad else run.layout
+            results = [(call(grad_output, input), exact.weight_grad, "contiguous")]
+        for actual, wanted, layout in results:
             assert actual.stride() == torch.empty(actual.shape, memory_format=FORMATS[layout]).stride()
             reference.assert_close(actual, wanted, run.dtype, run.precision)
 
@@ -2479,18 +2562,18 @@ KINDS = {
 @pytest.mark.parametrize(
     "mistake", [pytest.param(name, marks=() if name in KINDS.values() else pytest.mark.slow) for name in MISTAKES]
 )
-def test_emulator_notices_a_mistake(mistake, folder, poison):
+def test_emulator_notices_a_mistake(mistake, builder, poison):
     run, edit, message = MISTAKES[mistake]
     poison("cpu")
     with (
-        emulator.install(folder, edit),
+        emulator.install(builder, edit),
         pytest.raises((AssertionError, RuntimeError), match=message),
     ):
         run.check(run.prepare())
 
 
-def test_emulator_leaves_the_loader_as_it_was(folder):
+def test_emulator_leaves_the_loader_as_it_was(builder):
     original = launch.load
-    with emulator.install(folder):
+    with emulator.install(builder):
         assert col2im.load is launch.load is not original
     assert col2im.load is launch.load is original

@@ -52,9 +52,9 @@ def check(turn, tensor, memory_format):
 
 @needs_compiler
 @pytest.mark.parametrize(("shape", "dtype"), [*itertools.product(SHAPES, DTYPES)], ids=str)
-def test_turn_kernel_moves_every_element(folder, shape, dtype, poison):
+def test_turn_kernel_moves_every_element(builder, shape, dtype, poison):
     tensor = random_tensor(shape, dtype)
-    with emulator.install(folder):
+    with emulator.install(builder):
         turns = {one: transpose.prepare_turn(config_of(dtype, "cpu"), shape, one) for one in FORMATS}
         for memory_format, other in zip(FORMATS, FORMATS[::-1], strict=True):
             poison("cpu")
@@ -62,19 +62,19 @@ def test_turn_kernel_moves_every_element(folder, shape, dtype, poison):
 
 
 @needs_compiler
-def test_turn_kernel_in_64_bits(folder, monkeypatch):
+def test_turn_kernel_in_64_bits(builder, monkeypatch):
     monkeypatch.setattr(transpose, "_INT32_MAX", 0)
     macros = transpose.turn_macros(8, 12, True, 2)
     assert macros["INDEX_64"] == 1
-    with emulator.install(folder):
+    with emulator.install(builder):
         turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), (2, 8, 3, 4), torch.channels_last)
         check(turn, random_tensor((2, 8, 3, 4), torch.float16), torch.channels_last)
 
 
 @needs_compiler
-def test_turn_leaves_what_it_cannot_take_to_torch(folder, monkeypatch):
+def test_turn_leaves_what_it_cannot_take_to_torch(builder, monkeypatch):
     shape = (2, 6, 4, 3)
-    with emulator.install(folder):
+    with emulator.install(builder):
         turns = {one: transpose.prepare_turn(config_of(torch.float16, "cpu"), shape, one) for one in FORMATS}
     tensor = random_tensor(shape, torch.float16)
     monkeypatch.setattr(emulator.Kernel, "launch", None)
@@ -86,10 +86,10 @@ def test_turn_leaves_what_it_cannot_take_to_torch(folder, monkeypatch):
 
 
 @needs_compiler
-def test_turn_takes_more_images_than_a_grid_axis_holds(folder, monkeypatch):
+def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
     monkeypatch.setattr(launches, "MAX_GRID_Y", 3)
     tensor = random_tensor((7, 6, 4, 3), torch.float16)
-    with emulator.install(folder):
+    with emulator.install(builder):
         check(transpose.prepare_turn(config_of(torch.float16, "cpu"), tensor.shape, FORMATS[1]), tensor, FORMATS[1])
 
 
@@ -112,8 +112,8 @@ def test_turn_takes_more_images_than_a_grid_axis_holds(folder, monkeypatch):
     ],
     ids=str,
 )
-def test_emulator_notices_a_mistake_in_turn(folder, shape, mistake, poison):
-    with emulator.install(folder, emulator.Edit(*mistake)):
+def test_emulator_notices_a_mistake_in_turn(builder, shape, mistake, poison):
+    with emulator.install(builder, emulator.Edit(*mistake)):
         turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), shape, torch.channels_last)
         poison("cpu")
         with pytest.raises((AssertionError, RuntimeError)):

@@ -7,12 +7,13 @@
  *
  * A mistake that is noticed while a kernel runs ends the launch with a message: barriers that not all threads reach,
  * mbarriers, bulk copies and wgmmas that are used in other ways than they may be, writes past the end of shared memory,
- * and what -fsanitize inserts checks for (see the handlers below).
+ * and what -fsanitize inserts checks for (see on_trap and the handlers below).
  */
 #include "cuda.h"
 
 #include <deque>
 #include <setjmp.h>
+#include <signal.h>
 #include <ucontext.h>
 
 #include <array>
@@ -177,6 +178,25 @@ template <typename... Values> [[noreturn]] void fail(const char* format, Values.
     snprintf(message, sizeof(message), format, values...);
     _longjmp(scheduler, 1);
 }
+
+/* A check has failed, in a kernel that does not call the handlers below. */
+void on_trap(int) { fail("a trap"); }
+
+/* While there is one, traps end the launch. The instruction is an illegal one, or one for debuggers. */
+struct trapping_t {
+    static constexpr int kSignals[2] = {SIGILL, SIGTRAP};
+    struct sigaction before[2];
+
+    trapping_t() {
+        struct sigaction action = {};
+        action.sa_handler = on_trap;
+        action.sa_flags = SA_NODEFER;  // the handler does not return
+        for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &action, &before[i]);
+    }
+    ~trapping_t() {
+        for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &before[i], nullptr);
+    }
+};
 
 bool waited;  // for the launch before, a thread of the block that runs
 
@@ -866,6 +886,7 @@ __attribute__((visibility("default"))) const char* emulator_launch(
         fibers[i].thread = {{i % block->x, i / block->x % block->y, i / block->x / block->y},
                             static_cast<int>(i % 32), exchange[i / 32]};
     uint32_t turn = 0;
+    const trapping_t trapping;
     uint3& index = emulator_now.block_index;
     for (index.z = 0; index.z < grid->z; ++index.z)
         for (index.y = 0; index.y < grid->y; ++index.y)

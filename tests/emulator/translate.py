@@ -6,6 +6,7 @@ functions, which call the scheduler.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -57,6 +58,7 @@ _INSTRUCTIONS = {
 }
 
 
+@functools.lru_cache(maxsize=64)
 def translate(source_name: str, read: Read) -> str:
     """The whole of a source with its headers, as one text that needs nothing but cuda.h before it.
 
