@@ -44,16 +44,16 @@ from tests.test_implicit_gemm import plans
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
 from gemmconv.device import REFERENCE
-from gemmconv.kernels.base import Config
+from gemmconv.kernels.base import Config, strides_of
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.columns.chunking import input_rows_of
-from gemmconv.kernels.columns.col2im import Col2im, Im2col
 from gemmconv.kernels.direct import forward as direct_forward
 from gemmconv.kernels.direct import forward_mma as direct_forward_mma
 from gemmconv.kernels.direct import grads_mma as direct_grads_mma
 from gemmconv.kernels.direct import input_grad as direct_input_grad
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.phases import cells_of
+from gemmconv.kernels.program import At, Operand, Output, Program
 from gemmconv.kernels.sm90 import (
     gemm_depth_to_space,
     gemm_fold,
@@ -63,7 +63,6 @@ from gemmconv.kernels.sm90 import (
     gemm_fold_rows_tf32,
     implicit_gemm,
     implicit_gemm_nhwc,
-    row_streaming,
     wgrad_nchw,
     wgrad_nhwc,
 )
@@ -175,6 +174,20 @@ LINES_KERNELS = {
     "implicit_gemm_nhwc": implicit_gemm_nhwc,
 }
 DIRECT = {"forward": direct_forward, "input_grad": direct_input_grad, "weight_grad": direct_weight_grad}
+KERNEL_OF = {
+    **dict.fromkeys(("fused", "fused_input_grad"), implicit_gemm),
+    **dict.fromkeys(("gemm_fold_rows", "gemm_fold_rows_input_grad"), gemm_fold_rows),
+    "fused_weight_grad": wgrad_nchw,
+    "fused_weight_grad_lines": wgrad_nhwc,
+    "gemm_fold_narrow": gemm_fold_narrow,
+    **LINES_KERNELS,
+    **DIRECT,
+    "forward_mma": direct_forward_mma,
+    "grads": direct_weight_grad,
+    "grads_mma": direct_grads_mma,
+}
+PASS_OF = {"input_grad": "input_grad", **dict.fromkeys(("grads", "grads_mma"), "grads")}
+PASS_OF |= dict.fromkeys(("weight_grad", "fused_weight_grad", "fused_weight_grad_lines"), "weight_grad")
 FORWARDS = "forward", "forward_mma", "fused", "gemm_fold_narrow", *LINES_KERNELS, "gemm_fold_rows"
 
 
@@ -312,44 +325,50 @@ class Run:
         return min(filter(FUSED_PATHS[self.choice], found), key=lambda plan: plan.cycles)
 
     def prepare(self):
-        """Return the call that runs the kernel, which starts to be compiled; None where forward_mma declines."""
-        problem = problem_of(self.case)
-        if self.operation == "im2col":
-            return Im2col(problem, self.dtype, CPU)
-        if self.operation == "col2im":
-            return Col2im(problem, self.column_dtype, self.dtype, CPU)
+        """Return the call that runs the kernel, which starts to be compiled; None where the kernel declines."""
+        if self.operation in ("im2col", "col2im"):
+            case = self.case
+            rows_call(self, (0, case.input_size[0]), (0, case.output_size[0]))  # begins to compile
+            return functools.partial(rows_call, self)
+        module, tile = KERNEL_OF[self.operation], self.chosen
+        if tile is None:
+            return None
         with pytest.MonkeyPatch.context() as patch:
-            if self.operation in ("fused", "fused_input_grad"):
-                return implicit_gemm.prepare(self.launched, self.plan)
-            if self.operation.startswith("gemm_fold_rows"):
-                return row_streaming.prepare(self.launched, self.row_tile)
-            if self.operation == "fused_weight_grad":
-                return wgrad_nchw.prepare_weight_grad(self.config, self.gradient_tile)
-            if self.operation == "fused_weight_grad_lines":
-                return wgrad_nhwc.prepare_weight_grad(self.config, self.lines_tile)
-            if self.operation == "gemm_fold_narrow":
-                if self.multiprocessors is not None:
-                    patch.setattr(gemm_fold_narrow, "blocks_at_once", lambda tile: self.multiprocessors or 1)
-                return None if self.fold_tile is None else gemm_fold_narrow.prepare_forward(self.config, self.fold_tile)
-            if self.operation in LINES_KERNELS:
-                return LINES_KERNELS[self.operation].prepare_forward(self.launched, self.lines_kernel_tile)
-            if self.operation == "grads":
-                if self.multiprocessors is not None:
-                    patch.setattr(direct_weight_grad, "_slices", lambda *_: self.multiprocessors + 1)
-                return direct_weight_grad.prepare_grads(self.config, self.config)
-            if self.operation == "grads_mma":
-                if self.multiprocessors is not None:
-                    slices = self.multiprocessors + 1
-                    patch.setattr(direct_grads_mma.Tile, "slices", lambda tile, _: min(slices, math.prod(tile.tiles)))
-                return direct_grads_mma.prepare_grads(self.config, self.config, self.grads_tile)
-            if self.operation != "forward_mma":
-                kernel = DIRECT[self.operation].KERNEL
-                return kernel.prepare(self.config, self.operation, kernel.tile(self.config, self.operation))
             if self.multiprocessors is not None:
-                patch.setattr(
-                    direct_forward_mma, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
-                )
-            return None if self.tile is None else direct_forward_mma.prepare_forward(self.config, self.tile)
+                count, slices = self.multiprocessors or 1, self.multiprocessors + 1
+                if module is gemm_fold_narrow:
+                    patch.setattr(module, "blocks_at_once", lambda tile: count)
+                if module is direct_weight_grad:
+                    patch.setattr(module, "_slices", lambda *_: slices)
+                if module is direct_grads_mma:
+                    patch.setattr(module.Tile, "slices", lambda tile, _: min(slices, math.prod(tile.tiles)))
+                if module is direct_forward_mma:
+                    patch.setattr(
+                        module, "blocks_at_once", lambda tile: self.multiprocessors * tile.blocks_resident or 1
+                    )
+            config = self.launched if self.launches_for_all else self.config
+            return module.KERNEL.prepare(config, PASS_OF.get(self.operation, self.direction), tile)
+
+    @property
+    def chosen(self):
+        """The tile that it runs with, of the kernel's own choice if no other is asked for."""
+        of = {
+            **dict.fromkeys(("fused", "fused_input_grad"), "plan"),
+            **dict.fromkeys(("gemm_fold_rows", "gemm_fold_rows_input_grad"), "row_tile"),
+            **dict.fromkeys(LINES_KERNELS, "lines_kernel_tile"),
+            "fused_weight_grad": "gradient_tile",
+            "fused_weight_grad_lines": "lines_tile",
+            "gemm_fold_narrow": "fold_tile",
+            "grads_mma": "grads_tile",
+            "forward_mma": "tile",
+        }
+        if self.operation in of:
+            return getattr(self, of[self.operation])
+        return KERNEL_OF[self.operation].KERNEL.tile(self.config, PASS_OF.get(self.operation, self.direction))
+
+    @property
+    def launches_for_all(self):
+        return self.operation in (*LINES_KERNELS, "fused", "fused_input_grad") or "rows" in self.operation
 
     def check(self, call):
         """Compare with the reference what the prepared call computes."""
@@ -1657,6 +1676,21 @@ def test_fused_kernels_match_reference_with_any_plan(run, wide_offsets, builder,
         run.check(run.prepare())
 
 
+def rows_call(run, in_rows, out_rows):
+    """The call that lays some input rows out as columns, or folds columns of some into some output rows."""
+    problem, nchw = problem_of(run.case), torch.contiguous_format
+    if run.operation == "im2col":
+        shape = (run.case.batch, problem.out_channels * problem.taps, in_rows[1] - in_rows[0], run.case.input_size[1])
+        steps = col2im.unfold(problem, run.dtype, At("images"), run.case.batch, in_rows)
+        operands, output = (Operand("images", nchw),), Output("columns", shape, strides_of(shape, nchw))
+    else:
+        output = Output("output", problem.output_shape, strides_of(problem.output_shape, nchw))
+        to = run.column_dtype, run.dtype, At("output"), run.case.batch, in_rows, out_rows
+        steps = col2im.fold(problem, *to, bias="bias")
+        operands = Operand("columns", None), Operand("bias", nchw)
+    return Program(run.dtype, operands, (output,), tuple(steps)).prepare(CPU)
+
+
 def check_im2col(call, run):
     """Check the columns of all input rows, and of either half of them."""
     case, height = run.case, run.case.input_size[0]
@@ -1664,8 +1698,7 @@ def check_im2col(call, run):
     exact = reference.unfold(reference.to_array(grad_output), **window_of(case))
     exact = exact.reshape(case.batch, -1, *positions_of(case))[..., : case.input_size[1]]
     for begin, end in spans(height):
-        columns = torch.empty((*exact.shape[:2], end - begin, case.input_size[1]), dtype=run.dtype)
-        call(grad_output.data_ptr(), columns.data_ptr(), case.batch, (begin, end))
+        columns = call((begin, end), None)(grad_output)
         assert reference.relative_error(columns, exact[:, :, begin:end]) == 0
 
 
@@ -1681,9 +1714,8 @@ def check_col2im(call, run):
     for begin, end in spans(height):
         in_rows = input_rows_of(problem_of(case), (begin, end))
         part = columns[:, :, slice(*in_rows)].contiguous()
-        for address, added in ((0, 0.0), (bias.data_ptr(), reference.to_array(bias)[:, None, None])):
-            output = torch.empty(case.output_shape, dtype=run.dtype)
-            call(part.data_ptr(), address, output.data_ptr(), case.batch, in_rows, (begin, end))
+        for addend, added in ((None, 0.0), (bias, reference.to_array(bias)[:, None, None])):
+            output = call(in_rows, (begin, end))(part, addend)
             rows = output[:, :, begin:end].reshape(case.batch, case.out_channels, end - begin, width)
             reference.assert_close(rows, (folded + added)[:, :, begin:end], run.dtype, "ieee")
 

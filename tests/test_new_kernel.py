@@ -15,8 +15,8 @@ from benchmarks.workloads import custom
 from gemmconv.algorithms.fused import Fused
 from gemmconv.device import named
 from gemmconv.kernels.base import Kernel, strides_of
-from gemmconv.kernels.program import Launch, Operand, Output, Program
 from gemmconv.kernels.macros import ELEMENT_TYPES, geometry_macros
+from gemmconv.kernels.program import Launch, Operand, Output, Program
 from gemmconv.runtime import sources
 from gemmconv.selection import choose
 from tests import emulator, reference

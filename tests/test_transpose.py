@@ -14,7 +14,7 @@ from tests.samples import offset, offset_channels_last, transposed
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
 from gemmconv.geometry import Problem
-from gemmconv.kernels import launch as launches
+from gemmconv.kernels import program
 from gemmconv.kernels.base import Config, strides_of
 from gemmconv.kernels.layout import transpose
 from gemmconv.runtime import launch
@@ -87,7 +87,7 @@ def test_turn_leaves_what_it_cannot_take_to_torch(builder, monkeypatch):
 
 @needs_compiler
 def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
-    monkeypatch.setattr(launches, "MAX_GRID_Y", 3)
+    monkeypatch.setattr(program, "MAX_GRID_Y", 3)
     tensor = random_tensor((7, 6, 4, 3), torch.float16)
     with emulator.install(builder):
         check(transpose.prepare_turn(config_of(torch.float16, "cpu"), tensor.shape, FORMATS[1]), tensor, FORMATS[1])

@@ -32,9 +32,10 @@ class Call:
     def __init__(self, program: Program, device: torch.device) -> None:
         self.program, self.device = program, device
         self._bound: dict[Hashable, Callable[..., Any]] = {}
+        self._kernels: dict[Hashable, launch.Kernel] = {}
         for step in program.steps:
             if isinstance(step, Launch):
-                launch.load(step.source, step.macros, device.index, step.shared_bytes)
+                self._kernel(step)
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         key = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
@@ -44,6 +45,12 @@ class Call:
                 self._bound.clear()
             call = self._bound[key] = self.bind(*tensors)
         return call(*tensors)
+
+    def _kernel(self, step: Launch) -> launch.Kernel:
+        key = step.source, tuple(step.macros.items()), step.shared_bytes
+        if key not in self._kernels:
+            self._kernels[key] = launch.load(step.source, step.macros, self.device.index, step.shared_bytes)
+        return self._kernels[key]
 
     def bind(self, *tensors: torch.Tensor | None) -> Callable[..., Any]:
         """The call for tensors of the strides that these have."""
@@ -56,15 +63,17 @@ class Call:
         order = [one.name for one in (*program.outputs, *program.operands)] + ["scratch"]
         index_of = {name: (order.index(place.tensor), place.offset) for name, place in places.items()}
         alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
-        steps = [_lowered(step, index_of, channels_last, self.device) for step in program.steps]
+        steps = [self._lowered(step, index_of, channels_last) for step in program.steps]
         run = executor.prepare(self.device, alignments, steps)
         scratch_elements = -(-scratch_bytes // program.dtype.itemsize)
         direct = arguments == [*range(len(tensors))] and not any(fits)
+        same_kind = tensors[0] is not None and tensors[0].dtype == program.dtype
+        kind = {} if same_kind else {"dtype": program.dtype}
         single, first_operand = len(made) == 1, len(made)
 
         def call(*tensors: torch.Tensor | None) -> Any:
             first: Any = tensors[0]
-            results = [first.new_empty_strided(shape, strides) for shape, strides in made]
+            results = [first.new_empty_strided(shape, strides, **kind) for shape, strides in made]
             operands: Sequence[torch.Tensor | None] = tensors
             if not direct:
                 operands = [
@@ -74,7 +83,7 @@ class Call:
             addresses = [result.data_ptr() for result in results]
             addresses += [0 if one is None else one.data_ptr() for one in operands]
             if scratch_elements:
-                scratch = first.new_empty(scratch_elements)
+                scratch = first.new_empty(scratch_elements, **kind)
                 addresses.append(scratch.data_ptr())
             while misaligned := run(*addresses):
                 copy: Any = operands[misaligned - 1 - first_operand]
@@ -86,6 +95,29 @@ class Call:
             return results[0] if single else tuple(results)
 
         return call
+
+    def _lowered(self, step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool) -> executor.Step:
+        """A step as the executor takes it, of a weight of either format."""
+
+        def place(at: At) -> executor.Place:
+            index, offset = index_of[at.tensor]
+            return index, offset + at.offset
+
+        if isinstance(step, Zero):
+            return executor.Zero(place(At(step.tensor)), step.size)
+        if isinstance(step, Gemm):
+            operands: Iterator[Matrices] = iter((step.a, step.b, step.c))
+            of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in operands]
+            return executor.Gemm(step.extents, *of, step.batch, step.transposed, step.tf32, step.accumulates)  # type: ignore[misc]
+        kernel = self._kernel(step)
+        params, slots = step.laid_out(channels_last)
+        pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
+        maps = [
+            (offset, *place(At(slot.tensor)), slot.described)
+            for offset, slot in slots
+            if isinstance(slot, TensorMapSpec)
+        ]
+        return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
 
 
 def _brought_to_form(
@@ -188,28 +220,6 @@ def _laid_out(program: Program) -> tuple[dict[str, int], int]:
         offsets[name] = offset
         total = max(total, offset + sizes[name])
     return offsets, total
-
-
-def _lowered(
-    step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool, device: torch.device
-) -> executor.Step:
-    def place(at: At) -> executor.Place:
-        index, offset = index_of[at.tensor]
-        return index, offset + at.offset
-
-    if isinstance(step, Zero):
-        return executor.Zero(place(At(step.tensor)), step.size)
-    if isinstance(step, Gemm):
-        operands: Iterator[Matrices] = iter((step.a, step.b, step.c))
-        of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in operands]
-        return executor.Gemm(step.extents, *of, step.batch, step.transposed, step.tf32, step.accumulates)  # type: ignore[misc]
-    kernel = launch.load(step.source, step.macros, device.index, step.shared_bytes)
-    params, slots = step.laid_out(channels_last)
-    pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
-    maps = [
-        (offset, *place(At(slot.tensor)), slot.described) for offset, slot in slots if isinstance(slot, TensorMapSpec)
-    ]
-    return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
 
 
 def _widened(tensor: torch.Tensor, fit: Fit | None, columns: int) -> torch.Tensor:

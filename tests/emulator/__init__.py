@@ -28,11 +28,13 @@ import contextlib
 import ctypes
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+import torch
 
 from tests.emulator.build import Builder, compiler
 from tests.emulator.translate import TWINS

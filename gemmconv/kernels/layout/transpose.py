@@ -172,7 +172,7 @@ def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_form
     def turn(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_contiguous(memory_format=memory_format):
             return tensor
-        if not tensor.is_contiguous(memory_format=given):
+        if not tensor.is_contiguous(memory_format=given) or tensor.data_ptr() % alignment:
             return with_strides(tensor, strides)
         turned: torch.Tensor = transposed(tensor)
         return turned

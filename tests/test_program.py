@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.kernels.program import ByFormat, Launch, Long, Operand, Output, Program, TensorMapSpec, _layout
+from gemmconv.kernels.program import At, ByFormat, Launch, Long, Operand, Output, Program, TensorMapSpec, Zero
 from tests import emulator, test_kernels
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
@@ -40,14 +40,18 @@ def test_params_lie_as_ctypes_lays_them_out():
     spec = TensorMapSpec("a", 2, (1, 1, 1, 1), (16, 16, 16), (1, 1, 1, 1))
     fields = [("a", ctypes.c_void_p), ("b", ctypes.c_int), ("c", ctypes.c_longlong), ("d", ctypes.c_int)]
     struct = type("struct", (ctypes.Structure,), {"_fields_": [*fields, ("e", ctypes.c_void_p), ("f", ctypes.c_int)]})
-    params, pack, slots = _layout(["a", 1, Long(2**63), ByFormat(3, 4), "e", -5])
-    names, constants = [slot for slot in slots if isinstance(slot, str)], [s for s in slots if isinstance(s, tuple)]
-    assert names == ["a", "e"]
-    for i, last in enumerate((3, 4)):
-        packed = params(pack(10, constants[0][i], 20, constants[1][i]))
-        assert bytes(packed) == bytes(struct(10, 1, -(2**63), last, 20, -5))
-    params, pack, slots = _layout([spec, "a", 1, spec])
-    assert len(bytes(params(pack(bytes(128), 1, slots[2][0], bytes(128), slots[4][0])))) == 320  # the second at 192
+    launch = of_params({"a, b, c, d": ("a", 1, Long(2**63 - 1), ByFormat(3, 4)), "e": At("e", 5), "f": -5})
+    for channels_last, last in ((False, 3), (True, 4)):
+        params, slots = launch.laid_out(channels_last)
+        assert params == bytes(struct(0, 1, 2**63 - 1, last, 0, -5))
+        assert slots == [(0, At("a")), (struct.e.offset, At("e", 5))]
+    params, slots = of_params({"maps": (spec,), "a, b": ("a", 1), "other": spec}).laid_out(False)
+    assert len(params) == 320
+    assert slots == [(0, spec), (128, At("a")), (192, spec)]
+
+
+def of_params(params):
+    return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), params)
 
 
 def test_params_have_as_many_values_as_names():
@@ -56,8 +60,10 @@ def test_params_have_as_many_values_as_names():
         list(launch.fields)
 
 
-def test_programs_without_launches_return_zeros_of_the_strides_that_they_promise():
+def test_a_program_can_return_zeros_of_the_strides_that_they_promise():
     output = Output("output", (2, 3, 4, 5), (60, 1, 15, 3))
-    call = Program(torch.float32, (Operand("input", None),), (output,), ()).prepare(torch.device("cpu"))
+    call = Program(torch.float32, (Operand("input", None),), (output,), (Zero("output", 480),)).prepare(
+        torch.device("cpu")
+    )
     assert (result := call(torch.ones(1))).stride() == (60, 1, 15, 3)
     assert not result.any()
