@@ -18,5 +18,6 @@ progress     how far it is
 several      the work shared between GPUs
 precompile   kernels compiled ahead, in processes
 choices      what the estimates choose, measured: tiles and plans beside those chosen
+fit          fitted numbers of estimates, by the times that choices keeps
 fold         col2im and im2col alone
 """

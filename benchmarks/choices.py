@@ -3,9 +3,11 @@
     python -m benchmarks.choices --kernel sm90/implicit_gemm --suite public,models --seconds 300 --out FILE
     python -m benchmarks.choices --kernel sm90/implicit_gemm --layer "n64 c64x128 k3x5 h128 w256" --count 40
     python -m benchmarks.choices --kernel direct/forward_mma --inspect
+    python -m benchmarks.choices --kernel sm90/gemm_fold --keep
+    python -m benchmarks.choices --fit sm90/gemm_fold
 
 A kernel chooses the candidate of the least estimate. Here those of the least estimates take part, and a random sample
-of the others. Estimates are fitted to the rows of --out. Needs a CUDA device, except for --inspect.
+of the others. Estimates are fitted to the rows that --keep keeps. Needs a CUDA device, except for --inspect and --fit.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,20 +31,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks import environment
+from benchmarks import environment, fit
 from benchmarks.contenders import LAYOUTS, PRECISIONS
+from benchmarks.fit import Case, Row
 from benchmarks.measure import DeviceLost
 from benchmarks.precompile import in_processes, only_compile
 from benchmarks.reference import random_tensors
 from benchmarks.results import replace_file
 from benchmarks.workloads import SUITES, Workload, custom, select
-from gemmconv import algorithms
-from gemmconv.algorithms import Algorithm
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import cuda_rounds
-from gemmconv.device import spec_of
 from gemmconv.errors import CompileError
-from gemmconv.kernels.base import Config, Kernel, Precision
+from gemmconv.kernels.base import Config, Kernel
 
 _BARS = {"fp32": 2e-6, "tf32": 5e-4, "fp16": 1e-3, "bf16": 5e-3}
 _ROUNDS = 5
@@ -53,27 +53,7 @@ _DEFECTS = ("wrong", "failed", "lost")
 
 
 # Those whose tiles compete for forward passes.
-KERNELS = {
-    name: kernel
-    for name, kernel in algorithms.KERNELS.items()
-    if "forward" in kernel.directions and not isinstance(kernel, Algorithm)
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer, and how it is computed."""
-
-    workload: Workload
-    precision: str
-    layout: str
-
-    def config(self, device: torch.device) -> Config:
-        """What the kernel decides on."""
-        rounding: Precision = "tf32" if self.precision == "tf32" else "ieee"
-        dtype, memory_format = PRECISIONS[self.precision], LAYOUTS[self.layout]
-        problem, spec = self.workload.problem, spec_of(device)
-        return Config(problem, dtype, device, rounding, memory_format=memory_format, spec=spec)
+KERNELS = {name: kernel for name, kernel in fit.KERNELS.items() if "forward" in kernel.directions}
 
 
 @dataclass
@@ -123,10 +103,29 @@ class Trial:
             "reason": self.reason,
         }
 
+    def kept(self, kernel: Kernel, head: Mapping[str, str]) -> Row:
+        """What is kept of one that was timed."""
+        return Row(
+            self.case.workload.layer,
+            self.case.precision,
+            self.case.layout,
+            "forward",
+            kernel.name,
+            fit.tile_text(kernel, self.candidate),
+            float(f"{1e-6 * (self.median_us or 0.0):.6g}"),
+            head["device"],
+            head["commit"],
+        )
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 1 without a CUDA device or where something is wrong."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.fit is not None:
+        return fit.fit_all([fit.KERNELS[name] for name in arguments.fit or fit.KERNELS], arguments.rows)
+    if arguments.kernel is None:
+        parser.error("one of --kernel and --fit is needed")
     kernel, workloads = KERNELS[arguments.kernel], list(arguments.layer)
     if arguments.suite or not workloads:
         workloads += select(arguments.suite or ("public", "models"))
@@ -141,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("benchmarks.choices needs a CUDA device; torch finds none here; --inspect needs none", file=sys.stderr)
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
-    return run(kernel, cases, device, arguments.count, arguments.seconds, arguments.out)
+    kept = fit.RESULTS / environment.slug(device) / fit.ROWS.name if arguments.keep else None
+    return run(kernel, cases, device, arguments.count, arguments.seconds, arguments.out, kept)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         "the best of them its own choice is. Several values are given with commas.",
     )
     add = parser.add_argument
-    add("--kernel", required=True, choices=KERNELS, help="whose choice")
+    add("--kernel", choices=KERNELS, help="whose choice")
     add("--suite", type=_names(SUITES), metavar="S", help=f"of {', '.join(SUITES)} (default: public,models)")
     add(
         "--layer", type=_layer, action="append", default=[], metavar="L", help='like "n64 c64x128 k3x5 h128 w256 s2 p1"'
@@ -162,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--count", type=_count, default=12, metavar="N", help="candidates of a layer (default: 12)")
     add("--seconds", type=float, default=math.inf, metavar="S", help="measure no longer; compiling is not counted")
     add("--out", type=Path, metavar="FILE", help="JSON, written after every layer")
+    add("--keep", action="store_true", help=f"keep times in results/GPU/{fit.ROWS.name}, to fit estimates to")
+    add("--fit", nargs="*", choices=fit.KERNELS, metavar="K", help="fit numbers of kernels to rows kept, and leave")
+    add("--rows", type=Path, default=fit.ROWS, metavar="FILE", help="of --fit (default: those of the H200)")
     add("--inspect", action="store_true", help="print the choices and their estimates, and leave")
     return parser
 
@@ -238,9 +241,15 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 def run(
-    kernel: Kernel, cases: Sequence[Case], device: torch.device, count: int, seconds: float, out: Path | None
+    kernel: Kernel,
+    cases: Sequence[Case],
+    device: torch.device,
+    count: int,
+    seconds: float,
+    out: Path | None,
+    kept: Path | None = None,
 ) -> int:
-    """Compile, measure, save, print. Returns the exit status."""
+    """Compile, measure, save, keep, print. Returns the exit status."""
     about = environment.describe(device)
     head = {"device": about.pop("gpu"), **about}
     print(f"{head['device']}, torch {head['torch']}, commit {head['commit']}, {kernel.name}", flush=True)
@@ -263,6 +272,8 @@ def run(
         done += trials
         if out is not None:
             save(out, {**head, "rows": [trial.row(kernel) for trial in done]})
+        if kept is not None:
+            fit.keep(kept, [trial.kept(kernel, head) for trial in trials if trial.status == "ok"])
         for trial in trials:
             if trial.status in _DEFECTS:
                 print(_complaint(trial), flush=True)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
 
-from benchmarks import choices
+from benchmarks import choices, fit
 from benchmarks.choices import KERNELS, Case, Trial, sample
 from benchmarks.measure import DeviceLost
 from benchmarks.precompile import in_processes
@@ -130,9 +130,9 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(choices, "compile_all", lambda kernel, trials, device: None)
     monkeypatch.setattr(Call, "made", 0)
 
-    def run(kernel, *cases, count=8, seconds=60.0):
+    def run(kernel, *cases, count=8, seconds=60.0, kept=None):
         out = tmp_path / "new" / "choices.json"
-        status = choices.run(kernel, cases or [case_of()], CPU, count, seconds, out)
+        status = choices.run(kernel, cases or [case_of()], CPU, count, seconds, out, kept)
         return status, json.loads(out.read_text())
 
     return run
@@ -209,6 +209,15 @@ def test_choice_is_compared_with_the_best(measured, capsys):
     text = "\n".join(map(" ".join, lines))
     assert f"tf32: chosen/best 1.250 (geometric mean of 1), worst 1.25 ({custom(SMALL).layer}, channels_last)" in text
     assert "without candidates: 1 of 3; not measured: 0" in text
+
+
+def test_times_are_kept_for_fits(measured, tmp_path):
+    kept = tmp_path / "choices.csv"
+    measured(kernel_of((10, 25.0), (20, 5.0, "off")), kept=kept)
+    (row,) = fit.read(kept)
+    assert (row.layer, row.precision, row.layout) == (custom(SMALL).layer, "fp32", "nchw")
+    assert (row.kernel, row.direction, row.seconds) == ("fake", "forward", pytest.approx(25e-6))
+    assert row.tile == "size=10x1 cycles_each=1 us=25.0 damage="
 
 
 def test_summary_is_over_layers_and_for_each_precision(measured, capsys):
@@ -433,7 +442,7 @@ def test_file_says_where_it_comes_from(measured):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "the following arguments are required: --kernel"),
+        ([], "one of --kernel and --fit is needed"),
         (["--kernel", "x"], "argument --kernel: invalid choice: 'x'"),
         (
             ["--kernel", "sm90/implicit_gemm", "--suite", "public,x"],

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 FOLDER = Path(__file__).parents[1] / "costs"
+_ESTIMATING = ("gemmconv.kernels.", "gemmconv.algorithms.")  # modules that estimate
 
 
 class Costs:
@@ -31,15 +34,33 @@ class Costs:
         def __getattr__(self, name: str) -> float: ...
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
+        for name, value in values.items():
+            self.__dict__[name] = _table(value) if isinstance(value, dict) else value
 
     def table(self, name: str) -> dict[Any, float]:
-        """A cost that is a table. Modules keep it: it is made anew."""
-        return {_key(key): value for key, value in vars(self)[name].items()}
+        """A cost that is a table, always the same dictionary: modules keep it, and see what :meth:`replace` does."""
+        return vars(self)[name]
+
+    def replace(self, values: Mapping[str, float | dict[str, float]]) -> None:
+        """Estimate by other values from now on, for who fits them; what a table does not name stays.
+
+        What functions of kernels and algorithms keep is forgotten. Cached properties of tiles are not, nor are tables
+        that algorithms make of costs when they are imported.
+        """
+        for name, value in values.items():
+            if isinstance(value, dict):
+                self.table(name).update(_table(value))
+            else:
+                self.__dict__[name] = value
+        modules = [module for name, module in sys.modules.items() if name.startswith(_ESTIMATING)]
+        for kept in [kept for module in modules for kept in vars(module).values()]:
+            if hasattr(kept, "cache_clear") and kept.__module__ != __name__:
+                kept.cache_clear()
 
 
+@functools.cache
 def costs_of(kernel: str, device: str = "h200") -> Costs:
-    """The costs of a kernel on a device, by the names of its group and file.
+    """The costs of a kernel on a device, by the names of its group and file; the same object each time.
 
     Raises:
         KeyError: there are none.
@@ -53,6 +74,10 @@ def costs_of(kernel: str, device: str = "h200") -> Costs:
 def read(device: str) -> dict[str, Any]:
     """The groups of a device's file."""
     return json.loads((FOLDER / f"{device}.json").read_text())
+
+
+def _table(values: dict[str, float]) -> dict[Any, float]:
+    return {_key(key): value for key, value in values.items()}
 
 
 def _key(text: str) -> Any:

@@ -281,13 +281,15 @@ class GemmFoldRows(RowStreamingKernel):
 
     name = "sm90/gemm_fold_rows"
     dtypes = (torch.float16, torch.bfloat16)
-    margin = _COST.margin
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         return tiles_of(config.problem, direction, config.spec.multiprocessors)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, direction, config.spec.multiprocessors)
+
+    def seconds(self, config: Config, direction: Pass, tile: RowGathering) -> float:
+        return _COST.margin * tile.seconds
 
 
 KERNEL = GemmFoldRows()

@@ -322,19 +322,14 @@ def across(tile: RowGathering, places: int) -> Macros:
 
 
 class RowStreamingKernel(Sm90Kernel):
-    """What both kernels are to the registry.
-
-    Attributes:
-        margin: what an estimate is taken for.
-    """
+    """What both kernels are to the registry."""
 
     directions = ("forward", "input_grad")
     serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
     only_in = torch.contiguous_format
-    margin: ClassVar[float] = 1.0
 
     def seconds(self, config: Config, direction: Pass, tile: RowGathering) -> float:
-        return self.margin * tile.seconds
+        return tile.seconds
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: RowGathering) -> int:
         return tile.packed_bytes
