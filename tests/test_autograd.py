@@ -1,7 +1,6 @@
 """Gradients of first and second order, operator registrations, torch.compile and autocast."""
 
 import copy
-import math
 import weakref
 
 import pytest
@@ -10,7 +9,7 @@ import torch._dynamo.testing
 
 import gemmconv
 from gemmconv import ops, selection
-from gemmconv.algorithms import ALGORITHMS, Config, gemm_col2im
+from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.kernels.base import strides_of
 from gemmconv.ops import autograd, implementation
 from tests import reference
@@ -194,32 +193,6 @@ def test_both_gradients_together_pass_gradient_checks(result, device):
 
     assert torch.autograd.gradcheck(function, (grad_output, input, weight), check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(function, (grad_output, input, weight), fast_mode=True)
-
-
-@pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
-def test_a_backward_pass_turns_grad_output_once(at_once, monkeypatch):
-    turned = []
-
-    def to_nchw(config, shape):
-        def turn(tensor):
-            if not tensor.is_contiguous():
-                turned.append(shape)
-            return tensor.contiguous()
-
-        return turn
-
-    monkeypatch.setattr(implementation, "to_nchw", to_nchw)
-    monkeypatch.setattr(gemm_col2im, "to_nchw", to_nchw)
-    seconds = 1e-6 if at_once else math.inf
-    monkeypatch.setattr(gemm_col2im.GemmCol2im, "grads_estimate", lambda algorithm, *configs: seconds)
-    monkeypatch.setattr(implementation, "plans", {})
-    case = Case(2, 3, 4, (5, 6), (3, 3))
-    data = sample(case, torch.float32, "cpu")
-    input, weight = channels_last(data.input).requires_grad_(), data.weight.detach().requires_grad_()
-    output = gemmconv.conv_transpose2d(input, weight, algorithm="gemm_col2im", **case.parameters)
-    turned.clear()
-    torch.autograd.grad(output, (input, weight), channels_last(data.grad_output))
-    assert turned == [output.shape, input.shape]
 
 
 @pytest.mark.parametrize("algorithm", ["gemm_col2im", "fused", "native"])

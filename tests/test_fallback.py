@@ -381,7 +381,7 @@ def test_compiling_a_graph_compiles_no_kernel_and_its_calls_fall_back():
 
 @pytest.mark.parametrize("prepare", [fold.prepare_col2im, fold.prepare_im2col])
 def test_fold_takes_torchs_operators_where_a_kernel_does_not_compile(prepare, monkeypatch):
-    kernels = pytest.importorskip("gemmconv.kernels.columns.col2im", reason="needs the cuda-core package")
+    kernels = pytest.importorskip("gemmconv.runtime.launch", reason="needs the cuda-core package")
 
     def load(*_):
         raise compile_error()
@@ -395,14 +395,14 @@ def test_fold_takes_torchs_operators_where_a_kernel_does_not_compile(prepare, mo
 @pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
 def test_gemm_col2im_loads_its_kernel_when_it_is_prepared(direction, monkeypatch):
     """Not in the first call, which no fallback guards."""
-    columns_cuda = pytest.importorskip("gemmconv.kernels.columns.cuda", reason="needs the cuda-core package")
+    launch = pytest.importorskip("gemmconv.runtime.launch", reason="needs the cuda-core package")
+    from gemmconv.runtime import cublas
 
     def fails(*_):
         raise compile_error()
 
-    monkeypatch.setattr(columns_cuda, "library", lambda: None)
-    for kernel in ("Col2im", "Im2col"):
-        monkeypatch.setattr(columns_cuda, kernel, fails)
+    monkeypatch.setattr(cublas, "library", lambda: None)
+    monkeypatch.setattr(launch, "load", fails)
     with pytest.raises(CompileError):
         getattr(GemmCol2im(), direction)(Config(PROBLEM, torch.float32, GPU))
 

@@ -43,10 +43,10 @@ from gemmconv.kernels.sm90 import (
     gemm_fold,
     gemm_fold_narrow,
     gemm_fold_pixels,
+    gemm_fold_rows,
     implicit_gemm,
     implicit_gemm_choice,
     implicit_gemm_nhwc,
-    row_streaming,
     wgrad_nchw,
     wgrad_nhwc,
 )
@@ -315,7 +315,7 @@ CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if None not in run.tiles]
 class RowRun(Run):
     """The same for gemm_fold_rows.cu and gemm_fold_rows_tf32.cu: of each direction its own tile, three others."""
 
-    kernel: ClassVar[ModuleType] = row_streaming
+    kernel: ClassVar[ModuleType] = gemm_fold_rows
 
     @property
     def tiles(self):
@@ -413,18 +413,18 @@ def compile_plans(run):
     only_compile("sm_90a")
     if isinstance(run, FoldRun | ImageRun | ShuffleRun):
         for tile in run.tiles:
-            run.kernel.prepare_forward(run.config, tile)
+            run.kernel.KERNEL.prepare(run.config, "forward", tile)
         return
     if isinstance(run, RowRun):
         for tile in run.tiles:
-            run.kernel.prepare(run.config, tile)
+            run.kernel.KERNEL.prepare(run.config, tile.direction, tile)
         return
     if isinstance(run, GradientRun | LinesRun):
         for tile in run.tiles:
-            run.kernel.prepare_weight_grad(run.config, tile)
+            run.kernel.KERNEL.prepare(run.config, "weight_grad", tile)
         return
     for plan in run.plans:
-        implicit_gemm.prepare(run.config, plan)
+        implicit_gemm.KERNEL.prepare(run.config, plan.direction, plan)
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +456,7 @@ def test_fused_matches_reference_to_the_bit_again(run, compiled, poison):
     input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
     assert run.plans
     for plan in run.plans:
-        call = implicit_gemm.prepare(config, plan)
+        call = implicit_gemm.KERNEL.prepare(config, plan.direction, plan)
         calls = [((grad_output, weight), exact.input_grad)]
         if plan.direction == "forward":
             calls = [((input, weight, data.bias), exact.output), ((input, weight, None), exact.output_without_bias)]
@@ -473,7 +473,7 @@ def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
     if not run.tiles:
         pytest.skip("declined: inputs that cannot be copied four bytes at a time")
     for tile in run.tiles:
-        call = gemm_fold_narrow.prepare_forward(config, tile)
+        call = gemm_fold_narrow.KERNEL.prepare(config, "forward", tile)
         for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
             check_twice(call, (input, weight, bias), wanted, config, poison)
 
@@ -485,7 +485,7 @@ def test_fused_images_shuffle_and_rows_of_both_match_reference_to_the_bit_again(
     arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
     input, weight = arrange(data.input), arrange(data.weight)
     for tile in run.tiles:
-        call = run.kernel.prepare_forward(config, tile)
+        call = run.kernel.KERNEL.prepare(config, "forward", tile)
         for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
             check_twice(call, (input, weight, bias), wanted, config, poison)
 
@@ -496,7 +496,7 @@ def test_fused_rows_matches_reference_to_the_bit_again(run, compiled, poison):
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     assert run.tiles
     for tile in run.tiles:
-        call = row_streaming.prepare(config, tile)
+        call = run.kernel.KERNEL.prepare(config, tile.direction, tile)
         calls = [((data.grad_output, data.weight), exact.input_grad)]
         if tile.direction == "forward":
             calls = [
@@ -514,7 +514,7 @@ def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poi
     arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
     grad_output, input = arrange(data.grad_output), arrange(data.input)
     for tile in run.tiles:
-        call = run.kernel.prepare_weight_grad(config, tile)
+        call = run.kernel.KERNEL.prepare(config, "weight_grad", tile)
         check_twice(call, (grad_output, input), wanted, config, poison)
 
 
@@ -559,7 +559,9 @@ def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, num
 def test_weights_and_inputs_may_be_aligned_to_nothing(run, poison):
     data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
     poison("cuda")
-    output = run.kernel.prepare_forward(run.config, run.tiles[0])(offset(data.input), offset(data.weight), data.bias)
+    output = run.kernel.KERNEL.prepare(run.config, "forward", run.tiles[0])(
+        offset(data.input), offset(data.weight), data.bias
+    )
     reference.assert_close(output, exact.output, torch.float16, "ieee")
 
 
@@ -572,7 +574,9 @@ def test_fused_float32_does_not_lose_accuracy_over_long_sums(layout):
         x = torch.randn(run.case.input_shape, device="cuda").to(memory_format=FORMATS[layout])
         w = torch.randn(run.case.weight_shape, device="cuda")
         exact = torch.nn.functional.conv_transpose2d(x.double(), w.double(), padding=1)
-        ours = implicit_gemm.prepare(run.config, tile_for(implicit_gemm, run.config, "forward"))(x, w, None)
+        ours = implicit_gemm.KERNEL.prepare(run.config, "forward", tile_for(implicit_gemm, run.config, "forward"))(
+            x, w, None
+        )
         with conv_precision("ieee"):
             theirs = torch.nn.functional.conv_transpose2d(x, w, padding=1)
         errors = [((one.double() - exact).norm() / exact.norm()).item() for one in (ours, theirs)]

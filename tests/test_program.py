@@ -2,14 +2,33 @@
 
 import ctypes
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.kernels.program import At, ByFormat, Launch, Long, Operand, Output, Program, TensorMapSpec, Zero
-from tests import emulator, test_kernels
+from gemmconv.algorithms.gemm_col2im import GemmCol2im
+from gemmconv.kernels import bind
+from gemmconv.kernels.base import Config
+from gemmconv.kernels.program import (
+    At,
+    ByFormat,
+    Launch,
+    Long,
+    Operand,
+    Output,
+    Program,
+    TensorMapSpec,
+    Zero,
+    one_after_the_other,
+)
+from gemmconv.ops.implementation import both_programs
+from gemmconv.selection import Gradients
+from tests import emulator, reference, test_kernels
+from tests.cases import Case
+from tests.samples import expected, problem_of, sample
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 RUNS = [run for name, runs in vars(test_kernels).items() if name.endswith("RUNS") for run in runs]
@@ -67,3 +86,69 @@ def test_a_program_can_return_zeros_of_the_strides_that_they_promise():
     )
     assert (result := call(torch.ones(1))).stride() == (60, 1, 15, 3)
     assert not result.any()
+
+
+GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the memory of the CPU
+
+
+@needs_compiler
+@pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
+@pytest.mark.parametrize("layout", ["channels_last", "turned"])
+def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, folder, poison):
+    """Whatever both gradients need: grad_output once for two kernels, and weights come back as they are returned."""
+    case = Case(2, 3, 4, (5, 6), (3, 3))
+    data, exact = sample(case, torch.float32, "cpu"), expected(case, torch.float32)
+    turned, columns = layout == "turned", GemmCol2im()
+    given = torch.contiguous_format if turned else torch.channels_last
+    config = Config(problem_of(case), torch.float32, GPU, memory_format=given)
+    gradients = Gradients(columns, columns, True, at_once)
+    with emulator.install(folder):
+        program = both_programs(gradients._replace(turned=turned), config, config)
+        call = program.prepare(GPU)
+        tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
+        _, brought, _ = bind._brought_to_form(program, (*tensors, data.weight), GPU)
+        transposed = [step for step in brought.steps if str(step).startswith("layout/")]
+        assert len(transposed) == (0 if turned else 2)
+        poison("cpu")
+        grad_input, grad_weight = call(*tensors, data.weight)
+    assert grad_input.is_contiguous(memory_format=given)
+    reference.assert_close(grad_input, exact.input_grad, torch.float32, "ieee")
+    reference.assert_close(grad_weight, exact.weight_grad, torch.float32, "ieee")
+
+
+def test_regions_that_are_never_needed_together_share_memory():
+    """b is first written by a step that may begin before the one before has ended, which still reads a."""
+
+    def step(reads, writes, overlaps=False):
+        return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (reads, writes)}, overlaps=overlaps)
+
+    def offsets(*steps):
+        program = Program(torch.float32, (), (), steps, {"a": 1000, "b": 300, "c": 300})
+        return bind._laid_out(program)
+
+    waits = offsets(step("x", "a"), step("a", "y"), step("y", "b"), step("b", "c"), step("c", "y"))
+    assert waits == ({"a": 0, "b": 0, "c": 512}, 1024)
+    overlapping = offsets(step("x", "a"), step("a", "y"), step("y", "b", True), step("b", "c"), step("c", "y"))
+    assert overlapping == ({"a": 0, "b": 1024, "c": 0}, 1536)
+
+
+def test_programs_one_after_the_other_share_operands_of_one_form_alone():
+    first = Program(
+        torch.float32,
+        (Operand("input", None, argument="g"),),
+        (Output("y", (1,), (1,)),),
+        (Zero("input", 4),),
+        {"s": 4},
+    )
+    other = Operand("input", torch.channels_last, argument="g")
+    second = Program(torch.float32, (other,), (Output("z", (1,), (1,)),), (Zero("input", 4), Zero("s", 8)), {"s": 8})
+    both = one_after_the_other(("g",), first, second)
+    assert [operand.name for operand in both.operands] == ["input", "input again"]
+    assert both.arguments == ("g",)
+    assert both.steps == (Zero("input", 4), Zero("input again", 4), Zero("s again", 8))
+    assert both.scratch == {"s": 4, "s again": 8}
+    alike = one_after_the_other(
+        ("g",), first, replace(first, operands=(Operand("g", None, 16),), steps=(Zero("g", 4),))
+    )
+    assert alike.operands == (Operand("input", None, 16, argument="g"),)
+    assert alike.steps == (Zero("input", 4), Zero("input", 4))

@@ -93,19 +93,17 @@ class GemmCol2im(AlgorithmOfOne):
         return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
-        _say_if_over_limit(self, config, direction)
         if config.device.type == "cuda":
-            from gemmconv.runtime import cublas
-
-            cublas.library()  # raises where there is none
             return self.program(config, direction).prepare(config.device)
         from gemmconv.kernels.columns import cpu
 
+        _say_if_over_limit(self, config, direction)
         (chunks,) = self.tiles(config, direction)
         slots = _partials(config, chunks) if direction in ("weight_grad", "grads") else 0
         return cpu.prepare(config, direction, chunks, _column_elements(config.problem, chunks), slots)
 
     def program(self, config: Config, direction: Pass, tile: object = None) -> Program:
+        _say_if_over_limit(self, config, direction)
         p, nchw, columns, steps = config.problem, torch.contiguous_format, Columns(config), list[Step]()
         (chunks,) = self.tiles(config, direction)
         forward, of_input, of_weight = (direction in ways for ways in (("forward",), _OF_INPUT, _OF_WEIGHT))

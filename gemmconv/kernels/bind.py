@@ -7,7 +7,7 @@ regions of scratch memory offsets in one allocation. An executor of :mod:`gemmco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gemmconv.kernels.base import strides_of, with_strides
-from gemmconv.kernels.layout.transpose import other_format, takes_the_kernel, transposition
-from gemmconv.kernels.program import At, Gemm, Launch, Matrices, Operand, Output, Program, Step, TensorMapSpec, Zero
+from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposition
+from gemmconv.kernels.program import At, Gemm, Launch, Operand, Output, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import executor, launch
 
 Fit = Callable[[torch.Tensor], torch.Tensor]
@@ -58,10 +58,9 @@ class Call:
         program, made, after = _returned(program)
         arguments = [program.arguments.index(one.given_as) for one in program.operands]
         offsets, scratch_bytes = _laid_out(program)
-        places = {one.name: At(one.name) for one in (*program.outputs, *program.operands)}
-        places |= {name: At("scratch", offset) for name, offset in offsets.items()}
-        order = [one.name for one in (*program.outputs, *program.operands)] + ["scratch"]
-        index_of = {name: (order.index(place.tensor), place.offset) for name, place in places.items()}
+        names = [one.name for one in program.outputs] + [one.name for one in program.operands]
+        index_of = {name: (i, 0) for i, name in enumerate(names)}
+        index_of |= {name: (len(names), offset) for name, offset in offsets.items()}
         alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
         steps = [self._lowered(step, index_of, channels_last) for step in program.steps]
         run = executor.prepare(self.device, alignments, steps)
@@ -106,9 +105,8 @@ class Call:
         if isinstance(step, Zero):
             return executor.Zero(place(At(step.tensor)), step.size)
         if isinstance(step, Gemm):
-            operands: Iterator[Matrices] = iter((step.a, step.b, step.c))
-            of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in operands]
-            return executor.Gemm(step.extents, *of, step.batch, step.transposed, step.tf32, step.accumulates)  # type: ignore[misc]
+            of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in step.operands]
+            return executor.Gemm(step.extents, of, step.batch, step.transposed, step.tf32, step.accumulates)
         kernel = self._kernel(step)
         params, slots = step.laid_out(channels_last)
         pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
@@ -129,7 +127,8 @@ def _brought_to_form(
     fits: list[Fit | None] = []
     operands, before, names, scratch, channels_last = [], list[Step](), dict[str, str](), dict[str, int](), False
     for operand in program.operands:
-        tensor, fit = given.get(operand.given_as), None
+        tensor = given.get(operand.given_as)
+        fit: Fit | None = None
         if tensor is not None and operand.form is None:
             if not tensor.is_contiguous():
                 channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
@@ -175,7 +174,9 @@ def _returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tu
     for i, output in enumerate(program.outputs):
         strides, written = output.strides, output.written
         if written is not None and (other := strides_of(output.shape, written)) != strides:
-            if takes_the_kernel(output.shape):
+            if is_same_memory(output.shape):
+                pass
+            elif takes_the_kernel(output.shape):
                 names[output.name] = f"{output.name} written"
                 wanted = other_format(written)
                 step, _ = transposition(output.shape, program.dtype.itemsize, wanted)

@@ -170,7 +170,7 @@ class Gemm:
 
     Attributes:
         extents: m, n and k: C is ``m x n``, and the reduced extent is ``k``.
-        a, b, c: the operands.
+        operands: A, B and C.
         batch: how many.
         transposed: whether op transposes, of A and of B.
         tf32: whether float32 operands are rounded to TF32.
@@ -178,9 +178,7 @@ class Gemm:
     """
 
     extents: Extent3
-    a: Matrices
-    b: Matrices
-    c: Matrices
+    operands: tuple[Matrices, Matrices, Matrices]
     batch: int
     transposed: tuple[bool, bool]
     tf32: bool
@@ -189,13 +187,12 @@ class Gemm:
     @property
     def tensors(self) -> Iterator[str]:
         """As of a launch."""
-        return (one.at.tensor for one in (self.a, self.b, self.c))
+        return (one.at.tensor for one in self.operands)
 
     def renamed(self, names: Mapping[str, str]) -> Gemm:
         """As of a launch."""
-        new = {key: replace(one, at=replace(one.at, tensor=names.get(one.at.tensor, one.at.tensor)))
-               for key, one in (("a", self.a), ("b", self.b), ("c", self.c))}  # fmt: skip
-        return replace(self, **new)
+        a, b, c = (replace(x, at=replace(x.at, tensor=names.get(x.at.tensor, x.at.tensor))) for x in self.operands)
+        return replace(self, operands=(a, b, c))
 
     def __str__(self) -> str:
         m, n, k = self.extents

@@ -16,8 +16,9 @@ from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision, missing
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Pass, Precision, missing, strides_of
 from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
+from gemmconv.kernels.program import Program, one_after_the_other
 from gemmconv.ops.schemas import (
     Arguments,
     Options,
@@ -92,10 +93,13 @@ def _compute(direction: Direction | Literal["grads"], tensors: Tensors, sizes: A
             if direction == "grads":
                 by_weight = _config(problem, first, tensors[2], options, current)
                 by_input = _config(problem, first, second, options, current)
-                return _prepared_grads(by_weight, by_input, options.algorithm, where)
-            bias = len(tensors) > 2 and tensors[2] is not None
-            config = _config(problem, first, second, options, current, bias)
-            return getattr(selection.choose(config, options.algorithm, where, direction), direction)(config)
+                call = _prepared_grads(by_weight, by_input, options.algorithm, where)
+            else:
+                bias = len(tensors) > 2 and tensors[2] is not None
+                config = _config(problem, first, second, options, current, bias)
+                call = getattr(selection.choose(config, options.algorithm, where, direction), direction)(config)
+            bind = getattr(call, "bind", None)  # of programs
+            return call if bind is None else bind(*tensors)
 
         if options.algorithm != "auto":
             return prepare(options)
@@ -112,10 +116,41 @@ def _prepared_grads(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients of one backward pass, perhaps in channels_last between conversions of the tensors."""
     gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+    if (program := both_programs(gradients, config, weight_config)) is not None:
+        return program.prepare(config.device)
     if gradients.turned:
         last = replace(config, memory_format=torch.channels_last)
         return prepare_turned(config, both_gradients(gradients, last, last), gradients.turns_weight)
     return both_gradients(gradients, config, weight_config)
+
+
+def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:
+    """Both gradients as one program, None where torch's operator or the CPU computes either.
+
+    What is transposed for both is transposed once.
+    """
+    if config.device.type != "cuda":
+        return None
+    computed = config, weight_config
+    if gradients.turned:
+        computed = (replace(config, memory_format=torch.channels_last),) * 2
+    passes: tuple[tuple[Config, Pass], ...] = (computed[0], "input_grad"), (computed[1], "weight_grad")
+    if gradients.at_once:
+        passes = ((replace(computed[0], weight_format=computed[1].memory_format), "grads"),)
+    programs = []
+    for choice, of in zip(gradients.choices(*computed), passes, strict=True):
+        if choice is None or (program := choice.program(*of)) is None:
+            return None
+        programs.append(program)
+    if len(programs) == 1:
+        (both,) = programs
+    else:
+        both = one_after_the_other(("grad_output", "input", "weight"), *programs)
+    if not gradients.turned:
+        return both
+    strides = strides_of(config.problem.input_shape, config.memory_format)
+    of_input = replace(both.outputs[0], strides=strides, written=both.outputs[0].written or torch.channels_last)
+    return replace(both, outputs=(of_input, *both.outputs[1:]))
 
 
 def both_gradients(

@@ -55,9 +55,7 @@ class Gemm(NamedTuple):
     """See :class:`gemmconv.kernels.program.Gemm`."""
 
     extents: Extent3
-    a: Matrices
-    b: Matrices
-    c: Matrices
+    operands: Sequence[Matrices]
     batch: int
     transposed: tuple[bool, bool]
     tf32: bool
@@ -87,7 +85,7 @@ def extension() -> Any | None:
     if wanted == "python":
         return None
     try:
-        from gemmconv.runtime import _executor
+        from gemmconv.runtime import _executor  # type: ignore[attr-defined]
     except ImportError as error:
         if wanted == "c":
             way_out = "run `make executor`, or install gemmconv where there is a C compiler"
@@ -121,9 +119,9 @@ def _described(step: Step) -> tuple[Any, ...]:
     if isinstance(step, Zero):
         return (2, *step.place, step.size)
     if isinstance(step, Gemm):
-        of = [(*one.place, cublas.DATA_TYPE[one.dtype], one.leading, one.stride) for one in (step.a, step.b, step.c)]
-        compute = cublas.compute_type(step.c.dtype, step.tf32)
-        double = step.c.dtype == torch.float64
+        of = [(*one.place, cublas.DATA_TYPE[one.dtype], one.leading, one.stride) for one in step.operands]
+        compute = cublas.compute_type(step.operands[2].dtype, step.tf32)
+        double = step.operands[2].dtype == torch.float64
         scalars = (compute, int(double), int(step.accumulates))
         return (1, *step.extents, *map(int, step.transposed), *of[0], *of[1], *of[2], step.batch, *scalars)
     maps = tuple((offset, *place, *tensor_map.described(*of)) for offset, *place, of in step.maps)
@@ -171,11 +169,11 @@ def _prepare_launch(step: Launch, device: torch.device) -> Callable[[Sequence[in
 
 
 def _prepare_gemm(step: Gemm, device: torch.device) -> Callable[[Sequence[int]], None]:
-    operands = [(one.dtype, one.leading, one.stride) for one in (step.a, step.b, step.c)]
+    a, b, c = ((one.dtype, one.leading, one.stride) for one in step.operands)
     gemm = cublas.StridedBatchedGemm(
-        step.extents, *operands, step.batch, step.transposed, tf32=step.tf32, accumulates=step.accumulates
+        step.extents, a, b, c, step.batch, step.transposed, tf32=step.tf32, accumulates=step.accumulates
     )
-    places = step.a.place, step.b.place, step.c.place
+    places = [one.place for one in step.operands]
 
     def do(addresses: Sequence[int]) -> None:
         gemm(*(addresses[index] + more for index, more in places))

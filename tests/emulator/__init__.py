@@ -175,6 +175,9 @@ class StridedBatchedGemm:
 
     def __init__(self, extents, a, b, c, batch, transposed, *, tf32, accumulates=False) -> None:
         m, n, k = extents
+        assert a[1] >= (k if transposed[0] else m), "columns of A that overlap"
+        assert b[1] >= (n if transposed[1] else k), "columns of B that overlap"
+        assert c[1] >= m, "columns of C that overlap"
         shapes = ((k, m) if transposed[0] else (m, k)), ((n, k) if transposed[1] else (k, n)), (m, n)
         self._operands = [(*operand, *shape) for operand, shape in zip((a, b, c), shapes, strict=True)]
         self._batch, self._transposed, self._accumulates = batch, transposed, accumulates

@@ -33,6 +33,17 @@ class _Matrices:
     image_stride: int
     group_stride: int
 
+    def of_call(self, call: int, over_images: bool) -> Matrices:
+        """Those of a call that covers the images of one group, or the groups of one image."""
+        of_calls, of_call = self.group_stride, self.image_stride
+        if not over_images:
+            of_calls, of_call = of_call, of_calls
+        return Matrices(self.further(call * of_calls).at, self.dtype, self.leading, of_call)
+
+    def further(self, elements: int) -> _Matrices:
+        """The same, so many elements further on."""
+        return replace(self, at=At(self.at.tensor, self.at.offset + elements * self.dtype.itemsize))
+
 
 def _products(
     extents: Extent3,
@@ -50,12 +61,8 @@ def _products(
     """
     over_images = images >= groups
     for call in range(groups if over_images else images):
-        of = []
-        for one in operands:
-            steps = (one.group_stride, one.image_stride) if over_images else (one.image_stride, one.group_stride)
-            place = At(one.at.tensor, one.at.offset + call * steps[0] * one.dtype.itemsize)
-            of.append(Matrices(place, one.dtype, one.leading, steps[1]))
-        yield Gemm(extents, *of, images if over_images else groups, transposed, tf32, accumulates)  # type: ignore[misc]
+        a, b, c = (one.of_call(call, over_images) for one in operands)
+        yield Gemm(extents, (a, b, c), images if over_images else groups, transposed, tf32, accumulates)
 
 
 class Columns:
@@ -106,18 +113,18 @@ class Columns:
         group = p.gemm_k * p.gemm_m
         partials = _Matrices(At("partials"), self._sums, p.gemm_m, p.groups * group, group)  # [M, K]
         for first, slices, length in parts:
-            columns, input = self._columns(self._dtype, pixels), self._input("input", chunk)
-            steps = columns.image_stride, input.image_stride
             over_slices = slices > images
-            calls, batch = (images, slices) if over_slices else (slices, images)
-            for call in range(calls):
-                of = []
-                for one, step in zip((columns, input), steps, strict=True):
-                    elements = first * longest + call * (step if over_slices else longest)
-                    place = At(one.at.tensor, one.at.offset + elements * self._dtype.itemsize)
-                    of.append(replace(one, at=place, **({"image_stride": longest} if over_slices else {})))
+            columns, input = self._columns(self._dtype, pixels), self._input("input", chunk)
+            steps = (columns.image_stride, input.image_stride) if over_slices else (longest, longest)
+            if over_slices:
+                columns, input = (replace(one, image_stride=longest) for one in (columns, input))
+            for call in range(images if over_slices else slices):
+                a, b = (
+                    one.further(first * longest + call * step)
+                    for one, step in zip((columns, input), steps, strict=True)
+                )
                 yield from _products(
-                    *((p.gemm_m, p.gemm_k, length), (*of, partials), batch, p.groups),  # type: ignore[arg-type]
+                    *((p.gemm_m, p.gemm_k, length), (a, b, partials), slices if over_slices else images, p.groups),
                     transposed=(True, False),
                     tf32=self._tf32,
                     accumulates=True,

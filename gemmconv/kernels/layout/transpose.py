@@ -4,7 +4,7 @@ csrc/layout/transpose.cu and csrc/layout/transpose_vectors.cu, several times as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -151,10 +151,14 @@ def _with_strides_of(config: Config, shape: Shape4, made: torch.memory_format) -
     return prepare_turn(config, shape, wanted)
 
 
-def takes_the_kernel(shape: Shape4) -> bool:
+def is_same_memory(shape: Sequence[int]) -> bool:
+    """Whether elements follow each other in NCHW as in channels_last."""
+    return shape[0] == 0 or min(shape[1], math.prod(shape[2:])) <= 1
+
+
+def takes_the_kernel(shape: Sequence[int]) -> bool:
     """Whether there is anything to transpose, of extents that the kernels' integers reach."""
-    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
-    return images > 0 and min(channels, pixels) > 1 and max(channels, pixels) + _REACH <= _INT32_MAX
+    return not is_same_memory(shape) and max(shape[1], math.prod(shape[2:])) + _REACH <= _INT32_MAX
 
 
 def other_format(memory_format: torch.memory_format) -> torch.memory_format:
@@ -180,7 +184,7 @@ def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_form
     return turn
 
 
-def transposition(shape: Shape4, itemsize: int, memory_format: torch.memory_format) -> tuple[Launch, int]:
+def transposition(shape: Sequence[int], itemsize: int, memory_format: torch.memory_format) -> tuple[Launch, int]:
     """What brings ``source``, in the other format, to this one in ``target``, and what ``source`` is aligned to."""
     to_last = memory_format is torch.channels_last
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
