@@ -1,5 +1,11 @@
-"""Every algorithm against every setting of torch, with the floor beside it. Run as ``python -m benchmarks.compare``.
+"""What a user waits for, and every algorithm against every setting of torch, with the floor beside it.
 
+Run as ``python -m benchmarks.networks``, ``python -m benchmarks.host`` and ``python -m benchmarks.compare``.
+
+networks     whole networks, torch's own and converted: inference and training steps, in every run mode
+host         the host's part of a call
+turns        what these two share: torch and gemmconv by turns, a row for each thing that is waited for
+waiting      their tables
 workloads    which layers: suites, and the one-line notation of a layer
 environment  where and with what: device, driver, versions, commit
 reference    the same layers in float64
@@ -14,6 +20,7 @@ first_call   what the first call of a layer costs, in processes of their own
 plot         speed-ups, rooflines, sweeps
 report       summary, plots and the README's results section
 compare      the command line
+flags        what command lines do with several values
 progress     how far it is
 several      the work shared between GPUs
 precompile   kernels compiled ahead, in processes

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.results import SMALL_MS, Results, Row, load_all
+from benchmarks.results import BY_TURNS, SMALL_MS, Results, Row, joined, load_all
 from benchmarks.summary import milliseconds, text_table, title
+from benchmarks.turns import Turns, load_turns
 
 _JITTER_MS = 0.003  # allowed below SMALL_MS
 
@@ -70,19 +71,23 @@ def _beyond(fast: Row, slow: Row, tolerance: float) -> bool:
 def read(path: Path) -> tuple[list[Row], set[str]]:
     """The rows of a file or of all files in a folder, and the machines they come from.
 
+    Of suites by turns they are gemmconv's times.
+
     Raises:
         ValueError: there are none.
     """
     if path.is_dir():
-        rows, runs = load_all(path)
+        (rows, runs), (turns, more) = load_all(path), load_turns(path)
     elif path.is_file():
-        results = Results.load(path)
-        rows, runs = results.finished(), results.runs
+        by_turns = path.stem in BY_TURNS
+        rows, runs = joined(Results, [] if by_turns else [path])
+        turns, more = joined(Turns, [path] if by_turns else [])
     else:
         raise ValueError(f"argument --check: must be a result file or a folder of them, got {path}")
-    if not rows:
+    if not rows and not turns:
         raise ValueError(f"argument --check: {path} holds no rows")
-    return rows, {runs[row.run]["gpu"] for row in rows}
+    machines = {runs[row.run]["gpu"] for row in rows} | {more[turn.run]["gpu"] for turn in turns}
+    return rows + [turn.as_row() for turn in turns], machines
 
 
 def main(old_path: Path, new_path: Path, tolerance: float = 0.05) -> int:

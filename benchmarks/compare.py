@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,17 +21,16 @@ from benchmarks.contenders import (
     gemmconv_contenders,
     torch_contenders,
 )
+from benchmarks.flags import chosen, separated
 from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.report import write_beside
-from benchmarks.results import LOOKED_AT, Key, Results, Row, in_mode
+from benchmarks.results import LOOKED_AT, RESULTS, Key, Results, Row, in_mode
 from benchmarks.several import Part
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
-
-RESULTS = Path(__file__).parent / "results"
 
 # A CPU measures a layer's forward pass in some tens of milliseconds below these.
 _CPU_FLOPS, _CPU_BYTES = 400_000_000, 32 << 20
@@ -67,16 +66,16 @@ def _parser() -> argparse.ArgumentParser:
         "given with commas. A run goes on where the files in --out end, unless the library or the machine changed.",
     )
     add = parser.add_argument
-    add("--suite", type=_names, metavar="S", help=f"of {', '.join(SUITES)} (default: all; on a CPU, --quick)")
-    add("--workload", type=_names, default=(), metavar="NAME", help="only these workloads")
+    add("--suite", type=separated, metavar="S", help=f"of {', '.join(SUITES)} (default: all; on a CPU, --quick)")
+    add("--workload", type=separated, default=(), metavar="NAME", help="only these workloads")
     add(
         "--layer", action="append", default=[], metavar="LAYER", help='a layer, like "n64 c64x128 k3x5 h128 w256 s2 p1"'
     )
-    add("--algorithms", type=_names, metavar="A", help="of gemmconv; default: all, and auto")
-    add("--baselines", type=_names, metavar="B", help="of torch, or none; default: all that differ on the device")
-    add("--precision", type=_names, metavar="P", help=f"of {', '.join(PRECISIONS)} (default: all; on a CPU fp32)")
-    add("--direction", type=_names, metavar="D", help=f"of {', '.join(DIRECTIONS)} (default: forward,backward)")
-    add("--layout", type=_names, metavar="L", help=f"of gemmconv's rows, of {', '.join(LAYOUTS)} (default: all)")
+    add("--algorithms", type=separated, metavar="A", help="of gemmconv; default: all, and auto")
+    add("--baselines", type=separated, metavar="B", help="of torch, or none; default: all that differ on the device")
+    add("--precision", type=separated, metavar="P", help=f"of {', '.join(PRECISIONS)} (default: all; on a CPU fp32)")
+    add("--direction", type=separated, metavar="D", help=f"of {', '.join(DIRECTIONS)} (default: forward,backward)")
+    add("--layout", type=separated, metavar="L", help=f"of gemmconv's rows, of {', '.join(LAYOUTS)} (default: all)")
     add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one); of several the workloads are shared")
     add("--quick", action="store_true", help="a few workloads, fewer samples; on a GPU in tf32 and bf16")
     add("--full-size", action="store_true", help="do not make layers smaller on a CPU; may take hours")
@@ -96,21 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tolerance", type=float, default=0.05, metavar="SHARE", help="of --check (default: 0.05)")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
-
-
-def _chosen(flag: str, given: Sequence[str] | None, known: Iterable[str], default: Sequence[str]) -> tuple[str, ...]:
-    """The values of a flag, in the order of ``known``. Raises ValueError for an unknown one."""
-    known = list(known)
-    if given is None:
-        return tuple(default)
-    for name in given:
-        if name not in known:
-            raise ValueError(f"argument {flag}: must be of {', '.join(known)}, got {name!r}")
-    return tuple(name for name in known if name in given)
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ class _Request:
 
 def _request(arguments: argparse.Namespace) -> _Request:
     began = time.monotonic()
-    devices = tuple(map(environment.pick_device, _names(arguments.device) if arguments.device else (None,)))
+    devices = tuple(map(environment.pick_device, separated(arguments.device) if arguments.device else (None,)))
     device = devices[0]
     if len(set(devices)) > 1 and len(kinds := set(map(environment.slug, devices))) > 1:
         raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
@@ -153,19 +137,19 @@ def _request(arguments: argparse.Namespace) -> _Request:
     if on_cpu and not arguments.full_size:
         workloads = [shrunk(workload, _CPU_FLOPS, _CPU_BYTES) for workload in workloads]
 
-    layouts = _chosen("--layout", arguments.layout, LAYOUTS, tuple(LAYOUTS))
+    layouts = chosen("--layout", arguments.layout, LAYOUTS, tuple(LAYOUTS))
     ours = gemmconv_contenders(layouts)
     names = [contender.name for contender in ours]
-    wanted = _chosen("--algorithms", arguments.algorithms, dict.fromkeys(names), names)
+    wanted = chosen("--algorithms", arguments.algorithms, dict.fromkeys(names), names)
     theirs = torch_contenders(device)
     if arguments.baselines == ("none",):
         baselines: tuple[str, ...] = ()
     else:
         names = [contender.name for contender in theirs]
-        baselines = _chosen("--baselines", arguments.baselines, names, names)
+        baselines = chosen("--baselines", arguments.baselines, names, names)
 
     every = ("fp32",) if on_cpu else _QUICK_GPU if quick else tuple(PRECISIONS)
-    precisions = _chosen("--precision", arguments.precision, PRECISIONS, every)
+    precisions = chosen("--precision", arguments.precision, PRECISIONS, every)
     if on_cpu and "tf32" in precisions:
         raise ValueError("argument --precision: tf32 needs a CUDA device, and torch finds none here; leave it out")
     out = arguments.out
@@ -178,7 +162,7 @@ def _request(arguments: argparse.Namespace) -> _Request:
         workloads,
         [c for c in theirs if c.name in baselines] + [c for c in ours if c.name in wanted],
         precisions,
-        _chosen("--direction", arguments.direction, DIRECTIONS, ("forward", "backward")),
+        chosen("--direction", arguments.direction, DIRECTIONS, ("forward", "backward")),
         replace(QUICK if quick else Effort(), sustained=arguments.sustained),
         out,
         arguments.fresh,
@@ -192,9 +176,9 @@ def _workloads(arguments: argparse.Namespace, quick: bool) -> list[Workload]:
     layers = [custom(text) for text in arguments.layer]
     if layers and not (arguments.suite or arguments.workload):
         return layers
-    suites = _chosen("--suite", arguments.suite, SUITES, tuple(SUITES))
+    suites = chosen("--suite", arguments.suite, SUITES, tuple(SUITES))
     every = [workload.name for suite in suites for workload in SUITES[suite]]
-    names = _chosen("--workload", arguments.workload or None, every, ())
+    names = chosen("--workload", arguments.workload or None, every, ())
     found = select(suites, names, quick and not names)
     if not found:
         raise ValueError(f"argument --quick: takes no workload of {', '.join(suites)}; leave it out")

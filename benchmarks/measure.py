@@ -329,7 +329,7 @@ class _Bench:
         except RuntimeError as error:
             synchronize(self._device)
             self._empty_cache()
-            return _untimed_look(row, f"another search: failed: {_first_line(error)}"), False
+            return _untimed_look(row, f"another search: failed: {first_line(error)}"), False
         samples = _samples_of(results)
         found = self._judged(row, contender, self._differences(row, results, samples))
         del results
@@ -602,7 +602,7 @@ def _samples_of(results: Results) -> dict[str, _Sample]:
 
 def _failed(row: Row, error: Exception) -> Row:
     """A row that has no times, and says why."""
-    return replace(row.untimed(), status="failed", reason=_first_line(error))
+    return replace(row.untimed(), status="failed", reason=first_line(error))
 
 
 def _untimed_look(row: Row, why: str) -> Row:
@@ -610,7 +610,8 @@ def _untimed_look(row: Row, why: str) -> Row:
     return replace(row, looks=row.looks + 1, reason="; ".join(filter(None, (row.reason, why))))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What a row says about an error."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 

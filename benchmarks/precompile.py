@@ -19,12 +19,12 @@ from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Precision
 from gemmconv.kernels.layout.transpose import prepare_turned
-from gemmconv.selection import choose_gradients
+from gemmconv.selection import choose, choose_gradients
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-# Geometry, precision, layout, passes, the GPU, its architecture.
-Job = tuple[Problem, str, str, tuple[Direction, ...], DeviceSpec, str]
+# Geometry, precision, layout, passes, the GPU, its architecture, and whether only what ``auto`` takes is compiled.
+Job = tuple[Problem, str, str, tuple[Direction, ...], DeviceSpec, str, bool]
 
 
 def compile_ahead(
@@ -33,14 +33,18 @@ def compile_ahead(
     directions: Sequence[str],
     layouts: Iterable[str],
     device: torch.device,
+    only_auto: bool = False,
 ) -> None:
-    """Put into the kernel cache what gemmconv's algorithms load when they are prepared for the workloads."""
+    """Put into the kernel cache what gemmconv's algorithms load when they are prepared for the workloads.
+
+    With ``only_auto`` those alone that ``auto`` takes.
+    """
     from gemmconv.runtime.launch import architecture
 
     spec, arch = spec_of(device), architecture(device.index or 0)
     passes = tuple(dict.fromkeys(itertools.chain(*(PASSES[one] for one in directions))))
     jobs: list[Job] = [  # those of one workload share kernels: far apart, they find in the cache what others compiled
-        (workload.problem, precision, layout, passes, spec, arch)
+        (workload.problem, precision, layout, passes, spec, arch, only_auto)
         for precision, layout, workload in itertools.product(precisions, layouts, workloads)
     ]
     for _ in in_processes(_compile, jobs):
@@ -67,17 +71,20 @@ def only_compile(arch: str) -> None:
 
 
 def _compile(job: Job) -> None:
-    """Prepare every algorithm for one problem."""
-    problem, precision, layout, passes, spec, arch = job
+    """Prepare every algorithm for one problem, or those that ``auto`` takes."""
+    problem, precision, layout, passes, spec, arch, only_auto = job
     only_compile(arch)
     rounding: Precision = "tf32" if precision == "tf32" else "ieee"
     where, memory_format = torch.device("cuda", 0), LAYOUTS[layout]
     config = Config(problem, PRECISIONS[precision], where, rounding, memory_format=memory_format, spec=spec)
-    for algorithm in ALGORITHMS:
+    gradients = choose_gradients(config, config, "auto", "benchmarks") if "weight_grad" in passes else None
+    taken = [choose(config, "auto", "benchmarks")] if "forward" in passes else []
+    taken += [gradients.input_grad, gradients.weight_grad] if gradients else []
+    for algorithm in dict.fromkeys(taken) if only_auto else ALGORITHMS:
         if algorithm.why_not(config) is None:
             for one in (one for one in passes if algorithm.why_not(config, one) is None):
                 getattr(algorithm, one)(config)
             if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
                 algorithm.grads(config, config)
-    if "weight_grad" in passes and (gradients := choose_gradients(config, config, "auto", "benchmarks")).turned:
+    if gradients and gradients.turned:
         prepare_turned(config, lambda *tensors: tensors[:2], gradients.turns_weight)  # of which the turns are loaded

@@ -18,11 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import summary
+from benchmarks import summary, waiting
 from benchmarks.environment import is_sustained
-from benchmarks.results import Row, load_all
+from benchmarks.results import RESULTS, Row, load_all
+from benchmarks.turns import Turn, load_turns
 
-_RESULTS = Path(__file__).parent / "results"
+_RESULTS = RESULTS
 _README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- results: start -->", "<!-- results: end -->"
 _MOST_LOSING = 10
@@ -57,7 +58,7 @@ def shown_results(readme: Path) -> Path | None:
     return folder if folder is not None and any(folder.glob("*.json")) else None
 
 
-def made_with(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> list[str]:
+def made_with(rows: Sequence[Row] | Sequence[Turn], runs: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each environment that made a row, with the suites it made rows of."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for suite, index in dict.fromkeys((row.suite, row.run) for row in rows):
@@ -97,16 +98,48 @@ def _about_older(older: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
     return f"{suites}. Of those that are compared {summary.losing_of(older)} lose"
 
 
-def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, charts: Sequence[str]) -> str:
-    """The results section in Markdown.
+def section(
+    rows: Sequence[Row],
+    runs: Sequence[dict[str, Any]],
+    link: str,
+    charts: Sequence[str],
+    waited: tuple[Sequence[Turn], Sequence[dict[str, Any]]] = ((), ()),
+) -> str:
+    """The results section in Markdown: first what a user waits for, then device time.
 
     Args:
         rows: finished rows.
         runs: their runs.
         link: path of the result folder, as the README links to it.
         charts: names of charts in its folder ``plots`` that are shown.
+        waited: rows of the suites by turns, and their runs.
     """
-    rows, older = current_and_older(rows, runs)
+    current, older = current_and_older(rows, runs)
+    parts = ["### What you wait for", *_waiting_parts(current, waited, link)]
+    if rows:
+        parts += ["### Device time, layer by layer", *_device_parts(current, older, runs, link, charts)]
+    parts.append(
+        f"All rows, tidy, with errors, percentiles and memory: [{link}]({link}). How they are measured: "
+        "[benchmarks/README.md](benchmarks/README.md)."
+    )
+    return "\n\n".join(parts)
+
+
+def _waiting_parts(
+    rows: Sequence[Row], waited: tuple[Sequence[Turn], Sequence[dict[str, Any]]], link: str = ""
+) -> list[str]:
+    """What a user waits for; where it was not measured, a sentence about that."""
+    turns = waiting.current(*waited)
+    made = ["; ".join(made_with(turns, waited[1])) + "."] if turns else [waiting.NOT_MEASURED]
+    if left_out := len(waited[0]) - len(turns):
+        made[0] += f" Not here: {left_out} rows of an older gemmconv."
+    return made + waiting.parts(turns, rows, link)
+
+
+def _device_parts(
+    rows: Sequence[Row], older: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, charts: Sequence[str]
+) -> list[str]:
+    """Device time beside torch's settings and the floor."""
     parts = ["; ".join(made_with(rows, runs)) + "."]
     parts[0] += _measured_ceilings([runs[index]["ceilings"] for index in {row.run for row in rows}])
     parts.append(
@@ -129,17 +162,12 @@ def section(rows: Sequence[Row], runs: Sequence[dict[str, Any]], link: str, char
         shown = [summary.losing_cells(row) for row in slower[:_MOST_LOSING]]
         parts[-1] += f" The worst in NCHW (all: [summary.md]({link}/summary.md)):"
         parts.append(summary.markdown_table(summary.LOSING_HEADINGS, shown, left=4))
-    found = [line for line in summary.lines(rows) if line.group[1] == "eager" or line.group[0] == "latency"]
+    found = [line for line in summary.lines(rows) if line.group[1] == "eager" or line.group[:2] == ("latency", "graph")]
     headings = [heading for heading in summary.HEADINGS if heading not in ("algorithm", "layout")]
     cells = [[*line.cells()[:4], *line.cells()[6:]] for line in found]
     parts.append("Geometric mean, and the worst row, NCHW:")
     parts.append(summary.markdown_table(headings, cells, left=4))
-    parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({link}/plots/{name})" for name in charts]
-    parts.append(
-        f"All rows, tidy, with errors, percentiles and memory: [{link}]({link}). How they are measured: "
-        "[benchmarks/README.md](benchmarks/README.md)."
-    )
-    return "\n\n".join(parts)
+    return parts + [f"![{name.removesuffix('.png').replace('_', ' ')}]({link}/plots/{name})" for name in charts]
 
 
 def _measured_ceilings(ceilings: Sequence[dict[str, Any]]) -> str:
@@ -158,13 +186,21 @@ def _span(values: Sequence[float], digits: int) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def full(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
-    """summary.md: every losing row, every line of every algorithm and layout, everything wrong or refused.
+def full(
+    rows: Sequence[Row],
+    runs: Sequence[dict[str, Any]],
+    waited: tuple[Sequence[Turn], Sequence[dict[str, Any]]] = ((), ()),
+) -> str:
+    """summary.md: what a user waits for, then every losing row, everything wrong or refused, every line of every
+    algorithm and layout.
 
     What an older gemmconv was measured for comes last, in parts of its own.
     """
     current, older = current_and_older(rows, runs)
-    parts = ["# Results", "; ".join(made_with(current, runs)) + ".", *_losing_parts(current)]
+    parts = ["# What a user waits for", *_waiting_parts(current, waited)]
+    if not rows:
+        return "\n\n".join(parts) + "\n"
+    parts += ["# Device time", "; ".join(made_with(current, runs)) + ".", *_losing_parts(current)]
     if bad := summary.troubles(rows):
         parts += ["## Rows without a time", "\n".join(f"- {line}" for line in bad)]
     parts.append("## Speed-ups and ratios to the floor\n\nGeometric mean, and the worst row.")
@@ -226,7 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows, runs = load_all(folder)
             link = os.path.relpath(folder, arguments.readme.resolve().parent)
             shown = [f"speedup_{suite}_forward.png" for suite in ("public", "models")]
-            write_between(arguments.readme, section(rows, runs, link, [name for name in shown if name in charts]))
+            names = [name for name in shown if name in charts]
+            write_between(arguments.readme, section(rows, runs, link, names, load_turns(folder)))
             print(arguments.readme)
     except ValueError as error:
         parser.error(str(error))
@@ -239,12 +276,12 @@ def write_beside(folder: Path) -> set[str]:
     Raises:
         ValueError: the folder holds no results.
     """
-    rows, runs = load_all(folder)
-    if not rows:
+    (rows, runs), waited = load_all(folder), load_turns(folder)
+    if not rows and not waited[0]:
         raise ValueError(f"{folder} holds no result files")
-    (folder / "summary.md").write_text(full(rows, runs))
+    (folder / "summary.md").write_text(full(rows, runs, waited))
     print(folder / "summary.md")
-    return _charts(folder)
+    return _charts(folder) if rows else set()
 
 
 def _charts(folder: Path) -> set[str]:

@@ -10,12 +10,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from benchmarks.contenders import DEFAULT_TORCH
 from benchmarks.timing import Times
 
+RESULTS = Path(__file__).parent / "results"
 FORMAT = 1
+
+BY_TURNS = ("networks", "host")  # suites whose files hold rows of :mod:`benchmarks.turns`
 
 LOOKED_AT = ("eager", "graph")  # modes that are timed more than once; every row has the first
 # Below this a microsecond of jitter is a large share.
@@ -215,29 +218,96 @@ class Row:
         return self.algorithm.startswith("torch_")
 
 
-COLUMNS = tuple(column.name for column in fields(Row))
+class AnyRow(Protocol):
+    """A dataclass whose rows a file can hold; ``run`` is its last field."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> Key: ...
+
+    @property
+    def run(self) -> int: ...
+
+
+R = TypeVar("R", bound=AnyRow)
+F = TypeVar("F", bound="File[Any]")
 
 
 @dataclass
-class Results:
+class File(Generic[R]):
     """The rows of one suite on one machine, by key.
 
     Attributes:
+        kind: the dataclass of a row.
         runs: for each run its environment and ceilings.
         rows: by key, in the order in which they were first measured.
     """
 
+    kind: ClassVar[type[Any]]
     runs: list[dict[str, Any]] = field(default_factory=list)
-    rows: dict[Key, Row] = field(default_factory=dict)
+    rows: dict[Key, R] = field(default_factory=dict)
 
     def begin(self, environment: Mapping[str, str], ceilings: Mapping[str, object]) -> int:
         """Note a run; returns its index."""
         self.runs.append({**environment, "ceilings": dict(ceilings)})
         return len(self.runs) - 1
 
-    def add(self, row: Row) -> None:
+    def add(self, row: R) -> None:
         """Keep a row, in place of an earlier one of the same key."""
         self.rows[row.key] = row
+
+    def made_by(self, row: R, environment: Mapping[str, str], names: Iterable[str] = _IDENTITY) -> bool:
+        """Whether an environment that has the same under these names made the row."""
+        made = self.runs[row.run]
+        return all(made.get(name) == environment.get(name) for name in names)
+
+    def finished(self) -> list[R]:
+        """The rows, as they are written."""
+        return list(self.rows.values())
+
+    @classmethod
+    def load(cls: type[F], path: Path) -> F:
+        """Read a JSON file, but for runs whose rows others have replaced.
+
+        Raises:
+            ValueError: it is no result file of this format.
+        """
+        try:
+            content = json.loads(path.read_text())
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}, not {FORMAT}")
+            names = content["columns"]
+            rows = [cls.kind(**dict(zip(names, values, strict=True))) for values in content["rows"]]
+            made = sorted({row.run for row in rows})
+            runs = [content["runs"][run] for run in made]
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a result file of this version: {error}") from None
+        return cls(runs, {row.key: replace(row, run=made.index(row.run)) for row in rows})
+
+    def save(self, path: Path) -> None:
+        """Write the JSON file, and the CSV file beside it, each by an atomic rename."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        columns = [column.name for column in fields(self.kind)]
+        rows = [[_short(value) for value in asdict(row).values()] for row in self.finished()]
+        head = {"format": FORMAT, "runs": self.runs, "columns": columns}
+        body = ",\n".join(json.dumps(values, separators=(",", ":"), allow_nan=False) for values in rows)
+        replace_file(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{body}\n]}}\n')
+        made = ("gpu", "driver", "cuda", "cudnn", "torch", "python", "gemmconv", "source", "commit", "date")
+        partial = path.with_suffix(".csv.part")
+        with partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*columns[:-1], *made])
+            for values in rows:
+                environment = self.runs[values[-1]]
+                writer.writerow([*("" if v is None else v for v in values[:-1]), *(environment[n] for n in made)])
+        os.replace(partial, path.with_suffix(".csv"))
+
+
+class Results(File[Row]):
+    """Rows of one algorithm each, with their ratios."""
+
+    kind = Row
 
     def done(self, key: Key, environment: Mapping[str, str], keep_torch: bool = False) -> Row | None:
         """The row of that key, if this very environment made it.
@@ -252,56 +322,27 @@ class Results:
             return None  # files had the fastest of all looks, not their mean
         names = [name for name in _IDENTITY if not (keep_torch and row.is_torch and name in _LIBRARY)]
         names += ["searches"] * row.is_searched
-        made = self.runs[row.run]
-        return row if all(made.get(name) == environment.get(name) for name in names) else None
+        return row if self.made_by(row, environment, names) else None
 
     def finished(self) -> list[Row]:
         """The rows, with the ratios to torch's."""
         return with_ratios(self.rows.values(), self.runs)
 
-    @classmethod
-    def load(cls, path: Path) -> Results:
-        """Read a JSON file, but for runs whose rows others have replaced.
-
-        Raises:
-            ValueError: it is no result file of this format.
-        """
-        try:
-            content = json.loads(path.read_text())
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']}, not {FORMAT}")
-            names = content["columns"]
-            rows = [Row(**dict(zip(names, values, strict=True))) for values in content["rows"]]
-            made = sorted({row.run for row in rows})
-            runs = [content["runs"][run] for run in made]
-        except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a result file of this version: {error}") from None
-        return cls(runs, {row.key: replace(row, run=made.index(row.run)) for row in rows})
-
-    def save(self, path: Path) -> None:
-        """Write the JSON file, and the CSV file beside it, each by an atomic rename."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [[_short(value) for value in asdict(row).values()] for row in self.finished()]
-        head = {"format": FORMAT, "runs": self.runs, "columns": COLUMNS}
-        body = ",\n".join(json.dumps(values, separators=(",", ":"), allow_nan=False) for values in rows)
-        replace_file(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{body}\n]}}\n')
-        made = ("gpu", "driver", "cuda", "cudnn", "torch", "python", "gemmconv", "source", "commit", "date")
-        partial = path.with_suffix(".csv.part")
-        with partial.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*COLUMNS[:-1], *made])
-            for values in rows:
-                environment = self.runs[values[-1]]
-                writer.writerow([*("" if v is None else v for v in values[:-1]), *(environment[n] for n in made)])
-        os.replace(partial, path.with_suffix(".csv"))
-
 
 def load_all(folder: Path) -> tuple[list[Row], list[dict[str, Any]]]:
-    """All rows of the result files in a folder, and their runs; a row's ``run`` counts over all files."""
-    rows: list[Row] = []
+    """All rows of the result files in a folder, and their runs; a row's ``run`` counts over all files.
+
+    The suites ``BY_TURNS`` are not among them.
+    """
+    return joined(Results, sorted(path for path in folder.glob("*.json") if path.stem not in BY_TURNS))
+
+
+def joined(kind: type[File[R]], paths: Iterable[Path]) -> tuple[list[R], list[dict[str, Any]]]:
+    """The rows of some files, and their runs; a row's ``run`` counts over all files."""
+    rows: list[R] = []
     runs: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("*.json")):
-        results = Results.load(path)
+    for path in paths:
+        results = kind.load(path)
         rows += [replace(row, run=row.run + len(runs)) for row in results.finished()]
         runs += results.runs
     return rows, runs

@@ -1190,7 +1190,7 @@ def test_report_writes_between_the_markers(tmp_path, capsys):
     readme.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
     assert report.main([str(tmp_path), "--readme", str(readme)]) == 0
     text = readme.read_text()
-    assert text.startswith(f"# Title\n\n{report.START}\nNVIDIA H200, gemmconv 0.1")
+    assert text.startswith(f"# Title\n\n{report.START}\n### What you wait for\n\n")
     assert text.endswith(f"{report.END}\n\nend\n")
     assert "old" not in text
     assert "Slower than the best torch setting in 1 of 2 rows** of `auto` in NCHW (0 of 0 in channels_last" in text
