@@ -17,8 +17,10 @@ from benchmarks.workloads import Workload
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Direction, Precision
+from gemmconv.kernels.base import Direction, Pass, Precision
+from gemmconv.kernels.bind import Call
 from gemmconv.kernels.layout.transpose import prepare_turned
+from gemmconv.ops import both_programs
 from gemmconv.selection import choose, choose_gradients
 
 T = TypeVar("T")
@@ -83,8 +85,27 @@ def _compile(job: Job) -> None:
     for algorithm in dict.fromkeys(taken) if only_auto else ALGORITHMS:
         if algorithm.why_not(config) is None:
             for one in (one for one in passes if algorithm.why_not(config, one) is None):
-                getattr(algorithm, one)(config)
+                load(getattr(algorithm, one)(config), config, one)
             if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
-                algorithm.grads(config, config)
-    if gradients and gradients.turned:
+                load(algorithm.grads(config, config), config, "grads")
+    if gradients and (both := both_programs(gradients, config, config)) is not None:
+        load(both.prepare(where), config, "grads")
+    elif gradients and gradients.turned:
         prepare_turned(config, lambda *tensors: tensors[:2], gradients.turns_weight)  # of which the turns are loaded
+
+
+def load(call: Callable[..., object], config: Config, one: Pass) -> None:
+    """Load what a prepared call loads when it is first called, with tensors in the configuration's format."""
+    p = config.problem
+    input, weight, grad_output = (
+        torch.empty(shape, dtype=config.dtype, device="meta", memory_format=config.memory_format)
+        for shape in (p.input_shape, p.weight_shape, p.output_shape)
+    )
+    of: dict[Pass, tuple[torch.Tensor, ...]] = {
+        "forward": (input, weight),
+        "input_grad": (grad_output, weight),
+        "weight_grad": (grad_output, input),
+        "grads": (grad_output, input, weight),
+    }
+    if isinstance(call, Call):
+        call.load(*of[one])

@@ -11,6 +11,7 @@ gradients, however deep, are served as well.
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,17 +24,22 @@ _excluded = torch._C._dispatch_tls_local_exclude_set
 _keys_of = torch._C._dispatch_keys
 
 
-def _thread_state() -> tuple[int, int]:
+def thread_state() -> tuple[int, int]:
     """The dispatch keys that this thread's modes add and remove."""
     return _included().raw_repr(), _excluded().raw_repr()
 
 
-def _default_thread_states() -> frozenset[tuple[int, int]]:
-    """The states of a thread in no mode at all, and in inference mode."""
-    with torch.inference_mode():
-        inference = _thread_state()
-    with torch.inference_mode(False):
-        return frozenset((_thread_state(), inference))
+def _plain_states() -> dict[tuple[int, int], str]:
+    """The states of a thread in no mode or inference mode, and the device type that autocast is on for, "" for none."""
+    states = {}
+    for inference, casts in itertools.product((False, True), ("", "cpu", "cuda")):
+        with torch.inference_mode(inference):
+            if casts:
+                torch.set_autocast_enabled(casts, True)
+            states[thread_state()] = casts
+            if casts:
+                torch.set_autocast_enabled(casts, False)
+    return states
 
 
 def _keys_of_dense(device_type: str) -> set[int]:
@@ -46,7 +52,8 @@ def _keys_of_dense(device_type: str) -> set[int]:
 
 
 with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one imports gemmconv in: autocast, say
-    _THREAD_STATES = _fresh.submit(_default_thread_states).result()
+    _THREAD_STATES = _fresh.submit(_plain_states).result()
+NO_MODE = next(iter(_THREAD_STATES))  # the state of a thread in no mode at all
 _plain_keys = {"cpu": _keys_of_dense("cpu")}  # by device type; CUDA's come with its first tensor
 _all_plain_keys = set(_plain_keys["cpu"])
 _USUAL = frozenset((Tensor, torch.nn.Parameter, type(None), tuple, list, int, str))  # types of operators' arguments
@@ -54,21 +61,27 @@ _USUAL = frozenset((Tensor, torch.nn.Parameter, type(None), tuple, list, int, st
 
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors, here and now, is plain eager execution on the CPU or on CUDA."""
+    return autocast_of_plain(*tensors) == ""
+
+
+def autocast_of_plain(*tensors: Tensor | None) -> str | None:
+    """The device type that autocast is on for in a call that is plain but for that; "" for none. None of others."""
+    casts = _THREAD_STATES.get(thread_state())
     if (
         torch.compiler.is_compiling()
-        or _thread_state() not in _THREAD_STATES
+        or casts is None
         or torch._C._len_torch_function_stack()
         or torch._C._autograd._profiler_enabled()
     ):
-        return False
+        return None
     for tensor in tensors:
         if tensor is None:
             continue
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return False
+            return None
         if _keys_of(tensor).raw_repr() not in _all_plain_keys and not _is_first_of_cuda(tensor):
-            return False
-    return True
+            return None
+    return casts
 
 
 def is_for_torch() -> bool:

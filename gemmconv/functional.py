@@ -7,14 +7,16 @@ Tensors of subclasses that torch's functions take are taken by the same protocol
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemmconv import arrays, ops, validation
-from gemmconv.dispatch import are_for_torch, is_for_torch, is_plain
+from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
+from gemmconv.ops import plain
 from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
@@ -66,7 +68,17 @@ def conv_transpose2d(
     torch.Size([1, 2, 16, 16])
     """
     where = "conv_transpose2d"
+    arguments: tuple[Any, ...] = (
+        *(stride, padding, output_padding, groups, dilation),
+        *(algorithm, precision, workspace_limit),
+    )
     usual = type(input) is Tensor and type(weight) in _USUAL and (bias is None or type(bias) in _USUAL)
+    key = None
+    if usual and not torch.compiler.is_compiling() and input.layout == weight.layout == torch.strided:
+        key = plain.signature(input, weight, bias, arguments)
+        known = plain.known(key)
+        if known is not None:
+            return known(input, weight, bias)
     if not usual and arrays.are_foreign(input, weight, bias):
         return arrays.call(
             *(conv_transpose2d, {"input": input, "weight": weight, "bias": bias}),
@@ -89,7 +101,9 @@ def conv_transpose2d(
         validation.pair(where, "dilation", dilation),
     )
     if input.is_cpu and _is_left_to_torch_on_the_cpu(weight, algorithm):
-        return ops.torchs_conv_transpose2d(input, weight, bias, *options)
+        output = ops.torchs_conv_transpose2d(input, weight, bias, *options)
+        plain.keep(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
+        return output
     if input.is_complex() and algorithm in ("auto", "native"):
         # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
         return torch.conv_transpose2d(input, weight, bias, *options)
@@ -101,20 +115,20 @@ def conv_transpose2d(
         and torch._C._get_tracing_state() is None  # torch.jit.trace has tensors for sizes
         and ops.is_left_to_torch(input, weight, bias, arguments)
     ):
+        plain.keep(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
         return torch.conv_transpose2d(input, weight, bias, *options)
-    if is_plain(input, weight, bias):
-        operator = ops.conv_transpose2d_directly
-    elif torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
+    if key is not None and (call := plain.prepare(input, weight, bias, arguments)) is not None:
+        plain.keep(key, call)
+        return call(input, weight, bias)
+    if torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
         algorithm in ("auto", "native")
         and (is_for_torch() or are_for_torch(input, weight, bias))
         and _rounds_like_torch(input, precision)
     ):
         return torch.conv_transpose2d(input, weight, bias, *options)
-    else:
-        operator = ops.conv_transpose2d
     if input.dim() == 3:
-        return operator(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)
-    return operator(input, weight, bias, *arguments)
+        return ops.conv_transpose2d(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)
+    return ops.conv_transpose2d(input, weight, bias, *arguments)
 
 
 def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:

@@ -114,6 +114,9 @@ class Fake(Kernel):
     def seconds(self, config, direction, tile):
         return 1e-6 * tile.cycles
 
+    def program(self, config, direction, tile):
+        return None
+
     def prepare(self, config, direction, tile):
         return Call(config, tile)
 

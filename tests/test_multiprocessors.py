@@ -53,11 +53,12 @@ class Launches(list):
 @pytest.fixture
 def launches(monkeypatch):
     pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-    from gemmconv.runtime import launch, tensor_map
+    from gemmconv.runtime import executor, launch, tensor_map
 
     found = Launches()
     monkeypatch.setattr(launch, "load", found.load)
     monkeypatch.setattr(tensor_map, "encode", lambda *_: (ctypes.c_ulonglong * 16)())
+    monkeypatch.setattr(executor, "extension", lambda: None)
     return found
 
 

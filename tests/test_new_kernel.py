@@ -73,7 +73,7 @@ class Gather(Kernel):
     def seconds(self, config, direction, tile):
         return 1e-9 / tile.threads
 
-    def prepare(self, config, direction, tile):
+    def program(self, config, direction, tile):
         p = config.problem
         macros = {"ELEMENT_T": ELEMENT_TYPES[config.dtype], "THREADS": tile.threads, **geometry_macros(p)}
         macros |= {"IN_CHANNELS": p.in_channels, "OUT_CHANNELS": p.out_channels}
@@ -86,9 +86,9 @@ class Gather(Kernel):
         grid = -(-p.batch * p.out_channels * p.out_pixels // tile.threads), 1, 1
         launch = Launch("toy/gather.cu", macros, grid, (tile.threads, 1, 1), params)
         operands = (Operand(name, torch.contiguous_format) for name in ("input", "weight", "bias"))
-        strides = (strides_of(p.output_shape, one) for one in (config.memory_format, torch.contiguous_format))
-        output = Output("output", p.output_shape, *strides)
-        return Program(config.dtype, tuple(operands), (output,), (launch,)).prepare(config.device)
+        strides = strides_of(p.output_shape, config.memory_format)
+        output = Output("output", p.output_shape, strides, torch.contiguous_format)
+        return Program(config.dtype, tuple(operands), (output,), (launch,))
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, folder, po
         program = both_programs(gradients._replace(turned=turned), config, config)
         call = program.prepare(GPU)
         tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
-        _, brought, _ = bind._brought_to_form(program, (*tensors, data.weight), GPU)
+        _, brought, _ = bind.brought_to_form(program, (*tensors, data.weight), GPU)
         transposed = [step for step in brought.steps if str(step).startswith("layout/")]
         assert len(transposed) == (0 if turned else 2)
         poison("cpu")

@@ -46,6 +46,13 @@ class Call:
             call = self._bound[key] = self.bind(*tensors)
         return call(*tensors)
 
+    def load(self, *tensors: torch.Tensor | None) -> None:
+        """Load all kernels for tensors of the strides that these have, which may be without data."""
+        _, program, _ = brought_to_form(self.program, tensors, self.device)
+        for step in returned(program)[0].steps:
+            if isinstance(step, Launch):
+                self._kernel(step)
+
     def _kernel(self, step: Launch) -> launch.Kernel:
         key = step.source, tuple(step.macros.items()), step.shared_bytes
         if key not in self._kernels:
@@ -54,8 +61,8 @@ class Call:
 
     def bind(self, *tensors: torch.Tensor | None) -> Callable[..., Any]:
         """The call for tensors of the strides that these have."""
-        fits, program, channels_last = _brought_to_form(self.program, tensors, self.device)
-        program, made, after = _returned(program)
+        fits, program, channels_last = brought_to_form(self.program, tensors, self.device)
+        program, made, after = returned(program)
         arguments = [program.arguments.index(one.given_as) for one in program.operands]
         offsets, scratch_bytes = _laid_out(program)
         names = [one.name for one in program.outputs] + [one.name for one in program.operands]
@@ -118,9 +125,7 @@ class Call:
         return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
 
 
-def _brought_to_form(
-    program: Program, tensors: Tensors, device: torch.device
-) -> tuple[list[Fit | None], Program, bool]:
+def brought_to_form(program: Program, tensors: Tensors, device: torch.device) -> tuple[list[Fit | None], Program, bool]:
     """What torch does to each operand, the program with transpositions of others, and whether the weight is in
     channels_last."""
     given = dict(zip(program.arguments, tensors, strict=False))
@@ -168,7 +173,7 @@ def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) ->
     return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
 
 
-def _returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tuple[int, Any]]]:
+def returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tuple[int, Any]]]:
     """The program with transpositions of outputs; shape and strides of what is allocated; what torch copies then."""
     made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
     for i, output in enumerate(program.outputs):

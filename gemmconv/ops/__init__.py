@@ -4,15 +4,14 @@ autograd: gradients and tangents. transforms: the operators as functions, under 
 implementation: plans and prepared calls. schemas: what the operators take and return.
 """
 
-from gemmconv.ops.autograd import conv_transpose2d_directly
-from gemmconv.ops.implementation import both_gradients, is_left_to_torch, torchs_conv_transpose2d
+from gemmconv.ops.implementation import both_gradients, both_programs, is_left_to_torch, torchs_conv_transpose2d
 from gemmconv.ops.transforms import col2im, conv_transpose2d, conv_transpose2d_grads, im2col
 
 __all__ = [
     "both_gradients",
+    "both_programs",
     "col2im",
     "conv_transpose2d",
-    "conv_transpose2d_directly",
     "conv_transpose2d_grads",
     "im2col",
     "is_left_to_torch",

@@ -9,15 +9,15 @@ im2col and col2im are each other's derivative.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gemmconv.kernels.base import with_strides
+from gemmconv.kernels.base import strides_of, with_strides
 from gemmconv.ops.autocast import EVERY_KEY
-from gemmconv.ops.implementation import compute_conv_transpose2d
+from gemmconv.ops.implementation import prepared
 from gemmconv.ops.schemas import OPERATORS, Arguments, Tensors, of_plain, register
 from gemmconv.ops.transforms import (
     Rules,
@@ -37,25 +37,78 @@ def _conv_transpose2d_uncast(*inputs: Any) -> Tensor:
         return conv_transpose2d(*inputs)
 
 
+class Backward(NamedTuple):
+    """What a backward pass needs to know of the forward pass beside its tensors.
+
+    Attributes:
+        input_size: ``(height, width)``.
+        weight_shape: of the weight.
+        weight_strides: those of a weight that is dense, which its gradient gets; else optimizers and DDP would copy it
+            each time.
+        options: what follows the tensors of the operator.
+    """
+
+    input_size: Any
+    weight_shape: Any
+    weight_strides: tuple[int, ...] | None
+    options: Arguments
+
+    @classmethod
+    def of(cls, tensors: Tensors, options: Arguments) -> Backward:
+        """Of an operator's call."""
+        input, weight = tensors[:2]
+        dense = not torch._C._are_functorch_transforms_active() and (
+            weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+        )
+        return cls(input.shape[2:], weight.shape, weight.stride() if dense else None, options)
+
+    def __call__(
+        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients that are asked for, by operators, so that they can be differentiated in turn."""
+        grad_input = grad_weight = None
+        if of_input and of_weight:
+            grad_input, grad_weight = conv_transpose2d_grads(grad, input, weight, *self.options)
+        elif of_input:
+            grad_input = conv_transpose2d_input_grad(grad, weight, self.input_size, *self.options)
+        elif of_weight:
+            grad_weight = conv_transpose2d_weight_grad(grad, input, self.weight_shape[2:], *self.options)
+        if grad_weight is not None and self.weight_strides is not None:
+            grad_weight = with_strides(grad_weight, self.weight_strides)
+        return grad_input, grad_weight, grad.sum((0, 2, 3)) if of_bias else None
+
+    def prepared(
+        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool
+    ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+        """What computes the same from tensors of such strides, without the dispatcher; the bias's is left out."""
+        if not of_weight:
+            call = prepared("input_grad", (grad, weight), tuple(self.input_size), self.options)
+            return lambda grad, input, weight: (call(grad, weight), None)
+        strides = self.weight_strides
+        if strides == strides_of(self.weight_shape, torch.contiguous_format):
+            strides = None
+        if not of_input:
+            call = prepared("weight_grad", (grad, input), tuple(self.weight_shape[2:]), self.options, strides)
+            return lambda grad, input, weight: (None, call(grad, input))
+        return prepared("grads", (grad, input, weight), None, self.options, strides)
+
+
 # Gradients. That of a setting is None.
 
 
 def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
     """Keep what the gradients that can be asked for need: a frozen weight's layer does not keep its input."""
     input, weight = inputs[:2]
-    transformed = torch._C._are_functorch_transforms_active()
     of_input, of_weight = ctx.needs_input_grad[:2]
-    if transformed or forward_ad._current_level >= 0:  # tangents need both
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:  # tangents need both
         of_input = of_weight = True
         ctx.save_for_forward(input, weight)
     ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
-    ctx.input_size, ctx.kernel_size = input.shape[2:], weight.shape[2:]
-    dense = not transformed and (weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last))
-    ctx.weight_strides = weight.stride() if dense else None
+    ctx.of_backward = Backward.of(inputs, inputs[3:])
     ctx.has_bias, ctx.options, ctx.output_shape = len(inputs) > 2, inputs[3:], output.shape
 
 
-def _is_asked_for(ctx: Any, index: int) -> bool:
+def is_asked_for(ctx: Any, index: int) -> bool:
     """Whether this backward pass wants the gradient of a tensor that requires one: autograd.grad may want others.
 
     torch tells it of the node that the gradient would go to, and refuses to of leaves that autograd.grad asks for.
@@ -69,21 +122,11 @@ def _is_asked_for(ctx: Any, index: int) -> bool:
 
 
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
-    input, weight = ctx.saved_tensors
-    options, of_input, of_weight = ctx.options, _is_asked_for(ctx, 0), _is_asked_for(ctx, 1)
-    grad_input = grad_weight = None
-    if of_input and of_weight:
-        grad_input, grad_weight = conv_transpose2d_grads(grad, input, weight, *options)
-    elif of_input:
-        grad_input = conv_transpose2d_input_grad(grad, weight, ctx.input_size, *options)
-    elif of_weight:
-        grad_weight = conv_transpose2d_weight_grad(grad, input, ctx.kernel_size, *options)
-    if grad_weight is not None and ctx.weight_strides is not None:
-        grad_weight = with_strides(grad_weight, ctx.weight_strides)  # or optimizers and DDP would copy it each time
+    asked = is_asked_for(ctx, 0), is_asked_for(ctx, 1), ctx.has_bias and is_asked_for(ctx, 2)
+    gradients = ctx.of_backward(grad, *ctx.saved_tensors, *asked)
     if not ctx.has_bias:
-        return grad_input, grad_weight
-    grad_bias = grad.sum((0, 2, 3)) if _is_asked_for(ctx, 2) else None
-    return grad_input, grad_weight, grad_bias, *[None] * len(options)
+        return gradients[:2]
+    return *gradients, *[None] * len(ctx.options)
 
 
 def _gradient_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
@@ -245,6 +288,3 @@ _RULES: dict[str, Rules] = {
 for _name, _rules in _RULES.items():
     register(_name, _with_gradient(_below_autograd(OPERATORS[_name]), _rules), "Autograd")
     carry(_name, _rules)
-
-# conv_transpose2d without the dispatcher, for calls that it would only pass on: see ``dispatch``.
-conv_transpose2d_directly = _with_gradient(compute_conv_transpose2d, _RULES["conv_transpose2d"])

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,17 @@ from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Pass, Precision, missing, strides_of
+from gemmconv.kernels.base import (
+    DEFAULT_WORKSPACE_LIMIT,
+    Config,
+    Pass,
+    Precision,
+    missing,
+    strides_of,
+    with_strides,
+)
 from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
-from gemmconv.kernels.program import Program, one_after_the_other
+from gemmconv.kernels.program import Program, Strides, one_after_the_other
 from gemmconv.ops.schemas import (
     Arguments,
     Options,
@@ -40,7 +48,7 @@ _MOST_PLANS = 4096
 _ALREADY_THERE = nullcontext()
 
 
-def _planned(key: Hashable, make: Callable[[], Any]) -> Any:
+def planned(key: Hashable, make: Callable[[], Any]) -> Any:
     plan = plans.get(key)
     if plan is None:
         plan = make()
@@ -80,7 +88,20 @@ def _config(
     )
 
 
-def _compute(direction: Direction | Literal["grads"], tensors: Tensors, sizes: Any, arguments: Arguments) -> Any:
+def _compute(direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments) -> Any:
+    with _on(tensors[0].device):
+        return prepared(direction, tensors, sizes, arguments)(*tensors)
+
+
+def prepared(
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, weight_format: Strides | None = None
+) -> Callable[..., Any]:
+    """The prepared call of an operator on tensors of such shapes and strides.
+
+    Args:
+        direction, tensors, sizes, arguments: the operator, and what it is called with.
+        weight_format: strides of the weight's gradient, if they are not those of a contiguous tensor.
+    """
     first, second = tensors[0], tensors[1]
     options = Options(*hashable(arguments))
     current = selection.torch_precision(first.dtype, first.device)
@@ -98,6 +119,8 @@ def _compute(direction: Direction | Literal["grads"], tensors: Tensors, sizes: A
                 bias = len(tensors) > 2 and tensors[2] is not None
                 config = _config(problem, first, second, options, current, bias)
                 call = getattr(selection.choose(config, options.algorithm, where, direction), direction)(config)
+            if weight_format is not None:
+                call = _returning(call, weight_format, first.device)
             bind = getattr(call, "bind", None)  # of programs
             return call if bind is None else bind(*tensors)
 
@@ -106,9 +129,26 @@ def _compute(direction: Direction | Literal["grads"], tensors: Tensors, sizes: A
         native = options._replace(algorithm="native")  # for where kernels cannot be had
         return with_fallback(first.device, lambda: prepare(options), lambda: prepare(native))
 
-    key = (direction, *map(_signature, tensors), sizes, options, current)
-    with _on(first.device):
-        return _planned(key, make)(*tensors)
+    key = (direction, *map(_signature, tensors), sizes, options, current, weight_format)
+    call: Callable[..., Any] = planned(key, make)
+    return call
+
+
+def _returning(call: Callable[..., Any], strides: Strides, device: torch.device) -> Callable[..., Any]:
+    """The call of a weight's gradient, or of both, which returns it with these strides: in either format."""
+    program: Program | None = getattr(call, "program", None)
+    if program is not None:
+        written = torch.contiguous_format if strides[1] == 1 else None
+        of_weight = replace(program.outputs[-1], strides=strides, written=written)
+        return replace(program, outputs=(*program.outputs[:-1], of_weight)).prepare(device)
+
+    def with_format(*tensors: Tensor) -> Any:
+        results = call(*tensors)
+        if isinstance(results, tuple):
+            return *results[:-1], with_strides(results[-1], strides)
+        return with_strides(results, strides)
+
+    return with_format
 
 
 def _prepared_grads(
@@ -191,7 +231,7 @@ def _im2col(input: Tensor, *arguments: Any) -> Tensor:
     window = Window(*hashable(arguments))
     key = "im2col", _signature(input), window
     with _on(input.device):
-        plan = _planned(key, lambda: prepare_im2col(im2col_problem(input, window), input.dtype, input.device))
+        plan = planned(key, lambda: prepare_im2col(im2col_problem(input, window), input.dtype, input.device))
         return plan(input)
 
 
@@ -199,7 +239,7 @@ def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
     size, window = tuple(output_size), Window(*hashable(arguments))
     key, dtype, device = ("col2im", _signature(columns), size, window), columns.dtype, columns.device
     with _on(device):
-        plan = _planned(key, lambda: prepare_col2im(col2im_problem(columns, size, window), dtype, device))
+        plan = planned(key, lambda: prepare_col2im(col2im_problem(columns, size, window), dtype, device))
         return plan(columns)
 
 
@@ -225,7 +265,7 @@ def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, 
         cast = torch.float32 if torch.is_autocast_enabled(input.device.type) else None  # makes all of one dtype
         kinds = None if cast else tuple(None if one is None else (one.dtype, one.device) for one in tensors)
         shapes = input.shape, weight.shape, None if bias is None else bias.shape
-        _planned(
+        planned(
             ("check", shapes, kinds, geometry),
             lambda: checked_problem("conv_transpose2d", _batched(tensors, cast), None, geometry),
         )
@@ -267,5 +307,5 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
 
     kinds = device, input.dtype, weight.dtype, cast, current, None if bias is None else (bias.shape, bias.dtype)
     layout = input.shape, input.stride(), weight.shape, weight.stride()
-    answer: bool = _planned(("torch", layout, kinds, arguments, wanted), make)
+    answer: bool = planned(("torch", layout, kinds, arguments, wanted), make)
     return answer

@@ -24,12 +24,13 @@ from unittest import mock
 import torch
 
 from benchmarks.contenders import LAYOUTS, PRECISIONS
+from benchmarks.precompile import load
 from benchmarks.workloads import SUITES, Workload, select
 from gemmconv import selection
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.device import MEASURED
 from gemmconv.kernels.base import Config, Direction
-from gemmconv.ops import both_gradients
+from gemmconv.ops import both_gradients, both_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
 PASSES = ("forward", "input_grad", "weight_grad", "grads")
@@ -68,21 +69,21 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
     """The algorithm of a pass, its estimate in seconds, and the kernels that it would load."""
     loads: list[Load] = []
 
-    def load(source: str, macros: Mapping[str, object], device: int | None, shared_bytes: int = 0) -> None:
-        loads.append((source, macros))
+    def note(source: str, macros: Mapping[str, object], device: int | None, shared_bytes: int = 0) -> None:
+        if (source, macros) not in loads:
+            loads.append((source, macros))
 
-    with (
-        mock.patch("gemmconv.runtime.launch.load", load),
-        mock.patch("gemmconv.kernels.columns.col2im.load", load),
-        mock.patch("gemmconv.kernels.columns.cuda.library"),
-    ):
+    with mock.patch("gemmconv.runtime.launch.load", note):
         if one != "grads":
             chosen = selection.choose(config, "auto", "", cast(Direction, one))
-            getattr(chosen, one)(config)
+            load(getattr(chosen, one)(config), config, cast(Direction, one))
             return chosen.name, chosen.estimate(config, cast(Direction, one)), loads
         gradients = selection.choose_gradients(config, config, "auto", "")
         inner = replace(config, memory_format=torch.channels_last) if gradients.turned else config
-        both_gradients(gradients, inner, inner)
+        if (program := both_programs(gradients, config, config)) is not None:
+            load(program.prepare(config.device), config, "grads")
+        else:
+            both_gradients(gradients, inner, inner)
         able = [algorithm for algorithm in ALGORITHMS if algorithm.why_not(config) is None]
         names = gradients.input_grad.name, gradients.weight_grad.name
         how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]
