@@ -12,14 +12,14 @@ from gemmconv.kernels.launch import ByFormat, Launch, Long, Operand, Output, Pro
 from tests import emulator, test_kernels
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-RUNS = [run for name, runs in vars(test_kernels).items() if name.endswith("RUNS") for run in runs]
+RUNS = [run for name, runs in vars(test_kernels).items() if name.endswith("_RUNS") for run in test_kernels.usual(runs)]
 RUNS += [test_kernels.Run(one, test_kernels.FEW_CASES[0], torch.float16) for one in test_kernels.DIRECT]
 ONE_OF_EACH = {run.operation: run for run in reversed(RUNS) if run.operation not in ("im2col", "col2im")}
 
 
 @needs_compiler
 @pytest.mark.parametrize("operation", ONE_OF_EACH)
-def test_programs_of_each_kernel_survive_pickling(operation, folder, poison, monkeypatch):
+def test_programs_of_each_kernel_survive_pickling(operation, builder, poison, monkeypatch):
     prepare, pickled = Program.prepare, []
 
     def prepare_what_is_pickled(program, device):
@@ -31,7 +31,7 @@ def test_programs_of_each_kernel_survive_pickling(operation, folder, poison, mon
     monkeypatch.setattr(Program, "prepare", prepare_what_is_pickled)
     run = ONE_OF_EACH[operation]
     poison("cpu")
-    with emulator.install(folder):
+    with emulator.install(builder):
         run.check(run.prepare())
     assert pickled
 
