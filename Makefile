@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
-EMULATED := $(addprefix tests/test_,kernels.py emulator.py transpose.py columns_cuda.py)
+EMULATED := $(addprefix tests/test_,kernels.py emulator.py transpose.py columns_cuda.py launch.py new_kernel.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo bench test test-kernels test-others test-slow lint dev clean

@@ -381,7 +381,7 @@ class Run:
 
 
 # Runs that are left to ``make test-slow``.
-SLOW_RUNS = set()
+SLOW = set()
 
 
 def some_are_slow(runs, every, stays=lambda run: False):
@@ -401,18 +401,18 @@ def some_are_slow(runs, every, stays=lambda run: False):
         # Sums of digits, unlike the numbers, do not leave out a type or a format of all cases, or of every second.
         digits = np.base_repr(count, every) + np.base_repr(number, every)
         if sum(map(int, digits)) % every and not stays(run):
-            SLOW_RUNS.add(run)
+            SLOW.add(run)
 
 
 def usual(runs):
     """Those that are not left to ``make test-slow``."""
-    return [run for run in runs if run not in SLOW_RUNS]
+    return [run for run in runs if run not in SLOW]
 
 
 def by_run(runs):
     """Run a test on all runs."""
     return pytest.mark.parametrize(
-        "run", [pytest.param(run, marks=pytest.mark.slow) if run in SLOW_RUNS else run for run in runs], ids=str
+        "run", [pytest.param(run, marks=pytest.mark.slow) if run in SLOW else run for run in runs], ids=str
     )
 
 
@@ -440,7 +440,7 @@ MMA_RUNS += [
     for run in MMA_RUNS
     for multiprocessors in ((0, 1) if run.case in TILED_CASES else (0,))
 ]
-SLOW_RUNS |= {run for run in MMA_RUNS if replace(run, multiprocessors=None) in SLOW_RUNS}
+SLOW |= {run for run in MMA_RUNS if replace(run, multiprocessors=None) in SLOW}
 # Long lines of outputs that do not begin at 16 bytes.
 MMA_RUNS += [
     Run("forward_mma", case, dtype, multiprocessors=multiprocessors, choice=choice)

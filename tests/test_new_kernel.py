@@ -132,14 +132,14 @@ def test_its_tiles_are_candidates():
 @needs_compiler
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_it_runs_in_the_emulator(layer, layout, tmp_path):
+def test_it_runs_in_the_emulator(layer, layout, builder):
     workload = custom(layer)
     p, config = workload.problem, config_of(workload.problem, torch.float32, layout)
     generator = torch.Generator().manual_seed(0)
     input, weight, bias = (
         torch.randn(shape, generator=generator) for shape in (p.input_shape, p.weight_shape, (p.out_channels,))
     )
-    with emulator.install(tmp_path / "built"):
+    with emulator.install(builder):
         for tile in Gather().tiles(config, "forward"):
             output = Gather().prepare(config, "forward", tile)(input, weight, bias)
             right = torch.nn.functional.conv_transpose2d(
