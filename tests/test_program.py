@@ -31,14 +31,14 @@ from tests.cases import Case
 from tests.samples import expected, problem_of, sample
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-RUNS = [run for name, runs in vars(test_kernels).items() if name.endswith("RUNS") for run in runs]
+RUNS = [run for name, runs in vars(test_kernels).items() if name.endswith("_RUNS") for run in test_kernels.usual(runs)]
 RUNS += [test_kernels.Run(one, test_kernels.FEW_CASES[0], torch.float16) for one in test_kernels.DIRECT]
 ONE_OF_EACH = {run.operation: run for run in reversed(RUNS) if run.operation not in ("im2col", "col2im")}
 
 
 @needs_compiler
 @pytest.mark.parametrize("operation", ONE_OF_EACH)
-def test_programs_of_each_kernel_survive_pickling(operation, folder, poison, monkeypatch):
+def test_programs_of_each_kernel_survive_pickling(operation, builder, poison, monkeypatch):
     prepare, pickled = Program.prepare, []
 
     def prepare_what_is_pickled(program, device):
@@ -50,7 +50,7 @@ def test_programs_of_each_kernel_survive_pickling(operation, folder, poison, mon
     monkeypatch.setattr(Program, "prepare", prepare_what_is_pickled)
     run = ONE_OF_EACH[operation]
     poison("cpu")
-    with emulator.install(folder):
+    with emulator.install(builder):
         run.check(run.prepare())
     assert pickled
 
@@ -94,7 +94,7 @@ GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the 
 @needs_compiler
 @pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
 @pytest.mark.parametrize("layout", ["channels_last", "turned"])
-def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, folder, poison):
+def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, poison):
     """Whatever both gradients need: grad_output once for two kernels, and weights come back as they are returned."""
     case = Case(2, 3, 4, (5, 6), (3, 3))
     data, exact = sample(case, torch.float32, "cpu"), expected(case, torch.float32)
@@ -102,7 +102,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, folder, po
     given = torch.contiguous_format if turned else torch.channels_last
     config = Config(problem_of(case), torch.float32, GPU, memory_format=given)
     gradients = Gradients(columns, columns, True, at_once)
-    with emulator.install(folder):
+    with emulator.install(builder):
         program = both_programs(gradients._replace(turned=turned), config, config)
         call = program.prepare(GPU)
         tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
