@@ -190,7 +190,7 @@ static failure_t run_steps(const program_t* program, void* stream, void* blas, c
     return failure;
 }
 
-/* The same with the program's device current, and what was current before afterwards. */
+/* The same with the program's device current, and afterwards what was current before. */
 static failure_t run_on_device(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
     context_t current = NULL, ours = NULL;
     status_t status = cuda.get_current(&current);

@@ -74,9 +74,11 @@ def conv_transpose2d(
     )
     usual = type(input) is Tensor and type(weight) in _USUAL and (bias is None or type(bias) in _USUAL)
     key = None
-    if usual and not torch.compiler.is_compiling() and input.layout == weight.layout == torch.strided:
-        key = plain.signature(input, weight, bias, arguments)
-        known = plain.known(key)
+    if usual and not torch.compiler.is_compiling() and (said := plain.as_said(arguments)) is not None:
+        try:
+            known = plain.known(key := plain.signature(input, weight, bias, said))
+        except RuntimeError:  # of tensors without strides
+            known = None
         if known is not None:
             return known(input, weight, bias)
     if not usual and arrays.are_foreign(input, weight, bias):

@@ -34,9 +34,14 @@ def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
     Reads the setting that torch keeps for convolutions, which the legacy flag torch.backends.cudnn.allow_tf32 feeds
     too. Never writes either, and never reads the legacy flag, which raises once the new one was set.
     """
-    if dtype == torch.float32 and device.type == "cuda" and torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
+    if dtype == torch.float32 and device.type == "cuda" and _precision_of_convolutions() == "tf32":
         return "tf32"
     return "ieee"
+
+
+def _precision_of_convolutions() -> str:
+    """torch.backends.cudnn.conv.fp32_precision, without the microsecond that the property takes."""
+    return torch._C._get_fp32_precision_getter("cuda", "conv")
 
 
 def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> bool:

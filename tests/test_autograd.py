@@ -212,13 +212,15 @@ def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, 
     assert not gradients._replace(turned=False).turns_weight
     monkeypatch.setattr(selection, "choose_gradients", lambda *arguments: gradients)
     monkeypatch.setattr(implementation, "plans", {})
-    formats, input_grad = [], type(chosen).input_grad
+    formats = []
+    for name in ("choice", "input_grad"):  # of programs, and of torch's operator
 
-    def recorded(itself, config):
-        formats.append(config.memory_format)
-        return input_grad(itself, config)
+        def recorded(itself, config, *direction, original=getattr(type(chosen), name)):
+            if direction != ("forward",):
+                formats.append(config.memory_format)
+            return original(itself, config, *direction)
 
-    monkeypatch.setattr(type(chosen), "input_grad", recorded)
+        monkeypatch.setattr(type(chosen), name, recorded)
     dtype = torch.float16 if device == "cuda" else torch.float32
     if chosen.why_not(Config(problem_of(case), dtype, torch.device(device))) is not None:
         pytest.skip(f"{algorithm} is not for {device}")

@@ -63,7 +63,6 @@ class Call:
         """The call for tensors of the strides that these have."""
         fits, program, channels_last = brought_to_form(self.program, tensors, self.device)
         program, made, after = returned(program)
-        arguments = [program.arguments.index(one.given_as) for one in program.operands]
         offsets, scratch_bytes = _laid_out(program)
         names = [one.name for one in program.outputs] + [one.name for one in program.operands]
         index_of = {name: (i, 0) for i, name in enumerate(names)}
@@ -71,36 +70,13 @@ class Call:
         alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
         steps = [self._lowered(step, index_of, channels_last) for step in program.steps]
         run = executor.prepare(self.device, alignments, steps)
-        scratch_elements = -(-scratch_bytes // program.dtype.itemsize)
-        direct = arguments == [*range(len(tensors))] and not any(fits)
-        same_kind = tensors[0] is not None and tensors[0].dtype == program.dtype
-        kind = {} if same_kind else {"dtype": program.dtype}
-        single, first_operand = len(made) == 1, len(made)
-
-        def call(*tensors: torch.Tensor | None) -> Any:
-            first: Any = tensors[0]
-            results = [first.new_empty_strided(shape, strides, **kind) for shape, strides in made]
-            operands: Sequence[torch.Tensor | None] = tensors
-            if not direct:
-                operands = [
-                    one if fit is None or one is None else fit(one)
-                    for fit, one in zip(fits, [tensors[i] for i in arguments], strict=True)
-                ]
-            addresses = [result.data_ptr() for result in results]
-            addresses += [0 if one is None else one.data_ptr() for one in operands]
-            if scratch_elements:
-                scratch = first.new_empty(scratch_elements, **kind)
-                addresses.append(scratch.data_ptr())
-            while misaligned := run(*addresses):
-                copy: Any = operands[misaligned - 1 - first_operand]
-                operands = list(operands)
-                operands[misaligned - 1 - first_operand] = copy.clone(memory_format=torch.preserve_format)
-                addresses[misaligned - 1] = operands[misaligned - 1 - first_operand].data_ptr()  # type: ignore[union-attr]
-            for i, strides in after:
-                results[i] = with_strides(results[i], strides)
-            return results[0] if single else tuple(results)
-
-        return call
+        scratch = -(-scratch_bytes // program.dtype.itemsize)
+        arguments = [program.arguments.index(one.given_as) for one in program.operands]
+        same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
+        as_they_are = same_type and arguments == [*range(len(tensors))] and not (any(fits) or after)
+        call = _of_any(program.dtype, run, made, scratch, arguments, fits, after)
+        shortest = _SHORTEST.get((len(made), len(tensors)))
+        return call if shortest is None or not as_they_are else shortest(run, made, scratch, call)
 
     def _lowered(self, step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool) -> executor.Step:
         """A step as the executor takes it, of a weight of either format."""
@@ -123,6 +99,89 @@ class Call:
             if isinstance(slot, TensorMapSpec)
         ]
         return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
+
+
+def _of_any(
+    dtype: torch.dtype,
+    run: executor.Run,
+    made: Sequence[tuple[Any, Any]],
+    scratch_elements: int,
+    arguments: Sequence[int],
+    fits: Sequence[Fit | None],
+    after: Sequence[tuple[int, Any]],
+) -> Callable[..., Any]:
+    """The call of a program, which copies what is not aligned."""
+
+    def call(*tensors: torch.Tensor | None) -> Any:
+        first: Any = tensors[0]
+        results = [first.new_empty_strided(shape, strides, dtype=dtype) for shape, strides in made]
+        operands = [tensors[i] for i in arguments]
+        for i, fit in enumerate(fits):
+            if fit is not None and (operand := operands[i]) is not None:
+                operands[i] = fit(operand)
+        scratch = first.new_empty(scratch_elements, dtype=dtype)
+        addresses = [0 if one is None else one.data_ptr() for one in (*results, *operands, scratch)]
+        while misaligned := run(*addresses):
+            i = misaligned - 1 - len(results)
+            operand = operands[i]
+            assert operand is not None
+            operands[i] = copy = operand.clone(memory_format=torch.preserve_format)
+            addresses[misaligned - 1] = copy.data_ptr()
+        for i, strides in after:
+            results[i] = with_strides(results[i], strides)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return call
+
+
+# The same where torch does nothing to the tensors, without a loop: what a call of a small layer waits for.
+
+Shortest = Callable[[executor.Run, Sequence[tuple[Any, Any]], int, Callable[..., Any]], Callable[..., Any]]
+
+
+def _one_of_three(
+    run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
+) -> Callable[..., Any]:
+    ((shape, strides),) = made
+
+    def call(first: Any, second: Any, third: Any) -> Any:
+        result = first.new_empty_strided(shape, strides)
+        scratch = first.new_empty(scratch_elements) if scratch_elements else result
+        addresses = result.data_ptr(), first.data_ptr(), second.data_ptr(), 0 if third is None else third.data_ptr()
+        return of_any(first, second, third) if run(*addresses, scratch.data_ptr()) else result
+
+    return call
+
+
+def _one_of_two(
+    run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
+) -> Callable[..., Any]:
+    ((shape, strides),) = made
+
+    def call(first: Any, second: Any) -> Any:
+        result = first.new_empty_strided(shape, strides)
+        scratch = first.new_empty(scratch_elements) if scratch_elements else result
+        misaligned = run(result.data_ptr(), first.data_ptr(), second.data_ptr(), scratch.data_ptr())
+        return of_any(first, second) if misaligned else result
+
+    return call
+
+
+def _two_of_three(
+    run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
+) -> Callable[..., Any]:
+    (shape, strides), (other_shape, other_strides) = made
+
+    def call(first: Any, second: Any, third: Any) -> Any:
+        result, other = first.new_empty_strided(shape, strides), first.new_empty_strided(other_shape, other_strides)
+        scratch = first.new_empty(scratch_elements) if scratch_elements else result
+        addresses = result.data_ptr(), other.data_ptr(), first.data_ptr(), second.data_ptr(), third.data_ptr()
+        return of_any(first, second, third) if run(*addresses, scratch.data_ptr()) else (result, other)
+
+    return call
+
+
+_SHORTEST: dict[tuple[int, int], Shortest] = {(1, 3): _one_of_three, (1, 2): _one_of_two, (2, 3): _two_of_three}
 
 
 def brought_to_form(program: Program, tensors: Tensors, device: torch.device) -> tuple[list[Fit | None], Program, bool]:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-from gemmconv.dispatch import NO_MODE, as_plain, autocast_of_plain, thread_state
+from gemmconv.dispatch import as_plain, autocast_of_plain, thread_state
 from gemmconv.ops import implementation
 from gemmconv.ops.autocast import to_autocast_dtype
-from gemmconv.ops.autograd import Backward, is_asked_for
+from gemmconv.ops.autograd import Backward
 from gemmconv.ops.implementation import planned, prepared
 from gemmconv.ops.schemas import Arguments
 from gemmconv.selection import torch_precision
@@ -27,31 +28,48 @@ from gemmconv.selection import torch_precision
 Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _keys_of = torch._C._dispatch_keys
+_has_grad, _has_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 _profiled = torch._C._autograd._profiler_enabled
-_function_modes = torch._C._len_torch_function_stack
+_ASKED_ANEW = 64  # calls
 
 
-def signature(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Hashable:
-    """What a call is known by, None where its arguments are of unusual types. The tensors are torch's own."""
+def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -> Hashable:
+    """What a call is known by, None in a mode that is the dispatcher's.
+
+    Args:
+        input, weight, bias: torch's own tensors, or parameters.
+        said: the arguments after them, as :func:`as_said` gives them.
+
+    Raises:
+        RuntimeError: a tensor has no strides.
+    """
+    if _function_modes() or _dispatch_modes() or _transforms() or _profiled() or forward_ad._current_level >= 0:
+        return None
+    if _tracing() is not None:
+        return None
+    casts = torch.get_autocast_dtype(input.device.type) if _has_autocast() else None
+    dtype, of_bias, tracked = input.dtype, None, None
+    if bias is not None:
+        of_bias = bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.is_neg()
+    if _has_grad():
+        tracked = input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+    # A negated view has a key of its own, as wrappers have, which no parameter is.
+    of_weight = weight.is_neg() if type(weight) is Parameter else _keys_of(weight).raw_repr()
+    return (
+        *(said, input.shape, input.stride(), dtype, input.get_device(), _keys_of(input).raw_repr()),
+        *(weight.shape, weight.stride(), weight.dtype, weight.get_device(), of_weight, of_bias, casts, tracked),
+        torch_precision(dtype, input.device) if dtype is torch.float32 and input.is_cuda else None,
+    )
+
+
+def as_said(arguments: Arguments) -> bytes | None:
+    """Arguments as a key: 1, 1.0 and True are equal, but not all allowed. None of those that are no plain data."""
     try:
-        said = marshal.dumps(arguments, 2)  # 1, 1.0 and True are equal, but not what they are allowed for
+        return marshal.dumps(arguments, 2)
     except ValueError:
         return None
-    included, excluded = thread_state()
-    casts = None if excluded == NO_MODE[1] else torch.get_autocast_dtype(input.device.type)
-    tracked = None
-    if torch.is_grad_enabled():
-        tracked = input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
-    of_bias = None
-    if bias is not None:
-        of_bias = bias.shape, bias.stride(), bias.dtype, bias.device, _keys_of(bias).raw_repr()
-    dtype, device = input.dtype, input.device
-    return (
-        *(input.shape, input.stride(), dtype, device, _keys_of(input).raw_repr()),
-        *(weight.shape, weight.stride(), weight.dtype, weight.device, _keys_of(weight).raw_repr()),
-        *(of_bias, said, included, excluded, casts, tracked),
-        *(_function_modes(), _profiled(), forward_ad._current_level, torch_precision(dtype, device)),
-    )
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
@@ -97,6 +115,28 @@ class _Recipe:
         self.forward, self.backward = forward, backward
         self.of_input, self.of_weight = of_input, of_weight
         self.gradients: dict[Hashable, Callable[..., tuple[Tensor | None, Tensor | None]]] = {}
+        self.unasked = [0, 0, 0]
+
+    def asked(self, ctx: Any) -> list[bool]:
+        """Of which tensors this backward pass wants the gradient.
+
+        torch refuses to say it of leaves that autograd.grad asks for, and its refusal takes 100 us. So for a while
+        after one, the gradient is taken to be asked for, which is right whether it is or not.
+        """
+        wanted, nodes, unasked = [*ctx.needs_input_grad[:3]], ctx.next_functions, self.unasked
+        for i in range(3):
+            if wanted[i]:
+                if unasked[i]:
+                    unasked[i] -= 1
+                    continue
+                try:
+                    wanted[i] = _is_executed(nodes[i][0])
+                except RuntimeError:
+                    unasked[i] = _ASKED_ANEW
+        return wanted
+
+
+_is_executed = torch._C._will_engine_execute_node
 
 
 class _Recorded(torch.autograd.Function):
@@ -109,18 +149,17 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         recipe, (input, weight) = ctx.recipe, ctx.saved_tensors
-        asked = is_asked_for(ctx, 0), is_asked_for(ctx, 1), is_asked_for(ctx, 2)
+        of_input, of_weight, of_bias = recipe.asked(ctx)
         if torch.is_grad_enabled() or type(grad) is not Tensor:  # a second backward pass may follow
-            return *recipe.backward(*as_plain((grad,)), input, weight, *asked), None
-        of_input, of_weight, of_bias = asked
+            return *recipe.backward(*as_plain((grad,)), input, weight, of_input, of_weight, of_bias), None
         grad_input = grad_weight = None
         if of_input or of_weight:
-            precision = torch_precision(grad.dtype, grad.device)
+            precision = torch_precision(grad.dtype, grad.device) if grad.dtype is torch.float32 else None
             key = grad.stride(), _keys_of(grad).raw_repr(), thread_state(), of_input, of_weight, precision
             known = recipe.gradients.get(key)
             if known is None:
                 if autocast_of_plain(grad) is None:
-                    return *recipe.backward(grad, input, weight, *asked), None
+                    return *recipe.backward(grad, input, weight, of_input, of_weight, of_bias), None
                 known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, of_input, of_weight)
             grad_input, grad_weight = known(grad, input, weight)
         return grad_input, grad_weight, grad.sum((0, 2, 3)) if of_bias else None, None

@@ -108,8 +108,11 @@ def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Ste
         return lambda *addresses: run(stream_of(index), 0, *addresses)
 
     def call(*addresses: int) -> int:
-        with torch.cuda.device(index):  # of whose streams torch has a handle
-            return run(stream_of(index), torch.cuda.current_blas_handle(), *addresses)
+        if torch._C._cuda_getDevice() == index:
+            launch.make_current(index)  # for torch's handle
+            return run(stream_of(index), torch._C._cuda_getCurrentBlasHandle(), *addresses)
+        with torch.cuda.device(index):
+            return run(stream_of(index), torch._C._cuda_getCurrentBlasHandle(), *addresses)
 
     return call
 

@@ -50,13 +50,8 @@ class Kernel:
         self._current_stream = torch._C._cuda_getCurrentRawStream  # torch has it only where it is built for CUDA
 
     def make_current(self) -> None:
-        """Give this thread the device's context, for what calls the driver before the first launch.
-
-        A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has none.
-        """
-        if self._device_index not in _thread.devices:
-            Device(self._device_index).set_current()
-            _thread.devices |= {self._device_index}
+        """See :func:`make_current`."""
+        make_current(self._device_index)
 
     def launch(
         self,
@@ -87,6 +82,16 @@ class Kernel:
                 f"{self.name}: launch failed with {status.name}; grid {grid}, block {block}, "
                 f"{shared_bytes} bytes of shared memory"
             )
+
+
+def make_current(device_index: int) -> None:
+    """Give this thread the device's context, for what calls the driver before the first launch.
+
+    A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has none.
+    """
+    if device_index not in _thread.devices:
+        Device(device_index).set_current()
+        _thread.devices |= {device_index}
 
 
 def _overlapping(grid: Extent3, block: Extent3, shared_bytes: int) -> Any:
