@@ -21,8 +21,6 @@ from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
 
-_USUAL = (Tensor, torch.nn.Parameter)  # types of a weight, and of a bias that is not None
-
 
 def conv_transpose2d(
     input: Tensor,
@@ -72,13 +70,10 @@ def conv_transpose2d(
         *(stride, padding, output_padding, groups, dilation),
         *(algorithm, precision, workspace_limit),
     )
-    usual = type(input) is Tensor and type(weight) in _USUAL and (bias is None or type(bias) in _USUAL)
+    usual = plain.are_usual(input, weight, bias)
     key = None
     if usual and not torch.compiler.is_compiling() and (said := plain.as_said(arguments)) is not None:
-        try:
-            known = plain.known(key := plain.signature(input, weight, bias, said))
-        except RuntimeError:  # of tensors without strides
-            known = None
+        known, key = plain.known(input, weight, bias, said)
         if known is not None:
             return known(input, weight, bias)
     if not usual and arrays.are_foreign(input, weight, bias):

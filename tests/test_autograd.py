@@ -213,14 +213,17 @@ def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, 
     monkeypatch.setattr(selection, "choose_gradients", lambda *arguments: gradients)
     monkeypatch.setattr(implementation, "plans", {})
     formats = []
-    for name in ("choice", "input_grad"):  # of programs, and of torch's operator
 
-        def recorded(itself, config, *direction, original=getattr(type(chosen), name)):
+    def recording(original):
+        def recorded(itself, config, *direction):
             if direction != ("forward",):
                 formats.append(config.memory_format)
             return original(itself, config, *direction)
 
-        monkeypatch.setattr(type(chosen), name, recorded)
+        return recorded
+
+    for name in ("choice", "input_grad"):  # of programs, and of torch's operator
+        monkeypatch.setattr(type(chosen), name, recording(getattr(type(chosen), name)))
     dtype = torch.float16 if device == "cuda" else torch.float32
     if chosen.why_not(Config(problem_of(case), dtype, torch.device(device))) is not None:
         pytest.skip(f"{algorithm} is not for {device}")

@@ -18,7 +18,7 @@ from gemmconv.geometry import Problem
 from tests.cases import TILED_CASES
 from tests.compiling import compile_into
 from tests.gates.modes import branches
-from tests.samples import problem_of
+from tests.samples import config_of, problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
@@ -44,7 +44,7 @@ from gemmconv.kernels.sm90 import (
     wgrad_nchw,
     wgrad_nhwc,
 )
-from gemmconv.kernels.splits import reduce_splits, reduce_wgrad_splits
+from gemmconv.kernels.splits import bias_grad, reduce_splits, reduce_wgrad_splits
 from gemmconv.kernels.weights import pack_k_major
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
@@ -96,6 +96,9 @@ def kernel_variants():
             if both.computes_both(problem, dtype.itemsize):
                 macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7, input_grad=True)
                 variants[f"direct_weight_grad-both-{label}"] = ("direct/weight_grad.cu", macros)
+            for layout in (torch.contiguous_format, torch.channels_last):
+                macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout), 2)
+                variants[f"bias_grad-{dtype}-{macros['LANES']}-{macros['VECTOR']}"] = ("splits/bias_grad.cu", macros)
             variants[f"reduce_splits-{dtype}"] = ("splits/reduce_splits.cu", reduce_splits.sum_partials_macros(dtype))
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct/forward_mma.cu", macros)

@@ -75,8 +75,10 @@ class Call:
         same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
         as_they_are = same_type and arguments == [*range(len(tensors))] and not (any(fits) or after)
         call = _of_any(program.dtype, run, made, scratch, arguments, fits, after)
-        shortest = _SHORTEST.get((len(made), len(tensors)))
-        return call if shortest is None or not as_they_are else shortest(run, made, scratch, call)
+        if not as_they_are:
+            return call
+        forward = len(made) == 1 and len(tensors) == 3
+        return (_forward if forward else _several)(run, made, scratch, call)
 
     def _lowered(self, step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool) -> executor.Step:
         """A step as the executor takes it, of a weight of either format."""
@@ -136,10 +138,8 @@ def _of_any(
 
 # The same where torch does nothing to the tensors, without a loop: what a call of a small layer waits for.
 
-Shortest = Callable[[executor.Run, Sequence[tuple[Any, Any]], int, Callable[..., Any]], Callable[..., Any]]
 
-
-def _one_of_three(
+def _forward(
     run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
 ) -> Callable[..., Any]:
     ((shape, strides),) = made
@@ -153,35 +153,26 @@ def _one_of_three(
     return call
 
 
-def _one_of_two(
+def _several(
     run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
 ) -> Callable[..., Any]:
-    ((shape, strides),) = made
+    """Of gradients, none of whose tensors may be None."""
+    single = len(made) == 1
 
-    def call(first: Any, second: Any) -> Any:
-        result = first.new_empty_strided(shape, strides)
-        scratch = first.new_empty(scratch_elements) if scratch_elements else result
-        misaligned = run(result.data_ptr(), first.data_ptr(), second.data_ptr(), scratch.data_ptr())
-        return of_any(first, second) if misaligned else result
-
-    return call
-
-
-def _two_of_three(
-    run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
-) -> Callable[..., Any]:
-    (shape, strides), (other_shape, other_strides) = made
-
-    def call(first: Any, second: Any, third: Any) -> Any:
-        result, other = first.new_empty_strided(shape, strides), first.new_empty_strided(other_shape, other_strides)
-        scratch = first.new_empty(scratch_elements) if scratch_elements else result
-        addresses = result.data_ptr(), other.data_ptr(), first.data_ptr(), second.data_ptr(), third.data_ptr()
-        return of_any(first, second, third) if run(*addresses, scratch.data_ptr()) else (result, other)
+    def call(*tensors: Any) -> Any:
+        first = tensors[0]
+        results = [first.new_empty_strided(shape, strides) for shape, strides in made]
+        addresses = [result.data_ptr() for result in results]
+        for tensor in tensors:
+            addresses.append(tensor.data_ptr())
+        if scratch_elements:
+            scratch = first.new_empty(scratch_elements)
+            addresses.append(scratch.data_ptr())
+        if run(*addresses):
+            return of_any(*tensors)
+        return results[0] if single else tuple(results)
 
     return call
-
-
-_SHORTEST: dict[tuple[int, int], Shortest] = {(1, 3): _one_of_three, (1, 2): _one_of_two, (2, 3): _two_of_three}
 
 
 def brought_to_form(program: Program, tensors: Tensors, device: torch.device) -> tuple[list[Fit | None], Program, bool]:

@@ -78,19 +78,27 @@ class Backward(NamedTuple):
         return grad_input, grad_weight, grad.sum((0, 2, 3)) if of_bias else None
 
     def prepared(
-        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool
-    ) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-        """What computes the same from tensors of such strides, without the dispatcher; the bias's is left out."""
-        if not of_weight:
-            call = prepared("input_grad", (grad, weight), tuple(self.input_size), self.options)
-            return lambda grad, input, weight: (call(grad, weight), None)
+        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
+    ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """What computes the same from tensors of such strides, without the dispatcher."""
         strides = self.weight_strides
         if strides == strides_of(self.weight_shape, torch.contiguous_format):
             strides = None
-        if not of_input:
-            call = prepared("weight_grad", (grad, input), tuple(self.weight_shape[2:]), self.options, strides)
-            return lambda grad, input, weight: (None, call(grad, input))
-        return prepared("grads", (grad, input, weight), None, self.options, strides)
+        if of_input and of_weight:
+            call = prepared("grads", (grad, input, weight), None, self.options, strides, of_bias)
+            return call if of_bias else lambda grad, input, weight: (*call(grad, input, weight), None)
+        if of_input:
+            one = prepared("input_grad", (grad, weight), tuple(self.input_size), self.options, None, of_bias)
+            if of_bias:
+                return lambda grad, input, weight: ((found := one(grad, weight))[0], None, found[1])
+            return lambda grad, input, weight: (one(grad, weight), None, None)
+        if of_weight:
+            sizes = tuple(self.weight_shape[2:])
+            one = prepared("weight_grad", (grad, input), sizes, self.options, strides, of_bias)
+            if of_bias:
+                return lambda grad, input, weight: (None, *one(grad, input))
+            return lambda grad, input, weight: (None, one(grad, input), None)
+        return lambda grad, input, weight: (None, None, grad.sum((0, 2, 3)) if of_bias else None)
 
 
 # Gradients. That of a setting is None.

@@ -27,6 +27,7 @@ from gemmconv.kernels.base import (
 )
 from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
 from gemmconv.kernels.program import Program, Strides, one_after_the_other
+from gemmconv.kernels.splits import bias_grad
 from gemmconv.ops.schemas import (
     Arguments,
     Options,
@@ -94,13 +95,19 @@ def _compute(direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments
 
 
 def prepared(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, weight_format: Strides | None = None
+    direction: Pass,
+    tensors: Tensors,
+    sizes: Any,
+    arguments: Arguments,
+    weight_format: Strides | None = None,
+    with_bias: bool = False,
 ) -> Callable[..., Any]:
     """The prepared call of an operator on tensors of such shapes and strides.
 
     Args:
         direction, tensors, sizes, arguments: the operator, and what it is called with.
         weight_format: strides of the weight's gradient, if they are not those of a contiguous tensor.
+        with_bias: whether the bias's gradient is to be returned too, as the last.
     """
     first, second = tensors[0], tensors[1]
     options = Options(*hashable(arguments))
@@ -121,6 +128,8 @@ def prepared(
                 call = getattr(selection.choose(config, options.algorithm, where, direction), direction)(config)
             if weight_format is not None:
                 call = _returning(call, weight_format, first.device)
+            if with_bias:
+                call = _with_bias(call, _config(problem, first, first, options, current))
             bind = getattr(call, "bind", None)  # of programs
             return call if bind is None else bind(*tensors)
 
@@ -129,7 +138,7 @@ def prepared(
         native = options._replace(algorithm="native")  # for where kernels cannot be had
         return with_fallback(first.device, lambda: prepare(options), lambda: prepare(native))
 
-    key = (direction, *map(_signature, tensors), sizes, options, current, weight_format)
+    key = (direction, *map(_signature, tensors), sizes, options, current, weight_format, with_bias)
     call: Callable[..., Any] = planned(key, make)
     return call
 
@@ -149,6 +158,20 @@ def _returning(call: Callable[..., Any], strides: Strides, device: torch.device)
         return with_strides(results, strides)
 
     return with_format
+
+
+def _with_bias(call: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """The call of gradients, which returns the bias's too."""
+    program: Program | None = getattr(call, "program", None)
+    if program is not None and config.device.type == "cuda" and (last := bias_grad.program(config)) is not None:
+        return one_after_the_other(program.arguments, program, last).prepare(config.device)
+
+    def with_sum(grad_output: Tensor, *tensors: Tensor) -> Any:
+        results = call(grad_output, *tensors)
+        of_bias = grad_output.sum((0, 2, 3))
+        return (*results, of_bias) if isinstance(results, tuple) else (results, of_bias)
+
+    return with_sum
 
 
 def _prepared_grads(

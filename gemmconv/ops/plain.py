@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from gemmconv.dispatch import as_plain, autocast_of_plain, thread_state
+from gemmconv.dispatch import as_plain, autocast_of_plain
 from gemmconv.ops import implementation
 from gemmconv.ops.autocast import to_autocast_dtype
 from gemmconv.ops.autograd import Backward
@@ -32,6 +32,7 @@ _has_grad, _has_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enab
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 _profiled = torch._C._autograd._profiler_enabled
+_USUAL = (Tensor, Parameter)  # types of a weight, and of a bias
 _ASKED_ANEW = 64  # calls
 
 
@@ -114,26 +115,29 @@ class _Recipe:
     def __init__(self, forward: Call, backward: Backward, of_input: bool, of_weight: bool) -> None:
         self.forward, self.backward = forward, backward
         self.of_input, self.of_weight = of_input, of_weight
-        self.gradients: dict[Hashable, Callable[..., tuple[Tensor | None, Tensor | None]]] = {}
+        self.gradients: dict[Hashable, Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]] = {}
         self.unasked = [0, 0, 0]
 
-    def asked(self, ctx: Any) -> list[bool]:
+    def asked(self, ctx: Any) -> tuple[bool, bool, bool]:
         """Of which tensors this backward pass wants the gradient.
 
         torch refuses to say it of leaves that autograd.grad asks for, and its refusal takes 100 us. So for a while
         after one, the gradient is taken to be asked for, which is right whether it is or not.
         """
-        wanted, nodes, unasked = [*ctx.needs_input_grad[:3]], ctx.next_functions, self.unasked
+        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
+        nodes, unasked = ctx.next_functions, self.unasked
+        wanted = [of_input, of_weight, of_bias]
         for i in range(3):
-            if wanted[i]:
-                if unasked[i]:
-                    unasked[i] -= 1
-                    continue
-                try:
-                    wanted[i] = _is_executed(nodes[i][0])
-                except RuntimeError:
-                    unasked[i] = _ASKED_ANEW
-        return wanted
+            if not wanted[i]:
+                continue
+            if unasked[i]:
+                unasked[i] -= 1
+                continue
+            try:
+                wanted[i] = _is_executed(nodes[i][0])
+            except RuntimeError:
+                unasked[i] = _ASKED_ANEW
+        return wanted[0], wanted[1], wanted[2]
 
 
 _is_executed = torch._C._will_engine_execute_node
@@ -149,26 +153,37 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         recipe, (input, weight) = ctx.recipe, ctx.saved_tensors
-        of_input, of_weight, of_bias = recipe.asked(ctx)
-        if torch.is_grad_enabled() or type(grad) is not Tensor:  # a second backward pass may follow
-            return *recipe.backward(*as_plain((grad,)), input, weight, of_input, of_weight, of_bias), None
-        grad_input = grad_weight = None
-        if of_input or of_weight:
-            precision = torch_precision(grad.dtype, grad.device) if grad.dtype is torch.float32 else None
-            key = grad.stride(), _keys_of(grad).raw_repr(), thread_state(), of_input, of_weight, precision
-            known = recipe.gradients.get(key)
-            if known is None:
-                if autocast_of_plain(grad) is None:
-                    return *recipe.backward(grad, input, weight, of_input, of_weight, of_bias), None
-                known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, of_input, of_weight)
-            grad_input, grad_weight = known(grad, input, weight)
-        return grad_input, grad_weight, grad.sum((0, 2, 3)) if of_bias else None, None
+        asked = recipe.asked(ctx)
+        if (
+            *(torch.is_grad_enabled(), type(grad) is not Tensor),  # a second backward pass may follow
+            *(_transforms(), _function_modes(), _dispatch_modes(), _profiled()),
+        ) != _PLAIN:
+            return *recipe.backward(*as_plain((grad,)), input, weight, *asked), None
+        precision = torch_precision(grad.dtype, grad.device) if grad.dtype is torch.float32 else None
+        key = grad.stride(), grad.is_neg(), asked, precision
+        known = recipe.gradients.get(key)
+        if known is None:
+            if autocast_of_plain(grad) is None:
+                return *recipe.backward(grad, input, weight, *asked), None
+            known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, *asked)
+        return *known(grad, input, weight), None
 
 
-def known(key: Hashable) -> Call | None:
-    """What a call of this signature was found to do."""
-    call: Call | None = implementation.plans.get(key)
-    return call
+_PLAIN = (False, False, False, 0, 0, False)
+
+
+def are_usual(input: object, weight: object, bias: object) -> bool:
+    """Whether these are torch's own tensors, of no other class, and parameters."""
+    return type(input) is Tensor and type(weight) in _USUAL and (bias is None or type(bias) in _USUAL)
+
+
+def known(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -> tuple[Call | None, Hashable]:
+    """What such a call was found to do, if it is known, and its signature."""
+    try:
+        key = signature(input, weight, bias, said)
+    except RuntimeError:  # of tensors without strides
+        return None, None
+    return implementation.plans.get(key), key
 
 
 def keep(key: Hashable, call: Call) -> None:

@@ -23,11 +23,15 @@ def partial_bytes(config: Config, slices: int) -> int:
 
 
 def sum_partials(config: Config, slices: int) -> Launch:
-    """The launch that adds up ``partials``, uninitialised at first, in ``grad_weight``."""
-    elements = math.prod(config.problem.weight_shape)
-    params: Params = {"partials, sums": ("partials", "grad_weight"), "elements": Long(elements), "slices": slices}
+    """The launch that adds up ``partials`` in ``grad_weight``."""
+    return sums(config.dtype, math.prod(config.problem.weight_shape), slices, "partials", "grad_weight")
+
+
+def sums(dtype: torch.dtype, elements: int, slices: int, partials: str, target: str) -> Launch:
+    """The launch that adds up so many slices of as many elements."""
+    params: Params = {"partials, sums": (partials, target), "elements": Long(elements), "slices": slices}
     grid = -(-elements // 32), 1, 1
-    return Launch("splits/reduce_splits.cu", sum_partials_macros(config.dtype), grid, (256, 1, 1), params)
+    return Launch("splits/reduce_splits.cu", sum_partials_macros(dtype), grid, (256, 1, 1), params)
 
 
 def with_partials(

@@ -1,0 +1,72 @@
+"""Gradients of biases: host side of csrc/splits/bias_grad.cu."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gemmconv.kernels.base import Config, accumulator_dtype
+from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, reciprocal
+from gemmconv.kernels.splits.reduce_splits import sums
+
+_THREADS = 256
+_ITEMS = 8  # of a thread, at least, before there are several slices
+_BLOCKS = 4  # of a multiprocessor, at most, of several slices
+_VECTOR_BYTES = 16
+_INT32_MAX = 2**31 - 1
+
+
+def vector_of(config: Config) -> int:
+    """Elements that are loaded together: of a row of pixels in NCHW, of channels in channels_last."""
+    p = config.problem
+    extent = p.out_channels if config.memory_format is torch.channels_last else p.out_pixels
+    return math.gcd(extent, _VECTOR_BYTES // config.dtype.itemsize)
+
+
+def slices_of(items: int, least: int, most: int) -> int:
+    """How many slices items are added up in: at most so many, of at least so many items."""
+    return max(1, min(-(-items // least), most))
+
+
+def bias_grad_macros(config: Config, slices: int) -> Macros:
+    """Macros that specialise csrc/splits/bias_grad.cu."""
+    vector, channels_last = vector_of(config), config.memory_format is torch.channels_last
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+        "RESULT_T": ELEMENT_TYPES[config.dtype if slices == 1 else accumulator_dtype(config.dtype)],
+        "CHANNELS_LAST": int(channels_last),
+        "VECTOR": vector,
+        "LANES": min(32, power_of_two(config.problem.out_channels // vector)) if channels_last else 1,
+    }
+
+
+def program(config: Config) -> Program | None:
+    """``grad_bias`` from ``grad_output`` in the configuration's format, None where the kernel's integers end."""
+    p, channels_last = config.problem, config.memory_format is torch.channels_last
+    vector = vector_of(config)
+    units = p.out_pixels // vector
+    items = p.batch * (p.out_pixels if channels_last else units)
+    if items == 0 or items + _INT32_MAX // 1024 > _INT32_MAX or config.dtype not in ELEMENT_TYPES:
+        return None
+    macros = bias_grad_macros(config, 1)
+    lanes = int(macros["LANES"])
+    blocks = -(-p.out_channels // (lanes * vector)) if channels_last else p.out_channels
+    slices = slices_of(items, _ITEMS * _THREADS // lanes, _BLOCKS * config.spec.multiprocessors // blocks)
+    share = -(-items // slices)
+    params: Params = {
+        "grad_output, sums": ("grad_output", "sums" if slices > 1 else "grad_bias"),
+        "by_units": reciprocal(max(1, units)),
+        "channels, units, items, share": (p.out_channels, units, items, share),
+    }
+    grid, block = (blocks, slices, 1), (_THREADS, 1, 1)
+    main = Launch("splits/bias_grad.cu", bias_grad_macros(config, slices), grid, block, params)
+    operand = Operand("grad_output", config.memory_format, vector * config.dtype.itemsize)
+    output = Output("grad_bias", (p.out_channels,), (1,))
+    if slices == 1:
+        return Program(config.dtype, (operand,), (output,), (main,))
+    add_up = sums(config.dtype, p.out_channels, slices, "sums", "grad_bias")
+    scratch = {"sums": slices * p.out_channels * accumulator_dtype(config.dtype).itemsize}
+    return Program(config.dtype, (operand,), (output,), (main, add_up), scratch)
