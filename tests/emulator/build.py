@@ -31,7 +31,7 @@ _HINDRANCES = ("Resource temporarily unavailable", "Cannot allocate memory", "Ki
 _PAUSES = (1, 2, 4, 8, 15, 30, 60)  # seconds between tries
 _AFTER_OTHERS = ["nice", "-n", "10"] if shutil.which("nice") else []  # tests go first
 _KEPT_SECONDS = 3 * 24 * 3600  # for libraries that no test has used
-_SCHEDULERS: dict[str, ctypes.PyDLL] = {}  # of the process, whatever their folder: kernels would mix the symbols of two
+_SCHEDULERS: dict[str, ctypes.CDLL] = {}  # of the process, whatever their folder: kernels would mix the symbols of two
 
 
 def compiler() -> str | None:
@@ -58,7 +58,7 @@ class Builder:
         """The library that launches kernels; the libraries of the kernels take symbols from it."""
         path = self._scheduler.result()
         if path.name not in _SCHEDULERS:
-            _SCHEDULERS[path.name] = ctypes.PyDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # one launch at a time
+            _SCHEDULERS[path.name] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         library = _SCHEDULERS[path.name]
         library.emulator_launch.restype = ctypes.c_char_p
         library.emulator_launch.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_size_t] * 2]
