@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -1092,260 +1093,129 @@ GRADS_MMA_RUNS += [
 
 
 # What is true of some tiles of the usual runs of a kernel, and not of others.
+# fmt: off
 TILE_PATHS = {
-    "gemm_depth_to_space": (
-        SHUFFLE_RUNS,
-        [
-            lambda tile: tile.packed,
-            lambda tile: tile.held,
-            lambda tile: tile.positions % 128 == 0,
-            lambda tile: tile.positions > 128,
-            lambda tile: tile.problem.in_pixels % 128 == 0,
-            lambda tile: tile.input_size[1] % 2 == 0,
-            lambda tile: tile.input_size == tile.problem.input_size,
-            lambda tile: tile.sets > 1,
-            lambda tile: tile.line_blocks % tile.sets == 0,
-            lambda tile: tile.blocks > 1,
-            lambda tile: tile.chunks > 1,
-            lambda tile: tile.chunks > 8,  # those before are unrolled
-            lambda tile: tile.ring_sizes[0] > tile.chunks,
-            lambda tile: tile.lines % 64 == 0,
-            lambda tile: tile.piece * tile.itemsize == 16,
-            lambda tile: tile.problem.kernel_size[1] == 1,
-            lambda tile: tile.problem.kernel_size[1] > 2,
-            lambda tile: tile.problem.in_channels * tile.itemsize % 128 == 0,
-            lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
-        ],
-    ),
-    "implicit_gemm_nhwc": (
-        CELL_ROW_RUNS,
-        [
-            lambda tile: tile.packed,
-            lambda tile: tile.kept,
-            lambda tile: tile.group == 0,
-            lambda tile: tile.group == 8,
-            lambda tile: tile.group > 8,
-            lambda tile: tile.group > 8 and tile.images > 1,
-            lambda tile: tile.group > 8 and tile.segments > 1,
-            lambda tile: tile.row_blocks == 2,
-            lambda tile: tile.images > 1,
-            lambda tile: tile.problem.batch % tile.images > 0,
-            lambda tile: tile.strips > 1,
-            lambda tile: tile.strips * tile.strip_cells > cells_of(tile.problem)[1],
-            lambda tile: tile.segments > 1,
-            lambda tile: tile.group == 0 and tile.segments > 1 and tile.rows % tile.strip_cells > 0,
-            lambda tile: tile.chunks > 1,
-            lambda tile: tile.line_blocks > 1,
-            lambda tile: tile.lines % 64 == 0,
-            lambda tile: tile.problem.out_channels % tile.lines == 0,
-            lambda tile: tile.problem.in_channels % tile.channels == 0,
-            lambda tile: tile.ring_sizes[0] > 2,
-            lambda tile: (
-                tile.chunks * tile.problem.taps > 24 * math.prod(tile.problem.stride)
-            ),  # more than are unrolled
-            lambda tile: all(
-                size % step == 0 for size, step in zip(tile.problem.kernel_size, tile.problem.stride, strict=True)
-            ),
-        ],
-    ),
-    "gemm_fold_pixels": (
-        IMAGE_ROW_RUNS,
-        [
-            lambda tile: tile.packed,
-            lambda tile: tile.held,
-            lambda tile: tile.row_blocks == 2,
-            lambda tile: tile.windows[0] > 1,
-            lambda tile: tile.windows[2] > 0,
-            lambda tile: tile.item_positions % 128 == 0,
-            lambda tile: tile.images > 1,
-            lambda tile: tile.problem.batch % tile.images > 0,
-            lambda tile: tile.sets > 1,
-            lambda tile: tile.blocks > 1,
-            lambda tile: tile.chunks > 1,
-            lambda tile: tile.lines // tile.problem.taps // tile.fold_outs % 2 == 1,
-            lambda tile: tile.lines // tile.problem.taps // tile.fold_outs > 2,
-            lambda tile: tile.cells > 128,  # all threads gather the same output channels
-            lambda tile: tile.parts > 1,
-            lambda tile: tile.parts > 1 and tile.problem.kernel_size[1] % tile.problem.stride[1] > 0,
-            lambda tile: 16 % tile.problem.taps == 0,
-            lambda tile: tile.piece * tile.itemsize == 16,
-            lambda tile: tile.vector > 1,
-            lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
-            lambda tile: cells_of(tile.problem) == tile.problem.input_size,
-        ],
-    ),
-    "gemm_fold": (
-        IMAGE_RUNS,
-        [
-            lambda tile: tile.in_place,
-            lambda tile: tile.fold_warps == 4,
-            lambda tile: tile.warpgroups == 2,
-            lambda tile: tile.blocks == 2,
-            lambda tile: tile.turned,
-            lambda tile: tile.piece == 4,
-            lambda tile: tile.images > 1,
-            lambda tile: tile.problem.batch % tile.images > 0,
-            lambda tile: tile.positions < tile.columns,
-            lambda tile: tile.folded < tile.positions,
-            lambda tile: tile.vector > 1,
-            lambda tile: tile.turned and tile.stages == 3 and tile.chunks > 2,
-            lambda tile: not tile.turned and tile.stages == 2 and tile.chunks > 2,
-            lambda tile: tile.problem.in_channels % 64 == 0,
-            lambda tile: tile.problem.out_channels % tile.tile_outs == 0,
-            lambda tile: cells_of(tile.problem) == tile.problem.input_size,
-        ],
-    ),
-    "gemm_fold_rows_tf32": (
-        [run for run in ROW_RUNS if run.tf32],
-        [
-            lambda tile: tile.direction == "forward",
-            lambda tile: tile.multiplied % tile.columns == 0,
-            lambda tile: tile.multiplied < tile.input_size[1],
-            lambda tile: tile.vector == 1,
-            lambda tile: tile.vector == 4,
-            lambda tile: tile.delayed == 0,
-            lambda tile: max(tile.delays) == 8,
-            lambda tile: tile.lines == len(tile.taps_across) * tile.outs,
-            lambda tile: tile.channels == tile.in_channels,
-            lambda tile: tile.out_channels % tile.outs == 0,
-            lambda tile: tile.channel_sets > 1,
-            lambda tile: tile.chunks > 1,
-            lambda tile: tile.chunk > 8,
-            lambda tile: tile.taps_together < tile.weight_rows,
-            lambda tile: tile.taps_together > 1 and tile.groups == 1,
-            lambda tile: tile.taps_together > 1 and tile.groups > 1,
-            lambda tile: tile.weight_rows % 2 == 1,
-            lambda tile: tile.stages > 2 * tile.chunks,
-            lambda tile: tile.whole_sectors,
-            lambda tile: tile.problem.groups > 1,
-            lambda tile: len({*map(len, tile.taps_down)}) > 1,
-            lambda tile: tile.cells[0] % tile.rows > 0,
-            lambda tile: tile.cells[0] > tile.rows,
-        ],
-    ),
-    "gemm_fold_rows": (
-        [run for run in ROW_RUNS if not run.tf32],
-        [
-            lambda tile: tile.direction == "forward",
-            lambda tile: tile.slots == 2,
-            lambda tile: tile.rows == 2,
-            lambda tile: tile.columns == 64,
-            lambda tile: tile.steps > 1,
-            lambda tile: tile.multiplied % tile.columns == 0,
-            lambda tile: tile.multiplied < tile.input_size[1],
-            lambda tile: tile.line_cells < tile.columns,
-            lambda tile: tile.whole_sectors,
-            lambda tile: tile.whole_sectors and tile.vector < math.gcd(2 * tile.span[1], 8),  # words are cut
-            lambda tile: tile.vector == 1,
-            lambda tile: tile.vector == 8,
-            lambda tile: tile.delayed == 0,
-            lambda tile: max(tile.delays) == 8,
-            lambda tile: len(tile.taps_across) % tile.slots == 0,
-            lambda tile: tile.channels == tile.in_channels,
-            lambda tile: tile.out_channels % tile.outs == 0,
-            lambda tile: tile.channel_sets > 1,
-            lambda tile: tile.problem.groups > 1,
-            lambda tile: len({*map(len, tile.taps_down)}) > 1,
-            lambda tile: any(-1 in own for rows in tile.row_taps for own in rows),
-            lambda tile: tile.row_step > 1,
-            lambda tile: tile.cells[0] % tile.rows > 0,
-        ],
-    ),
-    "wgrad_nchw": (
-        GRADIENT_RUNS,
-        [
-            lambda tile: tile.flat,
-            lambda tile: tile.lines > 1,
-            lambda tile: tile.lines > 1 and tile.flat,
-            lambda tile: tile.pixels * tile.itemsize == 64,
-            lambda tile: tile.sides_co > 1,
-            lambda tile: tile.sides_h > 1,
-            lambda tile: tile.sides_w > 1,
-            lambda tile: tile.taps[0] > 1,
-            lambda tile: tile.taps[1] > 1,
-            lambda tile: tile.vector > 1,
-            lambda tile: tile.shift > 0,
-            lambda tile: tile.segment < tile.tile_w,
-            lambda tile: tile.weight_blocks > 1,
-            lambda tile: tile.block_taps[0] < tile.problem.kernel_size[0],
-            lambda tile: tile.block_taps[1] < tile.problem.kernel_size[1],
-            lambda tile: tile.warpgroups == 3,
-            lambda tile: tile.split,
-            lambda tile: tile.planes == 1,
-            lambda tile: tile.planes > 1,
-            lambda tile: tile.planes and any(tile.problem.padding),
-            lambda tile: tile.odd,
-            lambda tile: tile.padded_bytes,
-            lambda tile: tile.padded_bytes and tile.flat,
-        ],
-    ),
-    "wgrad_nhwc": (
-        LINES_RUNS,
-        [
-            lambda tile: tile.size[0] > 1,
-            lambda tile: tile.pair_rows,
-            lambda tile: tile.sides[0] > 1,
-            lambda tile: tile.sides[1] > 1,
-            lambda tile: tile.taps_h.sides > 1,
-            lambda tile: tile.taps_w.sides > 1,
-            lambda tile: tile.atoms > 1,
-            lambda tile: tile.merged > 1,
-            lambda tile: tile.taps_h.extra,
-            lambda tile: tile.taps_w.extra,
-            lambda tile: tile.taps_h.boxes > 1,
-            lambda tile: tile.taps_w.boxes > 1,
-            lambda tile: 1 < tile.taps_w.boxes < tile.taps_w.taps,
-            lambda tile: tile.size[2] % 8,
-            lambda tile: tile.columns % 64,
-            lambda tile: tile.weight_blocks > 1,
-            lambda tile: tile.warpgroups == 3,
-            lambda tile: tile.products > 1,
-        ],
-    ),
-    "gemm_fold_narrow": (
-        FOLD_RUNS,
-        [
-            lambda tile: tile.whole_rows,
-            lambda tile: tile.left > 0,
-            lambda tile: tile.strips > 1,
-            lambda tile: tile.segments > 1,
-            lambda tile: tile.split,
-            lambda tile: tile.warpgroups == 2,
-            lambda tile: tile.loaders == 64,
-            lambda tile: tile.stages == 3,
-            lambda tile: tile.boxed,
-            lambda tile: tile.boxed and tile.channels_last,
-            lambda tile: tile.boxed and tile.strips > 1,
-            lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.columns > tile.line,
-            lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.rows > 1,
-            lambda tile: tile.flat,
-            lambda tile: tile.flat and tile.positions > tile.line,
-            lambda tile: tile.rows_together > 1,
-            lambda tile: tile.folded > tile.folders,
-            lambda tile: tile.vector > 1,
-            lambda tile: tile.positions > 64 * tile.warpgroups,
-            lambda tile: tile.steps * 32 > tile.problem.in_channels * tile.itemsize,
-            lambda tile: tile.steps > 8 and not tile.split,
-        ],
-    ),
-    "grads_mma": (
-        GRADS_MMA_RUNS,
-        [
-            lambda tile: tile.planes > 8,
-            lambda tile: tile.planes > 16,
-            lambda tile: tile.planes % 16 == 8 and tile.planes > 16,
-            lambda tile: tile.problem.gemm_k > 8 * tile.ci_warps,
-            lambda tile: tile.problem.gemm_k % 8 == 0 and tile.problem.gemm_k % (8 * tile.ci_warps) > 0,
-            lambda tile: tile.row_warps == 1,
-            lambda tile: tile.column_warps == 1,
-            lambda tile: tile.rows == 4,
-            lambda tile: tile.size[0] < tile.problem.input_size[0],
-            lambda tile: tile.size[1] < tile.problem.input_size[1],
-        ],
-    ),
+    "gemm_depth_to_space": (SHUFFLE_RUNS, [
+        lambda tile: tile.packed, lambda tile: tile.held, lambda tile: tile.positions % 128 == 0,
+        lambda tile: tile.positions > 128, lambda tile: tile.problem.in_pixels % 128 == 0,
+        lambda tile: tile.input_size[1] % 2 == 0, lambda tile: tile.input_size == tile.problem.input_size,
+        lambda tile: tile.sets > 1, lambda tile: tile.line_blocks % tile.sets == 0, lambda tile: tile.blocks > 1,
+        lambda tile: tile.chunks > 1,
+        # Those before are unrolled.
+        lambda tile: tile.chunks > 8, lambda tile: tile.ring_sizes[0] > tile.chunks, lambda tile: tile.lines % 64 == 0,
+        lambda tile: tile.piece * tile.itemsize == 16, lambda tile: tile.problem.kernel_size[1] == 1,
+        lambda tile: tile.problem.kernel_size[1] > 2, lambda tile: tile.problem.in_channels * tile.itemsize % 128 == 0,
+        lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
+    ]),
+    "implicit_gemm_nhwc": (CELL_ROW_RUNS, [
+        lambda tile: tile.packed, lambda tile: tile.kept, lambda tile: tile.group == 0, lambda tile: tile.group == 8,
+        lambda tile: tile.group > 8, lambda tile: tile.group > 8 and tile.images > 1,
+        lambda tile: tile.group > 8 and tile.segments > 1, lambda tile: tile.row_blocks == 2,
+        lambda tile: tile.images > 1, lambda tile: tile.problem.batch % tile.images > 0, lambda tile: tile.strips > 1,
+        lambda tile: tile.strips * tile.strip_cells > cells_of(tile.problem)[1], lambda tile: tile.segments > 1,
+        lambda tile: tile.group == 0 and tile.segments > 1 and tile.rows % tile.strip_cells > 0,
+        lambda tile: tile.chunks > 1, lambda tile: tile.line_blocks > 1, lambda tile: tile.lines % 64 == 0,
+        lambda tile: tile.problem.out_channels % tile.lines == 0,
+        lambda tile: tile.problem.in_channels % tile.channels == 0, lambda tile: tile.ring_sizes[0] > 2,
+        # More than are unrolled.
+        lambda tile: (tile.chunks * tile.problem.taps > 24 * math.prod(tile.problem.stride)),
+        lambda tile: not any(map(operator.mod, tile.problem.kernel_size, tile.problem.stride)),
+    ]),
+    "gemm_fold_pixels": (IMAGE_ROW_RUNS, [
+        lambda tile: tile.packed, lambda tile: tile.held, lambda tile: tile.row_blocks == 2,
+        lambda tile: tile.windows[0] > 1, lambda tile: tile.windows[2] > 0, lambda tile: tile.item_positions % 128 == 0,
+        lambda tile: tile.images > 1, lambda tile: tile.problem.batch % tile.images > 0, lambda tile: tile.sets > 1,
+        lambda tile: tile.blocks > 1, lambda tile: tile.chunks > 1,
+        lambda tile: tile.lines // tile.problem.taps // tile.fold_outs % 2 == 1,
+        lambda tile: tile.lines // tile.problem.taps // tile.fold_outs > 2,
+        # All threads gather the same output channels.
+        lambda tile: tile.cells > 128, lambda tile: tile.parts > 1,
+        lambda tile: tile.parts > 1 and tile.problem.kernel_size[1] % tile.problem.stride[1] > 0,
+        lambda tile: 16 % tile.problem.taps == 0, lambda tile: tile.piece * tile.itemsize == 16,
+        lambda tile: tile.vector > 1, lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
+        lambda tile: cells_of(tile.problem) == tile.problem.input_size,
+    ]),
+    "gemm_fold": (IMAGE_RUNS, [
+        lambda tile: tile.in_place, lambda tile: tile.fold_warps == 4, lambda tile: tile.warpgroups == 2,
+        lambda tile: tile.blocks == 2, lambda tile: tile.turned, lambda tile: tile.piece == 4,
+        lambda tile: tile.images > 1, lambda tile: tile.problem.batch % tile.images > 0,
+        lambda tile: tile.positions < tile.columns, lambda tile: tile.folded < tile.positions,
+        lambda tile: tile.vector > 1, lambda tile: tile.turned and tile.stages == 3 and tile.chunks > 2,
+        lambda tile: not tile.turned and tile.stages == 2 and tile.chunks > 2,
+        lambda tile: tile.problem.in_channels % 64 == 0, lambda tile: tile.problem.out_channels % tile.tile_outs == 0,
+        lambda tile: cells_of(tile.problem) == tile.problem.input_size,
+    ]),
+    "gemm_fold_rows_tf32": ([run for run in ROW_RUNS if run.tf32], [
+        lambda tile: tile.direction == "forward", lambda tile: tile.multiplied % tile.columns == 0,
+        lambda tile: tile.multiplied < tile.input_size[1], lambda tile: tile.vector == 1, lambda tile: tile.vector == 4,
+        lambda tile: tile.delayed == 0, lambda tile: max(tile.delays) == 8,
+        lambda tile: tile.lines == len(tile.taps_across) * tile.outs, lambda tile: tile.channels == tile.in_channels,
+        lambda tile: tile.out_channels % tile.outs == 0, lambda tile: tile.channel_sets > 1,
+        lambda tile: tile.chunks > 1, lambda tile: tile.chunk > 8, lambda tile: tile.taps_together < tile.weight_rows,
+        lambda tile: tile.taps_together > 1 and tile.groups == 1,
+        lambda tile: tile.taps_together > 1 and tile.groups > 1, lambda tile: tile.weight_rows % 2 == 1,
+        lambda tile: tile.stages > 2 * tile.chunks, lambda tile: tile.whole_sectors,
+        lambda tile: tile.problem.groups > 1, lambda tile: len({*map(len, tile.taps_down)}) > 1,
+        lambda tile: tile.cells[0] % tile.rows > 0, lambda tile: tile.cells[0] > tile.rows,
+    ]),
+    "gemm_fold_rows": ([run for run in ROW_RUNS if not run.tf32], [
+        lambda tile: tile.direction == "forward", lambda tile: tile.slots == 2, lambda tile: tile.rows == 2,
+        lambda tile: tile.columns == 64, lambda tile: tile.steps > 1, lambda tile: tile.multiplied % tile.columns == 0,
+        lambda tile: tile.multiplied < tile.input_size[1], lambda tile: tile.line_cells < tile.columns,
+        lambda tile: tile.whole_sectors,
+        # Words are cut.
+        lambda tile: tile.whole_sectors and tile.vector < math.gcd(2 * tile.span[1], 8), lambda tile: tile.vector == 1,
+        lambda tile: tile.vector == 8, lambda tile: tile.delayed == 0, lambda tile: max(tile.delays) == 8,
+        lambda tile: len(tile.taps_across) % tile.slots == 0, lambda tile: tile.channels == tile.in_channels,
+        lambda tile: tile.out_channels % tile.outs == 0, lambda tile: tile.channel_sets > 1,
+        lambda tile: tile.problem.groups > 1, lambda tile: len({*map(len, tile.taps_down)}) > 1,
+        lambda tile: any(-1 in own for rows in tile.row_taps for own in rows), lambda tile: tile.row_step > 1,
+        lambda tile: tile.cells[0] % tile.rows > 0,
+    ]),
+    "wgrad_nchw": (GRADIENT_RUNS, [
+        lambda tile: tile.flat, lambda tile: tile.lines > 1, lambda tile: tile.lines > 1 and tile.flat,
+        lambda tile: tile.pixels * tile.itemsize == 64, lambda tile: tile.sides_co > 1, lambda tile: tile.sides_h > 1,
+        lambda tile: tile.sides_w > 1, lambda tile: tile.taps[0] > 1, lambda tile: tile.taps[1] > 1,
+        lambda tile: tile.vector > 1, lambda tile: tile.shift > 0, lambda tile: tile.segment < tile.tile_w,
+        lambda tile: tile.weight_blocks > 1, lambda tile: tile.block_taps[0] < tile.problem.kernel_size[0],
+        lambda tile: tile.block_taps[1] < tile.problem.kernel_size[1], lambda tile: tile.warpgroups == 3,
+        lambda tile: tile.split, lambda tile: tile.planes == 1, lambda tile: tile.planes > 1,
+        lambda tile: tile.planes and any(tile.problem.padding), lambda tile: tile.odd, lambda tile: tile.padded_bytes,
+        lambda tile: tile.padded_bytes and tile.flat,
+    ]),
+    "wgrad_nhwc": (LINES_RUNS, [
+        lambda tile: tile.size[0] > 1, lambda tile: tile.pair_rows, lambda tile: tile.sides[0] > 1,
+        lambda tile: tile.sides[1] > 1, lambda tile: tile.taps_h.sides > 1, lambda tile: tile.taps_w.sides > 1,
+        lambda tile: tile.atoms > 1, lambda tile: tile.merged > 1, lambda tile: tile.taps_h.extra,
+        lambda tile: tile.taps_w.extra, lambda tile: tile.taps_h.boxes > 1, lambda tile: tile.taps_w.boxes > 1,
+        lambda tile: 1 < tile.taps_w.boxes < tile.taps_w.taps, lambda tile: tile.size[2] % 8,
+        lambda tile: tile.columns % 64, lambda tile: tile.weight_blocks > 1, lambda tile: tile.warpgroups == 3,
+        lambda tile: tile.products > 1,
+    ]),
+    "gemm_fold_narrow": (FOLD_RUNS, [
+        lambda tile: tile.whole_rows, lambda tile: tile.left > 0, lambda tile: tile.strips > 1,
+        lambda tile: tile.segments > 1, lambda tile: tile.split, lambda tile: tile.warpgroups == 2,
+        lambda tile: tile.loaders == 64, lambda tile: tile.stages == 3, lambda tile: tile.boxed,
+        lambda tile: tile.boxed and tile.channels_last, lambda tile: tile.boxed and tile.strips > 1,
+        lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.columns > tile.line,
+        lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.rows > 1, lambda tile: tile.flat,
+        lambda tile: tile.flat and tile.positions > tile.line, lambda tile: tile.rows_together > 1,
+        lambda tile: tile.folded > tile.folders, lambda tile: tile.vector > 1,
+        lambda tile: tile.positions > 64 * tile.warpgroups,
+        lambda tile: tile.steps * 32 > tile.problem.in_channels * tile.itemsize,
+        lambda tile: tile.steps > 8 and not tile.split,
+    ]),
+    "grads_mma": (GRADS_MMA_RUNS, [
+        lambda tile: tile.planes > 8, lambda tile: tile.planes > 16,
+        lambda tile: tile.planes % 16 == 8 and tile.planes > 16, lambda tile: tile.problem.gemm_k > 8 * tile.ci_warps,
+        lambda tile: tile.problem.gemm_k % 8 == 0 and tile.problem.gemm_k % (8 * tile.ci_warps) > 0,
+        lambda tile: tile.row_warps == 1, lambda tile: tile.column_warps == 1, lambda tile: tile.rows == 4,
+        lambda tile: tile.size[0] < tile.problem.input_size[0], lambda tile: tile.size[1] < tile.problem.input_size[1],
+    ]),
     "forward_mma": (MMA_RUNS, [*PATHS.values()]),
     "implicit_gemm": (FUSED_RUNS, [*FUSED_PATHS.values()]),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("kernel", TILE_PATHS)
@@ -1576,172 +1446,102 @@ OVERWRITTEN = f"{LATE}|too many bytes"
 UNREAD = "relative error|arrivals in a phase|never waited for"
 UNFINISHED = "relative error|never waited for|without wgmma_fence"
 # By file, what a run, a pattern there, what comes in its place, and what the emulator says: mostly that results differ.
+# fmt: off
 EDITS = {
     "columns/im2col.cu": {
-        "im2col_border_row": (
-            Run("im2col", LAYER),
-            r"static_cast<unsigned>\(oh\) < p\.h_out",
-            "static_cast<unsigned>(oh) + 1 < p.h_out",
-            "assert .* == 0",
-        ),
-        "params_size": (
-            Run("im2col", LAYER),
-            r"int in_row_begin, in_rows;",
-            "int in_row_begin, in_rows, spare[2];",
-            "params struct has 48 bytes in the source and 40 on the host",
-        ),
+        "im2col_border_row":
+            (Run("im2col", LAYER), r"static_cast<unsigned>\(oh\) < p\.h_out", "static_cast<unsigned>(oh) + 1 < p.h_out",
+             "assert .* == 0"),
+        "params_size":
+            (Run("im2col", LAYER), r"int in_row_begin, in_rows;", "int in_row_begin, in_rows, spare[2];",
+             "params struct has 48 bytes in the source and 40 on the host"),
         "not_cuda": (Run("im2col", LAYER), r"const int plane = ", "const int plane == ", "columns/im2col.cu:.*error"),
     },
     "columns/col2im.cu": {
         "col2im_border_column": (Run("col2im", LAYER), r"origin \+ shift\) < p\.w_in", "origin + shift) + 1 < p.w_in"),
-        "col2im_output_not_written": (
-            Run("col2im", LAYER),
-            r"row >= p\.out_rows\) break",
-            "row + 1 >= p.out_rows) break",
-            "relative error inf",
-        ),
-        "launch_bounds": (
-            Run("col2im", LAYER),
-            r"__launch_bounds__\(256\)",
-            "__launch_bounds__(128)",
-            "block must have from 1 to 128 threads",
-        ),
+        "col2im_output_not_written":
+            (Run("col2im", LAYER), r"row >= p\.out_rows\) break", "row + 1 >= p.out_rows) break", "relative error inf"),
+        "launch_bounds":
+            (Run("col2im", LAYER), r"__launch_bounds__\(256\)", "__launch_bounds__(128)",
+             "block must have from 1 to 128 threads"),
     },
     "direct/forward.cu": {
         "forward_no_barrier": (Run("forward", LAYER), *NO_BARRIER),
         "forward_rows_of_bias_left_out": (Run("forward", CASES[8], layout="channels_last"), r"pixel -= width;", ""),
-        "misaligned_vector": (
-            Run("forward", LAYER),
-            r"(reinterpret_cast<weight_quad_t\*>\(shared \+ )",
-            r"\g<1>4 + ",
-            "a misaligned address in line .* of direct/forward.cu",
-        ),
+        "misaligned_vector":
+            (Run("forward", LAYER), r"(reinterpret_cast<weight_quad_t\*>\(shared \+ )", r"\g<1>4 + ",
+             "a misaligned address in line .* of direct/forward.cu"),
     },
     "direct/input_grad.cu": {
         "input_grad_no_barrier": (Run("input_grad", LAYER), *NO_BARRIER),
-        "barrier_not_reached": (
-            Run("input_grad", LAYER),
-            NO_BARRIER[0],
-            "if (threadIdx.x % 2 == 0) __syncwarp();",
-            "deadlock",
-        ),
-        "past_static_shared": (
-            Run("input_grad", LAYER),
-            SHARED_ARRAY,
-            r"\1 (&\2[0])[\3] = 0;",
-            "past the end of shared memory",
-        ),
+        "barrier_not_reached":
+            (Run("input_grad", LAYER), NO_BARRIER[0], "if (threadIdx.x % 2 == 0) __syncwarp();", "deadlock"),
+        "past_static_shared":
+            (Run("input_grad", LAYER), SHARED_ARRAY, r"\1 (&\2[0])[\3] = 0;", "past the end of shared memory"),
     },
     "direct/weight_grad.cu": {
         "weight_grad_no_barrier": (Run("weight_grad", LAYER), *NO_BARRIER),
-        "both_grads_weights_of_other_channels": (
-            Run("grads", DEPTHWISE_CASES[3]),
-            r"factors = weights \+ ci_thread \* kSums;",
-            "factors = weights;",
-        ),
-        "index_out_of_bounds": (
-            Run("weight_grad", LAYER),
-            SHARED_ARRAY,
-            r"\1 \2[\3 + threadIdx.x] = 0;",
-            "an index out of bounds in line .* of direct/weight_grad.cu",
-        ),
+        "both_grads_weights_of_other_channels":
+            (Run("grads", DEPTHWISE_CASES[3]), r"factors = weights \+ ci_thread \* kSums;", "factors = weights;"),
+        "index_out_of_bounds":
+            (Run("weight_grad", LAYER), SHARED_ARRAY, r"\1 \2[\3 + threadIdx.x] = 0;",
+             "an index out of bounds in line .* of direct/weight_grad.cu"),
     },
     "direct/grads_mma.cu": {
         "grads_mma_no_barrier": (GRADS_MMA, *NO_BARRIER),
-        "grads_mma_planes_not_zero": (
-            replace(GRADS_MMA, case=replace(GRADS_MMA.case, out_channels=28)),
-            r"patch\[i\] = 0;",
-            "patch[i] = patch[i];",
-        ),
+        "grads_mma_planes_not_zero":
+            (replace(GRADS_MMA, case=replace(GRADS_MMA.case, out_channels=28)), r"patch\[i\] = 0;",
+             "patch[i] = patch[i];"),
         "grads_mma_slices_overlap": (GRADS_MMA, r"tile \+= p\.slices", "tile += 1"),
-        "grads_mma_channels_of_the_next_image": (
-            Run("grads_mma", WARPS_WITHOUT_CHANNELS[0], torch.float16),
-            r"CI % kBlockCi == 0 \|\| first_ci \+ ci",
-            "CI % 8 == 0 || first_ci + ci",
-            "written outside of a tensor",
-        ),
+        "grads_mma_channels_of_the_next_image":
+            (Run("grads_mma", WARPS_WITHOUT_CHANNELS[0], torch.float16), r"CI % kBlockCi == 0 \|\| first_ci \+ ci",
+             "CI % 8 == 0 || first_ci + ci", "written outside of a tensor"),
     },
     "direct/forward_mma.cu": {
         "mma_no_barrier": (MMA, *NO_BARRIER),
         "mma_no_barrier_before_the_next_copies": (MMA, r"(wait_for_copies\(\);\s*)__syncthreads\(\);", r"\1"),
-        "mma_no_barrier_after_packing": (
-            replace(MMA, dtype=torch.float16),
-            r"(pack_patch\([^;]*;\s*)__syncthreads\(\);",
-            r"\1",
-        ),
+        "mma_no_barrier_after_packing":
+            (replace(MMA, dtype=torch.float16), r"(pack_patch\([^;]*;\s*)__syncthreads\(\);", r"\1"),
         "mma_no_wait_for_copies": (MMA, r"wait_for_copies\(\)", "0"),
         "mma_no_wait_for_turned_copies": (replace(MMA, dtype=torch.float16), r"wait_for_copies\(\)", "0"),
         "mma_no_warp_barrier": (replace(MMA, layout="channels_last"), r"__syncwarp\(\);", ""),
         "mma_line_not_shifted": (SHIFTED, r"(line = stage \+ \(g \* kStageLine) \+ [^;]*;", r"\1);"),
-        "mma_beginning_of_a_shifted_line": (
-            SHIFTED,
-            r"head < before && head \+ rest >= before",
-            "head + rest > before",
-        ),
-        "mma_no_barrier_before_a_shifted_line": (
-            SHIFTED,
-            r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);",
-            r"\1",
-        ),
-        "mma_no_barrier_behind_a_shifted_line": (
-            SHIFTED,
-            r"(\(phase \* CHANNELS \+ channel\) / 8, n, part\);\s*)__syncwarp\(\);",
-            r"\1",
-        ),
+        "mma_beginning_of_a_shifted_line":
+            (SHIFTED, r"head < before && head \+ rest >= before", "head + rest > before"),
+        "mma_no_barrier_before_a_shifted_line":
+            (SHIFTED, r"(target \+= 8 \* out_pixels\) \{\s*)__syncwarp\(\);", r"\1"),
+        "mma_no_barrier_behind_a_shifted_line":
+            (SHIFTED, r"(\(phase \* CHANNELS \+ channel\) / 8, n, part\);\s*)__syncwarp\(\);", r"\1"),
         "mma_end_of_a_shifted_line": (SHIFTED, r"tail \+ rest < end", "tail + rest + VECTOR < end"),
-        "mma_misaligned_copy": (
-            MMA,
-            r"target \+ channel \* kPlane \+ pixel",
-            "target + channel * kPlane + pixel + 1",
-            "a misaligned copy of 16 bytes",
-        ),
+        "mma_misaligned_copy":
+            (MMA, r"target \+ channel \* kPlane \+ pixel", "target + channel * kPlane + pixel + 1",
+             "a misaligned copy of 16 bytes"),
     },
     "pipeline/implicit_gemm.cuh": {
         "fused_bottom_tile_of_another_strip": (FUSED_STRIPS, r"down < p\.strip_tiles - 1", "down < p.strip_tiles"),
     },
     "sm90/implicit_gemm.cu": {
-        "fused_turn_not_passed_on": (
-            FUSED_TURNS,
-            r"if \(PING_PONG && warpgroup == 0\) named_barrier_arrive<kTurnOf1, 256>\(\);",
-            "",
-            "deadlock",
-        ),
-        "fused_turn_passed_on_twice": (
-            FUSED_TURNS,
-            r"(if \(PING_PONG && warpgroup == 0\) )(named_barrier_arrive<kTurnOf1, 256>\(\);)",
-            r"\1{ \2 \2 }",
-            "arrivals and nobody who waits|deadlock",
-        ),
+        "fused_turn_not_passed_on":
+            (FUSED_TURNS, r"if \(PING_PONG && warpgroup == 0\) named_barrier_arrive<kTurnOf1, 256>\(\);", "",
+             "deadlock"),
+        "fused_turn_passed_on_twice":
+            (FUSED_TURNS, r"(if \(PING_PONG && warpgroup == 0\) )(named_barrier_arrive<kTurnOf1, 256>\(\);)",
+             r"\1{ \2 \2 }", "arrivals and nobody who waits|deadlock"),
         "fused_weights_not_waited_for": (FUSED, r"barrier_wait\(s\.weight_full[^;]*;", "", UNREAD),
         "fused_blocks_not_waited_for": (FUSED_BLOCKS, r"barrier_wait\(s\.patch_full[^;]*;", "", UNREAD),
-        "fused_weights_released_too_early": (
-            FUSED,
-            r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)",
-            r"\1 release_weights();",
-        ),
+        "fused_weights_released_too_early":
+            (FUSED, r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)", r"\1 release_weights();"),
         "fused_patch_released_too_early": (FUSED, r"(held_patch = patches[^;]*;)", r"\1 release_patch();"),
         "fused_not_fenced": (FUSED, r"wgmma_fence\(\);", "", "a wgmma without wgmma_fence"),
-        "fused_last_product_not_waited_for": (
-            FUSED,
-            r"wgmma_finish\(sums[^;]*;",
-            ";",
-            "a wgmma that was never waited for",
-        ),
+        "fused_last_product_not_waited_for":
+            (FUSED, r"wgmma_finish\(sums[^;]*;", ";", "a wgmma that was never waited for"),
     },
     "sm90/gemm_fold_narrow.cu": {
-        "fold_inputs_of_another_round_waited_for": (
-            FOLD_MANY_CHANNELS,
-            r"(barrier_wait\(barriers\.full.*?inputs\.parity)",
-            r"\1 ^ 1",
-            LATE,
-        ),
+        "fold_inputs_of_another_round_waited_for":
+            (FOLD_MANY_CHANNELS, r"(barrier_wait\(barriers\.full.*?inputs\.parity)", r"\1 ^ 1", LATE),
         "fold_boxes_not_waited_for": (FOLD, r"barrier_wait\(barriers\.full[^;]*;", "", LATE),
-        "fold_boxes_overwritten": (
-            FOLD,
-            r"(inputs\.parity \^ 1\);\s*fetch\(p)",
-            r"inputs.parity); fetch(p",
-            f"{LATE}|announced",
-        ),
+        "fold_boxes_overwritten":
+            (FOLD, r"(inputs\.parity \^ 1\);\s*fetch\(p)", r"inputs.parity); fetch(p", f"{LATE}|announced"),
         "fold_copies_not_waited_for": (FOLD_PIECES, r"cp_async_wait<STAGES - 1>\(\);", ""),
         "fold_stages_overwritten": (FOLD_PIECES, r"barrier_wait\(barriers\.empty[^;]*;", "", LATE),
         "fold_columns_not_waited_for": (FOLD, r"barrier_wait\(barriers\.made[^;]*;", "", LATE),
@@ -1770,11 +1570,8 @@ EDITS = {
         "images_border_column": (IMAGES, r"0 <= column && column < IN_W", "column < IN_W"),
     },
     "sm90/gemm_fold_pixels.cu": {
-        "image_rows_columns_read_too_early": (
-            IMAGE_ROWS,
-            r"named_barrier_sync<1, kConsumers>\(\);(\s*const int out)",
-            r"\1",
-        ),
+        "image_rows_columns_read_too_early":
+            (IMAGE_ROWS, r"named_barrier_sync<1, kConsumers>\(\);(\s*const int out)", r"\1"),
         "image_rows_columns_of_one_pass": (IMAGE_ROWS, r"kPass % 2 \* kPassFloats", "0"),
     },
     "pipeline/pixels_on_m.cuh": {
@@ -1784,118 +1581,69 @@ EDITS = {
         "shuffle_slots_overwritten": (SHUFFLE, r"barrier_wait\(barriers\.slot_empty[^;]*;", "", LATE),
         "shuffle_slots_freed_before_the_last_block": (SHUFFLE, r"if \(frees\) barrier", "barrier", LATE),
         "shuffle_words_overwritten": (SHUFFLE_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
-        "shuffle_weights_not_waited_for": (
-            SHUFFLE,
-            r"barrier_wait\(barriers\.full[^;]*;",
-            "",
-            f"{LATE}|never waited for",
-        ),
+        "shuffle_weights_not_waited_for":
+            (SHUFFLE, r"barrier_wait\(barriers\.full[^;]*;", "", f"{LATE}|never waited for"),
         "shuffle_stages_overwritten": (SHUFFLE_TF32, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
         "shuffle_biases_read_too_early": (SHUFFLE_ALONE, r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
         "shuffle_sums_read_too_early": (SHUFFLE, r"wgmma_finish_rows\(sums\[row\]\);", ";", UNFINISHED),
     },
     "sm90/implicit_gemm_nhwc.cu": {
-        "cell_rows_patch_not_waited_for": (
-            CELL_ROWS,
-            r"barrier_wait\(barriers\.slot_full[^;]*;",
-            ";",
-            f"{LATE}|never waited for",
-        ),
+        "cell_rows_patch_not_waited_for":
+            (CELL_ROWS, r"barrier_wait\(barriers\.slot_full[^;]*;", ";", f"{LATE}|never waited for"),
         "cell_rows_patch_overwritten": (CELL_ROWS_TF32, r"barrier_wait\(barriers\.slot_empty[^;]*;", "", OVERWRITTEN),
-        "cell_rows_patch_freed_while_products_read_it": (
-            CELL_ROWS_IN_LINES,
-            r"wgmma_wait<1>\(\);(\s*if \(kGroup == 0)",
-            "\\1",
-            OVERWRITTEN,
-        ),
-        "cell_rows_weights_not_waited_for": (
-            CELL_ROWS_IN_EIGHTS,
-            r"barrier_wait\(barriers\.full[^;]*;",
-            ";",
-            f"{LATE}|never waited for",
-        ),
+        "cell_rows_patch_freed_while_products_read_it":
+            (CELL_ROWS_IN_LINES, r"wgmma_wait<1>\(\);(\s*if \(kGroup == 0)", "\\1", OVERWRITTEN),
+        "cell_rows_weights_not_waited_for":
+            (CELL_ROWS_IN_EIGHTS, r"barrier_wait\(barriers\.full[^;]*;", ";", f"{LATE}|never waited for"),
         "cell_rows_weights_overwritten": (CELL_ROWS, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
         "cell_rows_words_overwritten": (CELL_ROWS_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "cell_rows_sums_read_too_early": (CELL_ROWS_IN_EIGHTS, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
-        "cell_rows_lines_of_the_tap_before": (
-            CELL_ROWS,
-            r"h \* axis_h::kShiftStep \* PATCH_W",
-            "(h + 1) * axis_h::kShiftStep * PATCH_W",
-        ),
-        "cell_rows_last_item_not_stored": (
-            CELL_ROWS_IN_EIGHTS,
-            r"if constexpr \(DEFERRED_STORES\) (outputs\.template store_share<0, 1>)",
-            "if constexpr (!DEFERRED_STORES) \\1",
-        ),
-        "cell_rows_weights_read_while_they_are_laid_out": (
-            CELL_ROWS_TF32,
-            r"if \(PACKED\) grid_dependency_wait\(\);",
-            "",
-            "did not wait for the launch before",
-        ),
+        "cell_rows_lines_of_the_tap_before":
+            (CELL_ROWS, r"h \* axis_h::kShiftStep \* PATCH_W", "(h + 1) * axis_h::kShiftStep * PATCH_W"),
+        "cell_rows_last_item_not_stored":
+            (CELL_ROWS_IN_EIGHTS, r"if constexpr \(DEFERRED_STORES\) (outputs\.template store_share<0, 1>)",
+             "if constexpr (!DEFERRED_STORES) \\1"),
+        "cell_rows_weights_read_while_they_are_laid_out":
+            (CELL_ROWS_TF32, r"if \(PACKED\) grid_dependency_wait\(\);", "", "did not wait for the launch before"),
     },
     "sm90/gemm_fold_rows.cu": {
-        "rows_weights_not_waited_for": (
-            ROWS,
-            r"barrier_wait\(barriers\.weights, 0\);",
-            "",
-            "relative error|never waited for",
-        ),
+        "rows_weights_not_waited_for":
+            (ROWS, r"barrier_wait\(barriers\.weights, 0\);", "", "relative error|never waited for"),
         "rows_inputs_not_waited_for": (ROWS, r"barrier_wait\(barriers\.full[^;]*;", "", UNREAD),
         "rows_stages_overwritten": (ROWS, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
-        "rows_stages_released_too_early": (
-            ROWS,
-            r"(#pragma unroll\s*for \(int tile = 0; tile < TILES; \+\+tile\) wgmma_finish.*\s*)(if \(speaker\).*)",
-            r"\2\n\1",
-            f"{LATE}|overwritten",
-        ),
+        "rows_stages_released_too_early":
+            (ROWS,
+             r"(#pragma unroll\s*for \(int tile = 0; tile < TILES; \+\+tile\) wgmma_finish.*\s*)(if \(speaker\).*)",
+             r"\2\n\1", f"{LATE}|overwritten"),
         "rows_sums_read_too_early": (ROWS, r"wgmma_finish\(sums[^;]*;", ";", UNFINISHED),
         "rows_carry_nothing": (ROWS, r"last = given;", "last = 0.0f;"),
         "rows_of_another_lane": (ROWS, r"lane % 4 \+ lanes < 4", "lane % 4 + lanes <= 4"),
-        "rows_lines_read_too_early": (
-            ROWS,
-            r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)",
-            r"\1",
-        ),
+        "rows_lines_read_too_early":
+            (ROWS, r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)", r"\1"),
         "rows_left_over_too_early": (ROWS_OF_SECTORS, r"__syncwarp\(\);(\s*ELEMENT_T\* left)", r"\1"),
         "rows_left_over_lost": (ROWS_OF_SECTORS, r"left \+ kLineOutputs\)", "left)"),
         "rows_lines_overwritten": (ROWS_IN_PARTS, r"__syncwarp\(\);(\s*each<LINE_CELLS / 8>)", r"\1"),
-        "rows_end_too_early": (
-            ROWS,
-            r"for \(; step < p\.steps; \+\+step\)",
-            "for (; step < 0; ++step)",
-            "relative error inf",
-        ),
+        "rows_end_too_early":
+            (ROWS, r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)", "relative error inf"),
     },
     "sm90/gemm_fold_rows_tf32.cu": {
-        "rows_tf32_weights_not_waited_for": (
-            ROWS_TF32,
-            r"barrier_wait\(barriers\.weights, 0\);",
-            "",
-            "relative error|never waited for",
-        ),
+        "rows_tf32_weights_not_waited_for":
+            (ROWS_TF32, r"barrier_wait\(barriers\.weights, 0\);", "", "relative error|never waited for"),
         "rows_tf32_inputs_not_waited_for": (ROWS_TF32, r"barrier_wait\(barriers\.full[^;]*;", ";", UNREAD),
         "rows_tf32_stages_overwritten": (ROWS_TF32, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
         "rows_tf32_sums_read_too_early": (ROWS_TF32, r"wgmma_finish_rows\(sums[^;]*;", ";", UNFINISHED),
         "rows_tf32_channels_in_another_order": (ROWS_TF32, r"t / 2 \* 4 \+ t % 2", "t"),
         "rows_tf32_carry_nothing": (ROWS_TF32, r"last = given;", "last = 0.0f;"),
         "rows_tf32_of_another_lane": (ROWS_TF32, r"lane / 4 \+ lanes < 8", "lane / 4 + lanes <= 8"),
-        "rows_tf32_lines_read_too_early": (
-            ROWS_TF32,
-            r"__syncwarp\(\);(\s*#.*\s*for.*\s*#.*\s*for \(int across)",
-            r"\1",
-        ),
+        "rows_tf32_lines_read_too_early":
+            (ROWS_TF32, r"__syncwarp\(\);(\s*#.*\s*for.*\s*#.*\s*for \(int across)", r"\1"),
         "rows_tf32_nothing_kept": (ROWS_TF32, r"if \(t \* 2 \+ i < target\.early\(g\)\)", "if (false)"),
         "rows_tf32_kept_too_late": (ROWS_TF32, r"copy<kTogether>\(own_kept \+ i, begin \+ kLine \+ i\)", ""),
         "rows_tf32_beyond_the_row": (ROWS_TF32, r"const bool within = [^;]*;", "const bool within = true;"),
     },
     "load/registers.cuh": {
-        "fused_patch_full_too_early": (
-            FUSED,
-            r"(for \(int batch = 0;)",
-            r"if (lane == 0) barrier_arrive(s.patch_full[ring.stage]); \1",
-            LATE,
-        ),
+        "fused_patch_full_too_early":
+            (FUSED, r"(for \(int batch = 0;)", r"if (lane == 0) barrier_arrive(s.patch_full[ring.stage]); \1", LATE),
         "fused_places_not_waited_for": (FUSED, r"named_barrier_sync<kLoadersMeet, PRODUCERS>\(\);", ""),
         "fused_patch_not_free": (FUSED, r"barrier_wait\(s\.patch_empty[^;]*;", "", LATE),
         "fused_border_column": (FUSED, r"\(iw\) >= p\.w_in", "(iw) + 1 >= p.w_in"),
@@ -1911,97 +1659,58 @@ EDITS = {
     "load/landing.cuh": {
         "fused_landing_not_waited_for": (FUSED_LANDED, r"cp_async_wait<[^;]*;", ";"),
         "fused_landing_box_not_waited_for": (FUSED_LANDED_BOX, r"barrier_wait\(s\.landed_full[^;]*;", ";", UNREAD),
-        "fused_landing_waited_for_too_little": (
-            FUSED_LANDED,
-            r"cp_async_wait<LANDING_STAGES - 2>",
-            "cp_async_wait<LANDING_STAGES - 1>",
-        ),
-        "fused_landing_of_others_not_waited_for": (
-            FUSED_LANDED,
-            r"named_barrier_sync<kLoadersMeet, PRODUCERS>\(\);",
-            "",
-            "relative error|a misaligned address",
-        ),
+        "fused_landing_waited_for_too_little":
+            (FUSED_LANDED, r"cp_async_wait<LANDING_STAGES - 2>", "cp_async_wait<LANDING_STAGES - 1>"),
+        "fused_landing_of_others_not_waited_for":
+            (FUSED_LANDED, r"named_barrier_sync<kLoadersMeet, PRODUCERS>\(\);", "",
+             "relative error|a misaligned address"),
         "fused_landing_overwritten": (FUSED_LANDED, r"i < LANDING_STAGES; \+\+i", "i <= LANDING_STAGES; ++i"),
     },
     "epilogue/store_phases.cuh": {
         "fused_outputs_turned_round_without_a_barrier": (Run("fused", CASES[12]), r"__syncwarp\(\);", ""),
-        "fused_pixels_turned_round_without_a_barrier": (
-            FUSED_PIXELS,
-            r"named_barrier_sync<128>\(barrier\);(?=\s+piece_t)",
-            "",
-        ),
+        "fused_pixels_turned_round_without_a_barrier":
+            (FUSED_PIXELS, r"named_barrier_sync<128>\(barrier\);(?=\s+piece_t)", ""),
         "fused_lined_without_a_barrier": (FUSED_LINED, r"__syncwarp\(\);", "", "relative error|not written"),
-        "fused_lined_of_one_place": (
-            FUSED_LINED,
-            r"at\.advance<kLineCells>\(p, place / SPAN_W\);",
-            "",
-            "relative error|written twice|not written",
-        ),
-        "fused_last_output_of_a_run": (
-            Run("fused", MANY_CHANNELS, torch.float16, "channels_last", multiprocessors=0),
-            r"if \(i < count\)",
-            "if (i + 1 < count)",
-            "relative error inf",
-        ),
+        "fused_lined_of_one_place":
+            (FUSED_LINED, r"at\.advance<kLineCells>\(p, place / SPAN_W\);", "",
+             "relative error|written twice|not written"),
+        "fused_last_output_of_a_run":
+            (Run("fused", MANY_CHANNELS, torch.float16, "channels_last", multiprocessors=0), r"if \(i < count\)",
+             "if (i + 1 < count)", "relative error inf"),
     },
     "sm90/wgrad_nchw.cu": {
         "weight_grad_stage_not_free": (GRADIENT, r"barrier_wait\(b\.empty[^;]*;", "", OVERWRITTEN),
         "weight_grad_stage_not_waited_for": (GRADIENT, r"barrier_wait\(b\.full[^;]*;", "", f"{LATE}|never waited for"),
-        "weight_grad_stage_released_too_early": (
-            GRADIENT,
-            r"held = ring\.stage;",
-            "if (lane == 0) barrier_arrive(b.empty[ring.stage]);",
-            f"{LATE}|overwritten",
-        ),
-        "weight_grad_rounded_before_it_came": (
-            GRADIENT_TF32,
-            r"barrier_wait\(b\.came[^;]*;",
-            "",
-            f"{LATE}|never waited for",
-        ),
+        "weight_grad_stage_released_too_early":
+            (GRADIENT, r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);",
+             f"{LATE}|overwritten"),
+        "weight_grad_rounded_before_it_came":
+            (GRADIENT_TF32, r"barrier_wait\(b\.came[^;]*;", "", f"{LATE}|never waited for"),
     },
     "splits/reduce_wgrad_splits.cu": {
-        "weight_grad_slice_left_out": (
-            replace(GRADIENT, multiprocessors=None),
-            r"slice < p\.slices;",
-            "slice < p.slices - 1;",
-        ),
+        "weight_grad_slice_left_out":
+            (replace(GRADIENT, multiprocessors=None), r"slice < p\.slices;", "slice < p.slices - 1;"),
     },
     "sm90/wgrad_nhwc.cu": {
         "weight_grad_lines_stage_not_free": (LINES, r"barrier_wait\(b\.empty[^;]*;", "", OVERWRITTEN),
-        "weight_grad_lines_stage_not_waited_for": (
-            LINES,
-            r"barrier_wait\(b\.full[^;]*;",
-            "",
-            f"{LATE}|never waited for",
-        ),
-        "weight_grad_lines_stage_released_too_early": (
-            LINES,
-            r"held = ring\.stage;",
-            "if (lane == 0) barrier_arrive(b.empty[ring.stage]);",
-            f"{LATE}|overwritten",
-        ),
+        "weight_grad_lines_stage_not_waited_for":
+            (LINES, r"barrier_wait\(b\.full[^;]*;", "", f"{LATE}|never waited for"),
+        "weight_grad_lines_stage_released_too_early":
+            (LINES, r"held = ring\.stage;", "if (lane == 0) barrier_arrive(b.empty[ring.stage]);",
+             f"{LATE}|overwritten"),
         "weight_grad_lines_of_another_tap": (LINES, r"i / BOXES \* \(TAPS::kShift \* shift_lines\)", "i / BOXES"),
     },
     "ptx/mma.cuh": {
         "fused_second_part_missing": (FUSED_SPLIT, r"(rest = )__float_as_uint[^;]*;", r"\1 0;"),
-        "product_not_known": (
-            MMA,
-            r"m16n8k8\.row",
-            "m16n8k4.row",
-            "does not know the instruction 'mma.sync.aligned.m16n8k4",
-        ),
+        "product_not_known":
+            (MMA, r"m16n8k8\.row", "m16n8k4.row", "does not know the instruction 'mma.sync.aligned.m16n8k4"),
     },
     "numeric/types.cuh": {
-        "instruction_not_known": (
-            Run("col2im", LAYER),
-            r"cvt\.f32\.f16",
-            "cvt.f32.f8",
-            "does not know the instruction 'cvt.f32.f8",
-        ),
+        "instruction_not_known":
+            (Run("col2im", LAYER), r"cvt\.f32\.f16", "cvt.f32.f8", "does not know the instruction 'cvt.f32.f8"),
     },
 }
+# fmt: on
 MISTAKES = {
     name: (run, emulator.Edit(file, pattern, replacement), *(message or ["relative error"]))
     for file, edits in EDITS.items()
