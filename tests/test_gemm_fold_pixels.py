@@ -137,12 +137,11 @@ def test_float32_needs_no_aligned_rows_of_weights():
 
 
 @pytest.mark.parametrize("problem", [THIRD_OF_DCGAN, SECOND_OF_ENCODEC])
-def test_fused_takes_it_where_that_is_faster(problem, monkeypatch):
+def test_fused_takes_it_where_that_is_faster(problem):
     config = config_of(problem, torch.float32, precision="tf32")
     tile = tile_for(gemm_fold_pixels, config)
     assert fused.Fused().workspace_bytes(config, "forward") == tile.packed_bytes > 0
-    monkeypatch.setattr(gemm_fold_pixels, "prepare_forward", lambda config, tile: tile)
-    assert fused.Fused().forward(config) == tile
+    assert fused.Fused().choice(config, "forward").tile == tile
 
 
 def test_fused_does_not_take_it_where_that_is_slower():

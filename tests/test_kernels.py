@@ -839,7 +839,7 @@ def test_direct_blocks_share_rows_of_bias_in_channels_last(
     monkeypatch.setattr(direct_forward, "tile_of", lambda *_: tile)
     with emulator.install(builder):
         poison("cpu")
-        run.check(direct_forward.prepare_forward(run.config, tile))
+        run.check(run.kernel.prepare(run.config, "forward", tile))
 
 
 @pytest.mark.parametrize(
@@ -871,7 +871,7 @@ def test_depthwise_blocks_take_tile_after_tile(channels, builder, poison):
     assert 1 < tile.turns < tile.turns * tile.rows < 270 < 2 * tile.turns * tile.rows
     with emulator.install(builder):
         poison("cpu")
-        run.check(direct_forward.prepare_forward(run.launched, tile))
+        run.check(run.kernel.prepare(run.launched, "forward", tile))
 
 
 def test_runs_on_tensor_cores_load_in_every_way():
