@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -46,8 +47,9 @@ class Builder:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("*.so"):
-            if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
+                    file.unlink()
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._builds: dict[Path, Future[Path]] = {}
         text = (_HERE / "scheduler.cpp").read_text()
