@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
-EMULATED := $(addprefix tests/test_,kernels.py emulator.py transpose.py columns_cuda.py launch.py new_kernel.py)
+EMULATED := $(addprefix tests/test_,kernels.py program.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo bench test test-kernels test-others test-slow lint dev clean
@@ -29,7 +29,7 @@ demo: $(VENV)/.installed-demo
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks.compare --charts
 
-# In two processes, each with the output of its own in one piece: what runs in the emulator, and all else.
+# In two processes, each with the output of its own in one piece: the kernels in the emulator, and all else.
 test:
 	+@$(MAKE) --no-print-directory -j2 --output-sync test-kernels test-others
 

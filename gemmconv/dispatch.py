@@ -11,35 +11,18 @@ gradients, however deep, are served as well.
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_dynamic_layer_stack_depth, get_interpreter_stack
+from torch.autograd import forward_ad
 
-_included = torch._C._dispatch_tls_local_include_set
-_excluded = torch._C._dispatch_tls_local_exclude_set
 _keys_of = torch._C._dispatch_keys
-
-
-def thread_state() -> tuple[int, int]:
-    """The dispatch keys that this thread's modes add and remove."""
-    return _included().raw_repr(), _excluded().raw_repr()
-
-
-def _plain_states() -> dict[tuple[int, int], str]:
-    """The states of a thread in no mode or inference mode, and the device type that autocast is on for, "" for none."""
-    states = {}
-    for inference, casts in itertools.product((False, True), ("", "cpu", "cuda")):
-        with torch.inference_mode(inference):
-            if casts:
-                torch.set_autocast_enabled(casts, True)
-            states[thread_state()] = casts
-            if casts:
-                torch.set_autocast_enabled(casts, False)
-    return states
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_functorch, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_profiled = torch._C._autograd._profiler_enabled
 
 
 def _keys_of_dense(device_type: str) -> set[int]:
@@ -51,37 +34,43 @@ def _keys_of_dense(device_type: str) -> set[int]:
     return {ordinary, inference}
 
 
-with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one imports gemmconv in: autocast, say
-    _THREAD_STATES = _fresh.submit(_plain_states).result()
-NO_MODE = next(iter(_THREAD_STATES))  # the state of a thread in no mode at all
-_plain_keys = {"cpu": _keys_of_dense("cpu")}  # by device type; CUDA's come with its first tensor
+with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one imports gemmconv in
+    _plain_keys = {"cpu": _fresh.submit(_keys_of_dense, "cpu").result()}  # CUDA's come with its first tensor
 _all_plain_keys = set(_plain_keys["cpu"])
 _USUAL = frozenset((Tensor, torch.nn.Parameter, type(None), tuple, list, int, str))  # types of operators' arguments
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors, here and now, is plain eager execution on the CPU or on CUDA."""
-    return autocast_of_plain(*tensors) == ""
+def in_a_mode() -> bool:
+    """Whether this thread is in a mode that the dispatcher serves; autocast and inference mode are none of these.
+
+    The keys that a thread adds and removes would not tell: a backward pass's differ between versions and devices.
+    """
+    return bool(
+        _function_modes() or _dispatch_modes() or _functorch() or _profiled() or forward_ad._current_level >= 0
+    ) or (_tracing() is not None)
 
 
-def autocast_of_plain(*tensors: Tensor | None) -> str | None:
-    """The device type that autocast is on for in a call that is plain but for that; "" for none. None of others."""
-    casts = _THREAD_STATES.get(thread_state())
-    if (
-        torch.compiler.is_compiling()
-        or casts is None
-        or torch._C._len_torch_function_stack()
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return None
+def are_dense(*tensors: Tensor | None) -> bool:
+    """Whether all are torch's own tensors or parameters with data on the CPU or on CUDA, no views that negate."""
     for tensor in tensors:
         if tensor is None:
             continue
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return None
+            return False
         if _keys_of(tensor).raw_repr() not in _all_plain_keys and not _is_first_of_cuda(tensor):
-            return None
-    return casts
+            return False
+    return True
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a call on these tensors, here and now, is plain eager execution on the CPU or on CUDA, without autocast.
+
+    The first is a tensor.
+    """
+    if torch.compiler.is_compiling() or in_a_mode() or not are_dense(*tensors):
+        return False
+    assert tensors[0] is not None
+    return not torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def is_for_torch() -> bool:

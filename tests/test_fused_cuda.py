@@ -3,15 +3,12 @@
 import os
 from dataclasses import dataclass
 from random import Random
-from types import ModuleType
-from typing import ClassVar
 
 import pytest
 import torch
 
 from benchmarks.precompile import in_processes, only_compile
 from gemmconv.kernels.base import Config
-from gemmconv.kernels.sm90.base import variant_of
 from tests import reference
 from tests.cases import (
     CASES,
@@ -24,32 +21,11 @@ from tests.cases import (
     TILED_CASES,
     Case,
 )
-from tests.samples import (
-    channels_last,
-    conv_precision,
-    expected,
-    offset,
-    problem_of,
-    rows_tile_for,
-    rows_tiles_for,
-    sample,
-    tile_for,
-)
+from tests.samples import channels_last, conv_precision, expected, offset, problem_of, sample
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
-from gemmconv.kernels.sm90 import (
-    gemm_depth_to_space,
-    gemm_fold,
-    gemm_fold_narrow,
-    gemm_fold_pixels,
-    gemm_fold_rows,
-    implicit_gemm,
-    implicit_gemm_choice,
-    implicit_gemm_nhwc,
-    wgrad_nchw,
-    wgrad_nhwc,
-)
+from gemmconv.algorithms import KERNELS
 from gemmconv.selection import choose
 
 HOPPER = (9, 0)
@@ -135,17 +111,32 @@ def kind_of(plan):
     return plan.way, plan.units, max(plan.unit) > 1, plan.strips > 1, box, plan.pitch % 2
 
 
+# Of each kernel, how many other tiles it has beside its own.
+OTHERS = {
+    "gemm_fold_narrow": 2,
+    "gemm_fold": 5,
+    "gemm_fold_pixels": 3,
+    "gemm_depth_to_space": 3,
+    "implicit_gemm_nhwc": 3,
+    "gemm_fold_rows": 3,
+    "gemm_fold_rows_tf32": 3,
+    "wgrad_nchw": 5,
+    "wgrad_nhwc": 7,
+}
+
+
 @dataclass(frozen=True)
 class Run:
-    """A case in a type, with a layout: the kernel's own plans, or others that it might have."""
+    """A case in a type, with a layout: the tiles that a kernel takes, and others; of implicit_gemm either."""
 
     case: Case
     numerics: str
     layout: str
+    name: str = "implicit_gemm"
     others: bool = False
 
     def __str__(self):
-        return "-".join([self.case.id, self.numerics, self.layout, *["others"] * self.others])
+        return "-".join([self.name, self.case.id, self.numerics, self.layout, *["others"] * self.others])
 
     @property
     def config(self):
@@ -155,23 +146,41 @@ class Run:
         )
 
     @property
-    def plans(self):
-        config = self.config
-        if not self.others:
-            return [
-                plan for direction in DIRECTIONS if (plan := tile_for(implicit_gemm, config, direction)) is not None
-            ]
-        chosen = []
-        for direction in DIRECTIONS:
-            found = [*implicit_gemm_choice.plans_of(config.problem, direction, *variant_of(config))]
-            kinds = {}
-            for plan in found:
-                kinds.setdefault(kind_of(plan), []).append(plan)
-            for kind, plans in kinds.items():
-                chosen += Random(str(self)).sample(plans, min(1 if "lines" in kind else 2, len(plans)))
+    def kernel(self):
+        tf32 = self.name == "gemm_fold_rows" and self.numerics == "tf32"
+        return KERNELS[f"sm90/{self.name}{'_tf32' * tf32}"]
+
+    @property
+    def tiles(self):
+        """Pairs of a direction and a tile."""
+        kernel, config, random, chosen = self.kernel, self.config, Random(str(self)), []
+        for direction in kernel.directions:
+            own = kernel.tile(config, direction)
+            if own is None:
+                continue
+            found = [own]
+            if self.others:
+                kinds, found = {}, []
+                for plan in kernel.tiles(config, direction):
+                    kinds.setdefault(kind_of(plan), []).append(plan)
+                for kind, plans in kinds.items():
+                    found += random.sample(plans, min(1 if "lines" in kind else 2, len(plans)))
+            elif self.name != "implicit_gemm" and kernel.computed_in in (None, config.memory_format):
+                # What transposes the tensors before knows no tiles.
+                tiles = [*kernel.tiles(config, direction)]
+                found += random.sample(tiles, min(OTHERS[self.name], len(tiles)))
+            chosen += [(direction, tile) for tile in found]
         return chosen
 
 
+def runs_of(name, cases, kinds, *layouts):
+    """Those runs of a kernel that it takes."""
+    runs = [Run(case, numerics, layout, name) for case in cases for numerics in kinds for layout in layouts]
+    return [run for run in runs if run.kernel.tile(run.config, run.kernel.directions[0]) is not None]
+
+
+HALVES = ("float16", "bfloat16")
+ONE_PRODUCT = (*HALVES, "tf32")
 RUNS = [
     Run(case, numerics, layout)
     for case in (*CASES, *TILED_CASES, *LARGE_CASES)
@@ -187,38 +196,11 @@ RUNS += [
 ]
 
 
-@dataclass(frozen=True)
-class FoldRun(Run):
-    """The same for csrc/sm90/gemm_fold_narrow.cu: its own tile and two others."""
-
-    kernel: ClassVar[ModuleType] = gemm_fold_narrow
-
-    @property
-    def tiles(self):
-        arguments = problem_of(self.case), *variant_of(self.config)
-        found, own = [*gemm_fold_narrow.tiles_of(*arguments)], gemm_fold_narrow.tile_of(*arguments)
-        return [] if own is None else [own, *Random(str(self)).sample(found, min(2, len(found)))]
-
-
-FOLD_RUNS = [
-    FoldRun(case, numerics, layout)
-    for case in (*FOLD_CASES, *LARGE_FOLD_CASES)
-    for numerics in NUMERICS
-    if numerics != "bfloat16" or case in LARGE_FOLD_CASES
-    for layout in FORMATS
+RUNS += [
+    run
+    for run in runs_of("gemm_fold_narrow", (*FOLD_CASES, *LARGE_FOLD_CASES), NUMERICS, *FORMATS)
+    if run.numerics != "bfloat16" or run.case in LARGE_FOLD_CASES
 ]
-
-
-@dataclass(frozen=True)
-class ImageRun(Run):
-    """The same for csrc/sm90/gemm_fold.cu: its own tile and five others."""
-
-    kernel: ClassVar[ModuleType] = gemm_fold
-
-    @property
-    def tiles(self):
-        arguments = self.config.problem, self.config.dtype.itemsize
-        return [gemm_fold.tile_of(*arguments), *Random(str(self)).choices([*gemm_fold.tiles_of(*arguments)], k=5)]
 
 
 # Items that share a multiprocessor, and fill no round; many channels.
@@ -229,46 +211,19 @@ LARGE_IMAGE_CASES = [
     Case(40, 136, 264, (14, 14), (2, 2), (2, 2)),
     Case(50, 64, 24, (16, 16), (4, 4), (2, 2), (1, 1)),
 ]
-IMAGE_RUNS = [
-    ImageRun(case, numerics, "contiguous")
-    for case in (*IMAGE_CASES, *LARGE_IMAGE_CASES)
-    for numerics in ("float16", "bfloat16", "tf32")
-]
-
-
-@dataclass(frozen=True)
-class ImageRowRun(Run):
-    """The same for csrc/sm90/gemm_fold_pixels.cu: its own tile and three others."""
-
-    kernel: ClassVar[ModuleType] = gemm_fold_pixels
-
-    @property
-    def tiles(self):
-        arguments = self.config.problem, self.config.dtype.itemsize
-        found = [*self.kernel.tiles_of(*arguments)]
-        return [self.kernel.tile_of(*arguments), *Random(str(self)).sample(found, min(3, len(found)))]
-
-
+RUNS += runs_of("gemm_fold", (*IMAGE_CASES, *LARGE_IMAGE_CASES), ONE_PRODUCT, "contiguous")
 # Signals of many windows, nine taps, inputs that are held and that are not.
 LARGE_IMAGE_ROW_CASES = [
     Case(60, 264, 72, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
     Case(11, 256, 72, (1, 600), (1, 10), (1, 5)),
     Case(7, 72, 40, (1, 5000), (1, 4), (1, 2), (0, 1)),
 ]
-IMAGE_ROW_RUNS = [
-    ImageRowRun(case, numerics, "contiguous")
-    for case in (*IMAGE_CASES, *LARGE_IMAGE_CASES, *IMAGE_ROW_CASES, *LARGE_IMAGE_ROW_CASES)
-    for numerics in ("float16", "bfloat16", "tf32")
-]
-IMAGE_ROW_RUNS = [run for run in IMAGE_ROW_RUNS if None not in run.tiles]
-
-
-class ShuffleRun(ImageRowRun):
-    """The same for csrc/sm90/gemm_depth_to_space.cu."""
-
-    kernel: ClassVar[ModuleType] = gemm_depth_to_space
-
-
+RUNS += runs_of(
+    "gemm_fold_pixels",
+    (*IMAGE_CASES, *LARGE_IMAGE_CASES, *IMAGE_ROW_CASES, *LARGE_IMAGE_ROW_CASES),
+    ONE_PRODUCT,
+    "contiguous",
+)
 # Items that share a multiprocessor, and fill no round; inputs of more slots than one item has, or than there are.
 LARGE_SHUFFLE_CASES = [
     Case(140, 264, 72, (14, 14), (2, 2), (2, 2)),
@@ -278,20 +233,7 @@ LARGE_SHUFFLE_CASES = [
     Case(2, 256, 72, (30, 54), (4, 4), (4, 4)),
     Case(4, 96, 40, (1, 3000), (1, 8), (1, 8)),
 ]
-SHUFFLE_RUNS = [
-    ShuffleRun(case, numerics, "contiguous")
-    for case in (*SHUFFLE_CASES, *LARGE_SHUFFLE_CASES)
-    for numerics in ("float16", "bfloat16", "tf32")
-]
-SHUFFLE_RUNS = [run for run in SHUFFLE_RUNS if None not in run.tiles]
-
-
-class CellRowRun(ImageRowRun):
-    """The same for csrc/sm90/implicit_gemm_nhwc.cu."""
-
-    kernel: ClassVar[ModuleType] = implicit_gemm_nhwc
-
-
+RUNS += runs_of("gemm_depth_to_space", (*SHUFFLE_CASES, *LARGE_SHUFFLE_CASES), ONE_PRODUCT, "contiguous")
 # Items that share a multiprocessor, and fill no round; more steps than are unrolled; few of many channels.
 LARGE_CELL_ROW_CASES = [
     Case(131, 200, 64, (4, 4), (4, 4), (2, 2), (1, 1)),
@@ -303,30 +245,7 @@ LARGE_CELL_ROW_CASES = [
     Case(40, 256, 64, (1, 600), (1, 10), (1, 5)),
     Case(2, 48, 32, (70, 400), (7, 7), (1, 1), (3, 3)),
 ]
-CELL_ROW_RUNS = [
-    CellRowRun(case, numerics, "channels_last")
-    for case in (*CELL_ROW_CASES, *LARGE_CELL_ROW_CASES)
-    for numerics in ("float16", "bfloat16", "tf32")
-]
-CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if None not in run.tiles]
-
-
-@dataclass(frozen=True)
-class RowRun(Run):
-    """The same for gemm_fold_rows.cu and gemm_fold_rows_tf32.cu: of each direction its own tile, three others."""
-
-    kernel: ClassVar[ModuleType] = gemm_fold_rows
-
-    @property
-    def tiles(self):
-        chosen = []
-        for direction in DIRECTIONS:
-            own = rows_tile_for(self.config, direction)
-            found = [*rows_tiles_for(self.config, direction)]
-            chosen += [] if own is None else [own, *Random(str(self)).sample(found, min(3, len(found)))]
-        return chosen
-
-
+RUNS += runs_of("implicit_gemm_nhwc", (*CELL_ROW_CASES, *LARGE_CELL_ROW_CASES), ONE_PRODUCT, "channels_last")
 # Rows of many steps, items that fill no round, every stage in use, weights of several sets.
 LARGE_ROW_CASES = [
     Case(3, 64, 64, (37, 520), (3, 3)),
@@ -338,56 +257,13 @@ LARGE_ROW_CASES = [
     Case(2, 256, 64, (17, 64), (2, 2), (2, 2)),
     Case(3, 64, 24, (40, 72), (5, 5), (5, 4)),
 ]
-ROW_RUNS = [
-    RowRun(case, numerics, "contiguous")
+RUNS += [
+    Run(case, numerics, "contiguous", "gemm_fold_rows")
     for case in (*ROW_CASES, *LARGE_ROW_CASES)
-    for numerics in ("float16", "bfloat16", "tf32")
+    for numerics in ONE_PRODUCT
     if numerics != "tf32" or case.kernel_size[1] > case.stride[1]  # else nothing folds, and it is left to others
 ]
-
-
-@dataclass(frozen=True)
-class GradientRun(Run):
-    """The same for csrc/sm90/wgrad_nchw.cu: its own tile and five others."""
-
-    kernel: ClassVar[ModuleType] = wgrad_nchw
-
-    @property
-    def tiles(self):
-        config = self.config
-        arguments = config.problem, *variant_of(config)[:2]
-        own = wgrad_nchw.tile_of(*arguments, config.workspace_limit)
-        if self.layout == "channels_last":  # what turns the tensors knows no tiles
-            return [own]
-        found = [tile for tile in wgrad_nchw.tiles_of(*arguments) if tile.slices(config.workspace_limit) > 0]
-        return [own, *Random(str(self)).sample(found, min(5, len(found)))]
-
-
-GRADIENT_RUNS = [
-    run
-    for case in GRADIENT_CASES
-    for numerics in NUMERICS
-    for layout in FORMATS
-    if tile_for(wgrad_nchw, (run := GradientRun(case, numerics, layout)).config) is not None
-]
-
-
-@dataclass(frozen=True)
-class LinesRun(Run):
-    """The same for csrc/sm90/wgrad_nhwc.cu: its own tile and seven others."""
-
-    kernel: ClassVar[ModuleType] = wgrad_nhwc
-
-    @property
-    def tiles(self):
-        config = self.config
-        own = wgrad_nhwc.tile_of(config.problem, config.workspace_limit)
-        if self.layout == "contiguous":  # what turns the tensors knows no tiles
-            return [own]
-        found = [tile for tile in wgrad_nhwc.tiles_of(config.problem) if tile.slices(config.workspace_limit)]
-        return [own, *Random(str(self)).sample(found, min(7, len(found)))]
-
-
+RUNS += runs_of("wgrad_nchw", GRADIENT_CASES, NUMERICS, *FORMATS)
 # Images smaller than eight pixels across, channels that fill no line, taps that share a box in either direction.
 LINES_CASES = [
     Case(2, 64, 64, (16, 40), (3, 3), (1, 1), (1, 1)),
@@ -399,32 +275,14 @@ LINES_CASES = [
     Case(1, 512, 128, (33, 7), (3, 3), (2, 2), groups=2),
     Case(2, 40, 104, (9, 33), (5, 3), (3, 2), (2, 1), (1, 0), (1, 3)),
 ]
-LINES_RUNS = [
-    LinesRun(case, numerics, layout)
-    for case in (*LINES_CASES, *GRADIENT_CASES)
-    for numerics in ("float16", "bfloat16")
-    for layout in FORMATS
-    if wgrad_nhwc.tile_of(problem_of(case), 64 << 20) is not None
-]
+RUNS += runs_of("wgrad_nhwc", (*LINES_CASES, *GRADIENT_CASES), HALVES, *FORMATS)
 
 
-def compile_plans(run):
+def compile_tiles(run):
     """In a process of its own: put what a run loads into the kernel cache."""
     only_compile("sm_90a")
-    if isinstance(run, FoldRun | ImageRun | ShuffleRun):
-        for tile in run.tiles:
-            run.kernel.KERNEL.prepare(run.config, "forward", tile)
-        return
-    if isinstance(run, RowRun):
-        for tile in run.tiles:
-            run.kernel.KERNEL.prepare(run.config, tile.direction, tile)
-        return
-    if isinstance(run, GradientRun | LinesRun):
-        for tile in run.tiles:
-            run.kernel.KERNEL.prepare(run.config, "weight_grad", tile)
-        return
-    for plan in run.plans:
-        implicit_gemm.KERNEL.prepare(run.config, plan.direction, plan)
+    for direction, tile in run.tiles:
+        run.kernel.prepare(run.config, direction, tile)
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +293,7 @@ def compiled(parametrized):
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    for _ in in_processes(compile_plans, [one["run"] for _, one in parametrized if isinstance(one.get("run"), Run)]):
+    for _ in in_processes(compile_tiles, [one["run"] for _, one in parametrized if isinstance(one.get("run"), Run)]):
         pass
 
 
@@ -449,73 +307,21 @@ def check_twice(call, arguments, wanted, config, poison):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_fused_matches_reference_to_the_bit_again(run, compiled, poison):
+def test_kernel_matches_reference_to_the_bit_again(run, compiled, poison):
     config, case = run.config, run.case
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
     input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
-    assert run.plans
-    for plan in run.plans:
-        call = implicit_gemm.KERNEL.prepare(config, plan.direction, plan)
-        calls = [((grad_output, weight), exact.input_grad)]
-        if plan.direction == "forward":
-            calls = [((input, weight, data.bias), exact.output), ((input, weight, None), exact.output_without_bias)]
-        for arguments, wanted in calls:
-            check_twice(call, arguments, wanted, config, poison)
-
-
-@pytest.mark.parametrize("run", FOLD_RUNS, ids=str)
-def test_fused_fold_matches_reference_to_the_bit_again(run, compiled, poison):
-    config, case = run.config, run.case
-    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
-    arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
-    input, weight = arrange(data.input), arrange(data.weight)
-    if not run.tiles:
-        pytest.skip("declined: inputs that cannot be copied four bytes at a time")
-    for tile in run.tiles:
-        call = gemm_fold_narrow.KERNEL.prepare(config, "forward", tile)
-        for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
-            check_twice(call, (input, weight, bias), wanted, config, poison)
-
-
-@pytest.mark.parametrize("run", [*IMAGE_RUNS, *IMAGE_ROW_RUNS, *SHUFFLE_RUNS, *CELL_ROW_RUNS], ids=str)
-def test_fused_images_shuffle_and_rows_of_both_match_reference_to_the_bit_again(run, compiled, poison):
-    config, case = run.config, run.case
-    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
-    arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
-    input, weight = arrange(data.input), arrange(data.weight)
-    for tile in run.tiles:
-        call = run.kernel.KERNEL.prepare(config, "forward", tile)
-        for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias)):
-            check_twice(call, (input, weight, bias), wanted, config, poison)
-
-
-@pytest.mark.parametrize("run", ROW_RUNS, ids=str)
-def test_fused_rows_matches_reference_to_the_bit_again(run, compiled, poison):
-    config, case = run.config, run.case
-    data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
+    calls = {
+        "forward": [((input, weight, data.bias), exact.output), ((input, weight, None), exact.output_without_bias)],
+        "input_grad": [((grad_output, weight), exact.input_grad)],
+        "weight_grad": [((grad_output, input), exact.weight_grad)],
+    }
     assert run.tiles
-    for tile in run.tiles:
-        call = run.kernel.KERNEL.prepare(config, tile.direction, tile)
-        calls = [((data.grad_output, data.weight), exact.input_grad)]
-        if tile.direction == "forward":
-            calls = [
-                ((data.input, data.weight, bias), wanted)
-                for bias, wanted in ((data.bias, exact.output), (None, exact.output_without_bias))
-            ]
-        for arguments, wanted in calls:
+    for direction, tile in run.tiles:
+        call = run.kernel.prepare(config, direction, tile)
+        for arguments, wanted in calls[direction]:
             check_twice(call, arguments, wanted, config, poison)
-
-
-@pytest.mark.parametrize("run", [*GRADIENT_RUNS, *LINES_RUNS], ids=str)
-def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poison):
-    config, case = run.config, run.case
-    data, wanted = sample(case, config.dtype, "cuda"), expected(case, config.dtype).weight_grad
-    arrange = channels_last if run.layout == "channels_last" else torch.Tensor.contiguous
-    grad_output, input = arrange(data.grad_output), arrange(data.input)
-    for tile in run.tiles:
-        call = run.kernel.KERNEL.prepare(config, "weight_grad", tile)
-        check_twice(call, (grad_output, input), wanted, config, poison)
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -530,7 +336,7 @@ def test_fused_weight_grad_matches_reference_to_the_bit_again(run, compiled, poi
     ids=str,
 )
 def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, numerics, layout, poison):
-    config = LinesRun(case, numerics, layout).config
+    config = Run(case, numerics, layout).config
     data, exact = sample(case, config.dtype, "cuda"), expected(case, config.dtype)
     arrange = channels_last if layout == "channels_last" else torch.Tensor.contiguous
     grad_output, input, weight = arrange(data.grad_output), arrange(data.input), arrange(data.weight)
@@ -546,22 +352,21 @@ def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, num
 @pytest.mark.parametrize(
     "run",
     [
-        kind(case, "float16", "contiguous")
-        for kind, case in (
-            (FoldRun, FOLD_CASES[0]),
-            (ImageRun, IMAGE_CASES[0]),
-            (ImageRowRun, IMAGE_CASES[0]),
-            (RowRun, ROW_CASES[0]),
+        Run(case, "float16", "contiguous", name)
+        for name, case in (
+            ("gemm_fold_narrow", FOLD_CASES[0]),
+            ("gemm_fold", IMAGE_CASES[0]),
+            ("gemm_fold_pixels", IMAGE_CASES[0]),
+            ("gemm_fold_rows", ROW_CASES[0]),
         )
     ],
-    ids=lambda run: type(run).__name__,
+    ids=str,
 )
 def test_weights_and_inputs_may_be_aligned_to_nothing(run, poison):
     data, exact = sample(run.case, torch.float16, "cuda"), expected(run.case, torch.float16)
     poison("cuda")
-    output = run.kernel.KERNEL.prepare(run.config, "forward", run.tiles[0])(
-        offset(data.input), offset(data.weight), data.bias
-    )
+    call = run.kernel.prepare(run.config, *run.tiles[0])
+    output = call(offset(data.input), offset(data.weight), data.bias)
     reference.assert_close(output, exact.output, torch.float16, "ieee")
 
 
@@ -574,9 +379,7 @@ def test_fused_float32_does_not_lose_accuracy_over_long_sums(layout):
         x = torch.randn(run.case.input_shape, device="cuda").to(memory_format=FORMATS[layout])
         w = torch.randn(run.case.weight_shape, device="cuda")
         exact = torch.nn.functional.conv_transpose2d(x.double(), w.double(), padding=1)
-        ours = implicit_gemm.KERNEL.prepare(run.config, "forward", tile_for(implicit_gemm, run.config, "forward"))(
-            x, w, None
-        )
+        ours = run.kernel.prepare(run.config, *run.tiles[0])(x, w, None)
         with conv_precision("ieee"):
             theirs = torch.nn.functional.conv_transpose2d(x, w, padding=1)
         errors = [((one.double() - exact).norm() / exact.norm()).item() for one in (ours, theirs)]

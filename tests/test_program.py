@@ -31,9 +31,8 @@ from tests.cases import Case
 from tests.samples import expected, problem_of, sample
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-RUNS = [run for name, runs in vars(test_kernels).items() if name.endswith("_RUNS") for run in test_kernels.usual(runs)]
-RUNS += [test_kernels.Run(one, test_kernels.FEW_CASES[0], torch.float16) for one in test_kernels.DIRECT]
-ONE_OF_EACH = {run.operation: run for run in reversed(RUNS) if run.operation not in ("im2col", "col2im")}
+RUNS = test_kernels.usual(test_kernels.RUNS)
+ONE_OF_EACH = {run.operation: run for run in reversed(RUNS) if run.operation in test_kernels.PASSES}
 
 
 @needs_compiler

@@ -22,6 +22,7 @@ from tests.samples import config_of, problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
+from gemmconv.kernels import sm90
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.direct import forward as direct_forward
 from gemmconv.kernels.direct import forward_mma as direct_forward_mma
@@ -31,15 +32,11 @@ from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.layout import transpose
 from gemmconv.kernels.macros import ELEMENT_TYPES
 from gemmconv.kernels.sm90 import (
-    gemm_depth_to_space,
-    gemm_fold,
     gemm_fold_narrow,
-    gemm_fold_pixels,
     gemm_fold_rows,
     gemm_fold_rows_tf32,
     implicit_gemm,
     implicit_gemm_choice,
-    implicit_gemm_nhwc,
     row_streaming,
     wgrad_nchw,
     wgrad_nhwc,
@@ -118,10 +115,7 @@ def kernel_variants():
         for to_last in (False, True):
             macros = transpose.units_macros(channels, pixels, to_last, itemsize)
             variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose_vectors.cu", macros)
-    variants |= fused_variants() | fold_variants() | image_variants() | image_rows_variants() | shuffle_variants()
-    variants |= cell_rows_variants()
-    variants |= row_variants() | gradient_variants()
-    return variants
+    return variants | fused_variants() | fold_variants() | one_format_variants() | row_variants() | gradient_variants()
 
 
 def mma_variants():
@@ -206,112 +200,68 @@ def fold_variants():
     return variants
 
 
-# Name of a layer to measure, type; which tile, None for its own.
-IMAGES = [
-    (name, kind, choice)
-    for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "maskrcnn", "hifigan1", "fcn8s_up2")
-    for kind, choice in (
-        ("float16", None),
-        ("bfloat16", None),
-        ("float16", 0),
-        ("float16", -1),
-        ("tf32", None),
-        ("tf32", -1),
-    )
+# Kernel, name of a layer to measure, type; which tile, None for its own. Of implicit_gemm_nhwc, which blocks of rows,
+# lines and what lies between groups.
+ONE_FORMAT = [
+    *(
+        ("gemm_fold", name, kind, choice)
+        for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "maskrcnn", "hifigan1", "fcn8s_up2")
+        for kind, choice in (
+            *(("float16", None), ("bfloat16", None), ("float16", 0)),
+            *(("float16", -1), ("tf32", None), ("tf32", -1)),
+        )
+    ),
+    ("gemm_depth_to_space", "maskrcnn", "float16", None),
+    ("gemm_depth_to_space", "maskrcnn", "float32", None),
+    ("gemm_depth_to_space", "unet1", "float32", None),
+    ("gemm_depth_to_space", "unet4", "bfloat16", -1),
+    ("gemm_depth_to_space", "pointpillars1", "float32", None),
+    ("gemm_depth_to_space", "pointpillars3", "bfloat16", None),
+    ("gemm_depth_to_space", "pointpillars3", "float32", 5),
+    ("gemm_depth_to_space", "stride_4", "float32", None),
+    *(
+        ("gemm_fold_pixels", name, kind, choice)
+        for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "hifigan2", "hifigan3", "encodec2", "fcn8s_up2")
+        for kind, choice in (("float16", None), ("bfloat16", -1), ("float32", None), ("float32", 0), ("float32", -1))
+    ),
+    *(
+        ("implicit_gemm_nhwc", name, kind, fields)
+        for names, kind, fields in (
+            (("pose3", "dcgan2", "kb69", "hifigan1"), "float16", None),
+            (("pose3", "dcgan2", "kb69", "hifigan1"), "float32", None),
+            (("pose3", "dcgan3", "kb69", "encodec2"), "bfloat16", (2, 128, 0)),
+            (("pose1", "hifigan1", "encodec1"), "float16", (1, 256, 0)),
+            (("pose1", "pose3", "channels_1024"), "bfloat16", (1, 256, 8)),
+            (("pose3", "dcgan3"), "float32", (2, 128, 0)),
+            (("pose1",), "float32", (1, 256, 0)),
+            (("pose3",), "float16", (2, 128, 9)),
+            (("dcgan4",), "bfloat16", (2, 64, 9)),
+            (("kb57",), "bfloat16", (2, 64, 8)),
+            (("kernel_7",), "float32", (2, 64, 0)),
+        )
+        for name in names
+    ),
 ]
 
 
-def image_variants():
-    """sm90/gemm_fold.cu for layers of full size."""
+def one_format_variants():
+    """Kernels of one format, and weights/pack_k_major.cu, for layers of full size."""
     problems, variants = problems_by_name(), {}
-    for name, kind, choice in IMAGES:
-        dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
-        tile = gemm_fold.tile_of(problems[name], dtype.itemsize)
-        if choice is not None:
-            tile = [*gemm_fold.tiles_of(problems[name], dtype.itemsize)][choice]
-        variants[f"gemm_fold-{name}-{kind}-{choice}"] = ("sm90/gemm_fold.cu", gemm_fold.macros_of(tile, dtype))
-    return variants
-
-
-# Name of a layer to measure, type; which tile, None for its own.
-SHUFFLES = [
-    ("maskrcnn", "float16", None),
-    ("maskrcnn", "float32", None),
-    ("unet1", "float32", None),
-    ("unet4", "bfloat16", -1),
-    ("pointpillars1", "float32", None),
-    ("pointpillars3", "bfloat16", None),
-    ("pointpillars3", "float32", 5),
-    ("stride_4", "float32", None),
-]
-
-
-def shuffle_variants():
-    """sm90/gemm_depth_to_space.cu and weights/pack_k_major.cu for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name, kind, choice in SHUFFLES:
-        dtype = getattr(torch, kind)
-        tile = gemm_depth_to_space.tile_of(problems[name], dtype.itemsize)
-        if choice is not None:
-            tile = [*gemm_depth_to_space.tiles_of(problems[name], dtype.itemsize)][choice]
-        macros = gemm_depth_to_space.macros_of(tile, dtype)
-        variants[f"gemm_depth_to_space-{name}-{kind}-{choice}"] = ("sm90/gemm_depth_to_space.cu", macros)
-        if tile.packed:
-            p, units = tile.problem, tile.chunks * 8
-            macros = pack_k_major.packing_macros_of(p, tile.lines, units, p.kernel_size[1])
+    for kernel, name, kind, choice in ONE_FORMAT:
+        module, dtype = getattr(sm90, kernel), torch.float32 if kind == "tf32" else getattr(torch, kind)
+        tile, tiles = (of(problems[name], dtype.itemsize) for of in (module.tile_of, module.tiles_of))
+        if isinstance(choice, tuple):
+            tile = next((one for one in tiles if (one.row_blocks, one.lines, one.group) == choice), None)
+        elif choice is not None and tile is not None:
+            tile = [*tiles][choice]
+        if tile is None:
+            continue
+        variants[f"{kernel}-{name}-{kind}-{choice}"] = (f"sm90/{kernel}.cu", module.macros_of(tile, dtype))
+        if kernel == "gemm_depth_to_space" and tile.packed:
+            macros = pack_k_major.packing_macros_of(
+                problems[name], tile.lines, tile.chunks * 8, tile.problem.kernel_size[1]
+            )
             variants[f"pack_k_major-{name}"] = ("weights/pack_k_major.cu", macros)
-    return variants
-
-
-# The same.
-IMAGE_ROWS = [
-    (name, kind, choice)
-    for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "hifigan2", "hifigan3", "encodec2", "fcn8s_up2")
-    for kind, choice in (("float16", None), ("bfloat16", -1), ("float32", None), ("float32", 0), ("float32", -1))
-]
-
-
-def image_rows_variants():
-    """sm90/gemm_fold_pixels.cu for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name, kind, choice in IMAGE_ROWS:
-        dtype = getattr(torch, kind)
-        tile = gemm_fold_pixels.tile_of(problems[name], dtype.itemsize)
-        if choice is not None and tile is not None:
-            tile = [*gemm_fold_pixels.tiles_of(problems[name], dtype.itemsize)][choice]
-        if tile is not None:
-            macros = gemm_fold_pixels.macros_of(tile, dtype)
-            variants[f"gemm_fold_pixels-{name}-{kind}-{choice}"] = ("sm90/gemm_fold_pixels.cu", macros)
-    return variants
-
-
-# The same, of channels_last; blocks of rows, lines and what lies between groups of the tile, None for its own.
-CELL_ROWS = [
-    *((name, kind, None) for name in ("pose3", "dcgan2", "kb69", "hifigan1") for kind in ("float16", "float32")),
-    *((name, "bfloat16", (2, 128, 0)) for name in ("pose3", "dcgan3", "kb69", "encodec2")),
-    *((name, "float16", (1, 256, 0)) for name in ("pose1", "hifigan1", "encodec1")),
-    *((name, "bfloat16", (1, 256, 8)) for name in ("pose1", "pose3", "channels_1024")),
-    *((name, "float32", (2, 128, 0)) for name in ("pose3", "dcgan3")),
-    ("pose1", "float32", (1, 256, 0)),
-    ("pose3", "float16", (2, 128, 9)),
-    ("dcgan4", "bfloat16", (2, 64, 9)),
-    ("kb57", "bfloat16", (2, 64, 8)),
-    ("kernel_7", "float32", (2, 64, 0)),
-]
-
-
-def cell_rows_variants():
-    """sm90/implicit_gemm_nhwc.cu for layers of full size."""
-    problems, variants = problems_by_name(), {}
-    for name, kind, fields in CELL_ROWS:
-        dtype = getattr(torch, kind)
-        tile = implicit_gemm_nhwc.tile_of(problems[name], dtype.itemsize)
-        if fields is not None:
-            tiles = implicit_gemm_nhwc.tiles_of(problems[name], dtype.itemsize)
-            tile = next((one for one in tiles if (one.row_blocks, one.lines, one.group) == fields), None)
-        if tile is not None:
-            macros = implicit_gemm_nhwc.macros_of(tile, dtype)
-            variants[f"implicit_gemm_nhwc-{name}-{kind}-{fields}"] = ("sm90/implicit_gemm_nhwc.cu", macros)
     return variants
 
 
@@ -319,14 +269,8 @@ def cell_rows_variants():
 ROWS = [
     (name, kind, direction, choice)
     for name, direction in (
-        *(("kb57", "forward"), ("kb69", "forward"), ("kb71", "forward"), ("kb78", "input_grad"), ("sam1", "forward")),
-        *(
-            ("kernel_2", "forward"),
-            ("stride_3", "forward"),
-            ("stride_4", "forward"),
-            ("encodec4", "forward"),
-            ("groups_4", "forward"),
-        ),
+        *((name, "forward") for name in ("kb57", "kb69", "kb71", "sam1", "kernel_2", "stride_3", "stride_4")),
+        *(("encodec4", "forward"), ("groups_4", "forward"), ("kb78", "input_grad")),
     )
     for kind, choice in (("float16", None), ("bfloat16", -1), ("float32", None), ("float32", -1))
 ]

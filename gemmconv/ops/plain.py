@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from gemmconv.dispatch import as_plain, autocast_of_plain
+from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.ops import implementation
 from gemmconv.ops.autocast import to_autocast_dtype
 from gemmconv.ops.autograd import Backward
@@ -29,9 +28,6 @@ Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _keys_of = torch._C._dispatch_keys
 _has_grad, _has_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
-_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
-_profiled = torch._C._autograd._profiler_enabled
 _USUAL = (Tensor, Parameter)  # types of a weight, and of a bias
 _ASKED_ANEW = 64  # calls
 
@@ -46,9 +42,7 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
     Raises:
         RuntimeError: a tensor has no strides.
     """
-    if _function_modes() or _dispatch_modes() or _transforms() or _profiled() or forward_ad._current_level >= 0:
-        return None
-    if _tracing() is not None:
+    if in_a_mode():
         return None
     casts = torch.get_autocast_dtype(input.device.type) if _has_autocast() else None
     dtype, of_bias, tracked = input.dtype, None, None
@@ -84,9 +78,9 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
         of_batch = prepare(input.unsqueeze(0), weight, bias, arguments)
         return of_batch and (lambda input, weight, bias: of_batch(input.unsqueeze(0), weight, bias).squeeze(0))
     tensors = input, weight, bias
-    if forward_ad._current_level >= 0 or (casts := autocast_of_plain(*tensors)) is None:
+    if in_a_mode() or not are_dense(*tensors):
         return None
-    if casts != input.device.type:
+    if not torch.is_autocast_enabled(input.device.type):
         return _recording(tensors, arguments)
     dtype = torch.get_autocast_dtype(input.device.type)
 
@@ -154,22 +148,16 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         recipe, (input, weight) = ctx.recipe, ctx.saved_tensors
         asked = recipe.asked(ctx)
-        if (
-            *(torch.is_grad_enabled(), type(grad) is not Tensor),  # a second backward pass may follow
-            *(_transforms(), _function_modes(), _dispatch_modes(), _profiled()),
-        ) != _PLAIN:
+        if torch.is_grad_enabled() or type(grad) is not Tensor or in_a_mode():  # a second backward pass may follow
             return *recipe.backward(*as_plain((grad,)), input, weight, *asked), None
         precision = torch_precision(grad.dtype, grad.device) if grad.dtype is torch.float32 else None
         key = grad.stride(), grad.is_neg(), asked, precision
         known = recipe.gradients.get(key)
         if known is None:
-            if autocast_of_plain(grad) is None:
+            if not are_dense(grad):
                 return *recipe.backward(grad, input, weight, *asked), None
             known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, *asked)
         return *known(grad, input, weight), None
-
-
-_PLAIN = (False, False, False, 0, 0, False)
 
 
 def are_usual(input: object, weight: object, bias: object) -> bool:

@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from tests.emulator.translate import TWINS
 __all__ = ["Builder", "Edit", "Kernel", "compiler", "install"]
 
 _SHARED_BYTES_UNASKED = 48 << 10
+_ONE_AT_A_TIME = threading.Lock()
 _TRAP = b"a trap"  # what scheduler.cpp says of a check that failed
 
 
@@ -99,9 +101,10 @@ class Kernel:
         launch = self._builder.scheduler.emulator_launch
         extents = [ctypes.byref((ctypes.c_uint * 3)(*extent)) for extent in (grid, block)]
         arguments = *extents, ctypes.byref(params), ctypes.sizeof(params), shared_bytes, overlaps
-        error = launch(self._entry, *arguments)
-        if error == _TRAP:
-            error = launch(self._entry_of(self._build(True)), *arguments) or error
+        with _ONE_AT_A_TIME:  # while compilers of other kernels are started
+            error = launch(self._entry, *arguments)
+            if error == _TRAP:
+                error = launch(self._entry_of(self._build(True)), *arguments) or error
         if error:
             raise RuntimeError(f"{self.name}: {error.decode()}; grid {grid}, block {block}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -31,7 +32,7 @@ _HINDRANCES = ("Resource temporarily unavailable", "Cannot allocate memory", "Ki
 _PAUSES = (1, 2, 4, 8, 15, 30, 60)  # seconds between tries
 _AFTER_OTHERS = ["nice", "-n", "10"] if shutil.which("nice") else []  # tests go first
 _KEPT_SECONDS = 3 * 24 * 3600  # for libraries that no test has used
-_SCHEDULERS: dict[str, ctypes.PyDLL] = {}  # of the process, whatever their folder: kernels would mix the symbols of two
+_SCHEDULERS: dict[str, ctypes.CDLL] = {}  # of the process, whatever their folder: kernels would mix the symbols of two
 
 
 def compiler() -> str | None:
@@ -46,8 +47,9 @@ class Builder:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("*.so"):
-            if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
+                    file.unlink()
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._builds: dict[Path, Future[Path]] = {}
         text = (_HERE / "scheduler.cpp").read_text()
@@ -58,7 +60,7 @@ class Builder:
         """The library that launches kernels; the libraries of the kernels take symbols from it."""
         path = self._scheduler.result()
         if path.name not in _SCHEDULERS:
-            _SCHEDULERS[path.name] = ctypes.PyDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # one launch at a time
+            _SCHEDULERS[path.name] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         library = _SCHEDULERS[path.name]
         library.emulator_launch.restype = ctypes.c_char_p
         library.emulator_launch.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_size_t] * 2]
