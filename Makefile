@@ -5,11 +5,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml constraints.txt CMakeLists.txt csrc/executor.c
 EMULATED := $(addprefix tests/test_,kernels.py program.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-kernels test-others test-slow lint dev clean
+.PHONY: help demo bench executor test test-kernels test-others test-slow lint dev clean
 
 help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"

@@ -172,6 +172,11 @@ class Gradients(NamedTuple):
             return [self.input_grad.choice(replace(config, weight_format=weight_config.memory_format), "grads")]
         return [self.input_grad.choice(config, "input_grad"), self.weight_grad.choice(weight_config, "weight_grad")]
 
+    def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
+        """Whether one call of torch's gives both, and the bias's: of the same kernels as two calls."""
+        native = self.input_grad.name == self.weight_grad.name == "native"
+        return native and not self.turned and config.memory_format is weight_config.memory_format
+
     @property
     def turns_weight(self) -> bool:
         """Whether the weight is turned round as well: cuDNN wants all in one format, and torch's copy of it is slow."""

@@ -26,8 +26,8 @@ from gemmconv.kernels.base import (
     Forward,
     Gradient,
     Pass,
+    restrided,
     strides_of,
-    with_strides,
 )
 from gemmconv.kernels.costs import costs_of
 
@@ -241,7 +241,7 @@ class Native(AlgorithmOfOne):
                 output = torch.conv_transpose2d(
                     input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
                 )
-            return with_strides(output, strides)
+            return restrided(output, strides)
 
         return call
 
@@ -254,7 +254,7 @@ class Native(AlgorithmOfOne):
                 input = _in_channels_last(grad_output, config.problem.input_shape, strides)
             else:
                 input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
-            return with_strides(backward(grad_output, input, weight)[0], strides)
+            return restrided(backward(grad_output, input, weight)[0], strides)
 
         return call
 
@@ -264,28 +264,51 @@ class Native(AlgorithmOfOne):
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
             weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
-            return with_strides(backward(grad_output, input, weight)[1], strides)
+            return restrided(backward(grad_output, input, weight)[1], strides)
 
         return call
 
     def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        strides = strides_of(config.problem.input_shape, config.memory_format)
-        weight_strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
-        backward = _prepare_backward(config, True, True)
-
-        def call(
-            grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            grad_input, grad_weight = backward(grad_output, input, weight)
-            return with_strides(grad_input, strides), with_strides(grad_weight, weight_strides)
-
-        return call
+        if config.memory_format is not weight_config.memory_format:
+            first, second = self.input_grad(config), self.weight_grad(weight_config)
+            return lambda grad_output, input, weight: (first(grad_output, weight), second(grad_output, input))
+        both: BothGradients = prepare_gradients(config, None, False)  # type: ignore[assignment]
+        return both
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """Of one call of torch's, which does one after the other: where nothing else would be as good."""
         if config.spec.is_hopper and config.device.type == "cuda":
             return math.inf
         return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+
+
+def prepare_gradients(
+    config: Config, weight_strides: tuple[int, ...] | None, of_bias: bool
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Prepare the gradients of input and weight, and perhaps of the bias, in one call of torch's.
+
+    Args:
+        config: in the format of all tensors.
+        weight_strides: of the weight's gradient, if they are not those of a contiguous tensor.
+        of_bias: whether the bias's is the last.
+    """
+    p, settings = config.problem, _settings(config)
+    geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
+    strides = strides_of(p.input_shape, config.memory_format)
+    if weight_strides is None:
+        weight_strides = strides_of(p.weight_shape, torch.contiguous_format)
+    bias_sizes = [p.out_channels] if of_bias else None
+    backward = torch.ops.aten.convolution_backward.default
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with settings:
+            of_input, of_weight, *others = backward(
+                grad_output, input, weight, bias_sizes, *geometry, [True, True, of_bias]
+            )
+        gradients = restrided(of_input, strides), restrided(of_weight, weight_strides)
+        return (*gradients, others[0]) if of_bias else gradients
+
+    return call
 
 
 def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:

@@ -216,6 +216,16 @@ def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tupl
     return torch.empty(tuple(shape), device="meta", memory_format=memory_format).stride()
 
 
+def restrided(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """As :func:`with_strides`, of a result that nobody else has: of extents of 1 the strides are set, not copied to."""
+    own = result.stride()
+    if own == strides:
+        return result
+    if all(size == 1 or one == other for size, one, other in zip(result.shape, own, strides, strict=True)):
+        return result.as_strided_(result.shape, strides)
+    return with_strides(result, strides)
+
+
 def with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """A result with exactly these strides.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gemmconv.kernels.base import strides_of, with_strides
+from gemmconv.kernels.base import restrided, strides_of
 from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposition
 from gemmconv.kernels.program import At, Gemm, Launch, Operand, Output, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import executor, launch
@@ -130,7 +130,7 @@ def _of_any(
             operands[i] = copy = operand.clone(memory_format=torch.preserve_format)
             addresses[misaligned - 1] = copy.data_ptr()
         for i, strides in after:
-            results[i] = with_strides(results[i], strides)
+            results[i] = restrided(results[i], strides)
         return results[0] if len(results) == 1 else tuple(results)
 
     return call

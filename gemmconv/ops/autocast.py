@@ -59,11 +59,20 @@ with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one 
 def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, to be called under autocast with autocast's dtype."""
     if _is_kept(tensor) and (tensor.is_cuda or dtype in _WITNESSES):
-        with torch.enable_grad():  # one cast serves calls with and without gradients
-            cast = torch.einsum("...->...", tensor) if tensor.is_cuda else _kept_on_cpu(tensor, dtype)
+        recorded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)  # one cast serves calls with and without gradients
+        try:
+            cast = _kept_on_cuda(tensor) if tensor.is_cuda else _kept_on_cpu(tensor, dtype)
+        finally:
+            torch._C._set_grad_enabled(recorded)
         if cast.dtype == dtype and cast.requires_grad:  # else torch made it for another region
             return cast
     return tensor.to(dtype)
+
+
+def _kept_on_cuda(leaf: Tensor) -> Tensor:
+    view = torch._VF.einsum("...->...", (leaf,))  # type: ignore[attr-defined]
+    return view if (cast := view._base) is None else cast
 
 
 def _is_kept(tensor: Tensor) -> bool:

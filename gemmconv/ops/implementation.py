@@ -14,6 +14,7 @@ from torch import Tensor
 from gemmconv import selection
 from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
+from gemmconv.algorithms.native import prepare_gradients
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import (
@@ -121,7 +122,10 @@ def prepared(
             if direction == "grads":
                 by_weight = _config(problem, first, tensors[2], options, current)
                 by_input = _config(problem, first, second, options, current)
-                call = _prepared_grads(by_weight, by_input, options.algorithm, where)
+                gradients = selection.choose_gradients(by_weight, by_input, options.algorithm, where)
+                if gradients.are_torchs_in_one_call(by_weight, by_input):
+                    return prepare_gradients(by_weight, weight_format, with_bias)
+                call = _prepared_grads(gradients, by_weight, by_input)
             else:
                 bias = len(tensors) > 2 and tensors[2] is not None
                 config = _config(problem, first, second, options, current, bias)
@@ -175,10 +179,9 @@ def _with_bias(call: Callable[..., Any], config: Config) -> Callable[..., Any]:
 
 
 def _prepared_grads(
-    config: Config, weight_config: Config, algorithm: str, where: str
+    gradients: selection.Gradients, config: Config, weight_config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients of one backward pass, perhaps in channels_last between conversions of the tensors."""
-    gradients = selection.choose_gradients(config, weight_config, algorithm, where)
     if (program := both_programs(gradients, config, weight_config)) is not None:
         return program.prepare(config.device)
     if gradients.turned:
