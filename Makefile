@@ -14,6 +14,7 @@ EMULATED := $(addprefix tests/test_,kernels.py program.py)
 help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
 	@echo "make bench   measure every algorithm beside torch's settings: all suites on a GPU, a few small layers on a CPU"
+	@echo "make executor  build csrc/executor.c in place, for use without an install"
 	@echo "make test    run the tests but slow ones, in two processes; those marked gpu are skipped without a CUDA device"
 	@echo "make test-slow  the rest: all runs of kernels and mistakes in them, every variant for every architecture"
 	@echo "make lint    ruff check, ruff format --check, mypy"
@@ -28,6 +29,11 @@ demo: $(VENV)/.installed-demo
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks.compare --charts
+
+# For use without an install; `pip install` builds the same by CMakeLists.txt.
+executor:
+	$(CC) -std=c11 -O2 -Wall -Wextra -fPIC -shared -I"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
+	    csrc/executor.c -o gemmconv/runtime/_executor.abi3.so -ldl
 
 # In two processes, each with the output of its own in one piece: the kernels in the emulator, and all else.
 test:
@@ -50,7 +56,7 @@ lint: $(VENV)/.installed-dev
 dev: $(VENV)/.installed-dev
 
 clean:
-	rm -rf $(VENV) build dist gemmconv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist gemmconv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis gemmconv/runtime/_executor*.so
 	find benchmarks gemmconv tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -15,6 +15,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
 from gemmconv.kernels.layout.transpose import grad_turning_seconds, turned_seconds
+from gemmconv.kernels.program import Program
 from gemmconv.validation import choice, made_problem, place
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
@@ -282,6 +283,9 @@ def _fastest(config: Config, weight_config: Config, able: Sequence[Algorithm]) -
     return min((seconds, chosen), *together, key=lambda item: item[0])
 
 
+_MOST_STEPS = 12  # of a program, in a report
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Why a configuration is computed the way it is. ``str()`` gives a report.
@@ -297,6 +301,7 @@ class Explanation:
         workspace_bytes: for every algorithm that can serve it, bytes of temporary memory of such a call.
         gradients: names of the algorithms of the input's and the weight's gradient where a backward pass wants both;
             they may share work, so that they need not be those of one gradient alone.
+        program: what the call does, step by step; None where it is torch's operator, and on the CPU.
         gradients_turned: whether these compute in channels_last, of tensors in NCHW that are turned round.
     """
 
@@ -309,6 +314,7 @@ class Explanation:
     direction: Direction
     workspace_bytes: dict[str, int]
     gradients: tuple[str, str]
+    program: Program | None = None
     gradients_turned: bool = False
 
     def __str__(self) -> str:
@@ -326,11 +332,23 @@ class Explanation:
         ]
         if c.device.type == "cuda":
             lines.append(f"  kernel   {self.kernel} {self.tile}".rstrip() + f", for an {c.spec.name}")
+        if self.program is not None:
+            lines += [
+                f"  program  {line}" if i == 0 else f"         {line}" for i, line in enumerate(self.program_lines)
+            ]
         for name, reason in self.reasons.items():
             memory = f"; workspace {self.workspace_bytes[name]:,} bytes" if self.workspace_bytes.get(name) else ""
             lines.append(f"  {name:<12} {reason}{memory}")
         lines += [f"    {name:<26} {text}" for name, text in self.kernels.items()]
         return "\n".join(lines)
+
+    @property
+    def program_lines(self) -> list[str]:
+        """The program as text: what goes in and comes out, then a line a step, of many the first and how many more."""
+        head, *steps = str(self.program).splitlines()
+        if len(steps) > _MOST_STEPS:
+            steps = [*steps[:_MOST_STEPS], f"  and {len(steps) - _MOST_STEPS} more"]
+        return [head, *steps]
 
     @property
     def _backward(self) -> str:
@@ -419,7 +437,8 @@ def explain(
     workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
     names = gradients.input_grad.name, gradients.weight_grad.name
     taken = chosen.name, choice_made.kernel.name, choice_made.tile_text
-    return Explanation(*taken, reasons, kernels, config, direction, workspace, names, gradients.turned)
+    program = choice_made.program(config, direction) if where.type == "cuda" else None
+    return Explanation(*taken, reasons, kernels, config, direction, workspace, names, program, gradients.turned)
 
 
 def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:
