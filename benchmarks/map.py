@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 import gemmconv
-from gemmconv import dispatch
+from gemmconv import dispatch, functional
 from gemmconv.algorithms import ALGORITHMS, KERNELS
 from gemmconv.device import named
 from gemmconv.kernels.base import Config, Kernel, Pass
@@ -161,7 +161,7 @@ class _Driver:
 @contextmanager
 def _as_on_a_gpu() -> Iterator[_Driver]:
     """Tensors of device "meta" are served as those of a GPU are: choices, kernels, launches. Nothing is computed."""
-    from gemmconv.runtime import compiler, launch, tensor_map
+    from gemmconv.runtime import compiler, executor, launch, tensor_map
 
     real = implementation._config
     driver, code, program = _Driver(), mock.MagicMock(), mock.MagicMock()
@@ -180,6 +180,7 @@ def _as_on_a_gpu() -> Iterator[_Driver]:
             (dispatch, "_all_plain_keys", keys),
             (torch.cuda, "is_available", lambda: False),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
+            (executor, "extension", lambda: None),  # in C as in Python
             (launch, "driver", driver),
             (launch, "Device", mock.MagicMock()),
             (launch, "ObjectCode", code),
@@ -255,7 +256,7 @@ def flow() -> tuple[Stop, Stop, list[str]]:
     pairs = (kernel, kernel), (stride, stride), (padding, padding)
     problem = gemmconv.Problem(SHAPE[0], in_channels, out_channels, 1, SHAPE[2:], *pairs)
     taken = {host_of(KERNELS[gemmconv.explain(problem, gpu=GPU, precision="ieee").kernel])}
-    every, once = Stop(second[0][0][0]), Stop(Path(implementation.__file__))
+    every, once = Stop(second[0][0][0]), Stop(Path(functional.__file__))
     for stack in map(_without_loops, second):
         every.add(stack)
     for stack in map(_without_loops, first):
@@ -373,7 +374,8 @@ def _flow(picture: _Picture, y: float) -> float:
     picture.arrow((x - _INDENT / 2, y - 8), (x - _INDENT / 2, y + 15), (x, y + 15))
     ends, _ = _tree(picture, right, top, once, "once")
     turn = right - _GUTTER / 2
-    picture.arrow((left + _COLUMN, middles[once.path]), (turn, middles[once.path]), (turn, top + 16), (right, top + 16))
+    begin = middles.get(once.path, middles[every.path])
+    picture.arrow((left + _COLUMN, begin), (turn, begin), (turn, top + 16), (right, top + 16))
     return max(ends, _layers(picture, y + 2 * _LINE + 52))
 
 

@@ -62,17 +62,6 @@ def are_dense(*tensors: Tensor | None) -> bool:
     return True
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors, here and now, is plain eager execution on the CPU or on CUDA, without autocast.
-
-    The first is a tensor.
-    """
-    if torch.compiler.is_compiling() or in_a_mode() or not are_dense(*tensors):
-        return False
-    assert tensors[0] is not None
-    return not torch.is_autocast_enabled(tensors[0].device.type)
-
-
 def is_for_torch() -> bool:
     """Whether transforms of torch.func are active that want torch's own operators."""
     if not _transforms_active():

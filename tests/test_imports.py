@@ -169,7 +169,7 @@ with torch.autocast("cpu", torch.bfloat16):
     images, weight = torch.ones(1, 2, 3, 3), torch.ones(2, 2, 2, 2)
     assert gemmconv.conv_transpose2d(images, weight, algorithm="gemm_col2im").dtype == torch.bfloat16
     gemmconv.conv_transpose2d(images.bfloat16(), weight)
-assert gemmconv.dispatch.is_plain(images, weight)
+assert gemmconv.dispatch.are_dense(images, weight)
 print("done")
 """
     assert run_python(code) == "done"

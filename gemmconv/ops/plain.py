@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.ops import implementation
-from gemmconv.ops.autocast import to_autocast_dtype
+from gemmconv.ops.autocast import casts, to_autocast_dtype
 from gemmconv.ops.autograd import Backward
 from gemmconv.ops.implementation import planned, prepared
 from gemmconv.ops.schemas import Arguments
@@ -44,7 +44,7 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
     """
     if in_a_mode():
         return None
-    casts = torch.get_autocast_dtype(input.device.type) if _has_autocast() else None
+    cast_to = torch.get_autocast_dtype(input.device.type) if _has_autocast() else None
     dtype, of_bias, tracked = input.dtype, None, None
     if bias is not None:
         of_bias = bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.is_neg()
@@ -54,7 +54,7 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
     of_weight = weight.is_neg() if type(weight) is Parameter else _keys_of(weight).raw_repr()
     return (
         *(said, input.shape, input.stride(), dtype, input.get_device(), _keys_of(input).raw_repr()),
-        *(weight.shape, weight.stride(), weight.dtype, weight.get_device(), of_weight, of_bias, casts, tracked),
+        *(weight.shape, weight.stride(), weight.dtype, weight.get_device(), of_weight, of_bias, cast_to, tracked),
         torch_precision(dtype, input.device) if dtype is torch.float32 and input.is_cuda else None,
     )
 
@@ -80,7 +80,7 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
     tensors = input, weight, bias
     if in_a_mode() or not are_dense(*tensors):
         return None
-    if not torch.is_autocast_enabled(input.device.type):
+    if not casts(input.device.type):
         return _recording(tensors, arguments)
     dtype = torch.get_autocast_dtype(input.device.type)
 
@@ -115,23 +115,25 @@ class _Recipe:
     def asked(self, ctx: Any) -> tuple[bool, bool, bool]:
         """Of which tensors this backward pass wants the gradient.
 
-        torch refuses to say it of leaves that autograd.grad asks for, and its refusal takes 100 us. So for a while
-        after one, the gradient is taken to be asked for, which is right whether it is or not.
+        torch tells it of the nodes that gradients go to. It refuses to of leaves that autograd.grad asks for, and its
+        refusal takes 100 us, so for a while after one the gradient is taken to be asked for: right whether it is or
+        not. That of a bias, which is little, comes with the weight's.
         """
         of_input, of_weight, of_bias, _ = ctx.needs_input_grad
-        nodes, unasked = ctx.next_functions, self.unasked
-        wanted = [of_input, of_weight, of_bias]
-        for i in range(3):
-            if not wanted[i]:
-                continue
-            if unasked[i]:
-                unasked[i] -= 1
-                continue
-            try:
-                wanted[i] = _is_executed(nodes[i][0])
-            except RuntimeError:
-                unasked[i] = _ASKED_ANEW
-        return wanted[0], wanted[1], wanted[2]
+        nodes = ctx.next_functions
+        of_weight = of_weight and self._is_asked(1, nodes)
+        of_input = of_input and self._is_asked(0, nodes)
+        return of_input, of_weight, of_bias and (of_weight or self._is_asked(2, nodes))
+
+    def _is_asked(self, index: int, nodes: tuple[Any, ...]) -> bool:
+        if self.unasked[index]:
+            self.unasked[index] -= 1
+            return True
+        try:
+            return _is_executed(nodes[index][0])
+        except RuntimeError:
+            self.unasked[index] = _ASKED_ANEW
+            return True
 
 
 _is_executed = torch._C._will_engine_execute_node
