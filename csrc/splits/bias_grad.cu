@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) splits_bias_grad_kernel(c
     const int begin = blockIdx.y * p.share, end = min(p.items, begin + p.share);
     accumulate_t sum[kOwn] = {};
     if (first_channel < p.channels) {
-        #pragma unroll 4
+        #pragma unroll 2
         for (int i = begin + row; i < end; i += kThreads / kLanes) {
             const vector_t values = *item(p, i, first_channel);
             #pragma unroll

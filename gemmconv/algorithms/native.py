@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -272,8 +272,7 @@ class Native(AlgorithmOfOne):
         if config.memory_format is not weight_config.memory_format:
             first, second = self.input_grad(config), self.weight_grad(weight_config)
             return lambda grad_output, input, weight: (first(grad_output, weight), second(grad_output, input))
-        both: BothGradients = prepare_gradients(config, None, False)  # type: ignore[assignment]
-        return both
+        return _BothGradients(config)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """Of one call of torch's, which does one after the other: where nothing else would be as good."""
@@ -282,33 +281,32 @@ class Native(AlgorithmOfOne):
         return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
 
 
-def prepare_gradients(
-    config: Config, weight_strides: tuple[int, ...] | None, of_bias: bool
-) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Prepare the gradients of input and weight, and perhaps of the bias, in one call of torch's.
+class _BothGradients:
+    """The gradients of input and weight, and perhaps of the bias, in one call of torch's.
 
     Args:
         config: in the format of all tensors.
         weight_strides: of the weight's gradient, if they are not those of a contiguous tensor.
         of_bias: whether the bias's is the last.
     """
-    p, settings = config.problem, _settings(config)
-    geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
-    strides = strides_of(p.input_shape, config.memory_format)
-    if weight_strides is None:
-        weight_strides = strides_of(p.weight_shape, torch.contiguous_format)
-    bias_sizes = [p.out_channels] if of_bias else None
-    backward = torch.ops.aten.convolution_backward.default
 
-    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with settings:
-            of_input, of_weight, *others = backward(
-                grad_output, input, weight, bias_sizes, *geometry, [True, True, of_bias]
-            )
-        gradients = restrided(of_input, strides), restrided(of_weight, weight_strides)
-        return (*gradients, others[0]) if of_bias else gradients
+    def __init__(self, config: Config, weight_strides: tuple[int, ...] | None = None, of_bias: bool = False) -> None:
+        p = config.problem
+        self._config, self._settings, self._of_bias = config, _settings(config), of_bias
+        self._strides = strides_of(p.input_shape, config.memory_format)
+        self._weight_strides = weight_strides or strides_of(p.weight_shape, torch.contiguous_format)
+        geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
+        self._arguments = [p.out_channels] if of_bias else None, *geometry, [True, True, of_bias]
 
-    return call
+    def returning(self, weight_strides: tuple[int, ...] | None, of_bias: bool) -> _BothGradients:
+        """The same that returns something else."""
+        return _BothGradients(self._config, weight_strides, of_bias)
+
+    def __call__(self, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> Any:
+        with self._settings:
+            found = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *self._arguments)
+        gradients = restrided(found[0], self._strides), restrided(found[1], self._weight_strides)
+        return (*gradients, found[2]) if self._of_bias else gradients
 
 
 def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:
@@ -357,16 +355,14 @@ def _settings(config: Config) -> AbstractContextManager[object]:
 
 def _prepare_backward(
     config: Config, of_input: bool, of_weight: bool
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Prepare gradients from grad_output, input and weight."""
-    p, settings = config.problem, _settings(config)
-    geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]:
+    """Prepare gradients from grad_output, input and weight: a list of three."""
+    p, settings, backward = config.problem, _settings(config), torch.ops.aten.convolution_backward.default
+    geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, [of_input, of_weight, False]
 
-    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
         with settings:
-            grad_input, grad_weight, _ = torch.ops.aten.convolution_backward(
-                grad_output, input, weight, None, *geometry, [of_input, of_weight, False]
-            )
-        return grad_input, grad_weight
+            found: Sequence[torch.Tensor] = backward(grad_output, input, weight, None, *geometry)
+        return found
 
     return call

@@ -14,7 +14,6 @@ from torch import Tensor
 from gemmconv import selection
 from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
-from gemmconv.algorithms.native import prepare_gradients
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import (
@@ -123,9 +122,9 @@ def prepared(
                 by_weight = _config(problem, first, tensors[2], options, current)
                 by_input = _config(problem, first, second, options, current)
                 gradients = selection.choose_gradients(by_weight, by_input, options.algorithm, where)
-                if gradients.are_torchs_in_one_call(by_weight, by_input):
-                    return prepare_gradients(by_weight, weight_format, with_bias)
                 call = _prepared_grads(gradients, by_weight, by_input)
+                if (returning := getattr(call, "returning", None)) is not None:  # of one call of torch's
+                    return returning(weight_format, with_bias)
             else:
                 bias = len(tensors) > 2 and tensors[2] is not None
                 config = _config(problem, first, second, options, current, bias)
@@ -223,7 +222,7 @@ def both_gradients(
     gradients: selection.Gradients, config: Config, weight_config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients: of one call where an algorithm has it, else grad_output is turned once, if at all."""
-    if gradients.at_once:
+    if gradients.at_once or gradients.are_torchs_in_one_call(config, weight_config):
         return gradients.input_grad.grads(config, weight_config)
     turned = to_nchw(config, config.problem.output_shape) if gradients.share else None
     input_grad = gradients.input_grad.input_grad(config)
