@@ -16,19 +16,20 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { kMostAddresses = 32, kMostParams = 4096, kMapBytes = 128 };
+enum { kMostAddresses = 32, kMostAlignment = 1 << 20, kMostParams = 4096, kMapBytes = 128 };
 
 /* The driver. */
 
 typedef int status_t;
 typedef void* context_t;
-typedef struct { int id; char padding[4]; union { char bytes[64]; int value; } value; } launch_attribute_t;
+typedef struct { int id; union { uint64_t words[8]; int value; } value; } launch_attribute_t;
 typedef struct {
     unsigned grid[3], block[3], shared_bytes;
     void* stream;
     launch_attribute_t* attributes;
     unsigned attribute_count;
 } launch_config_t;
+_Static_assert(sizeof(launch_attribute_t) == 72 && sizeof(launch_config_t) == 56, "as in cuda.h");
 enum { kProgrammaticStreamSerialization = 6 };
 
 static struct {
@@ -73,7 +74,7 @@ static int load_driver(void) {
             PyErr_Format(PyExc_RuntimeError, "the CUDA driver has no %s; update it", functions[i].name);
             return -1;
         }
-        *functions[i].function = function;
+        memcpy(functions[i].function, &function, sizeof function);
     }
     return 0;
 }
@@ -125,12 +126,13 @@ typedef struct {
     gemm_t gemm;
     set_math_mode_t set_math_mode;
     int alignment_count, step_count;
+    int address_count;  /* the least that a call must give: all that are aligned, and all that steps name */
     unsigned* alignments;
     step_t* steps;
 } program_t;
 
 /* What went wrong, found without the interpreter's lock. */
-typedef struct { const char* call; const step_t* step; int status; } failure_t;
+typedef struct { const char* call; const step_t* step; int status, of_cublas; } failure_t;
 
 static failure_t run_launch(const step_t* step, void* stream, const uint64_t* addresses) {
     const launch_t* one = &step->of.launch;
@@ -147,14 +149,14 @@ static failure_t run_launch(const step_t* step, void* stream, const uint64_t* ad
         void* address = (void*)(uintptr_t)(addresses[map->place.index] + map->place.offset);
         const status_t status = cuda.encode(params + map->at, map->type, 4, address, map->sizes, map->strides, map->box,
                                             map->steps, 0, map->swizzle, map->promotion, 0);
-        if (status) return (failure_t){"a tensor map was refused", step, status};
+        if (status) return (failure_t){"a tensor map was refused", step, status, 0};
     }
     launch_attribute_t overlapping = {.id = kProgrammaticStreamSerialization, .value.value = 1};
     const unsigned* shape = one->shape;
     const launch_config_t config = {{shape[0], shape[1], shape[2]}, {shape[3], shape[4], shape[5]}, shape[6], stream,
-                                    &overlapping, shape[7]};
+                                    &overlapping, shape[7] != 0};
     void* arguments[1] = {params};
-    return (failure_t){"launch failed", step, cuda.launch(&config, one->function, arguments, NULL)};
+    return (failure_t){"launch failed", step, cuda.launch(&config, one->function, arguments, NULL), 0};
 }
 
 static failure_t run_product(const program_t* program, const step_t* step, void* blas, const uint64_t* addresses) {
@@ -166,14 +168,14 @@ static failure_t run_product(const program_t* program, const step_t* step, void*
         "cublasGemmStridedBatchedEx failed", step,
         program->gemm(blas, p->transposed_a, p->transposed_b, p->m, p->n, p->k, &p->alpha, at[0], p->a.type,
                       p->a.leading, p->a.stride, at[1], p->b.type, p->b.leading, p->b.stride, &p->beta, at[2],
-                      p->c.type, p->c.leading, p->c.stride, p->batch, p->compute, kDefaultAlgorithm)};
+                      p->c.type, p->c.leading, p->c.stride, p->batch, p->compute, kDefaultAlgorithm), 1};
 }
 
 static failure_t run_steps(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
-    failure_t failure = {NULL, NULL, 0};
-    if (blas) {
+    failure_t failure = {NULL, NULL, 0, 0};
+    if (blas && program->set_math_mode) {
         failure = (failure_t){"cublasSetMathMode failed", NULL,
-                              program->set_math_mode(blas, kDisallowReducedPrecisionReduction)};
+                              program->set_math_mode(blas, kDisallowReducedPrecisionReduction), 1};
     }
     for (int i = 0; i < program->step_count && !failure.status; ++i) {
         const step_t* step = &program->steps[i];
@@ -184,7 +186,7 @@ static failure_t run_steps(const program_t* program, void* stream, void* blas, c
         } else if (step->of.clear.size) {
             const clear_t* one = &step->of.clear;
             const uint64_t address = addresses[one->place.index] + one->place.offset;
-            failure = (failure_t){"memory could not be cleared", step, cuda.clear(address, 0, one->size, stream)};
+            failure = (failure_t){"memory could not be cleared", step, cuda.clear(address, 0, one->size, stream), 0};
         }
     }
     return failure;
@@ -196,16 +198,16 @@ static failure_t run_on_device(const program_t* program, void* stream, void* bla
     status_t status = cuda.get_current(&current);
     if (!status && current == program->context) return run_steps(program, stream, blas, addresses);
     if (!status) status = cuda.push_current(program->context);
-    if (status) return (failure_t){"the device could not be made current", NULL, status};
+    if (status) return (failure_t){"the device could not be made current", NULL, status, 0};
     const failure_t failure = run_steps(program, stream, blas, addresses);
     status = cuda.pop_current(&ours);
-    if (status && !failure.status) return (failure_t){"the device before could not be made current", NULL, status};
+    if (status && !failure.status) return (failure_t){"the device before could not be made current", NULL, status, 0};
     return failure;
 }
 
 static PyObject* raise_failure(failure_t failure) {
     const step_t* step = failure.step;
-    if (step && step->kind == kProduct)
+    if (failure.of_cublas)
         return PyErr_Format(PyExc_RuntimeError, "%s with cublasStatus_t %d", failure.call, failure.status);
     const char* name = name_of(failure.status);
     if (!step || step->kind == kClear) return PyErr_Format(PyExc_RuntimeError, "%s with %s", failure.call, name);
@@ -218,9 +220,9 @@ static PyObject* raise_failure(failure_t failure) {
 static PyObject* program_run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     const program_t* program = (const program_t*)self;
     uint64_t addresses[kMostAddresses];
-    if (count < 2 + program->alignment_count || count > 2 + kMostAddresses)
+    if (count < 2 + program->address_count || count > 2 + kMostAddresses)
         return PyErr_Format(PyExc_TypeError, "run takes a stream, a cuBLAS handle and %d to %d addresses, got %zd values",
-                            program->alignment_count, kMostAddresses, count);
+                            program->address_count, kMostAddresses, count);
     void* handles[2];
     for (Py_ssize_t i = 0; i < count; ++i) {
         const unsigned long long value = PyLong_AsUnsignedLongLong(arguments[i]);
@@ -244,30 +246,33 @@ static void* zeroed(size_t count, size_t size) {
     return memset(memory, 0, count * size + 1);
 }
 
-static int place_is_wrong(place_t place) {
-    if (0 <= place.index && place.index < kMostAddresses) return 0;
-    PyErr_Format(PyExc_ValueError, "at most %d addresses, got index %d", kMostAddresses, place.index);
-    return 1;
+static int place_is_wrong(program_t* program, place_t place) {
+    if (place.index < 0 || place.index >= kMostAddresses) {
+        PyErr_Format(PyExc_ValueError, "at most %d addresses, got index %d", kMostAddresses, place.index);
+        return 1;
+    }
+    if (program->address_count <= place.index) program->address_count = place.index + 1;
+    return 0;
 }
 
-static int read_map(map_t* map, PyObject* of) {
+static int read_map(program_t* program, map_t* map, PyObject* of) {
     unsigned box[8];
-    if (!PyArg_ParseTuple(of, "IiKiKKKKKKKIIIIIIIIii", &map->at, &map->place.index, &map->place.offset, &map->type,
+    if (!PyArg_ParseTuple(of, "iiKiKKKKKKKiiiiiiiiii", &map->at, &map->place.index, &map->place.offset, &map->type,
                           &map->sizes[0], &map->sizes[1], &map->sizes[2], &map->sizes[3], &map->strides[0],
                           &map->strides[1], &map->strides[2], &box[0], &box[1], &box[2], &box[3], &box[4], &box[5],
                           &box[6], &box[7], &map->swizzle, &map->promotion))
         return -1;
     for (int i = 0; i < 4; ++i) map->box[i] = box[i], map->steps[i] = box[4 + i];
-    return place_is_wrong(map->place) ? -1 : 0;
+    return place_is_wrong(program, map->place) ? -1 : 0;
 }
 
-static int read_launch(launch_t* one, PyObject* of) {
+static int read_launch(program_t* program, launch_t* one, PyObject* of) {
     unsigned long long function;
     const char *name, *params;
     Py_ssize_t size, name_size;
     PyObject *pointers, *maps;
     unsigned* s = one->shape;
-    if (!PyArg_ParseTuple(of, "iKs#(IIIIIIII)y#O!O!", &(int){0}, &function, &name, &name_size, &s[0], &s[1], &s[2],
+    if (!PyArg_ParseTuple(of, "iKs#(iiiiiiii)y#O!O!", &(int){0}, &function, &name, &name_size, &s[0], &s[1], &s[2],
                           &s[3], &s[4], &s[5], &s[6], &s[7], &params, &size, &PyTuple_Type, &pointers, &PyTuple_Type,
                           &maps))
         return -1;
@@ -286,21 +291,23 @@ static int read_launch(launch_t* one, PyObject* of) {
     for (Py_ssize_t i = 0; i < pointer_count; ++i) {
         pointer_t* pointer = &one->pointers[one->pointer_count++];
         unsigned long long offset;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(pointers, i), "IiK", &pointer->at, &pointer->place.index, &offset))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(pointers, i), "iiK", &pointer->at, &pointer->place.index, &offset))
             return -1;
         pointer->place.offset = offset;
-        if (place_is_wrong(pointer->place)) return -1;
-        if (pointer->at + sizeof(uint64_t) > one->size) return PyErr_SetString(PyExc_ValueError, "a pointer past params"), -1;
+        if (place_is_wrong(program, pointer->place)) return -1;
+        if (pointer->at + sizeof(uint64_t) > one->size)
+            return PyErr_SetString(PyExc_ValueError, "a pointer past params"), -1;
     }
     for (Py_ssize_t i = 0; i < map_count; ++i) {
         map_t* map = &one->maps[one->map_count++];
-        if (read_map(map, PyTuple_GetItem(maps, i))) return -1;
-        if (map->at + kMapBytes > one->size) return PyErr_SetString(PyExc_ValueError, "a tensor map past params"), -1;
+        if (read_map(program, map, PyTuple_GetItem(maps, i))) return -1;
+        if (map->at + (size_t)kMapBytes > one->size)
+            return PyErr_SetString(PyExc_ValueError, "a tensor map past params"), -1;
     }
     return 0;
 }
 
-static int read_product(product_t* p, PyObject* of) {
+static int read_product(program_t* program, product_t* p, PyObject* of) {
     int is_double, accumulates;
     unsigned long long offsets[3];
     if (!PyArg_ParseTuple(of, "iiiiiiiKiiLiKiiLiKiiLiiii", &(int){0}, &p->m, &p->n, &p->k, &p->transposed_a,
@@ -312,24 +319,25 @@ static int read_product(product_t* p, PyObject* of) {
     p->a.place.offset = offsets[0], p->b.place.offset = offsets[1], p->c.place.offset = offsets[2];
     if (is_double) p->alpha.d = 1, p->beta.d = accumulates;
     else p->alpha.f = 1, p->beta.f = (float)accumulates;
-    return place_is_wrong(p->a.place) || place_is_wrong(p->b.place) || place_is_wrong(p->c.place) ? -1 : 0;
+    const place_t a = p->a.place, b = p->b.place, c = p->c.place;
+    return place_is_wrong(program, a) || place_is_wrong(program, b) || place_is_wrong(program, c) ? -1 : 0;
 }
 
-static int read_clear(clear_t* one, PyObject* of) {
+static int read_clear(program_t* program, clear_t* one, PyObject* of) {
     unsigned long long offset, size;
     if (!PyArg_ParseTuple(of, "iiKK", &(int){0}, &one->place.index, &offset, &size)) return -1;
     one->place.offset = offset, one->size = (size_t)size;
-    return place_is_wrong(one->place) ? -1 : 0;
+    return place_is_wrong(program, one->place) ? -1 : 0;
 }
 
-static int read_step(step_t* step, PyObject* of) {
+static int read_step(program_t* program, step_t* step, PyObject* of) {
     PyObject* kind = PyTuple_Check(of) && PyTuple_Size(of) ? PyTuple_GetItem(of, 0) : NULL;
     step->kind = kind ? (int)PyLong_AsLong(kind) : -1;
     if (PyErr_Occurred()) return -1;
     switch (step->kind) {
-        case kLaunch: return read_launch(&step->of.launch, of);
-        case kProduct: return read_product(&step->of.product, of);
-        case kClear: return read_clear(&step->of.clear, of);
+        case kLaunch: return read_launch(program, &step->of.launch, of);
+        case kProduct: return read_product(program, &step->of.product, of);
+        case kClear: return read_clear(program, &step->of.clear, of);
     }
     PyErr_SetString(PyExc_ValueError, "a step must be a tuple that begins with its kind, 0 to 2");
     return -1;
@@ -340,26 +348,35 @@ static int fill(program_t* program, PyObject* alignments, PyObject* steps, unsig
     const Py_ssize_t alignment_count = PyTuple_Size(alignments), step_count = PyTuple_Size(steps);
     program->gemm = (gemm_t)(uintptr_t)gemm;
     program->set_math_mode = (set_math_mode_t)(uintptr_t)set_math_mode;
-    if (alignment_count > kMostAddresses) return place_is_wrong((place_t){(int)alignment_count, 0}) ? -1 : 0;
+    if (alignment_count > kMostAddresses) {
+        PyErr_Format(PyExc_ValueError, "at most %d addresses, got %zd alignments", kMostAddresses, alignment_count);
+        return -1;
+    }
+    program->address_count = (int)alignment_count;
     if (!(program->alignments = zeroed((size_t)alignment_count, sizeof(unsigned)))) return -1;
     if (!(program->steps = zeroed((size_t)step_count, sizeof(step_t)))) return -1;
     for (; program->alignment_count < alignment_count; ++program->alignment_count) {
         const unsigned long value = PyLong_AsUnsignedLong(PyTuple_GetItem(alignments, program->alignment_count));
         if (PyErr_Occurred()) return -1;
-        if (!value) return PyErr_SetString(PyExc_ValueError, "an alignment must be at least 1, got 0"), -1;
+        if (value < 1 || value > kMostAlignment) {
+            PyErr_Format(PyExc_ValueError, "an alignment must be 1 to %d, got %lu", kMostAlignment, value);
+            return -1;
+        }
         program->alignments[program->alignment_count] = (unsigned)value;
     }
     while (program->step_count < step_count) {
         const int i = program->step_count++;
-        if (read_step(&program->steps[i], PyTuple_GetItem(steps, i))) return -1;
+        if (read_step(program, &program->steps[i], PyTuple_GetItem(steps, i))) return -1;
         if (program->steps[i].kind == kProduct && !(gemm && set_math_mode))
             return PyErr_SetString(PyExc_ValueError, "products need cuBLAS's functions"), -1;
     }
     if (load_driver()) return -1;
     int device;
+    PyThreadState* state = PyEval_SaveThread();  /* a context that is not there yet takes a while */
     status_t status = cuda.init(0);
     if (!status) status = cuda.device_get(&device, program->device);
     if (!status) status = cuda.primary_retain(&program->context, device);
+    PyEval_RestoreThread(state);
     if (status) return PyErr_Format(PyExc_RuntimeError, "device %d refused with %s", program->device, name_of(status)), -1;
     program->device = device;
     program->retained = 1;

@@ -1,0 +1,441 @@
+"""What tests/test_executor.py runs in processes of their own, in which libcuda.so.1 is tests/fake_driver.c.
+
+    python -m tests.executor_checks FOLDER NAME
+
+Neither torch nor gemmconv is imported. A step's tuple is as csrc/executor.c takes it.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import itertools
+import pickle
+import struct
+import sys
+import threading
+from pathlib import Path
+
+FAKE = 700  # CUDA_ERROR_FAKE
+WIDE = 2**63 + 8  # an address that is no long long
+GRID, BLOCK = (1, 2, 3), (4, 5, 6)
+MAP = (
+    2,
+    5,
+    6,
+    7,
+    8,
+    16,
+    32,
+    48,
+    9,
+    10,
+    11,
+    12,
+    1,
+    2,
+    3,
+    4,
+    3,
+    2,
+)  # type, sizes, strides, box, steps, swizzle, promotion
+MAP_BYTES = (2, 4, 5, 6, 7, 8, 16, 32, 48, 9 << 16 | 10, 11 << 16 | 12, 1 << 16 | 2, 3 << 16 | 4, 3, 2 << 16)
+REFUSALS = TypeError, ValueError, OverflowError, SystemError, RuntimeError
+
+FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else None
+CHECKS = []
+
+
+def check(function):
+    CHECKS.append(function.__name__)
+    return function
+
+
+def executor():
+    spec = importlib.util.spec_from_file_location("_executor", FOLDER / "_executor.so")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def driver():
+    library = ctypes.CDLL("libcuda.so.1")
+    library.said.restype = ctypes.c_char_p
+    for name in ("calls_with_lock", "contexts_retained", "contexts_pushed", "kernels_launched", "most_at_once"):
+        getattr(library, name).restype = ctypes.c_long
+    return library
+
+
+def said():
+    """What the driver was asked for since it was last asked here."""
+    lines = DRIVER.said().decode().splitlines()
+    DRIVER.forget()
+    return lines
+
+
+def functions():
+    return tuple(ctypes.cast(f, ctypes.c_void_p).value for f in (DRIVER.fake_gemm, DRIVER.fake_math_mode))
+
+
+def program(*steps, alignments=(), device=3):
+    return MODULE.Program(device, functions(), tuple(alignments), steps)
+
+
+def launch(params=b"", pointers=(), maps=(), overlaps=0):
+    return (0, 0x70000 | len(params), "näme", (*GRID, *BLOCK, 7, overlaps), params, pointers, maps)
+
+
+def product(double=0, accumulates=0, indices=(0, 1, 2)):
+    a, b, c = indices
+    of = (a, 16, 0, 4, 5, b, 32, 2, 6, 7, c, 0, 14, 8, -9)
+    return (1, 10, 11, 12, 0, 1, *of, 3, 70 if double else 68, double, accumulates)
+
+
+EVERY_STEP = (
+    launch(bytes(range(1, 25)), ((8, 1, 4),), overlaps=1),
+    launch(bytes(256), ((0, 0, 0),), ((128, 2, 16, *MAP),)),
+    product(),
+    (2, 0, 4, 5),
+)
+
+
+@contextlib.contextmanager
+def refused(kind, *words):
+    said = None
+    try:
+        yield
+    except kind as error:
+        said = str(error)
+    assert said is not None, f"{kind} was not raised"
+    assert all(word in said for word in words), f"{words} are not all in {said!r}"
+
+
+def rss():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@check
+def launches_have_their_shape():
+    for overlaps, attribute in ((0, ""), (1, " 6=1")):
+        one = program(launch(b"\1\2\3", overlaps=overlaps))
+        said()
+        assert one.run(WIDE, 0) == 0
+        assert said() == [
+            "push 1043",
+            f"launch 70003 {GRID} {BLOCK} 7 {WIDE:x}{attribute} 010203",
+            "pop",
+        ]
+
+
+@check
+def pointers_are_put_into_params():
+    pointers = ((0, 1, 4), (12, 0, 0), (20, 2, 2**64 - 8), (32, 3, 5))
+    one = program(launch(bytes(range(40)), pointers))
+    said()
+    assert one.run(0, 0, 0x1000, WIDE, 0x2000, 0) == 0
+    wanted = bytearray(range(40))
+    for at, value in ((0, WIDE + 4), (12, 0x1000), (20, 0x2000 - 8), (32, 0)):  # the last one stays null
+        struct.pack_into("<Q", wanted, at, value)
+    assert said()[1].split()[-1] == wanted.hex()
+
+
+@check
+def tensor_maps_are_put_into_params():
+    one = program(launch(b"\xff" * 320, ((128, 0, 1),), ((0, 0, 16, *MAP), (192, 1, 0, *MAP))))
+    said()
+    assert one.run(0, 0, 0x1000, WIDE) == 0
+    first, second = (struct.pack("<16Q", address, *MAP_BYTES) for address in (0x1010, WIDE))
+    between = struct.pack("<Q", 0x1001) + b"\xff" * 56
+    assert said()[1].split()[-1] == (first + between + second).hex()
+    with refused(RuntimeError, "a tensor map was refused"):
+        program(launch(bytes(192), (), ((8, 0, 0, *MAP),))).run(0, 0, 64)
+
+
+@check
+def products_are_asked_of_cublas():
+    for double, accumulates in itertools.product((0, 1), repeat=2):
+        one = program(product(double, accumulates), product(double, accumulates, (2, 2, 0)))
+        said()
+        assert one.run(5, WIDE, 0x1000, 0x2000, 0x3000) == 0
+        middle = f"{WIDE:x} 0 1 10 11 12 1"
+        tail = f"14 8 -9 3 {70 if double else 68} -1"
+        assert said()[1:-1] == [
+            f"mode {WIDE:x} 16",
+            f"gemm {middle} 1010 0 4 5 2020 2 6 7 {accumulates} 3000 {tail}",
+            f"gemm {middle} 3010 0 4 5 3020 2 6 7 {accumulates} 1000 {tail}",
+        ]
+    without = MODULE.Program(0, (0, 0), (), ((2, 0, 0, 1),))
+    assert without.run(0, 5, 64) == 0  # has no use for the handle
+
+
+@check
+def memory_is_cleared():
+    one = program((2, 1, 4, 2**40), (2, 0, 0, 0), (2, 0, 0, 1))
+    said()
+    assert one.run(5, 0, 0x1000, 0x2000) == 0
+    assert said()[1:-1] == [f"clear 2004 0 {2**40} 5", "clear 1000 0 1 5"]
+
+
+@check
+def what_is_not_aligned_is_answered():
+    one = program((2, 0, 0, 1), alignments=(1, 16, 4))
+    said()
+    for addresses, answer in (((3, 0, 4), 0), ((3, 16, 4), 0), ((3, 24, 4), 2), ((3, 32, 6), 3), ((3, 8, 6), 2)):
+        assert one.run(0, 0, *addresses) == answer
+        assert bool(said()) == (answer == 0)
+
+
+@check
+def a_context_is_made_current_where_it_is_not():
+    one = program(*EVERY_STEP)
+    for current, pushes in ((0, 1), (1041, 1), (1043, 0)):
+        DRIVER.set_context(current)
+        said()
+        assert one.run(0, 9, 64, 128, 256) == 0
+        lines = said()
+        assert (lines[0] == "push 1043") == (lines[-1] == "pop") == bool(pushes)
+        assert sum(line in ("push 1043", "pop") for line in lines) == 2 * pushes
+        assert DRIVER.context() == current
+
+
+@check
+def failures_are_raised():
+    one = program(*EVERY_STEP)
+    shape = "grid (1, 2, 3), block (4, 5, 6), 7 bytes of shared memory"
+    expected = {
+        "cuLaunchKernelEx": ("näme: launch failed with CUDA_ERROR_FAKE", shape),
+        "cuTensorMapEncodeTiled": ("näme: a tensor map was refused with CUDA_ERROR_FAKE", shape),
+        "fake_gemm": ("cublasGemmStridedBatchedEx failed with cublasStatus_t 700",),
+        "fake_math_mode": ("cublasSetMathMode failed with cublasStatus_t 700",),
+        "cuMemsetD8Async": ("memory could not be cleared with CUDA_ERROR_FAKE",),
+        "cuCtxGetCurrent": ("the device could not be made current with CUDA_ERROR_FAKE",),
+        "cuCtxPushCurrent_v2": ("the device could not be made current with CUDA_ERROR_FAKE",),
+        "cuCtxPopCurrent_v2": ("the device before could not be made current with CUDA_ERROR_FAKE",),
+    }
+    order = ["mode", "launch", "launch", "gemm", "clear"]
+    for current in (0, 1041, 1043):
+        DRIVER.set_context(current)
+        for name, words in expected.items():
+            if current == 1043 and name in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
+                continue
+            said()
+            DRIVER.fail(name.encode(), FAKE)
+            with refused(RuntimeError, *words):
+                one.run(0, 9, 64, 128, 256)
+            DRIVER.fail(b"", 0)
+            done = [line.split()[0] for line in said() if line != "pop" and not line.startswith("push")]
+            assert done == order[: len(done)]  # nothing after what failed
+            assert (len(done) == len(order)) == (name in ("cuMemsetD8Async", "cuCtxPopCurrent_v2"))
+            assert DRIVER.context() == current
+            assert DRIVER.contexts_pushed() == 0
+    DRIVER.fail(b"cuLaunchKernelEx", 12345)
+    with refused(RuntimeError, "launch failed with an unknown status"):
+        one.run(0, 9, 64, 128, 256)
+
+
+@check
+def contexts_are_retained_once_and_released_once():
+    programs = [program(device=2) for _ in range(3)]
+    assert said() == ["init 0", "device 2", "retain 42"] * 3
+    programs[0].run(0, 0), programs[0].run(0, 0)
+    del programs[0]
+    assert DRIVER.contexts_retained() == 2
+    del programs[:]
+    assert said().count("release 42") == 3
+    for name in ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"):
+        DRIVER.fail(name.encode(), FAKE)
+        with refused(RuntimeError, "device 3 refused with CUDA_ERROR_FAKE"):
+            program(*EVERY_STEP)
+    assert DRIVER.contexts_retained() == 0
+
+
+@check
+def runs_with_wrong_values_are_refused():
+    """Also with fewer addresses than steps name: they would be whatever lies on the stack."""
+    one = program((2, 5, 0, 1), alignments=(1, 1))
+    said()
+    six = range(6)
+    for values in ((), (0,), (0, 0), (0, 0, 1, 2), (0, 0, *six[:5]), (0, 0, *range(33))):
+        with refused(TypeError, "run takes a stream, a cuBLAS handle and 6 to 32 addresses"):
+            one.run(*values)
+    for wrong, kind in (
+        (-1, OverflowError),
+        (2**64, OverflowError),
+        ("1", TypeError),
+        (None, TypeError),
+        (1.5, TypeError),
+    ):
+        for i in range(8):
+            with refused(kind):
+                one.run(*(wrong if i == j else 16 for j in range(8)))
+    assert said() == []
+    assert one.run(0, 0, *six) == 0
+    assert one.run(0, 0, *range(32)) == 0
+
+
+@check
+def bad_programs_are_refused():
+    params = bytes(256)
+    bad = [
+        *((2, index, 0, 1) for index in (-1, 32, 2**31)),
+        *(product(indices=indices) for indices in ((-1, 0, 0), (0, 32, 0), (0, 0, 2**31))),
+        launch(bytes(4097)),
+        *(launch(params, ((at, 0, 0),)) for at in (249, 256, -8, -1, 2**31 - 1, 2**32 - 8, 2**32)),
+        *(launch(params, (), ((at, 0, 0, *MAP),)) for at in (129, 192, 256, -128, -1, 2**32 - 128, 2**32 - 64)),
+        *(launch(params, ((0, index, 0),)) for index in (-1, 32)),
+        *(launch(params, (), ((0, index, 0, *MAP),)) for index in (-1, 32)),
+        *(
+            (),
+            (3,),
+            (-1,),
+            (2**32,),
+            (2**64,),
+            ("0",),
+            (None,),
+            [2, 0, 0, 1],
+            None,
+            2,
+            "200",
+            (2, 0, 0),
+            (2, 0, 0, 1, 1),
+        ),
+        *(launch()[:-1], (*launch(), ()), launch(pointers=[]), launch(maps=None), launch(pointers=(None,))),
+    ]
+    for step in bad:
+        with refused(REFUSALS):
+            program(*EVERY_STEP, step)
+    for alignments in ((0,), (-1,), (2**32,), (2**64,), ("1",), (None,), (1,) * 33):
+        with refused(REFUSALS):
+            program(alignments=alignments)
+    for arguments in ((), (0,), (0, (0, 0), [], ()), (0, (0, 0), (), []), (0, (0,), (), ()), (0, None, (), ())):
+        with refused(REFUSALS):
+            MODULE.Program(*arguments)
+    for some in ((0, 0), (0, 5), (5, 0)):
+        with refused(ValueError, "products need cuBLAS's functions"):
+            MODULE.Program(0, some, (), (product(),))
+    assert DRIVER.contexts_retained() == 0
+    assert said() == []
+
+
+def changed(of, junk):
+    """A tuple, as often with one value of it replaced, and the values in it by turns."""
+    for i, value in enumerate(of):
+        for new in (*junk, *(changed(value, junk) if isinstance(value, tuple) else ())):
+            yield (*of[:i], new, *of[i + 1 :])
+
+
+@check
+def no_value_of_a_step_makes_it_crash():
+    junk = None, -1, 33, 127, 2**31, 2**32, 2**32 - 128, 2**63, 2**64, 1.5, "x", b"", (), (1,), [1]
+    refusals = made = 0
+    for step in EVERY_STEP:
+        for other in changed(step, junk):
+            try:
+                one = program(other)
+            except REFUSALS:
+                refusals += 1
+                continue
+            made += 1
+            if other[0] != 0 or (other[1] == step[1] and len(other[4]) == len(step[4])):  # the driver reads so many
+                with contextlib.suppress(RuntimeError):
+                    one.run(0, 9, *range(0, 32 * 64, 64))
+            del one
+        DRIVER.forget()
+    assert min(refusals, made) > 100
+    assert DRIVER.contexts_retained() == 0
+
+
+@check
+def memory_does_not_grow():
+    one = program(*EVERY_STEP, alignments=(64,))
+    failing = program(launch(bytes(128), (), ((0, 0, 0, *MAP),)), (2, 0, 0, 1))
+    bad = (None, (*launch(bytes(300), ((0, 0, 0), (300, 0, 0)))[:-1], ()), launch(bytes(256), (), ((0, 0, 0, *MAP), 1)))
+    DRIVER.be_quiet(1)
+    held = [MODULE.Program, EVERY_STEP, *EVERY_STEP, EVERY_STEP[0][4], EVERY_STEP[1][6][0], bad]
+
+    def work(runs, programs):
+        for i in range(runs):
+            assert one.run(0, 9, 64, 128, 256) == 0
+            assert one.run(0, 9, 65, 128, 256) == 1
+            if i % 10 == 0:
+                DRIVER.fail(b"cuTensorMapEncodeTiled", FAKE)
+                with refused(RuntimeError):
+                    failing.run(0, 0, 64)
+                DRIVER.fail(b"", 0)
+                with refused(TypeError):
+                    one.run(0, 9, 64, None, 256)
+        for i in range(programs):
+            program(*EVERY_STEP, *(launch(bytes(4096), ((0, 0, 0),) * 50),) * 4)
+            with refused(REFUSALS):
+                program(*EVERY_STEP, bad[i % 3])
+
+    work(2000, 200)
+    counts, before = [sys.getrefcount(of) for of in held], rss()
+    work(100_000, 2000)
+    assert [sys.getrefcount(of) for of in held] == counts
+    assert rss() - before < 1 << 20, f"{rss() - before} bytes more"
+    assert DRIVER.contexts_retained() == 2
+
+
+@check
+def the_lock_is_not_held_in_calls_of_the_driver():
+    assert DRIVER.calls_with_lock() == 0
+    one = program(*EVERY_STEP)
+    assert one.run(0, 9, 64, 128, 256) == 0
+    assert len(said()) > 8
+    assert DRIVER.calls_with_lock() == 0
+    ctypes.PyDLL("libcuda.so.1").cuInit(0)  # which does hold it
+    assert DRIVER.calls_with_lock() == 1
+
+
+@check
+def threads_run_one_program_at_once():
+    one, answers, each = program(*EVERY_STEP), [], 100
+    DRIVER.be_quiet(2)
+
+    def work():
+        for _ in range(each):
+            answers.append(one.run(0, 9, 64, 128, 256))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [0] * 2 * each
+    assert DRIVER.kernels_launched() == 2 * 2 * each
+    assert DRIVER.most_at_once() == 2
+    assert DRIVER.contexts_pushed() == 0
+
+
+@check
+def modules_and_types_can_go():
+    """A module that is loaded again has a type of its own, whose programs outlive it."""
+    for _ in range(100):
+        again = executor()
+        one = again.Program(0, (0, 0), (), ((2, 0, 0, 1),))
+        run = one.run
+        del again, one
+        assert run(0, 0, 64) == 0
+    del run
+    assert DRIVER.contexts_retained() == 0
+
+
+def python_asks_for_the_same(path):
+    """Programs with their addresses, and what the executor in Python made of them."""
+    programs = pickle.loads(path.read_bytes())
+    assert programs
+    for alignments, steps, addresses, answer, lines in programs:
+        DRIVER.set_context(1040)
+        one = MODULE.Program(0, functions(), alignments, steps)
+        said()
+        products = any(step[0] == 1 for step in steps)
+        assert one.run(7, 9 if products else 0, *addresses) == answer
+        modes = [line for line in lines if line.startswith("mode")]
+        in_c = said()
+        assert in_c[: len(modes[:1])] == modes[:1]  # once for all products; in Python for each
+        assert in_c[len(modes[:1]) :] == [line for line in lines if not line.startswith("mode")]
+
+
+if __name__ == "__main__":
+    DRIVER, MODULE = driver(), executor()
+    globals()[sys.argv[2]](*map(Path, sys.argv[3:]))

@@ -1,0 +1,339 @@
+"""The executor in C: by itself on a driver that is not there, beside the one in Python, and on a GPU."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
+
+from cuda.bindings import driver
+
+import gemmconv
+from gemmconv.algorithms.direct import Direct
+from gemmconv.algorithms.gemm_col2im import GemmCol2im
+from gemmconv.kernels.base import Config
+from gemmconv.ops import implementation
+from gemmconv.runtime import cublas, executor, launch, tensor_map
+from tests import executor_checks
+from tests.cases import Case
+from tests.samples import Sample, channels_last, problem_of, sample
+from tests.test_program import ONE_OF_EACH
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU = torch.device("cuda", 0)  # what is configured for on the CPU
+COMPILER = shutil.which("gcc") or shutil.which("cc")
+HEADERS = Path(sysconfig.get_paths()["include"])
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None or not (HEADERS / "Python.h").exists(), reason="no C compiler (gcc or cc), or no headers of Python"
+)
+
+# By itself, on the driver of tests/fake_driver.c
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """checked(name, ...) runs one of tests/executor_checks.py."""
+    folder = tmp_path_factory.mktemp("executor")
+    common = [COMPILER, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    for source, target in (("csrc/executor.c", "_executor.so"), ("tests/fake_driver.c", "libcuda.so.1")):
+        command = [*common, f"-I{HEADERS}", ROOT / source, "-o", folder / target, "-ldl", "-lpthread"]
+        subprocess.run(command, check=True)
+
+    def check(*arguments):
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.executor_checks", folder, *arguments]
+        where = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=os.environ | where, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    return check
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", executor_checks.CHECKS)
+def test_executor_in_c(name, checked):
+    checked(name)
+
+
+# Beside the one in Python
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """What is prepared runs in Python, and each run of it is kept with what it asks of the driver and of cuBLAS."""
+    kept, lines = [], []
+
+    def launched(function, grid, block, shared_bytes, stream, argument, attribute=""):
+        params = ctypes.c_void_p.from_address(argument).value
+        data = ctypes.string_at(params, int(function) & 0xFFFF).hex()
+        lines.append(f"launch {int(function):x} {grid} {block} {shared_bytes} {int(stream):x}{attribute} {data}")
+        return (0,)
+
+    def by_config(c, function, argument, extra):
+        ((name, value),) = [(one.id, one.value.programmaticStreamSerializationAllowed) for one in c.attrs]
+        grid, block = (c.gridDimX, c.gridDimY, c.gridDimZ), (c.blockDimX, c.blockDimY, c.blockDimZ)
+        return launched(function, grid, block, c.sharedMemBytes, c.hStream, argument, f" {int(name)}={value}")
+
+    def encoded(kind, rank, address, sizes, strides, box, steps, *how):
+        box, steps, how = list(map(int, box)), list(map(int, steps)), list(map(int, how))
+        pairs = [(*box[:2],), (*box[2:],), (*steps[:2],), (*steps[2:],), (*how[:2],), (*how[2:],)]
+        words = [address, int(kind), rank, *map(int, sizes), *map(int, strides), *(a << 16 | b for a, b in pairs)]
+        return 0, SimpleNamespace(opaque=words)
+
+    def multiplied(*values):
+        scalar = ctypes.c_double if values[-2] == 70 else ctypes.c_float
+        values = [scalar.from_address(v).value if i in (6, 15) else v for i, v in enumerate(values)]
+        formats = dict.fromkeys((0, 7, 11, 16), "x") | {6: "g", 15: "g"}
+        lines.append(" ".join(["gemm", *(format(v, formats.get(i, "d")) for i, v in enumerate(values))]))
+        return 0
+
+    def cleared(address, value, size, stream):
+        lines.append(f"clear {address:x} {value} {size} {int(stream):x}")
+        return (0,)
+
+    def kernel_of(step):
+        kernel = launch.Kernel.__new__(launch.Kernel)
+        kernel.name, kernel._device_index, kernel._current_stream = step.kernel.name, 0, lambda index: 7
+        kernel.address = 0x50000 | len(step.params)
+        kernel._function = driver.CUfunction(kernel.address)
+        return kernel
+
+    def prepare(device, alignments, steps):
+        steps = [s._replace(kernel=kernel_of(s)) if isinstance(s, executor.Launch) else s for s in steps]
+        run = executor._prepare_in_python(GPU, alignments, steps)
+
+        def run_and_keep(*addresses):
+            lines.clear()
+            answer = run(*addresses)
+            described = tuple(executor._described(step) for step in steps)
+            kept.append((tuple(alignments), described, addresses, answer, [*lines]))
+            return answer
+
+        return run_and_keep
+
+    monkeypatch.setattr(executor, "prepare", prepare)
+    monkeypatch.setattr(launch, "load", lambda source, *_: SimpleNamespace(name=launch.kernel_name(source)))
+    monkeypatch.setattr(launch, "make_current", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 9)
+    monkeypatch.setattr(driver, "cuLaunchKernel", lambda function, *v: launched(function, v[:3], v[3:6], *v[6:9]))
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", by_config)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encoded)
+    monkeypatch.setattr(driver, "cuMemsetD8Async", cleared)
+    mode = lambda handle, mode: lines.append(f"mode {handle:x} {mode}") or 0  # noqa: E731
+    library = SimpleNamespace(cublasGemmStridedBatchedEx=multiplied, cublasSetMathMode=mode)
+    monkeypatch.setattr(cublas, "library", lambda: library)
+    tensor_map.encode.cache_clear()
+    yield kept
+    tensor_map.encode.cache_clear()
+
+
+def call_all_ways(call, direction, data, arrange):
+    """A call on tensors of one format; what comes out is what happened to be in memory."""
+    input, weight, grad_output = arrange(data.input), arrange(data.weight), arrange(data.grad_output)
+    if direction == "forward":
+        call(input, weight, data.bias)
+        call(input, weight, None)
+    else:
+        call(grad_output, *{"input_grad": (weight,), "weight_grad": (input,), "grads": (input, weight)}[direction])
+
+
+@needs_compiler
+@pytest.mark.parametrize("operation", [*ONE_OF_EACH, "gemm_col2im"])
+def test_both_executors_ask_for_the_same(operation, programs, checked, tmp_path):
+    calls = []
+    if operation == "gemm_col2im":
+        case, kinds = Case(2, 3, 4, (5, 6), (3, 3)), ((torch.float64, "ieee"), (torch.float32, "tf32"))
+        for dtype, precision in (*kinds, (torch.float16, "ieee")):
+            config = Config(problem_of(case), dtype, GPU, precision)
+            for direction in ("forward", "input_grad", "weight_grad"):
+                calls.append((getattr(GemmCol2im(), direction)(config), direction, sample(case, dtype, "cpu")))
+    else:
+        run = ONE_OF_EACH[operation]
+        calls.append((run.prepare(), run.direction, sample(run.case, run.dtype, "cpu")))
+    for call, direction, data in calls:
+        for arrange in (torch.Tensor.contiguous, channels_last):
+            call_all_ways(call, direction, data, arrange)
+    assert all(lines for *_, answer, lines in programs if answer == 0)
+    (tmp_path / "programs").write_bytes(pickle.dumps(programs))
+    checked("python_asks_for_the_same", tmp_path / "programs")
+
+
+# On a GPU
+
+CASES = {
+    "direct": Case(2, 16, 16, (9, 12), (3, 3), (2, 2), (1, 1), groups=16),
+    "fused": Case(2, 64, 32, (16, 16), (4, 4), (2, 2), (1, 1)),
+    "gemm_col2im": Case(2, 16, 8, (11, 12), (3, 3), (2, 2), (1, 1), (1, 1)),
+}
+KINDS = {
+    "ieee": (torch.float32, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "fp16": (torch.float16, "ieee"),
+}
+by_algorithm = pytest.mark.parametrize("algorithm", CASES)
+
+
+@contextlib.contextmanager
+def executed(language):
+    """With calls prepared anew, for one executor."""
+    with pytest.MonkeyPatch.context() as patch:
+        if language == "python":
+            patch.setattr(executor, "extension", lambda: None)
+        assert (executor.extension() is not None) == (language == "c"), "run `make executor`"
+        implementation.plans.clear()
+        yield
+    implementation.plans.clear()
+
+
+@pytest.fixture
+def in_c():
+    with executed("c"):
+        yield
+
+
+def step(data, algorithm, precision="ieee"):
+    """The output and all gradients."""
+    leaves = data.leaves()
+    more = CASES[algorithm].parameters | {"algorithm": algorithm, "precision": precision}
+    output = gemmconv.conv_transpose2d(leaves.input, leaves.weight, leaves.bias, **more)
+    grads = torch.autograd.grad(output, [leaves.input, leaves.weight, leaves.bias], data.grad_output)
+    return [output.detach(), *grads]
+
+
+def sample_of(algorithm, kind="ieee", device="cuda", arrange=torch.Tensor.contiguous):
+    data = sample(CASES[algorithm], KINDS[kind][0], device)
+    return Sample(arrange(data.input), data.weight, data.bias, arrange(data.grad_output))
+
+
+def assert_same_bits(actual, wanted):
+    for one, other in zip(actual, wanted, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+@pytest.mark.gpu
+def test_the_extension_is_there():
+    assert executor.extension() is not None
+
+
+@pytest.mark.gpu
+@by_algorithm
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arrange", [torch.Tensor.contiguous, channels_last], ids=["nchw", "channels_last"])
+def test_both_executors_compute_the_same_bits(algorithm, kind, arrange):
+    data, results = sample_of(algorithm, kind, arrange=arrange), {}
+    for language in ("c", "python"):
+        with executed(language):
+            results[language] = [*step(data, algorithm, KINDS[kind][1]), *step(data, algorithm, KINDS[kind][1])]
+    assert_same_bits(results["c"], results["python"])
+
+
+@pytest.mark.gpu
+@by_algorithm
+def test_threads_run_one_program_on_their_streams(algorithm, in_c):
+    data = [sample_of(algorithm) for _ in range(2)]
+    data[1].input.neg_()
+    wanted = [step(one, algorithm) for one in data]
+    torch.cuda.synchronize()
+    end, done, wrong = time.monotonic() + 2, [0, 0], []
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while time.monotonic() < end and not wrong:
+                results = step(data[i], algorithm)
+                if not all(torch.equal(*pair) for pair in zip(results, wanted[i], strict=True)):
+                    wrong.append(i)
+                done[i] += 1
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert min(done) > 10
+
+
+@pytest.mark.gpu
+@by_algorithm
+def test_programs_run_on_the_current_stream_and_in_graphs(algorithm, in_c):
+    data = sample_of(algorithm)
+    wanted, stream, late = step(data, algorithm), torch.cuda.Stream(), torch.full_like(data.input, torch.nan)
+    other = Sample(late, data.weight, data.bias, data.grad_output)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(data.input)
+        results = step(other, algorithm)
+    stream.synchronize()
+    assert_same_bits(results, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(other, algorithm)
+    for _ in range(2):
+        late.copy_(torch.randn_like(late))
+        graph.replay()
+        assert_same_bits(results, step(other, algorithm))
+
+
+@pytest.mark.gpu
+@by_algorithm
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_programs_run_on_a_device_that_is_not_current_and_on_two_at_once(algorithm, in_c):
+    data = [sample_of(algorithm, device=f"cuda:{i}") for i in range(2)]
+    assert torch.cuda.current_device() == 0
+    wanted, there = (step(one, algorithm) for one in data)
+    assert torch.cuda.current_device() == 0
+    assert_same_bits(there, wanted)
+    for _ in range(100):
+        results = [step(one, algorithm) for one in data]
+    for i in range(2):
+        assert_same_bits(results[i], wanted)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.gpu
+@by_algorithm
+def test_calls_keep_no_memory(algorithm, in_c):
+    data, more = sample_of(algorithm), CASES[algorithm].parameters | {"algorithm": algorithm, "precision": "ieee"}
+
+    def call(times):
+        for _ in range(times):
+            gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **more)
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated(), resident_bytes()
+
+    allocated, resident = call(2_000)
+    allocated_then, resident_then = call(20_000)
+    assert allocated_then == allocated
+    assert resident_then - resident < 4 << 20
+
+
+@pytest.mark.gpu
+def test_a_launch_that_fails_says_which(in_c):
+    """Blocks have 1024 threads at most. What runs next runs."""
+    config = Config(problem_of(CASES["direct"]), torch.float32, GPU)
+    kernel = next(iter(Direct().forward(config)._kernels.values()))
+    run = executor.prepare(GPU, [], [executor.Launch(kernel, (3, 2, 1), (2048, 1, 1), 0, False, bytes(1024), [], [])])
+    shape = r"grid \(3, 2, 1\), block \(2048, 1, 1\), 0 bytes"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{kernel.name}: launch failed with CUDA_ERROR_INVALID_VALUE; {shape}"):
+            run()
+    step(sample_of("direct"), "direct")
+    torch.cuda.synchronize()
