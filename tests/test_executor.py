@@ -56,7 +56,8 @@ def checked(tmp_path_factory):
 
     def check(*arguments):
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.executor_checks", folder, *arguments]
-        where = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
+        libraries = os.pathsep.join([str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+        where = {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=os.environ | where, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
 
