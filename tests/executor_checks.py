@@ -7,6 +7,7 @@ Neither torch nor gemmconv is imported. A step's tuple is as csrc/executor.c tak
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import itertools
 import pickle
@@ -18,26 +19,8 @@ from pathlib import Path
 FAKE = 700  # CUDA_ERROR_FAKE
 WIDE = 2**63 + 8  # an address that is no long long
 GRID, BLOCK = (1, 2, 3), (4, 5, 6)
-MAP = (
-    2,
-    5,
-    6,
-    7,
-    8,
-    16,
-    32,
-    48,
-    9,
-    10,
-    11,
-    12,
-    1,
-    2,
-    3,
-    4,
-    3,
-    2,
-)  # type, sizes, strides, box, steps, swizzle, promotion
+# Type, sizes, strides, box, steps, swizzle, promotion; and what the driver makes of it, after the address.
+MAP = (2, *(5, 6, 7, 8), *(16, 32, 48), *(9, 10, 11, 12), *(1, 2, 3, 4), 3, 2)
 MAP_BYTES = (2, 4, 5, 6, 7, 8, 16, 32, 48, 9 << 16 | 10, 11 << 16 | 12, 1 << 16 | 2, 3 << 16 | 4, 3, 2 << 16)
 REFUSALS = TypeError, ValueError, OverflowError, SystemError, RuntimeError
 
@@ -367,6 +350,7 @@ def memory_does_not_grow():
             program(*EVERY_STEP, *(launch(bytes(4096), ((0, 0, 0),) * 50),) * 4)
             with refused(REFUSALS):
                 program(*EVERY_STEP, bad[i % 3])
+        gc.collect()
 
     work(2000, 200)
     counts, before = [sys.getrefcount(of) for of in held], rss()
