@@ -123,7 +123,7 @@ def hifigan() -> nn.Module:
 
 # Each with the shape of its input, on a GPU, and on a CPU or where it is to be quick.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Shape, Shape]] = {
-    "dcgan": (dcgan, (128, 100, 1, 1), (2, 100, 1, 1)),
+    "dcgan": (dcgan, (128, 100, 1, 1), (8, 100, 1, 1)),
     "unet": (UNet, (8, 3, 256, 256), (1, 3, 32, 32)),
     "pose": (pose, (64, 2048, 8, 6), (1, 2048, 4, 3)),
     "fsrcnn": (fsrcnn, (16, 1, 128, 128), (1, 1, 32, 32)),

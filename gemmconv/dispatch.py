@@ -40,13 +40,17 @@ _all_plain_keys = set(_plain_keys["cpu"])
 _USUAL = frozenset((Tensor, torch.nn.Parameter, type(None), tuple, list, int, str))  # types of operators' arguments
 
 
-def in_a_mode() -> bool:
+def in_a_mode(or_profiled: bool = True) -> bool:
     """Whether this thread is in a mode that the dispatcher serves; autocast and inference mode are none of these.
 
     The keys that a thread adds and removes would not tell: a backward pass's differ between versions and devices.
     """
     return bool(
-        _function_modes() or _dispatch_modes() or _functorch() or _profiled() or forward_ad._current_level >= 0
+        _function_modes()
+        or _dispatch_modes()
+        or _functorch()
+        or (or_profiled and _profiled())
+        or forward_ad._current_level >= 0
     ) or (_tracing() is not None)
 
 

@@ -83,5 +83,5 @@ def test_it_comes_with_other_gradients(layout, wanted, device):
         grad_output = torch.randn_like(output)
         found, right = (torch.autograd.grad(one, asked, grad_output) for one in (output, exact))
         for one, other, leaf in zip(found, right, asked, strict=True):
-            assert one.stride() == leaf.stride()
+            assert algorithm == "native" or one.stride() == leaf.stride()
             torch.testing.assert_close(one, other)

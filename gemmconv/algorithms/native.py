@@ -282,31 +282,27 @@ class Native(AlgorithmOfOne):
 
 
 class _BothGradients:
-    """The gradients of input and weight, and perhaps of the bias, in one call of torch's.
+    """The gradients of input and weight in one call of torch's.
 
     Args:
         config: in the format of all tensors.
         weight_strides: of the weight's gradient, if they are not those of a contiguous tensor.
-        of_bias: whether the bias's is the last.
     """
 
-    def __init__(self, config: Config, weight_strides: tuple[int, ...] | None = None, of_bias: bool = False) -> None:
-        p = config.problem
-        self._config, self._settings, self._of_bias = config, _settings(config), of_bias
-        self._strides = strides_of(p.input_shape, config.memory_format)
-        self._weight_strides = weight_strides or strides_of(p.weight_shape, torch.contiguous_format)
-        geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups
-        self._arguments = [p.out_channels] if of_bias else None, *geometry, [True, True, of_bias]
+    def __init__(self, config: Config, weight_strides: tuple[int, ...] | None = None) -> None:
+        self._config, self._backward = config, _prepare_backward(config, True, True)
+        self._strides = strides_of(config.problem.input_shape, config.memory_format)
+        self._weight_strides = weight_strides or strides_of(config.problem.weight_shape, torch.contiguous_format)
 
-    def returning(self, weight_strides: tuple[int, ...] | None, of_bias: bool) -> _BothGradients:
-        """The same that returns something else."""
-        return _BothGradients(self._config, weight_strides, of_bias)
+    def returning(self, weight_strides: tuple[int, ...]) -> _BothGradients:
+        """The same with other strides of the weight's gradient."""
+        return _BothGradients(self._config, weight_strides)
 
-    def __call__(self, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> Any:
-        with self._settings:
-            found = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *self._arguments)
-        gradients = restrided(found[0], self._strides), restrided(found[1], self._weight_strides)
-        return (*gradients, found[2]) if self._of_bias else gradients
+    def __call__(
+        self, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_input, of_weight, _ = self._backward(grad_output, input, weight)
+        return restrided(of_input, self._strides), restrided(of_weight, self._weight_strides)
 
 
 def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.kernels.base import strides_of, with_strides
 from gemmconv.ops.autocast import EVERY_KEY
-from gemmconv.ops.implementation import prepared
+from gemmconv.ops.implementation import bias_gradient, prepared
 from gemmconv.ops.schemas import OPERATORS, Arguments, Tensors, of_plain, register
 from gemmconv.ops.transforms import (
     Rules,
@@ -75,7 +76,16 @@ class Backward(NamedTuple):
             grad_weight = conv_transpose2d_weight_grad(grad, input, self.weight_shape[2:], *self.options)
         if grad_weight is not None and self.weight_strides is not None:
             grad_weight = with_strides(grad_weight, self.weight_strides)
-        return grad_input, grad_weight, grad.sum((0, 2, 3)) if of_bias else None
+        if not of_bias:
+            return grad_input, grad_weight, None
+        if (
+            torch.is_grad_enabled()
+            or in_a_mode(or_profiled=False)
+            or torch.compiler.is_compiling()
+            or not are_dense(grad)
+        ):
+            return grad_input, grad_weight, grad.sum((0, 2, 3))
+        return grad_input, grad_weight, bias_gradient(grad)
 
     def prepared(
         self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
@@ -98,7 +108,7 @@ class Backward(NamedTuple):
             if of_bias:
                 return lambda grad, input, weight: (None, *one(grad, input))
             return lambda grad, input, weight: (None, one(grad, input), None)
-        return lambda grad, input, weight: (None, None, grad.sum((0, 2, 3)) if of_bias else None)
+        return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
 
 
 # Gradients. That of a setting is None.

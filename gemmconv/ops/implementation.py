@@ -24,6 +24,7 @@ from gemmconv.kernels.base import (
     Precision,
     missing,
     strides_of,
+    why_no_kernels,
     with_strides,
 )
 from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
@@ -124,8 +125,6 @@ def prepared(
                 by_input = _config(problem, first, second, options, current)
                 gradients = selection.choose_gradients(by_weight, by_input, options.algorithm, where)
                 call = _prepared_grads(gradients, by_weight, by_input)
-                if (returning := getattr(call, "returning", None)) is not None:  # of one call of torch's
-                    return returning(weight_format, with_bias)
             else:
                 bias = len(tensors) > 2 and tensors[2] is not None
                 config = _config(problem, first, second, options, current, bias)
@@ -133,7 +132,7 @@ def prepared(
             if weight_format is not None:
                 call = _returning(call, weight_format, first.device)
             if with_bias:
-                call = _with_bias(call, _config(problem, first, first, options, current))
+                call = _with_bias(call, _config_of_gradient(first))
             bind = getattr(call, "bind", None)  # of programs
             return call if bind is None else bind(*tensors)
 
@@ -153,6 +152,9 @@ def prepared(
 
 def _returning(call: Callable[..., Any], strides: Strides, device: torch.device) -> Callable[..., Any]:
     """The call of a weight's gradient, or of both, which returns it with these strides: in either format."""
+    if (returning := getattr(call, "returning", None)) is not None:  # of one call of torch's
+        of_torch: Callable[..., Any] = returning(strides)
+        return of_torch
     program: Program | None = getattr(call, "program", None)
     if program is not None:
         written = torch.contiguous_format if strides[1] == 1 else None
@@ -171,15 +173,48 @@ def _returning(call: Callable[..., Any], strides: Strides, device: torch.device)
 def _with_bias(call: Callable[..., Any], config: Config) -> Callable[..., Any]:
     """The call of gradients, which returns the bias's too."""
     program: Program | None = getattr(call, "program", None)
-    if program is not None and config.device.type == "cuda" and (last := bias_grad.program(config)) is not None:
+    if program is not None and (last := _bias_grad_program(config)) is not None:
         return one_after_the_other(program.arguments, program, last).prepare(config.device)
 
-    def with_sum(grad_output: Tensor, *tensors: Tensor) -> Any:
+    def with_bias(grad_output: Tensor, *tensors: Tensor) -> Any:
         results = call(grad_output, *tensors)
-        of_bias = grad_output.sum((0, 2, 3))
+        of_bias = bias_gradient(grad_output)
         return (*results, of_bias) if isinstance(results, tuple) else (results, of_bias)
 
-    return with_sum
+    return with_bias
+
+
+def bias_gradient(grad_output: Tensor) -> Tensor:
+    """The sum over images and pixels, of dense tensors; the same bits as where it comes with other gradients."""
+
+    def make() -> Callable[..., Tensor]:
+        config = _config_of_gradient(grad_output)
+        program = _bias_grad_program(config)
+        if program is None:
+            return _torchs_bias_gradient
+        return with_fallback(config.device, lambda: program.prepare(config.device), lambda: _torchs_bias_gradient)
+
+    with _on(grad_output.device):
+        found: Tensor = planned(("bias_grad", _signature(grad_output)), make)(grad_output)
+    return found
+
+
+def _torchs_bias_gradient(grad_output: Tensor) -> Tensor:
+    return grad_output.sum((0, 2, 3))
+
+
+def _config_of_gradient(grad_output: Tensor) -> Config:
+    """What a bias's gradient depends on, in the format of the gradient that it is of."""
+    images, channels, height, width = grad_output.shape
+    problem = Problem(images, 1, channels, 1, (height, width), (1, 1))
+    return _config(problem, grad_output, grad_output, Options(), "ieee")
+
+
+def _bias_grad_program(config: Config) -> Program | None:
+    """None where torch adds up."""
+    if config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
+        return None
+    return bias_grad.program(config)
 
 
 def _prepared_grads(
