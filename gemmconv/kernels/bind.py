@@ -75,9 +75,9 @@ class Call:
         same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
         as_they_are = same_type and arguments == [*range(len(tensors))] and not (any(fits) or after)
         call = _of_any(program.dtype, run, made, scratch, arguments, fits, after)
-        if not as_they_are:
-            return call
         forward = len(made) == 1 and len(tensors) == 3
+        if not as_they_are or any(one is None for one in (tensors[:2] if forward else tensors)):
+            return call
         return (_forward if forward else _several)(run, made, scratch, call)
 
     def _lowered(self, step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool) -> executor.Step:
