@@ -8,6 +8,14 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt csrc/executor.c
 EMULATED := $(addprefix tests/test_,kernels.py program.py)
 
+# A path in place of the finder that an editable install leaves, which would go before PYTHONPATH: tests compare trees.
+define PLAIN_PATH
+import pathlib, sysconfig
+for path in pathlib.Path(sysconfig.get_path("purelib")).glob("*editable*gemmconv.pth"):
+    path.write_text("$(CURDIR)\n")
+endef
+export PLAIN_PATH
+
 .DEFAULT_GOAL := help
 .PHONY: help demo bench executor test test-kernels test-others test-slow lint dev clean
 
@@ -75,4 +83,5 @@ $(VENV)/.installed-%: $(INPUTS) | $(BIN)/python
 	        *) echo "note: a GPU is present, but torch is built without CUDA 12 or 13; no CUDA extra is installed" ;; \
 	    esac; \
 	fi
+	@$(BIN)/python -c "$$PLAIN_PATH"
 	@touch $@
