@@ -326,7 +326,7 @@ def runs_of(operation, *layouts, more=()):
     samples += [(case, dtype) for case in FEW_CASES for dtype in (torch.float64, torch.float16, torch.bfloat16)]
     runs = [Run(operation, case, dtype, layout) for layout in layouts for case, dtype in samples]
     if len(layouts) == 2:
-        some_are_slow(runs, 2)
+        some_are_slow(runs, 3)
     return runs
 
 
@@ -337,7 +337,7 @@ MMA_RUNS = [
     for layout, half in zip(FORMATS, (torch.float16, torch.bfloat16)[:: (-1) ** i], strict=True)
     for dtype in (half, torch.float32)
 ]
-some_are_slow(MMA_RUNS, 2)
+some_are_slow(MMA_RUNS, 3)
 # Few blocks: each goes over many tiles and images, and loads one tile while it computes the one before it.
 MMA_RUNS += [
     replace(run, multiprocessors=multiprocessors)
@@ -516,7 +516,7 @@ FOLD_RUNS = [
     for j in range(3)
     for layout, choice in zip(FORMATS, (None, 37 * i + 101 * j)[:: (-1) ** (i + j)], strict=True)
 ]
-some_are_slow(FOLD_RUNS, 2, lambda run: run.tile is not None and run.tile.copied == 16)
+some_are_slow(FOLD_RUNS, 3, lambda run: run.tile is not None and run.tile.copied == 16)
 FOLD_RUNS += [Run("gemm_fold_narrow", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
 
 
@@ -552,7 +552,7 @@ IMAGE_RUNS = [
     for choice in (None, 5 * i + 7 * j)
 ]
 IMAGE_RUNS = [run for run in IMAGE_RUNS if run.tile is not None]
-some_are_slow(IMAGE_RUNS, 2)
+some_are_slow(IMAGE_RUNS, 3)
 # Few stages for many chunks, in either way that inputs come.
 IMAGE_RUNS += [
     Run("gemm_fold", IMAGE_CASES[-1], dtype, multiprocessors=0, choice=-1, tf32=dtype.itemsize == 4)
@@ -1075,7 +1075,7 @@ GRADS_MMA_RUNS = [
     for case in (*CASES, *DEPTHWISE_CASES, *WARPS_WITHOUT_CHANNELS)[(i + j) % 2 :: 2]
     if (run := Run("grads_mma", replace(case, batch=4 * case.batch), dtype, layout, (None, 0)[i])).tile
 ]
-some_are_slow(GRADS_MMA_RUNS, 2)
+some_are_slow(GRADS_MMA_RUNS, 3)
 GRADS_MMA_RUNS += [
     replace(run, choice=choice)
     for run in (
