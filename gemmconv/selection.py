@@ -19,6 +19,7 @@ from gemmconv.kernels.program import Program
 from gemmconv.validation import choice, made_problem, place
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
+_MOST_STEPS = 12  # of a program, in a report of explain
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
@@ -174,7 +175,7 @@ class Gradients(NamedTuple):
         return [self.input_grad.choice(config, "input_grad"), self.weight_grad.choice(weight_config, "weight_grad")]
 
     def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
-        """Whether one call of torch's gives both, and the bias's: of the same kernels as two calls."""
+        """Whether one call of torch's gives both, of the same kernels as two calls."""
         native = self.input_grad.name == self.weight_grad.name == "native"
         return native and not self.turned and config.memory_format is weight_config.memory_format
 
@@ -283,9 +284,6 @@ def _fastest(config: Config, weight_config: Config, able: Sequence[Algorithm]) -
     return min((seconds, chosen), *together, key=lambda item: item[0])
 
 
-_MOST_STEPS = 12  # of a program, in a report
-
-
 @dataclass(frozen=True)
 class Explanation:
     """Why a configuration is computed the way it is. ``str()`` gives a report.
@@ -333,22 +331,15 @@ class Explanation:
         if c.device.type == "cuda":
             lines.append(f"  kernel   {self.kernel} {self.tile}".rstrip() + f", for an {c.spec.name}")
         if self.program is not None:
-            lines += [
-                f"  program  {line}" if i == 0 else f"         {line}" for i, line in enumerate(self.program_lines)
-            ]
+            head, *steps = str(self.program).splitlines()
+            if len(steps) > _MOST_STEPS:
+                steps = [*steps[:_MOST_STEPS], f"  and {len(steps) - _MOST_STEPS} more"]
+            lines += [f"  program  {head}", *(f"         {step}" for step in steps)]
         for name, reason in self.reasons.items():
             memory = f"; workspace {self.workspace_bytes[name]:,} bytes" if self.workspace_bytes.get(name) else ""
             lines.append(f"  {name:<12} {reason}{memory}")
         lines += [f"    {name:<26} {text}" for name, text in self.kernels.items()]
         return "\n".join(lines)
-
-    @property
-    def program_lines(self) -> list[str]:
-        """The program as text: what goes in and comes out, then a line a step, of many the first and how many more."""
-        head, *steps = str(self.program).splitlines()
-        if len(steps) > _MOST_STEPS:
-            steps = [*steps[:_MOST_STEPS], f"  and {len(steps) - _MOST_STEPS} more"]
-        return [head, *steps]
 
     @property
     def _backward(self) -> str:
