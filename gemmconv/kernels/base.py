@@ -112,6 +112,14 @@ class Kernel(ABC):
         """The tile of the least estimate: a pure function of the arguments. None where it declines the layer."""
         return min(self.tiles(config, direction), key=lambda tile: self.seconds(config, direction, tile), default=None)
 
+    def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
+        """A tile of the same layer at other sizes, made for those of ``config``; what is compiled stays the same.
+
+        Sizes are the batch, and height and width of the images. None where the kernel, as it is compiled for the tile,
+        cannot compute them.
+        """
+        return replace(tile, problem=config.problem) if hasattr(tile, "problem") else tile
+
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
         """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors."""
         return 0
