@@ -638,14 +638,14 @@ def test_boxes_are_what_a_tensor_map_takes(seed):
     assert not plan.boxed or box[0] * itemsize in ((64, 128) if plan.channels_last else (128,))
     # What the kernel tells its barriers to expect of a patch, or of a landing.
     macros = implicit_gemm.macros_of(plan, torch.float32 if itemsize == 4 else torch.float16)
-    boxes = macros["BOXES"] * math.prod(plan.unit) if plan.boxed else 1
-    positions = macros["BOX_IMAGES"] * macros["BOX_ROWS"] * macros["BOX_WIDTH"]
+    boxes = plan.boxes * math.prod(plan.unit) if plan.boxed else 1
+    positions = math.prod(plan.line_box) if plan.way == "lines" else math.prod(plan.box_size)
     if plan.way == "lines":
         assert boxes <= 32
-        assert boxes * positions <= macros["UNIT_PITCH"]
+        assert boxes * positions <= plan.unit_pitch
         units = macros["UNITS"] * boxes * positions
     else:
-        units = macros["UNITS"] * macros["UNIT_PITCH"] if plan.boxed else macros["LANDING_UNITS"] * positions
+        units = macros["UNITS"] * plan.unit_pitch if plan.boxed else macros["LANDING_UNITS"] * positions
     assert boxes * math.prod(box) * itemsize == 16 * units
     if plan.problem.groups > 1:  # nothing of the next group
         channels = box[0] if plan.channels_last else box[1] if plan.boxed else box[2]
@@ -736,11 +736,12 @@ def test_boxes_hold_the_inputs_of_a_tile(seed):
 def test_stages_fit_shared_memory(plan):
     macros = implicit_gemm.macros_of(plan, torch.float32 if plan.itemsize == 4 else torch.float16)
     planes, parts = macros["UNIT_H"] * macros["UNIT_W"], 1 + macros["SPLIT"]
-    patch_units = parts * macros["UNITS"] * macros["UNIT_PITCH"]
+    patch_units = parts * macros["UNITS"] * plan.unit_pitch
     weight_units = parts * macros["UNITS"] * macros["WARPGROUPS_M"] * 64
-    stages = macros["PATCH_STAGES"] * patch_units + macros["WEIGHT_STAGES"] * weight_units
-    barriers = 2 * (macros["PATCH_STAGES"] + macros["WEIGHT_STAGES"])
-    places, outputs = 2 * (macros["PATCH"] * planes // macros["WIDE"]), 0
+    patch_stages, weight_stages = plan.stages
+    stages = patch_stages * patch_units + weight_stages * weight_units
+    barriers = 2 * (patch_stages + weight_stages)
+    places, outputs = 2 * (plan.patch * planes // macros["WIDE"]), 0
     if macros["STAGED"] and plan.channels_last:
         outputs = 2 * 2 * 64 // plan.itemsize * (64 + 16 // plan.itemsize)  # two parts of either warpgroup
     elif plan.lined:
@@ -753,20 +754,20 @@ def test_stages_fit_shared_memory(plan):
     landed = math.prod(plan.box_size) * plan.itemsize // 16 if plan.landing_box else plan.pieces  # of a channel
     landing = macros["LANDING_STAGES"] * macros["LANDING_UNITS"] * (16 // plan.itemsize) * landed
     if plan.rounded:
-        barriers += macros["PATCH_STAGES"]
+        barriers += patch_stages
     if plan.landing_box:  # has a barrier for each stage, and begins at a multiple of 128 bytes
         barriers += macros["LANDING_STAGES"] + 112 // 8
         assert landing * 16 % (128 * macros["LANDING_STAGES"]) == 0
     place_bytes = 0 if plan.boxed else 4 if plan.landing else 8
     needed = (stages + landing) * 16 + outputs * plan.itemsize + barriers * 8 + places * place_bytes
-    assert needed == macros["SHARED_BYTES"] <= SHARED_BYTES
+    assert needed == plan.shared_bytes <= SHARED_BYTES
     assert SHARED_BYTES == 227 << 10  # of a block of sm_90
     if plan.landing:
         assert macros["LANDING_STAGES"] >= 2
         assert macros["UNITS"] % macros["LANDING_UNITS"] == 0
-    assert macros["PATCH"] * planes <= macros["UNIT_PITCH"]
-    assert macros["PATCH_STAGES"] >= 2
-    assert macros["WEIGHT_STAGES"] >= (1 if macros["WEIGHTS_STATIONARY"] else 2)
+    assert plan.patch * planes <= plan.unit_pitch
+    assert patch_stages >= 2
+    assert weight_stages >= (1 if plan.resident else 2)
     if plan.boxed:
         assert patch_units * 16 % (128 * plan.units if plan.channels_last else 1024) == 0
         return

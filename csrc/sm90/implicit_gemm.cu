@@ -11,7 +11,7 @@
  *   outputs [co, cell] = weights [co, (shift, ci)] . inputs [(shift, ci), cell]
  *
  * whose right side is, for each shift, the same input at another place. So the inputs lie flattened: images, strips of
- * columns, rows of PITCH positions, with as many zeros between them as the shifts reach. The input that a cell sees at a
+ * columns, rows of `pitch` positions, with as many zeros between them as the shifts reach. The input that a cell sees at a
  * shift is then a constant number of positions away, whatever the cell, and any run of positions is the right side of a
  * product. (What is computed for the positions between the rows is wasted: 2 of 66 for a 3x3 kernel in strips of 64.)
  * Several inputs a cell lie in planes of their own: those at j * UNIT, those at j * UNIT + 1, ...
@@ -34,7 +34,7 @@
  * products read them, as boxes of a tensor map (load/tma_nchw.cuh, load/tma_nhwc.cuh; there float32 is rounded where it lies).
  * One thread copies the weights of each step as weights/pack_phases.cu has laid them out. The
  * other two multiply, each BLOCKS M blocks with COLUMNS positions, and store (epilogue/store_phases.cuh). Two rings of stages lie between.
- * Where the weights of a set fit shared memory, they stay there (WEIGHTS_STATIONARY), and a block takes items of one set alone.
+ * Where the weights of a set fit shared memory, they stay there (stationary), and a block takes items of one set alone.
  *
  * What limits it is how fast inputs come into shared memory, and chains of instructions: of each warp few are on their way at
  * a time, and no unit is busy for more than three quarters of the time. So inputs come as boxes of tensor maps where they can,
@@ -46,18 +46,15 @@
  * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_, SPAN_
  * with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has M blocks of its own; 1:
  * positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of PHASE_SIDES x
- * BLOCKS x SLOTS phases), CHANNEL_SETS; IN_ORDER (see item_of); UNITS (of a chunk), CHUNKS; PITCH (even but where inputs are
- * lines), PATCH (positions of a tile's inputs, of each plane), UNIT_PITCH (from one unit of a patch to the next), FIRST (place
- * of the patch relative to the tile's first cell); PATCH_STAGES, WEIGHT_STAGES, WEIGHTS_STATIONARY, PING_PONG; PRODUCERS (threads: 96 or 224),
- * LOADED_WORDS (that one has on their way); BOXED, BOX_BLOCKS (see load/tma_nchw.cuh), BOXES,
- * BOX_IMAGES, FLAT (see load/tma_nhwc.cuh); BOX_ROWS, BOX_WIDTH (there, and where boxes land); LANDING_UNITS (0 without),
- * LANDING_STAGES, LANDING_BOX, RUN_PITCH, WHOLE_IMAGES, PARTIAL_PIECES (see load/landing.cuh); CHAIN (steps, of SPLIT); WIDE
- * (inputs that are taken together), VECTOR_LOADS (units lie aligned in channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see
- * epilogue/store_phases.cuh); SHARED_BYTES, INDEX_64.
+ * BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PING_PONG (weights stay, and all inputs of an item have a
+ * stage: a turn ends only then); PRODUCERS (threads: 96 or 224), LOADED_TOGETHER (units that one has on their way); BOXED;
+ * LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, PARTIAL_PIECES, SHARERS, OWN_PIECES, LANDED_TURNS (see
+ * load/landing.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
+ * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see epilogue/store_phases.cuh); INDEX_64.
  *
- * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_OFFSET (positions from
- * the patch's first), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column
- * phase, or -1).
+ * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_ROW, STEP_COLUMN, STEP_PLANE
+ * (see offset_of), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column phase,
+ * or -1). What depends on the size of images comes as parameters: another size compiles nothing.
  * Chosen by gemmconv/kernels/sm90/implicit_gemm_plan.py.
  */
 #include "ptx/pdl.cuh"
@@ -73,10 +70,10 @@
 #endif
 #include "epilogue/store_phases.cuh"
 
-/* Copies the weights of step after step; where they all stay (WEIGHTS_STATIONARY), those of the first item alone. One thread. */
+/* Copies the weights of step after step; where they all stay (stationary), those of the first item alone. One thread. */
 __device__ __forceinline__ void produce_weights(const implicit_gemm_params& p, const stages_t& s) {
     grid_dependency_wait();  // which lays them out; all else may begin before
-    ring_t<WEIGHT_STAGES> ring;
+    counted_ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const int phase_set = phase_set_of(item.set), first = first_step(phase_set);
@@ -86,29 +83,27 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_params& p, c
         const unit_t* source = p.packed + matrices_before * CHUNKS * kWeightUnits;
         #pragma unroll 1
         for (int step = 0; step < steps * CHUNKS; ++step) {
-            if (!WEIGHTS_STATIONARY) barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
+            if (!p.stationary) barrier_wait(s.weight_empty[ring.stage], ring.parity ^ 1);
             barrier_t& full = s.weight_full[ring.stage];
             barrier_arrive_expecting(full, kWeightUnits * 16);
             bulk_copy(s.weights + ring.stage * kWeightUnits, source, kWeightUnits * 16, full);
             source += kWeightUnits;
-            ring.advance();
+            ring.advance(p.weight_stages);
         }
-        if (WEIGHTS_STATIONARY) return;
+        if (p.stationary) return;
     }
 }
 
 /* Where weights stay, warpgroups multiply by turns (PING_PONG): the tensor cores do not stand still while one of them stores. For
  * that the inputs of a whole item must fit their stages: the other warpgroup lets go of them in its turn.
  */
-static_assert(!PING_PONG || (WEIGHTS_STATIONARY && PATCH_STAGES > CHUNKS), "a turn ends only if all of its inputs have a stage");
-
 /* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
 __device__ __forceinline__ void consume(const implicit_gemm_params& p, const stages_t& s, int warpgroup) {
     const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     const descriptor_t all_weights = descriptor_k_major(s.weights + side * 64, kRows * 16, 128);
-    ring_t<PATCH_STAGES> patches;
-    ring_t<WEIGHT_STAGES> weights;
+    counted_ring_t patches, weights;
+    const int patch_bytes = patch_units(p) * 16, along = step_bytes(p);
     bool settled = false;  // whether all weights have come, and stay
     if (PING_PONG && warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
@@ -132,12 +127,12 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
             held_patch = -1;
         };
         const auto release_weights = [&] {
-            if (!WEIGHTS_STATIONARY && speaker) barrier_arrive(s.weight_empty[held_weights]);
+            if (!p.stationary && speaker) barrier_arrive(s.weight_empty[held_weights]);
         };
         #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_full[patches.stage], patches.parity);
-            const descriptor_t right = advance(all_patches, patches.stage * kPatchUnits * 16);
+            const descriptor_t right = advance(all_patches, patches.stage * patch_bytes);
             #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
                 const int begin = first_step(phase_set, block), steps = first_step(phase_set, block + 1) - begin;
@@ -145,17 +140,17 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                 for (int step = 0; step < kMostSteps; ++step) {
                     if (step >= steps) break;
                     const descriptor_t left = advance(all_weights, weights.stage * kWeightUnits * 16);
-                    const descriptor_t shifted = advance(right, kStepOffset[begin + step] * kPositionBytes);
+                    const descriptor_t shifted = advance(right, offset_of(p, begin + step) * kPositionBytes);
                     if (!settled) barrier_wait(s.weight_full[weights.stage], weights.parity);
                     wgmma_fence();
 #if SPLIT
                     const bool first = step % CHAIN == 0;  // of a chain
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k) {
-                        constexpr int kLeftPart = UNITS * kRows * 16, kRightPart = UNITS * UNIT_PITCH * 16;
-                        const int l = k * 2 * kRows * 16, r = k * kStepBytes;
+                        constexpr int kLeftPart = UNITS * kRows * 16;
+                        const int l = k * 2 * kRows * 16, r = k * along;
                         const descriptor_t left_part = advance(left, l), right_part = advance(shifted, r);
-                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advance(shifted, r + kRightPart), k > 0 || !first);
+                        wgmma<ELEMENT_T, COLUMNS>(chain, left_part, advance(shifted, r + patch_bytes / 2), k > 0 || !first);
                         wgmma<ELEMENT_T, COLUMNS>(chain, advance(left, l + kLeftPart), right_part, 1);
                         wgmma<ELEMENT_T, COLUMNS>(chain, left_part, right_part, 1);
                     }
@@ -171,7 +166,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                     #pragma unroll
                     for (int k = 0; k < kSteps; ++k)
                         wgmma<ELEMENT_T, COLUMNS, kBlocked>(
-                            sums[block], advance(left, k * 2 * kRows * 16), advance(shifted, k * kStepBytes),
+                            sums[block], advance(left, k * 2 * kRows * 16), advance(shifted, k * along),
                             k > 0 || step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();
@@ -179,12 +174,12 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                     if (step == 0) release_patch();
                     if (step > 0 || held_weights >= 0) release_weights();
                     held_weights = weights.stage;
-                    weights.advance();
+                    weights.advance(p.weight_stages);
                 }
             }
             release_patch();  // of a chunk before one without steps
             held_patch = patches.stage;
-            patches.advance();
+            patches.advance(p.patch_stages);
         }
         if (PING_PONG && warpgroup == 0) named_barrier_arrive<kTurnOf1, 256>();
         if (PING_PONG && warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
@@ -193,22 +188,22 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
         release_patch();
         if (held_weights >= 0) release_weights();
         store_tile(p, item, sums, item.tile * kTile + place, side, s.outputs + warpgroup * 4 * kWarpOutputs);
-        if (WEIGHTS_STATIONARY) weights = {}, settled = true;
+        if (p.stationary) weights = {}, settled = true;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_implicit_gemm_kernel(const __grid_constant__ implicit_gemm_params p) {
-    const stages_t s = stages();
+    const stages_t s = stages(p);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < PATCH_STAGES; ++i) {
+        for (int i = 0; i < p.patch_stages; ++i) {
             barrier_init(s.patch_full[i], kRounded ? kRounders / 32 : BOXED ? 1 : PRODUCERS / 32);
             barrier_init(s.patch_empty[i], 8);  // warps that multiply
         }
-        for (int i = 0; i < WEIGHT_STAGES; ++i) {
+        for (int i = 0; i < p.weight_stages; ++i) {
             barrier_init(s.weight_full[i], 1);
             barrier_init(s.weight_empty[i], 8);
         }
-        for (int i = 0; i < kLandedStages; ++i) barrier_init(s.landed_full[i], 1);
+        for (int i = 0; i < landed_stages(p); ++i) barrier_init(s.landed_full[i], 1);
         barrier_init_done();
     }
     __syncthreads();

@@ -24,6 +24,7 @@ from gemmconv.kernels.base import (
     missing,
 )
 from gemmconv.kernels.layout.transpose import grad_turning_seconds
+from gemmconv.kernels.size_class import representatives
 
 
 class Algorithm(ABC):
@@ -42,12 +43,12 @@ class Algorithm(ABC):
     kernels: tuple[Kernel, ...]
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
-        """The kernel of the least estimate and its tile, None where none computes the pass."""
-        return _fastest(self.kernels, config, direction, missing(config.device))
+        """The kernel of the least estimate and its tile, for the class of sizes; None where none computes the pass."""
+        return _fitted(self.kernels, config, direction, missing(config.device))
 
     def choice_of(self, kernel: Kernel, config: Config, direction: Pass) -> Choice | None:
         """The same of one of its kernels."""
-        return _fastest((kernel,), config, direction, missing(config.device))
+        return _fitted((kernel,), config, direction, missing(config.device))
 
     def why_not(self, config: Config, direction: Direction = "forward") -> str | None:
         """Why it cannot serve a pass, as a clause after its name; None where it can."""
@@ -157,6 +158,18 @@ class AlgorithmOfOne(Kernel, Algorithm):
 def _of_both(config: Config, weight_config: Config) -> Config:
     """What kernels of both gradients are asked for."""
     return replace(config, weight_format=weight_config.memory_format)
+
+
+@lru_cache(maxsize=4096)
+def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
+    """The best choice of the classes of sizes, made for these; of these sizes alone where that cannot be."""
+    found = []
+    for of_class in representatives(config):
+        choice = _fastest(kernels, of_class, direction, lacks)
+        tile = choice and choice.kernel.fitted(config, direction, choice.tile)
+        if choice is not None and tile is not None:
+            found.append(Choice(choice.kernel, tile, choice.kernel.seconds(config, direction, tile)))
+    return min(found, key=lambda one: one.seconds) if found else _fastest(kernels, config, direction, lacks)
 
 
 @lru_cache(maxsize=4096)

@@ -118,7 +118,7 @@ class Kernel(ABC):
         Sizes are the batch, and height and width of the images. None where the kernel, as it is compiled for the tile,
         cannot compute them.
         """
-        return replace(tile, problem=config.problem) if hasattr(tile, "problem") else tile
+        return None
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
         """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors."""
@@ -180,7 +180,7 @@ def tile_fields(tile: Any) -> dict[str, Any]:
     """What sets a tile apart from others of its kernel for one pass on one device; of pairs and the like a text."""
     if not dataclasses.is_dataclass(tile):
         return {}
-    of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize")
+    of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize", "compiled")
     fields = {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile) if field.name not in of_pass}
     parts = {name: tile_fields(value).values() or value for name, value in fields.items()}
     return {

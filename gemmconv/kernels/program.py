@@ -374,3 +374,8 @@ def plane_grid(x: int, planes: int) -> Extent3:
 def reciprocal(divisor: int) -> Long:
     """What csrc/include/numeric/divide.cuh multiplies with to divide by a positive 32-bit integer."""
     return Long(-(-(1 << 63) // divisor))
+
+
+def small_reciprocal(divisor: int) -> int:
+    """The same of `divided_small` there: for a divisor from 3 on, whose product with what is divided is below 2**32."""
+    return -(-(1 << 32) // divisor)

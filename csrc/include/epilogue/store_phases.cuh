@@ -24,22 +24,21 @@ struct cell_t {
     __device__ __forceinline__ bool exists(const implicit_gemm_params& p) const {
         return row < p.cells_h && column < p.strip_cells && image < p.batch;
     }
-    /* `positions` are at most MOST. */
-    template <int MOST> __device__ __forceinline__ void advance(const implicit_gemm_params& p, int positions) {
+    __device__ __forceinline__ void advance(const implicit_gemm_params& p, int positions) {
         column += positions;
-        while (column >= PITCH) {
-            column -= PITCH;
+        #pragma unroll 1
+        while (column >= p.pitch) {
+            column -= p.pitch;
             if (++row == p.strip_rows) {
                 row = 0;
                 if (++strip == p.strips) strip = 0, ++image;
             }
-            if (PITCH >= MOST) break;  // they reach no further than the next row
         }
     }
 };
 __device__ __forceinline__ cell_t cell_at(const implicit_gemm_params& p, int position) {
-    const int above = position / PITCH, strip = divided(above, p.by_strip_rows), image = divided(strip, p.by_strips);
-    return {position % PITCH, above - strip * p.strip_rows, strip - image * p.strips, image};
+    const int above = divided(position, p.by_pitch), strip = divided(above, p.by_strip_rows), image = divided(strip, p.by_strips);
+    return {position - above * p.pitch, above - strip * p.strip_rows, strip - image * p.strips, image};
 }
 
 #if STAGED && CHANNELS_LAST
@@ -118,7 +117,7 @@ __device__ __forceinline__ void store_tile(
                     *reinterpret_cast<piece_t*>(output + pixel * channels) = pieces[block * (kPart / kStored) + i];
                 }
             }
-            at.advance<kStored>(p, kStored);
+            at.advance(p, kStored);
         }
     });
 }
@@ -181,13 +180,13 @@ __device__ __forceinline__ void store_tile(
         for (int i = 0; i < kPieceTurns; ++i) {
             const int line = (i * 32 + lane) / kLinePieces, place = (i * 32 + lane) % kLinePieces * VECTOR;
             cell_t at = first_cell;
-            at.advance<kLineCells>(p, place / SPAN_W);
+            at.advance(p, place / SPAN_W);
             ELEMENT_T* target = target_of_piece(p, output, at, row_phase, place, image_stride);
             if (target != nullptr && first_channel + line < OUT_CHANNELS)
                 *reinterpret_cast<piece_t*>(target + line * pixels) =
                     *reinterpret_cast<const piece_t*>(stage + line * kLine + place);
         }
-        first_cell.advance<kLineCells>(p, kLineCells);
+        first_cell.advance(p, kLineCells);
     });
 }
 #else
@@ -222,7 +221,6 @@ __device__ __forceinline__ void store_tile(
     const implicit_gemm_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side,
     ELEMENT_T* outputs) {
     static_assert(SPAN_W == kInner && SLOTS <= 2, "the outputs of a row of cells are neighbours");
-    static_assert(PITCH % 2 == 0, "a thread's two positions lie in one row");
     constexpr int kRun = 2 * kInner;  // a thread's outputs of two cells
     constexpr int kWord = gcd(kRun, 16 / static_cast<int>(sizeof(ELEMENT_T)));  // of which it writes so many together
     constexpr bool kFull = CHANNELS == 4 * kLineChannels && OUT_CHANNELS % (CHANNELS * kChannelSides) == 0;
@@ -289,7 +287,7 @@ __device__ __forceinline__ void store_tile(
                         *reinterpret_cast<piece_t*>(target + line_of(turn * 32) * pixels) =
                             pieces[(turn - begin) / kOwnPlaces];
             }
-            at[i].advance<kLineCells>(p, kLineCells);
+            at[i].advance(p, kLineCells);
         }
     });
 }
@@ -340,7 +338,7 @@ __device__ __forceinline__ void store_tile(
                                         : static_cast<index_t>(channel) * p.h_out * p.w_out + pixel;
         }
     }
-    constexpr int kCells = PITCH % 2 == 0 ? 2 : 1;  // of a thread's two, that are known to lie in one row
+    constexpr int kCells = kBoxedLines ? 1 : 2;  // of a thread's two, that are known to lie in one row
     cell_t cells[2 / kCells];
     #pragma unroll
     for (int i = 0; i < 2 / kCells; ++i) cells[i] = cell_at(p, first + 2 * t + i);
@@ -372,7 +370,7 @@ __device__ __forceinline__ void store_tile(
                     }
                 });
             }
-            at.advance<8>(p, 8);
+            at.advance(p, 8);
         }
     });
 }

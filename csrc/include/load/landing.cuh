@@ -2,16 +2,16 @@
  * go on while threads compute, and are 16 bytes each, so that much more is on its way than registers hold.
  *
  * NCHW. A run is what of a patch lies in one piece in memory: a row of a strip or, where nothing lies between rows
- * (WHOLE_IMAGES), an image; RUN_PITCH positions, the zeros behind it among them. It lands as pieces of 16 bytes that are
+ * (whole_images), an image; run_pitch positions, the zeros behind it among them. It lands as pieces of 16 bytes that are
  * aligned in memory, and begins somewhere in the first of them. Runs land behind each other, with two pieces to spare each,
  * because it depends on the tile where runs begin. For channels, one after the other, the same: planes are whole pieces.
  *
- *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][kRunPieces] of 16 bytes
+ *   landing [LANDING_STAGES][LANDING_UNITS units of channels][UNIT_H][run_pieces] of 16 bytes
  *
  * Where each patch has parts of one strip alone, a landing is a box of a tensor map (LANDING_BOX), which one thread begins to
  * copy: rows of the strip, zeros where there is no image or, where positions are those of images alone, a stretch of an image:
  *
- *   landing [LANDING_STAGES][LANDING_UNITS units of channels][BOX_ROWS][BOX_WIDTH] values
+ *   landing [LANDING_STAGES][LANDING_UNITS units of channels][box_rows][box_width] values
  *
  * What is left of the image may be read from a piece before a run's first input: nobody uses it. Zeros land for the rest of
  * a run that is right of the image, and of a piece, where not all rows are whole pieces (PARTIAL_PIECES).
@@ -23,15 +23,15 @@
 #include "ptx/keep.cuh"
 #include "ptx/named_barrier.cuh"
 
-constexpr int kPixels = RUN_PITCH * UNIT_W;  // of a run in a row of the input
 constexpr int kLandings = CHUNKS * UNITS / LANDING_UNITS;  // of an item
 static_assert(UNITS % LANDING_UNITS == 0 && LANDING_STAGES >= 2, "a chunk is whole landings; one lands while another is read");
 
 /* Where a patch begins: in which run, of all, and after how many of its positions. */
 struct start_t { int run, skipped; };
 __device__ __forceinline__ start_t start_of(const implicit_gemm_params& p, int tile) {
-    const int position = tile * kTile + FIRST + p.strip_rows * PITCH;  // from one strip before the first
-    return {position / RUN_PITCH - (WHOLE_IMAGES ? 1 : p.strip_rows), position % RUN_PITCH};
+    const int position = tile * kTile + p.first + p.strip_rows * p.pitch;  // from one strip before the first
+    const int run = divided(position, p.by_run_pitch);
+    return {run - (p.whole_images ? 1 : p.strip_rows), position - run * p.run_pitch};
 }
 
 /* A run: pixels of an image. `origin` is that of its first position, or would be; those in the image are from begin to end. */
@@ -40,23 +40,22 @@ struct run_t {
     int origin, begin, end;
 };
 __device__ __forceinline__ run_t run_of(const implicit_gemm_params& p, int run, int plane_row) {
-#if WHOLE_IMAGES
-    const bool there = run >= 0 && run < p.batch;
-    return {there ? run : -1, 0, 0, p.h_in * p.w_in};
-#else
+    if (p.whole_images) {
+        const bool there = run >= 0 && run < p.batch;
+        return {there ? run : -1, 0, 0, p.h_in * p.w_in};
+    }
     const int strip = divided(run + p.strip_rows, p.by_strip_rows) - 1, row = run - strip * p.strip_rows;
     const int image = strip < 0 ? p.batch : divided(strip, p.by_strips), across = strip - image * p.strips;
     const int ih = (row + p.origin_h) * UNIT_H + plane_row;
     if (image >= p.batch || static_cast<unsigned>(ih) >= p.h_in) return {-1, 0, 0, 0};
     const int begin = ih * p.w_in;
     return {image, begin + (across * p.strip_cells + p.origin_w) * UNIT_W, begin, begin + p.w_in};
-#endif
 }
 
 /* How the i-th run of a patch lands: its first piece, and the pixel that this begins with. */
 struct landed_t { int piece, pixel; };
-__device__ __forceinline__ landed_t landed(const start_t& start, int i, int origin) {
-    const int before = i * RUN_PITCH - start.skipped;  // positions
+__device__ __forceinline__ landed_t landed(const implicit_gemm_params& p, const start_t& start, int i, int origin) {
+    const int before = i * p.run_pitch - start.skipped;  // positions
     return {max(before, 0) * UNIT_W / kPiece + 2 * i, origin + max(-before, 0) * UNIT_W & -kPiece};
 }
 
@@ -64,12 +63,12 @@ __device__ __forceinline__ landed_t landed(const start_t& start, int i, int orig
  * to copy; -1 for zeros.
  */
 __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, const start_t& start, int piece) {
-    const int row = piece / kRunPieces, own = piece % kRunPieces;
-    const int i = ((own + 1) * kPiece + start.skipped * UNIT_W - 1) / (kPixels + 2 * kPiece);
+    const int row = divided_small(piece, p.by_run_pieces), own = piece - row * p.run_pieces;
+    const int i = divided((own + 1) * kPiece + start.skipped * UNIT_W - 1, p.by_run_span);
     const run_t run = run_of(p, start.run + i, row);
-    const landed_t at = landed(start, i, run.origin);
+    const landed_t at = landed(p, start, i, run.origin);
     const int pixel = at.pixel + (own - at.piece) * kPiece;
-    const int wanted = min(RUN_PITCH, start.skipped + PATCH - i * RUN_PITCH) * UNIT_W;  // pixels of the run
+    const int wanted = min(p.run_pitch, start.skipped + p.patch - i * p.run_pitch) * UNIT_W;  // pixels of the run
     const int last = min(run.end, run.origin + wanted);
     const int count = min(kPiece, PARTIAL_PIECES || pixel >= last ? last - pixel : kPiece);
     if (run.image < 0 || count <= 0 || pixel + kPiece <= run.begin) return -1;
@@ -82,30 +81,29 @@ __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, const
  */
 struct box_t { int image, row, column, skipped, skew; };
 __device__ __forceinline__ box_t box_of(const implicit_gemm_params& p, int tile) {
-    const int strip = divided(tile, p.by_strip_tiles), position = (tile - strip * p.strip_tiles) * kTile + FIRST;
+    const int strip = divided(tile, p.by_strip_tiles), position = (tile - strip * p.strip_tiles) * kTile + p.first;
     const int image = divided(strip, p.by_strips), across = strip - image * p.strips;
-    if (BOX_ROWS == 1) return {image, 0, position, 0, 0};
-    constexpr int kAbove = ceil_div(FIRST < 0 ? -FIRST : 0, PITCH);  // rows
-    const int row = (position + kAbove * PITCH) / PITCH - kAbove;
+    if (p.box_rows == 1) return {image, 0, position, 0, 0};
+    const int row = divided(position + p.rows_above * p.pitch, p.by_pitch) - p.rows_above;
     const int column = across * p.strip_cells + p.origin_w, aligned = column & -kPiece;
-    return {image, row + p.origin_h, aligned, position - row * PITCH, column - aligned};
+    return {image, row + p.origin_h, aligned, position - row * p.pitch, column - aligned};
 }
 
 /* Where a spot lands, in bytes. */
 __device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const start_t& start, spot_t spot) {
     const int row = spot.plane / UNIT_W, position = start.skipped + spot.position;
-    const int i = position / RUN_PITCH, column = position % RUN_PITCH;
+    const int i = divided(position, p.by_run_pitch), column = position - i * p.run_pitch;
     const run_t run = run_of(p, start.run + i, row);
-    const landed_t at = landed(start, i, run.origin);
+    const landed_t at = landed(p, start, i, run.origin);
     const int pixel = run.origin + column * UNIT_W + spot.plane % UNIT_W;
-    return ((row * kRunPieces + at.piece) * kPiece + pixel - at.pixel) * static_cast<int>(sizeof(ELEMENT_T));
+    return ((row * p.run_pieces + at.piece) * kPiece + pixel - at.pixel) * static_cast<int>(sizeof(ELEMENT_T));
 }
 
 /* The same in a box. */
-__device__ __forceinline__ int boxed_spot(const box_t& box, spot_t spot) {
-    if (BOX_ROWS == 1) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
-    const int position = box.skipped + spot.position;
-    return (position / PITCH * BOX_WIDTH + position % PITCH + box.skew) * static_cast<int>(sizeof(ELEMENT_T));
+__device__ __forceinline__ int boxed_spot(const implicit_gemm_params& p, const box_t& box, spot_t spot) {
+    if (p.box_rows == 1) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
+    const int position = box.skipped + spot.position, row = divided(position, p.by_pitch);
+    return (row * (p.box_width - p.pitch) + position + box.skew) * static_cast<int>(sizeof(ELEMENT_T));
 }
 
 /* A loader's way through the landings of item after item. */
@@ -126,45 +124,46 @@ struct way_t {
 /* Pieces that a loader copies: of one place in the patch, or of few where there are more than loaders, in all channels or,
  * where it shares them with others, in every kSharers-th.
  */
-constexpr int kSharers = PRODUCERS / kPieces > 0 ? PRODUCERS / kPieces : 1;
-constexpr int kOwnPieces = ceil_div(kPieces, PRODUCERS);
+constexpr int kSharers = SHARERS, kOwnPieces = OWN_PIECES;
 struct own_pieces_t {
     const char* source[kOwnPieces];  // of the next landing's first channel that is the loader's
     int bytes[kOwnPieces];
+    int pieces, sharer, first;  // of a channel; which of those who share, and its first piece
 
+    __device__ __forceinline__ own_pieces_t(const implicit_gemm_params& p, int thread)
+        : pieces(UNIT_H * p.run_pieces), sharer(divided_small(thread, p.by_pieces)), first(thread - sharer * pieces) {}
     /* Whose pieces are taken by loaders that this one is not among. */
-    static __device__ __forceinline__ bool idle(int k, int thread) {
-        return kOwnPieces > 1 ? thread + k * PRODUCERS >= kPieces : thread >= kSharers * kPieces;
+    __device__ __forceinline__ bool idle(int k) const {
+        return sharer >= kSharers || (k > 0 && first + k * PRODUCERS >= pieces);
     }
-    __device__ __forceinline__ void place(const implicit_gemm_params& p, const item_t& item, int thread) {
+    __device__ __forceinline__ void place(const implicit_gemm_params& p, const item_t& item) {
         const start_t start = start_of(p, item.tile);
-        const int channel = item.group * IN_CHANNELS + thread / kPieces;
+        const int channel = item.group * IN_CHANNELS + sharer;
         #pragma unroll
         for (int k = 0; k < kOwnPieces; ++k) {
-            const index_t place = idle(k, thread) ? -1 : place_of(p, start, thread % kPieces + k * PRODUCERS);
+            const index_t place = idle(k) ? -1 : place_of(p, start, first + k * PRODUCERS);
             const index_t first = place < 0 ? 0 : place & -kPiece;
             source[k] = at(reinterpret_cast<const char*>(p.input + first), p, channel);
             bytes[k] = place < 0 ? 0 : (static_cast<int>(place & kPiece - 1) + 1) * static_cast<int>(sizeof(ELEMENT_T));
         }
     }
-    /* Begins to copy a landing, whose channels begin with `first`, and goes on to the next one. */
-    __device__ __forceinline__ void copy(const implicit_gemm_params& p, unit_t* target, int first, int thread) {
+    /* Begins to copy a landing, whose channels begin with `channel`, and goes on to the next one. */
+    __device__ __forceinline__ void copy(const implicit_gemm_params& p, unit_t* target, int channel) {
         constexpr bool kAllChannels = IN_CHANNELS == kLandings * kLandingChannels;
-        const int own = thread / kPieces;
         #pragma unroll
         for (int k = 0; k < kOwnPieces; ++k) {
             const char* from = source[k];
             source[k] = at(from, p, kLandingChannels);
-            if (idle(k, thread)) continue;
-            unit_t* to = target + own * kPieces + thread % kPieces + k * PRODUCERS;
+            if (idle(k)) continue;
+            unit_t* to = target + sharer * pieces + first + k * PRODUCERS;
             #pragma unroll
             for (int c = 0; c < kLandingChannels; c += kSharers) {
-                if (c + kSharers > kLandingChannels && c + own >= kLandingChannels) continue;
-                const bool there = kAllChannels || first + c + own < IN_CHANNELS;
+                if (c + kSharers > kLandingChannels && c + sharer >= kLandingChannels) continue;
+                const bool there = kAllChannels || channel + c + sharer < IN_CHANNELS;
                 const char* begin = kAllChannels || there ? at(from, p, c) : reinterpret_cast<const char*>(p.input);
                 const int count = there ? bytes[k] : 0;
-                if (PARTIAL_PIECES) copy_some_async(to + c * kPieces, begin, count);
-                else copy_piece_async(to + c * kPieces, begin, count);
+                if (PARTIAL_PIECES) copy_some_async(to + c * pieces, begin, count);
+                else copy_piece_async(to + c * pieces, begin, count);
             }
         }
     }
@@ -178,26 +177,29 @@ struct own_pieces_t {
 __device__ __forceinline__ void copy_landing(
     const implicit_gemm_params& p, const item_t& item, unit_t* target, int first, barrier_t& landed) {
 #if LANDING_BOX
-    barrier_arrive_expecting(landed, kLandingUnits * 16);
+    barrier_arrive_expecting(landed, landing_units(p) * 16);
     const box_t box = box_of(p, item.tile);
     tma_load(target, p.map, box.column, box.row, item.group * IN_CHANNELS + first, box.image, landed);
 #endif
 }
 
-/* Spots that a loader makes units of: where they land, in bytes. */
-constexpr int kShares = kSpots * LANDING_UNITS, kTurns = ceil_div(kShares, PRODUCERS);
+/* Spots that a loader makes units of: where they land, in bytes, and where they are laid out, in units. */
+constexpr int kTurns = LANDED_TURNS;  // at least those that there are
 constexpr bool kRoom = kProducerRegisters > 72;  // for what a thread has taken up, while it begins to copy
 constexpr int kWords = SPLIT || !kRoom ? 8 : 16;  // that a thread takes up together
 constexpr int kTogether = least(kTurns, ceil_div(kWords, kElements * ceil_div(kSpotBytes, 4)));  // turns
 struct own_spots_t {
     int from[kTurns];
+    int shares, channel_bytes;
 
+    __device__ __forceinline__ explicit own_spots_t(const implicit_gemm_params& p)
+        : shares(spots_of(p) * LANDING_UNITS), channel_bytes(p.landed_channel) {}
     /* `landed`: where all spots land. */
-    __device__ __forceinline__ void place(const int* landed, int thread) {
+    __device__ __forceinline__ void place(const implicit_gemm_params& p, const int* landed, int thread) {
         #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) {
-            const int share = thread + turn * PRODUCERS, spot = share % kSpots, unit = share / kSpots;
-            from[turn] = landed[spot] + unit * (kElements * kLandedChannel);
+            const int share = thread + turn * PRODUCERS, unit = divided_small(share, p.by_spots);
+            if (share < shares) from[turn] = landed[share - unit * spots_of(p)] + unit * (kElements * channel_bytes);
         }
     }
     /* Takes up what has landed for turns from `first` on. */
@@ -206,22 +208,23 @@ struct own_spots_t {
         #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
             const int turn = first + k;
-            if (turn >= kTurns || thread + turn * PRODUCERS >= kShares) continue;
+            if (turn >= kTurns || thread + turn * PRODUCERS >= shares) continue;
             const char* source = reinterpret_cast<const char*>(landing) + from[turn];
             #pragma unroll
             for (int e = 0; e < kElements; ++e)
-                values[k].channel[e] = *reinterpret_cast<const words_t<kSpotBytes>*>(source + e * kLandedChannel);
+                values[k].channel[e] = *reinterpret_cast<const words_t<kSpotBytes>*>(source + e * channel_bytes);
         }
     }
     /* Lays it out as units of a patch. */
     __device__ __forceinline__ void put(
-        unit_t* patch, const spot_unit_t (&values)[kTogether], int first, int thread) const {
+        const implicit_gemm_params& p, unit_t* patch, const spot_unit_t (&values)[kTogether], int first, int thread) const {
         #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
             const int turn = first + k, share = thread + turn * PRODUCERS;
-            if (turn >= kTurns || share >= kShares) continue;
-            const spot_t at = spot_at(share % kSpots);
-            store_spot(patch + share / kSpots * UNIT_PITCH + at.plane * PATCH + at.position, values[k], thread);
+            if (turn >= kTurns || share >= shares) continue;
+            const int unit = divided_small(share, p.by_spots);
+            const int place = place_in_unit(p, spot_at(p, share - unit * spots_of(p)));
+            store_spot(p, patch + unit * p.unit_pitch + place, values[k], thread);
         }
     }
 };
@@ -232,19 +235,20 @@ struct own_spots_t {
 __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
     keep(thread);
     way_t begun(p), read(p);
-    ring_t<PATCH_STAGES> ring;
+    const int spots_of_patch = spots_of(p);
+    counted_ring_t ring;
     ring_t<LANDING_STAGES> from, to;
     ring_t<2> tables;
-    own_pieces_t pieces;
-    own_spots_t spots;
+    own_pieces_t pieces(p, thread);
+    own_spots_t spots(p);
     const auto place = [&] {
-        if (!LANDING_BOX && !begun.ended(p) && begun.landing == 0) pieces.place(p, begun.item, thread);
+        if (!LANDING_BOX && !begun.ended(p) && begun.landing == 0) pieces.place(p, begun.item);
     };
     const auto begin = [&] {
         if (!begun.ended(p)) {
-            unit_t* target = s.landing + to.stage * kLandingUnits;
+            unit_t* target = s.landing + to.stage * landing_units(p);
             const int first = begun.landing * kLandingChannels;
-            if (!LANDING_BOX) pieces.copy(p, target, first, thread);
+            if (!LANDING_BOX) pieces.copy(p, target, first);
             else if (thread == 0) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
             begun.advance(p);
             to.advance();
@@ -258,14 +262,14 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     }
     #pragma unroll 1
     for (; !read.ended(p); read.advance(p)) {
-        int* landed = s.landed + tables.stage * kSpots;
+        int* landed = s.landed + tables.stage * spots_of_patch;
         if (read.landing == 0) {
             if (LANDING_BOX) {
                 const box_t box = box_of(p, read.item.tile);
-                for (int i = thread; i < kSpots; i += PRODUCERS) landed[i] = boxed_spot(box, spot_at(i));
+                for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = boxed_spot(p, box, spot_at(p, i));
             } else {
                 const start_t start = start_of(p, read.item.tile);
-                for (int i = thread; i < kSpots; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(i));
+                for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
             }
             tables.advance();
         }
@@ -273,26 +277,26 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         if (LANDING_BOX) barrier_wait(s.landed_full[from.stage], from.parity);
         else cp_async_wait<LANDING_STAGES - 2>();
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
-        if (read.landing == 0) spots.place(landed, thread);
-        const unit_t* landing = s.landing + from.stage * kLandingUnits;
+        if (read.landing == 0) spots.place(p, landed, thread);
+        const unit_t* landing = s.landing + from.stage * landing_units(p);
         from.advance();
         const int unit = read.landing * LANDING_UNITS % UNITS;  // of the chunk
-        unit_t* patch = s.patches + ring.stage * kPatchUnits + unit * UNIT_PITCH;
+        unit_t* patch = s.patches + ring.stage * patch_units(p) + unit * p.unit_pitch;
         spot_unit_t values[kTogether];
         if (!kRoom) begin();
         spots.take(values, landing, 0, thread);
         if (kRoom) begin();
         if (unit == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
-        spots.put(patch, values, 0, thread);
+        spots.put(p, patch, values, 0, thread);
         #pragma unroll
         for (int turn = kTogether; turn < kTurns; turn += kTogether) {
             spots.take(values, landing, turn, thread);
-            spots.put(patch, values, turn, thread);
+            spots.put(p, patch, values, turn, thread);
         }
         if (unit + LANDING_UNITS < UNITS) continue;
         fence_async_proxy();
         __syncwarp();
         if (thread % 32 == 0) barrier_arrive(s.patch_full[ring.stage]);
-        ring.advance();
+        ring.advance(p.patch_stages);
     }
 }

@@ -6,17 +6,19 @@
 #include "pipeline/implicit_gemm.cuh"
 
 constexpr bool kPlanesApart = WIDE == 2 && UNIT_W == 2;
-constexpr int kNext = kPlanesApart ? PATCH : 1;  // from one input of a spot to the next, in the patch
-constexpr int kPlaneSpots = kPlanesApart ? PATCH : PATCH / WIDE;
-static_assert(kPlanesApart || PATCH % WIDE == 0 && FIRST % WIDE == 0, "a patch is whole spots");
 constexpr int kSpotBytes = WIDE * static_cast<int>(sizeof(ELEMENT_T));  // of a channel
 // Of the loaders that are neighbours, whether they take the units of a spot, or one unit of neighbouring spots.
 constexpr bool kUnitsFirst = LANDING_UNITS == 0 && (CHANNELS_LAST || kSpotBytes >= 8);
 
 struct spot_t { int plane, position; };
-__device__ __forceinline__ spot_t spot_at(int spot) {
-    if (kPlanesApart) return {spot / kPlaneSpots * 2, spot % kPlaneSpots};
-    return {spot / kPlaneSpots, spot % kPlaneSpots * WIDE};
+__device__ __forceinline__ spot_t spot_at(const implicit_gemm_params& p, int spot) {
+    if (kPlanes == 1) return {0, spot * WIDE};
+    const int plane = divided_small(spot, p.by_plane_spots), own = spot - plane * (kPlanesApart ? p.patch : p.patch / WIDE);
+    return {kPlanesApart ? plane * 2 : plane, kPlanesApart ? own : own * WIDE};
+}
+/* Where a spot's first input lies in a unit of the patch. */
+__device__ __forceinline__ int place_in_unit(const implicit_gemm_params& p, spot_t spot) {
+    return spot.plane * p.patch + spot.position;
 }
 
 /* What a thread has of a spot: a unit of channels, of each its WIDE inputs. */
@@ -43,9 +45,11 @@ __device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values,
 }
 
 /* Stores a unit of all inputs of a spot; `target` is the place of the first. */
-__device__ __forceinline__ void store_spot(unit_t* target, const spot_unit_t& values, int thread) {
+__device__ __forceinline__ void store_spot(
+    const implicit_gemm_params& p, unit_t* target, const spot_unit_t& values, int thread) {
     // Of 8 lanes that store at once, 4 exchange neighbours where all would meet the same banks.
     const bool turned = WIDE > 1 && !kPlanesApart && !(kUnitsFirst && UNITS == 8) && thread / 4 % 2;
+    const int next = kPlanesApart ? p.patch : 1;  // from one input of a spot to the next
     #pragma unroll
     for (int w = 0; w < WIDE; ++w) {
         const int even = w / 2 * 2;
@@ -53,6 +57,6 @@ __device__ __forceinline__ void store_spot(unit_t* target, const spot_unit_t& va
         const parts_t<kParts> parts = pack_input(values, even, odd);
         #pragma unroll
         for (int part = 0; part < kParts; ++part)
-            target[part * UNITS * UNIT_PITCH + (even + odd) * kNext] = parts.part[part];
+            target[part * UNITS * p.unit_pitch + (even + odd) * next] = parts.part[part];
     }
 }

@@ -4,30 +4,28 @@
 #include "load/patch_elements.cuh"
 #include "ptx/named_barrier.cuh"
 
-// How the loaders share a patch. A thread has as many loads on their way as registers allow, the same number in each batch.
-constexpr int kTurns = ceil_div(kSpots * UNITS, PRODUCERS);
-constexpr int kUnitWords = VECTOR_LOADS ? 4 : kElements * ceil_div(kSpotBytes, 4);
-constexpr int kBatches = ceil_div(kTurns, kLoadedWords / kUnitWords);
-constexpr int kTogether = ceil_div(kTurns, kBatches);
+// The loaders share a patch in p.batches, of each of which a thread has kTogether loads on their way.
+constexpr int kTogether = LOADED_TOGETHER;
 
 /* What a thread loads in a turn. */
 struct share_t { int spot, unit; };
-__device__ __forceinline__ share_t share_of(int turn, int thread) {
+__device__ __forceinline__ share_t share_of(const implicit_gemm_params& p, int turn, int thread) {
     const int share = thread + turn * PRODUCERS;
     if (kUnitsFirst) return {share / UNITS, share % UNITS};
-    return {share % kSpots, share / kSpots};
+    const int unit = divided_small(share, p.by_spots);
+    return {share - unit * spots_of(p), unit};
 }
 
 /* Where a spot of a tile's patch begins in the input, -1 for zeros. */
 __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, int first, spot_t spot) {
     const int position = first + spot.position;  // of all that are flattened; may be negative
-    const int period = p.strip_rows * PITCH;
-    const int above = (position + period) / PITCH;  // rows, from one strip before the first
+    const int period = p.strip_rows * p.pitch;
+    const int above = divided(position + period, p.by_pitch);  // rows, from one strip before the first
     const int strip = divided(above, p.by_strip_rows) - 1, row = above - (strip + 1) * p.strip_rows;
     if (strip < 0) return -1;
     const int image = divided(strip, p.by_strips), across = strip - image * p.strips;
     const int ih = (row + p.origin_h) * UNIT_H + spot.plane / UNIT_W;
-    const int column = (position + period) % PITCH + across * p.strip_cells + p.origin_w;
+    const int column = position + period - above * p.pitch + across * p.strip_cells + p.origin_w;
     const int iw = column * UNIT_W + spot.plane % UNIT_W;
     if (image >= p.batch) return -1;
     if (static_cast<unsigned>(ih) >= p.h_in || static_cast<unsigned>(iw) >= p.w_in) return -1;
@@ -62,25 +60,26 @@ __device__ __forceinline__ void load_spot(
 __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
     const long long stride = (CHANNELS_LAST ? 1ll : 1ll * p.h_in * p.w_in) * sizeof(ELEMENT_T);  // of channels, in bytes
     const int lane = thread % 32;
-    ring_t<PATCH_STAGES> ring;
+    const int spots = spots_of(p);
+    counted_ring_t ring;
     ring_t<2> tables;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
-        index_t* places = s.places + tables.stage * kSpots;
-        for (int spot = thread; spot < kSpots; spot += PRODUCERS)
-            places[spot] = place_of(p, item.tile * kTile + FIRST, spot_at(spot));
+        index_t* places = s.places + tables.stage * spots;
+        for (int spot = thread; spot < spots; spot += PRODUCERS)
+            places[spot] = place_of(p, item.tile * kTile + p.first, spot_at(p, spot));
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
         tables.advance();
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            unit_t* patch = s.patches + ring.stage * kPatchUnits;
+            unit_t* patch = s.patches + ring.stage * patch_units(p);
             #pragma unroll 1
-            for (int batch = 0; batch < kBatches; ++batch) {
+            for (int batch = 0; batch < p.batches; ++batch) {
                 spot_unit_t values[kTogether];
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
-                    const share_t share = share_of(batch * kTogether + k, thread);
-                    const bool mine = share.spot < kSpots && share.unit < UNITS;
+                    const share_t share = share_of(p, batch * kTogether + k, thread);
+                    const bool mine = share.spot < spots && share.unit < UNITS;
                     const index_t place = mine ? places[share.spot] : -1;
                     const int channel = (chunk * UNITS + share.unit) * kElements;
                     const char* from = input + static_cast<long long>(place) * sizeof(ELEMENT_T) + channel * stride;
@@ -90,16 +89,16 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
                 if (batch == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
-                    const share_t share = share_of(batch * kTogether + k, thread);
-                    if (share.spot >= kSpots || share.unit >= UNITS) continue;
-                    const spot_t at = spot_at(share.spot);
-                    store_spot(patch + share.unit * UNIT_PITCH + at.plane * PATCH + at.position, values[k], thread);
+                    const share_t share = share_of(p, batch * kTogether + k, thread);
+                    if (share.spot >= spots || share.unit >= UNITS) continue;
+                    const int place = place_in_unit(p, spot_at(p, share.spot));
+                    store_spot(p, patch + share.unit * p.unit_pitch + place, values[k], thread);
                 }
             }
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) barrier_arrive(s.patch_full[ring.stage]);
-            ring.advance();
+            ring.advance(p.patch_stages);
         }
     }
 }

@@ -16,22 +16,21 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     if (thread != 0) return;
     constexpr int kBlocks = kTile / kSwizzled;
     const int image_blocks = p.h_in * p.w_in / kSwizzled;
-    ring_t<PATCH_STAGES> ring;
+    counted_ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_t& full = s.patch_full[ring.stage];
             barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
-            barrier_arrive_expecting(full, kPatchUnits * 16);
-            #pragma unroll
-            for (int b = 0; b < kBlocks; b += BOX_BLOCKS) {
+            barrier_arrive_expecting(full, patch_units(p) * 16);
+            for (int b = 0; b < kBlocks; b += p.box_rows) {
                 const int block = item.tile * kBlocks + b, image = block / image_blocks;
-                unit_t* to = s.patches + ring.stage * kPatchUnits + b * kSwizzledBlock;
+                unit_t* to = s.patches + ring.stage * patch_units(p) + b * kSwizzledBlock;
                 const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
                 const int place = block - image * image_blocks;
                 tma_load(to, p.map, 0, channel, place, image, full);
             }
-            ring.advance();
+            ring.advance(p.patch_stages);
         }
     }
 }

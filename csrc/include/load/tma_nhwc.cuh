@@ -4,78 +4,79 @@
  * The right side is K-major as elsewhere, but a position is a line of all UNITS (see ptx/wgmma.cuh), so that any place of an input
  * relative to its cell is a whole line:
  *
- *   patch [planes][BOXES][BOX_IMAGES][BOX_ROWS][BOX_WIDTH positions] of UNITS * 16 bytes, swizzled
+ *   patch [planes][boxes][box_images][box_rows][box_width positions] of UNITS * 16 bytes, swizzled
  *
  * A box has rows of one strip or, where images are small, all rows of several; a part of an image where nothing lies between
- * rows (WHOLE_IMAGES), of all images one after the other where nothing is shifted either (FLAT). It reaches beyond the image
+ * rows (whole_images), of all images one after the other where nothing is shifted either (flat). It reaches beyond the image
  * as positions do, and is zero there, so that boxes one after the other are positions one after the other. Boxes begin at
- * multiples of kBoxPositions, and a patch somewhere in its first box. Channels beyond the last are zeros. A warp copies, each
+ * multiples of box_positions, and a patch somewhere in its first box. Channels beyond the last are zeros. A warp copies, each
  * lane a box of its own; it is the last of the loaders where the others round.
  */
 #pragma once
 
 #include "pipeline/implicit_gemm.cuh"
 
-constexpr int kBoxes = kPlanes * BOXES;
-static_assert(kBoxes <= 32 && kBoxes * kBoxPositions <= UNIT_PITCH && UNIT_PITCH % 8 == 0, "a patch is what a warp copies");
+__device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { return p.box_images * p.box_rows * p.box_width; }
 
 /* Where a box of a plane begins, of those from the position on that first_position_of counts from. */
 struct corner_t { int column, row, image; };
 __device__ __forceinline__ corner_t corner_of(const implicit_gemm_params& p, int plane, int box) {
     const int row = p.origin_h * UNIT_H + plane / UNIT_W, column = p.origin_w * UNIT_W + plane % UNIT_W;
-    if (FLAT) return {box * BOX_WIDTH, 0, 0};
-    if (BOX_IMAGES > 1) return {column, row, (box - 1) * BOX_IMAGES};
-    const int boxes = p.strip_rows * PITCH / kBoxPositions, strip = box / boxes - 1, own = box - (strip + 1) * boxes;
+    if (p.flat) return {box * p.box_width, 0, 0};
+    if (p.box_images > 1) return {column, row, (box - 1) * p.box_images};
+    const int boxes = p.strip_rows * p.pitch / box_positions(p), strip = box / boxes - 1, own = box - (strip + 1) * boxes;
     const int image = strip < 0 ? -1 : strip / p.strips, across = strip - image * p.strips;
-    if (WHOLE_IMAGES) return {own * BOX_WIDTH, 0, image};
-    return {across * p.strip_cells * UNIT_W + column, own * BOX_ROWS * UNIT_H + row, image};
+    if (p.whole_images) return {own * p.box_width, 0, image};
+    return {across * p.strip_cells * UNIT_W + column, own * p.box_rows * UNIT_H + row, image};
 }
 
 /* Copies the patches of tile after tile, chunk after chunk; one warp. `full` of a stage learns of it. */
 __device__ __forceinline__ void copy_patches(const implicit_gemm_params& p, const stages_t& s, barrier_t* full, int lane) {
-    ring_t<PATCH_STAGES> ring;
+    const int positions = box_positions(p), boxes = kPlanes * p.boxes;
+    counted_ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        const corner_t corner = corner_of(p, lane / BOXES, first_position_of(p, item.tile) / kBoxPositions + lane % BOXES);
+        const corner_t corner = corner_of(p, lane / p.boxes, first_position_of(p, item.tile) / positions + lane % p.boxes);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
-            if (lane == 0) barrier_arrive_expecting(full[ring.stage], kBoxes * kBoxPositions * kLineBytes);
+            if (lane == 0) barrier_arrive_expecting(full[ring.stage], boxes * positions * kLineBytes);
             __syncwarp();
-            unit_t* to = s.patches + ring.stage * kPatchUnits + lane * (kBoxPositions * UNITS);
+            unit_t* to = s.patches + ring.stage * patch_units(p) + lane * (positions * UNITS);
             const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
-            if (lane < kBoxes) tma_load(to, p.map, channel, corner.column, corner.row, corner.image, full[ring.stage]);
-            ring.advance();
+            if (lane < boxes) tma_load(to, p.map, channel, corner.column, corner.row, corner.image, full[ring.stage]);
+            ring.advance(p.patch_stages);
         }
     }
 }
 
 /* Rounds patch after patch where it lies, and lays its second part beside it; all loaders but the last warp. */
 __device__ __forceinline__ void round_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
-    constexpr int kUnits = kBoxes * kBoxPositions * UNITS, kTogether = 4;
-    ring_t<PATCH_STAGES> ring;
+    constexpr int kTogether = 4;
+    const int count = kPlanes * p.boxes * box_positions(p) * UNITS;
+    counted_ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            unit_t* patch = s.patches + ring.stage * kPatchUnits;
+            unit_t* patch = s.patches + ring.stage * patch_units(p);
             barrier_wait(s.landed_full[ring.stage], ring.parity);
             #pragma unroll 1
-            for (int first = thread; first < kUnits; first += kTogether * kRounders) {
+            for (int first = thread; first < count; first += kTogether * kRounders) {
                 unit_t units[kTogether];
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k)
-                    if (first + k * kRounders < kUnits) units[k] = patch[first + k * kRounders];
+                    if (first + k * kRounders < count) units[k] = patch[first + k * kRounders];
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
-                    if (first + k * kRounders >= kUnits) continue;
+                    if (first + k * kRounders >= count) continue;
                     const parts_t<kParts> parts = rounded_unit<kParts, ELEMENT_T>(units[k]);
                     #pragma unroll
                     for (int part = 0; part < kParts; ++part)
-                        patch[part * UNITS * UNIT_PITCH + first + k * kRounders] = parts.part[part];
+                        patch[part * UNITS * p.unit_pitch + first + k * kRounders] = parts.part[part];
                 }
             }
             fence_async_proxy();
             __syncwarp();
             if (thread % 32 == 0) barrier_arrive(s.patch_full[ring.stage]);
-            ring.advance();
+            ring.advance(p.patch_stages);
         }
     }
 }

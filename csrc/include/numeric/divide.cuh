@@ -7,3 +7,8 @@ __device__ __forceinline__ int divided(int n, unsigned long long reciprocal) {
     const unsigned long long low = static_cast<unsigned long long>(twice) * static_cast<unsigned>(reciprocal);
     return static_cast<int>((static_cast<unsigned long long>(twice) * (reciprocal >> 32) + (low >> 32)) >> 32);
 }
+
+/* The same of small numbers: `reciprocal` is 2^32 / d, rounded up, and n * d is less than 2^32. */
+__device__ __forceinline__ int divided_small(int n, unsigned reciprocal) {
+    return static_cast<int>(static_cast<unsigned long long>(static_cast<unsigned>(n)) * reciprocal >> 32);
+}

@@ -27,13 +27,37 @@ struct implicit_gemm_params {
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
     // Reciprocals, for numeric/divide.cuh.
-    unsigned long long by_strips, by_strip_rows, by_strip_tiles, by_image_positions, by_bottom, by_sets;
+    unsigned long long by_strips, by_strip_rows, by_strip_tiles, by_image_positions, by_bottom, by_sets, by_pitch;
     int batch, groups;
     int h_in, w_in, h_out, w_out;
     int strips, strip_rows, strip_cells;  // of an image; rows and cells across, of a strip
     int cells_h;                          // rows of cells that have outputs
     int origin_h, origin_w;               // input, in units, of a strip's first position
     int strip_tiles, items;
+    int pitch;           // positions from one row of a strip to the next; even but where inputs are lines
+    int patch;           // positions of a tile's inputs, of each plane
+    int unit_pitch;      // from one unit of a patch to the next, in units
+    int plane_pitch;     // positions from one plane of a patch to the next
+    int first;           // place of the patch relative to the tile's first cell
+    int step_base;       // see offset_of
+    int patch_stages, weight_stages;
+    int stationary;      // whether the weights of a set stay
+    int whole_images;    // whether nothing lies between rows: an image is one row
+    int in_order;        // see item_of
+#if LANDING_UNITS > 0
+    // See load/landing.cuh.
+    unsigned long long by_run_pitch, by_run_span;
+    unsigned by_run_pieces, by_pieces, by_spots, by_plane_spots;
+    int run_pitch, run_pieces, landed_channel, rows_above;
+#elif !BOXED
+    unsigned by_spots, by_plane_spots;
+    int batches;  // see load/registers.cuh
+#endif
+#if BOXED || LANDING_UNITS > 0
+    int box_images, box_rows, box_width;  // of lines, and where boxes land
+    int boxes;                            // of a plane of a patch
+    int flat;                             // see load/tma_nhwc.cuh
+#endif
 };
 
 constexpr int kProducers = PRODUCERS + 32, kThreads = kProducers + 256;
@@ -46,7 +70,6 @@ constexpr int kSumRegisters = kSums + (SPLIT ? 48 : 56);
 constexpr int kConsumerRegisters = PRODUCERS == 96 ? 184 : kSumRegisters < kLeastRegisters ? kLeastRegisters : kSumRegisters;
 constexpr int kProducerRegisters = (kRegisters * kThreads - 256 * kConsumerRegisters) / kProducers / 8 * 8;
 static_assert(kProducerRegisters <= kRegisters && kRegisters <= kConsumerRegisters, "registers are given up, and taken");
-constexpr int kLoadedWords = LOADED_WORDS;  // of registers, that a thread loads at once
 constexpr int kElements = elements_of_unit<ELEMENT_T>;
 constexpr int kParts = SPLIT ? 2 : 1;
 constexpr int kRows = WARPGROUPS_M * 64;
@@ -57,17 +80,22 @@ constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with ou
 // How a patch lies; see load/tma_nchw.cuh and load/tma_nhwc.cuh.
 constexpr bool kBlocked = BOXED && !CHANNELS_LAST, kBoxedLines = BOXED && CHANNELS_LAST;
 constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block
-constexpr int kUnitPitch = kBlocked ? kSwizzled : UNIT_PITCH;  // from one unit of a patch to the next, in units
 constexpr int kLineBytes = UNITS * 16;
-constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16, kStepBytes = kBoxedLines ? 32 : 2 * kUnitPitch * 16;
+constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16;
+/* Bytes from one unit of a patch to the next, where units are apart. */
+__device__ __forceinline__ int unit_bytes(const implicit_gemm_params& p) { return (kBlocked ? kSwizzled : p.unit_pitch) * 16; }
+/* Bytes that a step of the instruction goes on. */
+__device__ __forceinline__ int step_bytes(const implicit_gemm_params& p) { return kBoxedLines ? 32 : 2 * unit_bytes(p); }
 constexpr bool kRounded = BOXED && sizeof(ELEMENT_T) == 4;  // where they lie, by all loaders but a warp
 constexpr int kRounders = PRODUCERS - 32;
-constexpr int kBoxPositions = BOX_IMAGES * BOX_ROWS * BOX_WIDTH;  // of lines
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
 static_assert(UNITS % 2 == 0, "a step of wgmma is two units");
 
 __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
-__constant__ constexpr int kStepOffset[] = STEP_OFFSET;
+// The place of the input that a step reads: rows and columns from the cell's own, in units, and which plane it is in.
+__constant__ constexpr int kStepRow[] = STEP_ROW;
+__constant__ constexpr int kStepColumn[] = STEP_COLUMN;
+__constant__ constexpr int kStepPlane[] = STEP_PLANE;
 __constant__ constexpr int kPhases[] = PHASES;
 
 /* The most steps of a block of a phase set. */
@@ -85,23 +113,26 @@ constexpr int kUnrolledSteps = SPLIT ? CHAIN : kMostSteps * BLOCKS <= 28 ? kMost
 
 // How inputs land; see load/landing.cuh.
 constexpr int kPiece = kElements;  // elements of 16 bytes
-constexpr int kRuns = (RUN_PITCH + PATCH - 2) / RUN_PITCH + 1;    // that a patch has parts of, at most
-constexpr int kRunPieces = ceil_div(PATCH * UNIT_W, kPiece) + 2 * kRuns - 1;
-constexpr int kPieces = UNIT_H * kRunPieces;
 constexpr int kLandingChannels = LANDING_UNITS * kElements;
-constexpr int kSpots = PATCH * kPlanes / WIDE;  // of a patch; see load/patch_elements.cuh
+/* Spots of a patch; see load/patch_elements.cuh. */
+__device__ __forceinline__ int spots_of(const implicit_gemm_params& p) { return p.patch * kPlanes / WIDE; }
 
-// Shared memory: patches [PATCH_STAGES][kParts][UNITS][UNIT_PITCH] (BOXED: see load/tma_nchw.cuh and load/tma_nhwc.cuh), weights
-// [WEIGHT_STAGES][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of kLandedChannel bytes, outputs
-// [8 warps][kWarpOutputs], barriers, places [2][kSpots] (none if BOXED), in the landing where inputs land.
-constexpr int kPatchUnits = kParts * UNITS * UNIT_PITCH, kWeightUnits = kParts * UNITS * kRows;
-// Of a channel, in bytes.
-constexpr int kLandedChannel = LANDING_BOX ? BOX_ROWS * BOX_WIDTH * static_cast<int>(sizeof(ELEMENT_T)) : kPieces * 16;
-constexpr int kLandingUnits = kLandingChannels * kLandedChannel / 16;
-// Boxes land at multiples of 128 bytes.
-constexpr int kLandingGap = LANDING_BOX ? 7 - (PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + 7) % 8 : 0;
-constexpr int kLandedStages = LANDING_BOX ? LANDING_STAGES : kRounded ? PATCH_STAGES : 0;  // that barriers tell of
-constexpr int kBarriers = 2 * (PATCH_STAGES + WEIGHT_STAGES) + kLandedStages;
+// Shared memory: patches [patch_stages][kParts][UNITS][unit_pitch] (BOXED: see load/tma_nchw.cuh and load/tma_nhwc.cuh), weights
+// [weight_stages][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of landed_channel bytes, outputs
+// [8 warps][kWarpOutputs], barriers, places [2][spots] (none if BOXED), in the landing where inputs land.
+constexpr int kWeightUnits = kParts * UNITS * kRows;
+__device__ __forceinline__ int patch_units(const implicit_gemm_params& p) { return kParts * UNITS * p.unit_pitch; }
+__device__ __forceinline__ int landing_units(const implicit_gemm_params& p) {
+#if LANDING_UNITS > 0
+    return LANDING_UNITS * kElements * p.landed_channel / 16;
+#else
+    return 0;
+#endif
+}
+/* Stages that barriers tell of when they have landed. */
+__device__ __forceinline__ int landed_stages(const implicit_gemm_params& p) {
+    return LANDING_BOX ? LANDING_STAGES : kRounded ? p.patch_stages : 0;
+}
 // Neighbouring outputs of a thread, of a cell; see epilogue/store_phases.cuh.
 constexpr int kInner = PAIRING == PAIR_BLOCKS ? BLOCKS : PAIRING == PAIR_ROWS ? 2 : 1, kOuter = BLOCKS * 2 / kInner;
 // Lines that a warp turns round, kOuter * 8 of them: cells, and outputs from one to the next, so that banks differ.
@@ -113,12 +144,6 @@ constexpr int kLine = kLined ? kLineCells * SPAN_W + (SLOTS < 4 ? 4 : SLOTS) : k
 constexpr int kPlaces = 64 / static_cast<int>(sizeof(ELEMENT_T)), kPixel = 64 + kElements;
 constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 2 * kPlaces * kPixel / 4
                                       : (kLined ? kWarpChannels : kOuter * 8) * kLine;
-static_assert(PATCH * kPlanes <= UNIT_PITCH, "planes of a unit overlap the next unit");
-static_assert((PATCH_STAGES * kPatchUnits + WEIGHT_STAGES * kWeightUnits + kLandingGap + LANDING_STAGES * kLandingUnits) * 16 +
-              kBarriers * 8 + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T)) +
-              (BOXED ? 0 : 2 * kSpots * static_cast<int>(LANDING_UNITS > 0 ? sizeof(int) : sizeof(index_t)))
-                  <= SHARED_BYTES,
-              "the tile does not fit the shared memory of the launch");
 extern __shared__ __align__(1024) unsigned char shared[];
 
 template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
@@ -136,15 +161,18 @@ struct stages_t {
     int* landed;      // or where they land, in bytes, twice
 };
 
-__device__ __forceinline__ stages_t stages() {
-    unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + PATCH_STAGES * kPatchUnits;
-    unit_t* landing = weights + WEIGHT_STAGES * kWeightUnits + kLandingGap;
-    ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(landing + LANDING_STAGES * kLandingUnits);
+__device__ __forceinline__ stages_t stages(const implicit_gemm_params& p) {
+    const int before_landing = p.patch_stages * patch_units(p) + p.weight_stages * kWeightUnits;
+    unit_t *patches = reinterpret_cast<unit_t*>(shared), *weights = patches + p.patch_stages * patch_units(p);
+    // Boxes land at multiples of 128 bytes.
+    unit_t* landing = patches + (LANDING_BOX ? (before_landing + 7) / 8 * 8 : before_landing);
+    ELEMENT_T* outputs = reinterpret_cast<ELEMENT_T*>(landing + LANDING_STAGES * landing_units(p));
     barrier_t* full = reinterpret_cast<barrier_t*>(outputs + 8 * kWarpOutputs);
-    barrier_t* weight_full = full + 2 * PATCH_STAGES;
-    index_t* places = reinterpret_cast<index_t*>(full + kBarriers);
-    return {patches, weights, landing, outputs, full, full + PATCH_STAGES, weight_full, weight_full + WEIGHT_STAGES,
-            weight_full + 2 * WEIGHT_STAGES, places, reinterpret_cast<int*>(places)};
+    barrier_t* weight_full = full + 2 * p.patch_stages;
+    barrier_t* landed_full = weight_full + 2 * p.weight_stages;
+    index_t* places = reinterpret_cast<index_t*>(landed_full + landed_stages(p));
+    return {patches, weights, landing, outputs, full, full + p.patch_stages, weight_full, weight_full + p.weight_stages,
+            landed_full, places, reinterpret_cast<int*>(places)};
 }
 
 /* What a block works on. */
@@ -153,7 +181,7 @@ struct item_t {
 };
 
 /* The item of a number below p.items. Blocks that run at the same time have tiles beside each other in all strips of an image,
- * since memory likes to be read and written in long runs: tiles go through the strips first, then down the image. (IN_ORDER
+ * since memory likes to be read and written in long runs: tiles go through the strips first, then down the image. (in_order
  * where that is how they lie: there is one strip, or tiles are at least as long as strips.)
  *
  * A tile is of the strip that it begins in. A strip has `strip_tiles` of them, or one less, which is `bottom` positions short
@@ -163,8 +191,8 @@ struct item_t {
 __device__ __forceinline__ item_t item_of(const implicit_gemm_params& p, int item) {
     const int order = divided(item, p.by_sets), set = item - order * kSets * p.groups;
     int tile = order;
-    if (!IN_ORDER) {
-        const int period = p.strip_rows * PITCH, first_strip = divided(order * kTile, p.by_image_positions) * p.strips;
+    if (!p.in_order) {
+        const int period = p.strip_rows * p.pitch, first_strip = divided(order * kTile, p.by_image_positions) * p.strips;
         const int first = (first_strip * period + kTile - 1) / kTile, place = order - first;  // in the image
         const int down = divided(place, p.by_strips), across = place - down * p.strips;
         const int before = (first + across) * kTile - first_strip * period;  // a last tile, in positions of bottoms
@@ -189,17 +217,26 @@ __device__ __forceinline__ int first_channel_of(int set, int side) {
 /* Where a tile's patch begins: its first position, from one strip or, where boxes have several images, one box before the
  * first; where it can begin before the first.
  */
+#if BOXED
 __device__ __forceinline__ int first_position_of(const implicit_gemm_params& p, int tile) {
-    return tile * kTile + FIRST + (FLAT ? 0 : (kBoxedLines ? BOX_IMAGES : 1) * p.strip_rows * PITCH);
+    return tile * kTile + p.first + (p.flat ? 0 : p.box_images * p.strip_rows * p.pitch);
+}
+#endif
+
+/* Positions from a patch's first to the input that a tile's first cell reads in a step. */
+__device__ __forceinline__ int offset_of(const implicit_gemm_params& p, int step) {
+    const int offset = p.step_base + kStepRow[step] * p.pitch + kStepColumn[step];
+    return kPlanes == 1 ? offset : offset + kStepPlane[step] * p.plane_pitch;
 }
 
 /* The right sides of the first stage, from a place of the patch of a tile on. */
 __device__ __forceinline__ descriptor_t patches_of(const implicit_gemm_params& p, const stages_t& s, int tile, int place) {
 #if BOXED && CHANNELS_LAST
-    return descriptor_k_major_swizzled<kLineBytes>(s.patches + (place + first_position_of(p, tile) % kBoxPositions) * UNITS);
+    const int skipped = first_position_of(p, tile) % (p.box_images * p.box_rows * p.box_width);
+    return descriptor_k_major_swizzled<kLineBytes>(s.patches + (place + skipped) * UNITS);
 #elif BOXED
-    return descriptor_mn_major(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, kUnitPitch * 16);
+    return descriptor_mn_major(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, unit_bytes(p));
 #else
-    return descriptor_k_major(s.patches + place, kUnitPitch * 16, 128);
+    return descriptor_k_major(s.patches + place, unit_bytes(p), 128);
 #endif
 }

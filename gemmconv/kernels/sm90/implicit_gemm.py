@@ -17,53 +17,31 @@ import torch
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
-from gemmconv.kernels.program import MAX_GRID_Y, ByFormat, Launch, Params, Program, TensorMapSpec, gathering, reciprocal
+from gemmconv.kernels.program import MAX_GRID_Y, ByFormat, Launch, Params, Program, TensorMapSpec, gathering, reciprocal, small_reciprocal
 from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
-from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of
+from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
 
 _COST = costs_of("sm90/implicit_gemm")
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
 _WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/weights/pack_phases.cu
 _WEIGHT_ELEMENTS = 8  # of a thread
+_FEW_ITEMS = 4  # of a thread block
 
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/implicit_gemm.cu and csrc/weights/pack_phases.cu."""
-    p = plan.problem
-    assert plan.stages is not None
+    """Macros that specialise csrc/sm90/implicit_gemm.cu. None depends on the sizes of images or on the batch."""
+    variant = plan.variant
+    unit_h, unit_w = plan.unit
     shifts = [shift for steps in plan.steps for shift in steps]
-    begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
-    phases = [phase for block in plan.phases for phase in block]
     macros: Macros = {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "SPLIT": int(plan.split),
-        "INPUT_GRAD": int(plan.direction == "input_grad"),
-        "IN_CHANNELS": plan.in_channels,
-        "OUT_CHANNELS": plan.out_channels,
-        "CHANNELS_LAST": int(plan.channels_last),
-        "UNIT_H": plan.unit[0],
-        "UNIT_W": plan.unit[1],
+        **_common_macros(plan, dtype),
+        "UNIT_H": unit_h,
+        "UNIT_W": unit_w,
         "SPAN_H": plan.span[0],
         "SPAN_W": plan.span[1],
-        "SLOTS": plan.slots,
-        "CHANNELS": plan.channels,
-        "ROW_ORDER": plan.row_order,
-        "BLOCKS": plan.blocks,
         "COLUMNS": plan.columns,
-        "WARPGROUPS_M": plan.warpgroups_m,
-        "PHASE_SIDES": plan.phase_sides,
-        "PHASE_SETS": plan.phase_sets,
-        "CHANNEL_SETS": plan.channel_sets,
-        "UNITS": plan.units,
-        "CHUNKS": plan.chunks,
-        "PITCH": plan.pitch,
-        "PATCH": plan.patch,
-        "UNIT_PITCH": plan.unit_pitch,
-        "FIRST": plan.first,
-        "PATCH_STAGES": plan.stages[0],
-        "WEIGHT_STAGES": plan.stages[1],
-        "WEIGHTS_STATIONARY": int(plan.resident),
+        "CHANNELS_LAST": int(plan.channels_last),
         "PING_PONG": int(plan.turns),
         "CHAIN": CHAIN,
         "PAIRING": plan.pairing,
@@ -71,37 +49,64 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "LINE_CELLS": plan.line_cells,
         "VECTOR": plan.vector,
         "VECTOR_LOADS": int(plan.vector_loads),
-        "RUN_PITCH": plan.run_pitch,
-        "WHOLE_IMAGES": int(plan.whole_images),
-        "PARTIAL_PIECES": int(plan.partial_pieces),
         "BOXED": int(plan.boxed),
-        "BOX_BLOCKS": plan.box_blocks,
         "LANDING_BOX": int(plan.landing_box),
-        "BOXES": plan.boxes,
-        "TOGETHER": _units_together(plan),
-        "FLAT": int(plan.flat),
-        "IN_ORDER": int(plan.in_order),
-        "BOX_IMAGES": plan.line_box[0] if plan.way == "lines" else 1,
-        "BOX_ROWS": plan.box_size[0],
-        "BOX_WIDTH": plan.box_size[1],
         "LANDING_UNITS": plan.landing_units,
         "LANDING_STAGES": plan.landing_stages,
+        "PARTIAL_PIECES": int(variant.partial_pieces),
+        "OWN_PIECES": variant.own_pieces,
+        "SHARERS": variant.sharers,
+        "LANDED_TURNS": variant.landed_turns,
         "WIDE": plan.wide,
         "PRODUCERS": plan.loaders,
-        "LOADED_WORDS": plan.loaded_words,
-        "SHARED_BYTES": plan.shared_bytes,
-        "PHASE_BASE": PHASE_BASE,
-        "STEPS": len(shifts),
-        "STEP_BEGIN": table(begins),
-        "STEP_OFFSET": table([plan.offset(shift) for shift in shifts]),
-        "STEP_SHIFT_H": table([shift[0] for shift in shifts]),
-        "STEP_SHIFT_W": table([shift[1] for shift in shifts]),
-        "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
-        **geometry_macros(p),
+        "LOADED_TOGETHER": variant.together,
+        "STEP_ROW": table([shift[0] // unit_h for shift in shifts]),
+        "STEP_COLUMN": table([shift[1] // unit_w for shift in shifts]),
+        "STEP_PLANE": table([shift[0] % unit_h * unit_w + shift[1] % unit_w for shift in shifts]),
     }
+    p = plan.problem
     if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX:
         macros["INDEX_64"] = 1
     return macros
+
+
+def weight_macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/weights/pack_phases.cu."""
+    shifts = [shift for steps in plan.steps for shift in steps]
+    return {
+        **_common_macros(plan, dtype),
+        "INPUT_GRAD": int(plan.direction == "input_grad"),
+        "TOGETHER": _units_together(plan),
+        "STEP_SHIFT_H": table([shift[0] for shift in shifts]),
+        "STEP_SHIFT_W": table([shift[1] for shift in shifts]),
+        **geometry_macros(plan.problem),
+    }
+
+
+def _common_macros(plan: Plan, dtype: torch.dtype) -> Macros:
+    """Those of the weights, as they are laid out and read."""
+    begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
+    phases = [phase for block in plan.phases for phase in block]
+    return {
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        "SPLIT": int(plan.split),
+        "IN_CHANNELS": plan.in_channels,
+        "OUT_CHANNELS": plan.out_channels,
+        "SLOTS": plan.slots,
+        "CHANNELS": plan.channels,
+        "ROW_ORDER": plan.row_order,
+        "BLOCKS": plan.blocks,
+        "WARPGROUPS_M": plan.warpgroups_m,
+        "PHASE_SIDES": plan.phase_sides,
+        "PHASE_SETS": plan.phase_sets,
+        "CHANNEL_SETS": plan.channel_sets,
+        "UNITS": plan.units,
+        "CHUNKS": plan.chunks,
+        "PHASE_BASE": PHASE_BASE,
+        "STEPS": begins[-1],
+        "STEP_BEGIN": table(begins),
+        "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
+    }
 
 
 def input_map(plan: Plan) -> TensorMapSpec:
@@ -132,6 +137,31 @@ def input_map(plan: Plan) -> TensorMapSpec:
     strides = columns * itemsize, pixels * itemsize, channels * pixels * itemsize
     box = width, rows, plan.landing_units * plan.element_units, 1
     return TensorMapSpec("input", itemsize, sizes, strides, box, swizzled=False)
+
+
+def _loader_params(plan: Plan) -> Params:
+    """What depends on how inputs come into shared memory."""
+    params: Params = {}
+    plane_spots = plan.patch // (plan.wide if plan.unit[1] == 1 else 1)
+    if plan.landing:
+        runs, rows = plan.run_pitch * plan.unit[1] + 2 * plan.element_units, plan.pieces // plan.unit[0]
+        params |= {
+            "by_run_pitch, by_run_span": (reciprocal(plan.run_pitch), reciprocal(runs)),
+            "by_run_pieces, by_pieces": (small_reciprocal(rows), small_reciprocal(plan.pieces)),
+            "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
+            "run_pitch, run_pieces": (plan.run_pitch, rows),
+            "landed_channel, rows_above": (plan.landed_channel_bytes, -(-max(0, -plan.first) // plan.pitch)),
+        }
+    elif not plan.boxed:
+        params |= {
+            "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
+            "batches": plan.batches,
+        }
+    if plan.boxed or plan.landing:
+        rows, width = (plan.box_blocks, 1) if plan.way == "blocks" else plan.box_size
+        images = plan.line_box[0] if plan.way == "lines" else 0
+        params |= {"box_images, box_rows, box_width": (images, rows, width), "boxes, flat": (plan.boxes, int(plan.flat))}
+    return params
 
 
 def _units_together(plan: Plan) -> int:
@@ -182,6 +212,13 @@ class ImplicitGemm(Sm90Kernel):
         window = f"kernel_size={p.kernel_size}, stride={p.stride}, dilation={p.dilation}"
         return f"a tile must fit {SHARED_BYTES} bytes of shared memory, and its tables constant memory; got {window}"
 
+    def fitted(self, config: Config, direction: Pass, tile: Plan) -> Plan | None:
+        plan = tile.fitted(config.problem)
+        if plan is not None and plan.items_of_a_block <= _FEW_ITEMS:  # how tiles come out even is most of what counts
+            others = [one.fitted(config.problem) for one in with_other_columns(tile)]
+            plan = min((plan, *(one for one in others if one is not None)), key=lambda one: one.cycles)
+        return None if plan is None or _too_large(plan) else plan
+
     def seconds(self, config: Config, direction: Pass, tile: Plan) -> float:
         return _COST.launch_seconds + tile.expected_cycles / CLOCK_RATE + 2 * tile.packed_bytes / _COST.weight_rate
 
@@ -189,7 +226,8 @@ class ImplicitGemm(Sm90Kernel):
         return tile.packed_bytes
 
     def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
-        p, macros, block = config.problem, macros_of(tile, config.dtype), (tile.loaders + _OTHER_THREADS, 1, 1)
+        p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
+        assert tile.stages is not None
         sets = tile.phase_sets * tile.channel_sets * p.groups
         weights: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
         params: Params = {
@@ -200,16 +238,30 @@ class ImplicitGemm(Sm90Kernel):
                 *map(reciprocal, (tile.strips, tile.strip_rows, tile.strip_tiles)),
             ),
             "by_image_positions, by_bottom, by_sets": (*map(reciprocal, (tile.image_positions, tile.bottom, sets)),),
+            "by_pitch": reciprocal(tile.pitch),
             "batch, groups": (p.batch, p.groups),
             "h_in, w_in, h_out, w_out": (*tile.input_size, *tile.output_size),
             "strips, strip_rows, strip_cells, cells_h": (tile.strips, tile.strip_rows, tile.strip_cells, tile.cells[0]),
             "origin_h, origin_w": tile.origin,
             "strip_tiles, items": (tile.strip_tiles, tile.items),
+            "pitch, patch, unit_pitch, plane_pitch": (tile.pitch, tile.patch, tile.unit_pitch, tile.plane_pitch),
+            "first, step_base": (tile.first, tile.step_base),
+            "patch_stages, weight_stages, stationary": (*tile.stages, int(tile.resident)),
+            "whole_images, in_order": (int(tile.whole_images), int(tile.in_order)),
+            **_loader_params(tile),
         }
         grid = tile.blocks_on(config.spec.multiprocessors), 1, 1
         launches = (
-            Launch("weights/pack_phases.cu", macros, _weights_grid(tile), (_WEIGHT_THREADS, 1, 1), weights),
-            Launch("sm90/implicit_gemm.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True),
+            Launch("weights/pack_phases.cu", weight_macros_of(tile, config.dtype), _weights_grid(tile), (_WEIGHT_THREADS, 1, 1), weights),
+            Launch(
+                "sm90/implicit_gemm.cu",
+                macros_of(tile, config.dtype),
+                grid,
+                block,
+                params,
+                tile.shared_bytes,
+                overlaps=True,
+            ),
         )
         return gathering(config, tile.direction, launches if tile.items else (), {"packed": tile.packed_bytes})
 

@@ -106,6 +106,13 @@ def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
                         yield plan
 
 
+@lru_cache(maxsize=1024)
+def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
+    """The plan with every other number of columns that is possible."""
+    columns = (one for one in range(32, WIDEST // plan.blocks + 1, 32) if one != plan.columns)
+    return tuple(one for one in (replace(plan, columns=count) for count in columns) if one.possible)
+
+
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
     way: Way = "lines" if plan.channels_last else "blocks"

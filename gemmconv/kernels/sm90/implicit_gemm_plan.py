@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
@@ -40,6 +40,7 @@ _BOX_STAGES = {6: 6, 5: 5, 4: 5, 3: 3, 2: 3}, {6: 6, 5: 6, 4: 8, 3: 8, 2: 3}
 _MANY_STEPS = 8
 _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
+_NARROW = 30  # cells of a strip, which are then not always whole vectors of outputs
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 FEW_LOADERS, MANY_LOADERS = 96, 224  # threads
@@ -56,6 +57,30 @@ ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES = range(4)
 
 
 Way = Literal["loaded", "landing", "blocks", "lines"]
+
+
+class Variant(NamedTuple):
+    """What is compiled of a plan beside its fields, and might follow from sizes: extents of registers, and how it stores.
+
+    Attributes:
+        together: units that a thread loads together.
+        landing_box, landing_units, landing_stages, partial_pieces: see the properties of a plan.
+        own_pieces, sharers, landed_turns: pieces that a loader copies, loaders that share those of a place, and how
+            often each takes up what has landed; at least what is needed.
+        vector: outputs that a thread stores together.
+        turns: whether the warpgroups multiply by turns.
+    """
+
+    together: int
+    landing_box: bool
+    landing_units: int
+    landing_stages: int
+    partial_pieces: bool
+    own_pieces: int
+    sharers: int
+    landed_turns: int
+    vector: int
+    turns: bool
 
 
 @dataclass(frozen=True)
@@ -83,6 +108,7 @@ class Plan(Gathering):
             of NCHW, "lines" of channels_last.
         loaders: threads that load inputs, 96 or 224.
         multiprocessors: of the GPU: as many blocks run at once.
+        compiled: what is compiled beside this, where that was chosen for other sizes; None where it follows from these.
     """
 
     problem: Problem
@@ -102,6 +128,7 @@ class Plan(Gathering):
     way: Way
     loaders: int
     multiprocessors: int = REFERENCE.multiprocessors
+    compiled: Variant | None = None
 
     @property
     def landing(self) -> bool:
@@ -191,6 +218,11 @@ class Plan(Gathering):
     @property
     def vector(self) -> int:
         """Outputs that a thread stores together."""
+        return self.compiled.vector if self.compiled else self._aligned_outputs
+
+    @property
+    def _aligned_outputs(self) -> int:
+        """The most outputs that a thread may store together."""
         width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.channels_last:
             if self.staged:
@@ -249,8 +281,9 @@ class Plan(Gathering):
         """Cells across of a strip, the last of which may have fewer; even where there are several strips."""
         if self.strips == 1:
             return self.cells[1]
-        multiple = max(2, self.wide if self._in_a_row else 1)
-        return -(-self.cells[1] // (multiple * self.strips)) * multiple
+        cells = -(-self.cells[1] // self.strips)
+        multiple = 2 if self.way == "lines" or cells <= _NARROW else 4
+        return -(-cells // multiple) * multiple
 
     @property
     def planes_conflict(self) -> bool:
@@ -379,6 +412,11 @@ class Plan(Gathering):
         return plane * self.plane_pitch + self._place(shift) - self.first
 
     @property
+    def step_base(self) -> int:
+        """What :meth:`offset` adds to rows, columns and planes."""
+        return self._place((0, 0)) - self.first
+
+    @property
     def plane_pitch(self) -> int:
         """Positions from one plane of a patch to the next."""
         return self.boxes * self._box_positions if self.way == "lines" else self.patch
@@ -499,6 +537,10 @@ class Plan(Gathering):
     @property
     def partial_pieces(self) -> bool:
         """Whether a run may end within a piece."""
+        return self.compiled.partial_pieces if self.compiled else self._has_partial_pieces
+
+    @property
+    def _has_partial_pieces(self) -> bool:
         return not self.whole_images and self.input_size[1] % self.element_units != 0
 
     @property
@@ -515,6 +557,10 @@ class Plan(Gathering):
     @cached_property
     def landing_box(self) -> bool:
         """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
+        return self.compiled.landing_box if self.compiled else self._may_land_as_box
+
+    @property
+    def _may_land_as_box(self) -> bool:
         if not (self.landing and self._whole_chunks and self.strip_rows * self.pitch % self.tile == 0):
             return False
         return max(self.box_size) <= _LONGEST_BOX and (self._unshifted or self._rows_may_land)
@@ -546,15 +592,20 @@ class Plan(Gathering):
         """Units of channels that land together, 0 where none do."""
         if not self.landing:
             return 0
+        if self.compiled:
+            return self.compiled.landing_units
         fitting = (units for units in (2, 4, 8) if units <= self.units and units * self._landed_bytes <= _LANDING_BYTES)
         return max(fitting, default=2)
 
     @property
     def _landed_bytes(self) -> int:
         """Bytes of a unit of channels where it lands."""
-        if self.landing_box:
-            return self.element_units * math.prod(self.box_size) * self.itemsize
-        return self.element_units * self.pieces * _UNIT_BYTES
+        return self.element_units * self.landed_channel_bytes
+
+    @property
+    def landed_channel_bytes(self) -> int:
+        """The same of a channel."""
+        return math.prod(self.box_size) * self.itemsize if self.landing_box else self.pieces * _UNIT_BYTES
 
     @property
     def landing_bytes(self) -> int:
@@ -564,7 +615,12 @@ class Plan(Gathering):
     @cached_property
     def landing_stages(self) -> int:
         """Stages of what lands: one is read, and the others are on their way."""
-        return min(_MOST_LANDINGS, 1 + -(-_LANDING_BYTES // self.landing_bytes)) if self.landing else 0
+        if self.compiled:
+            return self.compiled.landing_stages
+        if not self.landing:
+            return 0
+        stages = 1 + -(-_LANDING_BYTES // self.landing_bytes)
+        return stages if stages < 4 else _MOST_LANDINGS
 
     # Stages in shared memory.
 
@@ -615,7 +671,64 @@ class Plan(Gathering):
     @property
     def batches(self) -> int:
         """How often a thread waits for its loads of a patch."""
-        return -(-self.loads // (self.loaded_words // self._unit_words))
+        return -(-self.loads // (self.compiled.together if self.compiled else self.loaded_words // self._unit_words))
+
+    @property
+    def together(self) -> int:
+        """Units that a thread has on their way: the same number in each batch."""
+        if self.compiled:
+            return self.compiled.together
+        if self.way != "loaded":
+            return 0
+        most, needed = self.loaded_words // self._unit_words, -(-self.loads // self.batches)
+        return most if 2 * needed > most else -(-most // 2)
+
+    @property
+    def _landed_turns(self) -> int:
+        """How often a loader takes up what has landed."""
+        return -(-self.spots * self.landing_units // self.loaders)
+
+    @property
+    def variant(self) -> Variant:
+        """What is compiled beside the fields."""
+        if self.compiled:
+            return self.compiled
+        return Variant(
+            self.together,
+            self.landing_box,
+            self.landing_units,
+            self.landing_stages,
+            self.landing and self.partial_pieces,
+            -(-self.pieces // self.loaders) if self.landing else 0,
+            _power_below(max(1, self.loaders // self.pieces)) if self.landing else 0,
+            4 * -(-self._landed_turns // 4) if self.landing else 0,
+            self.vector,
+            self.turns,
+        )
+
+    def fitted(self, problem: Problem) -> Plan | None:
+        """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
+
+        None where its patches or strips are more than the plan is for.
+        """
+        alike = replace(self, problem=problem, strips=1, compiled=None)
+        if self.strips > 1:
+            alike = replace(alike, strips=-(-alike.cells[1] // self.strip_cells))
+        if alike.strips > 1 and (alike.strips - 1) * alike.strip_cells >= alike.cells[1]:
+            alike = replace(alike, strips=-(-alike.cells[1] // alike.strip_cells))
+        if not alike.aligned or (alike.landing and not alike.may_land) or (alike.boxed and not alike.may_be_boxed):
+            return None
+        old = self.variant
+        plan = replace(alike, compiled=old._replace(landing_box=alike._may_land_as_box))
+        if not plan.possible or plan._aligned_outputs % old.vector:
+            return None
+        if plan.landing:
+            copies = old.own_pieces * plan.loaders if old.own_pieces > 1 else plan.loaders // old.sharers
+            if plan.pieces > copies or plan._landed_turns > old.landed_turns:
+                return None
+            if plan._has_partial_pieces and not old.partial_pieces:
+                return None
+        return plan if plan._may_take_turns == old.turns else replace(plan, compiled=plan.variant._replace(turns=plan._may_take_turns))
 
     @property
     def loads(self) -> int:
@@ -697,6 +810,10 @@ class Plan(Gathering):
     @property
     def turns(self) -> bool:
         """Whether the warpgroups multiply by turns: the one stores while the other multiplies."""
+        return self.compiled.turns if self.compiled else self._may_take_turns
+
+    @property
+    def _may_take_turns(self) -> bool:
         assert self.stages is not None
         brought = self.way in ("lines", "landing")
         return brought and self.resident and not self.split and self.stages[0] > self.chunks
@@ -763,6 +880,11 @@ class Plan(Gathering):
     def expected_cycles(self) -> float:
         """The same, by which other kernels are chosen instead."""
         return max(self.cycles, cycles_of_tensor_cores(self))
+
+
+def _power_below(count: int) -> int:
+    """The largest power of two that is not above a count."""
+    return 1 << count.bit_length() - 1
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
