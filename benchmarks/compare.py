@@ -26,6 +26,7 @@ from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
+from benchmarks.random_layers import random_layers
 from benchmarks.report import write_beside
 from benchmarks.results import LOOKED_AT, RESULTS, Key, Results, Row, in_mode
 from benchmarks.several import Part
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--layer", action="append", default=[], metavar="LAYER", help='a layer, like "n64 c64x128 k3x5 h128 w256 s2 p1"'
     )
+    add("--random", type=int, metavar="SEED", help="layers at random, the same for a seed: benchmarks/random_layers.py")
     add("--algorithms", type=separated, metavar="A", help="of gemmconv; default: all, and auto")
     add("--baselines", type=separated, metavar="B", help="of torch, or none; default: all that differ on the device")
     add("--precision", type=separated, metavar="P", help=f"of {', '.join(PRECISIONS)} (default: all; on a CPU fp32)")
@@ -132,7 +134,9 @@ def _request(arguments: argparse.Namespace) -> _Request:
     if len(set(devices)) > 1 and len(kinds := set(map(environment.slug, devices))) > 1:
         raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
     on_cpu = device.type == "cpu"
-    quick = arguments.quick or (on_cpu and not (arguments.suite or arguments.layer or arguments.workload))
+    quick = arguments.quick or (
+        on_cpu and not (arguments.suite or arguments.layer or arguments.workload or arguments.random is not None)
+    )
     workloads = _workloads(arguments, quick)
     if on_cpu and not arguments.full_size:
         workloads = [shrunk(workload, _CPU_FLOPS, _CPU_BYTES) for workload in workloads]
@@ -174,6 +178,8 @@ def _request(arguments: argparse.Namespace) -> _Request:
 
 def _workloads(arguments: argparse.Namespace, quick: bool) -> list[Workload]:
     layers = [custom(text) for text in arguments.layer]
+    if arguments.random is not None:
+        layers += random_layers(arguments.random)
     if layers and not (arguments.suite or arguments.workload):
         return layers
     suites = chosen("--suite", arguments.suite, SUITES, tuple(SUITES))
