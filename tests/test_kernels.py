@@ -1611,7 +1611,7 @@ EDITS = {
         "cell_rows_words_overwritten": (CELL_ROWS_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "cell_rows_sums_read_too_early": (CELL_ROWS_IN_EIGHTS, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
         "cell_rows_lines_of_the_tap_before":
-            (CELL_ROWS, r"h \* axis_h::kShiftStep \* PATCH_W", "(h + 1) * axis_h::kShiftStep * PATCH_W"),
+            (CELL_ROWS, r"h \* axis_h::kShiftStep \* p\.patch_w", "(h + 1) * axis_h::kShiftStep * p.patch_w"),
         "cell_rows_last_item_not_stored":
             (CELL_ROWS_IN_EIGHTS, r"if constexpr \(DEFERRED_STORES\) (outputs\.template store_share<0, 1>)",
              "if constexpr (!DEFERRED_STORES) \\1"),
@@ -1731,17 +1731,22 @@ MISTAKES = {
 MISTAKES |= {
     name: (
         run,
-        emulator.Edit(file, rf"({launch.kernel_name(file)}\([^)]*\) \{{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit(
+            *(file, rf"({launch.kernel_name(file)}\([^)]*\) \{{)", rf"\1 shared[{(*end, 'SHARED_BYTES')[0]}] = 0;")
+        ),
         "past the end of shared memory",
     )
-    for name, run, file in (
+    for name, run, file, *end in (
         ("past_dynamic_shared", Run("forward", LAYER), "direct/forward.cu"),
         ("mma_past_dynamic_shared", MMA, "direct/forward_mma.cu"),
         ("fold_past_dynamic_shared", FOLD, "sm90/gemm_fold_narrow.cu"),
         ("images_past_dynamic_shared", IMAGES, "sm90/gemm_fold.cu"),
         ("image_rows_past_dynamic_shared", IMAGE_ROWS, "sm90/gemm_fold_pixels.cu"),
         ("shuffle_past_dynamic_shared", SHUFFLE, "sm90/gemm_depth_to_space.cu"),
-        ("cell_rows_past_dynamic_shared", CELL_ROWS, "sm90/implicit_gemm_nhwc.cu"),
+        (
+            *("cell_rows_past_dynamic_shared", CELL_ROWS, "sm90/implicit_gemm_nhwc.cu"),
+            "p.first_bias + kBlocks * LINES * 4 + sizeof(barriers_t)",
+        ),
     )
 }
 
