@@ -35,7 +35,7 @@ _SWIZZLED_BYTES = 1_024  # that pieces are swapped within
 _LONGEST_BOX = 256
 _MOST_SUMS = 256  # lines times blocks of rows: registers have room
 _MOST_KEPT = {2: 256, 4: 160}  # and for their outputs too, by bytes of an element
-_LINES = tuple(range(32, 257, 32))
+_LEAST_LINES = 32
 _THREADS = 384
 _LEAST_STAGES, _MOST_STAGES, _MOST_SLOTS = 3, 12, 4
 _BARRIER_BYTES = 16 * (_MOST_STAGES + _MOST_SLOTS)
@@ -234,21 +234,30 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
         return
     if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p, multiprocessors):
         return
-    all_lines = -(-p.out_channels // _LINES[0]) * _LINES[0]
     for row_blocks in (1, 2):
-        for shape, lines in itertools.product(_shapes_of(p, itemsize, row_blocks, multiprocessors), _LINES):
-            blocks = -(-all_lines // lines)
-            least = -(-all_lines // _LINES[0] // blocks) * _LINES[0]  # of as many blocks
-            whole = itemsize == 2 or p.out_channels % lines == 0
-            if lines * row_blocks <= _MOST_SUMS and lines == least and whole:
-                tile = replace(shape, lines=lines)
-                if tile.possible:
-                    yield tile
+        shapes, menu = [*_shapes_of(p, itemsize, row_blocks, multiprocessors)], _lines_of(p, itemsize, row_blocks)
+        for lines, shape in itertools.product(menu, shapes):
+            if itemsize == 2 and not shape.group and (row_blocks, lines) != (1, menu[0]):
+                continue  # few images are for it, and it would be a kernel more to compile
+            tile = replace(shape, lines=lines)
+            if tile.possible:
+                yield tile
+
+
+def _lines_of(problem: Problem, itemsize: int, row_blocks: int) -> list[int]:
+    """The menu of lines, the most first: of the fewest items, or of two or four times as many."""
+    channels, found = problem.out_channels, {}
+    for lines in range(_MOST_SUMS // row_blocks, 0, -_LEAST_LINES):
+        blocks = -(-channels // lines)
+        if itemsize == 2 or channels % lines == 0:
+            found[blocks] = -(-channels // blocks // _LEAST_LINES) * _LEAST_LINES  # the least of as many blocks
+    least = min(found, default=0)
+    return [found[least * more] for more in (1, 2, 4)[: 3 if row_blocks == 1 else 1] if least * more in found]
 
 
 def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:
     """What the rows of an item may be, as tiles of the fewest lines."""
-    dense = Tile(problem, itemsize, row_blocks, _LINES[0], 1, 1, multiprocessors=multiprocessors)
+    dense = Tile(problem, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
     yield from _cuts_of(dense)
     if itemsize == 2:
         yield from _cuts_of(replace(dense, group=_GROUP_ROWS))
@@ -317,7 +326,7 @@ def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     p, (height, width) = problem, problem.output_size
     # Also what fills the last boxes, and blocks of threads that look for a next item.
     cells = (math.prod(cells_of(p)) + 2 * BLOCK_ROWS * _MOST_STRIPS) * (p.batch + 2 * BLOCK_ROWS)
-    items = cells * math.prod(p.stride) * (p.out_channels // _LINES[0] + 1) + multiprocessors
+    items = cells * math.prod(p.stride) * (p.out_channels // _LEAST_LINES + 1) + multiprocessors
     rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
     pieces = math.prod(p.output_shape) // 4
     return max(items, rows, width + _LONGEST_BOX, pieces) <= _INT32_MAX
