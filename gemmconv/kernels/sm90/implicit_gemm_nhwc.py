@@ -237,7 +237,8 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     for row_blocks in (1, 2):
         shapes, menu = [*_shapes_of(p, itemsize, row_blocks, multiprocessors)], _lines_of(p, itemsize, row_blocks)
         for lines, shape in itertools.product(menu, shapes):
-            if itemsize == 2 and not shape.group and (row_blocks, lines) != (1, menu[0]):
+            whole = shape.strips * shape.segments == 1
+            if itemsize == 2 and not shape.group and (row_blocks == 2 or (lines != menu[0] and not whole)):
                 continue  # few images are for it, and it would be a kernel more to compile
             tile = replace(shape, lines=lines)
             if tile.possible:
