@@ -801,7 +801,11 @@ some_are_slow(
 
 
 LINES = replace(LINES_RUNS[0], case=Case(1, 64, 64, (20, 64), (3, 3), (1, 1), (1, 1)), multiprocessors=0)
-LINES_RUNS += [LINES]
+SHARED_BOXES = run_of(
+    *("fused_weight_grad_lines", LINES_CASES[1], lambda tile: 1 < tile.taps_w.boxes < tile.taps_w.taps),
+    layout="channels_last",
+)
+LINES_RUNS += [LINES, SHARED_BOXES]
 
 
 @pytest.fixture(scope="module")
