@@ -53,22 +53,29 @@ def test_every_tile_serves_other_sizes_as_it_is_compiled(layer, itemsize):
 
 
 SQUARE, WIDE = Case(7, 40, 32, (5, 4), (4, 4), (2, 2), (1, 1)), Case(2, 24, 32, (11, 30), (3, 3), (1, 1), (1, 1))
-# A case, bytes of an element, the first of its tiles that suits, and the sizes that it is made for.
+# A case, bytes of an element, the first of its tiles that suits; a size that it is made for, and what it is then like.
 FITTED = {
-    "whole images to strips": (SQUARE, 4, lambda tile: tile.images > 1, (2, (13, 19))),
-    "whole images to parts of a strip": (SQUARE, 4, lambda tile: tile.images > 1, (1, (29, 6))),
-    "lines to narrow images": (WIDE, 2, lambda tile: tile.group == 8, (3, (40, 9))),
-    "eights to a last strip of one": (WIDE, 2, lambda tile: tile.group > 8, (3, (8, 17))),
+    "whole images to strips": (SQUARE, 4, lambda tile: tile.images > 1, (2, (13, 19)), lambda tile: tile.strips > 1),
+    "whole images to parts": (SQUARE, 4, lambda tile: tile.images > 1, (1, (61, 3)), lambda tile: tile.segments > 1),
+    "lines to narrow images": (WIDE, 2, lambda tile: tile.group == 8, (3, (40, 9)), lambda tile: tile.group == 8),
+    "lines to eights, the last of one": (
+        WIDE,
+        2,
+        lambda tile: tile.group == 8,
+        (3, (7, 25)),
+        lambda tile: tile.group > 8,
+    ),
 }
 
 
 @pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 @pytest.mark.parametrize("name", FITTED)
 def test_fitted_tile_computes_the_other_size(name, builder, poison):
-    case, itemsize, suits, (batch, size) = FITTED[name]
+    case, itemsize, suits, (batch, size), wanted = FITTED[name]
     other = replace(case, batch=batch, input_size=size)
     tile = next(filter(suits, KERNEL.tiles(config_for(problem_of(case), itemsize), "forward")))
     fitted = KERNEL.fitted(config_for(problem_of(other), itemsize), "forward", tile)
+    assert wanted(fitted)
     assert (fitted.images, fitted.strips, fitted.segments) != (tile.images, tile.strips, tile.segments)
     dtype = {2: torch.float16, 4: torch.float32}[itemsize]
     run = Run("implicit_gemm_nhwc", other, dtype, "channels_last", 3, fitted, tf32=itemsize == 4)

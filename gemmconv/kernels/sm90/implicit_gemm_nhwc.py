@@ -86,7 +86,7 @@ class Tile:
         """Items that a strip of an image is cut into."""
         return -(-cells_of(self.problem)[0] * self.across // self.rows)
 
-    @property
+    @cached_property
     def halo(self) -> Pair:
         """How much farther than its cells the inputs reach that one of the phases reads, per axis."""
         return _halo(self.problem, 0), _halo(self.problem, 1)
@@ -95,12 +95,12 @@ class Tile:
     def patch_width(self) -> int:
         return self.strip_cells + self.halo[1]
 
-    @property
+    @cached_property
     def patch_size(self) -> Pair:
         """Rows and columns of an image's part of a patch."""
         return _patch_rows(cells_of(self.problem)[0], self.across, self.rows) + self.halo[0], self.patch_width
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """Of a patch."""
         return self.images * math.prod(self.patch_size)
@@ -379,7 +379,10 @@ class ImplicitGemmNhwc(OneFormatForward):
         problem = config.problem
         if problem.batch == 0 or not _fits_integers(problem, tile.multiprocessors):
             return None
-        cuts = (cut for cut in _cuts_of(replace(tile, problem=problem)) if cut.possible)
+        # Both ways that groups of rows lie in lines are compiled alike.
+        groups = {0} if tile.group == 0 else {_GROUP_ROWS, _GROUP_ROWS + _halo(problem, 1)}
+        shapes = (replace(tile, problem=problem, group=group) for group in sorted(groups))
+        cuts = (cut for shape in shapes for cut in _cuts_of(shape) if cut.possible)
         return min(cuts, key=lambda cut: cut.cycles, default=None)
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
