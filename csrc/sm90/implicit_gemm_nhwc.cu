@@ -15,12 +15,13 @@
  *
  * Rows are cells in one of three ways:
  *
- *   DENSE                   cells without gaps, of whatever images: a lane of ldmatrix says where its row begins, any line
+ *   DENSE                   cells without gaps, of whatever images: lanes of ldmatrix say where rows begin, any line
  *   group_bytes = 8 lines   all lines of a strip one after the other, those between its rows of cells among them
  *   group_bytes = patch_w   strips of eight cells
  *
- * In the latter two, groups of eight rows are lines that follow each other, group_bytes apart in all of 64 rows, and tensor
- * cores read them from shared memory themselves, which takes less of it than ldmatrix does. But they would not round TF32.
+ * In the latter two, groups of eight rows are lines that follow each other, group_bytes apart in all of 64 rows, and
+ * tensor cores read them from shared memory themselves, which takes less of it than ldmatrix does. But they would not
+ * round TF32.
  *
  * Weights are the columns' side. Of 16 bits they come as they lie in channels_last: a box has 64 output channels of a tap, for
  * 64 channels. Tensor cores take TF32 K-major alone, and weights/pack_k_major.cu lays it out, a line being an output channel of a
@@ -37,10 +38,10 @@
  * Trading and storing outputs take some of it too: KernelBench 69 in fp16, an H100, 725 us, without either 663. That inputs come
  * once for all phases, or weights once for two blocks of a cluster, would not help: the L2 cache has time left.
  *
- * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every
- * phase has a tap, and some have several; IN_CHANNELS, OUT_CHANNELS (of whole 16 bytes; PACKED a multiple of LINES);
- * ROW_BLOCKS (of 128 rows: 1 or 2), LINES (a multiple of 32, up to 256 / ROW_BLOCKS), DEFERRED_STORES (1 or 0); DENSE (1 if
- * PACKED). Sizes of images, and what follows from them, are params: one compiled kernel is for all sizes.
+ * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such
+ * that every phase has a tap, and some have several; IN_CHANNELS, OUT_CHANNELS (of whole 16 bytes; PACKED a multiple of
+ * LINES); ROW_BLOCKS (of 128 rows: 1 or 2), LINES (a multiple of 32, up to 256 / ROW_BLOCKS), DEFERRED_STORES (1 or 0);
+ * DENSE (1 if PACKED). Sizes of images, and what follows from them, are params: one compiled kernel is for all sizes.
  * Chosen by gemmconv/kernels/sm90/implicit_gemm_nhwc.py.
  */
 #include "geometry/axis.cuh"
@@ -66,10 +67,10 @@ struct implicit_gemm_nhwc_params {
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
     int batch, items, out_h, out_w;
-    int images, strips, segments;             // of an item; that an image is cut into; that a strip is cut into
-    int strip_cells, across, strip_rows;      // cells across; rows of the product from a row of cells to the next, of a strip
-    int patch_w, image_lines, group_bytes;    // lines of a patch in a row, of an image; from eight rows to the next
-    int slots, stages;                        // patches; weights
+    int images, strips, segments;           // of an item; that an image is cut into; that a strip is cut into
+    int strip_cells, across, strip_rows;    // cells across; rows of the product from a row of cells to the next, in all
+    int patch_w, image_lines, group_bytes;  // lines of a patch in a row, of an image; from eight rows to the next
+    int slots, stages;                      // patches; weights
     int patch_bytes, slot_bytes, first_stage, first_bias;  // in shared memory
     unsigned long long by_strips, by_segments, by_across, by_strip_rows;  // reciprocals: numeric/divide.cuh
 };
@@ -86,8 +87,8 @@ constexpr int kPhases = STRIDE_H * STRIDE_W;
 static_assert(IN_CHANNELS % kPiece == 0 && OUT_CHANNELS % kPiece == 0, "pieces of 16 bytes are whole");
 static_assert(!PACKED || OUT_CHANNELS % LINES == 0, "lines of a block are of one tap");
 
-// Shared memory: patches [slots]; weights [stages], either [LINES / 64][kChannels] of 128 bytes, swizzled, or [8][LINES] of 16;
-// biases; barriers.
+// Shared memory: patches [slots]; weights [stages], either [LINES / 64][kChannels] of 128 bytes, swizzled, or
+// [8][LINES] of 16; biases; barriers.
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
 constexpr int kMostSlots = 4, kMostStages = 12;
 struct barriers_t { barrier_t slot_full[kMostSlots], slot_empty[kMostSlots], full[kMostStages], empty[kMostStages]; };
@@ -118,7 +119,8 @@ __device__ __forceinline__ void produce_inputs(const implicit_gemm_nhwc_params& 
     each_item(p, [&](int index) {
         const item_t item(p, index);
         // The last tap of a phase has the least shift.
-        const int row = divided(item.row, p.by_across) + axis_h::shift(item.phase_h) - (item.taps_h() - 1) * axis_h::kShiftStep;
+        const int row =
+            divided(item.row, p.by_across) + axis_h::shift(item.phase_h) - (item.taps_h() - 1) * axis_h::kShiftStep;
         const int column =
             item.strip * p.strip_cells + axis_w::shift(item.phase_w) - (item.taps_w() - 1) * axis_w::kShiftStep;
         #pragma unroll 1
@@ -161,8 +163,9 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params&
     });
 }
 
-/* What the i-th row of an item is: a cell's image, of those that the item has, and its row and column, of the strip. Rows of
- * images behind those, and of columns beyond strip_cells, are no cells. An item of a part of a strip has one image.
+/* What the i-th row of an item is: a cell's image, of those that the item has, and its row and column, of the strip.
+ * Rows of images behind those, and of columns beyond strip_cells, are no cells. An item of a part of a strip has one
+ * image.
  */
 struct cell_t {
     int image, row, column;
@@ -272,7 +275,9 @@ private:
 };
 
 /* The place before one of a ring, which products in flight may still read. */
-__device__ __forceinline__ int before(const ring_of_t& ring) { return ring.stage == 0 ? ring.count - 1 : ring.stage - 1; }
+__device__ __forceinline__ int before(const ring_of_t& ring) {
+    return ring.stage == 0 ? ring.count - 1 : ring.stage - 1;
+}
 
 /* The rows of a warp, the `warp`-th that multiplies, of item after item. */
 __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barriers_t& barriers, int warp) {
