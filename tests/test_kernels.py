@@ -647,7 +647,7 @@ CELL_ROWS, CELL_ROWS_TF32, CELL_ROWS_IN_LINES, CELL_ROWS_IN_EIGHTS = (
         (CELL_ROW_CASES[0], torch.float16, lambda tile: tile.group == 0 and tile.lines == 64),
         (CELL_ROW_CASES[1], torch.float32, lambda tile: tile.kept and tile.lines == 96),
         (CELL_ROW_CASES[1], torch.float16, lambda tile: tile.group == 8 and tile.lines == 96),
-        (CELL_ROW_CASES[10], torch.float16, lambda tile: tile.group > 8 and tile.row_blocks == 2 and tile.lines == 64),
+        (CELL_ROW_CASES[10], torch.float16, lambda tile: tile.group > 8 and tile.row_blocks == 2),
     )
 )
 CELL_ROW_RUNS += [CELL_ROWS, CELL_ROWS_TF32, CELL_ROWS_IN_LINES, CELL_ROWS_IN_EIGHTS]
@@ -801,7 +801,11 @@ some_are_slow(
 
 
 LINES = replace(LINES_RUNS[0], case=Case(1, 64, 64, (20, 64), (3, 3), (1, 1), (1, 1)), multiprocessors=0)
-LINES_RUNS += [LINES]
+SHARED_BOXES = run_of(
+    *("fused_weight_grad_lines", LINES_CASES[1], lambda tile: 1 < tile.taps_w.boxes < tile.taps_w.taps),
+    layout="channels_last",
+)
+LINES_RUNS += [LINES, SHARED_BOXES]
 
 
 @pytest.fixture(scope="module")
@@ -1611,7 +1615,7 @@ EDITS = {
         "cell_rows_words_overwritten": (CELL_ROWS_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "cell_rows_sums_read_too_early": (CELL_ROWS_IN_EIGHTS, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
         "cell_rows_lines_of_the_tap_before":
-            (CELL_ROWS, r"h \* axis_h::kShiftStep \* PATCH_W", "(h + 1) * axis_h::kShiftStep * PATCH_W"),
+            (CELL_ROWS, r"h \* axis_h::kShiftStep \* p\.patch_w", "(h + 1) * axis_h::kShiftStep * p.patch_w"),
         "cell_rows_last_item_not_stored":
             (CELL_ROWS_IN_EIGHTS, r"if constexpr \(DEFERRED_STORES\) (outputs\.template store_share<0, 1>)",
              "if constexpr (!DEFERRED_STORES) \\1"),
@@ -1731,17 +1735,22 @@ MISTAKES = {
 MISTAKES |= {
     name: (
         run,
-        emulator.Edit(file, rf"({launch.kernel_name(file)}\([^)]*\) \{{)", r"\1 shared[SHARED_BYTES] = 0;"),
+        emulator.Edit(
+            *(file, rf"({launch.kernel_name(file)}\([^)]*\) \{{)", rf"\1 shared[{(*end, 'SHARED_BYTES')[0]}] = 0;")
+        ),
         "past the end of shared memory",
     )
-    for name, run, file in (
+    for name, run, file, *end in (
         ("past_dynamic_shared", Run("forward", LAYER), "direct/forward.cu"),
         ("mma_past_dynamic_shared", MMA, "direct/forward_mma.cu"),
         ("fold_past_dynamic_shared", FOLD, "sm90/gemm_fold_narrow.cu"),
         ("images_past_dynamic_shared", IMAGES, "sm90/gemm_fold.cu"),
         ("image_rows_past_dynamic_shared", IMAGE_ROWS, "sm90/gemm_fold_pixels.cu"),
         ("shuffle_past_dynamic_shared", SHUFFLE, "sm90/gemm_depth_to_space.cu"),
-        ("cell_rows_past_dynamic_shared", CELL_ROWS, "sm90/implicit_gemm_nhwc.cu"),
+        (
+            *("cell_rows_past_dynamic_shared", CELL_ROWS, "sm90/implicit_gemm_nhwc.cu"),
+            "p.first_bias + kBlocks * LINES * 4 + sizeof(barriers_t)",
+        ),
     )
 }
 

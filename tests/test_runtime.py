@@ -229,7 +229,8 @@ ONE_FORMAT = [
         for names, kind, fields in (
             (("pose3", "dcgan2", "kb69", "hifigan1"), "float16", None),
             (("pose3", "dcgan2", "kb69", "hifigan1"), "float32", None),
-            (("pose3", "dcgan3", "kb69", "encodec2"), "bfloat16", (2, 128, 0)),
+            (("pose3", "dcgan3", "kb69", "encodec2"), "bfloat16", (2, 128, 8)),
+            (("dcgan3", "kb69", "encodec2"), "bfloat16", (1, 128, 0)),
             (("pose1", "hifigan1", "encodec1"), "float16", (1, 256, 0)),
             (("pose1", "pose3", "channels_1024"), "bfloat16", (1, 256, 8)),
             (("pose3", "dcgan3"), "float32", (2, 128, 0)),

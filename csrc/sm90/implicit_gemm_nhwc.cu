@@ -7,20 +7,21 @@
  * In channels_last a pixel's channels lie together. So a patch comes as one box of a tensor map, with zeros for what lies
  * outside of the image, and is a line of 128 bytes of channels for each position:
  *
- *   patch [IMAGES][PATCH_H][PATCH_W] lines, whose pieces of 16 bytes are swapped (ptx/wgmma.cuh)
+ *   patch [images][patch_h][patch_w] lines, whose pieces of 16 bytes are swapped (ptx/wgmma.cuh)
  *
  * A tap's inputs are the same lines so many further on: nothing is copied for it, and nothing is folded.
  *
  *   S=2 P=1 K=4, images of 4 x 4: a patch of 5 x 5 lines an image, of which each of a phase's four taps reads 4 x 4
  *
- * Rows are cells in one of three ways, by GROUP:
+ * Rows are cells in one of three ways:
  *
- *   0        cells without gaps, of whatever images: a lane of ldmatrix says where its row begins, which may be any line
- *   8        all lines of a strip one after the other, those between its rows of cells among them
- *   PATCH_W  strips of eight cells
+ *   DENSE                   cells without gaps, of whatever images: lanes of ldmatrix say where rows begin, any line
+ *   group_bytes = 8 lines   all lines of a strip one after the other, those between its rows of cells among them
+ *   group_bytes = patch_w   strips of eight cells
  *
- * In the latter two, groups of eight rows are lines that follow each other, as far apart in all of 64 rows, and tensor cores
- * read them from shared memory themselves, which takes less of it than ldmatrix does. But they would not round TF32.
+ * In the latter two, groups of eight rows are lines that follow each other, group_bytes apart in all of 64 rows, and
+ * tensor cores read them from shared memory themselves, which takes less of it than ldmatrix does. But they would not
+ * round TF32.
  *
  * Weights are the columns' side. Of 16 bits they come as they lie in channels_last: a box has 64 output channels of a tap, for
  * 64 channels. Tensor cores take TF32 K-major alone, and weights/pack_k_major.cu lays it out, a line being an output channel of a
@@ -37,15 +38,15 @@
  * Trading and storing outputs take some of it too: KernelBench 69 in fp16, an H100, 725 us, without either 663. That inputs come
  * once for all phases, or weights once for two blocks of a cluster, would not help: the L2 cache has time left.
  *
- * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every
- * phase has a tap, and some have several; IN_CHANNELS, OUT_CHANNELS (of whole 16 bytes; PACKED a multiple of LINES); OUT_H,
- * OUT_W; CELLS_H; ROW_BLOCKS (of 128 rows: 1 or 2), LINES (a multiple of 32, up to 256 / ROW_BLOCKS), DEFERRED_STORES (1 or 0); GROUP (not
- * PACKED unless 0); IMAGES, STRIPS, STRIP_CELLS, SEGMENTS (of a strip); PATCH_H, PATCH_W; SLOTS (of patches), STAGES (of
- * weights); SHARED_BYTES.
+ * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such
+ * that every phase has a tap, and some have several; IN_CHANNELS, OUT_CHANNELS (of whole 16 bytes; PACKED a multiple of
+ * LINES); ROW_BLOCKS (of 128 rows: 1 or 2), LINES (a multiple of 32, up to 256 / ROW_BLOCKS), DEFERRED_STORES (1 or 0);
+ * DENSE (1 if PACKED). Sizes of images, and what follows from them, are params: one compiled kernel is for all sizes.
  * Chosen by gemmconv/kernels/sm90/implicit_gemm_nhwc.py.
  */
 #include "geometry/axis.cuh"
 #include "ptx/pdl.cuh"
+#include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -65,7 +66,13 @@ struct implicit_gemm_nhwc_params {
 #endif
     const ELEMENT_T* __restrict__ bias;  // or null
     ELEMENT_T* __restrict__ output;
-    int batch, items;
+    int batch, items, out_h, out_w;
+    int images, strips, segments;           // of an item; that an image is cut into; that a strip is cut into
+    int strip_cells, across, strip_rows;    // cells across; rows of the product from a row of cells to the next, in all
+    int patch_w, image_lines, group_bytes;  // lines of a patch in a row, of an image; from eight rows to the next
+    int slots, stages;                      // patches; weights
+    int patch_bytes, slot_bytes, first_stage, first_bias;  // in shared memory
+    unsigned long long by_strips, by_segments, by_across, by_strip_rows;  // reciprocals: numeric/divide.cuh
 };
 
 using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
@@ -77,37 +84,23 @@ constexpr int kItem = sizeof(ELEMENT_T), kPiece = 16 / kItem, kChannels = 128 / 
 constexpr int kRows = ROW_BLOCKS * 128;
 constexpr int kChunks = ceil_div(IN_CHANNELS, kChannels), kBlocks = ceil_div(OUT_CHANNELS, LINES);
 constexpr int kPhases = STRIDE_H * STRIDE_W;
-constexpr bool kDense = GROUP == 0;
-constexpr bool kWhole = SEGMENTS == 1;  // an item has all cells of its images, or of its strip
-constexpr int kAcross = GROUP == 8 ? PATCH_W : STRIP_CELLS;  // rows of the product from a row of cells to the next
-constexpr int kImageRows = CELLS_H * kAcross, kItemRows = kWhole ? IMAGES * kImageRows : kRows;  // of the product, of an item
-constexpr int kHaloH = (axis_h::taps(0) - 1) * axis_h::kShiftStep, kHaloW = (axis_w::taps(0) - 1) * axis_w::kShiftStep;
-static_assert(kItemRows <= kRows && (IMAGES == 1 || kWhole), "cells of an item are rows");
-static_assert(GROUP == 0 || GROUP == 8 || (STRIP_CELLS == 8 && GROUP == PATCH_W && (IMAGES == 1 || CELLS_H % 8 == 0)),
-              "groups of eight rows are lines one after the other, as far apart in all of 64 rows");
-// Rows of a strip that an item has cells of, at most: it begins at multiples of their greatest common divisor.
-constexpr int kCellRows = kWhole ? CELLS_H : (kRows + kAcross - gcd(kRows, kAcross) - 1) / kAcross + 1;
-static_assert(PATCH_H >= kCellRows + kHaloH && PATCH_W >= STRIP_CELLS + kHaloW, "a patch has all that an item's cells read");
 static_assert(IN_CHANNELS % kPiece == 0 && OUT_CHANNELS % kPiece == 0, "pieces of 16 bytes are whole");
 static_assert(!PACKED || OUT_CHANNELS % LINES == 0, "lines of a block are of one tap");
 
-// Shared memory: patches [SLOTS]; weights [STAGES], either [LINES / 64][kChannels] of 128 bytes, swizzled, or [8][LINES] of 16;
-// biases; barriers.
-constexpr int kPatchBytes = IMAGES * PATCH_H * PATCH_W * 128, kSlotBytes = ceil_div(kPatchBytes, 1024) * 1024;
+// Shared memory: patches [slots]; weights [stages], either [LINES / 64][kChannels] of 128 bytes, swizzled, or
+// [8][LINES] of 16; biases; barriers.
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
-constexpr int kFirstStage = SLOTS * kSlotBytes, kFirstBias = kFirstStage + STAGES * kStageBytes;
-constexpr int kFirstBarrier = kFirstBias + kBlocks * LINES * 4;
-struct barriers_t { barrier_t slot_full[SLOTS], slot_empty[SLOTS], full[STAGES], empty[STAGES]; };
-static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits the launch's memory");
-static_assert(STAGES >= 2, "a stage is free once products of the next have begun");
+constexpr int kMostSlots = 4, kMostStages = 12;
+struct barriers_t { barrier_t slot_full[kMostSlots], slot_empty[kMostSlots], full[kMostStages], empty[kMostStages]; };
 extern __shared__ __align__(1024) unsigned char shared[];
 
 /* What an item is: its first image, its strip, its first row of those, its phase of either axis, its first output channel. */
 struct item_t {
     int image, strip, row, phase_h, phase_w, first;
-    __device__ __forceinline__ explicit item_t(int index) {
-        const int tile = index / (kPhases * kBlocks), phase = index / kBlocks % kPhases, segment = tile / STRIPS % SEGMENTS;
-        image = tile / (STRIPS * SEGMENTS) * IMAGES, strip = tile % STRIPS, row = segment * kRows;
+    __device__ __forceinline__ item_t(const implicit_gemm_nhwc_params& p, int index) {
+        const int tile = index / (kPhases * kBlocks), phase = index / kBlocks % kPhases;
+        const int segments = divided(tile, p.by_strips), images = divided(segments, p.by_segments);
+        image = images * p.images, strip = tile - segments * p.strips, row = (segments - images * p.segments) * kRows;
         phase_h = phase / STRIDE_W, phase_w = phase % STRIDE_W, first = index % kBlocks * LINES;
     }
     __device__ __forceinline__ int taps_h() const { return axis_h::taps(phase_h); }
@@ -122,17 +115,19 @@ template <typename BODY> __device__ __forceinline__ void each_item(const implici
 
 /* Begins to copy the patches of all items. One thread. */
 __device__ __forceinline__ void produce_inputs(const implicit_gemm_nhwc_params& p, barriers_t& barriers) {
-    ring_t<SLOTS> ring;
+    counted_ring_t ring;
     each_item(p, [&](int index) {
-        const item_t item(index);
+        const item_t item(p, index);
         // The last tap of a phase has the least shift.
-        const int row = item.row / kAcross + axis_h::shift(item.phase_h) - (item.taps_h() - 1) * axis_h::kShiftStep;
-        const int column = item.strip * STRIP_CELLS + axis_w::shift(item.phase_w) - (item.taps_w() - 1) * axis_w::kShiftStep;
+        const int row =
+            divided(item.row, p.by_across) + axis_h::shift(item.phase_h) - (item.taps_h() - 1) * axis_h::kShiftStep;
+        const int column =
+            item.strip * p.strip_cells + axis_w::shift(item.phase_w) - (item.taps_w() - 1) * axis_w::kShiftStep;
         #pragma unroll 1
-        for (int chunk = 0; chunk < kChunks; ++chunk, ring.advance()) {
+        for (int chunk = 0; chunk < kChunks; ++chunk, ring.advance(p.slots)) {
             barrier_wait(barriers.slot_empty[ring.stage], ring.parity ^ 1);
-            barrier_arrive_expecting(barriers.slot_full[ring.stage], kPatchBytes);
-            tma_load(shared + ring.stage * kSlotBytes, p.input, chunk * kChannels, column, row, item.image,
+            barrier_arrive_expecting(barriers.slot_full[ring.stage], p.patch_bytes);
+            tma_load(shared + ring.stage * p.slot_bytes, p.input, chunk * kChannels, column, row, item.image,
                      barriers.slot_full[ring.stage]);
         }
     });
@@ -140,17 +135,17 @@ __device__ __forceinline__ void produce_inputs(const implicit_gemm_nhwc_params& 
 
 /* Begins to copy the weights of all items, tap after tap of a chunk of channels. One thread. */
 __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params& p, barriers_t& barriers) {
-    ring_t<STAGES> ring;
+    counted_ring_t ring;
     if (PACKED) grid_dependency_wait();  // which lays them out
     each_item(p, [&](int index) {
-        const item_t item(index);
+        const item_t item(p, index);
         #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk)
             #pragma unroll 1
             for (int kh = item.phase_h; kh < KERNEL_H; kh += axis_h::kStep)
                 #pragma unroll 1
-                for (int kw = item.phase_w; kw < KERNEL_W; kw += axis_w::kStep, ring.advance()) {
-                    unsigned char* stage = shared + (kFirstStage + ring.stage * kStageBytes);
+                for (int kw = item.phase_w; kw < KERNEL_W; kw += axis_w::kStep, ring.advance(p.stages)) {
+                    unsigned char* stage = shared + (p.first_stage + ring.stage * kStageBytes);
                     barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
                     barrier_arrive_expecting(barriers.full[ring.stage], kStageBytes);
                     const int tap = kh * KERNEL_W + kw;
@@ -168,21 +163,24 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params&
     });
 }
 
-/* What the i-th row of an item is: a cell's image, of those that the item has, and its row and column, of the strip; columns
- * beyond STRIP_CELLS are no cells.
+/* What the i-th row of an item is: a cell's image, of those that the item has, and its row and column, of the strip.
+ * Rows of images behind those, and of columns beyond strip_cells, are no cells. An item of a part of a strip has one
+ * image.
  */
 struct cell_t {
     int image, row, column;
-    __device__ __forceinline__ cell_t(const item_t& item, int i) {
-        const int all = kWhole ? i % kImageRows : item.row + i;
-        image = kWhole ? i / kImageRows : 0, row = all / kAcross, column = all % kAcross;
+    __device__ __forceinline__ cell_t(const implicit_gemm_nhwc_params& p, const item_t& item, int i) {
+        image = divided(item.row + i, p.by_strip_rows);
+        const int place = item.row + i - image * p.strip_rows;
+        row = divided(place, p.by_across), column = place - row * p.across;
     }
 };
 
-/* The line of a patch that a tap of the least shift reads for the i-th row of an item. */
-__device__ __forceinline__ int line_of(const item_t& item, int i) {
-    const cell_t cell(item, i), first(item, 0);
-    return (cell.image * PATCH_H + cell.row - first.row) * PATCH_W + cell.column;
+/* The line of a patch that a tap of the least shift reads for the i-th row of an item; any, where that is no cell. */
+__device__ __forceinline__ int line_of(const implicit_gemm_nhwc_params& p, const item_t& item, int i) {
+    const cell_t cell(p, item, i);
+    const int line = cell.image * p.image_lines + (cell.row - divided(item.row, p.by_across)) * p.patch_w + cell.column;
+    return cell.image < p.images ? line : 0;
 }
 
 /* Outputs as they are stored: of rows g and g + 8 of a warp's 16 of each block, two of every eight channels. */
@@ -209,15 +207,15 @@ struct outputs_t {
             #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = block * 128 + warp * 16 + half * 8 + g;
-                const cell_t cell(item, row);
-                const int oh = cell.row * STRIDE_H + down, column = item.strip * STRIP_CELLS + cell.column;
+                const cell_t cell(p, item, row);
+                const int oh = cell.row * STRIDE_H + down, column = item.strip * p.strip_cells + cell.column;
                 const int ow = column * STRIDE_W + across, image = item.image + cell.image;
-                const bool is = row < kItemRows && image < p.batch && oh < OUT_H && ow < OUT_W &&
-                                (kAcross == STRIP_CELLS || cell.column < STRIP_CELLS);
+                const bool is = cell.image < p.images && image < p.batch && oh < p.out_h && ow < p.out_w &&
+                                cell.column < p.strip_cells;
                 to[block][half] =
-                    is ? ((image * OUT_H + oh) * OUT_W + ow) * (OUT_CHANNELS / kPiece) + item.first / kPiece : -1;
+                    is ? ((image * p.out_h + oh) * p.out_w + ow) * (OUT_CHANNELS / kPiece) + item.first / kPiece : -1;
             }
-        const float* biases = reinterpret_cast<const float*>(shared + kFirstBias) + (item.first + t * 2);
+        const float* biases = reinterpret_cast<const float*>(shared + p.first_bias) + (item.first + t * 2);
         #pragma unroll
         for (int j = 0; j < LINES / 8; ++j) {
             const float bias[2] = {biases[j * 8], biases[j * 8 + 1]};
@@ -276,32 +274,32 @@ private:
     }
 };
 
-/* The place before one of a ring, which products in flight may still read. */
-template <int COUNT> __device__ __forceinline__ int before(int stage) { return stage == 0 ? COUNT - 1 : stage - 1; }
+/* The place before one of a ring of so many, which products in flight may still read. */
+__device__ __forceinline__ int before(const counted_ring_t& ring, int count) {
+    return ring.stage == 0 ? count - 1 : ring.stage - 1;
+}
 
 /* The rows of a warp, the `warp`-th that multiplies, of item after item. */
 __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barriers_t& barriers, int warp) {
     // Steps that every item has: outputs of the item before are stored in equal shares meanwhile.
     constexpr int kLeastTaps = (KERNEL_H / axis_h::kStep) * (KERNEL_W / axis_w::kStep);
-    constexpr int kShares = kDense ? least(ceil_div(kLeastTaps * kChunks, 2), 8) : least(kLeastTaps * kChunks, 12);
-    constexpr int kTogether = kDense ? 2 : 4, kGroups = 4 / kTogether;  // products that are begun together; of a line
+    constexpr int kShares = DENSE ? least(ceil_div(kLeastTaps * kChunks, 2), 4) : least(kLeastTaps * kChunks, 6);
+    constexpr int kTogether = DENSE ? 2 : 4, kGroups = 4 / kTogether;  // products that are begun together; of a line
     const int lane = threadIdx.x % 32;
     [[maybe_unused]] const int piece = lane / 16;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
-    ring_t<STAGES> ring;
-    ring_t<SLOTS> slots;
+    counted_ring_t ring, slots;
     outputs_t outputs;
     // Of a tap: its shift beyond the least one, in steps. Where all phases have as many they go on from item to item, so that
     // the compiler does not know them: it would work out lines of many steps at once, which there are no registers for.
     constexpr bool kEven = axis_h::kEven && axis_w::kEven;
     int h = axis_h::taps(0) - 1, w = axis_w::taps(0) - 1;
     each_item(p, [&](int index) {
-        const item_t item(index);
+        const item_t item(p, index);
         int lines[ROW_BLOCKS];
         #pragma unroll
         for (int block = 0; block < ROW_BLOCKS; ++block) {
-            const int row = block * 128 + (kDense ? warp * 16 + lane % 16 : warp / 4 * 64);
-            lines[block] = row < kItemRows ? line_of(item, row) : 0;
+            lines[block] = line_of(p, item, block * 128 + (DENSE ? warp * 16 + lane % 16 : warp / 4 * 64));
         }
         const int taps_h = item.taps_h(), taps_w = item.taps_w(), steps = taps_h * taps_w * kChunks;
         float sums[ROW_BLOCKS][LINES / 2];
@@ -309,19 +307,19 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
         if (!kEven) h = taps_h - 1, w = taps_w - 1;
         const auto step = [&](bool first, const auto& along) {
             if (h == taps_h - 1 && w == taps_w - 1) barrier_wait(barriers.slot_full[slots.stage], slots.parity);
-            const unsigned char* stage = shared + (kFirstStage + ring.stage * kStageBytes);
+            const unsigned char* stage = shared + (p.first_stage + ring.stage * kStageBytes);
             const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
-            const int further = h * axis_h::kShiftStep * PATCH_W + w * axis_w::kShiftStep;
+            const int further = h * axis_h::kShiftStep * p.patch_w + w * axis_w::kShiftStep;
             each<ROW_BLOCKS * kGroups>([&](auto which) {
                 constexpr int kGroup = decltype(which)::value, kBlock = kGroup / kGroups;
                 [[maybe_unused]] constexpr int kFirst = kGroup % kGroups * kTogether;  // product of a line
                 constexpr bool kLast = kGroup == ROW_BLOCKS * kGroups - 1;
-                const int line = lines[kBlock] + further, place = slots.stage * kSlotBytes + line * 128;
+                const int line = lines[kBlock] + further, place = slots.stage * p.slot_bytes + line * 128;
                 if (kGroup == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
                 const auto right_of = [&](int k) { return advance(right, k * (PACKED ? LINES * 32 : 2048)); };
-#if GROUP > 0
+#if !DENSE
                 wgmma_fence();
-                const descriptor_t left = descriptor_k_major_swizzled<128>(shared + place, GROUP * 128);
+                const descriptor_t left = descriptor_k_major_swizzled<128>(shared + place, p.group_bytes);
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k)
                     wgmma<ELEMENT_T, LINES, true>(sums[kBlock], advance(left, k * 32), right_of(k), k > 0 || !first);
@@ -342,21 +340,21 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
 #endif
                 wgmma_commit();
                 if constexpr (kLast) {
-                    if (kDense && h == 0 && w == 0) {
+                    if (DENSE && h == 0 && w == 0) {
                         barrier_arrive(barriers.slot_empty[slots.stage]);
-                        slots.advance();
+                        slots.advance(p.slots);
                     }
                     along();
                 }
                 wgmma_wait<1>();
                 if (kGroup == 0 && !first && speaker) {
-                    barrier_arrive(barriers.empty[before<STAGES>(ring.stage)]);
-                    if (!kDense && h == taps_h - 1 && w == taps_w - 1)
-                        barrier_arrive(barriers.slot_empty[before<SLOTS>(slots.stage)]);
+                    barrier_arrive(barriers.empty[before(ring, p.stages)]);
+                    if (!DENSE && h == taps_h - 1 && w == taps_w - 1)
+                        barrier_arrive(barriers.slot_empty[before(slots, p.slots)]);
                 }
             });
-            if (!kDense && h == 0 && w == 0) slots.advance();
-            ring.advance();
+            if (!DENSE && h == 0 && w == 0) slots.advance(p.slots);
+            ring.advance(p.stages);
             if (w > 0) {
                 --w;
             } else {
@@ -375,12 +373,12 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
         #pragma unroll
         for (int block = 0; block < ROW_BLOCKS; ++block) wgmma_finish_rows(sums[block]);
         if (speaker) {
-            barrier_arrive(barriers.empty[before<STAGES>(ring.stage)]);
-            if (!kDense) barrier_arrive(barriers.slot_empty[before<SLOTS>(slots.stage)]);
+            barrier_arrive(barriers.empty[before(ring, p.stages)]);
+            if (!DENSE) barrier_arrive(barriers.slot_empty[before(slots, p.slots)]);
         }
         int again = index;  // so that what an item is takes no registers while products run
         asm volatile("" : "+r"(again));
-        outputs.take(p, item_t(again), sums, warp);
+        outputs.take(p, item_t(p, again), sums, warp);
         if constexpr (!DEFERRED_STORES) outputs.template store_share<0, 1>(p);
     });
     if constexpr (DEFERRED_STORES) outputs.template store_share<0, 1>(p);
@@ -388,19 +386,19 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_implicit_gemm_nhwc_kernel(const __grid_constant__ implicit_gemm_nhwc_params p) {
-    barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
+    barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + p.first_bias + kBlocks * LINES * 4);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; ++i) {
+        for (int i = 0; i < p.slots; ++i) {
             barrier_init(barriers.slot_full[i], 1);
-            barrier_init(barriers.slot_empty[i], kDense ? kConsumers : kConsumers / 32);
+            barrier_init(barriers.slot_empty[i], DENSE ? kConsumers : kConsumers / 32);
         }
-        for (int i = 0; i < STAGES; ++i) {
+        for (int i = 0; i < p.stages; ++i) {
             barrier_init(barriers.full[i], 1);
             barrier_init(barriers.empty[i], kConsumers / 32);
         }
         barrier_init_done();
     }
-    float* biases = reinterpret_cast<float*>(shared + kFirstBias);
+    float* biases = reinterpret_cast<float*>(shared + p.first_bias);
     for (int i = threadIdx.x; i < kBlocks * LINES; i += kThreads)
         biases[i] = p.bias != nullptr && i < OUT_CHANNELS ? widen(load_once(p.bias + i)) : 0.0f;
     __syncthreads();

@@ -25,10 +25,11 @@
  * A block goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight;
  * splits/reduce_wgrad_splits.cu adds the slices in their order. One thread begins all copies.
  *
- * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a group);
- * KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; TILE_N, TILE_H, TILE_W (images, rows and columns of a tile's pixels);
- * PAIR_ROWS (whether a step has eight pixels of two rows each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO;
- * TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; STAGES; SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
+ * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a
+ * group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; TILE_N, TILE_H, TILE_W (images, rows and columns of a
+ * tile's pixels: powers of two, whatever the sizes of images); PAIR_ROWS (whether a step has eight pixels of two rows
+ * each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO; TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; STAGES;
+ * SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
  */
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"

@@ -19,8 +19,8 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.phases import can_be_folded, cells_of, phase_shifts
-from gemmconv.kernels.program import Params, Program, TensorMapSpec
+from gemmconv.kernels.phases import can_be_folded, cells_of
+from gemmconv.kernels.program import Params, Program, TensorMapSpec, reciprocal
 from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
@@ -35,10 +35,10 @@ _SWIZZLED_BYTES = 1_024  # that pieces are swapped within
 _LONGEST_BOX = 256
 _MOST_SUMS = 256  # lines times blocks of rows: registers have room
 _MOST_KEPT = {2: 256, 4: 160}  # and for their outputs too, by bytes of an element
-_LINES = tuple(range(32, 257, 32))
+_LEAST_LINES = 32
 _THREADS = 384
-_BARRIER_BYTES = 16  # of a slot or a stage
 _LEAST_STAGES, _MOST_STAGES, _MOST_SLOTS = 3, 12, 4
+_BARRIER_BYTES = 16 * (_MOST_STAGES + _MOST_SLOTS)
 _MOST_STRIPS = 64
 _INT32_MAX = 2**31 - 1
 
@@ -74,7 +74,7 @@ class Tile:
     @property
     def strip_cells(self) -> int:
         """Cells across of a strip; the last may have fewer."""
-        return -(-cells_of(self.problem)[1] // self.strips)
+        return _GROUP_ROWS if self.group > _GROUP_ROWS else -(-cells_of(self.problem)[1] // self.strips)
 
     @property
     def across(self) -> int:
@@ -86,32 +86,28 @@ class Tile:
         """Items that a strip of an image is cut into."""
         return -(-cells_of(self.problem)[0] * self.across // self.rows)
 
-    @property
+    @cached_property
     def halo(self) -> Pair:
         """How much farther than its cells the inputs reach that one of the phases reads, per axis."""
-        down, across = (max(max(reads) - min(reads) for reads in phase_shifts(self.problem, axis)) for axis in (0, 1))
-        return down, across
+        return _halo(self.problem, 0), _halo(self.problem, 1)
 
     @property
     def patch_width(self) -> int:
         return self.strip_cells + self.halo[1]
 
-    @property
+    @cached_property
     def patch_size(self) -> Pair:
         """Rows and columns of an image's part of a patch."""
-        down, rows = self.halo[0], cells_of(self.problem)[0]
-        if self.segments > 1:
-            rows = (self.rows + self.across - math.gcd(self.rows, self.across) - 1) // self.across + 1
-        return rows + down, self.patch_width
+        return _patch_rows(cells_of(self.problem)[0], self.across, self.rows) + self.halo[0], self.patch_width
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """Of a patch."""
         return self.images * math.prod(self.patch_size)
 
     @property
     def slot_bytes(self) -> int:
-        return -(-self.positions * _LINE_BYTES // _SWIZZLED_BYTES) * _SWIZZLED_BYTES
+        return _slot_bytes(self.positions)
 
     @property
     def packed(self) -> bool:
@@ -148,16 +144,19 @@ class Tile:
     @cached_property
     def ring_sizes(self) -> Pair:
         """Patches and stages of weights; fewer of these than are of use where they do not fit."""
-        free = SHARED_BYTES - self.bias_bytes
-        slot, stage = self.slot_bytes + _BARRIER_BYTES, self.stage_bytes + _BARRIER_BYTES
+        free, slot, stage = SHARED_BYTES - self.bias_bytes - _BARRIER_BYTES, self.slot_bytes, self.stage_bytes
         slots = next((count for count in range(_MOST_SLOTS, 2, -1) if free - count * slot >= 6 * stage), 2)
         return slots, min((free - slots * slot) // stage, _MOST_STAGES)
 
     @property
-    def shared_bytes(self) -> int:
+    def first_bias(self) -> int:
+        """Bytes of shared memory before biases: of both rings."""
         slots, stages = self.ring_sizes
-        rings = slots * (self.slot_bytes + _BARRIER_BYTES) + stages * (self.stage_bytes + _BARRIER_BYTES)
-        return rings + self.bias_bytes
+        return slots * self.slot_bytes + stages * self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.first_bias + self.bias_bytes + _BARRIER_BYTES
 
     @property
     def items(self) -> int:
@@ -235,46 +234,92 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
         return
     if p.taps == math.prod(p.stride) or not can_be_folded(p) or not _fits_integers(p, multiprocessors):
         return
-    all_lines = -(-p.out_channels // _LINES[0]) * _LINES[0]
     for row_blocks in (1, 2):
-        for shape, lines in itertools.product(_shapes_of(p, itemsize, row_blocks, multiprocessors), _LINES):
-            blocks = -(-all_lines // lines)
-            least = -(-all_lines // _LINES[0] // blocks) * _LINES[0]  # of as many blocks
-            whole = itemsize == 2 or p.out_channels % lines == 0
-            if lines * row_blocks <= _MOST_SUMS and lines == least and whole:
-                tile = replace(shape, lines=lines)
-                if tile.possible:
-                    yield tile
+        shapes, menu = [*_shapes_of(p, itemsize, row_blocks, multiprocessors)], _lines_of(p, itemsize, row_blocks)
+        for lines, shape in itertools.product(menu, shapes):
+            whole = shape.strips * shape.segments == 1
+            if itemsize == 2 and not shape.group and (row_blocks == 2 or (lines != menu[0] and not whole)):
+                continue  # few images are for it, and it would be a kernel more to compile
+            tile = replace(shape, lines=lines)
+            if tile.possible:
+                yield tile
+
+
+def _lines_of(problem: Problem, itemsize: int, row_blocks: int) -> list[int]:
+    """The menu of lines, the most first: of the fewest items, or of two or four times as many."""
+    channels, found = problem.out_channels, {}
+    for lines in range(_MOST_SUMS // row_blocks, 0, -_LEAST_LINES):
+        blocks = -(-channels // lines)
+        if itemsize == 2 or channels % lines == 0:
+            found[blocks] = -(-channels // blocks // _LEAST_LINES) * _LEAST_LINES  # the least of as many blocks
+    least = min(found, default=0)
+    return [found[least * more] for more in (1, 2, 4)[: 3 if row_blocks == 1 else 1] if least * more in found]
 
 
 def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:
     """What the rows of an item may be, as tiles of the fewest lines."""
-    p, (height, width), rows = problem, cells_of(problem), row_blocks * BLOCK_ROWS
-    dense = Tile(p, itemsize, row_blocks, _LINES[0], 1, 1, multiprocessors=multiprocessors)
-
-    def of_images(tile: Tile, most: int) -> Tile:
-        return replace(tile, images=-(-p.batch // -(-p.batch // max(1, min(p.batch, most)))))
-
-    if height * width <= rows:
-        yield of_images(dense, rows // (height * width))
-    else:
-        yield from _best_strips(dense)
+    dense = Tile(problem, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
+    yield from _cuts_of(dense)
     if itemsize == 2:
-        yield from _best_strips(replace(dense, group=_GROUP_ROWS))
-        strips = -(-width // _GROUP_ROWS)
-        if -(-width // strips) == _GROUP_ROWS:
-            tile = replace(dense, strips=strips)
-            tile = replace(tile, group=tile.patch_width)
-            yield of_images(tile, rows // (height * _GROUP_ROWS) if height % _GROUP_ROWS == 0 else 1)
+        yield from _cuts_of(replace(dense, group=_GROUP_ROWS))
+        width = cells_of(problem)[1]
+        if -(-width // -(-width // _GROUP_ROWS)) == _GROUP_ROWS:
+            yield from _cuts_of(replace(dense, group=_GROUP_ROWS + _halo(problem, 1)))
 
 
-def _best_strips(tile: Tile) -> list[Tile]:
+def _cuts_of(tile: Tile) -> Iterator[Tile]:
+    """A tile as images are cut for it: whole ones together, strips of eight cells, or the two best ways into others."""
+    p, (height, width), rows = tile.problem, cells_of(tile.problem), tile.rows
+    if tile.group > _GROUP_ROWS:
+        images = rows // (height * _GROUP_ROWS) if height % _GROUP_ROWS == 0 else 1
+        yield replace(tile, images=_even_images(p.batch, images), strips=-(-width // _GROUP_ROWS))
+    elif not tile.group and height * width <= rows:
+        yield replace(tile, images=_even_images(p.batch, rows // (height * width)), strips=1)
+    else:
+        for strips in _best_strips(tile):
+            yield replace(tile, images=1, strips=strips)
+
+
+def _even_images(batch: int, most: int) -> int:
+    """Images of an item, at most so many: the fewest of as many items."""
+    return -(-batch // -(-batch // max(1, min(batch, most))))
+
+
+def _best_strips(tile: Tile) -> list[int]:
     """The two ways to cut images into strips that bring the least, of those whose patches are boxes."""
-    width = cells_of(tile.problem)[1]
-    counts = {-(-width // -(-width // strips)) for strips in range(1, min(width, _MOST_STRIPS) + 1)}
-    boxes = [cut for cut in (replace(tile, strips=count) for count in sorted(counts)) if cut.possible]
-    taps = tile.problem.taps / math.prod(tile.problem.stride)
-    return sorted(boxes, key=lambda cut: cut.strips * cut.segments * (3 * taps * cut.rows + cut.positions))[:2]
+    p, (height, width), rows = tile.problem, cells_of(tile.problem), tile.rows
+    down, across = tile.halo
+    free = SHARED_BYTES - tile.bias_bytes - _BARRIER_BYTES - _LEAST_STAGES * tile.stage_bytes
+    read, found, before = 3 * p.taps / math.prod(p.stride) * rows, [], 0
+    for strips in range(1, min(width, _MOST_STRIPS) + 1):
+        cells = -(-width // strips)
+        if cells == before or cells + across > _LONGEST_BOX:
+            continue
+        before, step = cells, cells + across if tile.group else cells
+        lines = _patch_rows(height, step, rows) + down
+        positions = lines * (cells + across)
+        if lines <= _LONGEST_BOX and 2 * _slot_bytes(positions) <= free:
+            count = -(-width // cells)
+            found.append((count * -(-height * step // rows) * (read + positions), count))
+    return [strips for _, strips in sorted(found)[:2]]
+
+
+def _patch_rows(height: int, across: int, rows: int) -> int:
+    """Rows of cells of an item, at most: all of ``height``, or those that so many rows of the product reach over."""
+    if height * across <= rows:
+        return height
+    return (rows + across - math.gcd(rows, across) - 1) // across + 1
+
+
+def _slot_bytes(positions: int) -> int:
+    return -(-positions * _LINE_BYTES // _SWIZZLED_BYTES) * _SWIZZLED_BYTES
+
+
+def _halo(problem: Problem, axis: int) -> int:
+    """How much farther than a cell the inputs reach that its first phase reads, which has the most taps."""
+    stride, dilation = problem.stride[axis], problem.dilation[axis]
+    step = stride // math.gcd(stride, dilation)
+    return (-(-problem.kernel_size[axis] // step) - 1) * dilation * step // stride
 
 
 def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
@@ -282,37 +327,41 @@ def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     p, (height, width) = problem, problem.output_size
     # Also what fills the last boxes, and blocks of threads that look for a next item.
     cells = (math.prod(cells_of(p)) + 2 * BLOCK_ROWS * _MOST_STRIPS) * (p.batch + 2 * BLOCK_ROWS)
-    items = cells * math.prod(p.stride) * (p.out_channels // _LINES[0] + 1) + multiprocessors
+    items = cells * math.prod(p.stride) * (p.out_channels // _LEAST_LINES + 1) + multiprocessors
     rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
     pieces = math.prod(p.output_shape) // 4
     return max(items, rows, width + _LONGEST_BOX, pieces) <= _INT32_MAX
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/sm90/implicit_gemm_nhwc.cu."""
-    p, (slots, stages), (rows, columns) = tile.problem, tile.ring_sizes, tile.patch_size
+    """Macros that specialise csrc/sm90/implicit_gemm_nhwc.cu: nothing that depends on sizes of images."""
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "PACKED": int(tile.packed),
         "DEFERRED_STORES": int(tile.kept),
-        "IN_CHANNELS": p.in_channels,
-        "OUT_CHANNELS": p.out_channels,
-        "OUT_H": p.output_size[0],
-        "OUT_W": p.output_size[1],
-        "CELLS_H": cells_of(p)[0],
+        "IN_CHANNELS": tile.problem.in_channels,
+        "OUT_CHANNELS": tile.problem.out_channels,
         "ROW_BLOCKS": tile.row_blocks,
-        "GROUP": tile.group,
         "LINES": tile.lines,
-        "IMAGES": tile.images,
-        "STRIPS": tile.strips,
-        "STRIP_CELLS": tile.strip_cells,
-        "SEGMENTS": tile.segments,
-        "PATCH_H": rows,
-        "PATCH_W": columns,
-        "SLOTS": slots,
-        "STAGES": stages,
-        "SHARED_BYTES": tile.shared_bytes,
-        **geometry_macros(p),
+        "DENSE": int(tile.group == 0),
+        **geometry_macros(tile.problem),
+    }
+
+
+def _params_of(tile: Tile) -> Params:
+    """The fields of its params, after ``output``."""
+    p, across, (slots, stages), (rows, columns) = tile.problem, tile.across, tile.ring_sizes, tile.patch_size
+    strip_rows = cells_of(p)[0] * across
+    return {
+        "batch, items, out_h, out_w": (p.batch, tile.items, *p.output_size),
+        "images, strips, segments": (tile.images, tile.strips, tile.segments),
+        "strip_cells, across, strip_rows": (tile.strip_cells, across, strip_rows),
+        "patch_w, image_lines, group_bytes": (columns, rows * columns, tile.group * _LINE_BYTES),
+        "slots, stages": (slots, stages),
+        "patch_bytes, slot_bytes": (tile.positions * _LINE_BYTES, tile.slot_bytes),
+        "first_stage, first_bias": (slots * tile.slot_bytes, tile.first_bias),
+        "by_strips, by_segments": (reciprocal(tile.strips), reciprocal(tile.segments)),
+        "by_across, by_strip_rows": (reciprocal(across), reciprocal(strip_rows)),
     }
 
 
@@ -326,6 +375,16 @@ class ImplicitGemmNhwc(OneFormatForward):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return (_COST.margin if tile.packed else 1) * tile.cycles / FAST_CLOCK_RATE
 
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        problem = config.problem
+        if problem.batch == 0 or not _fits_integers(problem, tile.multiprocessors):
+            return None
+        # Both ways that groups of rows lie in lines are compiled alike.
+        groups = {0} if tile.group == 0 else {_GROUP_ROWS, _GROUP_ROWS + _halo(problem, 1)}
+        shapes = (replace(tile, problem=problem, group=group) for group in sorted(groups))
+        cuts = (cut for shape in shapes for cut in _cuts_of(shape) if cut.possible)
+        return min(cuts, key=lambda cut: cut.cycles, default=None)
+
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, pack = tile.problem, None
         if tile.packed:
@@ -333,10 +392,12 @@ class ImplicitGemmNhwc(OneFormatForward):
         params: Params = {
             "input, weights": (tile.input_map, "packed" if pack else tile.weight_map),
             "bias, output": ("bias", "output"),
-            "batch, items": (p.batch, tile.items),
+            **_params_of(tile),
         }
-        macros = macros_of(tile, config.dtype)
-        return pack_k_major.program(config, "implicit_gemm_nhwc", macros, params, tile.items, _THREADS, pack)
+        macros, shared_bytes = macros_of(tile, config.dtype), tile.shared_bytes
+        return pack_k_major.program(
+            config, "implicit_gemm_nhwc", macros, params, tile.items, _THREADS, pack, shared_bytes=shared_bytes
+        )
 
 
 KERNEL = ImplicitGemmNhwc(tile_of, tiles_of)

@@ -8,13 +8,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
-from gemmconv.kernels.base import Config, Pass
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
@@ -33,6 +33,15 @@ _BARRIER_BYTES = 16  # of a stage
 _SUMS, _COLUMNS = {1: 192, 2: 192, 3: 128}, {1: 256, 2: 256, 3: 192}
 _INT32_MAX = 2**31 - 1
 _PIXELS = 32, 256  # of a tile, least and most
+_POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what its extents may be, and columns
+_MENU = 3  # tiles that a layer is compiled for, for images of alike sizes
+_ALIKE = (1, 2, 4, 8, 14, 1 << 20)  # extents up to each
+# Batches and sizes of images that menus are for, if images are so large; a single row is as long as others are in all.
+_USUAL = (
+    *((1, 16, 16), (4, 16, 16), (2, 32, 32), (16, 32, 32), (64, 56, 56), (8, 64, 64), (4, 128, 128), (8, 512, 512)),
+    *((16, 23, 29), (2, 37, 53), (32, 75, 100), (8, 100, 27), (1, 61, 151)),
+)
+Size = tuple[int, int, int]  # images, rows and columns of pixels
 _COST = costs_of("sm90/wgrad_nhwc")
 _DEVICE = costs_of("device")
 
@@ -99,7 +108,7 @@ class Tile:
     """
 
     problem: Problem
-    size: tuple[int, int, int]
+    size: Size
     pair_rows: bool
     sides: Pair
     atoms: int
@@ -127,7 +136,7 @@ class Tile:
         return math.prod(self.size)
 
     @functools.cached_property
-    def box(self) -> tuple[int, int, int]:
+    def box(self) -> Size:
         """Images, rows and columns of a box of grad_output."""
         images, height, width = self.size
         return images, height + self.taps_h.extra, width + self.taps_w.extra
@@ -160,12 +169,17 @@ class Tile:
     @property
     def tiles_image(self) -> Pair:
         """Tiles of an image, or of several together, down and across."""
-        height, width = self.problem.input_size
-        return -(-height // self.size[1]), -(-width // self.size[2])
+        return self.tiles_of(self.problem)[1:]
 
-    @functools.cached_property
+    @property
     def tiles(self) -> int:
-        return -(-self.problem.batch // self.size[0]) * math.prod(self.tiles_image)
+        return math.prod(self.tiles_of(self.problem))
+
+    def tiles_of(self, problem: Problem) -> tuple[int, int, int]:
+        """Tiles of all images, of one down, and across."""
+        height, width = problem.input_size
+        images, rows, columns = self.size
+        return -(-problem.batch // images), -(-height // rows), -(-width // columns)
 
     @functools.cached_property
     def weight_blocks(self) -> int:
@@ -222,16 +236,21 @@ class Tile:
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
-        most = min(limit // (4 * math.prod(self.problem.weight_shape)), self.tiles)
-        if most == 0:
-            return 0
-        counts = {min(most, max(1, rounds * self.multiprocessors // self.weight_blocks)) for rounds in (1, 2, 3)}
-        return min(sorted(counts), key=self._sliced_seconds)
+        return self.sliced(self.problem, limit)[0]
 
-    def _sliced_seconds(self, slices: int) -> float:
-        rounds = -(-self.weight_blocks * slices // self.multiprocessors)
-        computed = rounds * -(-self.tiles // slices) * self.cycles / _DEVICE.clock
-        return computed + 2 * partial_bytes(self.problem, 2, slices) / _COST.partial_rate
+    def sliced(self, problem: Problem, limit: int) -> tuple[int, float]:
+        """That for the layer at any sizes, and roughly the seconds of the kernel and of adding up."""
+        tiles, weight_bytes = math.prod(self.tiles_of(problem)), 4 * math.prod(problem.weight_shape)
+        if (most := min(limit // weight_bytes, tiles)) == 0:
+            return 0, math.inf
+        found = []
+        for rounds in (1, 2, 3):
+            slices = min(most, max(1, rounds * self.multiprocessors // self.weight_blocks))
+            tiles_in_turn = -(-self.weight_blocks * slices // self.multiprocessors) * -(-tiles // slices)
+            adding = 2 * partial_bytes(problem, 2, slices) / _COST.partial_rate
+            found.append((tiles_in_turn * self.cycles / _DEVICE.clock + adding, slices))
+        seconds, slices = min(found)
+        return slices, seconds
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums."""
@@ -239,26 +258,40 @@ class Tile:
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
-        slices, problem = self.slices(limit), self.problem
-        if slices == 0:
-            return math.inf
+        return self.seconds_for(self.problem, limit)
+
+    def seconds_for(self, problem: Problem, limit: int) -> float:
+        """That for the layer at any sizes."""
         pixels = math.prod(problem.input_shape) + math.prod(problem.output_shape)
-        return _COST.launch_seconds + max(self._sliced_seconds(slices), 2 * pixels / _DEVICE.weight_grad_memory_rate)
+        moved = 2 * pixels / _DEVICE.weight_grad_memory_rate
+        return _COST.launch_seconds + max(self.sliced(problem, limit)[1], moved)
 
 
 def tiles_of(problem: Problem, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
-    """The tiles that a problem may have.
+    """The tiles that a problem may have, of the sizes that waste least; none where the kernel is not for it."""
+    if _reaches(problem):
+        for tile in _layer_tiles(problem, multiprocessors):
+            for size in _sizes(problem, tile.taps_h.extra, tile.taps_w.extra):
+                if (sized := _sized(tile, size)).possible:
+                    yield sized
 
-    None where channels are no whole 16 bytes, where strides are too long for a tensor map, or where the kernel's ints
-    do not reach: images, places in them, pieces of a group's weights.
+
+def _reaches(problem: Problem) -> bool:
+    """Whether channels are whole 16 bytes, strides not too long for a tensor map, and the kernel's ints large enough.
+
+    These count images, places in them, pieces of a group's weights.
     """
     ci, co = problem.gemm_k, problem.out_channels // problem.groups
     if ci % 8 or co % 8 or not fits(problem) or max(problem.stride) > _LONGEST_STEP:
-        return
+        return False
     axes = zip(problem.input_size, problem.stride, problem.kernel_size, problem.dilation, problem.padding, strict=True)
     places = [(size + _LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
-    if max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) > _INT32_MAX:
-        return
+    return max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) <= _INT32_MAX
+
+
+def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:
+    """What blocks may have of the weights of a layer, as tiles of one pixel."""
+    ci, co = problem.gemm_k, problem.out_channels // problem.groups
     for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
         sides = [side if axis == other else 1 for other in range(4)]
         if (sides[0] - 1) * _ATOM >= ci or (sides[1] - 1) * _ATOM >= co:
@@ -271,11 +304,15 @@ def tiles_of(problem: Problem, multiprocessors: int = REFERENCE.multiprocessors)
                 continue
             shifts = taps_w.own // min(taps_w.own, taps_w.boxes)
             for merged in {1, shifts if atoms == 1 and shifts * _ATOM <= 256 else 1}:
-                for size, pair_rows in _sizes(problem, taps_h.extra, taps_w.extra):
-                    of_block = (sides[0], sides[1]), atoms, taps_h, taps_w, merged, multiprocessors
-                    tile = Tile(problem, size, pair_rows, *of_block)
-                    if tile.possible:
-                        yield tile
+                of_block = (sides[0], sides[1]), atoms, taps_h, taps_w, merged, multiprocessors
+                yield Tile(problem, (1, 1, 1), False, *of_block)
+
+
+def _sized(tile: Tile, size: Size) -> Tile:
+    """A tile with so many images, rows and columns of pixels."""
+    _, rows, columns = size
+    pair_rows = columns % _STEP != 0 and columns % 8 == 0 and rows % 2 == 0 and tile.taps_w.extra > 0
+    return replace(tile, size=size, pair_rows=pair_rows)
 
 
 def _taps_of(problem: Problem, axis: int, sides: int) -> Iterator[Taps]:
@@ -288,32 +325,70 @@ def _taps_of(problem: Problem, axis: int, sides: int) -> Iterator[Taps]:
                 yield found
 
 
-@functools.lru_cache(maxsize=1024)
-def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[tuple[tuple[int, int, int], bool]]:
-    """Images, rows and columns that a tile may have, and whether its steps pair rows: those that waste least."""
-    batch, (height, width) = problem.batch, problem.input_size
-    powers = [1, 2, 4, 8, 16, 32]
-    widths = {8, 16, 32, 64, 128, *([width] if width <= _LONGEST_BOX else [])}
-    heights = {*(power for power in powers if power < height), height, height + height % 2}
-    found = {}
-    for columns, rows in itertools.product(widths, heights):
-        if columns >= width + 64 or rows > _LONGEST_BOX:
+def _all_sizes(problem: Problem) -> Iterator[Size]:
+    """What pixels a tile may have: several images where it has all of each."""
+    height, width = problem.input_size
+    narrow = 1 << (width - 1).bit_length()
+    for columns, rows, images in itertools.product((narrow, *_WIDTHS) if narrow < 8 else _WIDTHS, _POWERS, _POWERS):
+        if images > 1 and (rows < height or columns < width):
             continue
-        for images in powers if rows >= height and columns >= width else [1]:
-            if images >= 2 * batch or not _PIXELS[0] <= images * rows * columns <= _PIXELS[1]:
-                continue
-            pair_rows = columns % _STEP != 0 and columns % 8 == 0 and rows % 2 == 0 and extra_w > 0
-            tiles = -(-batch // images) * -(-height // rows) * -(-width // columns)
-            lines = images * (rows + extra_h) * (columns + extra_w)
-            found[(images, rows, columns), pair_rows] = tiles * (images * rows * columns + lines)
-    return sorted(found, key=lambda one: found[one])[:8]
+        near = rows < 2 * height and columns < max(9, 2 * width)
+        if near and _PIXELS[0] <= images * rows * columns <= _PIXELS[1]:
+            yield images, rows, columns
 
 
 @functools.lru_cache(maxsize=1024)
+def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[Size]:
+    """Those that waste least, of problems of some sizes."""
+
+    def lines(size: Size) -> int:
+        images, rows, columns = size
+        tiles = -(-problem.batch // images) * -(-problem.input_size[0] // rows) * -(-problem.input_size[1] // columns)
+        return tiles * images * (rows * columns + (rows + extra_h) * (columns + extra_w))
+
+    return sorted((size for size in _all_sizes(problem) if size[0] < 2 * problem.batch), key=lines)[:8]
+
+
+@functools.lru_cache(maxsize=1024)
+def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
+    """The tiles that a layer is compiled for, for images that are alike: those not much smaller than ``layer``'s.
+
+    A kernel is compiled for each. Of those that have as much of the weights each, one takes the fewest cycles for the
+    same pixels, whatever the sizes of images are: of these, tiles are taken that are the best beside those before.
+    """
+    fastest: dict[tuple[int, Size], Tile] = {}
+    sizes = [*_all_sizes(layer)]
+    for tile in _layer_tiles(layer, multiprocessors):
+        for sized in (_sized(tile, size) for size in sizes):
+            key = tile.weight_blocks, sized.size
+            if sized.possible and (key not in fastest or sized.cycles < fastest[key].cycles):
+                fastest[key] = sized
+    (height, width), usual = layer.input_size, []
+    for batch, down, across in _USUAL:
+        size = min(height, down if width > 1 else down * across), min(width, across if height > 1 else down * across)
+        usual.append(replace(layer, batch=batch, input_size=size))
+    limit = max(DEFAULT_WORKSPACE_LIMIT, 4 * math.prod(layer.weight_shape))
+    seconds = {tile: [tile.seconds_for(one, limit) for one in usual] for tile in fastest.values()}
+    menu: list[Tile] = []
+    least, so_far = [*map(min, zip(*seconds.values(), strict=True))], [math.inf] * len(usual)
+    while seconds and len(menu) < _MENU:
+        best = min(seconds, key=lambda tile: sum(map(lambda *one: min(one[:2]) / one[2], so_far, seconds[tile], least)))
+        so_far = [*map(min, so_far, seconds.pop(best))]
+        menu.append(best)
+    return menu
+
+
 def tile_of(problem: Problem, limit: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
-    """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
-    tile = min(tiles_of(problem, multiprocessors), key=lambda tile: tile.seconds(limit), default=None)
-    return None if tile is None or tile.slices(limit) == 0 else tile
+    """The tile of the layer's menu with the least estimate, with a workspace of at most ``limit`` bytes.
+
+    None where there is none.
+    """
+    if not _reaches(problem) or problem.batch == 0:
+        return None
+    height, width = (next((most for most in _ALIKE if size <= most), _ALIKE[-1]) for size in problem.input_size)
+    menu = _menu_of(replace(problem, batch=1, input_size=(height, width)), multiprocessors)
+    tile = min(menu, key=lambda tile: tile.seconds_for(problem, limit), default=None)
+    return None if tile is None or tile.sliced(problem, limit)[0] == 0 else replace(tile, problem=problem)
 
 
 def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
@@ -369,6 +444,13 @@ class WgradNhwc(WeightGradKernel):
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, config.workspace_limit, config.spec.multiprocessors)
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        problem, limit = config.problem, config.workspace_limit
+        if not _reaches(problem) or (slices := tile.sliced(problem, limit)[0]) == 0:
+            return None
+        # A single slice is of the gradient's type.
+        return replace(tile, problem=problem) if (slices == 1) == (tile.slices(limit) == 1) else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         slices, (down, across) = tile.slices(config.workspace_limit), tile.tiles_image
