@@ -490,11 +490,11 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
  */
 __device__ __forceinline__ void clear(
     const gemm_fold_narrow_params& p, float* ring, [[maybe_unused]] ELEMENT_T* stages) {
-    if constexpr (LEFT + kAfter > 0)
-        for (int i = threadIdx.x; i < kRing * kLines * (LEFT + kAfter); i += kOthers) {
-            const int column = i % (LEFT + kAfter);
-            ring[i / (LEFT + kAfter) * COLUMN_PITCH + column + (column < LEFT ? 0 : columns_of(p))] = 0.0f;
-        }
+    constexpr int kZeros = LEFT + kAfter, kBeside = kZeros > 0 ? kZeros : 1;
+    for (int i = threadIdx.x; i < kRing * kLines * kZeros; i += kOthers) {
+        const int column = i % kBeside;
+        ring[i / kBeside * COLUMN_PITCH + column + (column < LEFT ? 0 : columns_of(p))] = 0.0f;
+    }
 #if !BOXED
     for (int channel = IN_CHANNELS; channel < kPadded; ++channel)
         for (int i = threadIdx.x; i < STAGES * kPositions; i += kOthers) {
