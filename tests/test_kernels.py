@@ -536,6 +536,7 @@ FOLD_RUNS += [FOLD, FOLD_PIECES, FOLD_MANY_CHANNELS]
 FOLD_RUNS += [
     fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 128 and tile.stages == 4),
     fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 96, torch.float32, multiprocessors=3),
+    fold_run_of(FOLD_CASES[3], lambda tile: tile.copied == 16),
     fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.stages == 3, torch.float32, tf32=False),
     fold_run_of(FOLD_CASES[4], lambda tile: tile.columns == 32 and tile.rows > 2, torch.float32, multiprocessors=None),
     fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.warpgroups == 2),
@@ -1196,13 +1197,13 @@ TILE_PATHS = {
         lambda tile: tile.products > 1,
     ]),
     "gemm_fold_narrow": (FOLD_RUNS, [
-        lambda tile: tile.whole_rows, lambda tile: tile.left > 0, lambda tile: tile.strips > 1,
+        lambda tile: tile.whole, lambda tile: tile.left > 0, lambda tile: tile.strips > 1,
         lambda tile: tile.segments > 1, lambda tile: tile.split, lambda tile: tile.warpgroups == 2,
         lambda tile: tile.loaders == 64, lambda tile: tile.stages == 3, lambda tile: tile.boxed,
         lambda tile: tile.boxed and tile.channels_last, lambda tile: tile.boxed and tile.strips > 1,
         lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.columns > tile.line,
         lambda tile: tile.boxed and not tile.flat and not tile.channels_last and tile.rows > 1, lambda tile: tile.flat,
-        lambda tile: tile.flat and tile.positions > tile.line, lambda tile: tile.rows_together > 1,
+        lambda tile: tile.flat and tile.rows * tile.across > tile.line, lambda tile: tile.rows_together > 1,
         lambda tile: tile.folded > tile.folders, lambda tile: tile.vector > 1,
         lambda tile: tile.positions > 64 * tile.warpgroups,
         lambda tile: tile.steps * 32 > tile.problem.in_channels * tile.itemsize,

@@ -297,7 +297,8 @@ def row_variants():
             tile = [*kernel.tiles_of(problems[name], direction)][choice]
         for source in (tile.source, "weights/pack_rows"):
             label = f"{source}-{direction}-{name}-{kind}-{choice}"
-            variants[label] = (f"{source}.cu", row_streaming.macros_of(tile, getattr(torch, kind)))
+            macros_of = row_streaming.macros_of if source == tile.source else row_streaming.packing_macros_of
+            variants[label] = (f"{source}.cu", macros_of(tile, getattr(torch, kind)))
     return variants
 
 

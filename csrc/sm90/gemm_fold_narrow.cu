@@ -14,7 +14,8 @@
  *
  * A block goes over items: strips of CELLS cells across, of a segment of an image's cell rows. Step by step it takes
  * ROWS more input rows, multiplies, and stores the cell rows that have become complete; the columns of the last rows stay
- * in a ring.
+ * in a ring. Of images of at most COLUMNS positions across (WHOLE) a strip is all cells, and the positions of a step are the
+ * rows one right behind the other, as many as there are.
  *
  *   S=2 P=1 K=4:  shifts -1, 0, 1; with ROWS=4 a step ends with the cells above row 3, and two rows stay for the next one
  *
@@ -24,8 +25,8 @@
  * ring, which has room for the rows of two steps.
  *
  * Boxes lie as lines of 128 bytes, whose pieces of 16 are in another order (ptx/wgmma.cuh), so that words come free of bank
- * conflicts: a channel's neighbouring positions, of one row or, where positions are whole rows (FLAT), going on into the next;
- * in channels_last a position's channels. Of float32 in NCHW the words t and t + 4 of a product are channels 2t and 2t + 1
+ * conflicts: a channel's neighbouring positions, of one row or, of WHOLE rows, going on into the next; in channels_last a
+ * position's channels. Of float32 in NCHW the words t and t + 4 of a product are channels 2t and 2t + 1
  * for the same reason.
  *
  * A warp's positions go from the stage to registers, where float32 is rounded to TF32, each once; the weights stay in shared
@@ -37,16 +38,17 @@
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
  * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;
- * ROWS, COLUMNS (positions of a step; together a multiple of 64), CELLS; ORIGIN (the first strip's first position), LEFT
- * (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring to the next); TOGETHER (cell rows
- * that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels in a stage, or between positions
- * in channels_last), UNIT (elements that are copied together; divides the input's width, in channels_last IN_CHANNELS);
- * BOXED, of which both are 0, and PRODUCERS a warp, of which one thread begins boxes; FLAT; VECTOR (outputs that are stored
- * together); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES, INDEX_64. Chosen by
- * gemmconv/kernels/sm90/gemm_fold_narrow.py.
+ * ROWS, COLUMNS (positions of a step; together a multiple of 64), WHOLE, CELLS (WHOLE: of COLUMNS positions); ORIGIN (the
+ * first strip's first position), LEFT (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring
+ * to the next); TOGETHER (cell rows that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels
+ * in a stage, or between positions in channels_last), UNIT (elements that are copied together; divides the input's width, in
+ * channels_last IN_CHANNELS); BOXED, of which both are 0, and PRODUCERS a warp, of which one thread begins boxes; VECTOR
+ * (outputs that are stored together); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
+ * INDEX_64. Sizes of images are params. Chosen by gemmconv/kernels/sm90/gemm_fold_narrow.py.
  */
 #include "ptx/cp_async.cuh"
 #include "geometry/axis.cuh"
+#include "numeric/divide.cuh"
 #include "numeric/index.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
@@ -60,7 +62,7 @@
 
 struct gemm_fold_narrow_params {
 #if BOXED
-    tensor_map_t map;  // of the input: [images][rows][channels][columns]; FLAT: of one row; channels_last: channels innermost
+    tensor_map_t map;  // of the input: [images][rows][channels][columns]; WHOLE: of one row; channels_last: channels innermost
 #endif
     const ELEMENT_T* __restrict__ input;
     const ELEMENT_T* __restrict__ weight;
@@ -70,6 +72,10 @@ struct gemm_fold_narrow_params {
     int cells_h, cells_w;
     int strips, segments, segment_rows, items;
     int weight_channel, weight_tap;  // elements of the weight, from an output channel or a tap to the next
+#if WHOLE
+    unsigned long long by_w_in, by_cells_w;  // to divide by them
+    int turns;                               // of a warpgroup, that have the positions of a step
+#endif
 };
 
 using words = mma_words<ELEMENT_T>;
@@ -85,6 +91,7 @@ constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() 
 constexpr int kRing = 2 * ROWS + kHaloH;  // rows of columns
 constexpr int kPositions = ROWS * COLUMNS;
 constexpr int kReach = LEFT + CELLS + axis_w::largest_shift() - (ORIGIN);  // columns of the ring that a strip's cells read
+constexpr int kAfter = kReach > LEFT + COLUMNS ? kReach - LEFT - COLUMNS : 0;  // of them, behind those of positions
 static_assert(LEFT + axis_w::least_shift() - (ORIGIN) >= 0 && kReach <= COLUMN_PITCH, "cells read within a line");
 constexpr int kPadded = CHANNEL_STEPS * 8 * kElements;  // channels
 static_assert(kPositions % (64 * WARPGROUPS) == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
@@ -101,7 +108,7 @@ constexpr int kLine = 128 / kItem;  // elements of a line of a box
 constexpr int kBlocks = CHANNELS_LAST ? ceil_div(IN_CHANNELS, kLine) : kPositions / kLine;
 constexpr int kBlock = (CHANNELS_LAST ? kPositions : kPadded) * kLine;                             // elements
 constexpr int kStage = BOXED ? kBlocks * kBlock : (CHANNELS_LAST ? kPositions : kPadded) * PITCH;  // elements
-static_assert(!BOXED || CHANNELS_LAST || FLAT || COLUMNS % kLine == 0, "lines do not cross rows");
+static_assert(!BOXED || CHANNELS_LAST || WHOLE || COLUMNS % kLine == 0, "lines do not cross rows");
 static_assert(!BOXED || kBlock * kItem % 1024 == 0, "boxes begin where the order of their pieces does");
 constexpr int kFirstBarrier = STAGES * kStage * kItem, kBarrierBytes = 128, kFirstWeight = kFirstBarrier + kBarrierBytes;
 constexpr int kFirstRing = kFirstWeight + kParts * kWeightBytes;
@@ -120,6 +127,21 @@ __device__ __forceinline__ item_t item_of(const gemm_fold_narrow_params& p, int 
     return {rest / p.segments, index % p.strips, cell_row, min(p.segment_rows, p.cells_h - cell_row)};
 }
 __device__ __forceinline__ int first_position(const item_t& item) { return ORIGIN + item.strip * CELLS; }
+
+/* Positions across, and where a position of a step is. */
+struct place_t { int row, column; };
+#if WHOLE
+__device__ __forceinline__ int columns_of(const gemm_fold_narrow_params& p) { return p.w_in; }
+__device__ __forceinline__ place_t place_of(const gemm_fold_narrow_params& p, int position) {
+    const int row = divided(position, p.by_w_in);
+    return {row, position - row * p.w_in};
+}
+#else
+__device__ __forceinline__ int columns_of(const gemm_fold_narrow_params&) { return COLUMNS; }
+__device__ __forceinline__ place_t place_of(const gemm_fold_narrow_params&, int position) {
+    return {position / COLUMNS, position % COLUMNS};
+}
+#endif
 
 /* Steps of the items of a block, one after the other. */
 struct course_t {
@@ -146,14 +168,18 @@ __device__ __forceinline__ void fetch(
     const gemm_fold_narrow_params& p, ELEMENT_T* stage, const course_t& course, barrier_t& full) {
     const item_t& item = course.item;
     const int row0 = item.cell_row + kFirstH + course.step * ROWS, column0 = first_position(item);
-    barrier_arrive_expecting(full, kStage * kItem);
 #if CHANNELS_LAST
+    barrier_arrive_expecting(full, kBlocks * ROWS * columns_of(p) * kLine * kItem);
     for (int block = 0; block < kBlocks; ++block, stage += kBlock)
         tma_load(stage, p.map, block * kLine, column0, row0, item.image, full);
-#elif FLAT
-    for (int block = 0; block < kBlocks; ++block, stage += kBlock)
-        tma_load(stage, p.map, row0 * COLUMNS + block * kLine, 0, 0, item.image, full);
+#elif WHOLE
+    const int blocks = ceil_div(ROWS * p.w_in, kLine);
+    barrier_arrive_expecting(full, blocks * kBlock * kItem);
+    #pragma unroll 1
+    for (int block = 0; block < blocks; ++block, stage += kBlock)
+        tma_load(stage, p.map, row0 * p.w_in + block * kLine, 0, 0, item.image, full);
 #else
+    barrier_arrive_expecting(full, kStage * kItem);
     for (int column = 0; column < COLUMNS; column += kLine, stage += ROWS * kBlock)
         tma_load(stage, p.map, column0 + column, 0, row0, item.image, full);
 #endif
@@ -176,25 +202,26 @@ __device__ __forceinline__ void fetch(const gemm_fold_narrow_params& p, ELEMENT_
 #if CHANNELS_LAST
     constexpr int kPixelUnits = IN_CHANNELS / UNIT;
     #pragma unroll 4
-    for (int i = thread; i < kPositions * kPixelUnits; i += PRODUCERS) {
+    for (int i = thread; i < ROWS * columns_of(p) * kPixelUnits; i += PRODUCERS) {
         const int position = i / kPixelUnits, channel = i % kPixelUnits * UNIT;
-        const int row = row0 + position / COLUMNS, column = column0 + position % COLUMNS;
+        const place_t place = place_of(p, position);
+        const int row = row0 + place.row, column = column0 + place.column;
         copy_unit(stage + position * PITCH + channel,
                   image + ((static_cast<index_t>(row) * p.w_in + column) * IN_CHANNELS + channel), inside(row, column));
     }
 #else
     // A thread has a spot and every so many channels.
-    constexpr int kLineUnits = COLUMNS / UNIT, kSpots = ROWS * kLineUnits;
+    constexpr int kSpots = kPositions / UNIT;
     constexpr int kAtOnce = kSpots < PRODUCERS ? PRODUCERS / kSpots : 1, kTurns = ceil_div(kSpots, PRODUCERS);
     #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
         const int spot = turn * PRODUCERS + thread % (kSpots < PRODUCERS ? kSpots : PRODUCERS);
         const int channel0 = kSpots < PRODUCERS ? thread / kSpots : 0;
-        if (spot >= kSpots || channel0 >= kAtOnce) continue;
-        const int row = spot / kLineUnits, column = spot % kLineUnits * UNIT;
+        if (spot * UNIT >= ROWS * columns_of(p) || channel0 >= kAtOnce) continue;
+        const auto [row, column] = place_of(p, spot * UNIT);
         const bool copied = inside(row0 + row, column0 + column);
         const ELEMENT_T* source = image + (channel0 * pixels + static_cast<index_t>(row0 + row) * p.w_in + column0 + column);
-        ELEMENT_T* target = stage + (channel0 * PITCH + row * COLUMNS + column);
+        ELEMENT_T* target = stage + (channel0 * PITCH + spot * UNIT);
         #pragma unroll 8
         for (int channel = channel0; channel < IN_CHANNELS; channel += kAtOnce) {
             copy_unit(target, source, copied);
@@ -261,7 +288,7 @@ __device__ __forceinline__ void load_words(unsigned (&a)[4], const ELEMENT_T* st
 #elif BOXED
     // Lines do not end within 16 positions.
     const int row = position / COLUMNS, column = position % COLUMNS;
-    const int block = FLAT ? position / kLine : column / kLine * ROWS + row, place = (FLAT ? position : column) % kLine;
+    const int block = WHOLE ? position / kLine : column / kLine * ROWS + row, place = (WHOLE ? position : column) % kLine;
     if constexpr (kElements == 2) {
         const int channel = step * 16 + lane / 16 * 8 + lane % 8;
         load_matrices_turned(a[0], a[1], a[2], a[3], piece_of(stage, block, channel, place / 8 + lane / 8 % 2));
@@ -295,9 +322,14 @@ __device__ __forceinline__ void multiply(
     const int row0 = item.cell_row + kFirstH + course.step * ROWS, column0 = first_position(item);
     const descriptor_t weights = descriptor_k_major(weights_here, 16 * kWholeLines, 128);
     constexpr int kTurns = kPositions / (64 * WARPGROUPS);
+#if WHOLE
+    const int turns = p.turns;
+#else
+    constexpr int turns = kTurns;
+#endif
     #pragma unroll 1
-    for (int turn = 0; turn < kTurns; ++turn) {
-        [[maybe_unused]] const bool last = turn == kTurns - 1;
+    for (int turn = 0; turn < turns; ++turn) {
+        [[maybe_unused]] const bool last = turn == turns - 1;
         const int first = (turn * WARPGROUPS * 4 + threadIdx.x / 32) * 16;
         float sum[kWholeLines / 2];
         // Not the first chain's own: its registers would be another chain's too, and each product waited for.
@@ -346,9 +378,14 @@ __device__ __forceinline__ void multiply(
         barrier_wait(folded, parity);
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
+#if WHOLE
+            const auto [row, column] = place_of(p, first + half * 8 + g);
+            if (row >= ROWS) continue;
+#else
             const int position = first + half * 8, row = position / COLUMNS, column = position % COLUMNS + g;
+#endif
             const int h = row0 + row, w = column0 + column;
-            const bool inside = 0 <= h && h < p.h_in && 0 <= w && w < p.w_in;
+            const bool inside = 0 <= h && h < p.h_in && (WHOLE || (0 <= w && w < p.w_in));
             float* target = ring + ((course.ring_row + course.step * ROWS + row) % kRing * kRowFloats + LEFT + column);
             target += 2 * t * COLUMN_PITCH;
             #pragma unroll
@@ -374,9 +411,19 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
     const int cell0 = item.strip * CELLS;
     const index_t out_pixels = static_cast<index_t>(p.h_out) * p.w_out;
     ELEMENT_T* __restrict__ image = p.output + item.image * static_cast<long long>(out_pixels) * OUT_CHANNELS;
+#if WHOLE
+    const int cells = p.cells_w;
+#else
+    constexpr int cells = CELLS;
+#endif
     #pragma unroll 1
-    for (int i = threadIdx.x - kMultipliers; i < STRIDE_H * kRest * CELLS; i += FOLDERS) {
-        const int cell = i % CELLS, line = i / CELLS, out = line % kRest, phase = line / kRest;
+    for (int i = threadIdx.x - kMultipliers; i < STRIDE_H * kRest * cells; i += FOLDERS) {
+#if WHOLE
+        const int line = divided(i, p.by_cells_w);
+#else
+        const int line = i / CELLS;
+#endif
+        const int cell = i - line * cells, out = line % kRest, phase = line / kRest;
         const int ow = (cell0 + cell) * STRIDE_W;
         const int oh = (item.cell_row + first_row) * STRIDE_H + axis_h::output(phase);
         if (ow >= p.w_out) continue;
@@ -441,13 +488,13 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
 /* Zeros where nothing is ever written, but read: before and after a row's columns, and channels that there are not, of which
  * boxes bring zeros.
  */
-__device__ __forceinline__ void clear(float* ring, [[maybe_unused]] ELEMENT_T* stages) {
-    constexpr int kBeside = COLUMN_PITCH - COLUMNS;
-    if (LEFT > 0 || kReach > LEFT + COLUMNS)
-        for (int i = threadIdx.x; i < kRing * kLines * kBeside; i += kOthers) {
-            const int column = i % kBeside;
-            ring[i / kBeside * COLUMN_PITCH + column + (column < LEFT ? 0 : COLUMNS)] = 0.0f;
-        }
+__device__ __forceinline__ void clear(
+    const gemm_fold_narrow_params& p, float* ring, [[maybe_unused]] ELEMENT_T* stages) {
+    constexpr int kZeros = LEFT + kAfter, kBeside = kZeros > 0 ? kZeros : 1;
+    for (int i = threadIdx.x; i < kRing * kLines * kZeros; i += kOthers) {
+        const int column = i % kBeside;
+        ring[i / kBeside * COLUMN_PITCH + column + (column < LEFT ? 0 : columns_of(p))] = 0.0f;
+    }
 #if !BOXED
     for (int channel = IN_CHANNELS; channel < kPadded; ++channel)
         for (int i = threadIdx.x; i < STAGES * kPositions; i += kOthers) {
@@ -515,7 +562,7 @@ sm90_gemm_fold_narrow_kernel(const __grid_constant__ gemm_fold_narrow_params p) 
         return;
     }
     lay_weights_out(p, weights, shared + kFirstRing);
-    clear(ring, stages);
+    clear(p, ring, stages);
     fence_async_proxy();
     named_barrier_sync<1, kOthers>();
 

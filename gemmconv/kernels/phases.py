@@ -20,17 +20,19 @@ def cells_of(problem: Problem) -> Pair:
     return -(-height // problem.stride[0]), -(-width // problem.stride[1])
 
 
-@lru_cache(maxsize=1024)
 def phase_shifts(problem: Problem, axis: int) -> tuple[frozenset[int], ...]:
     """For each output r of a cell, the shifts to the inputs that it reads.
 
     >>> phase_shifts(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
     (frozenset({0, -1}), frozenset({0, 1}))
     """
-    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
-    reaches = [
-        [residue + padding - tap * dilation for tap in range(problem.kernel_size[axis])] for residue in range(stride)
-    ]
+    p = problem
+    return _phase_shifts(p.kernel_size[axis], p.stride[axis], p.padding[axis], p.dilation[axis])
+
+
+@lru_cache(maxsize=1024)
+def _phase_shifts(kernel_size: int, stride: int, padding: int, dilation: int) -> tuple[frozenset[int], ...]:
+    reaches = [[residue + padding - tap * dilation for tap in range(kernel_size)] for residue in range(stride)]
     return tuple(frozenset(reach // stride for reach in row if reach % stride == 0) for row in reaches)
 
 

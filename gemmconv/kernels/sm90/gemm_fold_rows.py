@@ -28,7 +28,6 @@ from gemmconv.kernels.sm90.row_streaming import (
     LONGEST_BOX,
     RowGathering,
     RowStreamingKernel,
-    across,
     may_gather,
 )
 
@@ -68,6 +67,7 @@ class Tile(RowGathering):
 
     itemsize: ClassVar[int] = _ITEM
     source: ClassVar[str] = "sm90/gemm_fold_rows"
+    of_layer: ClassVar[tuple[str, ...]] = (*RowGathering.of_layer, "line_cells", "line_pitch")
 
     @property
     def channels(self) -> int:
@@ -139,16 +139,9 @@ class Tile(RowGathering):
     @cached_property
     def line_pitch(self) -> int:
         """Outputs from a line to the next, in shared memory: such that lanes write to different banks."""
-        run = 2 * self.span[1]
-        word = math.gcd(run, self.vector) if self.whole_sectors else word_of(self.span[1])
-        multiple, together = max(word, self.stored, 2), 64 // max(2, word)
-
-        def conflicts(pitch: int) -> int:
-            banks = [(lane // 4 * pitch + lane % 4 * run) // 2 % 32 for lane in range(together)]
-            return max(map(banks.count, banks))
-
         first = self.line_cells * self.span[1] + (_SECTOR if self.whole_sectors else 0)
-        return min(range(-(-first // multiple) * multiple, first + 65, multiple), key=conflicts)
+        word = math.gcd(2 * self.span[1], self.vector) if self.whole_sectors else word_of(self.span[1])
+        return _line_pitch(first, 2 * self.span[1], word, self.stored)
 
     # Shared memory.
 
@@ -234,12 +227,8 @@ class Tile(RowGathering):
     @property
     def macros(self) -> Macros:
         return {
-            "CHANNELS": self.channels,
             "TILES": self.tiles,
             "SLOTS": self.slots,
-            "SIDES": self.sides,
-            "OUTS": self.outs,
-            "LINES": _BLOCK_ROWS,
             "COLUMNS": self.columns,
             "ROW_TAP": table([tap for phase in self.row_taps for row in phase for tap in row * (2 // self.rows)]),
             "STAGES": self.stages,
@@ -247,8 +236,24 @@ class Tile(RowGathering):
             "LINE_PITCH": self.line_pitch,
             "VECTOR": self.vector,
             "WHOLE_SECTORS": int(self.whole_sectors),
-            **across(self, self.tiles * self.slots),
         }
+
+    @property
+    def packed_as(self) -> Macros:
+        places = self.tiles, self.slots
+        return {"TILES": places[0], "SLOTS": places[1], "SIDES": self.sides, "OUTS": self.outs, "LINES": _BLOCK_ROWS}
+
+
+@lru_cache(maxsize=1024)
+def _line_pitch(first: int, run: int, word: int, stored: int) -> int:
+    """The pitch from `first` on with which fewest of the lanes that write together write to the same bank."""
+    multiple, together = max(word, stored, 2), 64 // max(2, word)
+
+    def conflicts(pitch: int) -> int:
+        banks = [(lane // 4 * pitch + lane % 4 * run) // 2 % 32 for lane in range(together)]
+        return max(map(banks.count, banks))
+
+    return min(range(-(-first // multiple) * multiple, first + 65, multiple), key=conflicts)
 
 
 def word_of(span: int) -> int:

@@ -22,7 +22,7 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, table
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.sm90.row_streaming import BARRIER_BYTES, RowGathering, RowStreamingKernel, across, may_gather
+from gemmconv.kernels.sm90.row_streaming import BARRIER_BYTES, RowGathering, RowStreamingKernel, may_gather
 
 _COST = costs_of("sm90/gemm_fold_rows_tf32")
 _ITEM = 4  # bytes of an element
@@ -46,6 +46,7 @@ class Tile(RowGathering):
         direction: "forward" or "input_grad".
         outs: output channels of a block.
         chunk: input channels of a stage.
+        whole_sectors: whether lines begin early, as sectors of memory do: where not all begin with one.
         columns, rows: inputs of a row of a step, and rows of cells of an item: 16 for each of 8 warps.
         multiprocessors: of the GPU: as many blocks run at once.
     """
@@ -54,12 +55,14 @@ class Tile(RowGathering):
     direction: Pass
     outs: int
     chunk: int
+    whole_sectors: bool
     columns: int = 16
     rows: int = 8
     multiprocessors: int = REFERENCE.multiprocessors
 
     itemsize: ClassVar[int] = _ITEM
     source: ClassVar[str] = "sm90/gemm_fold_rows_tf32"
+    of_layer: ClassVar[tuple[str, ...]] = (*RowGathering.of_layer, "taps_together", "row_places")
 
     @property
     def channels(self) -> int:
@@ -114,8 +117,8 @@ class Tile(RowGathering):
         return -(-super().steps // 2) * 2
 
     @property
-    def whole_sectors(self) -> bool:
-        """Whether lines begin early, as sectors of memory do: where they do not begin with one."""
+    def cuts_sectors(self) -> bool:
+        """Whether lines would begin within sectors."""
         return self.output_size[1] % _SECTOR > 0 or self.delayed * self.span[1] % _SECTOR > 0
 
     @property
@@ -200,13 +203,8 @@ class Tile(RowGathering):
 
     @property
     def macros(self) -> Macros:
-        places = len(self.taps_across)
         return {
-            "CHANNELS": self.channels,
             "CHUNK": self.chunk,
-            "TILES": 1,
-            "SLOTS": places,
-            "SIDES": 1,
             "OUTS": self.outs,
             "LINES": self.lines,
             "ROW_PLACE": table([place for phase in self.row_places for place in phase]),
@@ -214,8 +212,11 @@ class Tile(RowGathering):
             "TAPS_TOGETHER": self.taps_together,
             "VECTOR": self.vector,
             "WHOLE_SECTORS": int(self.whole_sectors),
-            **across(self, places),
         }
+
+    @property
+    def packed_as(self) -> Macros:
+        return {"TILES": 1, "SLOTS": len(self.taps_across), "SIDES": 1, "OUTS": self.outs, "LINES": self.lines}
 
 
 @lru_cache(maxsize=1024)
@@ -228,11 +229,12 @@ def tiles_of(problem: Problem, direction: Pass, multiprocessors: int = REFERENCE
     """The tiles that a problem may have: those that fit registers and shared memory."""
     if not may_gather(problem, direction):
         return
-    channels = Tile(problem, direction, _WHOLE_OUTS, _CHUNKS[0]).out_channels
+    any_tile = Tile(problem, direction, _WHOLE_OUTS, _CHUNKS[0], whole_sectors=False)
+    channels, whole_sectors = any_tile.out_channels, any_tile.cuts_sectors
     sets = range(1, -(-channels // _WHOLE_OUTS) + 1)
     outs = {-(-channels // (count * _WHOLE_OUTS)) * _WHOLE_OUTS for count in sets}
     for set_outs, chunk in itertools.product(sorted(outs, reverse=True), _CHUNKS):
-        tile = Tile(problem, direction, set_outs, chunk, multiprocessors=multiprocessors)
+        tile = Tile(problem, direction, set_outs, chunk, whole_sectors, multiprocessors=multiprocessors)
         if tile.input_size[1] % tile.piece:
             return
         if len(tile.taps_across) == tile.span[1]:
@@ -254,6 +256,11 @@ class GemmFoldRowsTf32(RowStreamingKernel):
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, direction, config.spec.multiprocessors)
+
+    def fitted(self, config: Config, direction: Pass, tile: RowGathering) -> RowGathering | None:
+        sized = super().fitted(config, direction, tile)
+        assert sized is None or isinstance(sized, Tile)
+        return None if sized is None or sized.cuts_sectors > sized.whole_sectors else sized
 
 
 KERNEL = GemmFoldRowsTf32()

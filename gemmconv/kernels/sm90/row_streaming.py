@@ -6,9 +6,9 @@ Words are those of the kernels' headers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -63,9 +63,26 @@ class RowGathering(Gathering):
 
     itemsize: ClassVar[int]
     source: ClassVar[str]
+    of_layer: ClassVar[tuple[str, ...]] = (
+        "taps_across",
+        "delayed",
+        "given",
+        "taps_down",
+        "row_step",
+        "first_rows",
+        "input_rows",
+        "compiled",
+        "packing",
+    )  # what does not depend on sizes
     columns: int
     rows: int
     multiprocessors: int
+
+    def sized(self, problem: Problem) -> Any:
+        """The same tile for other images of the layer, whose rows are whole pieces too."""
+        one = replace(cast(Any, self), problem=problem)
+        vars(one).update((name, getattr(self, name)) for name in self.of_layer)
+        return one
 
     @property
     def piece(self) -> int:
@@ -80,6 +97,11 @@ class RowGathering(Gathering):
     @property
     def set_outs(self) -> int:
         """Output channels of a set."""
+        raise NotImplementedError
+
+    @property
+    def channels(self) -> int:
+        """Input channels, up to what products take."""
         raise NotImplementedError
 
     @property
@@ -232,6 +254,57 @@ class RowGathering(Gathering):
         raise NotImplementedError
 
     @property
+    def packed_as(self) -> Macros:
+        """SLOTS of TILES, SIDES, OUTS and LINES, as csrc/weights/pack_rows.cu has them."""
+        raise NotImplementedError
+
+    @cached_property
+    def compiled(self) -> Macros:
+        """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
+        return {
+            **self._shared_macros,
+            "SPAN_W": self.span[1],
+            "ROWS": self.rows,
+            "DELAYED": self.delayed,
+            "DELAY": table(self.delays + [0] * self._pads),
+            "PHASE": table([tap.phase for tap in self.taps_across] + [-1] * self._pads),
+            "INPUT_ROWS": self.input_rows,
+            "FIRST_ROW": table(self.first_rows),
+            "SHARED_BYTES": self.shared_bytes,
+            **self.macros,
+        }
+
+    @cached_property
+    def packing(self) -> Macros:
+        """The same of csrc/weights/pack_rows.cu."""
+        taps_down = ([tap.tap for tap in taps] for taps in self.taps_down)
+        return {
+            **self._shared_macros,
+            "INPUT_GRAD": int(self.direction == "input_grad"),
+            "KERNEL_H": self.problem.kernel_size[0],
+            "KERNEL_W": self.problem.kernel_size[1],
+            "TAP_H": table([tap for taps in taps_down for tap in taps + [-1] * (self.weight_rows - len(taps))]),
+            "TAP_W": table([tap.tap for tap in self.taps_across] + [-1] * self._pads),
+            **self.packed_as,
+        }
+
+    @property
+    def _shared_macros(self) -> Macros:
+        return {
+            "IN_CHANNELS": self.in_channels,
+            "OUT_CHANNELS": self.out_channels,
+            "CHANNELS": self.channels,
+            "CHANNEL_SETS": self.channel_sets,
+            "PHASES": self.span[0],
+            "WEIGHT_ROWS": self.weight_rows,
+        }
+
+    @property
+    def _pads(self) -> int:
+        """Places for taps across that have none."""
+        return int(self.packed_as["TILES"]) * int(self.packed_as["SLOTS"]) - len(self.taps_across)
+
+    @property
     def input_map(self) -> TensorMapSpec:
         """The tensor map of the inputs: [images][rows][channels][columns]."""
         p, (height, width) = self.problem, self.input_size
@@ -252,16 +325,20 @@ class RowGathering(Gathering):
         return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
 
 
-@lru_cache(maxsize=1024)
 def taps_of(problem: Problem, direction: Pass, axis: int) -> tuple[Tap, ...]:
     """The taps of an axis.
 
     >>> taps_of(Problem(1, 1, 1, 1, (8, 8), (3, 3), stride=(2, 2), padding=(1, 1)), "forward", 0)
     (Tap(tap=0, phase=1, shift=1), Tap(tap=1, phase=0, shift=0), Tap(tap=2, phase=1, shift=0))
     """
-    stride, padding, dilation = problem.stride[axis], problem.padding[axis], problem.dilation[axis]
+    p = problem
+    return _taps_of(direction, p.kernel_size[axis], p.stride[axis], p.padding[axis], p.dilation[axis])
+
+
+@lru_cache(maxsize=1024)
+def _taps_of(direction: Pass, kernel_size: int, stride: int, padding: int, dilation: int) -> tuple[Tap, ...]:
     found = []
-    for tap in range(problem.kernel_size[axis]):
+    for tap in range(kernel_size):
         place = tap * dilation - padding
         if direction == "forward":
             found.append(Tap(tap, place % stride, -(place // stride)))
@@ -283,42 +360,13 @@ def may_gather(problem: Problem, direction: Pass) -> bool:
 
 
 def macros_of(tile: RowGathering, dtype: torch.dtype) -> Macros:
-    """Macros that specialise the kernel, and csrc/weights/pack_rows.cu."""
-    return {
-        "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "INPUT_GRAD": int(tile.direction == "input_grad"),
-        "KERNEL_H": tile.problem.kernel_size[0],
-        "KERNEL_W": tile.problem.kernel_size[1],
-        "IN_CHANNELS": tile.in_channels,
-        "OUT_CHANNELS": tile.out_channels,
-        "CHANNEL_SETS": tile.channel_sets,
-        "PHASES": tile.span[0],
-        "SPAN_W": tile.span[1],
-        "ROWS": tile.rows,
-        "DELAYED": tile.delayed,
-        "WEIGHT_ROWS": tile.weight_rows,
-        "INPUT_ROWS": tile.input_rows,
-        "FIRST_ROW": table(tile.first_rows),
-        "TAP_H": table(
-            [
-                tap
-                for taps in tile.taps_down
-                for tap in [tap.tap for tap in taps] + [-1] * (tile.weight_rows - len(taps))
-            ]
-        ),
-        "SHARED_BYTES": tile.shared_bytes,
-        **tile.macros,
-    }
+    """Macros that specialise the kernel."""
+    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.compiled}
 
 
-def across(tile: RowGathering, places: int) -> Macros:
-    """Tables of the taps across, of so many places for them."""
-    pads = [-1] * (places - len(tile.taps_across))
-    return {
-        "DELAY": table(tile.delays + [0] * len(pads)),
-        "PHASE": table([tap.phase for tap in tile.taps_across] + pads),
-        "TAP_W": table([tap.tap for tap in tile.taps_across] + pads),
-    }
+def packing_macros_of(tile: RowGathering, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/weights/pack_rows.cu."""
+    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.packing}
 
 
 class RowStreamingKernel(Sm90Kernel):
@@ -331,11 +379,17 @@ class RowStreamingKernel(Sm90Kernel):
     def seconds(self, config: Config, direction: Pass, tile: RowGathering) -> float:
         return tile.seconds
 
+    def fitted(self, config: Config, direction: Pass, tile: RowGathering) -> RowGathering | None:
+        sized = tile.sized(config.problem)
+        return (
+            sized if config.problem.batch > 0 and sized.input_size[1] % tile.piece == 0 and sized.addressable else None
+        )
+
     def workspace_bytes(self, config: Config, direction: Pass, tile: RowGathering) -> int:
         return tile.packed_bytes
 
     def program(self, config: Config, direction: Pass, tile: RowGathering) -> Program:
-        macros, units = macros_of(tile, config.dtype), tile.packed_bytes // _PIECE_BYTES
+        units = tile.packed_bytes // _PIECE_BYTES
         weights: Params = {"weight, packed": ("weight", "packed"), "channels_last, units": (ByFormat(0, 1), units)}
         params: Params = {
             "map": tile.input_map,
@@ -346,10 +400,10 @@ class RowStreamingKernel(Sm90Kernel):
             "h_out, w_out": tile.output_size,
             "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
         }
-        pack_grid = -(-units // _WEIGHT_THREADS), 1, 1
+        pack_grid, pack_block, shared = (-(-units // _WEIGHT_THREADS), 1, 1), (_WEIGHT_THREADS, 1, 1), tile.shared_bytes
         grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
         launches = (
-            Launch("weights/pack_rows.cu", macros, pack_grid, (_WEIGHT_THREADS, 1, 1), weights),
-            Launch(f"{tile.source}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True),
+            Launch("weights/pack_rows.cu", packing_macros_of(tile, config.dtype), pack_grid, pack_block, weights),
+            Launch(f"{tile.source}.cu", macros_of(tile, config.dtype), grid, block, params, shared, overlaps=True),
         )
         return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})
