@@ -1,0 +1,139 @@
+"""Kernels are compiled once, several at the same time, in threads that end with the interpreter. None is launched."""
+
+import logging
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
+
+from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.program import Launch, Program
+from gemmconv.runtime import compiler, launch, pool
+from gemmconv.runtime.cache import KernelCache
+from tests.cases import Case
+from tests.samples import problem_of
+
+ROOT = Path(__file__).parent.parent
+GPU = torch.device("cuda", 0)
+PROBLEM = problem_of(Case(1, 2, 3, (4, 5), (3, 3)))
+SMALL = "columns/col2im.cu", col2im.col2im_macros(PROBLEM, torch.float32, torch.float32)
+
+
+class Loader:
+    """Stands in for the compiler and the driver: what is compiled, most at the same time, limits that are raised."""
+
+    def __init__(self):
+        self.compiled, self.raised, self.cached, self.broken = [], [], set(), set()
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+        self.barrier = None  # that compilations meet at
+
+    def compile(self, source, macros, arch, *, cache=None):
+        if source in self.cached:
+            return SimpleNamespace(cubin=b"")
+        with self.lock:
+            self.compiled.append(source)
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            if self.barrier is not None:
+                self.barrier.wait(timeout=10)
+            if source in self.broken:
+                raise ValueError(source)
+        finally:
+            with self.lock:
+                self.now -= 1
+        return SimpleNamespace(cubin=b"")
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    loader = Loader()
+
+    class Kernel(launch.Kernel):
+        def __init__(self, code, name, device_index):
+            self.name, self.address, self._device_index = name, 7, device_index
+            self._shared_bytes, self._lock = 48 << 10, threading.Lock()
+
+    def allowed(attribute, value, kernel, device):
+        loader.raised.append(value)
+        return (int(value > 200 << 10) and launch.driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_locks", {})
+    monkeypatch.setattr(launch, "compile", loader.compile)
+    monkeypatch.setattr(launch, "is_cached", lambda source, *_: source in loader.cached)
+    monkeypatch.setattr(launch, "default_cache", lambda: None)
+    monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(launch, "make_current", lambda index: None)
+    monkeypatch.setattr(launch, "ObjectCode", SimpleNamespace(from_cubin=lambda cubin, name: None))
+    monkeypatch.setattr(launch, "Kernel", Kernel)
+    monkeypatch.setattr(launch.driver, "cuKernelSetAttribute", allowed)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(pool, "cores", lambda: 4)
+    return loader
+
+
+def in_threads(*works):
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+
+
+def program_of(*sources):
+    return Program(torch.float32, (), (), tuple(Launch(one, {}, (1, 1, 1), (1, 1, 1), {}) for one in sources))
+
+
+# Loading
+
+
+def test_load_compiles_different_keys_at_the_same_time(loader):
+    loader.barrier = threading.Barrier(2)
+    in_threads(lambda: launch.load("a.cu", {}, 0), lambda: launch.load("a.cu", {"X": 1}, 0))
+    assert loader.most == 2
+    assert len(launch._kernels) == 2
+
+
+def test_load_of_one_key_by_many_threads_compiles_once(loader):
+    found = []
+    in_threads(*[lambda: found.append(launch.load("a.cu", {"X": 1, "Y": 2}, 0))] * 8)
+    assert loader.compiled == ["a.cu"]
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+def test_load_with_more_shared_memory_raises_the_limit_of_the_same_kernel(loader):
+    kernels = [launch.load("a.cu", {}, 0, size << 10) for size in (0, 48, 64, 50, 100, 64)]
+    assert loader.compiled == ["a.cu"]
+    assert len(set(map(id, kernels))) == 1
+    assert loader.raised == [64 << 10, 100 << 10]
+    with pytest.raises(launch.KernelError, match="bytes of shared memory refused"):
+        launch.load("a.cu", {}, 0, 201 << 10)
+    assert launch.load("a.cu", {}, 0, 100 << 10) is kernels[0]
+
+
+def test_load_compiles_again_what_failed(loader):
+    loader.broken.add("a.cu")
+    with pytest.raises(ValueError, match=r"a\.cu"):
+        launch.load("a.cu", {}, 0)
+    loader.broken.clear()
+    launch.load("a.cu", {}, 0)
+    assert loader.compiled == ["a.cu"] * 2
+
+
+def test_compilations_are_logged_and_hits_are_not(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "gemmconv")
+    for _ in range(2):
+        compiler.compile(*SMALL, "sm_90a", cache=KernelCache(tmp_path))
+    (record,) = caplog.records
+    assert record.name == "gemmconv"
+    assert record.getMessage().startswith("columns/col2im.cu compiled for sm_90a in ")
+    assert record.getMessage().endswith(" ms")
+    assert compiler.is_cached(*SMALL, "sm_90a", KernelCache(tmp_path))
+    assert not compiler.is_cached(*SMALL, "sm_80", KernelCache(tmp_path))
