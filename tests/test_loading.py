@@ -1,7 +1,10 @@
 """Kernels are compiled once, several at the same time, in threads that end with the interpreter. None is launched."""
 
 import logging
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +13,7 @@ import torch
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
+from gemmconv.kernels import bind
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.program import Launch, Program
 from gemmconv.runtime import compiler, launch, pool
@@ -137,3 +141,85 @@ def test_compilations_are_logged_and_hits_are_not(tmp_path, caplog):
     assert record.getMessage().endswith(" ms")
     assert compiler.is_cached(*SMALL, "sm_90a", KernelCache(tmp_path))
     assert not compiler.is_cached(*SMALL, "sm_80", KernelCache(tmp_path))
+
+
+# Programs
+
+
+def test_program_compiles_its_kernels_at_the_same_time(loader):
+    loader.barrier = threading.Barrier(3)
+    call = bind.Call(program_of("a.cu", "b.cu", "c.cu", "a.cu"), GPU)
+    assert loader.most == 3
+    assert sorted(loader.compiled) == ["a.cu", "b.cu", "c.cu"]
+    assert [source for source, *_ in call._kernels] == ["a.cu", "b.cu", "c.cu"]
+
+
+def test_program_raises_the_first_error(loader):
+    loader.broken |= {"b.cu", "c.cu"}
+    with pytest.raises(ValueError, match=r"b\.cu"):
+        bind.Call(program_of("a.cu", "b.cu", "c.cu"), GPU)
+
+
+@pytest.mark.parametrize("cached", [["a.cu", "b.cu", "c.cu"], ["a.cu", "c.cu"]])
+def test_program_asks_no_thread_where_at_most_one_kernel_is_to_be_compiled(cached, loader, monkeypatch):
+    monkeypatch.setattr(pool, "submit", None)
+    loader.cached.update(cached)
+    for _ in range(2):  # from the cache on disk, and loaded
+        bind.Call(program_of("a.cu", "b.cu", "c.cu"), GPU)
+    assert len(loader.compiled) == 3 - len(cached)
+
+
+def test_program_waits_for_a_kernel_that_another_thread_compiles(loader):
+    """It has its other kernel compiled meanwhile."""
+    loader.barrier = threading.Barrier(2)
+    first = threading.Thread(target=lambda: launch.load("a.cu", {}, 0))
+    first.start()
+    while not loader.compiled:
+        time.sleep(1e-3)
+    bind.Call(program_of("a.cu", "b.cu"), GPU)
+    first.join(timeout=10)
+    assert loader.compiled == ["a.cu", "b.cu"]
+
+
+# Threads
+
+
+def test_pool_does_what_is_urgent_first_and_keeps_errors(monkeypatch):
+    monkeypatch.setattr(pool, "cores", lambda: max(1, len(pool._threads)))
+    go = threading.Event()
+    blocked = [pool.submit(go.wait, urgent=True) for _ in range(max(1, len(pool._threads)))]
+    while pool._jobs:
+        time.sleep(1e-3)
+    later = pool.submit(lambda: "done", urgent=False)
+    first, second = pool.submit(lambda: 1 // 0, urgent=True), pool.submit(lambda: 1, urgent=True)
+    assert [future for *_, future, _ in sorted(pool._jobs)] == [first, second, later]
+    assert len(pool._threads) == len(blocked)
+    go.set()
+    assert isinstance(first.exception(timeout=10), ZeroDivisionError)
+    assert later.result(timeout=10) == "done"
+
+
+EXITING = """
+import atexit, time
+atexit.register(lambda: print(time.monotonic() - ended))  # called after those that are registered later
+from gemmconv.runtime import compiler, pool
+from tests.test_loading import SMALL
+for i in range(100):
+    pool.submit(lambda i=i: compiler.compile(SMALL[0], {**SMALL[1], "X": i}, "sm_90a"), urgent=False)
+time.sleep(WAIT)
+ended = time.monotonic()
+"""
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.1, 0.4])
+def test_interpreter_that_exits_while_it_compiles_neither_hangs_nor_crashes(wait):
+    command = [sys.executable, "-c", EXITING.replace("WAIT", str(wait))]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert float(result.stdout) < 3
+
+
+def test_cancelled_compilation_is_no_error_of_a_kernel():
+    with compiler.cancelling(), pytest.raises(compiler.CancelledError):
+        compiler.compile(*SMALL, "sm_90a")
+    compiler.compile(*SMALL, "sm_90a")
