@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,13 @@ import torch
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
 from gemmconv.kernels import bind
+from gemmconv.kernels.base import strides_of
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.program import Launch, Program
-from gemmconv.runtime import compiler, launch, pool
+from gemmconv.ops import autograd, implementation, plain
+from gemmconv.ops.autograd import Backward
+from gemmconv.ops.schemas import WithoutData
+from gemmconv.runtime import compiler, executor, launch, pool
 from gemmconv.runtime.cache import KernelCache
 from tests.cases import Case
 from tests.samples import problem_of
@@ -38,7 +43,7 @@ class Loader:
 
     def compile(self, source, macros, arch, *, cache=None):
         if source in self.cached:
-            return SimpleNamespace(cubin=b"")
+            return compiler.Compiled(b"")
         with self.lock:
             self.compiled.append(source)
             self.now += 1
@@ -51,7 +56,7 @@ class Loader:
         finally:
             with self.lock:
                 self.now -= 1
-        return SimpleNamespace(cubin=b"")
+        return compiler.Compiled(b"")
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def loader(monkeypatch):
 
     def allowed(attribute, value, kernel, device):
         loader.raised.append(value)
-        return (int(value > 200 << 10) and launch.driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        return (int(value > 227 << 10) and launch.driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_locks", {})
@@ -118,7 +123,7 @@ def test_load_with_more_shared_memory_raises_the_limit_of_the_same_kernel(loader
     assert len(set(map(id, kernels))) == 1
     assert loader.raised == [64 << 10, 100 << 10]
     with pytest.raises(launch.KernelError, match="bytes of shared memory refused"):
-        launch.load("a.cu", {}, 0, 201 << 10)
+        launch.load("a.cu", {}, 0, 228 << 10)
     assert launch.load("a.cu", {}, 0, 100 << 10) is kernels[0]
 
 
@@ -197,6 +202,89 @@ def test_pool_does_what_is_urgent_first_and_keeps_errors(monkeypatch):
     go.set()
     assert isinstance(first.exception(timeout=10), ZeroDivisionError)
     assert later.result(timeout=10) == "done"
+
+
+# In the background of a forward pass
+
+
+@pytest.fixture
+def on_gpu(loader, monkeypatch):
+    """A layer's tensors on a GPU that is not there, and what is compiled for its backward pass."""
+    monkeypatch.setattr(implementation, "plans", {})
+    monkeypatch.setattr(executor, "prepare", lambda *_: None)
+
+    def tensors(shape=(2, 64, 16, 16), memory_format=torch.contiguous_format, dtype=torch.float16, grads=(1, 1, 1)):
+        shapes = shape, (64, 32, 4, 4), (32,)
+        formats = memory_format, memory_format, torch.contiguous_format
+        given = [WithoutData.of(one, strides_of(one, of), dtype, GPU) for one, of in zip(shapes, formats, strict=True)]
+        return [tensor.requires_grad_(bool(wanted)) for tensor, wanted in zip(given, grads, strict=True)]
+
+    return tensors
+
+
+OPTIONS = ((2, 2), (1, 1), (0, 0), 1, (1, 1), "auto", None, None)
+
+
+def compiled_ahead(tensors):
+    future = autograd.compile_ahead(tuple(tensors), OPTIONS)
+    for _, one in future.result(timeout=60):
+        one.result(timeout=60)
+    return future
+
+
+@pytest.mark.parametrize("grads", [(1, 1, 1), (0, 1, 1), (1, 0, 0), (1, 1, 0)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_backward_pass_compiles_nothing_that_was_not_compiled_ahead(memory_format, grads, on_gpu, loader):
+    tensors = on_gpu(memory_format=memory_format, grads=grads)
+    compiled_ahead(tensors)
+    ahead = Counter(loader.compiled)
+    assert ahead
+    assert not launch._kernels
+    shape = (2, 32, 32, 32)
+    grad = WithoutData.of(shape, strides_of(shape, memory_format), torch.float16, GPU)
+    Backward.of(tuple(tensors), OPTIONS).prepared(grad, *tensors[:2], *map(bool, grads))
+    assert Counter(loader.compiled) == ahead
+    assert sum(ahead.values()) == len(launch._kernels)
+
+
+def test_compiled_ahead_once_for_each_key_and_never_for_the_cpu(on_gpu, loader):
+    first = compiled_ahead(on_gpu())
+    assert compiled_ahead(on_gpu()) is first
+    assert compiled_ahead(on_gpu(grads=(0, 1, 1))) is not first
+    cpu = [torch.zeros(shape, requires_grad=True) for shape in ((1, 64, 4, 4), (64, 32, 4, 4), (32,))]
+    assert autograd.compile_ahead(tuple(cpu), OPTIONS) is None
+
+
+def test_errors_and_warnings_of_what_is_compiled_ahead_are_left_to_the_call(on_gpu, loader, recwarn):
+    tensors = on_gpu((1, 64, 64, 64))
+    options = (*OPTIONS[:5], "gemm_col2im", None, 1)
+    future = autograd.compile_ahead(tuple(tensors), options)
+    compilations = future.result(timeout=60)
+    assert [future.exception(timeout=60) for _, future in compilations] == [None] * len(compilations)
+    assert not recwarn
+    with pytest.warns(RuntimeWarning, match="workspace_limit"):
+        Backward.of(tuple(tensors), options).prepared(
+            WithoutData.of((1, 32, 128, 128), (1 << 19, 1 << 14, 128, 1), torch.float16, GPU), *tensors[:2], 1, 1, 1
+        )
+    bad = autograd.compile_ahead(tuple(tensors), ((0, 0), *OPTIONS[1:]))
+    assert isinstance(bad.exception(timeout=60), RuntimeError)
+
+
+def test_recorded_calls_compile_ahead_and_others_do_not(on_gpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(plain, "compile_ahead", lambda *call: asked.append(call))
+    monkeypatch.setattr(plain, "prepared", lambda *_: lambda *_: None)
+    tensors = tuple(on_gpu())
+    plain._recording(tensors, OPTIONS)
+    assert asked == [(tensors, OPTIONS)]
+    with torch.no_grad():
+        plain._recording(tensors, OPTIONS)
+    plain._recording(tuple(on_gpu(grads=(0, 0, 0))), OPTIONS)
+    plain._recording(tuple(torch.zeros(one.shape, requires_grad=True) for one in tensors), OPTIONS)
+    assert len(asked) == 1
+
+
+# The end
 
 
 EXITING = """

@@ -8,6 +8,7 @@ bytes with slots, and regions of scratch memory offsets in one allocation. An ex
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from gemmconv.kernels.base import restrided
 from gemmconv.kernels.forms import Fit, brought_to_form, launches, returned
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
-from gemmconv.runtime import executor, launch
+from gemmconv.runtime import executor, launch, pool
 
 _REGION_BYTES = 256  # what regions of scratch memory begin at a multiple of
 _MOST_BOUND = 64  # calls for tensors of different strides
@@ -48,7 +49,7 @@ class Call:
         new = {_kernel_of(step): step for step in steps if isinstance(step, Launch)}
         new = {key: step for key, step in new.items() if key not in self._kernels}
         if len(new) > 1 and self.device.type == "cuda":
-            launch.compile_ahead([(step.source, step.macros) for step in new.values()], self.device.index)
+            launch.compile_together([(step.source, step.macros) for step in new.values()], self.device.index)
         for key, step in new.items():
             self._kernels[key] = launch.load(step.source, step.macros, self.device.index, step.shared_bytes)
 
@@ -95,6 +96,18 @@ class Call:
             if isinstance(slot, TensorMapSpec)
         ]
         return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
+
+
+Compilations = list[tuple[str, Future[float | None]]]  # sources, and the seconds that each has taken
+
+
+def compile_ahead(steps: Callable[[], Iterable[Launch]], device: torch.device) -> Future[Compilations]:
+    """Work out some launches in another thread, and have the kernels compiled that a device wants for them."""
+
+    def work() -> Compilations:
+        return launch.compile_ahead(((step.source, step.macros) for step in steps()), launch.architecture(device.index))
+
+    return pool.submit(work, urgent=False)
 
 
 def _kernel_of(step: Launch) -> Hashable:

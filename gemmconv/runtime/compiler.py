@@ -36,12 +36,14 @@ class Compiled:
         log: the compiler's log; empty for a cache hit.
         registers: most registers a thread of any kernel in it uses; None for a cache hit.
         spill_bytes: bytes of register spills, stores and loads; None for a cache hit.
+        seconds: what it took; None for a cache hit.
     """
 
     cubin: bytes
     log: str = ""
     registers: int | None = None
     spill_bytes: int | None = None
+    seconds: float | None = None
 
 
 def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache | None = None) -> Compiled:
@@ -72,7 +74,8 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
             raise CancelledError from error
         flags = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
         raise CompileError(source_name, flags, f"{log.getvalue()}{error}", source) from error
-    _log.info("%s compiled for %s in %.0f ms", source_name, arch, 1e3 * (time.perf_counter() - start))
+    seconds = time.perf_counter() - start
+    _log.info("%s compiled for %s in %.0f ms", source_name, arch, 1e3 * seconds)
     if cache is not None and key is not None:
         cache.put(key, cubin)
     text = log.getvalue()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,15 @@ from cuda.core import Device, ObjectCode
 from gemmconv.errors import KernelError
 from gemmconv.runtime import pool
 from gemmconv.runtime.cache import default_cache
-from gemmconv.runtime.compiler import Macros, compile, is_cached
+from gemmconv.runtime.compiler import Compiled, Macros, compile, is_cached
 
 Extent3 = tuple[int, int, int]
 
 _SHARED_BYTES_UNASKED = 48 << 10  # of dynamic shared memory that any kernel may take
-_Key = tuple[str, tuple[tuple[str, Any], ...], int]  # source, macros, device
-_kernels: dict[_Key, Kernel] = {}
-_locks: dict[_Key, threading.Lock] = {}  # of who loads a kernel
+_Key = tuple[str, tuple[tuple[str, Any], ...]]  # source and macros
+_kernels: dict[tuple[_Key, int], Kernel] = {}  # by device
+_compiled: dict[tuple[_Key, str], Compiled] = {}  # by architecture, until it is loaded
+_locks: dict[Hashable, threading.Lock] = {}  # of who loads or compiles what
 
 
 class _Thread(threading.local):
@@ -170,51 +172,80 @@ def load(source_name: str, macros: Macros, device_index: int, shared_bytes: int 
     Raises:
         KernelError: it does not compile, which is a CompileError, or the driver does not load it.
     """
-    kernel = _loaded((source_name, tuple(sorted(macros.items())), device_index))
+    key = _key_of(source_name, macros)
+    if (kernel := _kernels.get((key, device_index))) is None:
+        with _lock_of((key, device_index)):
+            if (kernel := _kernels.get((key, device_index))) is None:
+                kernel = _kernels[key, device_index] = _load(key, device_index)
     kernel.allow(shared_bytes)
     return kernel
 
 
-def compile_ahead(wanted: Iterable[tuple[str, Macros]], device_index: int) -> None:
+def compile_together(wanted: Iterable[tuple[str, Macros]], device_index: int) -> None:
     """Have sources compiled by other threads, while this one goes on to :func:`load` them one after the other.
 
-    The first that is neither loaded nor in the cache is left to this thread, unless this one is to wait for another.
-    Errors are left to ``load`` too.
+    The first that is to be compiled is left to this thread, unless this one is to wait for another. Errors are left to
+    ``load`` too.
     """
     if not torch.cuda.is_initialized():  # nothing is launched here, and loading may be replaced
         return
-    keys = dict.fromkeys((source, tuple(sorted(macros.items())), device_index) for source, macros in wanted)
-    new = [key for key in keys if key not in _kernels]
-    if len(new) < 2:
-        return
-    arch, cache = architecture(device_index), default_cache()
-    begun = [key for key in new if _lock_of(key).locked()]
-    absent = [key for key in new if key not in begun and not is_cached(key[0], dict(key[1]), arch, cache)]
-    for key in absent if begun else absent[1:]:
-        pool.submit(partial(in_thread_of_device, device_index, partial(_loaded, key)), urgent=True)
-
-
-def in_thread_of_device(device_index: int, work: Callable[[], Any]) -> Any:
-    """What a thread does that has no context of the device yet."""
-    make_current(device_index)
-    return work()
-
-
-def _lock_of(key: _Key) -> threading.Lock:
-    return _locks.setdefault(key, threading.Lock())
-
-
-def _loaded(key: _Key) -> Kernel:
-    if (kernel := _kernels.get(key)) is None:
-        with _lock_of(key):  # who comes second waits rather than compiles
-            if (kernel := _kernels.get(key)) is None:
-                kernel = _kernels[key] = _load(*key)
-    return kernel
-
-
-def _load(source_name: str, macros: tuple[tuple[str, Any], ...], device_index: int) -> Kernel:
     arch = architecture(device_index)
-    compiled = compile(source_name, dict(macros), arch, cache=default_cache())
+    new = [key for key in _keys_of(wanted) if (key, device_index) not in _kernels]
+    if len(new) > 1:
+        begun = any(_lock_of((key, arch)).locked() for key in new)
+        for key in _absent(new, arch)[0 if begun else 1 :]:
+            pool.submit(partial(_compile, key, arch), urgent=True)
+
+
+def compile_ahead(wanted: Iterable[tuple[str, Macros]], arch: str) -> list[tuple[str, Future[float | None]]]:
+    """Have other threads compile what is neither in the cache nor being compiled, after what calls wait for.
+
+    Returns the sources, and the seconds that each will have taken. Calls no driver: a graph may be captured meanwhile.
+    """
+
+    def compile_one(key: _Key) -> float | None:
+        return _compile(key, arch).seconds
+
+    keys = _absent(_keys_of(wanted), arch)
+    return [(key[0], pool.submit(partial(compile_one, key), urgent=False)) for key in keys]
+
+
+def _keys_of(wanted: Iterable[tuple[str, Macros]]) -> Iterable[_Key]:
+    return dict.fromkeys(_key_of(*one) for one in wanted)
+
+
+def _key_of(source_name: str, macros: Macros) -> _Key:
+    return source_name, tuple(sorted(macros.items()))
+
+
+def _lock_of(what: Hashable) -> threading.Lock:
+    return _locks.setdefault(what, threading.Lock())
+
+
+def _absent(keys: Iterable[_Key], arch: str) -> list[_Key]:
+    """Those that are neither compiled nor being compiled."""
+    cache = default_cache()
+    return [
+        key
+        for key in keys
+        if (key, arch) not in _compiled
+        and not _lock_of((key, arch)).locked()
+        and not is_cached(key[0], dict(key[1]), arch, cache)
+    ]
+
+
+def _compile(key: _Key, arch: str) -> Compiled:
+    """What a source is compiled to. Of several threads that want it, one compiles."""
+    with _lock_of((key, arch)):
+        if (compiled := _compiled.get((key, arch))) is None:
+            compiled = _compiled[key, arch] = compile(key[0], dict(key[1]), arch, cache=default_cache())
+    return compiled
+
+
+def _load(key: _Key, device_index: int) -> Kernel:
+    arch, source_name = architecture(device_index), key[0]
+    compiled = _compile(key, arch)
+    _compiled.pop((key, arch), None)
     try:
         code = ObjectCode.from_cubin(compiled.cubin, name=source_name)
         return Kernel(code, kernel_name(source_name), device_index)
