@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
@@ -282,6 +283,22 @@ def test_recorded_calls_compile_ahead_and_others_do_not(on_gpu, monkeypatch):
     plain._recording(tuple(on_gpu(grads=(0, 0, 0))), OPTIONS)
     plain._recording(tuple(torch.zeros(one.shape, requires_grad=True) for one in tensors), OPTIONS)
     assert len(asked) == 1
+
+
+def test_dispatched_calls_compile_ahead_and_fake_tensors_do_not(on_gpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(autograd, "compile_ahead", lambda *call: asked.append(call))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    tensors = tuple(on_gpu())
+    ctx = SimpleNamespace(needs_input_grad=(True,) * 3, save_for_backward=lambda *_: None)
+    with FakeTensorMode():
+        fakes = [torch.empty(one.shape, device="cuda") for one in tensors]
+        autograd._conv_transpose2d_setup(ctx, (*fakes, *OPTIONS), fakes[0])
+    autograd._conv_transpose2d_setup(ctx, (*tensors, *OPTIONS), tensors[0])  # of a class that is not torch's
+    assert not asked
+    monkeypatch.setattr(autograd, "are_dense", lambda *_: True)
+    autograd._conv_transpose2d_setup(ctx, (*tensors, *OPTIONS), tensors[0])
+    assert asked == [(tensors, OPTIONS)]
 
 
 # The end
