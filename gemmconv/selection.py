@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -445,7 +445,7 @@ def compilations_of(program: Program, config: Config) -> Compilations:
     """What a call of a program compiles, with tensors in the configuration's format: each once."""
     p = config.problem
     shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
-    of = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
+    of: dict[str, Any] = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
     tensors = [torch.empty(shapes[name], **of) if name in shapes else None for name in program.arguments]
     steps = launches(program, tuple(tensors), config.device)
     return tuple(dict.fromkeys((step.source, tuple(sorted(step.macros.items()))) for step in steps))

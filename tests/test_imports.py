@@ -1,4 +1,5 @@
-"""Imports point one way: module, functional, ops, validation and geometry, selection, algorithms, kernels, runtime."""
+"""Imports point one way: warmup, module, functional, ops, validation and geometry, selection, algorithms, kernels,
+runtime."""
 
 import ast
 import subprocess
@@ -13,7 +14,7 @@ from benchmarks.map import imported_modules
 PACKAGE = Path(gemmconv.__file__).parent
 
 # From the top down. A part may import what lies below it, but only the kernels may reach the runtime.
-LAYERS = ["module", "functional", "ops", "selection", "algorithms", "kernels", "runtime"]
+LAYERS = ["warmup", "module", "functional", "ops", "selection", "algorithms", "kernels", "runtime"]
 
 # The modules of ops, from the top down. One may import those below it.
 OPS = ["plain", "__init__", "autograd", "transforms", "autocast", "implementation", "schemas"]
@@ -143,6 +144,7 @@ def test_import_gemmconv_offers_the_public_names():
         "explain",
         "CompileError",
         "Problem",
+        "warmup",
     }
     assert set(gemmconv.__all__) - {"__version__"} == names
     assert all(hasattr(gemmconv, name) for name in (*gemmconv.__all__, "__version__"))

@@ -74,6 +74,7 @@ def loader(monkeypatch):
         return (int(value > 227 << 10) and launch.driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_locks", {})
     monkeypatch.setattr(launch, "compile", loader.compile)
     monkeypatch.setattr(launch, "is_cached", lambda source, *_: source in loader.cached)

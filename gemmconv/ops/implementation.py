@@ -248,6 +248,25 @@ def ahead_of(key: Hashable, device: torch.device, launches: Callable[[], Iterabl
     return future
 
 
+def compile_forward_ahead(tensors: Tensors, arguments: Arguments) -> Future[Any] | None:
+    """Choose and compile in the background what a forward pass wants; see :func:`ahead_of`."""
+    given = tuple(map(without_data, tensors))
+    key = "forward", *map(signature, tensors), repr(arguments)
+    return ahead_of(key, given[0].device, lambda: launches_of("forward", given, None, arguments))
+
+
+def layer_programs(config: Config, backward: bool) -> list[Program]:
+    """The programs of a layer's forward pass and of its gradients; none of what torch's operator computes."""
+    programs = programs_of("forward", config, config, "auto", "conv_transpose2d")
+    if backward:
+        of_gradients, shape = replace(config, bias=False), config.problem.output_shape
+        programs += programs_of("grads", of_gradients, of_gradients, "auto", "conv_transpose2d_grads")
+        grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
+        of_bias = _bias_grad_program(replace(_config_of_gradient(grad), spec=config.spec)) if config.bias else None
+        programs += [] if of_bias is None else [of_bias]
+    return programs
+
+
 def without_data(tensor: Tensor | None) -> Any:
     """A tensor of the same shape, strides, dtype and device."""
     return None if tensor is None else WithoutData.of(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

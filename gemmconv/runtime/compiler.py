@@ -84,6 +84,7 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
         text,
         registers=max(map(int, re.findall(r"Used (\d+) registers", text)), default=None),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", text))),
+        seconds=seconds,
     )
 
 
