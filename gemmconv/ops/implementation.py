@@ -133,7 +133,7 @@ def prepared(
                 of_bias = _bias_grad_program(_config_of_gradient(first)) if with_bias else None
                 if of_bias is not None:
                     program = one_after_the_other(program.arguments, program, of_bias)
-                of_program: Any = program.prepare(first.device)
+                of_program: Any = program.prepare(config.device)
                 call = of_program.bind(*tensors)
                 return _with_bias(call) if with_bias and of_bias is None else call
             if direction == "grads":
@@ -215,7 +215,7 @@ def launches_of(
         programs.append(of_bias)
     given = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
     named = [(program, tuple(given[name] for name in program.arguments)) for program in programs]
-    return [launch for program, operands in named for launch in launches(program, operands, first.device)]
+    return [launch for program, operands in named for launch in launches(program, operands, config.device)]
 
 
 def programs_of(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> list[Program]:

@@ -111,7 +111,8 @@ def _let_cancel(program: Program) -> None:
     with contextlib.suppress(Exception):
         library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
         callback = ctypes.cast(library.atoi, ctypes.c_void_p).value
-        nvrtc.nvrtcSetFlowCallback(program.handle, callback, ctypes.addressof(_cancelled))
+        if isinstance(handle := program.handle, nvrtc.nvrtcProgram):
+            nvrtc.nvrtcSetFlowCallback(handle, callback, ctypes.addressof(_cancelled))
 
 
 def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:
