@@ -26,13 +26,13 @@ def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> Non
 
     All kernels are compiled at the same time, those of backward passes too. Where the model is on the CPU there are
     none, and it is run alone. Parameters, buffers, gradients, training flags and torch's random states are afterwards
-    what they were; for that parameters and buffers are copied meanwhile. Autocast and the grad modes that are on have
-    their effect, so call it where the model will be called.
+    what they were; for that parameters and buffers are copied meanwhile. Autocast has its effect, if it is on.
 
     Args:
-        model: any module, converted, on its device, in the mode (``train()``, ``eval()``) of the steps to come.
+        model: any module, converted, on its device, in the mode (``train()``, ``eval()``) of the steps to come; one
+            for distributed training before it is wrapped.
         example_inputs: what it is called with; of tensors only shapes, strides, dtypes and devices matter.
-        backward: whether a backward pass to all that requires gradients is run too.
+        backward: whether gradients are recorded, and a backward pass to all that requires them is run too.
 
     Raises:
         TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
@@ -47,8 +47,12 @@ def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> Non
         validation.fail(TypeError, "warmup", "backward", "be True or False", repr(backward))
     tensors = [one for one in (*_state(model), *tree_leaves(example_inputs)) if isinstance(one, Tensor)]
     gpus = sorted({one.device.index for one in tensors if one.is_cuda})
-    grads = torch.is_grad_enabled() or backward
-    with torch.inference_mode(False), torch.set_grad_enabled(grads), torch.random.fork_rng(gpus), _left_as_it_is(model):
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(backward),
+        torch.random.fork_rng(gpus),
+        _left_as_it_is(model),
+    ):
         if gpus:
             _compile(_calls_of(model, example_inputs), backward)
         _run(model, example_inputs, backward)
