@@ -12,6 +12,7 @@ from gemmconv.functional import col2im, conv_transpose2d, im2col
 from gemmconv.geometry import Problem
 from gemmconv.module import ConvTranspose2d, convert
 from gemmconv.selection import explain
+from gemmconv.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -24,4 +25,5 @@ __all__ = [
     "convert",
     "explain",
     "im2col",
+    "warmup",
 ]

@@ -1,4 +1,5 @@
-"""``python -m gemmconv``: compare the algorithms with torch on a layer of your own, or on the demo's five."""
+"""``python -m gemmconv``: compare the algorithms with torch on a layer of your own, or on the demo's five; compile a
+layer's kernels ahead."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import torch
 from gemmconv import __version__
 from gemmconv.compare import require_demo_extra
 from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, shrink
-from gemmconv.kernels.base import Precision
-from gemmconv.selection import torch_precision
+from gemmconv.device import KNOWN, Capability, named, spec_of
+from gemmconv.kernels.base import Config, Precision, why_no_kernels
+from gemmconv.selection import compilations_of, is_deterministic, torch_precision
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 
@@ -29,6 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     command: argparse.ArgumentParser = arguments.parser
+    if arguments.command == "warmup":
+        try:
+            return _warmup(*_warmup_config(arguments), arguments.backward)
+        except ValueError as error:
+            command.error(str(error))
+        except ModuleNotFoundError as error:
+            command.error(
+                f"compiling needs the CUDA packages, got {error}; install gemmconv[cuda13] or gemmconv[cuda12]"
+            )
     try:
         device, precision = _device(arguments.device), arguments.precision
         dtype = _DTYPES[arguments.dtype]
@@ -50,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gemmconv", description="Transposed convolutions as matrix products.")
     parser.add_argument("--version", action="version", version=f"gemmconv {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{compare,demo}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{compare,demo,warmup}")
     for name, text in (
         ("compare", "measure error, times and workspace of every algorithm on one layer"),
         ("demo", "the same on five layers that are hard for a library"),
@@ -58,12 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}, beside torch.")
         command.set_defaults(parser=command)
         command.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
-        command.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="default: float32")
-        command.add_argument(
-            "--precision",
-            choices=("ieee", "tf32"),
-            help="rounding of float32 products in gemmconv (default: as torch's convolutions are set)",
-        )
+        _add_types(command)
         command.add_argument(
             "--full-size",
             action="store_true",
@@ -78,7 +85,82 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "compare":
             add_layer_arguments(command)
+    text = "compile the kernels of one layer into the cache, for a GPU that need not be here"
+    command = commands.add_parser("warmup", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.set_defaults(parser=command)
+    text = 'cuda, cuda:1, or a name such as "NVIDIA H100 80GB HBM3" or A100 (default: cuda where there is one)'
+    command.add_argument("--device", help=text)
+    _add_types(command)
+    command.add_argument("--channels-last", action="store_true", help="tensors are in channels_last")
+    text = "compile those of a backward pass to input, weight and bias too (default: --backward)"
+    command.add_argument("--backward", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add_layer_arguments(command, by_size=True)
     return parser
+
+
+def _add_types(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="default: float32")
+    command.add_argument(
+        "--precision",
+        choices=("ieee", "tf32"),
+        help="rounding of float32 products in gemmconv (default: as torch's convolutions are set)",
+    )
+
+
+def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
+    """What the layer is computed on and how, and the compute capability to compile for."""
+    text, dtype, layer = arguments.device or "cuda", _DTYPES[arguments.dtype], layer_from_arguments(arguments)
+    if text.startswith("cuda") and torch.cuda.is_available():
+        where = _device(text)
+        spec, capability = spec_of(where), torch.cuda.get_device_capability(where)
+    else:
+        where = torch.device("cuda", 0)
+        try:
+            spec = named(text)
+        except ValueError:
+            rule = f"cuda or cuda:INDEX of a device that is here, or one of {', '.join(KNOWN)}"
+            raise ValueError(f"argument --device: must be {rule}, got {text!r}") from None
+        capability = spec.capability
+    _check_precision(arguments.precision, dtype, where)
+    current = torch_precision(dtype, where)
+    config = Config(
+        layer.problem,
+        dtype,
+        where,
+        arguments.precision or current,
+        torch_precision=current,
+        memory_format=torch.channels_last if arguments.channels_last else torch.contiguous_format,
+        bias=layer.bias,
+        spec=spec,
+        deterministic=is_deterministic("auto", where, spec),
+    )
+    if (reason := why_no_kernels(where, spec)) is not None:
+        raise ValueError(f"argument --device: {reason}")
+    return config, capability
+
+
+def _warmup(config: Config, capability: Capability, backward: bool) -> int:
+    """Compile and print. Returns the exit status: 1 where a kernel did not compile."""
+    from gemmconv.ops.implementation import layer_programs
+    from gemmconv.runtime.launch import architecture_of, compile_ahead
+    from gemmconv.warmup import show_progress
+
+    start, arch = time.perf_counter(), architecture_of(capability)
+    wanted = [one for program in layer_programs(config, backward) for one in compilations_of(program, config)]
+    wanted = list(dict.fromkeys(wanted))
+    compilations = compile_ahead([(source, dict(macros)) for source, macros in wanted], arch)
+    show_progress([future for _, future in compilations])
+    print(f"gemmconv {__version__}, kernels for an {config.spec.name} ({arch}):")
+    for source, future in compilations:
+        error = future.exception()
+        took = f"{1e3 * (future.result() or 0):.0f} ms" if error is None else f"failed: {error}"
+        print(f"  {source:<34} {took}")
+    failed = sum(future.exception() is not None for _, future in compilations)
+    there, seconds = len(wanted) - len(compilations), time.perf_counter() - start
+    print(f"{len(compilations) - failed} compiled, {there} in the cache already, {failed} failed, in {seconds:.1f} s")
+    if not wanted:
+        print("torch's operator computes this layer there")
+    return int(failed > 0)
 
 
 def _device(text: str | None) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,12 @@ from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
+from gemmconv.kernels.forms import launches
 from gemmconv.kernels.layout.transpose import grad_turning_seconds, turned_seconds
 from gemmconv.kernels.program import Program
 from gemmconv.validation import choice, made_problem, place
+
+Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
 _MOST_STEPS = 12  # of a program, in a report of explain
@@ -301,6 +304,7 @@ class Explanation:
             they may share work, so that they need not be those of one gradient alone.
         program: what the call does, step by step; None where it is torch's operator, and on the CPU.
         gradients_turned: whether these compute in channels_last, of tensors in NCHW that are turned round.
+        compilations: what a first call with tensors in this format compiles, as sources with their sorted macros.
     """
 
     algorithm: str
@@ -314,6 +318,7 @@ class Explanation:
     gradients: tuple[str, str]
     program: Program | None = None
     gradients_turned: bool = False
+    compilations: Compilations = ()
 
     def __str__(self) -> str:
         p, c = self.config.problem, self.config
@@ -335,6 +340,8 @@ class Explanation:
             if len(steps) > _MOST_STEPS:
                 steps = [*steps[:_MOST_STEPS], f"  and {len(steps) - _MOST_STEPS} more"]
             lines += [f"  program  {head}", *(f"         {step}" for step in steps)]
+            count = len(self.compilations)
+            lines.append(f"  compiles {count} kernel{'s' * (count != 1)}, unless they are in the cache")
         for name, reason in self.reasons.items():
             memory = f"; workspace {self.workspace_bytes[name]:,} bytes" if self.workspace_bytes.get(name) else ""
             lines.append(f"  {name:<12} {reason}{memory}")
@@ -429,7 +436,19 @@ def explain(
     names = gradients.input_grad.name, gradients.weight_grad.name
     taken = chosen.name, choice_made.kernel.name, choice_made.tile_text
     program = choice_made.program(config, direction) if where.type == "cuda" else None
-    return Explanation(*taken, reasons, kernels, config, direction, workspace, names, program, gradients.turned)
+    compilations = () if program is None else compilations_of(program, config)
+    how = program, gradients.turned, compilations
+    return Explanation(*taken, reasons, kernels, config, direction, workspace, names, *how)
+
+
+def compilations_of(program: Program, config: Config) -> Compilations:
+    """What a call of a program compiles, with tensors in the configuration's format: each once."""
+    p = config.problem
+    shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
+    of: dict[str, Any] = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
+    tensors = [torch.empty(shapes[name], **of) if name in shapes else None for name in program.arguments]
+    steps = launches(program, tuple(tensors), config.device)
+    return tuple(dict.fromkeys((step.source, tuple(sorted(step.macros.items()))) for step in steps))
 
 
 def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:

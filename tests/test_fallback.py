@@ -504,7 +504,7 @@ def test_gpu_calls_take_torchs_operator_where_kernels_fail(trouble, monkeypatch,
 
     compiled, macros_of_col2im = launch.compile, col2im.col2im_macros(PROBLEM, torch.float32, torch.float32)
     monkeypatch.setattr(launch, "compile", compile)
-    launch._load.cache_clear()
+    launch._kernels.clear()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -515,7 +515,7 @@ def test_gpu_calls_take_torchs_operator_where_kernels_fail(trouble, monkeypatch,
         with pytest.raises(KernelError):
             gemmconv.conv_transpose2d(*images_and_weight, stride=4, algorithm="direct")
     finally:
-        launch._load.cache_clear()
+        launch._kernels.clear()
 
 
 def test_fused_says_first_what_is_missing(gpu_at_hand, monkeypatch):

@@ -76,7 +76,7 @@ def test_imports_table_knows_every_module_of_ops():
 
 def test_imports_table_knows_every_part_of_the_package():
     parts = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name[0] not in "_."}
-    front_ends = {"compare", "demo", "csrc", "py.typed", "py"}  # they may use the whole package
+    front_ends = {"compare", "demo", "warmup", "csrc", "py.typed", "py"}  # they may use the whole package
     data = {"costs"}
     assert parts - front_ends - data == set(PARTS)
 
@@ -143,6 +143,7 @@ def test_import_gemmconv_offers_the_public_names():
         "explain",
         "CompileError",
         "Problem",
+        "warmup",
     }
     assert set(gemmconv.__all__) - {"__version__"} == names
     assert all(hasattr(gemmconv, name) for name in (*gemmconv.__all__, "__version__"))

@@ -1,11 +1,13 @@
 """Compiling every kernel for every architecture without a GPU, compile errors, and the cache on disk."""
 
+import errno
 import math
 import multiprocessing
 import os
 import pickle
 import shutil
 import stat
+import tempfile
 import warnings
 from collections import Counter
 
@@ -668,6 +670,26 @@ def test_cache_that_stops_being_writable_warns_once_and_compiling_works(tmp_path
         for _ in range(2):
             assert compiler.compile(*SMALL, "sm_90a", cache=cache).cubin[:4] == b"\x7fELF"
     assert len([warning for warning in caught if "cache" in str(warning.message)]) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_cache_for_reading_alone_is_read_and_says_nothing(number, tmp_path, compile_counter, monkeypatch):
+    compiler.compile(*SMALL, "sm_90a", cache=KernelCache(tmp_path / "kernels"))
+
+    def refused(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    for name in ("utime", "unlink", "replace"):
+        monkeypatch.setattr(os, name, refused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = KernelCache(tmp_path / "kernels")
+        compiler.compile(*SMALL, "sm_90a", cache=cache)
+        assert len(compile_counter) == 1
+        for _ in range(2):
+            assert compiler.compile(*SMALL, "sm_80", cache=cache).cubin[:4] == b"\x7fELF"
+    assert len(compile_counter) == 3
 
 
 def test_cache_may_be_filled_by_several_processes_at_once(tmp_path):

@@ -319,3 +319,19 @@ def test_direct_names_the_rule_and_the_value(changes, reason):
     config = config_of(problem, torch.float64, "ieee")
     for direction in ("forward", "input_grad", "weight_grad"):
         assert Direct().why_not(config, direction) == reason
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
+def test_explain_lists_what_a_pass_compiles(direction, memory_format):
+    problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
+    how = {"dtype": torch.float16, "direction": direction, "memory_format": memory_format}
+    report = gemmconv.explain(problem, gpu="H100", algorithm="gemm_col2im", **how)
+    sources = [source for source, _ in report.compilations]
+    assert len({*report.compilations}) == len(sources) > 0
+    assert any(source.startswith("layout/") for source in sources) == (memory_format is torch.channels_last)
+    assert f"compiles {len(sources)} kernel" in str(report)
+    for kind in ({"device": "cpu"}, {"gpu": "H100", "algorithm": "native"}):
+        other = gemmconv.explain(problem, **how, **kind)
+        assert other.compilations == ()
+        assert "compiles" not in str(other)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from gemmconv.kernels.splits.reduce_splits import sum_partials
 _COST = costs_of("gemm_col2im")
 _LAUNCH_SECONDS, _WEIGHTS_RATE = _COST.table("launch_seconds"), _COST.table("weights_rate")
 _FFMA_RATE, _TF32_RATE = _COST.table("ffma_rate"), _COST.table("tf32_rate")
+
+ahead = ContextVar("ahead", default=False)  # whether calls are thought of that nobody has made yet
 
 _INT32_MAX = 2**31 - 1
 _OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
@@ -206,7 +209,7 @@ def _column_elements(problem: Problem, chunks: Chunking) -> int:
 
 def _say_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Pass) -> None:
     needed = algorithm.workspace_bytes(config, direction)
-    if needed > config.workspace_limit:
+    if needed > config.workspace_limit and not ahead.get():
         warnings.warn(
             f"gemm_col2im: workspace_limit={config.workspace_limit} bytes is less than the smallest piece of this "
             f"layer's {direction} needs; it takes {needed} bytes",

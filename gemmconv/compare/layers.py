@@ -126,6 +126,15 @@ def natural_pair(text: str) -> tuple[int, int]:
     return _pair(text, least=0)
 
 
+def image_shape(text: str) -> tuple[int, int, int]:
+    """Argument type: ``8,32,32``, images with their height and width, each at least 1."""
+    parts = text.replace("x", ",").split(",")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"must be three integers as in 8,32,32, got {text!r}")
+    images, height, width = (_integer(part, 1) for part in parts)
+    return images, height, width
+
+
 def _integer(text: str, least: int) -> int:
     try:
         value = int(text)
@@ -144,23 +153,32 @@ def _pair(text: str, least: int) -> tuple[int, int]:
     return values[0], values[-1]
 
 
-def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that describe one layer. Names and defaults are those of ``torch.nn.ConvTranspose2d``."""
+def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) -> None:
+    """Add the flags that describe one layer. Names and defaults are those of ``torch.nn.ConvTranspose2d``.
+
+    With ``by_size`` one flag says how many images there are, and of what size.
+    """
     group = parser.add_argument_group(
         "layer",
         "arguments of torch.nn.ConvTranspose2d, and the input's size; a pair is 3 or 3x5 (height, width)",
     )
-    group.add_argument("--batch", type=positive, default=1, metavar="N", help="images in the input (default: 1)")
+    if not by_size:
+        group.add_argument("--batch", type=positive, default=1, metavar="N", help="images in the input (default: 1)")
     group.add_argument("--in-channels", type=positive, required=True, metavar="C")
     group.add_argument("--out-channels", type=positive, required=True, metavar="C")
-    group.add_argument("--kernel", type=positive_pair, required=True, metavar="K", help="kernel size")
+    kernel = "--kernel-size" if by_size else "--kernel"
+    group.add_argument(kernel, dest="kernel", type=positive_pair, required=True, metavar="K", help="kernel size")
     group.add_argument("--stride", type=positive_pair, default=(1, 1), metavar="S", help="default: 1")
     group.add_argument("--padding", type=natural_pair, default=(0, 0), metavar="P", help="default: 0")
     group.add_argument("--output-padding", type=natural_pair, default=(0, 0), metavar="P", help="default: 0")
     group.add_argument("--dilation", type=positive_pair, default=(1, 1), metavar="D", help="default: 1")
     group.add_argument("--groups", type=positive, default=1, metavar="G", help="default: 1")
-    group.add_argument("--height", type=positive, required=True, metavar="H", help="rows of the input")
-    group.add_argument("--width", type=positive, required=True, metavar="W", help="columns of the input")
+    if by_size:
+        text = "images, rows and columns of the input"
+        group.add_argument("--size", type=image_shape, required=True, metavar="N,H,W", help=text)
+    else:
+        group.add_argument("--height", type=positive, required=True, metavar="H", help="rows of the input")
+        group.add_argument("--width", type=positive, required=True, metavar="W", help="columns of the input")
     group.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True, help="default: --bias")
 
 
@@ -171,13 +189,14 @@ def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
         ValueError: the values do not fit together; the message says which.
     """
     channels, groups = arguments.out_channels, arguments.groups
+    batch, *size = arguments.size if "size" in arguments else (arguments.batch, arguments.height, arguments.width)
     for flag, value in (("--in-channels", arguments.in_channels), ("--out-channels", channels)):
         if value % groups:
             raise ValueError(f"{flag} must be divisible by --groups, got {value} and {groups}")
     try:
         problem = validation.problem(
             "layer",
-            (arguments.batch, arguments.in_channels, arguments.height, arguments.width),
+            (batch, arguments.in_channels, *size),
             (arguments.in_channels, channels // groups, *arguments.kernel),
             arguments.stride,
             arguments.padding,

@@ -1,26 +1,22 @@
 """From a :class:`Program` to calls: what is prepared once for tensors of some strides, and done at every call.
 
-For the strides at hand, operands in the other format get a transposition in front of the program's steps, outputs one
-behind them; what no kernel can transpose, torch copies. Names become indices of addresses, params bytes with slots, and
-regions of scratch memory offsets in one allocation. An executor of :mod:`gemmconv.runtime.executor` does the rest.
+:mod:`gemmconv.kernels.forms` completes the program for the strides at hand. Names become indices of addresses, params
+bytes with slots, and regions of scratch memory offsets in one allocation. An executor of
+:mod:`gemmconv.runtime.executor` does the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from gemmconv.kernels.base import restrided, strides_of
-from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposition
-from gemmconv.kernels.program import At, Gemm, Launch, Operand, Output, Program, Step, TensorMapSpec, Zero
-from gemmconv.runtime import executor, launch
-
-Fit = Callable[[torch.Tensor], torch.Tensor]
-Tensors = tuple[torch.Tensor | None, ...]
+from gemmconv.kernels.base import restrided
+from gemmconv.kernels.forms import Fit, brought_to_form, launches, returned
+from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
+from gemmconv.runtime import executor, launch, pool
 
 _REGION_BYTES = 256  # what regions of scratch memory begin at a multiple of
 _MOST_BOUND = 64  # calls for tensors of different strides
@@ -33,9 +29,7 @@ class Call:
         self.program, self.device = program, device
         self._bound: dict[Hashable, Callable[..., Any]] = {}
         self._kernels: dict[Hashable, launch.Kernel] = {}
-        for step in program.steps:
-            if isinstance(step, Launch):
-                self._kernel(step)
+        self._load(program.steps)
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         key = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
@@ -48,21 +42,22 @@ class Call:
 
     def load(self, *tensors: torch.Tensor | None) -> None:
         """Load all kernels for tensors of the strides that these have, which may be without data."""
-        _, program, _ = brought_to_form(self.program, tensors, self.device)
-        for step in returned(program)[0].steps:
-            if isinstance(step, Launch):
-                self._kernel(step)
+        self._load(launches(self.program, tensors, self.device))
 
-    def _kernel(self, step: Launch) -> launch.Kernel:
-        key = step.source, tuple(step.macros.items()), step.shared_bytes
-        if key not in self._kernels:
+    def _load(self, steps: Iterable[Step]) -> None:
+        """Load the kernels of some steps, which are compiled at the same time."""
+        new = {_kernel_of(step): step for step in steps if isinstance(step, Launch)}
+        new = {key: step for key, step in new.items() if key not in self._kernels}
+        if len(new) > 1 and self.device.type == "cuda":
+            launch.compile_together([(step.source, step.macros) for step in new.values()], self.device.index)
+        for key, step in new.items():
             self._kernels[key] = launch.load(step.source, step.macros, self.device.index, step.shared_bytes)
-        return self._kernels[key]
 
     def bind(self, *tensors: torch.Tensor | None) -> Callable[..., Any]:
         """The call for tensors of the strides that these have."""
         fits, program, channels_last = brought_to_form(self.program, tensors, self.device)
         program, made, after = returned(program)
+        self._load(program.steps)
         offsets, scratch_bytes = _laid_out(program)
         names = [one.name for one in program.outputs] + [one.name for one in program.operands]
         index_of = {name: (i, 0) for i, name in enumerate(names)}
@@ -92,7 +87,7 @@ class Call:
         if isinstance(step, Gemm):
             of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in step.operands]
             return executor.Gemm(step.extents, of, step.batch, step.transposed, step.tf32, step.accumulates)
-        kernel = self._kernel(step)
+        kernel = self._kernels[_kernel_of(step)]
         params, slots = step.laid_out(channels_last)
         pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
         maps = [
@@ -101,6 +96,22 @@ class Call:
             if isinstance(slot, TensorMapSpec)
         ]
         return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
+
+
+Compilations = list[tuple[str, Future[float | None]]]  # sources, and the seconds that each has taken
+
+
+def compile_ahead(steps: Callable[[], Iterable[Launch]], device: torch.device) -> Future[Compilations]:
+    """Work out some launches in another thread, and have the kernels compiled that a device wants for them."""
+
+    def work() -> Compilations:
+        return launch.compile_ahead(((step.source, step.macros) for step in steps()), launch.architecture(device.index))
+
+    return pool.submit(work, urgent=False)
+
+
+def _kernel_of(step: Launch) -> Hashable:
+    return step.source, tuple(step.macros.items()), step.shared_bytes
 
 
 def _of_any(
@@ -175,76 +186,6 @@ def _several(
     return call
 
 
-def brought_to_form(program: Program, tensors: Tensors, device: torch.device) -> tuple[list[Fit | None], Program, bool]:
-    """What torch does to each operand, the program with transpositions of others, and whether the weight is in
-    channels_last."""
-    given = dict(zip(program.arguments, tensors, strict=False))
-    fits: list[Fit | None] = []
-    operands, before, names, scratch, channels_last = [], list[Step](), dict[str, str](), dict[str, int](), False
-    for operand in program.operands:
-        tensor = given.get(operand.given_as)
-        fit: Fit | None = None
-        if tensor is not None and operand.form is None:
-            if not tensor.is_contiguous():
-                channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
-                fit = None if channels_last else torch.Tensor.contiguous
-        elif tensor is not None and operand.form is not None:
-            if not tensor.is_contiguous(memory_format=operand.form):
-                transposed = _transposed(operand, tensor, device)
-                if transposed is None:
-                    fit = partial(torch.Tensor.contiguous, memory_format=operand.form)
-                elif operand.columns:
-                    fit = Call(transposed, device)
-                else:
-                    (step,), (source,) = transposed.steps, transposed.operands
-                    names[operand.name] = f"{operand.name} transposed"
-                    before.append(step.renamed({"source": operand.name, "target": names[operand.name]}))
-                    scratch[names[operand.name]] = tensor.numel() * program.dtype.itemsize
-                    operand = replace(operand, alignment=source.alignment)
-            if operand.columns:
-                fit = partial(_widened, fit=fit, columns=operand.columns)
-        fits.append(fit)
-        operands.append(operand)
-    steps = (*before, *(step.renamed(names) for step in program.steps))
-    new = replace(program, operands=tuple(operands), steps=steps, scratch={**scratch, **program.scratch})
-    return fits, new, channels_last
-
-
-def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) -> Program | None:
-    """A program that brings an operand to its form, None where torch is to: of weights, which are small."""
-    assert operand.form is not None
-    given = other_format(operand.form)
-    if operand.given_as == "weight" or device.type != "cuda" or tensor.dim() != 4 or not takes_the_kernel(tensor.shape):
-        return None
-    if not tensor.is_contiguous(memory_format=given):
-        return None
-    step, alignment = transposition(tuple(tensor.shape), tensor.dtype.itemsize, operand.form)
-    target = Output("target", tuple(tensor.shape), strides_of(tensor.shape, operand.form))
-    return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
-
-
-def returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tuple[int, Any]]]:
-    """The program with transpositions of outputs; shape and strides of what is allocated; what torch copies then."""
-    made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
-    for i, output in enumerate(program.outputs):
-        strides, written = output.strides, output.written
-        if written is not None and (other := strides_of(output.shape, written)) != strides:
-            if is_same_memory(output.shape):
-                pass
-            elif takes_the_kernel(output.shape):
-                names[output.name] = f"{output.name} written"
-                wanted = other_format(written)
-                step, _ = transposition(output.shape, program.dtype.itemsize, wanted)
-                behind.append(step.renamed({"source": names[output.name], "target": output.name}))
-                scratch[names[output.name]] = torch.Size(output.shape).numel() * program.dtype.itemsize
-            else:
-                after.append((i, strides))
-                strides = other
-        made.append((output.shape, strides))
-    steps = (*(step.renamed(names) for step in program.steps), *behind)
-    return replace(program, steps=steps, scratch={**scratch, **program.scratch}), made, after
-
-
 def _laid_out(program: Program) -> tuple[dict[str, int], int]:
     """Where each region of the scratch memory begins, and bytes in all.
 
@@ -276,10 +217,3 @@ def _laid_out(program: Program) -> tuple[dict[str, int], int]:
         offsets[name] = offset
         total = max(total, offset + sizes[name])
     return offsets, total
-
-
-def _widened(tensor: torch.Tensor, fit: Fit | None, columns: int) -> torch.Tensor:
-    """A tensor with columns of zeros beside its rows, after ``fit``."""
-    fitted = tensor if fit is None else fit(tensor)
-    # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
-    return torch.nn.functional.pad(fitted, (0, columns)).contiguous()

@@ -9,6 +9,7 @@ im2col and col2im are each other's derivative.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,19 @@ from torch.autograd import forward_ad
 
 from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.kernels.base import strides_of, with_strides
+from gemmconv.kernels.program import Launch
 from gemmconv.ops.autocast import EVERY_KEY
-from gemmconv.ops.implementation import bias_gradient, prepared
-from gemmconv.ops.schemas import OPERATORS, Arguments, Tensors, of_plain, register
+from gemmconv.ops.implementation import ahead_of, bias_gradient, launches_of, prepared, signature, without_data
+from gemmconv.ops.schemas import (
+    OPERATORS,
+    Arguments,
+    Tensors,
+    WithoutData,
+    checked_problem,
+    memory_format,
+    of_plain,
+    register,
+)
 from gemmconv.ops.transforms import (
     Rules,
     carry,
@@ -91,9 +102,7 @@ class Backward(NamedTuple):
         self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
     ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """What computes the same from tensors of such strides, without the dispatcher."""
-        strides = self.weight_strides
-        if strides == strides_of(self.weight_shape, torch.contiguous_format):
-            strides = None
+        strides = self._weight_format()
         if of_input and of_weight:
             call = prepared("grads", (grad, input, weight), None, self.options, strides, of_bias)
             return call if of_bias else lambda grad, input, weight: (*call(grad, input, weight), None)
@@ -110,6 +119,45 @@ class Backward(NamedTuple):
             return lambda grad, input, weight: (None, one(grad, input), None)
         return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
 
+    def launches(
+        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
+    ) -> list[Launch]:
+        """The launches of what :meth:`prepared` returns, from tensors that may be without data."""
+        strides = self._weight_format()
+        if of_input and of_weight:
+            return launches_of("grads", (grad, input, weight), None, self.options, strides, of_bias)
+        if of_input:
+            return launches_of("input_grad", (grad, weight), tuple(self.input_size), self.options, None, of_bias)
+        if of_weight:
+            sizes = tuple(self.weight_shape[2:])
+            return launches_of("weight_grad", (grad, input), sizes, self.options, strides, of_bias)
+        return []
+
+    def _weight_format(self) -> tuple[int, ...] | None:
+        """The strides of the weight's gradient, None where they are those of a contiguous tensor."""
+        strides = self.weight_strides
+        return None if strides == strides_of(self.weight_shape, torch.contiguous_format) else strides
+
+
+def compile_ahead(tensors: Tensors, options: Arguments) -> Future[Any] | None:
+    """Choose and compile in the background what a call's backward pass, if one follows, is expected to want.
+
+    That is the gradients of all tensors that require one, from a grad_output in the output's format.
+
+    Args:
+        tensors, options: of the operator's call; the bias may be None.
+    """
+    asked = [one is not None and one.requires_grad for one in tensors]
+    backward, (input, weight, bias) = Backward.of(tensors, options), map(without_data, tensors)
+
+    def launches() -> list[Launch]:
+        problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
+        strides = strides_of(problem.output_shape, memory_format(input, weight))
+        grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
+        return backward.launches(grad, input, weight, *asked)
+
+    return ahead_of((*map(signature, tensors), *asked, repr(options)), input.device, launches)
+
 
 # Gradients. That of a setting is None.
 
@@ -124,6 +172,9 @@ def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None
     ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
     ctx.of_backward = Backward.of(inputs, inputs[3:])
     ctx.has_bias, ctx.options, ctx.output_shape = len(inputs) > 2, inputs[3:], output.shape
+    tensors = input, weight, inputs[2] if ctx.has_bias else None
+    if input.is_cuda and not in_a_mode(or_profiled=False) and are_dense(*tensors):
+        compile_ahead(tensors, ctx.options)
 
 
 def is_asked_for(ctx: Any, index: int) -> bool:

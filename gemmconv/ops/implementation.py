@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import marshal
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from gemmconv import selection
 from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
+from gemmconv.algorithms.gemm_col2im import ahead
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import (
@@ -27,14 +29,17 @@ from gemmconv.kernels.base import (
     why_no_kernels,
     with_strides,
 )
+from gemmconv.kernels.forms import launches
 from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
-from gemmconv.kernels.program import Program, Strides, one_after_the_other
+from gemmconv.kernels.program import Launch, Program, Strides, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
 from gemmconv.ops.schemas import (
+    ARGUMENT_NAMES,
     Arguments,
     Options,
     Tensors,
     Window,
+    WithoutData,
     checked_problem,
     col2im_problem,
     hashable,
@@ -62,7 +67,7 @@ def planned(key: Hashable, make: Callable[[], Any]) -> Any:
     return plan
 
 
-def _signature(tensor: Tensor | None) -> Hashable:
+def signature(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -111,30 +116,34 @@ def prepared(
         weight_format: strides of the weight's gradient, if they are not those of a contiguous tensor.
         with_bias: whether the bias's gradient is to be returned too, as the last.
     """
-    first, second = tensors[0], tensors[1]
+    first = tensors[0]
     current = selection.torch_precision(first.dtype, first.device)
 
     def make() -> Callable[..., Any]:
         options = Options(*hashable(arguments))
-        where = "conv_transpose2d" if direction == "forward" else f"conv_transpose2d_{direction}"
+        where = _operator(direction)
         problem = checked_problem(where, tensors, sizes, options)
 
         def prepare(options: Options) -> Callable[..., Any]:
+            config, weight_config = _configs(direction, problem, tensors, options, current)
+            program = _program(direction, config, weight_config, options.algorithm, where)
+            if program is not None:
+                if weight_format is not None:
+                    program = _with_weight_format(program, weight_format)
+                of_bias = _bias_grad_program(_config_of_gradient(first)) if with_bias else None
+                if of_bias is not None:
+                    program = one_after_the_other(program.arguments, program, of_bias)
+                of_program: Any = program.prepare(config.device)
+                call = of_program.bind(*tensors)
+                return _with_bias(call) if with_bias and of_bias is None else call
             if direction == "grads":
-                by_weight = _config(problem, first, tensors[2], options, current)
-                by_input = _config(problem, first, second, options, current)
-                gradients = selection.choose_gradients(by_weight, by_input, options.algorithm, where)
-                call = _prepared_grads(gradients, by_weight, by_input)
+                gradients = selection.choose_gradients(config, weight_config, options.algorithm, where)
+                call = _prepared_grads(gradients, config, weight_config)
             else:
-                bias = len(tensors) > 2 and tensors[2] is not None
-                config = _config(problem, first, second, options, current, bias)
                 call = getattr(selection.choose(config, options.algorithm, where, direction), direction)(config)
             if weight_format is not None:
-                call = _returning(call, weight_format, first.device)
-            if with_bias:
-                call = _with_bias(call, _config_of_gradient(first))
-            bind = getattr(call, "bind", None)  # of programs
-            return call if bind is None else bind(*tensors)
+                call = _returning(call, weight_format)
+            return _with_bias(call) if with_bias else call
 
         if options.algorithm != "auto":
             return prepare(options)
@@ -145,21 +154,132 @@ def prepared(
         said: Hashable = marshal.dumps((sizes, arguments), 2)  # several times as fast as to hash lists made tuples
     except ValueError:
         said = sizes, Options(*hashable(arguments))
-    key = (direction, *map(_signature, tensors), said, current, weight_format, with_bias)
+    key = (direction, *map(signature, tensors), said, current, weight_format, with_bias)
     call: Callable[..., Any] = planned(key, make)
     return call
 
 
-def _returning(call: Callable[..., Any], strides: Strides, device: torch.device) -> Callable[..., Any]:
+def _operator(direction: Pass) -> str:
+    return "conv_transpose2d" if direction == "forward" else f"conv_transpose2d_{direction}"
+
+
+def _configs(
+    direction: Pass, problem: Problem, tensors: Tensors, options: Options, current: Precision
+) -> tuple[Config, Config]:
+    """The configuration of a pass, of both gradients the input's and the weight's."""
+    first, second = tensors[:2]
+    if direction == "grads":
+        by_weight = _config(problem, first, tensors[2], options, current)
+        return by_weight, _config(problem, first, second, options, current)
+    bias = len(tensors) > 2 and tensors[2] is not None
+    return (_config(problem, first, second, options, current, bias),) * 2
+
+
+def _program(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> Program | None:
+    """What a pass does as one program, None where torch's operator or the CPU computes any of it."""
+    if config.device.type != "cuda":
+        return None
+    if direction == "grads":
+        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+        return both_programs(gradients, config, weight_config)
+    choice = selection.choose(config, algorithm, where, direction).choice(config, direction)
+    return None if choice is None else choice.program(config, direction)
+
+
+def _with_weight_format(program: Program, strides: Strides) -> Program:
+    written = torch.contiguous_format if strides[1] == 1 else None
+    of_weight = replace(program.outputs[-1], strides=strides, written=written)
+    return replace(program, outputs=(*program.outputs[:-1], of_weight))
+
+
+# What calls on a GPU are to compile, worked out before they are made.
+
+
+def launches_of(
+    direction: Pass,
+    tensors: Tensors,
+    sizes: Any,
+    arguments: Arguments,
+    weight_format: Strides | None = None,
+    with_bias: bool = False,
+) -> list[Launch]:
+    """The launches of what :func:`prepared` prepares, from tensors that may be without data."""
+    options, where, first = Options(*hashable(arguments)), _operator(direction), tensors[0]
+    current = selection.torch_precision(first.dtype, first.device)
+    problem = checked_problem(where, tensors, sizes, options)
+    config, weight_config = _configs(direction, problem, tensors, options, current)
+    programs = programs_of(direction, config, weight_config, options.algorithm, where)
+    if weight_format is not None and [len(one.outputs) for one in programs] == [1 + (direction == "grads")]:
+        programs[0] = _with_weight_format(programs[0], weight_format)
+    if with_bias and (of_bias := _bias_grad_program(_config_of_gradient(first))) is not None:
+        programs.append(of_bias)
+    given = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
+    named = [(program, tuple(given[name] for name in program.arguments)) for program in programs]
+    return [launch for program, operands in named for launch in launches(program, operands, config.device)]
+
+
+def programs_of(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> list[Program]:
+    """The program of a pass, or of the gradients that torch's operator does not compute."""
+    if (program := _program(direction, config, weight_config, algorithm, where)) is not None:
+        return [program]
+    if direction != "grads":
+        return []
+    gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+    return [program for program in _gradient_programs(gradients, config, weight_config) if program is not None]
+
+
+def ahead_of(key: Hashable, device: torch.device, launches: Callable[[], Iterable[Launch]]) -> Future[Any] | None:
+    """Compile in the background, once for each key, what calls to come launch. Nothing else follows from it.
+
+    What is raised is dropped: the call that is made raises it. None where no kernels can be had.
+    """
+    if device.type != "cuda" or why_no_kernels(device) is not None:
+        return None
+    from gemmconv.kernels import bind  # the CUDA packages are there
+
+    def quietly() -> Iterable[Launch]:
+        token = ahead.set(True)
+        try:
+            return launches()
+        finally:
+            ahead.reset(token)
+
+    future: Future[Any] = planned(("ahead", key), lambda: bind.compile_ahead(quietly, device))
+    return future
+
+
+def compile_forward_ahead(tensors: Tensors, arguments: Arguments) -> Future[Any] | None:
+    """Choose and compile in the background what a forward pass wants; see :func:`ahead_of`."""
+    given = tuple(map(without_data, tensors))
+    key = "forward", *map(signature, tensors), repr(arguments)
+    return ahead_of(key, given[0].device, lambda: launches_of("forward", given, None, arguments))
+
+
+def layer_programs(config: Config, backward: bool) -> list[Program]:
+    """The programs of a layer's forward pass and of its gradients; none of what torch's operator computes."""
+    programs = programs_of("forward", config, config, "auto", "conv_transpose2d")
+    if backward:
+        of_gradients, shape = replace(config, bias=False), config.problem.output_shape
+        programs += programs_of("grads", of_gradients, of_gradients, "auto", "conv_transpose2d_grads")
+        grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
+        of_bias = _bias_grad_program(replace(_config_of_gradient(grad), spec=config.spec)) if config.bias else None
+        programs += [] if of_bias is None else [of_bias]
+    return programs
+
+
+def without_data(tensor: Tensor | None) -> Any:
+    """A tensor of the same shape, strides, dtype and device."""
+    return None if tensor is None else WithoutData.of(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+# Prepared calls.
+
+
+def _returning(call: Callable[..., Any], strides: Strides) -> Callable[..., Any]:
     """The call of a weight's gradient, or of both, which returns it with these strides: in either format."""
     if (returning := getattr(call, "returning", None)) is not None:  # of one call of torch's
         of_torch: Callable[..., Any] = returning(strides)
         return of_torch
-    program: Program | None = getattr(call, "program", None)
-    if program is not None:
-        written = torch.contiguous_format if strides[1] == 1 else None
-        of_weight = replace(program.outputs[-1], strides=strides, written=written)
-        return replace(program, outputs=(*program.outputs[:-1], of_weight)).prepare(device)
 
     def with_format(*tensors: Tensor) -> Any:
         results = call(*tensors)
@@ -170,11 +290,8 @@ def _returning(call: Callable[..., Any], strides: Strides, device: torch.device)
     return with_format
 
 
-def _with_bias(call: Callable[..., Any], config: Config) -> Callable[..., Any]:
+def _with_bias(call: Callable[..., Any]) -> Callable[..., Any]:
     """The call of gradients, which returns the bias's too."""
-    program: Program | None = getattr(call, "program", None)
-    if program is not None and (last := _bias_grad_program(config)) is not None:
-        return one_after_the_other(program.arguments, program, last).prepare(config.device)
 
     def with_bias(grad_output: Tensor, *tensors: Tensor) -> Any:
         results = call(grad_output, *tensors)
@@ -195,7 +312,7 @@ def bias_gradient(grad_output: Tensor) -> Tensor:
         return with_fallback(config.device, lambda: program.prepare(config.device), lambda: _torchs_bias_gradient)
 
     with _on(grad_output.device):
-        found: Tensor = planned(("bias_grad", _signature(grad_output)), make)(grad_output)
+        found: Tensor = planned(("bias_grad", signature(grad_output)), make)(grad_output)
     return found
 
 
@@ -221,8 +338,6 @@ def _prepared_grads(
     gradients: selection.Gradients, config: Config, weight_config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients of one backward pass, perhaps in channels_last between conversions of the tensors."""
-    if (program := both_programs(gradients, config, weight_config)) is not None:
-        return program.prepare(config.device)
     if gradients.turned:
         last = replace(config, memory_format=torch.channels_last)
         return prepare_turned(config, both_gradients(gradients, last, last), gradients.turns_weight)
@@ -236,26 +351,29 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
     """
     if config.device.type != "cuda":
         return None
+    programs = _gradient_programs(gradients, config, weight_config)
+    if any(program is None for program in programs):
+        return None
+    both, *others = programs
+    for other in others:
+        both = one_after_the_other(("grad_output", "input", "weight"), both, other)
+    if not gradients.turned:
+        return both
+    strides = strides_of(config.problem.input_shape, config.memory_format)
+    of_input = replace(both.outputs[0], strides=strides, written=both.outputs[0].written or torch.channels_last)
+    return replace(both, outputs=(of_input, *both.outputs[1:]))
+
+
+def _gradient_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> list[Any]:
+    """The programs of the input's and the weight's gradient, or one of both; None for torch's operator."""
     computed = config, weight_config
     if gradients.turned:
         computed = (replace(config, memory_format=torch.channels_last),) * 2
     passes: tuple[tuple[Config, Pass], ...] = (computed[0], "input_grad"), (computed[1], "weight_grad")
     if gradients.at_once:
         passes = ((replace(computed[0], weight_format=computed[1].memory_format), "grads"),)
-    programs = []
-    for choice, of in zip(gradients.choices(*computed), passes, strict=True):
-        if choice is None or (program := choice.program(*of)) is None:
-            return None
-        programs.append(program)
-    if len(programs) == 1:
-        (both,) = programs
-    else:
-        both = one_after_the_other(("grad_output", "input", "weight"), *programs)
-    if not gradients.turned:
-        return both
-    strides = strides_of(config.problem.input_shape, config.memory_format)
-    of_input = replace(both.outputs[0], strides=strides, written=both.outputs[0].written or torch.channels_last)
-    return replace(both, outputs=(of_input, *both.outputs[1:]))
+    choices = gradients.choices(*computed)
+    return [choice and choice.program(*of) for choice, of in zip(choices, passes, strict=True)]
 
 
 def both_gradients(
@@ -294,7 +412,7 @@ def _grads(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) 
 
 def _im2col(input: Tensor, *arguments: Any) -> Tensor:
     window = Window(*hashable(arguments))
-    key = "im2col", _signature(input), window
+    key = "im2col", signature(input), window
     with _on(input.device):
         plan = planned(key, lambda: prepare_im2col(im2col_problem(input, window), input.dtype, input.device))
         return plan(input)
@@ -302,7 +420,7 @@ def _im2col(input: Tensor, *arguments: Any) -> Tensor:
 
 def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
     size, window = tuple(output_size), Window(*hashable(arguments))
-    key, dtype, device = ("col2im", _signature(columns), size, window), columns.dtype, columns.device
+    key, dtype, device = ("col2im", signature(columns), size, window), columns.dtype, columns.device
     with _on(device):
         plan = planned(key, lambda: prepare_col2im(col2im_problem(columns, size, window), dtype, device))
         return plan(columns)

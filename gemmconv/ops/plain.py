@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.ops import implementation
 from gemmconv.ops.autocast import casts, to_autocast_dtype
-from gemmconv.ops.autograd import Backward
+from gemmconv.ops.autograd import Backward, compile_ahead
 from gemmconv.ops.implementation import planned, prepared
 from gemmconv.ops.schemas import Arguments
 from gemmconv.selection import torch_precision
@@ -98,6 +98,8 @@ def _recording(tensors: tuple[Any, ...], arguments: Arguments) -> Call:
     wanted = [one is not None and one.requires_grad for one in tensors]
     if not (torch.is_grad_enabled() and any(wanted)):
         return forward
+    if tensors[0].is_cuda:
+        compile_ahead(tensors, arguments)
     recipe = _Recipe(forward, Backward.of(tensors, arguments), wanted[0], wanted[1])
     apply: Any = super(torch.autograd.Function, _Recorded).apply  # torch's own looks for transforms, of which are none
     return lambda input, weight, bias: apply(input, weight, bias, recipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -135,6 +135,21 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 # Fakes: the same checks, and the shape, strides and dtype that the implementation gives.
+
+
+class WithoutData(Tensor):
+    """What a call is prepared by: shape, strides, dtype and device of a tensor, on a GPU that need not be there."""
+
+    @staticmethod
+    def of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> WithoutData:
+        """A tensor of this kind."""
+        make = Tensor._make_wrapper_subclass
+        made: WithoutData = make(WithoutData, shape, strides=strides, dtype=dtype, device=device)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(f"{operator} of a tensor without data")
 
 
 def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sys
@@ -13,6 +14,7 @@ from cuda.core.utils import FileStreamProgramCache
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_BYTES = 1 << 30
+_FOR_READING_ALONE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def directory() -> Path | None:
@@ -65,13 +67,14 @@ class KernelCache:
         return value if hashlib.sha256(value).digest() == digest else None
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Store an entry, or warn once that it cannot be stored."""
+        """Store an entry, or warn once that it cannot be stored; not of a folder that is for reading alone."""
         if self._files is None:
             return
         try:
             self._files[key] = hashlib.sha256(value).digest() + value
         except OSError as error:
-            self._warn(error)
+            if error.errno not in _FOR_READING_ALONE:
+                self._warn(error)
 
     def _warn(self, error: object) -> None:
         if not self._warned:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import io
+import logging
 import re
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 
+from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 from cuda.core.utils import make_program_cache_key
 
@@ -15,6 +22,9 @@ from gemmconv.runtime import sources
 from gemmconv.runtime.cache import KernelCache
 
 Macros = Mapping[str, str | int]
+
+_log = logging.getLogger("gemmconv")
+_cancelled = ctypes.create_string_buffer(b"0")  # "1" while compilations are to end
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,14 @@ class Compiled:
         log: the compiler's log; empty for a cache hit.
         registers: most registers a thread of any kernel in it uses; None for a cache hit.
         spill_bytes: bytes of register spills, stores and loads; None for a cache hit.
+        seconds: what it took; None for a cache hit.
     """
 
     cubin: bytes
     log: str = ""
     registers: int | None = None
     spill_bytes: int | None = None
+    seconds: float | None = None
 
 
 def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache | None = None) -> Compiled:
@@ -45,35 +57,25 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
 
     Raises:
         CompileError: the source does not compile; it carries options, log and source.
+        CancelledError: the interpreter exits, see :func:`cancelling`.
     """
-    source = sources.read(source_name)
-    options = ProgramOptions(
-        name=source_name,
-        arch=arch,
-        std="c++17",
-        define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
-        device_as_default_execution_space=True,  # of lambdas
-        ptxas_options=["-v"],
-    )
+    source, options = sources.read(source_name), _options(source_name, macros, arch)
     key = None
-    if cache is not None:
-        key = make_program_cache_key(
-            code=source,
-            code_type="c++",
-            options=options,  # not where headers lie: installations share what is compiled
-            target_type="cubin",
-            extra_digest=sources.header_digest(),
-        )
-        if (cubin := cache.get(key)) is not None:
-            return Compiled(cubin)
+    if cache is not None and (cubin := cache.get(key := _key(source, options))) is not None:
+        return Compiled(cubin)
 
-    log = io.StringIO()
+    log, start = io.StringIO(), time.perf_counter()
     try:
-        with_headers = replace(options, include_path=str(sources.directory() / "include"))
-        cubin = bytes(Program(source, "c++", with_headers).compile("cubin", logs=log).code)
+        program = Program(source, "c++", replace(options, include_path=str(sources.directory() / "include")))
+        _let_cancel(program)
+        cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda.core has one exception type per CUDA library
+        if _cancelled.value != b"0":
+            raise CancelledError from error
         flags = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
         raise CompileError(source_name, flags, f"{log.getvalue()}{error}", source) from error
+    seconds = time.perf_counter() - start
+    _log.info("%s compiled for %s in %.0f ms", source_name, arch, 1e3 * seconds)
     if cache is not None and key is not None:
         cache.put(key, cubin)
     text = log.getvalue()
@@ -82,4 +84,53 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
         text,
         registers=max(map(int, re.findall(r"Used (\d+) registers", text)), default=None),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", text))),
+        seconds=seconds,
+    )
+
+
+def is_cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> bool:
+    """Whether :func:`compile` would find its result in a cache."""
+    return cache.get(_key(sources.read(source_name), _options(source_name, macros, arch))) is not None
+
+
+@contextlib.contextmanager
+def cancelling() -> Iterator[None]:
+    """For a while, end all compilations of this process as soon as NVRTC asks, every tenth of a second or so."""
+    _cancelled.value = b"1"
+    try:
+        yield
+    finally:
+        _cancelled.value = b"0"
+
+
+def _let_cancel(program: Program) -> None:
+    """Have NVRTC ask, while it compiles, whether to go on; a version that cannot compiles to the end.
+
+    It calls ``int callback(void* payload, void*)`` without the interpreter's lock: atoi, which reads "0" or "1".
+    """
+    with contextlib.suppress(Exception):
+        library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
+        callback = ctypes.cast(library.atoi, ctypes.c_void_p).value
+        if isinstance(handle := program.handle, nvrtc.nvrtcProgram):
+            nvrtc.nvrtcSetFlowCallback(handle, callback, ctypes.addressof(_cancelled))
+
+
+def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:
+    return ProgramOptions(
+        name=source_name,
+        arch=arch,
+        std="c++17",
+        define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
+        device_as_default_execution_space=True,  # of lambdas
+        ptxas_options=["-v"],
+    )
+
+
+def _key(source: str, options: ProgramOptions) -> bytes:
+    return make_program_cache_key(
+        code=source,
+        code_type="c++",
+        options=options,  # not where headers lie: installations share what is compiled
+        target_type="cubin",
+        extra_digest=sources.header_digest(),
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from functools import cache
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +14,17 @@ from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
 from gemmconv.errors import KernelError
+from gemmconv.runtime import pool
 from gemmconv.runtime.cache import default_cache
-from gemmconv.runtime.compiler import Macros, compile
+from gemmconv.runtime.compiler import Compiled, Macros, compile, is_cached
 
 Extent3 = tuple[int, int, int]
 
 _SHARED_BYTES_UNASKED = 48 << 10  # of dynamic shared memory that any kernel may take
-_load_lock = threading.Lock()
+_Key = tuple[str, tuple[tuple[str, Any], ...]]  # source and macros
+_kernels: dict[tuple[_Key, int], Kernel] = {}  # by device
+_compiled: dict[tuple[_Key, str], Compiled] = {}  # by architecture, until it is loaded
+_locks: dict[Hashable, threading.Lock] = {}  # of who loads or compiles what
 
 
 class _Thread(threading.local):
@@ -35,19 +41,31 @@ _thread = _Thread()
 class Kernel:
     """One kernel of a loaded source, for one device. Takes a single params struct by value."""
 
-    def __init__(self, code: ObjectCode, name: str, device_index: int, shared_bytes: int) -> None:
+    def __init__(self, code: ObjectCode, name: str, device_index: int) -> None:
         self.name = name
         self._kernel = code.get_kernel(name)  # keeps the loaded code alive
         self.address = int(self._kernel.handle)
         self._function = driver.CUfunction(self.address)
-        if shared_bytes > _SHARED_BYTES_UNASKED:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            kernel = driver.CUkernel(int(self._kernel.handle))
-            (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device_index))
-            if status:
-                raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory refused with {status.name}")
         self._device_index = device_index
         self._current_stream = torch._C._cuda_getCurrentRawStream  # torch has it only where it is built for CUDA
+        self._shared_bytes = _SHARED_BYTES_UNASKED
+        self._lock = threading.Lock()
+
+    def allow(self, shared_bytes: int) -> None:
+        """Let it be launched with so much dynamic shared memory.
+
+        Raises:
+            KernelError: the device has less.
+        """
+        with self._lock:
+            if shared_bytes <= self._shared_bytes:
+                return
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            kernel, device = driver.CUkernel(self.address), driver.CUdevice(self._device_index)
+            (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device)
+            if status:
+                raise KernelError(f"{self.name}: {shared_bytes} bytes of shared memory refused with {status.name}")
+            self._shared_bytes = shared_bytes
 
     def make_current(self) -> None:
         """See :func:`make_current`."""
@@ -122,7 +140,16 @@ def clear(address: int, size: int, device: torch.device) -> None:
 
 def architecture(device_index: int) -> str:
     """The real architecture of a device, such as ``"sm_90a"``."""
-    major, minor = torch.cuda.get_device_capability(device_index)
+    return architecture_of(torch.cuda.get_device_capability(device_index))
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """The real architecture of a compute capability.
+
+    >>> architecture_of((9, 0)), architecture_of((8, 0))
+    ('sm_90a', 'sm_80')
+    """
+    major, minor = capability
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
@@ -138,23 +165,90 @@ def kernel_name(source_name: str) -> str:
 def load(source_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> Kernel:
     """The kernel of ``csrc/<source_name>``, compiled with ``macros`` for a device.
 
-    ``shared_bytes`` is the most dynamic shared memory that it will be launched with.
-    Compiles at most once per process; from then on, and in other processes, it comes from a cache.
+    ``shared_bytes`` is the most dynamic shared memory that it will be launched with; it does not make another kernel.
+    Compiles at most once per process; from then on, and in other processes, it comes from a cache. Several threads
+    compile at the same time.
 
     Raises:
         KernelError: it does not compile, which is a CompileError, or the driver does not load it.
     """
-    with _load_lock:
-        return _load(source_name, tuple(sorted(macros.items())), device_index, shared_bytes)
+    key = _key_of(source_name, macros)
+    if (kernel := _kernels.get((key, device_index))) is None:
+        with _lock_of((key, device_index)):
+            if (kernel := _kernels.get((key, device_index))) is None:
+                kernel = _kernels[key, device_index] = _load(key, device_index)
+    kernel.allow(shared_bytes)
+    return kernel
 
 
-@cache
-def _load(source_name: str, macros: tuple[tuple[str, Any], ...], device_index: int, shared_bytes: int) -> Kernel:
+def compile_together(wanted: Iterable[tuple[str, Macros]], device_index: int) -> None:
+    """Have sources compiled by other threads, while this one goes on to :func:`load` them one after the other.
+
+    The first that is to be compiled is left to this thread, unless this one is to wait for another. Errors are left to
+    ``load`` too.
+    """
+    if not torch.cuda.is_initialized():  # nothing is launched here, and loading may be replaced
+        return
     arch = architecture(device_index)
-    compiled = compile(source_name, dict(macros), arch, cache=default_cache())
+    new = [key for key in _keys_of(wanted) if (key, device_index) not in _kernels]
+    if len(new) > 1:
+        begun = any(_lock_of((key, arch)).locked() for key in new)
+        for key in _absent(new, arch)[0 if begun else 1 :]:
+            pool.submit(partial(_compile, key, arch), urgent=True)
+
+
+def compile_ahead(wanted: Iterable[tuple[str, Macros]], arch: str) -> list[tuple[str, Future[float | None]]]:
+    """Have other threads compile what is neither in the cache nor being compiled, after what calls wait for.
+
+    Returns the sources, and the seconds that each will have taken. Calls no driver: a graph may be captured meanwhile.
+    """
+
+    def compile_one(key: _Key) -> float | None:
+        return _compile(key, arch).seconds
+
+    keys = _absent(_keys_of(wanted), arch)
+    return [(key[0], pool.submit(partial(compile_one, key), urgent=False)) for key in keys]
+
+
+def _keys_of(wanted: Iterable[tuple[str, Macros]]) -> Iterable[_Key]:
+    return dict.fromkeys(_key_of(*one) for one in wanted)
+
+
+def _key_of(source_name: str, macros: Macros) -> _Key:
+    return source_name, tuple(sorted(macros.items()))
+
+
+def _lock_of(what: Hashable) -> threading.Lock:
+    return _locks.setdefault(what, threading.Lock())
+
+
+def _absent(keys: Iterable[_Key], arch: str) -> list[_Key]:
+    """Those that are neither compiled nor being compiled."""
+    cache = default_cache()
+    return [
+        key
+        for key in keys
+        if (key, arch) not in _compiled
+        and not _lock_of((key, arch)).locked()
+        and not is_cached(key[0], dict(key[1]), arch, cache)
+    ]
+
+
+def _compile(key: _Key, arch: str) -> Compiled:
+    """What a source is compiled to. Of several threads that want it, one compiles."""
+    with _lock_of((key, arch)):
+        if (compiled := _compiled.get((key, arch))) is None:
+            compiled = _compiled[key, arch] = compile(key[0], dict(key[1]), arch, cache=default_cache())
+    return compiled
+
+
+def _load(key: _Key, device_index: int) -> Kernel:
+    arch, source_name = architecture(device_index), key[0]
+    compiled = _compile(key, arch)
+    _compiled.pop((key, arch), None)
     try:
         code = ObjectCode.from_cubin(compiled.cubin, name=source_name)
-        return Kernel(code, kernel_name(source_name), device_index, shared_bytes)
+        return Kernel(code, kernel_name(source_name), device_index)
     except Exception as error:  # cuda.core has one exception type per CUDA library
         rule, got = f"the driver must load what NVRTC compiles for {arch}", str(error).partition(". ")[0]
         way_out = "update the driver, or take the other extra of gemmconv"

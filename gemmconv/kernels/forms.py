@@ -1,0 +1,116 @@
+"""A program for tensors of some strides, which may be without data: with the transpositions that they make of it.
+
+Operands in the other format get a transposition in front of the program's steps, outputs one behind them; what no
+kernel can transpose, torch copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from gemmconv.kernels.base import strides_of
+from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposition
+from gemmconv.kernels.program import Launch, Operand, Output, Program, Step
+
+Fit = Callable[[torch.Tensor], torch.Tensor]
+Prepare = Callable[[Program, torch.device], Fit]
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+def launches(program: Program, tensors: Tensors, device: torch.device) -> list[Launch]:
+    """All launches of a call with tensors of the strides that these have."""
+    steps: list[Step] = []
+
+    def noted(before: Program, device: torch.device) -> Fit:
+        steps.extend(before.steps)
+        return torch.Tensor.contiguous
+
+    _, program, _ = brought_to_form(program, tensors, device, noted)
+    return [step for step in (*steps, *returned(program)[0].steps) if isinstance(step, Launch)]
+
+
+def brought_to_form(
+    program: Program, tensors: Tensors, device: torch.device, prepare: Prepare = Program.prepare
+) -> tuple[list[Fit | None], Program, bool]:
+    """What is done to each operand before, the program with transpositions of others, and whether the weight is in
+    channels_last.
+
+    ``prepare`` makes a call of a program that transposes an operand before torch adds columns to it.
+    """
+    given = dict(zip(program.arguments, tensors, strict=False))
+    fits: list[Fit | None] = []
+    operands, before, names, scratch, channels_last = [], list[Step](), dict[str, str](), dict[str, int](), False
+    for operand in program.operands:
+        tensor = given.get(operand.given_as)
+        fit: Fit | None = None
+        if tensor is not None and operand.form is None:
+            if not tensor.is_contiguous():
+                channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
+                fit = None if channels_last else torch.Tensor.contiguous
+        elif tensor is not None and operand.form is not None:
+            if not tensor.is_contiguous(memory_format=operand.form):
+                transposed = _transposed(operand, tensor, device)
+                if transposed is None:
+                    fit = partial(torch.Tensor.contiguous, memory_format=operand.form)
+                elif operand.columns:
+                    fit = prepare(transposed, device)
+                else:
+                    (step,), (source,) = transposed.steps, transposed.operands
+                    names[operand.name] = f"{operand.name} transposed"
+                    before.append(step.renamed({"source": operand.name, "target": names[operand.name]}))
+                    scratch[names[operand.name]] = tensor.numel() * program.dtype.itemsize
+                    operand = replace(operand, alignment=source.alignment)
+            if operand.columns:
+                fit = partial(_widened, fit=fit, columns=operand.columns)
+        fits.append(fit)
+        operands.append(operand)
+    steps = (*before, *(step.renamed(names) for step in program.steps))
+    new = replace(program, operands=tuple(operands), steps=steps, scratch={**scratch, **program.scratch})
+    return fits, new, channels_last
+
+
+def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) -> Program | None:
+    """A program that brings an operand to its form, None where torch is to: of weights, which are small."""
+    assert operand.form is not None
+    given = other_format(operand.form)
+    if operand.given_as == "weight" or device.type != "cuda" or tensor.dim() != 4 or not takes_the_kernel(tensor.shape):
+        return None
+    if not tensor.is_contiguous(memory_format=given):
+        return None
+    step, alignment = transposition(tuple(tensor.shape), tensor.dtype.itemsize, operand.form)
+    target = Output("target", tuple(tensor.shape), strides_of(tensor.shape, operand.form))
+    return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
+
+
+def returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tuple[int, Any]]]:
+    """The program with transpositions of outputs; shape and strides of what is allocated; what torch copies then."""
+    made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
+    for i, output in enumerate(program.outputs):
+        strides, written = output.strides, output.written
+        if written is not None and (other := strides_of(output.shape, written)) != strides:
+            if is_same_memory(output.shape):
+                pass
+            elif takes_the_kernel(output.shape):
+                names[output.name] = f"{output.name} written"
+                wanted = other_format(written)
+                step, _ = transposition(output.shape, program.dtype.itemsize, wanted)
+                behind.append(step.renamed({"source": names[output.name], "target": output.name}))
+                scratch[names[output.name]] = torch.Size(output.shape).numel() * program.dtype.itemsize
+            else:
+                after.append((i, strides))
+                strides = other
+        made.append((output.shape, strides))
+    steps = (*(step.renamed(names) for step in program.steps), *behind)
+    return replace(program, steps=steps, scratch={**scratch, **program.scratch}), made, after
+
+
+def _widened(tensor: torch.Tensor, fit: Fit | None, columns: int) -> torch.Tensor:
+    """A tensor with columns of zeros beside its rows, after ``fit``."""
+    fitted = tensor if fit is None else fit(tensor)
+    # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
+    return torch.nn.functional.pad(fitted, (0, columns)).contiguous()

@@ -1,0 +1,151 @@
+"""What a model's first step would wait for, done before it: choosing, compiling and loading kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gemmconv import validation
+from gemmconv.ops.autograd import compile_ahead
+from gemmconv.ops.implementation import compile_forward_ahead
+from gemmconv.ops.schemas import OPERATORS, Options, hashable
+
+Calls = list[tuple[tuple[Any, ...], tuple[Any, ...]]]  # tensors and options of the operator
+
+
+def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> None:
+    """Choose, compile and load all that gemmconv's layers of a model need for inputs like these, then run it once.
+
+    All kernels are compiled at the same time, those of backward passes too. Where the model is on the CPU there are
+    none, and it is run alone. Parameters, buffers, gradients, training flags and torch's random states are afterwards
+    what they were; for that parameters and buffers are copied meanwhile. Autocast has its effect, if it is on.
+
+    Args:
+        model: any module, converted, on its device, in the mode (``train()``, ``eval()``) of the steps to come; one
+            for distributed training before it is wrapped.
+        example_inputs: what it is called with; of tensors only shapes, strides, dtypes and devices matter.
+        backward: whether gradients are recorded, and a backward pass to all that requires them is run too.
+
+    Raises:
+        TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
+        ValueError: ``backward`` is True, and no output requires gradients.
+
+    >>> from gemmconv import ConvTranspose2d
+    >>> warmup(ConvTranspose2d(4, 2, 3), torch.zeros(1, 4, 8, 8))
+    """
+    if not isinstance(model, nn.Module):
+        validation.fail(TypeError, "warmup", "model", "be a torch.nn.Module", type(model).__name__)
+    if not isinstance(backward, bool):
+        validation.fail(TypeError, "warmup", "backward", "be True or False", repr(backward))
+    tensors = [one for one in (*_state(model), *tree_leaves(example_inputs)) if isinstance(one, Tensor)]
+    gpus = sorted({one.device.index for one in tensors if one.is_cuda})
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(backward),
+        torch.random.fork_rng(gpus),
+        _left_as_it_is(model),
+    ):
+        if gpus:
+            _compile(_calls_of(model, example_inputs), backward)
+        _run(model, example_inputs, backward)
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Keep what a step may change of a model, and put it back."""
+    modules = [(one, one.training, one._parameters.copy(), one._buffers.copy()) for one in model.modules()]
+    kept = [(tensor, tensor.detach().clone()) for tensor in _state(model)]
+    try:
+        yield
+    finally:
+        for module, training, parameters, buffers in modules:
+            module.training = training
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        for tensor, before in kept:
+            tensor.data.copy_(before)  # without a new version: a graph that was made before may have saved it
+
+
+class _Noting(TorchDispatchMode):
+    """Notes calls of the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Calls = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is OPERATORS["conv_transpose2d"]:
+            tensors = args[:3] if len(args) > 2 else (*args, None)
+            self.calls.append((tensors, tuple(Options(*hashable(args[3:])))))
+        return operator(*args, **(kwargs or {}))
+
+
+def _calls_of(model: nn.Module, inputs: Any) -> Calls:
+    """The operator's calls on CUDA, found without data; none where the model cannot run so: its run then compiles."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with suppress(Exception), mode, _Noting() as noting:
+        fake: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named.items()}
+        torch.func.functional_call(model, fake, tree_map_only(Tensor, mode.from_tensor, inputs))
+        return noting.calls
+    return []
+
+
+def _compile(calls: Calls, backward: bool) -> None:
+    """Compile what calls, and their backward passes, launch."""
+    chosen: list[Future[Any] | None] = []
+    for tensors, options in calls:
+        chosen.append(compile_forward_ahead(tensors, options))
+        if backward and any(one is not None and one.requires_grad for one in tensors):
+            chosen.append(compile_ahead(tensors, options))
+    compilations: list[Future[Any]] = []
+    for future in chosen:
+        with suppress(Exception):  # the run raises it
+            compilations += [one for _, one in future.result()] if future is not None else []
+    show_progress([one for one in dict.fromkeys(compilations) if not one.done()])
+
+
+def show_progress(compilations: Sequence[Future[Any]]) -> None:
+    """Wait for compilations, behind a bar of tqdm's if that is installed, else a line on a terminal."""
+    if not compilations:
+        return
+    done = as_completed(compilations)
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        show = sys.stderr.isatty()
+        for count, _ in enumerate(done, 1):
+            if show:
+                print(f"\rgemmconv: {count} of {len(compilations)} kernels compiled", end="", file=sys.stderr)
+        if show:
+            print(file=sys.stderr)
+        return
+    for _ in tqdm(done, "gemmconv compiles", len(compilations), unit="kernel"):
+        pass
+
+
+def _run(model: nn.Module, inputs: Any, backward: bool) -> None:
+    outputs = model(*inputs)
+    if not backward:
+        return
+    outputs = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
+    if not outputs:
+        rule = "be False where no output of the model requires gradients"
+        validation.fail(ValueError, "warmup", "backward", rule, True, "pass backward=False, or unfreeze a parameter")
+    leaves = [one for one in (*model.parameters(), *tree_leaves(inputs)) if isinstance(one, Tensor)]
+    wanted = [one for one in leaves if one.requires_grad]
+    torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
