@@ -16,6 +16,7 @@ from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MA
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 _WHOLE_WIDTHS = (64, 128, 256)  # of strips of rows of 1024 and the like, that are whole sectors of memory
 
+_COLUMNS = (32, 64, 96, 128, 192, 256)  # of a tile, where a block has many
 _WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
@@ -92,8 +93,10 @@ def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
         for strip in strips:
             for right in _right_sides(replace(left, strips=strip)):
                 for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
-                    range(32, WIDEST // blocks + 1, 32), sides, _units(smallest), (MANY_LOADERS, FEW_LOADERS)
+                    [one for one in _COLUMNS if one * blocks <= WIDEST], sides, _units(smallest), (MANY_LOADERS, FEW_LOADERS)
                 ):
+                    if right.landing and loaders == FEW_LOADERS:
+                        continue
                     plan = replace(
                         right,
                         columns=columns,
