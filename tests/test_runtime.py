@@ -82,8 +82,8 @@ def kernel_variants():
                 macros = col2im.col2im_macros(problem, dtype, dtype)  # the public col2im
                 variants[f"col2im-public-{label}"] = ("columns/col2im.cu", macros)
             for layout in (False, True):
-                if direct_forward.tile_of(problem, dtype, layout) is not None:
-                    macros = direct_forward.forward_macros(problem, dtype, layout)
+                if (tile := direct_forward.tile_of(problem, dtype, layout)) is not None:
+                    macros = direct_forward.forward_macros(problem, dtype, layout, tile)
                     variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct/forward.cu", macros)
             macros = direct_input_grad.input_grad_macros(problem, dtype)
             variants[f"direct_input_grad-{label}"] = ("direct/input_grad.cu", macros)
