@@ -29,6 +29,7 @@ from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_g
 _COST = costs_of("direct/forward")
 _INT32_MAX = 2**31 - 1
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
+_MOST = 4  # tiles of a menu
 _LANES = (8, 16)  # across a cell row of depthwise threads, where images are as wide
 _MOST_ROWS = 16  # of such
 _MOST_PHASES = 8  # row phases side by side
@@ -106,7 +107,7 @@ def _menu(
     tiles = [tile for shape in shapes if (tile := layers[0].fitting(shape)) is not None]
     costs = [layers[0].cost(tile) for tile in tiles]
     seconds = [[cost.cycles(layer.blocks_each(tile)) for tile, cost in zip(tiles, costs)] for layer in layers]
-    return [(tiles[i], costs[i]) for i in menu_of(seconds)] if tiles else []
+    return [(tiles[i], costs[i]) for i in menu_of(seconds, _MOST)] if tiles else []
 
 
 def cycles_of(

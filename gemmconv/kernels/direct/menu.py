@@ -8,7 +8,6 @@ from dataclasses import replace
 from gemmconv.geometry import Problem
 from gemmconv.kernels.integers import power_of_two, up_to_multiple
 
-_MOST = 4  # tiles of a menu
 _SMALL = 16  # inputs: axes that are shorter have menus of their own
 # Batch, height and width of what menus are made for.
 _SIZES = (
@@ -42,7 +41,7 @@ def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
     return tuple(found)
 
 
-def menu_of(seconds: Sequence[Sequence[float]], most: int = _MOST) -> list[int]:
+def menu_of(seconds: Sequence[Sequence[float]], most: int) -> list[int]:
     """Which few tiles are the best together, by what each takes for each sample: one after the other that gains most.
 
     >>> menu_of([[1, 9, 2], [9, 1, 2]], 1), menu_of([[1, 9, 2], [9, 1, 2]], 3)
