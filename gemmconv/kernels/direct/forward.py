@@ -106,7 +106,9 @@ def _menu(
     shapes = shapes or {shape: None for layer in layers for shape in layer.shapes(whole_sectors=False)}
     tiles = [tile for shape in shapes if (tile := layers[0].fitting(shape)) is not None]
     costs = [layers[0].cost(tile) for tile in tiles]
-    seconds = [[cost.cycles(layer.blocks_each(tile)) for tile, cost in zip(tiles, costs)] for layer in layers]
+    seconds = [
+        [cost.cycles(layer.blocks_each(tile)) for tile, cost in zip(tiles, costs, strict=True)] for layer in layers
+    ]
     return [(tiles[i], costs[i]) for i in menu_of(seconds, _MOST)] if tiles else []
 
 

@@ -386,7 +386,8 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
             continue
         warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
-            tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m, 1, 1, True, staged, spec)
+            shape = row_phases, channels, n_tiles, groups, warps_m
+            tile = Tile(p, itemsize, channels_last, *shape, staged=staged, spec=spec)
             if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
                 continue
             if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:

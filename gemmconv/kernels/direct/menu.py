@@ -1,4 +1,4 @@
-"""Short menus of tiles: a layer takes its tile from a few, whatever its sizes, so that few kernels are compiled for it."""
+"""Short menus: a layer takes its tile from a few, whatever its sizes, so that few kernels are compiled for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def menu_of(seconds: Sequence[Sequence[float]], most: int) -> list[int]:
     ([2], [2, 0, 1])
     """
     weights = [1 / min(row) for row in seconds]
-    columns = [[one * weight for one, weight in zip(column, weights)] for column in zip(*seconds)]
+    columns = [
+        [one * weight for one, weight in zip(column, weights, strict=True)] for column in zip(*seconds, strict=True)
+    ]
     taken: list[int] = []
     least = [float("inf")] * len(weights)
     while len(taken) < most:

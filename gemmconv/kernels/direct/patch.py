@@ -176,8 +176,10 @@ def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
 
     while fewer > 1 and steps(fewer) > _MOST_STEPS:
         fewer //= 2
-    candidates = [fewer, *(one for one in menu if fewer < one <= most and one < 2 * width and steps(one) <= _MOST_STEPS)]
-    return min(candidates, key=lambda columns: (-(-width // columns) * (columns + overlap + 8), -columns))
+    more = [
+        columns for columns in menu if fewer < columns <= min(most, 2 * width - 1) and steps(columns) <= _MOST_STEPS
+    ]
+    return min([fewer, *more], key=lambda columns: (-(-width // columns) * (columns + overlap + 8), -columns))
 
 
 _AnyTile = TypeVar("_AnyTile", bound=Tile)

@@ -249,7 +249,8 @@ def weight_grad_seconds(config: Config, tile: WeightGradTile) -> float:
 
     >>> upsampling = Problem(8, 21, 21, 1, (64, 64), (16, 16), stride=(8, 8), padding=(4, 4))
     >>> config = Config(upsampling, torch.float32, torch.device("cuda", 0))
-    >>> 2e-3 < weight_grad_seconds(config, weight_grad_tile(upsampling, 4)) < 4e-3  # each of 16 tap rows reads its part of the patches
+    >>> seconds = weight_grad_seconds(config, weight_grad_tile(upsampling, 4))
+    >>> 2e-3 < seconds < 4e-3  # each of 16 tap rows reads its part of the patches
     True
     """
     p, itemsize = config.problem, config.dtype.itemsize
@@ -266,7 +267,8 @@ def grads_seconds(config: Config, tile: WeightGradTile) -> float:
     if not tile.computes_both(p, itemsize):
         return math.inf
     products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
-    return weight_grad_seconds(config, _tile_for(config, input_grad=False)) + products + math.prod(p.input_shape) * itemsize / _COST.memory_rate
+    stored = math.prod(p.input_shape) * itemsize / _COST.memory_rate
+    return weight_grad_seconds(config, _tile_for(config, input_grad=False)) + products + stored
 
 
 def _program(config: Config, input_config: Config | None, tile: WeightGradTile) -> Program:
@@ -313,7 +315,8 @@ class DirectWeightGrad(DirectKernel):
 
     def seconds(self, config: Config, direction: Pass, tile: WeightGradTile) -> float:
         if direction == "grads":
-            return grads_seconds(config, tile) / slowest_elsewhere(config) + grads_turning_seconds(config, config.of_weight)
+            seconds = grads_seconds(config, tile) / slowest_elsewhere(config)
+            return seconds + grads_turning_seconds(config, config.of_weight)
         return weight_grad_seconds(config, tile) / slowest_elsewhere(config) + turning_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
