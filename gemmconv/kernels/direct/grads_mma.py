@@ -25,6 +25,7 @@ from gemmconv.kernels.splits.reduce_splits import partial_bytes, result_params, 
 _COST = costs_of("direct/grads_mma")
 _WARPS = 4
 _MOST = 2  # tiles of a menu
+_FEW_ROWS = 4  # of images for which four warps of a block are beside each other
 _REGISTERS = 65_536
 _MOST_PAIRS = 512  # of channels of a group: of more, fused is faster, and the estimate below is too low
 _MOST_SUMS = 72  # of a lane: taps * tiles of 16 output channels * 4
@@ -179,7 +180,9 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     ci_warps = min(_WARPS, power_of_two(-(-problem.gemm_k // 8)))
     tiles = []
     for rows, row_warps in itertools.product(sorted({power_of_two_within(problem.input_size[0], 4), 2, 1}), (1, 2, 4)):
-        if ci_warps * row_warps > _WARPS:
+        if ci_warps * row_warps > _WARPS or (
+            _WARPS // ci_warps // row_warps == 4 and problem.input_size[0] > _FEW_ROWS
+        ):
             continue
         tile = Tile(problem, itemsize, rows, row_warps, _WARPS // ci_warps // row_warps, ci_warps, multiprocessors)
         if tile.fits:

@@ -10,10 +10,7 @@ from gemmconv.kernels.integers import power_of_two, up_to_multiple
 
 _SMALL = 16  # inputs: axes that are shorter have menus of their own
 # Batch, height and width of what menus are made for.
-_SIZES = (
-    *((1, 20, 18), (2, 48, 40), (64, 24, 33), (8, 64, 64), (32, 112, 72), (2, 28, 150)),
-    *((16, 90, 120), (4, 256, 256)),
-)
+_SIZES = (1, 20, 18), (2, 48, 40), (64, 24, 33), (8, 64, 64), (32, 112, 72), (2, 28, 150), (16, 90, 120)
 
 
 def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
