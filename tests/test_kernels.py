@@ -1057,11 +1057,11 @@ def test_runs_of_both_gradients_take_every_path():
     found = set()
     for run in usual(GRADS_RUNS):
         problem, slices = problem_of(run.case), 2 if run.multiprocessors is None else run.multiprocessors + 1
-        macros = direct_weight_grad.weight_grad_macros(problem, run.dtype, slices, True)
         tile = direct_weight_grad.weight_grad_tile(problem, run.dtype.itemsize, True)
+        macros = direct_weight_grad.weight_grad_macros(problem, run.dtype, tile, True)
         found.add(("several tiles", math.prod(tile.tiles(problem)) > slices))
         found |= {(name, macros[name] > 1) for name in ("ROWS", "CI_THREADS", "CI_CHANNELS", "CO_CHANNELS", "VECTOR")}
-        found |= {(name, bool(macros[name])) for name in ("PREFETCH", "ROWS_DIVIDE")}
+        found |= {("PREFETCH", bool(macros["PREFETCH"])), ("whole", problem.input_size[0] % tile.rows == 0)}
     assert len(found) == 2 * len({name for name, _ in found})
 
 

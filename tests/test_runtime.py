@@ -84,19 +84,21 @@ def kernel_variants():
                 macros = col2im.col2im_macros(problem, dtype, dtype)  # the public col2im
                 variants[f"col2im-public-{label}"] = ("columns/col2im.cu", macros)
             for layout in (False, True):
-                if direct_forward.tile_of(problem, dtype, layout) is not None:
-                    macros = direct_forward.forward_macros(problem, dtype, layout)
+                if (tile := direct_forward.tile_of(problem, dtype, layout)) is not None:
+                    macros = direct_forward.forward_macros(problem, dtype, layout, tile)
                     variants[f"direct-{'nhwc' if layout else 'nchw'}-{label}"] = ("direct/forward.cu", macros)
-            macros = direct_input_grad.input_grad_macros(problem, dtype)
+            tile = direct_input_grad.input_grad_tile(problem, dtype.itemsize)
+            macros = direct_input_grad.input_grad_macros(problem, dtype, tile)
             variants[f"direct_input_grad-{label}"] = ("direct/input_grad.cu", macros)
-            macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7)
+            tile = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize)
+            macros = direct_weight_grad.weight_grad_macros(problem, dtype, tile)
             variants[f"direct_weight_grad-{label}"] = ("direct/weight_grad.cu", macros)
             both = direct_weight_grad.weight_grad_tile(problem, dtype.itemsize, True)
             if both.computes_both(problem, dtype.itemsize):
-                macros = direct_weight_grad.weight_grad_macros(problem, dtype, slices=7, input_grad=True)
+                macros = direct_weight_grad.weight_grad_macros(problem, dtype, both, input_grad=True)
                 variants[f"direct_weight_grad-both-{label}"] = ("direct/weight_grad.cu", macros)
             for layout in (torch.contiguous_format, torch.channels_last):
-                macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout), 2)
+                macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout))
                 variants[f"bias_grad-{dtype}-{macros['LANES']}-{macros['VECTOR']}"] = ("splits/bias_grad.cu", macros)
             variants[f"reduce_splits-{dtype}"] = ("splits/reduce_splits.cu", reduce_splits.sum_partials_macros(dtype))
     for label, (macros, _) in MMA_VARIANTS.items():
@@ -343,7 +345,7 @@ def grads_variants():
     for name in (*PROBLEMS, "kb75", "dcgan5", "groups_4", "groups_16"):
         for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if name in ("decoder", "kb75") else [])):
             if (tile := direct_grads_mma.tile_of(problems[name], dtype.itemsize)) is not None:
-                macros = direct_grads_mma.grads_macros(tile, dtype, slices=7)
+                macros = direct_grads_mma.grads_macros(tile, dtype)
                 variants[f"direct_grads_mma-{name}-{str(dtype).removeprefix('torch.')}"] = (macros, tile)
     return variants
 

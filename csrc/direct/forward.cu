@@ -37,7 +37,7 @@
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
  * CHANNELS_LAST, WHOLE_PIXELS; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
  * TILE_IN, TILE_OUT; LOAD_VECTOR, VECTOR (elements of a load and of a store); LEAST_BLOCKS (that a multiprocessor shall
- * hold), SHARED_BYTES, INDEX_64; DEPTHWISE, and then ROWS, PLANE_VECTOR and TURNS, else 1. Chosen by
+ * hold), SHARED_BYTES, INDEX_64; DEPTHWISE, and then ROWS and PLANE_VECTOR, else 1. Chosen by
  * gemmconv/kernels/direct/forward.py.
  */
 #include "geometry/axis.cuh"
@@ -53,6 +53,7 @@ struct direct_forward_params {
     int planes, groups;                  // planes = N * groups
     int h_in, w_in, h_out, w_out;
     int tiles_w;  // blockIdx.x = (tile row * tiles_w + tile column) * channel tiles + channel tile
+    int turns;    // tiles that a depthwise block in channels_last goes over
     int weight_channel, weight_tap;  // elements of the weight, from an output channel or a tap to the next
 };
 

@@ -18,13 +18,12 @@
  * The pixels are cut into tiles of ROW_WARPS*ROWS x COLUMN_WARPS*16. A block owns a slice, every so many-th tile, and, of one
  * group, CI_WARPS*8 input channels; a warp ROWS x 16 pixels of each tile and 8 input channels. It stores the pixels' gradients
  * tile by tile; its sums of the weights' go on until the last tile, then those of a block's warps are added up, and
- * splits/reduce_splits.cu adds those of all slices. No atomics: the order follows from the problem alone.
+ * splits/reduce_splits.cu adds those of several slices. No atomics: the order follows from the problem alone.
  *
  * Pixels beyond the image's edge take part as zeros: where grad_output is infinite or NaN, so may be the gradients of
  * weights that meet it there alone.
  *
- * Macros: ELEMENT_T; RESULT_T (the type of the sums, or ELEMENT_T where one slice is all); CI, CO (channels of a group);
- * KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; ROWS; ROW_WARPS, COLUMN_WARPS, CI_WARPS; VECTOR; BATCH (rows
+ * Macros: ELEMENT_T; CI, CO (channels of a group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; ROWS; ROW_WARPS, COLUMN_WARPS, CI_WARPS; VECTOR; BATCH (rows
  * of a plane that a warp stages at once, or several times as many); MIN_BLOCKS (blocks that a multiprocessor must have
  * registers for); SHARED_BYTES; INDEX_64.
  */
@@ -44,7 +43,8 @@ struct direct_grads_mma_params {
     const ELEMENT_T* __restrict__ input;        // [images, groups, CI, H_in, W_in]
     const ELEMENT_T* __restrict__ weight;       // [groups, CI, CO, K_H, K_W], or taps first
     ELEMENT_T* __restrict__ grad_input;         // as input
-    RESULT_T* __restrict__ partials;            // [slices, groups, CI, CO, K_H, K_W]
+    float* __restrict__ partials;               // [slices, groups, CI, CO, K_H, K_W]
+    ELEMENT_T* __restrict__ grad_weight;        // [groups, CI, CO, K_H, K_W] where one slice is all, else null
     int groups;
     int h_in, w_in, h_out, w_out;
     int tiles_h, tiles_w;            // of an image
@@ -265,7 +265,7 @@ direct_grads_mma_kernel(const __grid_constant__ direct_grads_mma_params p) {
     #pragma unroll
     for (int s = 0; s < kSums; ++s) patch[(warp * kSums + s) * 32 + lane] = flat_sum[s];
     __syncthreads();
-    RESULT_T* __restrict__ partials = p.partials + static_cast<long long>(slice) * p.groups * CI * CO * kTaps;
+    float* __restrict__ partials = p.partials + static_cast<long long>(slice) * p.groups * CI * CO * kTaps;
     #pragma unroll 1
     for (int i = threadIdx.x; i < CI_WARPS * kSums * 32; i += THREADS) {
         const int of_lane = i % 32, s = i / 32 % kSums, owner = i / (32 * kSums);
@@ -276,6 +276,8 @@ direct_grads_mma_kernel(const __grid_constant__ direct_grads_mma_params p) {
         float total = 0;
         #pragma unroll
         for (int w = 0; w < PIXEL_WARPS; ++w) total += patch[((owner * PIXEL_WARPS + w) * kSums + s) * 32 + of_lane];
-        partials[(static_cast<long long>(group * CI + ci) * CO + co) * kTaps + tap] = narrow<RESULT_T>(total);
+        const long long place = (static_cast<long long>(group * CI + ci) * CO + co) * kTaps + tap;
+        if (p.grad_weight != nullptr) p.grad_weight[place] = narrow<ELEMENT_T>(total);
+        else partials[place] = total;
     }
 }

@@ -12,7 +12,7 @@
  * steps, holds the inputs of ROWS pixels in registers (and those of the next step in flight), and adds to its
  * CO_CHANNELS x TAPS_H x TAPS_W x CI_CHANNELS sums. After the last tile the threads of a warp, which own the same sums,
  * add them up by shuffles, then the warps through shared memory. A block writes one partial sum for each weight;
- * splits/reduce_splits.cu adds those of all slices.
+ * splits/reduce_splits.cu adds those of all slices, where there are several.
  *
  * No atomics: slices, tiles, lanes, warps and partials are added in an order that only the problem decides.
  *
@@ -21,8 +21,7 @@
  * KERNEL_W), so all that an input pixel of its channels receives. Weights lie in shared memory. The order of a sum is that
  * of direct/input_grad.cu, where that has one chunk of taps.
  *
- * Macros: ELEMENT_T; RESULT_T (the type of the sums, or ELEMENT_T where one slice is all); CI, CO
- * (channels of a group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; ROWS, ROWS_DIVIDE (ROWS divides H_in), STEPS;
+ * Macros: ELEMENT_T; CI, CO (channels of a group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; ROWS, STEPS;
  * CI_CHANNELS, CO_CHANNELS; COLUMN_THREADS, ROW_THREADS, IMAGES (their product is a multiple of 32), CI_THREADS,
  * CO_THREADS; TAPS_H, TAPS_W; VECTOR; BATCH, PREFETCH (as for the input gradient, over tiles); INPUT_GRAD; MIN_BLOCKS (blocks
  * that a multiprocessor must have registers for); INDEX_64.
@@ -34,11 +33,13 @@
 #define PATCH_INNER (CO_THREADS * CO_CHANNELS)
 #define PATCHES (IMAGES * PATCH_INNER)
 #include "load/patch.cuh"
+#include "numeric/unroll.cuh"
 
 struct direct_weight_grad_params {
     const ELEMENT_T* __restrict__ grad_output;  // [images, groups, CO, H_out, W_out]
     const ELEMENT_T* __restrict__ input;        // [images, groups, CI, H_in, W_in]
-    RESULT_T* __restrict__ partials;            // [slices, groups, CI, CO, K_H, K_W]
+    accumulate_t* __restrict__ partials;        // [slices, groups, CI, CO, K_H, K_W]
+    ELEMENT_T* __restrict__ grad_weight;        // [groups, CI, CO, K_H, K_W] where one slice is all, else null
     const ELEMENT_T* __restrict__ weight;       // [groups, CI, CO, K_H, K_W], or taps first; of INPUT_GRAD, as the next
     ELEMENT_T* __restrict__ grad_input;         // as input
     int images, groups;
@@ -93,7 +94,7 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
             const ELEMENT_T* address = input;
             #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const bool there = (CI % kBlockCi == 0 || first_ci + c < CI) && (ROWS_DIVIDE ? rows > 0 : r < rows);
+                const bool there = (CI % kBlockCi == 0 || first_ci + c < CI) && r < rows;
                 values[r][c] = there ? load_once(address) : ELEMENT_T{};
                 address += p.w_in;
                 keep(address);
@@ -193,35 +194,39 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
                 ih += ROW_THREADS * ROWS;
                 load_input(next, input, p.h_in - ih);
             }
-            #pragma unroll
-            for (int co = 0; co < CO_CHANNELS; ++co) {
+            const auto multiply = [&](auto whole) {  // whether all rows are there
                 #pragma unroll
-                for (int kw = 0; kw < TAPS_W; ++kw) {
+                for (int co = 0; co < CO_CHANNELS; ++co) {
                     #pragma unroll
-                    for (int kh = 0; kh < TAPS_H; ++kh) {
-                        [[maybe_unused]] accumulate_t weight[CI_CHANNELS];
+                    for (int kw = 0; kw < TAPS_W; ++kw) {
                         #pragma unroll
-                        for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c)
-                            weight[c] = factors[((co * TAPS_H + kh) * TAPS_W + kw) * CI_CHANNELS + c];
-                        #pragma unroll
-                        for (int r = 0; r < ROWS; ++r) {
-                            if (!ROWS_DIVIDE && r >= rows) continue;
-                            const accumulate_t value =
-                                values[co * (patch_h::kExtent * kRowPitch) + tap_place(r, kh, kw)];
+                        for (int kh = 0; kh < TAPS_H; ++kh) {
+                            [[maybe_unused]] accumulate_t weight[CI_CHANNELS];
                             #pragma unroll
-                            for (int c = 0; c < CI_CHANNELS; ++c) sum[co][kh][kw][c] += value * factor[r][c];
+                            for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c)
+                                weight[c] = factors[((co * TAPS_H + kh) * TAPS_W + kw) * CI_CHANNELS + c];
                             #pragma unroll
-                            for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c) pixel[r][c] += value * weight[c];
+                            for (int r = 0; r < ROWS; ++r) {
+                                if (!whole.value && r >= rows) continue;
+                                const accumulate_t value =
+                                    values[co * (patch_h::kExtent * kRowPitch) + tap_place(r, kh, kw)];
+                                #pragma unroll
+                                for (int c = 0; c < CI_CHANNELS; ++c) sum[co][kh][kw][c] += value * factor[r][c];
+                                #pragma unroll
+                                for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c) pixel[r][c] += value * weight[c];
+                            }
                         }
                     }
                 }
-            }
+            };
+            if (rows >= ROWS) multiply(constant<true>());
+            else multiply(constant<false>());
             values += ROW_THREADS * ROWS * patch_h::kPitch * kRowPitch;
             #pragma unroll
             for (int c = 0; INPUT_GRAD && c < CI_CHANNELS; ++c) {
                 #pragma unroll
                 for (int r = 0; r < ROWS; ++r)
-                    if ((CI % kBlockCi == 0 || first_ci + c < CI) && (ROWS_DIVIDE || r < rows))
+                    if ((CI % kBlockCi == 0 || first_ci + c < CI) && r < rows)
                         target[c * channel_stride + static_cast<index_t>(r) * p.w_in] = narrow<ELEMENT_T>(pixel[r][c]);
             }
         }
@@ -240,7 +245,7 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
     __syncthreads();
 
     // Store.
-    RESULT_T* __restrict__ partials =
+    accumulate_t* __restrict__ partials =
         p.partials + static_cast<long long>(slice) * p.groups * CI * CO * (KERNEL_H * KERNEL_W);
     #pragma unroll 1
     for (int i = threadIdx.x; i < kBlockSums; i += THREADS) {
@@ -253,6 +258,8 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
         #pragma unroll
         for (int w = 0; w < kPixelWarps; ++w) total += patch[(owner * kPixelWarps + w) * kSums + s];
         const long long matrix = static_cast<long long>(group * CI + ci) * CO + co;
-        partials[matrix * (KERNEL_H * KERNEL_W) + (first_kh + kh) * KERNEL_W + first_kw + kw] = narrow<RESULT_T>(total);
+        const long long place = matrix * (KERNEL_H * KERNEL_W) + (first_kh + kh) * KERNEL_W + first_kw + kw;
+        if (p.grad_weight != nullptr) p.grad_weight[place] = narrow<ELEMENT_T>(total);
+        else partials[place] = total;
     }
 }

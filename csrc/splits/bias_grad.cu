@@ -1,13 +1,13 @@
 /* The gradient of a bias: grad_output, added up over images and pixels.
  *
  *   grad_output [images, channels, pixels], or [images, pixels, channels] with CHANNELS_LAST
- *       -> sums [slices, channels], which splits/reduce_splits.cu adds up where there are several
+ *       -> grad_bias [channels], or sums [slices, channels] where there are several, which splits/reduce_splits.cu adds up
  *
  * In NCHW a block has one channel, and its threads take vectors of pixels in turns; in channels_last a block has LANES
  * vectors of channels, and its threads take pixels in turns. Either has one slice of what is to be added up, and adds up
  * what its threads have in one order.
  *
- * Macros: ELEMENT_T, RESULT_T (of sums), CHANNELS_LAST, VECTOR (elements that are loaded together), LANES (a power of
+ * Macros: ELEMENT_T, CHANNELS_LAST, VECTOR (elements that are loaded together), LANES (a power of
  * two, in channels_last).
  */
 #include "numeric/divide.cuh"
@@ -17,7 +17,8 @@ using accumulate_t = accumulator_t<ELEMENT_T>;
 
 struct bias_grad_params {
     const ELEMENT_T* __restrict__ grad_output;
-    RESULT_T* __restrict__ sums;
+    accumulate_t* __restrict__ sums;
+    ELEMENT_T* __restrict__ grad_bias;  // null where there are several slices
     unsigned long long by_units;  // 2^63 / units: see numeric/divide.cuh
     int channels, units, items, share;  // units of an image, in NCHW; items to add up in all, and of a slice
 };
@@ -62,6 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) splits_bias_grad_kernel(c
     if (threadIdx.x >= kLanes || first_channel >= p.channels) return;
     #pragma unroll
     for (int c = 0; c < kOwn; ++c) {
-        p.sums[static_cast<long long>(blockIdx.y) * p.channels + first_channel + c] = narrow<RESULT_T>(totals[threadIdx.x][c]);
+        const accumulate_t total = totals[threadIdx.x][c];
+        if (p.grad_bias != nullptr) p.grad_bias[first_channel + c] = narrow<ELEMENT_T>(total);
+        else p.sums[static_cast<long long>(blockIdx.y) * p.channels + first_channel + c] = total;
     }
 }

@@ -8,7 +8,7 @@
  * In NCHW neighbouring threads are neighbouring cells. Where the block's rows allow it (kVectorLoads), the CELLS inputs
  * of the cells themselves are one vector and only the halo is read by element. In channels_last neighbouring threads
  * are neighbouring planes, whose values of a pixel are one vector; weights of so many planes are as much as the outputs of
- * a tile, so a block takes TURNS tiles, one below the other.
+ * a tile, so a block takes some tiles, one below the other.
  *
  * Small windows (kHolds) are held in registers whole, so that phases and rows share what they read, and all loads are
  * in flight at once; else a thread loads one window row for each tap row.
@@ -174,7 +174,8 @@ __device__ __forceinline__ void stage_weights(const direct_forward_params& p, in
 template <bool VECTORS> __device__ __forceinline__ void depthwise_block(const direct_forward_params& p) {
     // Index decode.
     const int first_plane = static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES;
-    int cell_row0 = blockIdx.x / p.tiles_w * (TURNS * TILE_H);
+    const int turns = CHANNELS_LAST ? p.turns : 1;
+    int cell_row0 = blockIdx.x / p.tiles_w * (turns * TILE_H);
     const int cell_column0 = blockIdx.x % p.tiles_w * kTileW;
     const place_t place = place_of(threadIdx.x);
     const int plane = first_plane + place.plane, group = plane % p.groups;
@@ -192,7 +193,7 @@ template <bool VECTORS> __device__ __forceinline__ void depthwise_block(const di
         bias[v] = p.bias != nullptr ? widen(load_once(p.bias + group + v)) : accumulate_t(0);
 
     #pragma unroll 1
-    for (int turn = 0; turn < TURNS; ++turn, cell_row0 += TILE_H) {
+    for (int turn = 0; turn < turns; ++turn, cell_row0 += TILE_H) {
         // Load.
         const int in_row = cell_row0 + place.row * ROWS + kFirstH;
         window_row_t windows[kHolds ? kWindowRows : 1];

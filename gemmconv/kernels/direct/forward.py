@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from gemmconv.kernels.base import (
     accumulator_dtype,
 )
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import cells_of, reach_of
@@ -28,6 +29,9 @@ from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_g
 _COST = costs_of("direct/forward")
 _INT32_MAX = 2**31 - 1
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
+_MOST = 4  # tiles of a menu
+_LANES = (8, 16)  # across a cell row of depthwise threads, where images are as wide
+_MOST_ROWS = 16  # of such
 _MOST_PHASES = 8  # row phases side by side
 _MOST_SPLIT = 4  # threads that share the products of an output
 _LONGEST_SUM = 2048  # products of float32 that one of them adds
@@ -86,10 +90,26 @@ class Tile:
 def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the smallest tile's patch exceeds shared memory."""
     layer = _Layer(problem, dtype, channels_last, spec)
-    if problem.groups == problem.in_channels == problem.out_channels:
+    if layer.is_depthwise:
         return next(layer.depthwise_tiles(), None)
-    tiles = list(layer.tiles()) or layer.tiles(whole_sectors=False)
-    return min(tiles, key=layer.cycles, default=None)
+    menu = _menu(samples(problem), dtype, channels_last, spec)
+    return min(menu, key=lambda one: one[1].cycles(layer.blocks_each(one[0])), default=(None,))[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _menu(
+    problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
+) -> list[tuple[Tile, _Cost]]:
+    """The few tiles that a layer takes, by how it does at samples of its sizes."""
+    layers = [_Layer(problem, dtype, channels_last, spec) for problem in problems]
+    shapes = {shape: None for layer in layers for shape in layer.shapes()}
+    shapes = shapes or {shape: None for layer in layers for shape in layer.shapes(whole_sectors=False)}
+    tiles = [tile for shape in shapes if (tile := layers[0].fitting(shape)) is not None]
+    costs = [layers[0].cost(tile) for tile in tiles]
+    seconds = [
+        [cost.cycles(layer.blocks_each(tile)) for tile, cost in zip(tiles, costs, strict=True)] for layer in layers
+    ]
+    return [(tiles[i], costs[i]) for i in menu_of(seconds, _MOST)] if tiles else []
 
 
 def cycles_of(
@@ -116,16 +136,18 @@ class _Layer:
         self.item_bytes, self.sum_bytes = dtype.itemsize, accumulator_dtype(dtype).itemsize
         self.channels_in = problem.in_channels // problem.groups
         self.channels_out = problem.out_channels // problem.groups
+        self.is_depthwise = problem.groups == problem.in_channels == problem.out_channels
         self.planes = max(1, problem.batch * problem.groups)
         self.cells_h, self.cells_w = cells_of(problem)
-        self.halo_h, self.halo_w = (last - first for first, last in (reach_of(problem, 0), reach_of(problem, 1)))
+        layer = replace(problem, batch=1, input_size=(1, 1))
+        self.halo_h, self.halo_w = (last - first for first, last in (reach_of(layer, 0), reach_of(layer, 1)))
         # How many threads must share the products of a float32 output: their sum loses the square root of its length in
         # roundings.
-        parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
+        taps = [[len(phase.taps) for phase in layer.phases(axis)] for axis in (0, 1)]
+        longest = problem.gemm_k * math.prod(map(max, taps))
+        parts = -(-longest // _LONGEST_SUM) if dtype == torch.float32 else 1
         self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
-        self.tap_phases_h, self.tap_phases_w = (
-            sum(bool(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1)
-        )
+        self.tap_phases_h, self.tap_phases_w = (sum(map(bool, of_axis)) for of_axis in taps)
 
     def depthwise_tiles(self) -> Iterator[Tile]:
         """One tile: what one 16-byte store holds, of enough rows or planes to fill the threads of a block."""
@@ -145,17 +167,24 @@ class _Layer:
 
         threads = 256
         neighbours = math.gcd(self.problem.groups, 32 * planes_each) if self.channels_last else 1
-        lanes_w = power_of_two(-(-self.cells_w // cells))
-        lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours) if self.channels_last else 32)
+        across = -(-self.cells_w // cells)
+        lanes_w = power_of_two(across)
+        if self.channels_last:
+            lanes_w = min(lanes_w, max(1, threads // 4 * planes_each // neighbours))
+        elif lanes_w > _LANES[0]:
+            lanes_w = min(_LANES, key=lambda lanes: (-(-across // lanes) * (lanes + 4), -lanes))
         plane_threads = neighbours // planes_each
-        rows = min(power_of_two(-(-self.cells_h // rows_each)), max(1, threads // (lanes_w * plane_threads)))
+        most_rows = max(1, threads // (lanes_w * plane_threads))
+        most_rows = most_rows if self.channels_last else min(_MOST_ROWS, most_rows)
+        rows = min(power_of_two(-(-self.cells_h // rows_each)), most_rows)
         planes = neighbours
         if not self.channels_last:
             planes = min(power_of_two(self.planes), max(1, threads // (lanes_w * rows)))
         tile = Tile(
             True, lanes_w, cells, rows * rows_each, 1, planes, 1, 1, rows_each=rows_each, planes_each=planes_each
         )
-        while self.blocks(tile) < 2 * self.spec.multiprocessors and tile.threads > 64:
+        few = self.blocks(tile) < 2 * self.spec.multiprocessors
+        while few and tile.threads > 64:
             if not self.channels_last and tile.planes > 1:
                 tile = replace(tile, planes=tile.planes // 2)
             elif tile.rows > rows_each:
@@ -177,11 +206,15 @@ class _Layer:
         """Tiles that a depthwise block in channels_last goes over. Laying out its weights costs as much as one."""
         below = -(-self.cells_h // tile.rows)
         busy = _BUSY_BLOCKS * self.spec.multiprocessors
-        most = max(1, min(_MOST_TURNS, below, self.blocks(tile) // busy))
+        most = max(1, min(_MOST_TURNS, below, self.blocks(replace(tile, turns=1)) // busy))
         return min(range(most, 0, -1), key=lambda turns: -(-below // turns) * (turns + 1))
 
     def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
         """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""
+        return (tile for shape in self.shapes(whole_sectors) if (tile := self.fitting(shape)) is not None)
+
+    def shapes(self, whole_sectors: bool = True) -> Iterator[Tile]:
+        """Those that fit registers, with no input channels yet."""
         p = self.problem
         phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
         most_planes = math.gcd(p.groups, 8) if self.channels_last else power_of_two(self.planes)
@@ -189,7 +222,7 @@ class _Layer:
         if self.channels_last and whole_sectors:
             sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
             least_planes = min(most_planes, power_of_two(sector_planes))
-        shares = {even_share(self.channels_out, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)}
+        shares = {even_share(self.channels_out, most) for most in (1, 2, 4, 8, 16)}
         for cells, channels_out in itertools.product((1, 2, 4, 8, 16), sorted(shares)):
             narrowest = cells == 1 and channels_out == 1
             too_many = self.registers(cells, channels_out) > _REGISTERS[-1] - 16 and not narrowest
@@ -211,19 +244,17 @@ class _Layer:
                 for factor in (1, 2, 4, 8) if self.channels_last else (1,):
                     if (self.channels_last and factor * planes > most_planes) or part * factor * planes * split > 256:
                         break
-                    yield from self.fitting(
-                        Tile(False, lanes_w, cells, rows, phases, factor * planes, 0, channels_out, split)
-                    )
+                    yield Tile(False, lanes_w, cells, rows, phases, factor * planes, 0, channels_out, split)
 
-    def fitting(self, tile: Tile) -> Iterator[Tile]:
-        """The tile with as many input channels at a time as fit, at most 16."""
+    def fitting(self, tile: Tile) -> Tile | None:
+        """The tile with as many input channels at a time as fit, at most 16; None where none do."""
         channels_in = min(self.channels_in, 16)
         while channels_in >= 1:
             tile = replace(tile, channels_in=channels_in)
             if self.shared_bytes(tile) <= SHARED_BYTES:
-                yield tile
-                return
+                return tile
             channels_in //= 2
+        return None
 
     def registers(self, cells: int, channels_out: int) -> int:
         """Registers of a thread, about."""
@@ -274,8 +305,16 @@ class _Layer:
         """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
         return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
 
+    def blocks_each(self, tile: Tile) -> int:
+        """Blocks of a multiprocessor."""
+        return -(-self.blocks(tile) // self.spec.multiprocessors)
+
     def cycles(self, tile: Tile) -> float:
-        """Cycles of an H200, roughly: rounds of the blocks that a multiprocessor holds at a time, and what moves."""
+        """Cycles of an H200, roughly."""
+        return self.cost(tile).cycles(self.blocks_each(tile))
+
+    def cost(self, tile: Tile) -> _Cost:
+        """What a tile costs, whatever the sizes."""
         kernel_h, kernel_w = self.problem.kernel_size
         turns, chunks = -(-self.tap_phases_h // tile.phases), -(-self.channels_in // tile.channels_in)
         tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
@@ -310,9 +349,6 @@ class _Layer:
 
         shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
         held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // tile.threads)
-        blocks = -(-self.blocks(tile) // self.spec.multiprocessors)
-        rounds = -(-blocks // min(held, blocks))
-        side_by_side = blocks / rounds
         # The fewer warps, the more cycles pass without one.
         issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
         busiest, other = sorted((issue, wavefronts), reverse=True)
@@ -320,7 +356,7 @@ class _Layer:
         # What is stored; the less of it lies together, the worse.
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
-        moved = blocks * stored * self.item_bytes / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
+        moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
         if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
             neighbours = tile.planes if tile.channels_out == self.channels_out else 1
             parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
@@ -329,8 +365,29 @@ class _Layer:
             moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
         else:
             moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
-        together = side_by_side * warps * (busiest + _COST.hidden_share * other)
-        return max(rounds * max(alone, together), moved) + _COST.stored_factor * moved
+        return _Cost(held, alone, warps * (busiest + _COST.hidden_share * other), moved)
+
+
+class _Cost(NamedTuple):
+    """What a block costs.
+
+    Attributes:
+        held: how many a multiprocessor holds at a time.
+        alone: cycles of one that has the multiprocessor for itself.
+        together: what one adds to the cycles of several.
+        moved: cycles in which memory takes what one stores.
+    """
+
+    held: int
+    alone: float
+    together: float
+    moved: float
+
+    def cycles(self, blocks: int) -> float:
+        """Of so many blocks of a multiprocessor: rounds of those that it holds at a time, and what moves."""
+        rounds = -(-blocks // min(self.held, blocks))
+        moved = blocks * self.moved
+        return max(rounds * max(self.alone, blocks / rounds * self.together), moved) + _COST.stored_factor * moved
 
 
 def _run_pitch(run: int, item_bytes: int) -> int:
@@ -339,11 +396,9 @@ def _run_pitch(run: int, item_bytes: int) -> int:
     return (run // put | 1) * put
 
 
-def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Macros:
+def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile) -> Macros:
     """Macros that specialise csrc/direct/forward.cu."""
-    p, tile = problem, tile_of(problem, dtype, channels_last, spec)
-    assert tile is not None
-    layer = _Layer(p, dtype, channels_last, spec)
+    p, layer = problem, _Layer(problem, dtype, channels_last, REFERENCE)
     neighbours = tile.cells * p.stride[1]
     if layer.whole_pixels(tile):
         vector = math.gcd(16 // dtype.itemsize, neighbours * tile.channels_out, p.output_size[1] * tile.channels_out)
@@ -367,7 +422,6 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, sp
         "SPLIT_IN": tile.split,
         "ROWS": tile.rows_each,
         "PLANE_VECTOR": tile.planes_each,
-        "TURNS": tile.turns,
         "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
         "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
@@ -428,16 +482,22 @@ class DirectForward(DirectKernel):
         factor = _COST.channels_last_factor if config.memory_format is torch.channels_last else 1
         return _COST.launch_seconds + factor * self.cycles(config, tile) / clock_of(config)
 
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile:
+        channels_last = config.memory_format is torch.channels_last
+        if not (tile.depthwise and channels_last):
+            return tile
+        return replace(tile, turns=_Layer(config.problem, config.dtype, True, config.spec).turns(tile))
+
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
-        macros = forward_macros(p, config.dtype, config.memory_format is torch.channels_last, config.spec)
+        macros = forward_macros(p, config.dtype, config.memory_format is torch.channels_last, tile)
         tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
         tiles = tiles_w * -(-cells_h // tile.height) * -(-(p.out_channels // p.groups) // tile.channels_out)
         params: Params = {
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
             "planes, groups": (planes, p.groups),
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
-            "tiles_w": tiles_w,
+            "tiles_w, turns": (tiles_w, tile.turns),
             **weight_steps(p),
         }
         grid, block = plane_grid(tiles, max(1, -(-planes // tile.planes))), (tile.threads, 1, 1)

@@ -18,6 +18,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
+from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
@@ -38,6 +39,8 @@ _SHIFT_BASE = 1 << 12
 _MOST_WEIGHTS = 1 << 18  # of a group
 _MOST_M_TILES = 32  # bits of a mask
 _MOST_STEPS = 2048  # 4 KiB of constant memory a table
+_MOST, _MOST_ALIKE = 4, 2  # tiles of a menu, in channels_last, and in NCHW for widths that are alike
+_ALIGNED = 8  # pixels: widths that are as far beyond a multiple of them are loaded and stored alike
 
 Shift = Pair  # from a cell to an input, per axis
 
@@ -53,7 +56,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/direct/forward_mma.cu owns; see its header."""
+    """What a block of csrc/direct/forward_mma.cu owns; see its header.
+
+    ``staged`` says whether outputs are turned round in shared memory: where the lanes' own do not make whole sectors.
+    """
 
     problem: Problem
     itemsize: int
@@ -66,6 +72,7 @@ class Tile:
     warps_n: int = _WARPS
     row_tiles: int = 1  # of 8 cells, across
     ahead: bool = True  # whether a tile's input is copied while the tile before it is computed
+    staged: bool = True
     spec: DeviceSpec = REFERENCE
 
     @property
@@ -83,18 +90,14 @@ class Tile:
         return self.row_phases * self.channels
 
     @cached_property
-    def m_tile_lines(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def layer(self) -> Problem:
+        """The problem, whatever its sizes."""
+        return replace(self.problem, batch=1, input_size=(1, 1))
+
+    @cached_property
+    def m_tile_lines(self) -> tuple[tuple[Pair, ...], ...]:
         """Of each M tile the pairs of a row phase (of the turn) and a column phase that its 16 rows belong to."""
-        stride, blocks = self.problem.stride[1], -(-self.lines // 8)
-        if self.channels % 16 == 0:
-            slots = [(2 * pair + half, rw) for pair in range(blocks // 2) for rw in range(stride) for half in (0, 1)]
-        else:
-            slots = [(block, rw) for block in range(blocks) for rw in range(stride)]
-        phases = [
-            {(line // self.channels, rw) for line in range(8 * block, min(8 * block + 8, self.lines))}
-            for block, rw in slots
-        ]
-        return tuple(tuple(set().union(*phases[i : i + 2])) for i in range(0, len(phases), 2))
+        return _m_tile_lines(self.problem.stride[1], self.row_phases, self.channels)
 
     @property
     def m_tiles(self) -> int:
@@ -120,32 +123,9 @@ class Tile:
     @cached_property
     def turns(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of each turn of row phases."""
-        return tuple(tuple(self._steps(first)) for first in range(0, self.problem.stride[0], self.row_phases))
+        return _turns(self.layer, self.row_phases, self.channels, self.words)
 
-    def _steps(self, first_row_phase: int) -> Iterator[Step]:
-        shifts_h, shifts_w = (phase_shifts(self.problem, axis) for axis in (0, 1))
-        row_phases = range(first_row_phase, first_row_phase + self.row_phases)
-        rows = sorted(set().union(*(shifts_h[phase] for phase in row_phases)))
-        columns = sorted(set().union(*shifts_w))
-
-        def tiles_of(shifts: list[Shift]) -> tuple[int, ...]:
-            return tuple(
-                i
-                for i, phases in enumerate(self.m_tile_lines)
-                if any(h in shifts_h[first_row_phase + rh] and w in shifts_w[r] for rh, r in phases for h, w in shifts)
-            )
-
-        every = [(h, w) for h in rows for w in columns]
-        count = max(1, 8 // self.words)
-        for i in range(0, len(every), count):
-            shifts = every[i : i + count]
-            tiles = tiles_of(shifts)
-            padding = (None,) * (count - len(shifts))
-            if tiles:
-                for word in range(0, max(self.words, 8) if count == 1 else 1, 8):
-                    yield Step((*shifts, *padding), word, tiles)
-
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Pairs of a step and an M tile."""
         return sum(len(step.m_tiles) for turn in self.turns for step in turn)
@@ -190,16 +170,10 @@ class Tile:
         spots = math.prod(self.patch) // self.pixels
         return -(-spots * self.groups * -(-self.words // 4) // self.threads)
 
-    @property
+    @cached_property
     def reach(self) -> tuple[Pair, Pair]:
         """Least and largest shift of either axis."""
-        return reach_of(self.problem, 0), reach_of(self.problem, 1)
-
-    @property
-    def staged(self) -> bool:
-        """Whether outputs are turned round in shared memory: where the lanes' own do not make whole sectors."""
-        stride, width = self.problem.stride[1], self.problem.output_size[1]
-        return self.channels_last or math.gcd(8 * stride, width) * self.itemsize % _SECTOR_BYTES != 0
+        return reach_of(self.layer, 0), reach_of(self.layer, 1)
 
     @property
     def vector(self) -> int:
@@ -310,6 +284,22 @@ class Tile:
         Its schedulers are busy, or its shared memory is, or what it moves takes longer, or its blocks wait, each for
         its own loads and stores.
         """
+        return self.cycles_of(self.problem)
+
+    def cycles_of(self, problem: Problem) -> float:
+        """As :attr:`cycles`, of the layer at other sizes."""
+        alone, busy, moved, factor = self._costs
+        down, across = (-(-count // size) for count, size in zip(cells_of(problem), self.size, strict=True))
+        tiles = problem.batch * down * across * self.sets / self.spec.multiprocessors
+        rounds = max(1.0, tiles / self.blocks_resident)
+        alone *= math.ceil(rounds) if rounds < 4 else rounds
+        busy, moved = busy * tiles, moved * tiles
+        longest = max(busy, alone, _COST.moved_overlapped_share * moved)
+        return factor * (longest + _COST.moved_share * moved + _COST.computed_share * (busy + alone))
+
+    @cached_property
+    def _costs(self) -> tuple[float, float, float, float]:
+        """What a tile costs: cycles of a block alone, busy cycles, those of what is moved, and a factor of all."""
         steps, turns = sum(map(len, self.turns)), len(self.turns) * self.groups
         turned_store = _COST.channels_last_turning_factor if self.channels_last else _COST.turning_factor
         store = _COST.n_tile_instructions * (turned_store if self.staged else 1)
@@ -326,25 +316,22 @@ class Tile:
         loading = {_SYNCHRONOUS: packing, _TURNED: packing + copying, _COPIED: copying}[self.loading]
         issued = self.groups * products + turns * outputs + loading + _COST.block_instructions
 
-        # A block alone, and how many a multiprocessor takes one after the other.
+        # A block alone.
         step = _COST.unrolled_step_cycles if self.unrolled else _COST.step_cycles
         alone = issued + self.groups * steps * step + _COST.turn_cycles * turns
         if self.loading == _SYNCHRONOUS:
             alone += _COST.channels_last_load_cycles if self.channels_last else _COST.load_cycles
-        tiles = self.problem.batch * math.prod(self.tiles) * self.sets / self.spec.multiprocessors
-        rounds = max(1.0, tiles / self.blocks_resident)
-        rounds = math.ceil(rounds) if rounds < 4 else rounds
 
         # Instructions: the more warps, the fewer cycles pass without one. Shared memory: a wavefront is 32 words.
         warps = self.threads / 32
         issuing = min(_COST.issue_share, _COST.warp_issue_share * self.blocks_resident * warps)
-        busy = tiles * issued * warps / (4 * issuing)
+        busy = issued * warps / (4 * issuing)
         wavefronts = self.groups * (2 * steps * self.n_tiles + 4 * self.pairs) + turns * outputs / 2 * self.staged
-        busy = max(busy, _COST.wavefront_cycles * tiles * wavefronts * warps)
+        busy = max(busy, _COST.wavefront_cycles * wavefronts * warps)
         if not self.spec.is_hopper:  # whose tensor cores are never what takes longest here
             per_clock = (self.spec.half if self.itemsize == 2 else self.spec.tf32) / self.spec.cycles
             product = 2 * 16 * 8 * 32 // self.itemsize
-            operations = tiles * self.groups * self.pairs * self.n_tiles * warps * product
+            operations = self.groups * self.pairs * self.n_tiles * warps * product
             busy = max(busy, operations / (_COST.tensor_core_share * per_clock))
 
         # To and from the L2 cache. Rows that are cut short or into pieces cost more than their bytes.
@@ -356,18 +343,31 @@ class Tile:
             stored *= 1 + _COST.apart_bytes / (self.groups * self.channels * self.warps_m * self.itemsize)
         else:
             stored *= 1 + _COST.run_bytes / (self.size[1] * self.problem.stride[1] * self.itemsize) + self.staged
-        moved = tiles * (_COST.load_factor * loaded + stored) * self.itemsize
-        moved /= _COST.bytes_a_cycle * self.spec.bytes_ratio
-        alone *= rounds
-        turned = _COST.turned_factor if self.loading == _TURNED else 1
-        longest = max(busy, alone, _COST.moved_overlapped_share * moved)
-        return turned * (longest + _COST.moved_share * moved + _COST.computed_share * (busy + alone))
+        moved = (_COST.load_factor * loaded + stored) * self.itemsize / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
+        return alone, busy, moved, _COST.turned_factor if self.loading == _TURNED else 1
 
 
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the channels do not fit shared memory."""
-    return min(tiles_of(problem, itemsize, channels_last, spec), key=lambda tile: tile.cycles, default=None)
+    menu = _menu(samples(problem, _ALIGNED), itemsize, channels_last, spec)
+    tile = min(menu, key=lambda tile: tile.cycles_of(problem), default=None)
+    return tile and replace(tile, problem=problem, staged=is_staged(problem, itemsize, channels_last))
+
+
+@lru_cache(maxsize=1024)
+def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
+    """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
+    tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
+    most = _MOST if channels_last else _MOST_ALIKE
+    cycles = [[tile.cycles_of(one) for tile in tiles] for one in problems]
+    return [tiles[i] for i in menu_of(cycles, most)] if tiles else []
+
+
+def is_staged(problem: Problem, itemsize: int, channels_last: bool) -> bool:
+    """Whether tiles are to be :attr:`Tile.staged`."""
+    sector = math.gcd(8 * problem.stride[1], problem.output_size[1]) * itemsize
+    return channels_last or sector % _SECTOR_BYTES != 0
 
 
 def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Iterator[Tile]:
@@ -377,6 +377,7 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
     if p.gemm_k * channels_out == 1 or p.gemm_k * p.taps * channels_out > _MOST_WEIGHTS:
         return
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
+    staged = is_staged(p, itemsize, channels_last)
     for groups, channels in itertools.product(
         _neighbours(p, itemsize) if channels_last else (1,),
         {channels_out, *(c for c in (16, 32, 48, 64) if c < channels_out)},
@@ -385,7 +386,8 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
             continue
         warps_m = min(4, power_of_two(-(-channels_out // channels)))
         for row_phases, n_tiles in itertools.product({1, p.stride[0]}, (8, 4, 2, 1)):
-            tile = Tile(p, itemsize, channels_last, row_phases, channels, n_tiles, groups, warps_m, spec=spec)
+            shape = row_phases, channels, n_tiles, groups, warps_m
+            tile = Tile(p, itemsize, channels_last, *shape, staged=staged, spec=spec)
             if tile.sets > MAX_GRID_Y or tile.m_tiles > _MOST_M_TILES or sum(map(len, tile.turns)) > _MOST_STEPS:
                 continue
             if len(tile.used_tiles) * n_tiles > _ACCUMULATORS:
@@ -398,6 +400,50 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
                     shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i, ahead=ahead)
                     if shaped.shared_bytes <= LEAST_SHARED_BYTES:
                         yield shaped
+
+
+@lru_cache(maxsize=1024)
+def _m_tile_lines(stride: int, row_phases: int, channels: int) -> tuple[tuple[Pair, ...], ...]:
+    """See :attr:`Tile.m_tile_lines`."""
+    lines = row_phases * channels
+    blocks = -(-lines // 8)
+    if channels % 16 == 0:
+        slots = [(2 * pair + half, rw) for pair in range(blocks // 2) for rw in range(stride) for half in (0, 1)]
+    else:
+        slots = [(block, rw) for block in range(blocks) for rw in range(stride)]
+    phases = [{(line // channels, rw) for line in range(8 * block, min(8 * block + 8, lines))} for block, rw in slots]
+    return tuple(tuple(set().union(*phases[i : i + 2])) for i in range(0, len(phases), 2))
+
+
+@lru_cache(maxsize=1024)
+def _turns(layer: Problem, row_phases: int, channels: int, words: int) -> tuple[tuple[Step, ...], ...]:
+    """See :attr:`Tile.turns`."""
+    lines = _m_tile_lines(layer.stride[1], row_phases, channels)
+    firsts = range(0, layer.stride[0], row_phases)
+    return tuple(tuple(_steps(layer, range(first, first + row_phases), lines, words)) for first in firsts)
+
+
+def _steps(layer: Problem, row_phases: range, m_tile_lines: tuple[tuple[Pair, ...], ...], words: int) -> Iterator[Step]:
+    shifts_h, shifts_w = (phase_shifts(layer, axis) for axis in (0, 1))
+    rows = sorted(set().union(*(shifts_h[phase] for phase in row_phases)))
+    columns = sorted(set().union(*shifts_w))
+
+    def tiles_of(shifts: list[Shift]) -> tuple[int, ...]:
+        return tuple(
+            i
+            for i, phases in enumerate(m_tile_lines)
+            if any(h in shifts_h[row_phases[rh]] and w in shifts_w[r] for rh, r in phases for h, w in shifts)
+        )
+
+    every = [(h, w) for h in rows for w in columns]
+    count = max(1, 8 // words)
+    for i in range(0, len(every), count):
+        shifts = every[i : i + count]
+        tiles = tiles_of(shifts)
+        padding = (None,) * (count - len(shifts))
+        if tiles:
+            for word in range(0, max(words, 8) if count == 1 else 1, 8):
+                yield Step((*shifts, *padding), word, tiles)
 
 
 def _neighbours(problem: Problem, itemsize: int) -> list[int]:
@@ -501,6 +547,10 @@ class DirectForwardMma(DirectKernel):
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        other = replace(tile, problem=config.problem)
+        return other if (other.pixels, other.vector) == (tile.pixels, tile.vector) else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = config.problem

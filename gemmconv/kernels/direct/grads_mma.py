@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -14,15 +14,18 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
-from gemmconv.kernels.direct.patch import Patch, problem_macros, rows_of
-from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.direct.menu import menu_of, samples
+from gemmconv.kernels.direct.patch import Patch, problem_macros
+from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within
 from gemmconv.kernels.layout.transpose import grads_turning_seconds
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, weight_steps
-from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
+from gemmconv.kernels.splits.reduce_splits import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/grads_mma")
 _WARPS = 4
+_MOST = 2  # tiles of a menu
+_FEW_ROWS = 4  # of images for which four warps of a block are beside each other
 _REGISTERS = 65_536
 _MOST_PAIRS = 512  # of channels of a group: of more, fused is faster, and the estimate below is too low
 _MOST_SUMS = 72  # of a lane: taps * tiles of 16 output channels * 4
@@ -82,6 +85,11 @@ class Tile:
         return (max(self.patch.elements, self.threads * self.sums) + factors) * 4
 
     @property
+    def fits(self) -> bool:
+        """Whether there are registers and shared memory for it."""
+        return self.sums <= _MOST_SUMS and self.shared_bytes <= LEAST_SHARED_BYTES
+
+    @cached_property
     def resident(self) -> int:
         """Blocks that a multiprocessor is to have registers for."""
         steps, pixels = self.planes // 8, self.rows * 8
@@ -92,7 +100,7 @@ class Tile:
         by_registers = _REGISTERS // (self.threads * (self.sums + pixels + multiplied + _ADDRESS_REGISTERS))
         return max(1, min(4, by_registers, REFERENCE.shared_bytes // (self.shared_bytes + 1024)))
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Rows, or several times as many, of a plane that a warp stages at once: what registers hold of loads."""
         lanes = min(32, power_of_two(self.patch.vectors))
@@ -114,7 +122,7 @@ class Tile:
         """Blocks that share a slice."""
         return self.problem.groups * -(-self.problem.gemm_k // (8 * self.ci_warps))
 
-    @property
+    @cached_property
     def _tile_seconds(self) -> float:
         """What a tile adds to the time of a multiprocessor: rows that are loaded, their elements, and products."""
         lanes = min(32, power_of_two(self.patch.vectors))
@@ -154,19 +162,30 @@ class Tile:
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem: a pure function of it. None where a warp has no room for the sums of all taps."""
-    tiles = tiles_of(problem, itemsize, multiprocessors)
-    return min(tiles, key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
+    menu = [replace(tile, problem=problem) for tile in _menu(samples(problem), itemsize, multiprocessors)]
+    fitting = [tile for tile in menu if tile.fits] or tiles_of(problem, itemsize, multiprocessors)
+    return min(fitting, key=lambda tile: tile.seconds(DEFAULT_WORKSPACE_LIMIT), default=None)
+
+
+@lru_cache(maxsize=1024)
+def _menu(problems: tuple[Problem, ...], itemsize: int, multiprocessors: int) -> list[Tile]:
+    """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
+    tiles = tiles_of(problems[0], itemsize, multiprocessors)
+    seconds = [[replace(tile, problem=one).seconds(DEFAULT_WORKSPACE_LIMIT) for tile in tiles] for one in problems]
+    return [tiles[i] for i in menu_of(seconds, _MOST)] if tiles else []
 
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> list[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     ci_warps = min(_WARPS, power_of_two(-(-problem.gemm_k // 8)))
     tiles = []
-    for rows, row_warps in itertools.product(sorted({rows_of(problem.input_size[0], 4), 2, 1}), (1, 2, 4)):
-        if ci_warps * row_warps > _WARPS:
+    for rows, row_warps in itertools.product(sorted({power_of_two_within(problem.input_size[0], 4), 2, 1}), (1, 2, 4)):
+        if ci_warps * row_warps > _WARPS or (
+            _WARPS // ci_warps // row_warps == 4 and problem.input_size[0] > _FEW_ROWS
+        ):
             continue
         tile = Tile(problem, itemsize, rows, row_warps, _WARPS // ci_warps // row_warps, ci_warps, multiprocessors)
-        if tile.sums <= _MOST_SUMS and tile.shared_bytes <= LEAST_SHARED_BYTES:
+        if tile.fits:
             tiles.append(tile)
     return tiles
 
@@ -181,10 +200,9 @@ def tile_for(config: Config) -> Tile | None:
     return None
 
 
-def grads_macros(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
+def grads_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/direct/grads_mma.cu."""
     return {
-        "RESULT_T": "float" if slices > 1 else ELEMENT_TYPES[dtype],
         "ROWS": tile.rows,
         "ROW_WARPS": tile.row_warps,
         "COLUMN_WARPS": tile.column_warps,
@@ -214,6 +232,10 @@ class DirectGradsMma(DirectKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_for(config)
 
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        other = replace(tile, problem=config.problem)
+        return other if other.patch.vector == tile.patch.vector else None
+
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         seconds = tile.seconds(config.workspace_limit) / slowest_elsewhere(config)
         return seconds + grads_turning_seconds(config, config.of_weight)
@@ -223,10 +245,11 @@ class DirectGradsMma(DirectKernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, slices = config.problem, tile.slices(config.workspace_limit)
-        macros = grads_macros(tile, config.dtype, slices)
+        macros = grads_macros(tile, config.dtype)
         params: Params = {
             "grad_output, input, weight": ("grad_output", "input", "weight"),
-            "grad_input, partials": ("grad_input", "partials"),
+            "grad_input": "grad_input",
+            **result_params(slices),
             "groups": p.groups,
             "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
             "tiles_h, tiles_w": tile.tiles,

@@ -24,7 +24,6 @@ from gemmconv.kernels.direct.patch import (
     Tile,
     column_threads_of,
     problem_macros,
-    rows_of,
     smaller,
     sum_bytes,
 )
@@ -88,7 +87,7 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
     wide = itemsize == 8
     height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
     channels = even_share(problem.gemm_k, 4 if wide else 8)
-    rows = rows_of(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
+    rows = power_of_two_within(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
     threads = 256 if rows <= 4 else 128
     taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
     taps_h = even_share(problem.kernel_size[0], max(1, UNROLLED // (taps_w * rows * channels)))
@@ -114,14 +113,15 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
         elif tile.row_threads > 1 and tile.threads > 128:
             tile = replace(tile, row_threads=tile.row_threads // 2)
         elif tile.rows > 2:
-            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
+            tile = replace(tile, rows=tile.rows // 2)
         elif tile.row_threads > 1 and tile.threads > 32:
             tile = replace(tile, row_threads=tile.row_threads // 2)
         else:
             break
     while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
         tile = smaller(tile)
-    while tile.blocks(problem) < 2 * multiprocessors and tile.threads > 64:
+    few = tile.blocks(problem) < 2 * multiprocessors
+    while few and tile.threads > 64:
         if tile.planes > 1:
             tile = replace(tile, planes=tile.planes // 2)
         elif tile.row_threads > 1:
@@ -155,10 +155,9 @@ def _prefetches(tile: InputGradTile, problem: Problem, itemsize: int) -> bool:
     return patch.words(patch.passes) <= min(PREFETCH_WORDS, 64 - sums)
 
 
-def input_grad_macros(problem: Problem, dtype: torch.dtype, multiprocessors: int = REFERENCE.multiprocessors) -> Macros:
+def input_grad_macros(problem: Problem, dtype: torch.dtype, tile: InputGradTile) -> Macros:
     """Macros that specialise csrc/direct/input_grad.cu."""
     itemsize = dtype.itemsize
-    tile = input_grad_tile(problem, itemsize, multiprocessors)
     channels_out = problem.out_channels // problem.groups
     one_chunk_of_taps = tile.taps == problem.kernel_size
     chunks = -(-channels_out // tile.chunk_channels) * (1 if one_chunk_of_taps else 2)
@@ -196,15 +195,14 @@ class DirectInputGrad(DirectKernel):
         return _COST.launch_seconds + max(arithmetic, moved) + steps + turning_seconds(config)
 
     def program(self, config: Config, direction: Pass, tile: InputGradTile) -> Program:
-        p, itemsize, multiprocessors = config.problem, config.dtype.itemsize, config.spec.multiprocessors
+        p = config.problem
         strides = strides_of(p.input_shape, config.memory_format)
         output = Output("grad_input", p.input_shape, strides, torch.contiguous_format)
 
         if not math.prod(p.input_shape):
             operands = Operand("grad_output", None), Operand("weight", None)
             return Program(config.dtype, operands, (output,), (clearing(config, output),))
-        macros = input_grad_macros(p, config.dtype, multiprocessors)
-        tile = input_grad_tile(p, itemsize, multiprocessors)
+        macros = input_grad_macros(p, config.dtype, tile)
         pixel_blocks, plane_blocks, tiles_w = tile.grid(p)
         params: Params = {
             "grad_output, weight, grad_input": ("grad_output", "weight", "grad_input"),
@@ -215,7 +213,7 @@ class DirectInputGrad(DirectKernel):
         }
         grid, block = plane_grid(pixel_blocks, plane_blocks), (tile.threads, 1, 1)
         launch = Launch("direct/input_grad.cu", macros, grid, block, params)
-        alignment, nchw = int(macros["VECTOR"]) * itemsize, torch.contiguous_format
+        alignment, nchw = int(macros["VECTOR"]) * config.dtype.itemsize, torch.contiguous_format
         operands = Operand("grad_output", nchw, alignment), Operand("weight", None)
         return Program(config.dtype, operands, (output,), (launch,))
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from gemmconv.geometry import Problem
-from gemmconv.kernels.integers import up_to_multiple
+from gemmconv.kernels.integers import power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
@@ -27,6 +27,8 @@ _INT32_MAX = 2**31 - 1
 _VECTOR_BYTES = 16
 _MOST_STEPS = 8  # vectors of a patch row that a thread loads
 _BATCH_LOADS = 12  # in flight at most while nothing is computed
+_COLUMNS, _COLUMNS_OF_LINES = (16, 32), (32, 128)  # of a tile, where images are as wide; of images of few rows
+_FEW_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -159,27 +161,25 @@ def sum_bytes(itemsize: int) -> int:
     return 8 if itemsize == 8 else 4
 
 
-def rows_of(height: int, most: int) -> int:
-    """Rows of a thread: most, unless fewer divide the height, or waste less of it."""
-
-    def cost(rows: int) -> tuple[int, int]:
-        return up_to_multiple(height, rows) + height // (8 * rows), -rows
-
-    return min(range(1, max(1, most) + 1), key=cost)
-
-
 def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
-    """Columns of a tile: few idle ones, few that neighbouring tiles read again, rows loaded in few steps."""
+    """Columns of a tile: few idle ones, few that neighbouring tiles read again, rows loaded in few steps.
+
+    Of wide images one of two numbers, or what is less than these where more are too many.
+    """
     (height, width), stride = problem.input_size, problem.stride[1]
     overlap = max(0, (taps_w - 1) * problem.dilation[1] + 1 - stride) / stride
-    widest = min(most, 64 if height > 4 else 256)
+    menu = _COLUMNS if height > _FEW_ROWS else _COLUMNS_OF_LINES
+    fewer = power_of_two_within(width, min(most, menu[0]))
 
     def steps(columns: int) -> int:
         return Patch(problem, 4, (1, columns), (1, taps_w), 1, max(32, columns)).steps
 
-    candidates = [1 << n for n in range(9) if 1 << n <= min(widest, 2 * width - 1)]
-    loadable = [columns for columns in candidates if steps(columns) <= _MOST_STEPS]
-    return min(loadable, key=lambda columns: (-(-width // columns) * (columns + overlap + 4), -columns), default=1)
+    while fewer > 1 and steps(fewer) > _MOST_STEPS:
+        fewer //= 2
+    more = [
+        columns for columns in menu if fewer < columns <= min(most, 2 * width - 1) and steps(columns) <= _MOST_STEPS
+    ]
+    return min([fewer, *more], key=lambda columns: (-(-width // columns) * (columns + overlap + 8), -columns))
 
 
 _AnyTile = TypeVar("_AnyTile", bound=Tile)

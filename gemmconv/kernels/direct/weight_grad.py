@@ -14,7 +14,7 @@ import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of
+from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.patch import (
@@ -28,7 +28,6 @@ from gemmconv.kernels.direct.patch import (
     Tile,
     column_threads_of,
     problem_macros,
-    rows_of,
     smaller,
     sum_bytes,
 )
@@ -37,12 +36,14 @@ from gemmconv.kernels.layout.transpose import (
     grads_turning_seconds,
     turning_seconds,
 )
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, clearing, weight_steps
-from gemmconv.kernels.splits.reduce_splits import partial_bytes, with_partials
+from gemmconv.kernels.splits.reduce_splits import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/weight_grad")
+_THREADS = 128  # of a block, where there are enough tiles
 _REGISTERS = 65_536  # of a multiprocessor
+_FEW_PREFETCHED_WORDS = 8  # registers for loads beside the computation in small blocks, which have few tiles each
 _FEW_WORDS = 24  # registers for sums that leave room for much else
 _MANY_WORDS = 64  # registers for sums, inputs and their gradients that leave little room
 _OTHER_WORDS = 40  # registers for addresses and what is being computed
@@ -141,7 +142,7 @@ def weight_grad_tile(
     ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // taps)))
     co_channels = _share(channels_out, max(1, min(4, most_sums // (taps * ci_channels))))
     sums = taps * ci_channels * co_channels
-    rows = rows_of(height, max(1, min(8, most_sums // 4 // ci_channels, UNROLLED // sums)))
+    rows = power_of_two_within(height, min(8, most_sums // 4 // ci_channels, UNROLLED // sums))
     ci_tiles, co_tiles = -(-problem.gemm_k // ci_channels), -(-channels_out // co_channels)
 
     def idle_and_read_again(threads: tuple[int, int]) -> tuple[int, int]:
@@ -151,7 +152,7 @@ def weight_grad_tile(
 
     candidates = [(ci, co) for ci in (1, 2, 4) for co in (1, 2, 4) if ci * co <= 4]
     ci_threads, co_threads = min(candidates, key=idle_and_read_again)
-    pixel_threads = 128 // (co_threads * ci_threads)
+    pixel_threads = _THREADS // (co_threads * ci_threads)
     tile = WeightGradTile(
         rows=rows,
         steps=1,
@@ -172,28 +173,26 @@ def weight_grad_tile(
     # Room in shared memory, then blocks for every multiprocessor.
     while tile.shared_bytes(problem, itemsize) > SHARED:
         if tile.rows > 4:
-            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
+            tile = replace(tile, rows=tile.rows // 2)
         elif tile.pixel_threads > 32:
             tile = _fewer_pixels(tile)
         else:
             break
     while tile.shared_bytes(problem, itemsize) > STATIC_SHARED:
         tile = smaller(tile)
-    while (
-        math.prod(tile.tiles(problem)) * tile.weight_blocks(problem) < 2 * multiprocessors and tile.pixel_threads > 32
-    ):
+    few = math.prod(tile.tiles(problem)) * tile.weight_blocks(problem) < 2 * multiprocessors
+    while few and tile.pixel_threads > 32:
         tile = _fewer_pixels(tile)
 
     # Longer tiles for many sums: loading the next tile beside this one would take registers that they have not.
     if tile.sums * sum_bytes(itemsize) // 4 > _FEW_WORDS and not input_grad:
-        for steps in (2, 3, 4, 6, 8):
-            longer = replace(tile, steps=steps)
-            if (
-                longer.rows * longer.row_threads * (steps - 1) < height
-                and longer.shared_bytes(problem, itemsize) <= SHARED
-                and math.prod(longer.tiles(problem)) * longer.weight_blocks(problem) >= 8 * multiprocessors
-            ):
-                tile = longer
+        fitting = [replace(tile, steps=steps) for steps in (4, 2)]
+        longest = next((longer for longer in fitting if longer.shared_bytes(problem, itemsize) <= SHARED), tile)
+        if (
+            longest.rows * longest.row_threads * (longest.steps - 1) < height
+            and math.prod(longest.tiles(problem)) * longest.weight_blocks(problem) >= 8 * multiprocessors
+        ):
+            tile = longest
     return tile
 
 
@@ -224,29 +223,20 @@ def _slices(config: Config, tile: WeightGradTile) -> int:
     return max(1, min(max(exact, min(busy, max(just_busy, tiles // 4))), tiles, fitting, MAX_GRID_Y))
 
 
-def weight_grad_macros(
-    problem: Problem,
-    dtype: torch.dtype,
-    slices: int,
-    input_grad: bool = False,
-    multiprocessors: int = REFERENCE.multiprocessors,
-) -> Macros:
+def weight_grad_macros(problem: Problem, dtype: torch.dtype, tile: WeightGradTile, input_grad: bool = False) -> Macros:
     """Macros that specialise csrc/direct/weight_grad.cu, for both gradients with ``input_grad``."""
     itemsize = dtype.itemsize
-    tile = weight_grad_tile(problem, itemsize, input_grad, multiprocessors)
     patch, spare = tile.patch(problem, itemsize), tile.spare_words(itemsize, input_grad)
-    repeated = math.prod(tile.tiles(problem)) > slices
-    prefetch = repeated and tile.steps == 1 and patch.words(patch.passes) <= min(PREFETCH_WORDS, spare)
+    most_words = PREFETCH_WORDS if tile.threads >= _THREADS else _FEW_PREFETCHED_WORDS
+    prefetch = tile.steps == 1 and patch.words(patch.passes) <= min(most_words, spare)
     return {
         **tile.own_macros,
-        "ROWS_DIVIDE": int(problem.input_size[0] % tile.rows == 0),
         "STEPS": tile.steps,
         "CI_CHANNELS": tile.ci_channels,
         "CO_CHANNELS": tile.co_channels,
         "IMAGES": tile.images,
         "CI_THREADS": tile.ci_threads,
         "CO_THREADS": tile.co_threads,
-        "RESULT_T": ELEMENT_TYPES[accumulator_dtype(dtype) if slices > 1 else dtype],
         "INPUT_GRAD": int(input_grad),
         "MIN_BLOCKS": tile.resident(itemsize, input_grad),
         **patch.macros(prefetch, max(8, min(BATCH_WORDS, spare - 8))),
@@ -254,27 +244,16 @@ def weight_grad_macros(
     }
 
 
-def weight_grad_workspace_bytes(config: Config) -> int:
-    """Bytes of the partial sums of all slices; none where there is one slice."""
-    if not config.problem.batch:
-        return 0
-    problem, itemsize = config.problem, config.dtype.itemsize
-    tiles = [_tile_for(config, False)]
-    if (both := _tile_for(config, True)).computes_both(problem, itemsize):
-        tiles.append(both)
-    return max(partial_bytes(config, _slices(config, tile)) for tile in tiles)
-
-
-def weight_grad_seconds(config: Config) -> float:
+def weight_grad_seconds(config: Config, tile: WeightGradTile) -> float:
     """Roughly what a weight gradient in NCHW takes: launches, tiles, products, and bytes that go through patches.
 
     >>> upsampling = Problem(8, 21, 21, 1, (64, 64), (16, 16), stride=(8, 8), padding=(4, 4))
     >>> config = Config(upsampling, torch.float32, torch.device("cuda", 0))
-    >>> 2e-3 < weight_grad_seconds(config) < 4e-3  # each of 16 tap rows reads its part of the patches
+    >>> seconds = weight_grad_seconds(config, weight_grad_tile(upsampling, 4))
+    >>> 2e-3 < seconds < 4e-3  # each of 16 tap rows reads its part of the patches
     True
     """
     p, itemsize = config.problem, config.dtype.itemsize
-    tile = _tile_for(config, input_grad=False)
     tiles = math.prod(tile.tiles(p)) * tile.weight_blocks(p)
     staged = tiles * tile.patch(p, itemsize).elements * sum_bytes(itemsize)
     products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
@@ -282,16 +261,17 @@ def weight_grad_seconds(config: Config) -> float:
     return _COST.launch_seconds + tiles * _COST.tile_seconds / config.spec.multiprocessors + products + copied
 
 
-def grads_seconds(config: Config) -> float:
+def grads_seconds(config: Config, tile: WeightGradTile) -> float:
     """Roughly what both gradients at once take in NCHW; infinite where no thread could have whole sums of both."""
     p, itemsize = config.problem, config.dtype.itemsize
-    if not _tile_for(config, input_grad=True).computes_both(p, itemsize):
+    if not tile.computes_both(p, itemsize):
         return math.inf
     products = p.useful_flops / _COST.rate * (2 if itemsize == 8 else 1)
-    return weight_grad_seconds(config) + products + math.prod(p.input_shape) * itemsize / _COST.memory_rate
+    stored = math.prod(p.input_shape) * itemsize / _COST.memory_rate
+    return weight_grad_seconds(config, _tile_for(config, input_grad=False)) + products + stored
 
 
-def _program(config: Config, input_config: Config | None) -> Program:
+def _program(config: Config, input_config: Config | None, tile: WeightGradTile) -> Program:
     """A weight gradient, after the input's where that has a configuration."""
     p, dtype, both = config.problem, config.dtype, input_config is not None
     nchw = torch.contiguous_format
@@ -299,11 +279,11 @@ def _program(config: Config, input_config: Config | None) -> Program:
     if not math.prod(p.weight_shape) or not math.prod(p.input_shape):
         operands = Operand("grad_output", nchw), Operand("input", nchw)
         return Program(dtype, operands, (grad_weight,), (clearing(config, grad_weight),))
-    tile = _tile_for(config, both)
     slices, (_, tiles_h, tiles_w) = _slices(config, tile), tile.tiles(p)
-    macros = weight_grad_macros(p, dtype, slices, both, config.spec.multiprocessors)
+    macros = weight_grad_macros(p, dtype, tile, both)
     params: Params = {
-        "grad_output, input, partials": ("grad_output", "input", "partials"),
+        "grad_output, input": ("grad_output", "input"),
+        **result_params(slices),
         "weight, grad_input": ("weight", "grad_input") if both else (None, None),
         "images, groups": (p.batch, p.groups),
         "h_in, w_in, h_out, w_out": (*p.input_size, *p.output_size),
@@ -335,14 +315,15 @@ class DirectWeightGrad(DirectKernel):
 
     def seconds(self, config: Config, direction: Pass, tile: WeightGradTile) -> float:
         if direction == "grads":
-            return grads_seconds(config) / slowest_elsewhere(config) + grads_turning_seconds(config, config.of_weight)
-        return weight_grad_seconds(config) / slowest_elsewhere(config) + turning_seconds(config)
+            seconds = grads_seconds(config, tile) / slowest_elsewhere(config)
+            return seconds + grads_turning_seconds(config, config.of_weight)
+        return weight_grad_seconds(config, tile) / slowest_elsewhere(config) + turning_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
-        return weight_grad_workspace_bytes(config)
+        return partial_bytes(config, _slices(config, tile)) if config.problem.batch else 0
 
     def program(self, config: Config, direction: Pass, tile: WeightGradTile) -> Program:
-        return _program(config.of_weight, config) if direction == "grads" else _program(config, None)
+        return _program(config.of_weight, config, tile) if direction == "grads" else _program(config, None, tile)
 
 
 KERNEL = DirectWeightGrad()

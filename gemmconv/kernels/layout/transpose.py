@@ -197,7 +197,7 @@ def transposition(shape: Sequence[int], itemsize: int, memory_format: torch.memo
     else:
         source, macros = "layout/transpose.cu", turn_macros(channels, pixels, to_last, itemsize)
         tile_rows, tile_columns = int(macros["TILE_ROWS"]), int(macros["TILE_COLUMNS"])
-        alignment = 4 if macros["PAIRS"] else itemsize
+        alignment = 4 if itemsize == 2 and channels % 2 == pixels % 2 == 0 else itemsize  # of pairs
     tiles_columns = -(-columns // tile_columns)
     params: Params = {
         "source, target": ("source", "target"),
@@ -256,15 +256,13 @@ def turn_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Mac
     """Macros that specialise csrc/layout/transpose.cu. A tile has all channels or an even share of them.
 
     >>> turn_macros(96, 4096, True, 2)
-    {'ELEMENT_BYTES': 2, 'PAIRS': 1, 'TILE_ROWS': 48, 'TILE_COLUMNS': 64}
+    {'ELEMENT_BYTES': 2, 'TILE_ROWS': 48, 'TILE_COLUMNS': 64}
     """
-    pairs = itemsize == 2 and channels % 2 == pixels % 2 == 0
     tile_channels = even_share(channels, _MOST_CHANNELS)
-    tile_channels += tile_channels % 2 if pairs else 0
+    tile_channels += tile_channels % 2 if itemsize == 2 and channels % 2 == 0 else 0
     tile_pixels = min(max(_SHORTEST, power_of_two(_TILE // tile_channels + 1) // 2), _LONGEST, power_of_two(pixels))
     macros: Macros = {
         "ELEMENT_BYTES": itemsize,
-        "PAIRS": int(pairs),
         "TILE_ROWS": tile_channels if to_last else tile_pixels,
         "TILE_COLUMNS": tile_pixels if to_last else tile_channels,
     }

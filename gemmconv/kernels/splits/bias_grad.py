@@ -31,12 +31,11 @@ def slices_of(items: int, least: int, most: int) -> int:
     return max(1, min(-(-items // least), most))
 
 
-def bias_grad_macros(config: Config, slices: int) -> Macros:
+def bias_grad_macros(config: Config) -> Macros:
     """Macros that specialise csrc/splits/bias_grad.cu."""
     vector, channels_last = vector_of(config), config.memory_format is torch.channels_last
     return {
         "ELEMENT_T": ELEMENT_TYPES[config.dtype],
-        "RESULT_T": ELEMENT_TYPES[config.dtype if slices == 1 else accumulator_dtype(config.dtype)],
         "CHANNELS_LAST": int(channels_last),
         "VECTOR": vector,
         "LANES": min(32, power_of_two(config.problem.out_channels // vector)) if channels_last else 1,
@@ -51,18 +50,18 @@ def program(config: Config) -> Program | None:
     items = p.batch * (p.out_pixels if channels_last else units)
     if items == 0 or items + _INT32_MAX // 1024 > _INT32_MAX or config.dtype not in ELEMENT_TYPES:
         return None
-    macros = bias_grad_macros(config, 1)
+    macros = bias_grad_macros(config)
     lanes = int(macros["LANES"])
     blocks = -(-p.out_channels // (lanes * vector)) if channels_last else p.out_channels
     slices = slices_of(items, _ITEMS * _THREADS // lanes, _BLOCKS * config.spec.multiprocessors // blocks)
     share = -(-items // slices)
     params: Params = {
-        "grad_output, sums": ("grad_output", "sums" if slices > 1 else "grad_bias"),
+        "grad_output, sums, grad_bias": ("grad_output", *(("sums", None) if slices > 1 else (None, "grad_bias"))),
         "by_units": reciprocal(max(1, units)),
         "channels, units, items, share": (p.out_channels, units, items, share),
     }
     grid, block = (blocks, slices, 1), (_THREADS, 1, 1)
-    main = Launch("splits/bias_grad.cu", bias_grad_macros(config, slices), grid, block, params)
+    main = Launch("splits/bias_grad.cu", macros, grid, block, params)
     operand = Operand("grad_output", config.memory_format, vector * config.dtype.itemsize)
     output = Output("grad_bias", (p.out_channels,), (1,))
     if slices == 1:

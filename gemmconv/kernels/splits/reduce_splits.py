@@ -34,12 +34,17 @@ def sums(dtype: torch.dtype, elements: int, slices: int, partials: str, target: 
     return Launch("splits/reduce_splits.cu", sum_partials_macros(dtype), grid, (256, 1, 1), params)
 
 
+def result_params(slices: int) -> Params:
+    """What a kernel of so many slices writes: partial sums, or the gradient."""
+    return {"partials, grad_weight": ("partials", None) if slices > 1 else (None, "grad_weight")}
+
+
 def with_partials(
     config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch
 ) -> Program:
-    """A program whose last output is the weight gradient: the sum of what ``main`` writes as ``partials``."""
-    shape, name = config.problem.weight_shape, "partials" if slices == 1 else "grad_weight"
-    grad_weight = Output(name, shape, strides_of(shape, torch.contiguous_format))
+    """A program whose last output is the weight gradient, which ``main`` writes, or ``partials`` of several slices."""
+    shape = config.problem.weight_shape
+    grad_weight = Output("grad_weight", shape, strides_of(shape, torch.contiguous_format))
     if slices == 1:
         return Program(config.dtype, operands, (*outputs, grad_weight), (main,))
     steps, scratch = (main, sum_partials(config, slices)), {"partials": partial_bytes(config, slices)}
