@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from gemmconv.hashing import hashed_once
+
 Capability = tuple[int, int]
 Value = TypeVar("Value")
 
@@ -48,6 +50,7 @@ _SHARED_KIB = {
 LEAST_SHARED_BYTES = min(_SHARED_KIB.values()) << 10  # that a block may have on each of those
 
 
+@hashed_once
 @dataclass(frozen=True)
 class DeviceSpec:
     """The properties of a GPU that decide which kernel is fast there.

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from gemmconv.hashing import hashed_once
+
 Pair = tuple[int, int]
 Shape4 = tuple[int, int, int, int]
 
@@ -39,6 +41,7 @@ def output_extent(size: int, kernel: int, stride: int, padding: int, output_padd
     return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Problem:
     """One transposed 2-D convolution, without its data: the key of every cache.

@@ -13,6 +13,7 @@ import torch
 
 from gemmconv.device import AMPERE, REFERENCE, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
+from gemmconv.hashing import hashed_once
 from gemmconv.kernels.macros import ELEMENT_TYPES, why_not_dtype
 from gemmconv.runtime.available import what_is_missing
 
@@ -32,6 +33,7 @@ Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # grad_output, 
 BothGradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Config:
     """A problem together with what it is computed on and how.

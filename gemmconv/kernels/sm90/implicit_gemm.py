@@ -17,7 +17,17 @@ import torch
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
-from gemmconv.kernels.program import MAX_GRID_Y, ByFormat, Launch, Params, Program, TensorMapSpec, gathering, reciprocal, small_reciprocal
+from gemmconv.kernels.program import (
+    MAX_GRID_Y,
+    ByFormat,
+    Launch,
+    Params,
+    Program,
+    TensorMapSpec,
+    gathering,
+    reciprocal,
+    small_reciprocal,
+)
 from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
@@ -160,7 +170,10 @@ def _loader_params(plan: Plan) -> Params:
     if plan.boxed or plan.landing:
         rows, width = (plan.box_blocks, 1) if plan.way == "blocks" else plan.box_size
         images = plan.line_box[0] if plan.way == "lines" else 0
-        params |= {"box_images, box_rows, box_width": (images, rows, width), "boxes, flat": (plan.boxes, int(plan.flat))}
+        params |= {
+            "box_images, box_rows, box_width": (images, rows, width),
+            "boxes, flat": (plan.boxes, int(plan.flat)),
+        }
     return params
 
 
@@ -252,7 +265,13 @@ class ImplicitGemm(Sm90Kernel):
         }
         grid = tile.blocks_on(config.spec.multiprocessors), 1, 1
         launches = (
-            Launch("weights/pack_phases.cu", weight_macros_of(tile, config.dtype), _weights_grid(tile), (_WEIGHT_THREADS, 1, 1), weights),
+            Launch(
+                "weights/pack_phases.cu",
+                weight_macros_of(tile, config.dtype),
+                _weights_grid(tile),
+                (_WEIGHT_THREADS, 1, 1),
+                weights,
+            ),
             Launch(
                 "sm90/implicit_gemm.cu",
                 macros_of(tile, config.dtype),

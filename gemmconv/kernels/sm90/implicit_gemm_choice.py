@@ -93,12 +93,14 @@ def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
         for strip in strips:
             for right in _right_sides(replace(left, strips=strip)):
                 for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
-                    [one for one in _COLUMNS if one * blocks <= WIDEST], sides, _units(smallest), (MANY_LOADERS, FEW_LOADERS)
+                    [one for one in _COLUMNS if one * blocks <= WIDEST],
+                    sides,
+                    _units(smallest),
+                    (MANY_LOADERS, FEW_LOADERS),
                 ):
                     if right.landing and loaders == FEW_LOADERS:
                         continue
-                    plan = replace(
-                        right,
+                    plan = right.varied(
                         columns=columns,
                         warpgroups_m=warpgroups_m,
                         phase_sides=phase_sides,
@@ -112,8 +114,9 @@ def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
 @lru_cache(maxsize=1024)
 def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
     """The plan with every other number of columns that is possible."""
-    columns = (one for one in range(32, WIDEST // plan.blocks + 1, 32) if one != plan.columns)
-    return tuple(one for one in (replace(plan, columns=count) for count in columns) if one.possible)
+    most = min(2 * plan.columns, WIDEST // plan.blocks)
+    columns = (one for one in range(32, most + 1, 32) if 2 * one >= plan.columns != one)
+    return tuple(one for one in (plan.varied(columns=count) for count in columns) if one.possible)
 
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
@@ -129,6 +129,33 @@ class Plan(Gathering):
     loaders: int
     multiprocessors: int = REFERENCE.multiprocessors
     compiled: Variant | None = None
+
+    def varied(self, **changes: Any) -> Plan:
+        """The plan with other columns, sides, units or loaders, several times as fast as ``dataclasses.replace``.
+
+        What does not depend on these is not worked out again.
+        """
+        plan = object.__new__(Plan)
+        mine, its = self.__dict__, plan.__dict__
+        for name in _FIELDS:
+            its[name] = mine[name]
+        for name in _OF_RIGHT_SIDES:
+            if name in mine:
+                its[name] = mine[name]
+        its.update(changes)
+        return plan
+
+    def resized(self, problem: Problem, **changes: Any) -> Plan:
+        """The plan for another problem of its layer, and with other fields."""
+        plan = object.__new__(Plan)
+        mine, its = self.__dict__, plan.__dict__
+        for name in _FIELDS:
+            its[name] = mine[name]
+        for name in _OF_LAYERS:
+            if name in mine:
+                its[name] = mine[name]
+        its.update(changes, problem=problem)
+        return plan
 
     @property
     def landing(self) -> bool:
@@ -711,15 +738,16 @@ class Plan(Gathering):
 
         None where its patches or strips are more than the plan is for.
         """
-        alike = replace(self, problem=problem, strips=1, compiled=None)
+        strips, cells = 1, -(-(self._gathered(problem)[1]) // self.span[1])
         if self.strips > 1:
-            alike = replace(alike, strips=-(-alike.cells[1] // self.strip_cells))
-        if alike.strips > 1 and (alike.strips - 1) * alike.strip_cells >= alike.cells[1]:
-            alike = replace(alike, strips=-(-alike.cells[1] // alike.strip_cells))
+            strips = -(-cells // self.strip_cells)
+        alike = self.resized(problem, strips=strips, compiled=None)
+        if strips > 1 and (strips - 1) * alike.strip_cells >= cells:
+            alike = self.resized(problem, strips=-(-cells // alike.strip_cells), compiled=None)
         if not alike.aligned or (alike.landing and not alike.may_land) or (alike.boxed and not alike.may_be_boxed):
             return None
         old = self.variant
-        plan = replace(alike, compiled=old._replace(landing_box=alike._may_land_as_box))
+        plan = alike.resized(problem, compiled=old._replace(landing_box=alike._may_land_as_box))
         if not plan.possible or plan._aligned_outputs % old.vector:
             return None
         if plan.landing:
@@ -728,7 +756,13 @@ class Plan(Gathering):
                 return None
             if plan._has_partial_pieces and not old.partial_pieces:
                 return None
-        return plan if plan._may_take_turns == old.turns else replace(plan, compiled=plan.variant._replace(turns=plan._may_take_turns))
+        if plan._may_take_turns == old.turns:
+            return plan
+        return plan.resized(problem, compiled=plan.variant._replace(turns=plan._may_take_turns))
+
+    def _gathered(self, problem: Problem) -> Pair:
+        """Height and width of what is gathered."""
+        return problem.output_size if self.direction == "forward" else problem.input_size
 
     @property
     def loads(self) -> int:
@@ -880,6 +914,11 @@ class Plan(Gathering):
     def expected_cycles(self) -> float:
         """The same, by which other kernels are chosen instead."""
         return max(self.cycles, cycles_of_tensor_cores(self))
+
+
+_FIELDS = tuple(field.name for field in fields(Plan))
+_OF_LAYERS = "span", "unit", "phases", "steps", "set_steps"  # what sizes do not change
+_OF_RIGHT_SIDES = "span", "unit", "phases", "cells", "_inputs", "strip_cells", "pitch", "places"
 
 
 def _power_below(count: int) -> int:
