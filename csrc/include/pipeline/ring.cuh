@@ -8,3 +8,11 @@ template <int COUNT> struct ring_t {
         if (++stage == COUNT) stage = 0, parity ^= 1;
     }
 };
+
+/* The same, of as many stages as a launch says. */
+struct open_ring_t {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance(int count) {
+        if (++stage == count) stage = 0, parity ^= 1;
+    }
+};

@@ -90,7 +90,8 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/gemm_depth_to_space.cu."""
-    return {**pixels_on_m.macros_of(tile, dtype), "DEFERRED_STORES": int(tile.kept)}
+    paired = tile.problem.kernel_size[1] <= 2 and tile.input_size[1] % 2 == 0
+    return {**pixels_on_m.macros_of(tile, dtype), "PAIRED_ROWS": int(paired), "DEFERRED_STORES": int(tile.kept)}
 
 
 class GemmDepthToSpace(OneFormatForward):

@@ -20,7 +20,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, geometry_macros
-from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.phases import can_be_folded, cells_of, out_more, reach_of, stored_together
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
@@ -43,14 +43,28 @@ class Tile(PositionRows):
     Attributes:
         images: of an item.
         window: inputs of an image that an item has, all or some of one row.
+        compiled: blocks of rows, and turns of a thread at cells, at least.
     """
 
     images: int
     window: int
+    compiled: Pair = (1, 1)
+
+    @property
+    def row_blocks(self) -> int:
+        return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
 
     @property
     def item_positions(self) -> int:
         return self.images * self.window
+
+    @property
+    def item_images(self) -> int:
+        return self.images
+
+    @property
+    def cells_of_image(self) -> Pair:
+        return cells_of(self.problem)
 
     @cached_property
     def windows(self) -> tuple[int, int, int]:
@@ -81,7 +95,20 @@ class Tile(PositionRows):
     @property
     def fold_pitch(self) -> int:
         """Floats from a line of columns to the next: an odd multiple of 4, which spreads lines over banks."""
-        return -(-self.item_positions // 8) * 8 + 4
+        return self.row_blocks * BLOCK_POSITIONS + 4
+
+    @property
+    def fold_turns(self) -> int:
+        """Cells that a thread gathers, or parts of them: as the kernel has it, threads are divided into groups."""
+        groups = 1
+        while self.fold_outs % (2 * groups) == 0 and 2 * groups * self._usual_threads <= CONSUMERS:
+            groups *= 2
+        return max(self.compiled[1], -(-self.cells * self.parts * groups // CONSUMERS))
+
+    @property
+    def _usual_threads(self) -> int:
+        """For the parts of a cell of each position; of all cells there are about as many."""
+        return self.row_blocks * BLOCK_POSITIONS * self.parts
 
     def _pass_bytes(self, outs: int) -> int:
         return outs * self.problem.taps * self.fold_pitch * 4
@@ -90,10 +117,9 @@ class Tile(PositionRows):
     def fold_outs(self) -> int:
         """Output channels that are folded together: of whole columns of a thread, and some for all threads."""
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
-        threads = -(-self.cells * self.parts // 32) * 32
-        wanted = max(_PASS_LINES // self.problem.taps, CONSUMERS // threads, unit)
+        wanted = max(_PASS_LINES // self.problem.taps, CONSUMERS // self._usual_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.blocks > 1 else _OWN_BYTES
+        most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _OWN_BYTES
         fitting = [outs for outs in possible if 2 * self._pass_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
@@ -188,11 +214,10 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     p = tile.problem
     return {
         **pixels_on_m.macros_of(tile, dtype),
-        "OUT_H": p.output_size[0],
-        "OUT_W": p.output_size[1],
-        "IMAGES": tile.images,
+        **out_more(p),
         "FOLD_PITCH": tile.fold_pitch,
         "FOLD_OUTS": tile.fold_outs,
+        "FOLD_TURNS": tile.fold_turns,
         "VECTOR": tile.vector,
         **geometry_macros(p),
     }

@@ -46,13 +46,21 @@ def packing(problem: Problem, lines: int, units: int, row: int) -> Launch:
 
 
 def program(
-    config: Config, name: str, macros: Macros, params: Params, items: int, threads: int, pack: Launch | None = None
+    config: Config,
+    name: str,
+    macros: Macros,
+    params: Params,
+    items: int,
+    threads: int,
+    pack: Launch | None = None,
+    shared_bytes: int | None = None,
 ) -> Program:
     """A forward pass by csrc/sm90/``name``.cu, whose blocks, one a multiprocessor, take turns at items.
 
-    ``pack`` is what lays its weights out, if anything does.
+    ``pack`` is what lays its weights out, if anything does; ``shared_bytes`` are SHARED_BYTES where that is not said.
     """
-    grid, shared_bytes = (min(items, config.spec.multiprocessors), 1, 1), int(macros["SHARED_BYTES"])
+    grid = min(items, config.spec.multiprocessors), 1, 1
+    shared_bytes = int(macros["SHARED_BYTES"]) if shared_bytes is None else shared_bytes
     source, block = f"sm90/{name}.cu", (threads, 1, 1)
     main = Launch(source, macros, grid, block, params, shared_bytes, overlaps=pack is not None)
     weight = Operand("weight", config.memory_format, 16 if pack is None else 1)
