@@ -192,6 +192,31 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
                     yield tile
 
 
+def fitted(tile: Tile, problem: Problem) -> Tile | None:
+    """A tile of the same layer at other sizes, made for those of a problem; None where another kernel is compiled."""
+    p, compiled = problem, (tile.row_blocks, tile.fold_turns)
+    if p.batch == 0 or p.in_pixels % _PIECE or not pixels_on_m.fits_integers(p, tile.multiprocessors):
+        return None
+    if (stored_together(p, tile.itemsize), math.gcd(16 // tile.itemsize, p.in_pixels)) != (tile.vector, tile.piece):
+        return None
+    positions, windowed = tile.row_blocks * BLOCK_POSITIONS, tile.windows[0] > 1
+    if windowed != (p.in_pixels > _MOST_ROW_BLOCKS * BLOCK_POSITIONS) or not (windowed or p.in_pixels <= positions):
+        return None
+
+    def made(images: int, sets: int) -> Tile:
+        of, multiprocessors = (p, tile.itemsize, tile.lines, sets), tile.multiprocessors
+        return Tile(*of, images, tile.window if windowed else p.in_pixels, compiled, multiprocessors=multiprocessors)
+
+    most = 1 if windowed else min(p.batch, positions // p.in_pixels)
+    tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := made(most, sets)).possible]
+    if not tiles or tiles[0].fold_turns != tile.fold_turns:
+        return None
+    best = min(tiles, key=lambda one: one.cycles)
+    # As many images as others need, if that takes no more rounds.
+    fewer = made(-(-p.batch // -(-p.batch // most)) if most > 1 else most, best.sets)
+    return fewer if fewer.cycles < best.cycles else best
+
+
 def _halo(problem: Problem) -> Pair:
     """How far to the left and to the right of cells in one row inputs are read."""
     least, largest = reach_of(problem, 1)
@@ -233,6 +258,9 @@ class GemmFoldPixels(OneFormatForward):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         margin = _COST.margin if tile.itemsize == 2 or tile.windows[0] > 1 else 1
         return margin * tile.cycles / CLOCK_RATE
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        return fitted(tile, config.problem)
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         return pixels_on_m.program(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)

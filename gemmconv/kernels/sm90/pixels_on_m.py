@@ -148,7 +148,7 @@ class PositionRows:
 
     @property
     def first_bytes(self) -> tuple[int, int, int]:
-        """Where stages, the kernel's own and barriers begin in shared memory, after slots; biases are before barriers."""
+        """Where stages, the kernel's own and, behind biases, barriers begin in shared memory."""
         slots, stages = self.ring_sizes
         own = slots * self.slot_bytes + stages * self.stage_bytes
         return slots * self.slot_bytes, own, own + self.own_bytes + self.bias_bytes
