@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
@@ -255,6 +255,14 @@ class GemmFold(OneFormatForward):
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / CLOCK_RATE
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        """Of another batch alone: columns are folded by whole images, whose size is compiled."""
+        p = config.problem
+        if p.batch == 0 or p.input_size != tile.problem.input_size or p.batch * 256 > _INT32_MAX:
+            return None
+        made = replace(tile, problem=p)
+        return made if made.possible else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         channels = _LINE_BYTES // tile.itemsize
