@@ -25,8 +25,7 @@ from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionR
 
 _COST = costs_of("sm90/gemm_depth_to_space")
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
-_LINES = (64, 96, 128, 160, 192, 224, 256)
-_USUAL_LINES = (128, 256)  # that are taken: others are faster by a few percent, each at some sizes
+_LINES = (128, 256)  # few, for few kernels: others are faster by a few percent, each at some sizes
 _PIECE = 4  # inputs, at least, that are copied together
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16
@@ -72,17 +71,11 @@ class Tile(PositionRows):
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    tiles = tiles_of(problem, itemsize, multiprocessors, _USUAL_LINES)
-    return min(tiles, key=lambda tile: tile.cycles, default=None)
+    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
-def tiles_of(
-    problem: Problem,
-    itemsize: int,
-    multiprocessors: int = REFERENCE.multiprocessors,
-    some_lines: tuple[int, ...] = _LINES,
-) -> Iterator[Tile]:
-    """The tiles that a problem may have, with so many lines, or with all that it has if those are few."""
+def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+    """The tiles that a problem may have."""
     p = problem
     if p.groups > 1 or p.batch == 0 or _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W:
         return
@@ -94,7 +87,7 @@ def tiles_of(
     if not pixels_on_m.fits_integers(p, multiprocessors):
         return
     few = -(-all_lines // step) * step
-    for lines in (*(lines for lines in some_lines if lines < few), *((few,) if few <= MOST_LINES else ())):
+    for lines in (*(lines for lines in _LINES if lines < few), *((few,) if few <= MOST_LINES else ())):
         yield from _tiles_in_sets(p, itemsize, lines, multiprocessors)
 
 

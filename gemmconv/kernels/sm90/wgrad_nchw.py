@@ -382,7 +382,9 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
     """The best tile whose lines are flat, and the best of others."""
     if problem.in_pixels >= _SMALL_PIXELS:
         limit += 2 * math.prod(problem.input_shape) * itemsize  # which a copy may take
-    tiles = [tile for tile in tiles_of(problem, itemsize, split, multiprocessors) if tile.slices(limit) > 0]
+    tiles = [*tiles_of(problem, itemsize, split, multiprocessors)]
+    if not tiles or tiles[0].slices(limit) == 0:  # of others neither
+        return []
     kinds = [tile for tile in tiles if tile.flat], [tile for tile in tiles if not tile.flat]
     return [min(kind, key=lambda tile: tile.seconds(limit)) for kind in kinds if kind]
 
