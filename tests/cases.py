@@ -187,7 +187,7 @@ SHUFFLE_CASES = [
     Case(1, 33, 24, (2, 300), (2, 2), (2, 2)),
     Case(2, 24, 7, (2, 48), (1, 8), (1, 8)),
     Case(2, 96, 40, (12, 7), (2, 1), (2, 1)),
-    Case(5, 200, 40, (16, 16), (2, 2), (2, 2)),
+    Case(5, 200, 72, (16, 16), (2, 2), (2, 2)),
 ]
 
 # Kernels larger than their stride, for sm90/implicit_gemm_nhwc.cu: whole images, alone and several; strips and parts of

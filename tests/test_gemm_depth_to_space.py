@@ -65,11 +65,10 @@ def test_copies_and_stores_are_aligned(tile):
 
 @each_tile
 def test_tiles_fit_a_multiprocessor(tile):
-    macros = gemm_depth_to_space.macros_of(tile, torch.float32 if tile.packed else torch.float16)
     slots, stages = tile.ring_sizes
-    assert tile.shared_bytes == macros["SHARED_BYTES"] <= 227 << 10
-    assert slots == macros["SLOTS"] >= (tile.chunks if tile.held else 2)
-    assert stages == macros["STAGES"] >= 2
+    assert tile.shared_bytes <= 227 << 10
+    assert slots >= (tile.chunks if tile.held else 2)
+    assert stages >= 2
     assert tile.threads == 384
     assert tile.blocks == 1 or tile.kept
     assert tile.cycles > 0

@@ -1584,7 +1584,7 @@ EDITS = {
         "images_words_overwritten": (IMAGES_TF32, r"wgmma_wait<1>\(\);", "", UNFINISHED),
     },
     "epilogue/fold_smem.cuh": {
-        "images_border_column": (IMAGES, r"0 <= column && column < IN_W", "column < IN_W"),
+        "images_border_column": (IMAGES, r"0 <= column && column < image\.in_w", "column < image.in_w"),
     },
     "sm90/gemm_fold_pixels.cu": {
         "image_rows_columns_read_too_early":
@@ -1592,15 +1592,16 @@ EDITS = {
         "image_rows_columns_of_one_pass": (IMAGE_ROWS, r"kPass % 2 \* kPassFloats", "0"),
     },
     "pipeline/pixels_on_m.cuh": {
-        "image_rows_window_without_its_left": (IMAGE_ROW_WINDOWS, r" - WINDOW_LEFT;", ";"),
+        "image_rows_window_without_its_left": (IMAGE_ROW_WINDOWS, r" - p\.left :", " :"),
         "shuffle_inputs_passed_on_too_early": (SHUFFLE, r"barrier_arrive_when_copied\(", "barrier_arrive("),
-        "shuffle_inputs_not_waited_for": (SHUFFLE_TF32, r"barrier_wait\(barriers\.slot_full[^;]*;", "", LATE),
-        "shuffle_slots_overwritten": (SHUFFLE, r"barrier_wait\(barriers\.slot_empty[^;]*;", "", LATE),
+        "shuffle_inputs_not_waited_for": (SHUFFLE_TF32, r"barrier_wait\(barriers_of_slot[^;]*\.full,[^;]*;", "", LATE),
+        "shuffle_slots_overwritten": (SHUFFLE, r"barrier_wait\(barriers_of_slot[^;]*\.empty,[^;]*;", "", LATE),
         "shuffle_slots_freed_before_the_last_block": (SHUFFLE, r"if \(frees\) barrier", "barrier", LATE),
         "shuffle_words_overwritten": (SHUFFLE_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "shuffle_weights_not_waited_for":
-            (SHUFFLE, r"barrier_wait\(barriers\.full[^;]*;", "", f"{LATE}|never waited for"),
-        "shuffle_stages_overwritten": (SHUFFLE_TF32, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
+            (SHUFFLE, r"barrier_wait\(barriers_of_stage[^;]*\.full,[^;]*;", "", f"{LATE}|never waited for"),
+        "shuffle_stages_overwritten":
+            (SHUFFLE_TF32, r"barrier_wait\(barriers_of_stage[^;]*\.empty,[^;]*;", "", OVERWRITTEN),
         "shuffle_biases_read_too_early": (SHUFFLE_ALONE, r"__syncwarp\(\);(\s*\}\s*\};)", r"\1"),
         "shuffle_sums_read_too_early": (SHUFFLE, r"wgmma_finish_rows\(sums\[row\]\);", ";", UNFINISHED),
     },
@@ -1733,6 +1734,7 @@ MISTAKES = {
     for file, edits in EDITS.items()
     for name, (run, pattern, replacement, *message) in edits.items()
 }
+BEHIND_BARRIERS = "p.first_barrier + (p.slots + p.stages) * 16"
 MISTAKES |= {
     name: (
         run,
@@ -1746,8 +1748,8 @@ MISTAKES |= {
         ("mma_past_dynamic_shared", MMA, "direct/forward_mma.cu"),
         ("fold_past_dynamic_shared", FOLD, "sm90/gemm_fold_narrow.cu"),
         ("images_past_dynamic_shared", IMAGES, "sm90/gemm_fold.cu"),
-        ("image_rows_past_dynamic_shared", IMAGE_ROWS, "sm90/gemm_fold_pixels.cu"),
-        ("shuffle_past_dynamic_shared", SHUFFLE, "sm90/gemm_depth_to_space.cu"),
+        ("image_rows_past_dynamic_shared", IMAGE_ROWS, "sm90/gemm_fold_pixels.cu", BEHIND_BARRIERS),
+        ("shuffle_past_dynamic_shared", SHUFFLE, "sm90/gemm_depth_to_space.cu", BEHIND_BARRIERS),
         (
             *("cell_rows_past_dynamic_shared", CELL_ROWS, "sm90/implicit_gemm_nhwc.cu"),
             "p.first_bias + kBlocks * LINES * 4 + sizeof(barriers_t)",

@@ -323,7 +323,7 @@ def gradient_variants():
         tile = wgrad_nchw.tile_of(problems[name], dtype.itemsize, kind == "float32", 64 << 20)
         variants[f"wgrad_nchw-{name}-{kind}"] = (
             "sm90/wgrad_nchw.cu",
-            wgrad_nchw.macros_of(tile, dtype, 2),
+            wgrad_nchw.macros_of(tile, dtype),
         )
         if dtype.itemsize == 2:
             tile = wgrad_nhwc.tile_of(problems[name], 64 << 20)

@@ -8,23 +8,28 @@
  * an output row are columns of the product.
  *
  * Positions are its rows (pipeline/pixels_on_m.cuh), in any order that a warp likes. Rows g and g + 8 are neighbours where that
- * gives a thread more outputs that lie together (kPaired), and the eight lanes that have the same columns store a stretch of an
+ * gives a thread more outputs that lie together (PAIRED_ROWS), and the eight lanes that have the same columns store a stretch of an
  * output row. So outputs go from registers to memory, and no shared memory is read or written for them: weights take most of
- * what it can give. What comes from memory and goes there is as much as products take, so that outputs are DEFERRED_STORES while the
- * products of the next block run.
+ * what it can give. What comes from memory and goes there is as much as products take, so that outputs wait, and are stored
+ * while the products of the next block run (DEFERRED_STORES).
  *
  * Macros: those of pipeline/pixels_on_m.cuh, with one block of rows, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
- * LINES a multiple of 4 * KERNEL_W where PACKED, and one row where KERNEL_H is 1, whatever the image; DEFERRED_STORES (1 or 0).
- * Chosen by gemmconv/kernels/sm90/gemm_depth_to_space.py.
+ * LINES a multiple of 4 * KERNEL_W where PACKED; images have one row where KERNEL_H is 1; PAIRED_ROWS (1 where KERNEL_W <= 2 and
+ * rows of images are even); DEFERRED_STORES (1 or 0). Chosen by gemmconv/kernels/sm90/gemm_depth_to_space.py.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "ptx/store.cuh"
 
-static_assert(ROW_BLOCKS == 1 && ITEM_POSITIONS == kPositions && 16 % kTaps == 0, "see there");
-constexpr int kOutW = IN_W * KERNEL_W, kPlane = kPixels * kTaps;
+static_assert(ROW_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "see there");
+constexpr int kShares = least(kChunks, 8);  // that stores are divided into
 
 // Rows g and g + 8 of a warp's 16 are positions 2g and 2g + 1, or g and g + 8.
-constexpr bool kPaired = KERNEL_W <= 2 && IN_W % 2 == 0;
+constexpr bool kPaired = PAIRED_ROWS;
+static_assert(!kPaired || KERNEL_W <= 2, "neighbours are stored together");
+
+/* Elements of a row and of a plane of outputs. */
+__device__ __forceinline__ int out_width(const pixels_on_m_params& p) { return p.in_w * KERNEL_W; }
+__device__ __forceinline__ int out_plane(const pixels_on_m_params& p) { return p.in_h * p.in_w * kTaps; }
 
 // Lines that a lane has one after the other (see weights/pack_k_major.cu), tiles of 8 columns that have them, in turn.
 constexpr int kLane = PACKED && KERNEL_W > 2 ? KERNEL_W : 2, kTiles = kLane / 2, kTurns = LINES / 8 / kTiles;
@@ -40,22 +45,24 @@ struct places_t {
 
     places_t() = default;
     __device__ __forceinline__ places_t(const pixels_on_m_params& p, int position, int warp) {
-        const int g = threadIdx.x % 32 / 4, line = lane_line();
-        const int column = line / kTaps * kPlane + line % kTaps / KERNEL_W * kOutW + line % KERNEL_W;
+        const int g = threadIdx.x % 32 / 4, line = lane_line(), pixels = p.in_h * p.in_w;
+        const int column = line / kTaps * out_plane(p) + line % kTaps / KERNEL_W * out_width(p) + line % KERNEL_W;
         #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int here = position + warp * 16 + (kPaired ? g * 2 + h : g + h * 8), pixel = here % kPixels;
+            const int here = position + warp * 16 + (kPaired ? g * 2 + h : g + h * 8);
+            const int image = divided(here, p.of_pixels), pixel = here - image * pixels;
+            const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.of_width);  // KERNEL_W outputs further with each row
             inside[h] = here < p.positions;
-            to[h] = p.output + (static_cast<long long>(here / kPixels) * (OUT_CHANNELS * static_cast<long long>(kPlane)) +
-                                (pixel / IN_W * (KERNEL_H * kOutW) + pixel % IN_W * KERNEL_W + column));
+            to[h] = p.output + (static_cast<long long>(image) * (OUT_CHANNELS * static_cast<long long>(out_plane(p))) +
+                                (row * ((KERNEL_H - 1) * out_width(p)) + pixel * KERNEL_W + column));
         }
     }
 
     /* Those of output channels from `first` on. */
-    __device__ __forceinline__ places_t from(int first) const {
+    __device__ __forceinline__ places_t from(const pixels_on_m_params& p, int first) const {
         places_t there = *this;
         #pragma unroll
-        for (int h = 0; h < 2; ++h) there.to[h] += static_cast<long long>(first) * kPlane;
+        for (int h = 0; h < 2; ++h) there.to[h] += static_cast<long long>(first) * out_plane(p);
         return there;
     }
 };
@@ -69,8 +76,9 @@ struct outputs_t {
 
     outputs_t() = default;
     /* Takes sums and biases from output channel `first` on. */
-    __device__ __forceinline__ outputs_t(const places_t& item, int first, const float (&sums)[LINES / 2], const float* biases)
-        : places(item.from(first)), outs(OUT_CHANNELS - first - lane_line() / kTaps) {
+    __device__ __forceinline__ outputs_t(
+        const pixels_on_m_params& p, const places_t& item, int first, const float (&sums)[LINES / 2], const float* biases)
+        : places(item.from(p, first)), outs(OUT_CHANNELS - first - lane_line() / kTaps) {
         each<kTurns>([&](auto turn) {
             constexpr int kTurn = decltype(turn)::value, kTile = kTurn * kTiles, kOut = kTile * 8 / kTaps;
             ELEMENT_T values[4 * kTiles];  // neighbours in a row one after the other
@@ -87,29 +95,28 @@ struct outputs_t {
     }
 
     /* Stores turns FIRST to END - 1. */
-    template <int FIRST, int END> __device__ __forceinline__ void store() const {
+    template <int FIRST, int END> __device__ __forceinline__ void store(const pixels_on_m_params& p) const {
         each<END - FIRST>([&](auto turn) {
             constexpr int kTurn = FIRST + decltype(turn)::value, kFirst = kTurn * kTiles * 8, kOut = kFirst / kTaps;
-            constexpr long long kAt = static_cast<long long>(kOut) * kPlane + kFirst % kTaps / KERNEL_W * kOutW;
+            const int at = kOut * out_plane(p) + kFirst % kTaps / KERNEL_W * out_width(p);
             constexpr int kRuns = KERNEL_W == 1 ? 2 : 1, kRunWords = kWords / kRuns;  // of lines that are no neighbours
             #pragma unroll
             for (int e = 0; e < kRuns; ++e) {
                 const bool is = kAllLines % LINES == 0 || kOut + (kTaps == 1 ? e : 0) < outs;
-                constexpr long long kNext = KERNEL_H > 1 ? kOutW : kPlane;
+                const int there = at + e * (KERNEL_H > 1 ? out_width(p) : out_plane(p));
                 const unsigned* run = words[kTurn] + e * kRunWords;
                 if constexpr (kPaired) {
-                    store_run<kRunWords>(places.to[0] + (kAt + e * kNext), run, places.inside[0] && is);
+                    store_run<kRunWords>(places.to[0] + there, run, places.inside[0] && is);
                 } else if constexpr (kRunWords == 1) {
                     #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const unsigned short half[1] = {static_cast<unsigned short>(run[0] >> h * 16)};
-                        store_words(places.to[h] + (kAt + e * kNext), half, places.inside[h] && is);
+                        store_words(places.to[h] + there, half, places.inside[h] && is);
                     }
                 } else {
                     #pragma unroll
                     for (int h = 0; h < 2; ++h)
-                        store_run<kRunWords / 2>(places.to[h] + (kAt + e * kNext), run + h * (kRunWords / 2),
-                                                 places.inside[h] && is);
+                        store_run<kRunWords / 2>(places.to[h] + there, run + h * (kRunWords / 2), places.inside[h] && is);
                 }
             }
         });
@@ -141,12 +148,11 @@ private:
     }
 };
 
-/* The positions of a warp, the `warp`-th that multiplies, of item after item. Outputs are DEFERRED_STORES while the next block's products
- * run, and stored meanwhile: memory may take as long for them.
+/* The positions of a warp, the `warp`-th that multiplies, of item after item. Outputs wait for the next block's products to
+ * run, and are stored meanwhile: memory may take as long for them.
  */
-__device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t& barriers, int warp) {
-    ring_t<STAGES> ring;
-    ring_t<SLOTS> slots;
+__device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
+    counted_ring_t ring, slots;
     outputs_t outputs;
     each_item(p, [&](const item_t& item) {
         const places_t places(p, item.position, warp);
@@ -155,22 +161,22 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t&
             const int first = (item.block + block) * kBlockOuts;
             const biases_t biases(p, first);
             float sums[1][LINES / 2];
-            ring_t<SLOTS> here = slots;
-            const bool last = block + 1 == item.blocks;
-            multiply<kPaired>(sums, ring, here, barriers, warp, !INPUTS_STATIONARY || last, [&](auto share) {
+            counted_ring_t here = slots;
+            const bool frees = !p.held || block + 1 == item.blocks;
+            multiply<kPaired, kShares>(p, sums, ring, here, warp, frees, [&](auto share) {
                 constexpr int kShare = decltype(share)::value;
-                if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>();
+                if constexpr (DEFERRED_STORES) outputs.store<kTurns * kShare / kShares, kTurns * (kShare + 1) / kShares>(p);
             });
-            if (!INPUTS_STATIONARY || last) slots = here;
-            biases.share(warp);
-            outputs = outputs_t(places, first, sums[0], biases_of(warp));
-            if constexpr (!DEFERRED_STORES) outputs.store<0, kTurns>();
+            if (frees) slots = here;
+            biases.share(p, warp);
+            outputs = outputs_t(p, places, first, sums[0], biases_of(p, warp));
+            if constexpr (!DEFERRED_STORES) outputs.store<0, kTurns>(p);
         }
     });
-    if constexpr (DEFERRED_STORES) outputs.store<0, kTurns>();
+    if constexpr (DEFERRED_STORES) outputs.store<0, kTurns>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_depth_to_space_kernel(const __grid_constant__ pixels_on_m_params p) {
-    run(p, [&](barriers_t& barriers, int warp) { consume(p, barriers, warp); });
+    run(p, [&](int warp) { consume(p, warp); });
 }

@@ -20,7 +20,7 @@
  * write the columns of some images to shared memory, and gather them.
  *
  * Macros: ELEMENT_T, MN_MAJOR (1 for 16 bits, 0 for float32); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every
- * phase has a tap; IN_CHANNELS, OUT_CHANNELS; IN_H, IN_W, OUT_H, OUT_W; IMAGES (of an item), COLUMNS (positions, up to a
+ * phase has a tap; IN_CHANNELS, OUT_CHANNELS; IN_H, IN_W; OUT_MORE_H, OUT_MORE_W; IMAGES (of an item), COLUMNS (positions, up to a
  * multiple of 16); WARPGROUPS (1 or 2), BLOCKS; PRODUCERS; CONSUMER_REGISTERS, PRODUCER_REGISTERS (of a thread that multiplies
  * or does not, with two warpgroups; with one, all have as many); FOLD_WARPS (1 or 4); FOLDED (positions that are folded
  * together: of whole images, or, where outputs read the input at their own cell alone, any multiple of 8), FOLD_PITCH (floats
@@ -85,9 +85,9 @@ __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& b
                     }
                 }
                 meet_group();
-                gather<kPassCells, 32 * FOLD_WARPS, kGroupOuts>(
-                    p.output, columns, biases + out, out0 + out, threadIdx.x % (32 * FOLD_WARPS),
-                    [&](int i) { return cell_of(p, image, pass, i); });
+                gather<ceil_div(kPassCells * kParts, 32 * FOLD_WARPS), 32 * FOLD_WARPS, kGroupOuts>(
+                    kImage, p.output, columns, biases + out, out0 + out, threadIdx.x % (32 * FOLD_WARPS), kPassCells,
+                    [&](int, int i) { return cell_of(p, image, pass, i); });
                 meet_group();
             }
         }

@@ -4,36 +4,32 @@
  * lie (pipeline/pixels_on_m.cuh). Tensor cores take the other side of TF32 K-major alone: those are the weights, laid out by a
  * launch of its own, since inputs would have to go through registers and shared memory again.
  *
- * An item is IMAGES images, or a window of one row (WINDOWS), with as much of its neighbours as its cells read. At the end of a
+ * An item is some images, or a window of one row (WINDOWED), with as much of its neighbours as its cells read. At the end of a
  * block of lines the warps that multiply write the columns of FOLD_OUTS output channels to shared memory, all of them at once,
  * gather them (epilogue/fold_smem.cuh), and go on with the next; what they write meanwhile lies elsewhere.
  *
- * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; IMAGES (of an item; 1 of
- * windows); FOLD_OUTS (a divisor of a block's output channels, their lines a multiple of 8).
- * Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
+ * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; FOLD_OUTS (a divisor of a
+ * block's output channels, their lines a multiple of 8), FOLD_TURNS (cells of a thread, or parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
  */
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"
 #include "pipeline/pixels_on_m.cuh"
 
 constexpr int kPassLines = FOLD_OUTS * kTaps, kPasses = LINES / kPassLines, kPassFloats = kPassLines * FOLD_PITCH;
-constexpr int kImageCells = kCellsH * kCellsW, kCells = WINDOWS == 1 ? IMAGES * kImageCells : WINDOW_STEP;
+constexpr int kShares = least(kChunks, 2);  // of unrolled products: more take longer to compile, no less to run
 static_assert(kPassLines % 8 == 0 && LINES % kPassLines == 0, "a pass is columns of each thread");
-static_assert(FOLD_PITCH % 8 == 4 && ITEM_POSITIONS <= FOLD_PITCH, "a warp writes columns to different banks");
+static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kPassFloats * 4 <= OWN_BYTES, "columns of two passes fit");
-static_assert(WINDOWS == 1 ? IMAGES * kPixels == ITEM_POSITIONS
-                           : IN_H == 1 && OUT_H == 1 && IMAGES == 1 && WINDOWS * WINDOW_STEP >= kCellsW &&
-                                 WINDOW_LEFT >= -axis_w::least_shift() &&
-                                 ITEM_POSITIONS >= WINDOW_LEFT + WINDOW_STEP + axis_w::largest_shift(),
-              "an item has all inputs that its cells read");
 
-// Threads are divided into groups where there are more of them than parts of cells: each gathers other output channels.
+// Threads are divided into groups where there are more of them than parts of cells, about as many as positions: each gathers
+// other output channels.
 constexpr int kGroups = [] {
     int groups = 1;
-    while (FOLD_OUTS % (groups * 2) == 0 && groups * 2 * ceil_div(kCells * kParts, 32) * 32 <= kConsumers) groups *= 2;
+    while (FOLD_OUTS % (groups * 2) == 0 && groups * 2 * kPositions * kParts <= kConsumers) groups *= 2;
     return groups;
 }();
 constexpr int kLanes = kConsumers / kGroups, kGroupOuts = FOLD_OUTS / kGroups;
+constexpr int kOwnCells = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;
 
 /* Writes a pass of a warp's columns. Sums of rows g and g + 8 are neighbours. */
 template <int PASS>
@@ -42,7 +38,6 @@ __device__ __forceinline__ void write_columns(float* columns, const float (&sums
     #pragma unroll
     for (int row = 0; row < ROW_BLOCKS; ++row) {
         const int position = row * kBlockPositions + warp * 16 + lane / 4 * 2;
-        if (ITEM_POSITIONS % kBlockPositions != 0 && position >= ITEM_POSITIONS) continue;
         float* mine = columns + (lane % 4 * 2 * FOLD_PITCH + position);
         #pragma unroll
         for (int j = 0; j < kPassLines / 8; ++j) {
@@ -57,34 +52,40 @@ __device__ __forceinline__ void write_columns(float* columns, const float (&sums
 
 /* The i-th cell of an item. */
 __device__ __forceinline__ cell_t cell_of(const pixels_on_m_params& p, const item_t& item, int i) {
-    if constexpr (WINDOWS == 1) {
-        const int n = i / kImageCells, row = i % kImageCells / kCellsW, column = i % kCellsW;
-        const int image = item.position / kPixels + n;
-        return {image < p.positions / kPixels, image, row, column, n * kPixels + row * IN_W + column};
+    const image_t of{p.in_h, p.in_w};
+    if constexpr (!WINDOWED) {
+        const int n = divided(i, p.of_cells), cell = i - n * (of.cells_h() * of.cells_w());
+        const int row = divided(cell, p.of_cells_w), column = cell - row * of.cells_w(), before = n * (p.in_h * p.in_w);
+        return {item.position + before < p.positions, item.image + n, row, column, before + row * p.in_w + column};
     } else {
-        const int column = item.position + WINDOW_LEFT + i;
-        return {column < kCellsW, item.image, 0, column, WINDOW_LEFT + i};
+        const int column = item.position + p.left + i;
+        return {column < of.cells_w(), item.image, 0, column, p.left + i};
     }
 }
 
 /* The positions of a warp, the `warp`-th that multiplies, of item after item. */
-__device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t& barriers, int warp) {
-    float* both = reinterpret_cast<float*>(shared + kFirstOwn);
+__device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
+    float* both = reinterpret_cast<float*>(shared + p.first_own);
+    const image_t image{WINDOWED ? 1 : p.in_h, p.in_w};
+    const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());
     const int thread = threadIdx.x - kProducers, group = thread / kLanes;
-    const float* biases = biases_of(warp) + group * kGroupOuts;
-    ring_t<STAGES> ring;
-    ring_t<SLOTS> slots;
+    const float* biases = biases_of(p, warp) + group * kGroupOuts;
+    counted_ring_t ring, slots;
     each_item(p, [&](const item_t& item) {
+        const int lane = thread % kLanes;
+        cell_t own[kOwnCells];  // that a thread gathers, each time
+        #pragma unroll
+        for (int turn = 0; turn < kOwnCells; ++turn) own[turn] = cell_of(p, item, (turn * kLanes + lane) / kParts);
         #pragma unroll 1
         for (int block = 0; block < item.blocks; ++block) {
             const int first = (item.block + block) * kBlockOuts;
-            const biases_t own(p, first);
+            const biases_t of_block(p, first);
             float sums[ROW_BLOCKS][LINES / 2];
-            ring_t<SLOTS> here = slots;
-            const bool last = block + 1 == item.blocks;
-            multiply<true>(sums, ring, here, barriers, warp, !INPUTS_STATIONARY || last, [](auto) {});
-            if (!INPUTS_STATIONARY || last) slots = here;
-            own.share(warp);
+            counted_ring_t here = slots;
+            const bool frees = !p.held || block + 1 == item.blocks;
+            multiply<true, kShares>(p, sums, ring, here, warp, frees, [](auto) {});
+            if (frees) slots = here;
+            of_block.share(p, warp);
             each<kPasses>([&](auto pass) {
                 constexpr int kPass = decltype(pass)::value;
                 float* columns = both + kPass % 2 * kPassFloats;
@@ -92,9 +93,9 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t&
                 named_barrier_sync<1, kConsumers>();
                 const int out = first + kPass * FOLD_OUTS + group * kGroupOuts;
                 if (out < OUT_CHANNELS)
-                    gather<kCells, kLanes, kGroupOuts>(
-                        p.output, columns + group * (kGroupOuts * kTaps * FOLD_PITCH), biases + kPass * FOLD_OUTS, out,
-                        thread % kLanes, [&](int i) { return cell_of(p, item, i); });
+                    gather<FOLD_TURNS, kLanes, kGroupOuts>(
+                        image, p.output, columns + group * (kGroupOuts * kTaps * FOLD_PITCH), biases + kPass * FOLD_OUTS,
+                        out, lane, cells, [&](int turn, int i) { return turn < kOwnCells ? own[turn % kOwnCells] : cell_of(p, item, i); });
             });
             if constexpr (kPasses % 2 == 1) named_barrier_sync<1, kConsumers>();  // the next block begins with the same columns
         }
@@ -103,5 +104,5 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, barriers_t&
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_pixels_kernel(const __grid_constant__ pixels_on_m_params p) {
-    run(p, [&](barriers_t& barriers, int warp) { consume(p, barriers, warp); });
+    run(p, [&](int warp) { consume(p, warp); });
 }

@@ -14,10 +14,10 @@
  *
  *   S=2, pixels 0 and 1: elements e0 to e5 of a row; taps 0 to 3 are (e0, e2), (e1, e3), (e2, e4), (e3, e5)
  *
- * Boxes have rows of whole 16 bytes. Where those of grad_output have not, planes are one long row each, or PLANES of them
- * together are; pieces of rows then begin at other places in the 16 bytes each time, which their warps add. Output channels
- * whose planes are together lie PLANES apart. Where padding cuts outputs off, taps read beyond the ends of rows, which
- * are other rows here and not zeros: what lies there is mended in shared memory.
+ * Boxes have rows of whole 16 bytes. Where those of grad_output have not (LONG_ROWS), planes are one long row each,
+ * or 2 or 4 of them together are; pieces of rows then begin at other places in the 16 bytes each time, which their
+ * warps add. Output channels whose planes are together lie as many apart. Where padding cuts outputs off, taps read
+ * beyond the ends of rows, which are other rows here and not zeros: what lies there is mended in shared memory.
  *
  * What lies outside of the tensors counts as zeros, so values must be finite, as in sm90/implicit_gemm.cu.
  *
@@ -30,14 +30,14 @@
  * rows of pixels, whose taps read the same rows of grad_output (KernelBench 57, ROWS = 2: 4 for 6), and three warpgroups may
  * have a row of taps each.
  *
- * Macros: ELEMENT_T, SPLIT; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a
- * group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; PIXELS (of a line: what 64 or 128 bytes have), ROWS (lines of a
- * channel in a tile), TILE_W (pixels of a line in a row: all, or the input's width), SEGMENT (of them that read one piece of a
- * row of grad_output), VECTOR (words of it that a thread loads together);
- * CI_TILE (a multiple of 16 up to 256); SIDES_CO, SIDES_H, SIDES_W (warpgroups with output channels, or taps, of their own),
- * TAPS_H, TAPS_W; SLOTS (pieces that a tile needs), SLOT_ROWS, SLOT_COLUMNS (which, from the first), SLOT_OF (of a segment and
- * a row of taps); ROW_PITCH (elements of a piece); PLANES (0 where boxes have rows); STAGES; SHARED_BYTES. Chosen by
- * gemmconv/kernels/sm90/wgrad_nchw.py.
+ * Macros: ELEMENT_T, SPLIT; PARTIAL_T (of partial sums: float, or ELEMENT_T where one slice is all that a layer ever
+ * has); CI, CO (channels of a group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; PIXELS (of a line: what 64
+ * or 128 bytes have), ROWS (lines of a channel in a tile), TILE_W (pixels of a line in a row: all, or the input's
+ * width), SEGMENT (of them that read one piece of a row of grad_output), VECTOR (words of it that a thread loads
+ * together); CI_TILE (a multiple of 16 up to 256); SIDES_CO, SIDES_H, SIDES_W (warpgroups with output channels, or
+ * taps, of their own), TAPS_H, TAPS_W; SLOTS (pieces that a tile needs), SLOT_ROWS, SLOT_COLUMNS (which, from the
+ * first), SLOT_OF (of a segment and a row of taps); ROW_PITCH (elements of a piece); LONG_ROWS (0 where boxes have
+ * rows); STAGES. None depends on sizes, but for TILE_W and LONG_ROWS. Chosen by gemmconv/kernels/sm90/wgrad_nchw.py.
  */
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"
@@ -56,6 +56,7 @@ struct wgrad_nchw_params {
     int groups, w_in, h_out, w_out;
     int tiles_w, tiles_h;  // of an image: across, and rows of them
     int tiles, slices;     // tiles in all
+    int plane_bits;        // of how many planes are one long row
 };
 
 constexpr int kWarpgroups = SIDES_CO * SIDES_H * SIDES_W, kMultipliers = 128 * kWarpgroups, kThreads = kMultipliers + 128;
@@ -70,17 +71,15 @@ constexpr int kTilePixels = ROWS * PIXELS, kTileH = kTilePixels / TILE_W;
 constexpr int kLineSteps = PIXELS / kStepPixels, kSteps = ROWS * kLineSteps;
 constexpr int kVector = VECTOR;
 static_assert(STRIDE_W % kVector == 0, "vectors are aligned");
-// Boxes begin at multiples of 16 bytes; kShift is how far before the first element that is needed, with PLANES of whole words.
-constexpr int kUnit = PLANES > 0 ? kElements : kPiece;
+// Boxes begin at multiples of 16 bytes; kShift is how far before the first element that is needed, in LONG_ROWS of whole words.
+constexpr int kUnit = LONG_ROWS ? kElements : kPiece;
 constexpr int kShift = (kUnit - PADDING_W % kUnit) % kUnit, kFirst = kShift % (kElements * kVector);
-constexpr bool kCut = PLANES > 0 && (PADDING_H > 0 || PADDING_W > 0);
-constexpr int kClasses = PLANES > 0 ? PLANES : 1;  // of output channels of a block, each in one piece
-static_assert(PLANES == 0 || VECTOR == 1, "rows begin at any word");
-static_assert(kBlockCo / kClasses % 16 == 0, "a warp has rows of one class");
+constexpr bool kCut = LONG_ROWS && (PADDING_H > 0 || PADDING_W > 0);
+static_assert(!LONG_ROWS || VECTOR == 1, "rows begin at any word");
 // Words of a row of grad_output that the taps of a row need of a word of pixels.
 constexpr int kLastElement = kFirst + (TAPS_W - 1) * DILATION_W + (kElements - 1) * STRIDE_W;
 constexpr int kWords = kLastElement / kElements + 1, kVectors = ceil_div(kWords, kVector);
-static_assert(kSetsW == 1 || SIDES_W * TAPS_W * DILATION_W % (PLANES > 0 ? kElements : kPiece) == 0,
+static_assert(kSetsW == 1 || SIDES_W * TAPS_W * DILATION_W % kUnit == 0,
               "all blocks shift alike");
 static_assert(SIDES_W == 1 || TAPS_W * DILATION_W % (kElements * kVector) == 0, "words of a side are aligned");
 static_assert(SEGMENT % (kStepPixels / 2) == 0 && TILE_W % SEGMENT == 0 && PIXELS % TILE_W == 0,
@@ -94,13 +93,11 @@ constexpr int kStage = kLines + SLOTS * kRow * kItem;  // bytes
 // Channels that come; those that a group does not have only reach sums that nobody stores.
 constexpr int kInputs = CI < CI_TILE ? CI : CI_TILE, kOutputs = CO < kBlockCo ? CO : kBlockCo;
 constexpr int kComing = (ROWS * kInputs * PIXELS + SLOTS * kOutputs * ROW_PITCH) * kItem;  // bytes
-static_assert(kOutputs % kClasses == 0, "each class has as many");
 constexpr bool kRounded = kItem == 4, kMended = kRounded || kCut;
 constexpr int kMenders = 96;
 // Lanes of a warp that arrive for it. What is cut is written and read by threads, and racecheck takes each for itself.
 constexpr int kArriving = kCut ? 32 : 1;
 static_assert(kBox % 1024 == 0 && kRow * kItem % 1024 == 0, "boxes are swizzled from multiples of 1024 bytes on");
-static_assert(STAGES * kStage + 3 * STAGES * 8 <= SHARED_BYTES, "the stages fit the shared memory of the launch");
 extern __shared__ __align__(1024) unsigned char shared[];
 
 __constant__ constexpr int kSlotRows[] = SLOT_ROWS;
@@ -122,8 +119,17 @@ __device__ __forceinline__ work_t work_of(const wgrad_nchw_params& p) {
     return work;
 }
 
+/* Output channels of a block whose planes are at the same place of their long rows: a class, whose rows lie together. */
+constexpr int kBlockBits = SIDES_CO == 1 ? 6 : 7;
+static_assert(kBlockCo == 1 << kBlockBits, "classes of a block have 2^n rows");
+__device__ __forceinline__ int plane_bits(const wgrad_nchw_params& p) { return LONG_ROWS ? p.plane_bits : 0; }
+__device__ __forceinline__ int class_of(const wgrad_nchw_params& p, int row) { return row >> (kBlockBits - plane_bits(p)); }
+__device__ __forceinline__ int row_in_class(const wgrad_nchw_params& p, int row) {
+    return row & ((kBlockCo >> plane_bits(p)) - 1);
+}
+
 /* Where a tile is: an image, a row and a column of pixels; the row and the column of grad_output that the first piece begins
- * with, and, with PLANES, the element of these.
+ * with, and, in LONG_ROWS, the element of these.
  */
 struct place_t { int image, row, column; };
 __device__ __forceinline__ place_t place_of(const wgrad_nchw_params& p, int tile) {
@@ -166,12 +172,12 @@ __device__ __forceinline__ void produce(const wgrad_nchw_params& p, const barrie
         #pragma unroll 1
         for (int slot = 0; slot < SLOTS; ++slot) {
             unsigned char* row = stage + kLines + slot * kRow * kItem;
-            if (PLANES > 0) {
-                #pragma unroll
-                for (int plane = 0; plane < kClasses; ++plane) {
-                    const int first = first_element(p, work, place, plane) + kSlotRows[slot] * p.w_out + kSlotColumns[slot];
-                    tma_load(row + plane * (kRow / kClasses) * kItem, p.grad_output, piece_of(first), 0,
-                             out_channel / kClasses, place.image, full);
+            if (LONG_ROWS) {
+                int first = first_element(p, work, place, 0) + kSlotRows[slot] * p.w_out + kSlotColumns[slot];
+                #pragma unroll 1
+                for (const unsigned char* end = row + kRow * kItem; row < end; row += kRow * kItem >> p.plane_bits) {
+                    tma_load(row, p.grad_output, piece_of(first), 0, out_channel >> p.plane_bits, place.image, full);
+                    first += p.h_out * p.w_out;
                 }
             } else {
                 tma_load(row, p.grad_output, first_column(work, place) + kSlotColumns[slot],
@@ -196,16 +202,16 @@ __device__ __forceinline__ void round(unsigned char* stage, int thread) {
 /* Puts zeros where taps of pixels read beyond the ends of rows: padding's elements on both sides, and whole rows. */
 __device__ __forceinline__ void cut(
     const wgrad_nchw_params& p, const work_t& work, const place_t& place, ELEMENT_T* rows, int thread) {
-    constexpr int kClassLines = kOutputs / kClasses;
     #pragma unroll 1
     for (int slot = 0; slot < SLOTS; ++slot) {
         const int row = first_row(work, place) + kSlotRows[slot], column = first_column(work, place) + kSlotColumns[slot];
         const bool there = row >= 0 && row < p.h_out;
         if (there && column >= 0 && column + ROW_PITCH <= p.w_out) continue;
         #pragma unroll 1
-        for (int line = thread; line < kOutputs; line += kMenders) {
-            const int plane = line / kClassLines;
-            ELEMENT_T* piece = rows + slot * kRow + (plane * (kBlockCo / kClasses) + line % kClassLines) * ROW_PITCH;
+        for (int line = thread; line < kBlockCo; line += kMenders) {
+            if (row_in_class(p, line) >= kOutputs >> plane_bits(p)) continue;
+            const int plane = class_of(p, line);
+            ELEMENT_T* piece = rows + slot * kRow + line * ROW_PITCH;
             const int begin = place_in_piece((plane * p.h_out + row) * p.w_out + column) - column, end = begin + p.w_out;
             for (int e = there ? begin - PADDING_W : 0; e < (there ? begin : ROW_PITCH); ++e)
                 if (e >= 0 && e < ROW_PITCH) piece[e] = ELEMENT_T{};
@@ -233,7 +239,7 @@ __device__ __forceinline__ void mend(const wgrad_nchw_params& p, const barriers_
 struct alignas(4 * kVector) vector_t { unsigned word[kVector]; };
 
 /* The left sides of the taps of a row, of a step: words (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4) of each. `rows` is where
- * row g of slot 0 begins, at the thread's first pixel; `first` the first element of its plane, with PLANES.
+ * row g of slot 0 begins, at the thread's first pixel; `first` the first element of its plane, in LONG_ROWS.
  */
 template <int STEP, int TAP_ROW>
 __device__ __forceinline__ void load_left(
@@ -244,7 +250,7 @@ __device__ __forceinline__ void load_left(
         const int pixel = STEP * kStepPixels + i / 2 * (kStepPixels / 2);
         const int slot = kSlotOf[pixel / SEGMENT][side_h * TAPS_H + TAP_ROW];
         const ELEMENT_T* from = rows + slot * kRow + i % 2 * 8 * ROW_PITCH + pixel % SEGMENT * STRIDE_W;
-        if (PLANES > 0) from += place_in_piece(first + kSlotRows[slot] * w_out + kSlotColumns[slot]);
+        if (LONG_ROWS) from += place_in_piece(first + kSlotRows[slot] * w_out + kSlotColumns[slot]);
         unsigned words[kVectors * kVector];
         #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -273,7 +279,7 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
     const int side_co = warpgroup % SIDES_CO, side_w = warpgroup / SIDES_CO % SIDES_W;
     const int side_h = warpgroup / (SIDES_CO * SIDES_W);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
-    const int first_row = side_co * 64 + warp * 16, plane = first_row / (kBlockCo / kClasses);  // of a class
+    const int first_row = side_co * 64 + warp * 16, plane = __shfl_sync(0xffffffffu, class_of(p, first_row), 0);
     const descriptor_t all_lines = descriptor_k_major_swizzled<kLineBytes>(shared);
     const int begin = (first_row + g) * ROW_PITCH + kElements * t * STRIDE_W + side_w * TAPS_W * DILATION_W +
                       kShift - kFirst;
@@ -285,7 +291,7 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
     ring_t<STAGES> ring;
     int held = -1;  // stage that they may still read
     for (int tile = work.first; tile < work.end; ++tile) {
-        const int first = PLANES > 0 ? first_element(p, work, place_of(p, tile), plane) : 0;
+        const int first = LONG_ROWS ? first_element(p, work, place_of(p, tile), plane) : 0;
         barrier_wait(b.full[ring.stage], ring.parity);
         const unsigned char* stage = shared + ring.stage * kStage;
         const ELEMENT_T* rows = reinterpret_cast<const ELEMENT_T*>(stage + kLines) + begin;
@@ -335,10 +341,14 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
         if (kh >= KERNEL_H || kw >= KERNEL_W) continue;
         PARTIAL_T* matrix = partials + static_cast<long long>(kh * KERNEL_W + kw) * CI * CO;
         #pragma unroll
-        for (int d = 0; d < CI_TILE / 2; ++d) {
-            const int row = first_row + g + d / 2 % 2 * 8, ci = work.ci + d / 4 * 8 + 2 * t + d % 2;
-            const int co = work.co + row % (kBlockCo / kClasses) * kClasses + plane;
-            if (co < CO && ci < CI) matrix[static_cast<long long>(ci) * CO + co] = narrow<PARTIAL_T>(sums[tap][d]);
+        for (int half = 0; half < 2; ++half) {  // rows g and g + 8
+            const int co = work.co + (row_in_class(p, first_row + g + half * 8) << plane_bits(p)) + plane;
+            if (co >= CO) continue;
+            #pragma unroll
+            for (int i = 0; i < CI_TILE / 4; ++i) {
+                const int ci = work.ci + i / 2 * 8 + 2 * t + i % 2, d = i / 2 * 4 + half * 2 + i % 2;
+                if (ci < CI) matrix[static_cast<long long>(ci) * CO + co] = narrow<PARTIAL_T>(sums[tap][d]);
+            }
         }
     }
 }

@@ -2,8 +2,9 @@
  *
  *   output [co, cell, phase] = bias [co] + sum over the taps of the phase of columns [(co, tap), cell + shift of the tap]
  *
- * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; OUT_CHANNELS; IN_H,
- * IN_W, OUT_H, OUT_W; FOLD_PITCH (floats from a line of columns to the next); VECTOR (outputs that are stored together).
+ * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; OUT_CHANNELS;
+ * OUT_MORE_H, OUT_MORE_W (rows and columns of outputs beyond STRIDE for each of the inputs, whatever their number; may be
+ * negative); FOLD_PITCH (floats from a line of columns to the next); VECTOR (outputs that are stored together).
  */
 #pragma once
 
@@ -16,11 +17,20 @@ using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
 using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
 static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every phase has a tap");
 
-constexpr int kCellsH = ceil_div(OUT_H, STRIDE_H), kCellsW = ceil_div(OUT_W, STRIDE_W);
+/* Rows and columns of an image. */
+__device__ constexpr int more_cells(int more, int stride) { return more < 0 ? -(-more / stride) : ceil_div(more, stride); }
+constexpr int kMoreCellsH = more_cells(OUT_MORE_H, STRIDE_H), kMoreCellsW = more_cells(OUT_MORE_W, STRIDE_W);
+struct image_t {
+    int in_h, in_w;
+    __device__ __forceinline__ constexpr int out_h() const { return in_h * STRIDE_H + OUT_MORE_H; }
+    __device__ __forceinline__ constexpr int out_w() const { return in_w * STRIDE_W + OUT_MORE_W; }
+    __device__ __forceinline__ constexpr int cells_h() const { return in_h + kMoreCellsH; }
+    __device__ __forceinline__ constexpr int cells_w() const { return in_w + kMoreCellsW; }
+};
 
 // Where outputs read the input at their own cell alone, a cell is a position.
 constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() == 0 && axis_w::least_shift() == 0 &&
-                          axis_w::largest_shift() == 0 && kCellsH == IN_H && kCellsW == IN_W;
+                          axis_w::largest_shift() == 0 && kMoreCellsH == 0 && kMoreCellsW == 0;
 // A row of a cell is divided into parts where a lane's store has not all of it, and lanes beside each other have parts beside
 // each other. Which taps are of a lane's outputs is known when running then.
 constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W / kParts;
@@ -31,23 +41,24 @@ struct alignas(8) pair_t { float value[2]; };  // columns of neighbours, as they
 /* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */
 struct cell_t { bool is; int image, row, column, at; };
 
-/* Gather OUTS output channels, from `out` on, of `CELLS` cells, and store the outputs. LANES threads call it, the `lane`-th of
- * them this one; cell_of(i) says where the i-th is.
+/* Gather OUTS output channels, from `out` on, of so many cells, and store the outputs. LANES threads call it, the `lane`-th of
+ * them this one, and have TURNS cells each, or parts of them, at most; cell_of(turn, i) says where the i-th is.
  */
-template <int CELLS, int LANES, int OUTS, typename CELL_OF>
+template <int TURNS, int LANES, int OUTS, typename CELL_OF>
 __device__ __forceinline__ void gather(
-    ELEMENT_T* output, const float* columns, const float* biases, int out, int lane, const CELL_OF& cell_of) {
-    constexpr int kTurns = ceil_div(CELLS * kParts, LANES);
-    #pragma unroll (kTurns * OUTS * kTaps <= 64 ? kTurns : 1)
-    for (int turn = 0; turn < kTurns; ++turn) {
+    const image_t& image, ELEMENT_T* output, const float* columns, const float* biases, int out, int lane, int cells,
+    const CELL_OF& cell_of) {
+    const int out_h = image.out_h(), out_w = image.out_w();
+    #pragma unroll (TURNS * OUTS * kTaps <= 64 ? TURNS : 1)
+    for (int turn = 0; turn < TURNS; ++turn) {
         const int i = turn * LANES + lane;
-        if (CELLS * kParts % LANES != 0 && i >= CELLS * kParts) continue;
-        const cell_t cell = cell_of(i / kParts);
+        if (i >= cells * kParts) continue;
+        const cell_t cell = cell_of(turn, i / kParts);
         const int cell_h = cell.row, cell_w = cell.column;
         const int first_w = cell_w * STRIDE_W + i % kParts * kRun;
-        if (!cell.is || (OUT_W % STRIDE_W != 0 && kParts > 1 && first_w >= OUT_W)) continue;
+        if (!cell.is || (OUT_MORE_W % STRIDE_W != 0 && kParts > 1 && first_w >= out_w)) continue;
         const long long plane = static_cast<long long>(cell.image) * OUT_CHANNELS + out;
-        ELEMENT_T* target = output + (plane * (OUT_H * OUT_W) + (cell_h * STRIDE_H * OUT_W + first_w));
+        ELEMENT_T* target = output + (plane * (out_h * out_w) + (cell_h * STRIDE_H * out_w + first_w));
         #pragma unroll (kTaps <= 16 ? least(OUTS, 4) : 1)
         for (int channel = 0; channel < OUTS; ++channel) {
             if (OUT_CHANNELS % OUTS != 0 && out + channel >= OUT_CHANNELS) continue;
@@ -58,11 +69,11 @@ __device__ __forceinline__ void gather(
             #pragma unroll
             for (int kh = 0; kh < KERNEL_H; ++kh) {
                 const int row = cell_h + axis_h::shift(kh);
-                const float* of_row = from + (kh * (KERNEL_W * FOLD_PITCH) + axis_h::shift(kh) * IN_W);
+                const float* of_row = from + (kh * (KERNEL_W * FOLD_PITCH) + axis_h::shift(kh) * image.in_w);
                 // What is added to an output of the cell, of a tap of the row and its shift across.
                 const auto add = [&](int r, int kw, int shift) {
                     const int column = cell_w + shift;
-                    const bool inside = kInPlace || (0 <= row && row < IN_H && 0 <= column && column < IN_W);
+                    const bool inside = kInPlace || (0 <= row && row < image.in_h && 0 <= column && column < image.in_w);
                     const bool tap = kParts == 1 || KERNEL_W % STRIDE_W == 0 || kw < KERNEL_W;
                     sums[axis_h::output(kh % axis_h::kStep)][r] += inside && tap ? of_row[kw * FOLD_PITCH + shift] : 0.0f;
                 };
@@ -81,17 +92,17 @@ __device__ __forceinline__ void gather(
             }
             #pragma unroll
             for (int r = 0; r < STRIDE_H; ++r) {
-                if (OUT_H % STRIDE_H != 0 && cell_h * STRIDE_H + r >= OUT_H) continue;
+                if (OUT_MORE_H % STRIDE_H != 0 && cell_h * STRIDE_H + r >= out_h) continue;
                 #pragma unroll
                 for (int first = 0; first < kRun; first += VECTOR) {
-                    if (OUT_W % STRIDE_W != 0 && kParts == 1 && first_w + first >= OUT_W) continue;
+                    if (OUT_MORE_W % STRIDE_W != 0 && kParts == 1 && first_w + first >= out_w) continue;
                     vector_t<VECTOR> values;
                     #pragma unroll
                     for (int e = 0; e < VECTOR; ++e) values.value[e] = narrow<ELEMENT_T>(sums[r][first + e]);
-                    *reinterpret_cast<vector_t<VECTOR>*>(target + (r * OUT_W + first)) = values;
+                    *reinterpret_cast<vector_t<VECTOR>*>(target + (r * out_w + first)) = values;
                 }
             }
-            target += OUT_H * OUT_W;
+            target += out_h * out_w;
         }
     }
 }

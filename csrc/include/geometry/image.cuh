@@ -1,4 +1,4 @@
-/* Macros: KERNEL_H, KERNEL_W, IN_H, IN_W. */
+/* Macros: KERNEL_H, KERNEL_W. */
 #pragma once
 
-constexpr int kTaps = KERNEL_H * KERNEL_W, kPixels = IN_H * IN_W;  // of an image
+constexpr int kTaps = KERNEL_H * KERNEL_W;

@@ -20,7 +20,9 @@ struct gemm_fold_params {
 constexpr int kProducers = PRODUCERS + 32, kConsumers = WARPGROUPS * 128, kThreads = kProducers + kConsumers;
 constexpr int kItem = sizeof(ELEMENT_T);
 constexpr int kChannels = 128 / kItem, kChunks = ceil_div(IN_CHANNELS, kChannels);  // of a stage
-constexpr int kPositions = IMAGES * kPixels;
+constexpr int kPixels = IN_H * IN_W, kPositions = IMAGES * kPixels;  // of an image, of an item
+constexpr image_t kImage{IN_H, IN_W};
+constexpr int kCellsH = kImage.cells_h(), kCellsW = kImage.cells_w();
 constexpr int kGroupLines = 16 * FOLD_WARPS, kGroupOuts = kGroupLines / kTaps;
 constexpr int kBlockOuts = 4 / FOLD_WARPS * kGroupOuts, kTileOuts = WARPGROUPS * BLOCKS * kBlockOuts;
 constexpr int kLineTiles = ceil_div(OUT_CHANNELS, kTileOuts);

@@ -6,23 +6,23 @@
  * rounded to TF32. Weights are the columns' side: of 16 bits as torch has them, [ci][line], the other way round
  * (ptx/wgmma.cuh); tensor cores take TF32 K-major alone, and weights/pack_k_major.cu lays it out (PACKED).
  *
- * An item is ITEM_POSITIONS positions, across images or one of an image's WINDOWS, and BLOCKS times LINES lines. Each of two
- * warpgroups has 64 of every 128 positions. PRODUCERS threads bring inputs to slots, one thread the weights to stages, each of 128
- * bytes of channels. Slots are kept for all lines of an item where it has more than one block of them (INPUTS_STATIONARY), else both come
- * together.
+ * An item is so many positions, up to ROW_BLOCKS * 128, across images or one of an image's windows, and some blocks of LINES
+ * lines. Each of two warpgroups has 64 of every 128 positions. PRODUCERS threads bring inputs to slots, one thread the weights
+ * to stages, each of 128 bytes of channels. Slots are kept for all lines of an item where it has more than one block of them
+ * and all fit, else both come together.
  *
- * Macros: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W; IN_CHANNELS, OUT_CHANNELS; IN_H, IN_W;
- * ROW_BLOCKS (of 128 positions), ITEM_POSITIONS; WINDOWS, WINDOW_STEP and WINDOW_LEFT (positions from one to the next, and before
- * the first; multiples of PIECE; 1, 0 and 0 where items go across images); LINES (a multiple of 16 up to 256, with all taps of
- * its output channels); SETS (of lines, for other items), BLOCKS (of LINES of a set, at most), INPUTS_STATIONARY (1 or 0); SLOTS, STAGES;
- * PRODUCERS; CONSUMER_REGISTERS, PRODUCER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied
- * together); OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16), SHARED_BYTES.
+ * Macros, none of which depends on sizes but for PIECE: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W;
+ * IN_CHANNELS, OUT_CHANNELS; ROW_BLOCKS (of 128 positions); WINDOWED (1 where items are windows, 0 where they go across
+ * images); LINES (a multiple of 16 up to 256, with all taps of its output channels); PRODUCERS; CONSUMER_REGISTERS,
+ * PRODUCER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied together); OWN_BYTES (of shared
+ * memory that the kernel has for itself, a multiple of 16).
  */
 #pragma once
 
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "geometry/image.cuh"
+#include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
 #include "ptx/mbarrier.cuh"
 #include "numeric/types.cuh"
@@ -43,47 +43,59 @@ struct pixels_on_m_params {
     ELEMENT_T* __restrict__ output;
     int positions;  // of all images
     int items;
+    // Reciprocals (numeric/divide.cuh) of sets, pixels, windows, the width of images; of cells of an image, and in its rows.
+    unsigned long long of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w;
+    int in_h, in_w, images;           // images of an item
+    int item_positions;               // of PIECE each, as are what windows have
+    int windows, step, left;          // of an image; positions from one to the next, and before the first
+    int sets, blocks, held;           // that lines are divided into, blocks of one at most; whether slots are kept for them
+    int slots, stages, first_stage, first_own, first_barrier;  // the last in bytes of shared memory
 };
 
 constexpr int kItem = sizeof(ELEMENT_T);
 constexpr int kBlockPositions = 128, kPositions = ROW_BLOCKS * kBlockPositions, kAllLines = OUT_CHANNELS * kTaps;
 constexpr int kBlocks = ceil_div(kAllLines, LINES), kBlockOuts = LINES / kTaps;  // of all lines; of a block
 static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a block has all taps of its output channels");
-static_assert(kPixels % PIECE == 0 && kPixels % 4 == 0 && ITEM_POSITIONS % PIECE == 0, "pieces are whole, and pairs");
-static_assert(ITEM_POSITIONS <= kPositions, "positions of an item are rows");
-static_assert(WINDOW_STEP % PIECE == 0 && WINDOW_LEFT % PIECE == 0, "pieces are whole in windows too");
 
-// Shared memory: inputs [SLOTS][kChannels][kPositions], whose pieces of 16 bytes are swapped; weights [STAGES], either
+// Shared memory: inputs [slots][kChannels][kPositions], whose pieces of 16 bytes are swapped; weights [stages], either
 // [64 lines][kChannels] of 128 bytes, swizzled, or [kSteps][2][LINES] of 16; the kernel's own; biases [warps][kBlockOuts];
 // barriers.
 constexpr int kChannels = 128 / kItem, kSteps = 4;  // of a slot; products of them
 constexpr int kChunks = ceil_div(IN_CHANNELS, kChannels), kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
 constexpr int kConsumers = 256, kProducers = PRODUCERS + 32, kThreads = kConsumers + kProducers;
-constexpr int kFirstStage = SLOTS * kSlotBytes, kFirstOwn = kFirstStage + STAGES * kStageBytes;
-constexpr int kFirstBias = kFirstOwn + OWN_BYTES, kFirstBarrier = kFirstBias + ceil_div(kConsumers / 32 * kBlockOuts, 4) * 16;
-struct barriers_t { barrier_t slot_full[SLOTS], slot_empty[SLOTS], full[STAGES], empty[STAGES]; };
-static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits the launch's memory");
-static_assert(INPUTS_STATIONARY == 0 || SLOTS >= kChunks, "the inputs of an item lie in shared memory together");
-static_assert(STAGES >= 2, "a stage is free once products of the next have begun");
+constexpr int kBiasBytes = ceil_div(kConsumers / 32 * kBlockOuts, 4) * 16;
 extern __shared__ __align__(1024) unsigned char shared[];
+__device__ __forceinline__ unsigned char* slot_of(int slot) { return shared + slot * kSlotBytes; }
+__device__ __forceinline__ unsigned char* stage_of(const pixels_on_m_params& p, int stage) {
+    return shared + (p.first_stage + stage * kStageBytes);
+}
+
+struct barriers_t { barrier_t full, empty; };
+__device__ __forceinline__ barriers_t& barriers_of_slot(const pixels_on_m_params& p, int slot) {
+    return reinterpret_cast<barriers_t*>(shared + p.first_barrier)[slot];
+}
+__device__ __forceinline__ barriers_t& barriers_of_stage(const pixels_on_m_params& p, int stage) {
+    return barriers_of_slot(p, p.slots + stage);
+}
 
 /* What an item is: its first position, of all images or, where they have several windows, of image `image`, which may have no
- * such position; its first block of lines, and how many there are.
+ * such position, else its first image; its first block of lines, and how many there are.
  */
 struct item_t {
     int image, position, block, blocks;
-    __device__ __forceinline__ explicit item_t(int index) {
-        const int window = index / SETS;
-        image = window / WINDOWS, block = index % SETS * BLOCKS, blocks = least(BLOCKS, kBlocks - block);
-        position = WINDOWS == 1 ? window * ITEM_POSITIONS : window % WINDOWS * WINDOW_STEP - WINDOW_LEFT;
+    __device__ __forceinline__ item_t(const pixels_on_m_params& p, int index) {
+        const int window = divided(index, p.of_sets);
+        image = WINDOWED ? divided(window, p.of_windows) : window * p.images;
+        block = (index - window * p.sets) * p.blocks, blocks = least(p.blocks, kBlocks - block);
+        position = WINDOWED ? (window - image * p.windows) * p.step - p.left : window * p.item_positions;
     }
 };
 
 /* Calls body(item) for the items of a block of threads. */
 template <typename BODY> __device__ __forceinline__ void each_item(const pixels_on_m_params& p, const BODY& body) {
     #pragma unroll 1
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) body(item_t(i));
+    for (int i = blockIdx.x; i < p.items; i += gridDim.x) body(item_t(p, i));
 }
 
 /* Where a slot's row of a channel has the 16 bytes of some positions. Of those that lanes of a warp read at a time, four
@@ -94,54 +106,58 @@ __device__ __forceinline__ int swapped(int bytes, int channel) {
 }
 
 /* Begins to copy the weights of all items. One thread. */
-__device__ __forceinline__ void produce_weights(const pixels_on_m_params& p, barriers_t& barriers) {
-    ring_t<STAGES> ring;
+__device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
+    counted_ring_t ring;
     if (PACKED) grid_dependency_wait();
     each_item(p, [&](const item_t& item) {
         #pragma unroll 1
-        for (int i = 0; i < item.blocks * kChunks; ++i, ring.advance()) {
+        for (int i = 0; i < item.blocks * kChunks; ++i, ring.advance(p.stages)) {
             const int block = item.block + i / kChunks, chunk = i % kChunks;
-            unsigned char* stage = shared + (kFirstStage + ring.stage * kStageBytes);
-            barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
-            barrier_arrive_expecting(barriers.full[ring.stage], kStageBytes);
+            unsigned char* stage = stage_of(p, ring.stage);
+            barrier_t& full = barriers_of_stage(p, ring.stage).full;
+            barrier_wait(barriers_of_stage(p, ring.stage).empty, ring.parity ^ 1);
+            barrier_arrive_expecting(full, kStageBytes);
 #if PACKED
             const long long first = (static_cast<long long>(block) * kChunks + chunk) * (LINES * 8);
-            bulk_copy(stage, p.weights + first, kStageBytes, barriers.full[ring.stage]);
+            bulk_copy(stage, p.weights + first, kStageBytes, full);
 #else
             #pragma unroll
             for (int box = 0; box < kStageBytes / kBoxBytes; ++box)
-                tma_load(stage + box * kBoxBytes, p.weights, block * LINES + box * 64, chunk * kChannels, 0, 0,
-                         barriers.full[ring.stage]);
+                tma_load(stage + box * kBoxBytes, p.weights, block * LINES + box * 64, chunk * kChannels, 0, 0, full);
 #endif
         }
     });
 }
 
 /* Begins to copy the inputs of all items: pieces of positions that stay the thread's, channel by channel. */
-__device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p, barriers_t& barriers) {
+__device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     constexpr int kPieces = kBlockPositions / PIECE, kAtOnce = PRODUCERS / kPieces;  // of a channel; channels
     static_assert(PRODUCERS % kPieces == 0, "threads have whole channels");
     const int thread = threadIdx.x - 32, first = thread / kPieces, piece = thread % kPieces * PIECE;
-    ring_t<SLOTS> ring;
+    const int pixels = p.in_h * p.in_w;
+    counted_ring_t ring;
     each_item(p, [&](const item_t& item) {
         const ELEMENT_T* source[ROW_BLOCKS];
         bool inside[ROW_BLOCKS];
         #pragma unroll
         for (int row = 0; row < ROW_BLOCKS; ++row) {
             const int own = row * kBlockPositions + piece, position = item.position + own;
-            const int image = WINDOWS == 1 ? position / kPixels : item.image;
-            inside[row] = own < ITEM_POSITIONS && 0 <= position && position < (WINDOWS == 1 ? p.positions : kPixels);
+            const int image = WINDOWED ? item.image : divided(position, p.of_pixels);
+            inside[row] = own < p.item_positions && 0 <= position && position < (WINDOWED ? pixels : p.positions);
             source[row] = p.input;
-            if (inside[row]) source[row] += static_cast<long long>(image) * IN_CHANNELS * kPixels + position % kPixels;
+            // Before the channels of an image, so many pixels.
+            if (inside[row])
+                source[row] += static_cast<long long>(image) * (IN_CHANNELS - !WINDOWED) * pixels + position;
         }
+        const int chunks = p.held ? kChunks : item.blocks * kChunks;
         #pragma unroll 1
-        for (int i = 0; i < (INPUTS_STATIONARY ? kChunks : item.blocks * kChunks); ++i, ring.advance()) {
+        for (int i = 0; i < chunks; ++i, ring.advance(p.slots)) {
             const int before = i % kChunks * kChannels;  // channels
-            unsigned char* slot = shared + ring.stage * kSlotBytes;
-            barrier_wait(barriers.slot_empty[ring.stage], ring.parity ^ 1);
+            unsigned char* slot = slot_of(ring.stage);
+            barrier_wait(barriers_of_slot(p, ring.stage).empty, ring.parity ^ 1);
             #pragma unroll
             for (int row = 0; row < ROW_BLOCKS; ++row) {
-                const ELEMENT_T* from = source[row] + static_cast<long long>(before + first) * (inside[row] ? kPixels : 0);
+                const ELEMENT_T* from = source[row] + static_cast<long long>(before + first) * pixels;
                 #pragma unroll 4
                 for (int channel = first; channel < kChannels; channel += kAtOnce) {
                     const bool is = inside[row] && (IN_CHANNELS % kChannels == 0 || before + channel < IN_CHANNELS);
@@ -150,10 +166,10 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p, barr
                     const ELEMENT_T* here = is ? from : p.input;
                     if constexpr (PIECE * kItem == 16) copy_piece_async(target, here, is);
                     else cp_async<PIECE * kItem>(target, here, is);
-                    from += kAtOnce * kPixels;
+                    from += kAtOnce * pixels;
                 }
             }
-            barrier_arrive_when_copied(barriers.slot_full[ring.stage]);
+            barrier_arrive_when_copied(barriers_of_slot(p, ring.stage).full);
         }
     });
     wait_for_copies();
@@ -202,26 +218,25 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& wor
 }
 
 /* The sums of a block of lines, for 16 positions of every 128. The item's slots begin at `slots`, which goes on; they are free
- * behind this block if `frees`. `meanwhile` is called while products run, for each of kShares.
+ * behind this block if `frees`. `meanwhile` is called while products run, for each of SHARES, of kChunks at most.
  */
-constexpr int kShares = least(kChunks, 8);
-template <bool PAIRED, typename MEANWHILE>
+template <bool PAIRED, int SHARES, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
-    float (&sums)[ROW_BLOCKS][LINES / 2], ring_t<STAGES>& ring, ring_t<SLOTS>& slots, barriers_t& barriers, int warp,
-    bool frees, const MEANWHILE& meanwhile) {
+    const pixels_on_m_params& p, float (&sums)[ROW_BLOCKS][LINES / 2], counted_ring_t& ring, counted_ring_t& slots,
+    int warp, bool frees, const MEANWHILE& meanwhile) {
     static_assert(ROW_BLOCKS <= 2, "words of two groups of products take turns");
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     int held = 0;                                // stage that products in flight may still read
     inputs_t words[2];
     const auto step = [&](auto half, int chunk, const auto& along) {
-        barrier_wait(barriers.slot_full[slots.stage], slots.parity);
-        const unsigned char* stage = shared + (kFirstStage + ring.stage * kStageBytes);
+        barrier_wait(barriers_of_slot(p, slots.stage).full, slots.parity);
+        const unsigned char* stage = stage_of(p, ring.stage);
         const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
         each<ROW_BLOCKS>([&](auto row) {
             constexpr int kRow = decltype(row)::value;
             inputs_t& own = words[ROW_BLOCKS == 1 ? decltype(half)::value : kRow];
-            load_inputs<PAIRED>(own, shared + slots.stage * kSlotBytes, kRow * 8 + warp);
-            if (kRow == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
+            load_inputs<PAIRED>(own, slot_of(slots.stage), kRow * 8 + warp);
+            if (kRow == 0) barrier_wait(barriers_of_stage(p, ring.stage).full, ring.parity);
             wgmma_fence();
             #pragma unroll
             for (int k = 0; k < kSteps; ++k)
@@ -229,32 +244,32 @@ __device__ __forceinline__ void multiply(
                     sums[kRow], own.of[k], advance(right, k * (PACKED ? LINES * 32 : 2048)), k > 0 || chunk > 0);
             wgmma_commit();
             if constexpr (kRow == ROW_BLOCKS - 1) {
-                if (frees) barrier_arrive(barriers.slot_empty[slots.stage]);  // each lane, for what it has read itself
+                if (frees) barrier_arrive(barriers_of_slot(p, slots.stage).empty);  // each lane, for what it has read itself
                 along();
             }
             wgmma_wait<1>();
-            if (kRow == 0 && chunk > 0 && speaker) barrier_arrive(barriers.empty[held]);
+            if (kRow == 0 && chunk > 0 && speaker) barrier_arrive(barriers_of_stage(p, held).empty);
         });
         held = ring.stage;
-        ring.advance();
-        slots.advance();
+        ring.advance(p.stages);
+        slots.advance(p.slots);
     };
-    each<kShares>([&](auto share) {
+    each<SHARES>([&](auto share) {
         step(constant<decltype(share)::value % 2>(), decltype(share)::value, [&] { meanwhile(share); });
     });
     #pragma unroll 1
-    for (int chunk = kShares; chunk < kChunks; chunk += 2) {
-        step(constant<kShares % 2>(), chunk, [] {});
-        if (chunk + 1 < kChunks) step(constant<(kShares + 1) % 2>(), chunk + 1, [] {});
+    for (int chunk = SHARES; chunk < kChunks; chunk += 2) {
+        step(constant<SHARES % 2>(), chunk, [] {});
+        if (chunk + 1 < kChunks) step(constant<(SHARES + 1) % 2>(), chunk + 1, [] {});
     }
     #pragma unroll
     for (int row = 0; row < ROW_BLOCKS; ++row) wgmma_finish_rows(sums[row]);
-    if (speaker) barrier_arrive(barriers.empty[held]);
+    if (speaker) barrier_arrive(barriers_of_stage(p, held).empty);
 }
 
 /* Where biases of the `warp`-th warp that multiplies lie. */
-__device__ __forceinline__ float* biases_of(int warp) {
-    return reinterpret_cast<float*>(shared + kFirstBias) + warp * kBlockOuts;
+__device__ __forceinline__ float* biases_of(const pixels_on_m_params& p, int warp) {
+    return reinterpret_cast<float*>(shared + p.first_own + OWN_BYTES) + warp * kBlockOuts;
 }
 
 /* Biases of a block of lines from output channel `first` on: those of a lane come while products run, then it shares them with
@@ -273,8 +288,8 @@ struct biases_t {
         }
     }
     /* For the `warp`-th warp that multiplies. */
-    __device__ __forceinline__ void share(int warp) const {
-        float* all = biases_of(warp);
+    __device__ __forceinline__ void share(const pixels_on_m_params& p, int warp) const {
+        float* all = biases_of(p, warp);
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
@@ -285,27 +300,26 @@ struct biases_t {
     }
 };
 
-/* What a block of threads does; `consume` is called by those that multiply, with barriers and the number of the warp. */
+/* What a block of threads does; `consume` is called by those that multiply, with the number of the warp. */
 template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
-    barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; ++i) {
-            barrier_init(barriers.slot_full[i], PRODUCERS);
-            barrier_init(barriers.slot_empty[i], kConsumers);
+        for (int i = 0; i < p.slots; ++i) {
+            barrier_init(barriers_of_slot(p, i).full, PRODUCERS);
+            barrier_init(barriers_of_slot(p, i).empty, kConsumers);
         }
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], 1);
-            barrier_init(barriers.empty[i], kConsumers / 32);
+        for (int i = 0; i < p.stages; ++i) {
+            barrier_init(barriers_of_stage(p, i).full, 1);
+            barrier_init(barriers_of_stage(p, i).empty, kConsumers / 32);
         }
         barrier_init_done();
     }
     __syncthreads();
     if (threadIdx.x >= kProducers) {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume(barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
+        consume(__shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
     } else {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x >= 32) produce_inputs(p, barriers);
-        else if (threadIdx.x == 0) produce_weights(p, barriers);
+        if (threadIdx.x >= 32) produce_inputs(p);
+        else if (threadIdx.x == 0) produce_weights(p);
     }
 }

@@ -25,7 +25,8 @@ from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionR
 
 _COST = costs_of("sm90/gemm_depth_to_space")
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
-_LINES = (64, 96, 128, 160, 192, 224, 256)
+_LINES = (128, 256)  # few, for few kernels: others are faster by a few percent, each at some sizes
+_PIECE = 4  # inputs, at least, that are copied together
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16
 
@@ -38,6 +39,11 @@ class Tile(PositionRows):
         """One row where rows of inputs are rows of outputs, which then follow each other too."""
         height, width = self.problem.input_size
         return (1, height * width) if self.problem.kernel_size[0] == 1 else (height, width)
+
+    @property
+    def paired(self) -> bool:
+        """Whether a thread has outputs of two neighbours together."""
+        return self.problem.kernel_size[1] <= 2 and self.input_size[1] % 2 == 0
 
     @property
     def kept(self) -> bool:
@@ -76,21 +82,26 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     if p.kernel_size != p.stride or p.padding != (0, 0) or p.out_pixels != p.taps * p.in_pixels:
         return
     all_lines, step = p.out_channels * p.taps, max(16, 4 * p.kernel_size[1])
-    if p.in_pixels % 4 or (itemsize == 2 and all_lines * itemsize % 16):
+    if p.in_pixels % _PIECE or (itemsize == 2 and all_lines * itemsize % 16):
         return
     if not pixels_on_m.fits_integers(p, multiprocessors):
         return
     few = -(-all_lines // step) * step
     for lines in (*(lines for lines in _LINES if lines < few), *((few,) if few <= MOST_LINES else ())):
-        for sets in pixels_on_m.sets_of(p, lines):
-            tile = Tile(p, itemsize, lines, sets, multiprocessors=multiprocessors)
-            if tile.kept or tile.blocks == 1:  # others took longer wherever they were tried
-                yield tile
+        yield from _tiles_in_sets(p, itemsize, lines, multiprocessors)
+
+
+def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors: int) -> Iterator[Tile]:
+    for sets in pixels_on_m.sets_of(problem, lines):
+        tile = Tile(problem, itemsize, lines, sets, multiprocessors=multiprocessors)
+        if tile.kept or tile.blocks == 1:  # others took longer wherever they were tried
+            yield tile
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/gemm_depth_to_space.cu."""
-    return {**pixels_on_m.macros_of(tile, dtype), "DEFERRED_STORES": int(tile.kept)}
+    own = {"PAIRED_ROWS": int(tile.paired), "DEFERRED_STORES": int(tile.kept)}
+    return {**pixels_on_m.macros_of(tile, dtype), **own}
 
 
 class GemmDepthToSpace(OneFormatForward):
@@ -102,6 +113,16 @@ class GemmDepthToSpace(OneFormatForward):
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / CLOCK_RATE
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        p = config.problem
+        if p.batch == 0 or p.in_pixels % _PIECE or not pixels_on_m.fits_integers(p, tile.multiprocessors):
+            return None
+        made = min(
+            _tiles_in_sets(p, tile.itemsize, tile.lines, tile.multiprocessors),
+            key=lambda tile: tile.cycles,
+        )
+        return made if (made.piece, made.paired) == (tile.piece, tile.paired) else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         macros = macros_of(tile, config.dtype)

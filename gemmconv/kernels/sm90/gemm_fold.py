@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
-from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.phases import can_be_folded, cells_of, out_more, reach_of, stored_together
 from gemmconv.kernels.program import Params, Program
 from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -227,8 +227,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "OUT_CHANNELS": p.out_channels,
         "IN_H": p.input_size[0],
         "IN_W": p.input_size[1],
-        "OUT_H": p.output_size[0],
-        "OUT_W": p.output_size[1],
+        **out_more(p),
         "IMAGES": tile.images,
         "COLUMNS": tile.columns,
         "WARPGROUPS": tile.warpgroups,
@@ -256,6 +255,14 @@ class GemmFold(OneFormatForward):
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / CLOCK_RATE
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        """Of another batch alone: columns are folded by whole images, whose size is compiled."""
+        p = config.problem
+        if p.batch == 0 or p.input_size != tile.problem.input_size or p.batch * 256 > _INT32_MAX:
+            return None
+        made = replace(tile, problem=p)
+        return made if made.possible else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         channels = _LINE_BYTES // tile.itemsize

@@ -20,7 +20,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros, geometry_macros
-from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
+from gemmconv.kernels.phases import can_be_folded, cells_of, out_more, reach_of, stored_together
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
 from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
@@ -43,14 +43,28 @@ class Tile(PositionRows):
     Attributes:
         images: of an item.
         window: inputs of an image that an item has, all or some of one row.
+        compiled: blocks of rows, and turns of a thread at cells, at least.
     """
 
     images: int
     window: int
+    compiled: Pair = (1, 1)
+
+    @property
+    def row_blocks(self) -> int:
+        return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
 
     @property
     def item_positions(self) -> int:
         return self.images * self.window
+
+    @property
+    def item_images(self) -> int:
+        return self.images
+
+    @property
+    def cells_of_image(self) -> Pair:
+        return cells_of(self.problem)
 
     @cached_property
     def windows(self) -> tuple[int, int, int]:
@@ -81,7 +95,20 @@ class Tile(PositionRows):
     @property
     def fold_pitch(self) -> int:
         """Floats from a line of columns to the next: an odd multiple of 4, which spreads lines over banks."""
-        return -(-self.item_positions // 8) * 8 + 4
+        return self.row_blocks * BLOCK_POSITIONS + 4
+
+    @property
+    def fold_turns(self) -> int:
+        """Cells that a thread gathers, or parts of them: as the kernel has it, threads are divided into groups."""
+        groups = 1
+        while self.fold_outs % (2 * groups) == 0 and 2 * groups * self._usual_threads <= CONSUMERS:
+            groups *= 2
+        return max(self.compiled[1], -(-self.cells * self.parts * groups // CONSUMERS))
+
+    @property
+    def _usual_threads(self) -> int:
+        """For the parts of a cell of each position; of all cells there are about as many."""
+        return self.row_blocks * BLOCK_POSITIONS * self.parts
 
     def _pass_bytes(self, outs: int) -> int:
         return outs * self.problem.taps * self.fold_pitch * 4
@@ -90,10 +117,9 @@ class Tile(PositionRows):
     def fold_outs(self) -> int:
         """Output channels that are folded together: of whole columns of a thread, and some for all threads."""
         block_outs, unit = self.lines // self.problem.taps, math.lcm(8, self.problem.taps) // self.problem.taps
-        threads = -(-self.cells * self.parts // 32) * 32
-        wanted = max(_PASS_LINES // self.problem.taps, CONSUMERS // threads, unit)
+        wanted = max(_PASS_LINES // self.problem.taps, CONSUMERS // self._usual_threads, unit)
         possible = [outs for outs in range(unit, block_outs + 1, unit) if block_outs % outs == 0]
-        most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.blocks > 1 else _OWN_BYTES
+        most = max(_OWN_BYTES, min(_MOST_OWN_BYTES, self.left_bytes)) if self.line_blocks > 1 else _OWN_BYTES
         fitting = [outs for outs in possible if 2 * self._pass_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
@@ -166,6 +192,31 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
                     yield tile
 
 
+def fitted(tile: Tile, problem: Problem) -> Tile | None:
+    """A tile of the same layer at other sizes, made for those of a problem; None where another kernel is compiled."""
+    p, compiled = problem, (tile.row_blocks, tile.fold_turns)
+    if p.batch == 0 or p.in_pixels % _PIECE or not pixels_on_m.fits_integers(p, tile.multiprocessors):
+        return None
+    if (stored_together(p, tile.itemsize), math.gcd(16 // tile.itemsize, p.in_pixels)) != (tile.vector, tile.piece):
+        return None
+    positions, windowed = tile.row_blocks * BLOCK_POSITIONS, tile.windows[0] > 1
+    if windowed != (p.in_pixels > _MOST_ROW_BLOCKS * BLOCK_POSITIONS) or not (windowed or p.in_pixels <= positions):
+        return None
+
+    def made(images: int, sets: int) -> Tile:
+        of, multiprocessors = (p, tile.itemsize, tile.lines, sets), tile.multiprocessors
+        return Tile(*of, images, tile.window if windowed else p.in_pixels, compiled, multiprocessors=multiprocessors)
+
+    most = 1 if windowed else min(p.batch, positions // p.in_pixels)
+    tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := made(most, sets)).possible]
+    if not tiles or tiles[0].fold_turns != tile.fold_turns:
+        return None
+    best = min(tiles, key=lambda one: one.cycles)
+    # As many images as others need, if that takes no more rounds.
+    fewer = made(-(-p.batch // -(-p.batch // most)) if most > 1 else most, best.sets)
+    return fewer if fewer.cycles < best.cycles else best
+
+
 def _halo(problem: Problem) -> Pair:
     """How far to the left and to the right of cells in one row inputs are read."""
     least, largest = reach_of(problem, 1)
@@ -188,11 +239,10 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     p = tile.problem
     return {
         **pixels_on_m.macros_of(tile, dtype),
-        "OUT_H": p.output_size[0],
-        "OUT_W": p.output_size[1],
-        "IMAGES": tile.images,
+        **out_more(p),
         "FOLD_PITCH": tile.fold_pitch,
         "FOLD_OUTS": tile.fold_outs,
+        "FOLD_TURNS": tile.fold_turns,
         "VECTOR": tile.vector,
         **geometry_macros(p),
     }
@@ -208,6 +258,9 @@ class GemmFoldPixels(OneFormatForward):
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         margin = _COST.margin if tile.itemsize == 2 or tile.windows[0] > 1 else 1
         return margin * tile.cycles / CLOCK_RATE
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        return fitted(tile, config.problem)
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         return pixels_on_m.program(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)

@@ -60,7 +60,7 @@ Way = Literal["loaded", "landing", "blocks", "lines"]
 
 
 class Variant(NamedTuple):
-    """What is compiled of a plan beside its fields, and might follow from sizes: extents of registers, and how it stores.
+    """What is compiled of a plan beside its fields, and might follow from sizes.
 
     Attributes:
         together: units that a thread loads together.

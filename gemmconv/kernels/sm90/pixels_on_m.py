@@ -12,7 +12,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.program import Params, Program
+from gemmconv.kernels.program import Params, Program, reciprocal
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack_k_major
 
@@ -52,6 +52,16 @@ class PositionRows:
         return BLOCK_POSITIONS
 
     @property
+    def item_images(self) -> int:
+        """Images of an item that has whole ones; 0 of others."""
+        return 0
+
+    @property
+    def cells_of_image(self) -> Pair:
+        """Of an image, down and across, where they are folded."""
+        return 1, 1
+
+    @property
     def windows(self) -> tuple[int, int, int]:
         """Of an image: how many, positions from one to the next, and before the first."""
         return 1, 0, 0
@@ -64,7 +74,7 @@ class PositionRows:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that multiplies, and of others, which give theirs up: of 384 each begins with 168."""
-        return 232, 40
+        return 224, 56
 
     @property
     def input_size(self) -> Pair:
@@ -137,10 +147,15 @@ class PositionRows:
         return slots, min((free - slots * slot) // stage, _MOST_RING)
 
     @property
-    def shared_bytes(self) -> int:
+    def first_bytes(self) -> tuple[int, int, int]:
+        """Where stages, the kernel's own and, behind biases, barriers begin in shared memory."""
         slots, stages = self.ring_sizes
-        rings = slots * (self.slot_bytes + _BARRIER_BYTES) + stages * (self.stage_bytes + _BARRIER_BYTES)
-        return rings + self.bias_bytes + self.own_bytes
+        own = slots * self.slot_bytes + stages * self.stage_bytes
+        return slots * self.slot_bytes, own, own + self.own_bytes + self.bias_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.first_bytes[2] + sum(self.ring_sizes) * _BARRIER_BYTES
 
     @property
     def items(self) -> int:
@@ -180,7 +195,7 @@ def sets_of(problem: Problem, lines: int) -> set[int]:
 
 def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
     """Macros that csrc/include/pipeline/pixels_on_m.cuh asks for."""
-    p, (slots, stages) = tile.problem, tile.ring_sizes
+    p = tile.problem
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "PACKED": int(tile.packed),
@@ -188,36 +203,34 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
         "KERNEL_W": p.kernel_size[1],
         "IN_CHANNELS": p.in_channels,
         "OUT_CHANNELS": p.out_channels,
-        "IN_H": tile.input_size[0],
-        "IN_W": tile.input_size[1],
         "ROW_BLOCKS": tile.row_blocks,
-        "ITEM_POSITIONS": tile.item_positions,
-        "WINDOWS": tile.windows[0],
-        "WINDOW_STEP": tile.windows[1],
-        "WINDOW_LEFT": tile.windows[2],
+        "WINDOWED": int(tile.windows[0] > 1),
         "LINES": tile.lines,
-        "SETS": tile.sets,
-        "BLOCKS": tile.blocks,
-        "INPUTS_STATIONARY": int(tile.held),
-        "SLOTS": slots,
-        "STAGES": stages,
         "PRODUCERS": _LOADERS,
         "CONSUMER_REGISTERS": tile.registers[0],
         "PRODUCER_REGISTERS": tile.registers[1],
         "PIECE": tile.piece,
         "OWN_BYTES": tile.own_bytes,
-        "SHARED_BYTES": tile.shared_bytes,
     }
 
 
 def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Program:
     """A forward pass by csrc/sm90/``name``.cu; for ``row`` see csrc/weights/pack_k_major.cu."""
     box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
+    (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
+    divisors = tile.sets, in_h * in_w, tile.windows[0], in_w, cells_h * cells_w, cells_w
     if tile.packed:
         pack = pack_k_major.packing(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row)
     params: Params = {
         "weights": "packed" if pack else pack_k_major.map_of(tile.problem, tile.itemsize, box),
         "input, bias, output": ("input", "bias", "output"),
         "positions, items": (tile.positions, tile.items),
+        "of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w": tuple(map(reciprocal, divisors)),
+        "in_h, in_w, images": (in_h, in_w, tile.item_images),
+        "item_positions": tile.item_positions,
+        "windows, step, left": tile.windows,
+        "sets, blocks, held": (tile.sets, tile.blocks, int(tile.held)),
+        "slots, stages, first_stage, first_own, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
     }
-    return pack_k_major.program(config, name, macros, params, tile.items, tile.threads, pack)
+    items, threads = tile.items, tile.threads
+    return pack_k_major.program(config, name, macros, params, items, threads, pack, tile.shared_bytes)

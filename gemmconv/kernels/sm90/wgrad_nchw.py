@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,9 @@ _OTHER_REGISTERS = 40
 _INT32_MAX = 2**31 - 1
 _COST = costs_of("sm90/wgrad_nchw")
 _DEVICE = costs_of("device")
+# Sizes that a layer's tiles are chosen for, whatever its own: of few pixels, of many, and of more than this many.
+_FEW, _MANY, _MOST, _MOST_PIXELS = (2, (56, 68)), (8, (128, 252)), (8, (1024, 1000)), 2 << 20
+_SMALL_PIXELS, _LOW = 256, 16  # of images that tiles are chosen for as they are, but for the batch; rows of low ones
 _TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycles")
 
 
@@ -52,7 +55,7 @@ class Tile:
         ci_tile: input channels.
         sides_co, sides_h, sides_w: warpgroups with output channels, or rows or columns of taps, of their own.
         taps: rows and columns of taps of a warpgroup.
-        planes: of grad_output, that are one long row together; 0 where rows are whole 16 bytes.
+        planes: of grad_output, that are one long row together; 0, which is compiled, where rows are whole 16 bytes.
         multiprocessors: of the GPU, on each of which a block runs.
     """
 
@@ -253,15 +256,23 @@ class Tile:
         ci, co = self.channels
         return min(ci, self.ci_tile), min(co, self.block_co)
 
+    @property
+    def most_slices(self) -> int:
+        """As many as there are at any size."""
+        return max(1, self.multiprocessors // self.weight_blocks)
+
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
         fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
-        whole = max(1, self.multiprocessors // self.weight_blocks)
-        return min(fitting, whole, self.tiles)
+        return min(fitting, self.most_slices, self.tiles)
+
+    def partial_bytes(self, limit: int) -> int:
+        """Bytes of the partial sums."""
+        return partial_bytes(self.problem, self.itemsize, self.slices(limit), self.most_slices)
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
-        return partial_bytes(self.problem, self.itemsize, self.slices(limit)) + self.padded_bytes
+        return self.partial_bytes(limit) + self.padded_bytes
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
@@ -272,7 +283,7 @@ class Tile:
         rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
         pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
         moved = pixels * self.itemsize / _DEVICE.weight_grad_memory_rate
-        partials = 2 * partial_bytes(problem, self.itemsize, slices) / _COST.partial_rate
+        partials = 2 * self.partial_bytes(limit) / _COST.partial_rate
         padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
         overlap = _COST.overlap_with_memory
         return _COST.launch_seconds + padded + (computed**overlap + moved**overlap) ** (1 / overlap) + partials
@@ -297,8 +308,7 @@ def tiles_of(
     widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
     planes = _planes(problem, itemsize)
-    in_pixels = problem.batch * problem.input_size[0] * width
-    if planes is None or not fits(problem) or max(in_pixels, problem.out_pixels) > _INT32_MAX:
+    if planes is None or not fits(problem):
         return
     lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
     vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (planes and vector > 1)]
@@ -321,15 +331,15 @@ def tiles_of(
 
 
 def _planes(problem: Problem, itemsize: int) -> int | None:
-    """``Tile.planes``, None where boxes can have neither rows nor planes of grad_output."""
+    """``Tile.planes``, None where boxes can have neither rows nor planes of grad_output, or tensors are too large."""
+    in_pixels = problem.batch * problem.input_size[0] * input_width(problem, itemsize)
+    if problem.output_size[1] * itemsize % 4 or max(in_pixels, problem.out_pixels) > _INT32_MAX:
+        return None
     if problem.output_size[1] * itemsize % 16 == 0:
         return 0
-    if problem.output_size[1] * itemsize % 4:
-        return None
     channels = problem.out_channels // problem.groups
-    fitting = (planes for planes in (1, 2, 4) if planes * problem.out_pixels * itemsize % 16 == 0)
-    planes = next(fitting, 0)
-    return planes if planes and channels % planes == 0 and 2 * planes * problem.out_pixels <= _INT32_MAX else None
+    planes = next(planes for planes in (1, 2, 4) if planes * problem.out_pixels * itemsize % 16 == 0)
+    return planes if channels % planes == 0 and 2 * planes * problem.out_pixels <= _INT32_MAX else None
 
 
 @functools.cache
@@ -344,17 +354,73 @@ def _conflicts(pitch: int, stride: int, vector: int) -> int:
 def tile_of(
     problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Tile | None:
-    """The tile of the least estimate, with a workspace of at most ``limit`` bytes; None where there is none."""
-    found = (tile for tile in tiles_of(problem, itemsize, split, multiprocessors) if tile.slices(limit) > 0)
-    return min(found, key=lambda tile: tile.seconds(limit), default=None)
+    """The tile of the least estimate of those for typical sizes, with a workspace of at most ``limit`` bytes, or None.
+
+    So a layer has few tiles, and kernels, whatever its sizes.
+    """
+    found = (
+        fitted(tile, problem, limit)
+        for typical in _typical(problem, itemsize)
+        for tile in _best_of(typical, itemsize, split, limit, multiprocessors)
+    )
+    return min(filter(None, found), key=lambda tile: tile.seconds(limit), default=None)
 
 
-def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
+def fitted(tile: Tile, problem: Problem, limit: int) -> Tile | None:
+    """A tile of the same layer at other sizes, made for those of a problem; None where another kernel is compiled."""
+    planes = _planes(problem, tile.itemsize)
+    if planes is None or (planes > 0) != (tile.planes > 0):
+        return None
+    if tile.flat and input_width(problem, tile.itemsize) != tile.tile_w:
+        return None
+    made = replace(tile, problem=problem, planes=planes)
+    return made if made.slices(limit) > 0 else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiprocessors: int) -> list[Tile]:
+    """The best tile whose lines are flat, and the best of others."""
+    if problem.in_pixels >= _SMALL_PIXELS:
+        limit += 2 * math.prod(problem.input_shape) * itemsize  # which a copy may take
+    tiles = [*tiles_of(problem, itemsize, split, multiprocessors)]
+    if not tiles or tiles[0].slices(limit) == 0:  # of others neither
+        return []
+    kinds = [tile for tile in tiles if tile.flat], [tile for tile in tiles if not tile.flat]
+    return [min(kind, key=lambda tile: tile.seconds(limit)) for kind in kinds if kind]
+
+
+def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
+    """The layer at sizes that its tiles are chosen for: small images are as they are, of others rows that are lines."""
+    (height, width), row = problem.input_size, input_width(problem, itemsize)
+    if problem.in_pixels < _SMALL_PIXELS and height > 1:
+        yield replace(problem, batch=1 << problem.batch.bit_length() - 1)
+        return
+    if (planes := _planes(problem, itemsize)) is None:
+        return
+    flat = row < 128 // itemsize and (128 // itemsize) % row == 0
+    most = problem.batch * problem.in_pixels > _MOST_PIXELS
+    for batch, (rows, columns) in (_FEW, _MANY, *([_MOST] if most else [])):
+        pixels = batch * rows * columns
+        rows, columns = height if height < _LOW else rows, row if flat else columns
+        if height == 1 and not flat:
+            columns = pixels // _LOW
+        batch = max(1, pixels // (rows * columns))
+        # The first sizes from there on whose rows of outputs are as long as these, or as short.
+        widths = [width] if flat else range(columns, columns + 16)
+        sizes = ((row, column) for row in ([rows] if height < _LOW else range(rows, rows + 4)) for column in widths)
+        for size in sizes:
+            typical = replace(problem, batch=batch, input_size=size)
+            if (own := _planes(typical, itemsize)) is not None and (own > 0) == (planes > 0):
+                yield typical
+                break
+
+
+def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/wgrad_nchw.cu."""
     ci, co = tile.channels
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PARTIAL_T": ELEMENT_TYPES[partial_dtype(dtype, slices)],
+        "PARTIAL_T": ELEMENT_TYPES[partial_dtype(dtype, tile.most_slices)],
         "SPLIT": int(tile.split),
         "CI": ci,
         "CO": co,
@@ -374,9 +440,8 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
         "SLOT_COLUMNS": table([column for _, column in tile.slots]),
         "SLOT_OF": f"{{{','.join(map(table, tile.slot_of))}}}",
         "ROW_PITCH": tile.row_pitch,
-        "PLANES": tile.planes,
+        "LONG_ROWS": int(tile.planes > 0),
         "STAGES": tile.stages,
-        "SHARED_BYTES": tile.shared_bytes,
         **geometry_macros(tile.problem),
     }
 
@@ -418,6 +483,9 @@ class WgradNchw(WeightGradKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, *variant_of(config)[:2], config.workspace_limit, config.spec.multiprocessors)
 
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        return fitted(tile, config.problem, config.workspace_limit)
+
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, slices, (down, across) = config.problem, tile.slices(config.workspace_limit), tile.tiles_image
         params: Params = {
@@ -426,12 +494,13 @@ class WgradNchw(WeightGradKernel):
             "groups, w_in": (p.groups, tile.input_width),
             "h_out, w_out": p.output_size,
             "tiles_w, tiles_h, tiles, slices": (across, down, tile.tiles, slices),
+            "plane_bits": tile.planes // 2,  # of 1, 2 or 4
         }
-        macros = macros_of(tile, config.dtype, slices)
+        macros = macros_of(tile, config.dtype)
         grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
         main = Launch("sm90/wgrad_nchw.cu", macros, grid, block, params, tile.shared_bytes)
         columns = tile.input_width - p.input_size[1]
-        return reduce_wgrad_splits.program(config, slices, torch.contiguous_format, main, columns)
+        return reduce_wgrad_splits.program(config, slices, torch.contiguous_format, main, columns, tile.most_slices)
 
 
 KERNEL = WgradNchw()

@@ -26,19 +26,19 @@ def fits(problem: Problem) -> bool:
 
 
 def partial_dtype(dtype: torch.dtype, slices: int) -> torch.dtype:
-    """What partial sums are kept in: float32, but that of a single slice is the gradient already."""
+    """What partial sums of at most so many slices are kept in: float32, but of one slice it is the gradient already."""
     return dtype if slices == 1 else torch.float32
 
 
-def partial_bytes(problem: Problem, itemsize: int, slices: int) -> int:
-    """Bytes of the partial sums of gradients of so many bytes."""
-    return (itemsize if slices == 1 else 4 * slices) * math.prod(problem.weight_shape)
+def partial_bytes(problem: Problem, itemsize: int, slices: int, most_slices: int = 0) -> int:
+    """Bytes of the partial sums of gradients of so many bytes; ``most_slices`` as in :func:`program`."""
+    return (itemsize if (most_slices or slices) == 1 else 4 * slices) * math.prod(problem.weight_shape)
 
 
 def sum_macros(
     problem: Problem, dtype: torch.dtype, slices: int, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Macros:
-    """Macros that specialise csrc/splits/reduce_wgrad_splits.cu."""
+    """Macros that specialise csrc/splits/reduce_wgrad_splits.cu, for at most so many slices."""
     run, partial = _run(problem, slices, multiprocessors), partial_dtype(dtype, slices)
     out_channels = problem.out_channels // problem.groups
     read = _piece(partial, run, out_channels)
@@ -56,7 +56,14 @@ def sum_macros(
     }
 
 
-def program(config: Config, slices: int, memory_format: torch.memory_format, main: Launch, columns: int = 0) -> Program:
+def program(
+    config: Config,
+    slices: int,
+    memory_format: torch.memory_format,
+    main: Launch,
+    columns: int = 0,
+    most_slices: int = 0,
+) -> Program:
     """A weight gradient by a kernel that writes ``partials`` of so many slices, which are added up.
 
     Args:
@@ -65,10 +72,11 @@ def program(config: Config, slices: int, memory_format: torch.memory_format, mai
         memory_format: in which the kernel reads grad_output and input, which are transposed where they are in another.
         main: the kernel's launch.
         columns: of zeros, beside each row of the input.
+        most_slices: that there are at any size of the layer, where that is not as many; what is compiled is for them.
     """
-    p, multiprocessors = config.problem, config.spec.multiprocessors
-    macros = sum_macros(p, config.dtype, slices, multiprocessors)
-    grid = _blocks(p, _run(p, slices, multiprocessors)), 1, 1
+    p, multiprocessors, most_slices = config.problem, config.spec.multiprocessors, most_slices or slices
+    macros = sum_macros(p, config.dtype, most_slices, multiprocessors)
+    grid = _blocks(p, int(macros["SUM_RUN"])), 1, 1
     params: Params = {
         "partials, grad_weight": ("partials", "grad_weight"),
         "elements": Long(math.prod(p.weight_shape)),
@@ -80,7 +88,7 @@ def program(config: Config, slices: int, memory_format: torch.memory_format, mai
         Operand("input", memory_format, 16, columns),
     )
     output = Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, torch.contiguous_format))
-    scratch = {"partials": partial_bytes(p, config.dtype.itemsize, slices)}
+    scratch = {"partials": partial_bytes(p, config.dtype.itemsize, slices, most_slices)}
     return Program(config.dtype, operands, (output,), (main, add_up), scratch)
 
 
