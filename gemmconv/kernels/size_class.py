@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-
 from gemmconv.geometry import Pair, Problem, output_extent
 from gemmconv.kernels.base import Config
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -151,7 +152,7 @@ def input_map(plan: Plan) -> TensorMapSpec:
 
 def _loader_params(plan: Plan) -> Params:
     """What depends on how inputs come into shared memory."""
-    params: Params = {}
+    params: dict[str, Any] = {}
     plane_spots = plan.patch // (plan.wide if plan.unit[1] == 1 else 1)
     if plan.landing:
         runs, rows = plan.run_pitch * plan.unit[1] + 2 * plan.element_units, plan.pieces // plan.unit[0]

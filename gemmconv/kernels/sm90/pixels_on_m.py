@@ -233,4 +233,4 @@ def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: 
         "slots, stages, first_stage, first_own, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
     }
     items, threads = tile.items, tile.threads
-    return pack_k_major.program(config, name, macros, params, items, threads, pack, tile.shared_bytes)
+    return pack_k_major.program(config, name, macros, params, items, threads, pack, shared_bytes=tile.shared_bytes)
