@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -11,6 +12,8 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, WIDEST, Plan, Way
+
+_PROMISING = 4  # kinds of plans, all plans of which are looked at
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
@@ -34,9 +37,27 @@ def plan_of(
     channels_last: bool,
     multiprocessors: int = REFERENCE.multiprocessors,
 ) -> Plan | None:
-    """The plan for a problem: a pure function of it. None where it is not for this kernel."""
-    plans = plans_of(problem, direction, itemsize, split, channels_last, multiprocessors)
-    return min(plans, key=lambda plan: plan.cycles, default=None)
+    """The plan for a problem: a pure function of it. None where it is not for this kernel.
+
+    The fastest of the most promising kinds, which a few plans of each tell: there are hundreds in all.
+    """
+    smallest = _smallest(problem, direction, itemsize, split, channels_last, multiprocessors)
+    for widths in (_WIDTHS, _NARROW_WIDTHS):
+        kinds = sorted((_promise(kind), i, kind) for i, kind in enumerate(_kinds(smallest, widths)))
+        promising = [kind for cycles, _, kind in kinds if cycles < math.inf][:_PROMISING] or [kind[2] for kind in kinds]
+        plans = (plan for kind in promising for plan in _of_kind(kind) if plan.possible)
+        if (found := min(plans, key=lambda plan: plan.cycles, default=None)) is not None:
+            return found
+    return None
+
+
+def _promise(kind: Plan) -> float:
+    """Roughly the cycles of a kind; infinite where none of those that are tried is possible."""
+    widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
+    loaders = FEW_LOADERS if kind.boxed else MANY_LOADERS
+    pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
+    tried = (kind.varied(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
+    return min((plan.cycles for plan in tried if plan.possible), default=math.inf)
 
 
 def plans_of(
@@ -48,7 +69,21 @@ def plans_of(
     multiprocessors: int = REFERENCE.multiprocessors,
 ) -> Iterator[Plan]:
     """The plans that a problem may have: those that fit registers, shared memory and constant memory."""
-    smallest = Plan(
+    smallest = _smallest(problem, direction, itemsize, split, channels_last, multiprocessors)
+    found = False
+    for widths in (_WIDTHS, _NARROW_WIDTHS):
+        for plan in itertools.chain.from_iterable(map(_of_kind, _kinds(smallest, widths))):
+            if plan.possible:
+                found = True
+                yield plan
+        if found:
+            return
+
+
+def _smallest(
+    problem: Problem, direction: Pass, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
+) -> Plan:
+    return Plan(
         problem,
         direction,
         itemsize,
@@ -67,16 +102,10 @@ def plans_of(
         loaders=MANY_LOADERS,
         multiprocessors=multiprocessors,
     )
-    found = False
-    for plan in _plans_like(smallest, _WIDTHS):
-        found = True
-        yield plan
-    if not found:
-        yield from _plans_like(smallest, _NARROW_WIDTHS)
 
 
-def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
-    """Those of the problem of the smallest plan, with strips of some widths."""
+def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
+    """Those of the problem of the smallest plan, with strips of some widths, but for columns, units and loaders."""
     channels = smallest.out_channels
     for multiple, slots, blocks in _left_sides(smallest.span[1], channels, smallest.channels_last):
         left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
@@ -92,23 +121,16 @@ def _plans_like(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
             sides.append((2, 1))
         for strip in strips:
             for right in _right_sides(replace(left, strips=strip)):
-                for columns, (warpgroups_m, phase_sides), units, loaders in itertools.product(
-                    [one for one in _COLUMNS if one * blocks <= WIDEST],
-                    sides,
-                    _units(smallest),
-                    (MANY_LOADERS, FEW_LOADERS),
-                ):
-                    if right.landing and loaders == FEW_LOADERS:
-                        continue
-                    plan = right.varied(
-                        columns=columns,
-                        warpgroups_m=warpgroups_m,
-                        phase_sides=phase_sides,
-                        units=units,
-                        loaders=loaders,
-                    )
-                    if plan.possible:
-                        yield plan
+                for warpgroups_m, phase_sides in sides:
+                    yield right.varied(warpgroups_m=warpgroups_m, phase_sides=phase_sides)
+
+
+def _of_kind(kind: Plan) -> Iterator[Plan]:
+    """The plans of a kind, possible or not."""
+    columns = [one for one in _COLUMNS if one * kind.blocks <= WIDEST]
+    loaders = (MANY_LOADERS,) if kind.landing else (MANY_LOADERS, FEW_LOADERS)
+    for one, units, threads in itertools.product(columns, _units(kind), loaders):
+        yield kind.varied(columns=one, units=units, loaders=threads)
 
 
 @lru_cache(maxsize=1024)
