@@ -19,13 +19,15 @@ _VECTOR_BYTES = 16  # that memory is read and written by at most
 _BLOCK = 64  # pixels: of what may come as blocks of whole images
 # Pixels of all images, of a class: the more there are, the less a tile depends on how many.
 _TOTALS = (*(1 << i for i in range(12)), *(1 << i for i in range(12, 22, 2)))
+_SMALL = 256  # pixels of an image that is of a class of its own: how a tile covers it is what counts
 _FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly square
 
 
 def representatives(config: Config) -> tuple[Config, ...]:
     """Configurations that stand for the classes that one is of: the next with fewer pixels, and with more.
 
-    Their images are as wide, to the next power of two, and as well aligned. On a CPU there are none.
+    Their images are as wide, to the next power of two, and as well aligned; small ones are the same. On a CPU there are
+    none.
 
     >>> config = Config(Problem(3, 8, 8, 1, (40, 50), (3, 3)), torch.float32, torch.device("cuda", 0))
     >>> [(one.problem.batch, one.problem.input_size) for one in representatives(config)]
@@ -44,7 +46,9 @@ def _representatives(problem: Problem, elements: int) -> tuple[Problem, ...]:
     pixels = problem.batch * height * width
     if pixels * problem.in_channels * problem.out_channels == 0:
         return ()
-    size = next(_sizes(problem, elements), (height, width))
+    size = problem.input_size
+    if height == 1 or height * width > _SMALL:
+        size = next(_sizes(problem, elements), size)
     place = bisect.bisect_left(_TOTALS, pixels)
     totals = _TOTALS[place : place + 1] if pixels in _TOTALS else _TOTALS[max(0, place - 1) : place + 1]
     batches = sorted({max(1, round(total / math.prod(size))) for total in totals})
