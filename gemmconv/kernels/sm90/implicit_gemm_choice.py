@@ -7,13 +7,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Pass
+from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_items, item_cycles_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, WIDEST, Plan, Way
 
-_PROMISING = 4  # kinds of plans, all plans of which are looked at
+_PROMISING = 4  # kinds of plans, all plans of which are looked at, and plans
+_BATCHES = (1, 64)  # for which kinds are promising, or not
 
 # Cells of a strip. Narrow ones are for patches that fit no other way: what several blocks write piece by piece is slow.
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
@@ -39,25 +42,68 @@ def plan_of(
 ) -> Plan | None:
     """The plan for a problem: a pure function of it. None where it is not for this kernel.
 
-    The fastest of the most promising kinds, which a few plans of each tell: there are hundreds in all.
+    Of the plans that :func:`_searched` gives for images of this size, the fastest for their number.
     """
+    variant = direction, itemsize, split, channels_last, multiprocessors
+    least_bytes = problem.least_bytes(itemsize)
+    searched = _searched(replace(problem, batch=max(_BATCHES)), *variant)
+    first = sorted(searched, key=lambda one: one.cycles(problem.batch, multiprocessors, least_bytes))[:_PROMISING]
+    plans = (one.plan.resized(problem) for one in first)
+    return min((plan for plan in plans if plan.possible), key=lambda plan: plan.cycles, default=None)
+
+
+class _Searched(NamedTuple):
+    """A plan, and what its cycles follow from for any number of images."""
+
+    plan: Plan
+    item_cycles: float
+    image_positions: int
+    tile: int
+    sets: int
+    resident: bool
+
+    def cycles(self, batch: int, multiprocessors: int, least_bytes: int) -> float:
+        items = -(-batch * self.image_positions // self.tile) * self.sets
+        blocks = max(1, min(items, multiprocessors))
+        if self.resident:
+            blocks = max(blocks // self.sets, 1) * self.sets
+        return cycles_of_items(-(-items // blocks), self.item_cycles, least_bytes)
+
+
+@lru_cache(maxsize=256)
+def _searched(
+    problem: Problem, direction: Pass, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
+) -> tuple[_Searched, ...]:
+    """All plans of the most promising kinds, for few images and for many: there are hundreds in all."""
     smallest = _smallest(problem, direction, itemsize, split, channels_last, multiprocessors)
     for widths in (_WIDTHS, _NARROW_WIDTHS):
-        kinds = sorted((_promise(kind), i, kind) for i, kind in enumerate(_kinds(smallest, widths)))
-        promising = [kind for cycles, _, kind in kinds if cycles < math.inf][:_PROMISING] or [kind[2] for kind in kinds]
-        plans = (plan for kind in promising for plan in _of_kind(kind) if plan.possible)
-        if (found := min(plans, key=lambda plan: plan.cycles, default=None)) is not None:
-            return found
-    return None
+        kinds = list(_kinds(smallest, widths))
+        promises = [_promise(kind) for kind in kinds]
+        promising = set[int]()
+        for place in range(len(_BATCHES)):
+            order = sorted(range(len(kinds)), key=lambda i: promises[i][place])
+            promising.update([i for i in order if promises[i][place] < math.inf][:_PROMISING] or order)
+        plans = (plan for i in sorted(promising) for plan in _of_kind(kinds[i]) if plan.possible)
+        found = [_known(plan) for plan in plans]
+        if found:
+            return tuple(found)
+    return ()
 
 
-def _promise(kind: Plan) -> float:
-    """Roughly the cycles of a kind; infinite where none of those that are tried is possible."""
+def _known(plan: Plan) -> _Searched:
+    return _Searched(plan, item_cycles_of(plan), plan.image_positions, plan.tile, plan.sets, plan.resident)
+
+
+def _promise(kind: Plan) -> tuple[float, ...]:
+    """Roughly the cycles of a kind, for each of the batches; infinite where none of those that are tried is possible."""
     widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
     loaders = FEW_LOADERS if kind.boxed else MANY_LOADERS
     pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
     tried = (kind.varied(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
-    return min((plan.cycles for plan in tried if plan.possible), default=math.inf)
+    known = [_known(plan) for plan in tried if plan.possible]
+    return tuple(
+        min((one.cycles(batch, kind.multiprocessors, 0) for one in known), default=math.inf) for batch in _BATCHES
+    )
 
 
 def plans_of(

@@ -26,9 +26,17 @@ _SECTOR_BYTES = 32  # that memory reads and writes at a time
 
 def cycles_of(plan: Plan) -> float:
     """Roughly the cycles of the launch of a plan that is possible."""
-    item = _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), _waited(plan)) * _factor(plan)
-    least = plan.problem.least_bytes(plan.itemsize) * _COST.memory_cycles
-    return _COST.start_cycles + max(plan.items_of_a_block * item, least)
+    return cycles_of_items(plan.items_of_a_block, item_cycles_of(plan), plan.problem.least_bytes(plan.itemsize))
+
+
+def item_cycles_of(plan: Plan) -> float:
+    """Those of an item, which hardly depend on the batch."""
+    return _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), _waited(plan)) * _factor(plan)
+
+
+def cycles_of_items(items_of_a_block: int, item: float, least_bytes: int) -> float:
+    """Of so many items, which take so many cycles each, and move so many bytes at least."""
+    return _COST.start_cycles + max(items_of_a_block * item, least_bytes * _COST.memory_cycles)
 
 
 def cycles_of_tensor_cores(plan: Plan) -> float:
