@@ -150,8 +150,6 @@ FUSED_PATHS = {
     "landing_strips": lambda plan: plan.landing and plan.strips > 1,
     "landing_cells_of_several_inputs": lambda plan: plan.landing and plan.unit > (1, 1),
     "landing_in_parts_of_a_chunk": lambda plan: plan.landing and plan.landing_units < plan.units,
-    "landing_few_loaders": lambda plan: plan.landing and plan.loaders == 96,
-    "landing_more_pieces_than_loaders": lambda plan: plan.landing and plan.pieces > plan.loaders,
     "landing_beside_most_sums": lambda plan: plan.landing and plan.loaders == 224 and plan.columns * plan.blocks == 256,
 }
 
@@ -393,9 +391,7 @@ FUSED_RUNS += [
             ("landing_partial_pieces", "contiguous", Case(3, 20, 40, (8, 6), (4, 4), (2, 2), (1, 1))),
             ("landing_strips", "contiguous", Case(2, 20, 24, (4, 200), (3, 3), (1, 1), (1, 1))),
             ("landing_in_parts_of_a_chunk", "contiguous", TILED_CASES[3]),
-            ("landing_few_loaders", "contiguous", TILED_CASES[3]),
             ("landing_beside_most_sums", "contiguous", Case(2, 20, 40, (16, 16), (2, 2), (2, 2))),
-            ("landing_more_pieces_than_loaders", "contiguous", Case(2, 20, 24, (4, 200), (3, 3), (1, 1), (1, 1))),
             ("landing_cells_of_several_inputs", "contiguous", Case(2, 40, 8, (6, 24), (3, 3), (1, 1), (1, 1))),
             ("landing_box", "contiguous", Case(3, 20, 40, (8, 16), (2, 2), (2, 2))),
             ("landing_box", "contiguous", Case(5, 36, 40, (4, 16), (2, 2), (2, 2))),

@@ -48,7 +48,7 @@
  * positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of PHASE_SIDES x
  * BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PING_PONG (weights stay, and all inputs of an item have a
  * stage: a turn ends only then); PRODUCERS (threads: 96 or 224), LOADED_TOGETHER (units that one has on their way); BOXED;
- * LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, PARTIAL_PIECES, SHARERS, OWN_PIECES, LANDED_TURNS (see
+ * LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, PARTIAL_PIECES, SHARERS, LANDED_TURNS (see
  * load/landing.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
  * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see epilogue/store_phases.cuh); INDEX_64.
  *

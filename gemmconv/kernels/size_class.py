@@ -56,7 +56,8 @@ def _sizes(problem: Problem, elements: int) -> Iterator[Pair]:
     """Heights and widths of a class, the best first: aligned as those of the problem are."""
     height, width = problem.input_size
     of_width, of_planes = _aligned(problem, width, elements), _in_blocks(problem, height, width)
-    for new_width in range(_power(width), 0, -1):
+    top = _power(width)
+    for new_width in range(top, max(0, top - _BLOCK), -1):
         if _aligned(problem, new_width, elements) != of_width:
             continue
         if height == 1:

@@ -121,50 +121,37 @@ struct way_t {
     }
 };
 
-/* Pieces that a loader copies: of one place in the patch, or of few where there are more than loaders, in all channels or,
- * where it shares them with others, in every kSharers-th.
- */
-constexpr int kSharers = SHARERS, kOwnPieces = OWN_PIECES;
-struct own_pieces_t {
-    const char* source[kOwnPieces];  // of the next landing's first channel that is the loader's
-    int bytes[kOwnPieces];
-    int pieces, sharer, first;  // of a channel; which of those who share, and its first piece
+/* The piece that a loader copies: of one place in the patch, in every kSharers-th channel, which it shares with others. */
+constexpr int kSharers = SHARERS;
+struct own_piece_t {
+    const char* source;  // of the next landing's first channel that is the loader's
+    int bytes;
+    int pieces, sharer, piece;  // of a channel; which of those who share, and its piece
 
-    __device__ __forceinline__ own_pieces_t(const implicit_gemm_params& p, int thread)
-        : pieces(UNIT_H * p.run_pieces), sharer(divided_small(thread, p.by_pieces)), first(thread - sharer * pieces) {}
-    /* Whose pieces are taken by loaders that this one is not among. */
-    __device__ __forceinline__ bool idle(int k) const {
-        return sharer >= kSharers || (k > 0 && first + k * PRODUCERS >= pieces);
-    }
+    __device__ __forceinline__ own_piece_t(const implicit_gemm_params& p, int thread)
+        : pieces(UNIT_H * p.run_pieces), sharer(divided_small(thread, p.by_pieces)), piece(thread - sharer * pieces) {}
+    __device__ __forceinline__ bool idle() const { return sharer >= kSharers; }
     __device__ __forceinline__ void place(const implicit_gemm_params& p, const item_t& item) {
         const start_t start = start_of(p, item.tile);
-        const int channel = item.group * IN_CHANNELS + sharer;
-        #pragma unroll
-        for (int k = 0; k < kOwnPieces; ++k) {
-            const index_t place = idle(k) ? -1 : place_of(p, start, first + k * PRODUCERS);
-            const index_t first = place < 0 ? 0 : place & -kPiece;
-            source[k] = at(reinterpret_cast<const char*>(p.input + first), p, channel);
-            bytes[k] = place < 0 ? 0 : (static_cast<int>(place & kPiece - 1) + 1) * static_cast<int>(sizeof(ELEMENT_T));
-        }
+        const index_t place = idle() ? -1 : place_of(p, start, piece), first = place < 0 ? 0 : place & -kPiece;
+        source = at(reinterpret_cast<const char*>(p.input + first), p, item.group * IN_CHANNELS + sharer);
+        bytes = place < 0 ? 0 : (static_cast<int>(place & kPiece - 1) + 1) * static_cast<int>(sizeof(ELEMENT_T));
     }
     /* Begins to copy a landing, whose channels begin with `channel`, and goes on to the next one. */
     __device__ __forceinline__ void copy(const implicit_gemm_params& p, unit_t* target, int channel) {
         constexpr bool kAllChannels = IN_CHANNELS == kLandings * kLandingChannels;
+        const char* from = source;
+        source = at(from, p, kLandingChannels);
+        if (idle()) return;
+        unit_t* to = target + sharer * pieces + piece;
         #pragma unroll
-        for (int k = 0; k < kOwnPieces; ++k) {
-            const char* from = source[k];
-            source[k] = at(from, p, kLandingChannels);
-            if (idle(k)) continue;
-            unit_t* to = target + sharer * pieces + first + k * PRODUCERS;
-            #pragma unroll
-            for (int c = 0; c < kLandingChannels; c += kSharers) {
-                if (c + kSharers > kLandingChannels && c + sharer >= kLandingChannels) continue;
-                const bool there = kAllChannels || channel + c + sharer < IN_CHANNELS;
-                const char* begin = kAllChannels || there ? at(from, p, c) : reinterpret_cast<const char*>(p.input);
-                const int count = there ? bytes[k] : 0;
-                if (PARTIAL_PIECES) copy_some_async(to + c * pieces, begin, count);
-                else copy_piece_async(to + c * pieces, begin, count);
-            }
+        for (int c = 0; c < kLandingChannels; c += kSharers) {
+            if (c + kSharers > kLandingChannels && c + sharer >= kLandingChannels) continue;
+            const bool there = kAllChannels || channel + c + sharer < IN_CHANNELS;
+            const char* begin = kAllChannels || there ? at(from, p, c) : reinterpret_cast<const char*>(p.input);
+            const int count = there ? bytes : 0;
+            if (PARTIAL_PIECES) copy_some_async(to + c * pieces, begin, count);
+            else copy_piece_async(to + c * pieces, begin, count);
         }
     }
     /* The same pixel so many channels on. */
@@ -239,16 +226,16 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     counted_ring_t ring;
     ring_t<LANDING_STAGES> from, to;
     ring_t<2> tables;
-    own_pieces_t pieces(p, thread);
+    own_piece_t piece(p, thread);
     own_spots_t spots(p);
     const auto place = [&] {
-        if (!LANDING_BOX && !begun.ended(p) && begun.landing == 0) pieces.place(p, begun.item);
+        if (!LANDING_BOX && !begun.ended(p) && begun.landing == 0) piece.place(p, begun.item);
     };
     const auto begin = [&] {
         if (!begun.ended(p)) {
             unit_t* target = s.landing + to.stage * landing_units(p);
             const int first = begun.landing * kLandingChannels;
-            if (!LANDING_BOX) pieces.copy(p, target, first);
+            if (!LANDING_BOX) piece.copy(p, target, first);
             else if (thread == 0) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
             begun.advance(p);
             to.advance();

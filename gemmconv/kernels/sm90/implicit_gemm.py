@@ -65,7 +65,6 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "LANDING_UNITS": plan.landing_units,
         "LANDING_STAGES": plan.landing_stages,
         "PARTIAL_PIECES": int(variant.partial_pieces),
-        "OWN_PIECES": variant.own_pieces,
         "SHARERS": variant.sharers,
         "LANDED_TURNS": variant.landed_turns,
         "WIDE": plan.wide,

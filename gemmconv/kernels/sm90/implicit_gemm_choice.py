@@ -17,7 +17,7 @@ _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 _WHOLE_WIDTHS = (64, 128, 256)  # of strips of rows of 1024 and the like, that are whole sectors of memory
 
 _COLUMNS = (32, 64, 96, 128, 192, 256)  # of a tile, where a block has many
-_WIDES = (1, 2, 4)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
+_WIDES = (1, 2)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
 

@@ -65,8 +65,8 @@ class Variant(NamedTuple):
     Attributes:
         together: units that a thread loads together.
         landing_box, landing_units, landing_stages, partial_pieces: see the properties of a plan.
-        own_pieces, sharers, landed_turns: pieces that a loader copies, loaders that share those of a place, and how
-            often each takes up what has landed; at least what is needed.
+        sharers, landed_turns: loaders that share the pieces of a place, and how often each takes up what has landed; at
+            least as often as is needed.
         vector: outputs that a thread stores together.
         turns: whether the warpgroups multiply by turns.
     """
@@ -76,7 +76,6 @@ class Variant(NamedTuple):
     landing_units: int
     landing_stages: int
     partial_pieces: bool
-    own_pieces: int
     sharers: int
     landed_turns: int
     vector: int
@@ -647,7 +646,7 @@ class Plan(Gathering):
         if not self.landing:
             return 0
         stages = 1 + -(-_LANDING_BYTES // self.landing_bytes)
-        return stages if stages < 4 else _MOST_LANDINGS
+        return 3 if stages < 4 else _MOST_LANDINGS
 
     # Stages in shared memory.
 
@@ -726,8 +725,7 @@ class Plan(Gathering):
             self.landing_units,
             self.landing_stages,
             self.landing and self.partial_pieces,
-            -(-self.pieces // self.loaders) if self.landing else 0,
-            _power_below(max(1, self.loaders // self.pieces)) if self.landing else 0,
+            _power_below(self.loaders // self.pieces) if self.landing else 0,
             4 * -(-self._landed_turns // 4) if self.landing else 0,
             self.vector,
             self.turns,
@@ -751,8 +749,7 @@ class Plan(Gathering):
         if not plan.possible or plan._aligned_outputs % old.vector:
             return None
         if plan.landing:
-            copies = old.own_pieces * plan.loaders if old.own_pieces > 1 else plan.loaders // old.sharers
-            if plan.pieces > copies or plan._landed_turns > old.landed_turns:
+            if plan.pieces * old.sharers > plan.loaders or plan._landed_turns > old.landed_turns:
                 return None
             if plan._has_partial_pieces and not old.partial_pieces:
                 return None
@@ -896,7 +893,7 @@ class Plan(Gathering):
         else:
             words = min(self.loaded_words, self._load_registers // 3)
             loads = self._sums > 96 if few else self.columns <= _MOST_COLUMNS
-            loads = loads and (self.landing or self._unit_words <= words)
+            loads = loads and (self.pieces <= self.loaders if self.landing else self._unit_words <= words)
         return (
             loads
             and (self.blocks + self.split) * self.columns <= WIDEST
