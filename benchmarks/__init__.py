@@ -2,29 +2,31 @@
 
 Run as ``python -m benchmarks.networks``, ``python -m benchmarks.host`` and ``python -m benchmarks.compare``.
 
-networks     whole networks, torch's own and converted: inference and training steps, in every run mode
-host         the host's part of a call
-turns        what these two share: torch and gemmconv by turns, a row for each thing that is waited for
-waiting      their tables
-workloads    which layers: suites, and the one-line notation of a layer
-environment  where and with what: device, driver, versions, commit
-reference    the same layers in float64
-contenders   what is compared: gemmconv's algorithms, and torch in its settings
-timing       samples of device time, wall-clock time and CUDA graph replays
-floor        the least time that the machine allows
-measure      one row for each contender and direction; a wrong result is never timed
-results      the files: JSON to go on from, CSV to read
-summary      geometric means, worst cases, rows that lose
-check        two result files, row by row
-first_call   what the first call of a layer costs, in processes of their own
-plot         speed-ups, rooflines, sweeps
-report       summary, plots and the README's results section
-compare      the command line
-flags        what command lines do with several values
-progress     how far it is
-several      the work shared between GPUs
-precompile   kernels compiled ahead, in processes
-choices      what the estimates choose, measured: tiles and plans beside those chosen
-fit          fitted numbers of estimates, by the times that choices keeps
-fold         col2im and im2col alone
+networks      whole networks, torch's own and converted: inference and training steps, in every run mode
+host          the host's part of a call
+turns         what these two share: torch and gemmconv by turns, a row for each thing that is waited for
+waiting       their tables
+workloads     which layers: suites, and the one-line notation of a layer
+environment   where and with what: device, driver, versions, commit
+reference     the same layers in float64
+contenders    what is compared: gemmconv's algorithms, and torch in its settings
+timing        samples of device time, wall-clock time and CUDA graph replays
+floor         the least time that the machine allows
+measure       one row for each contender and direction; a wrong result is never timed
+results       the files: JSON to go on from, CSV to read
+summary       geometric means, worst cases, rows that lose
+check         two result files, row by row
+random_layers layers that nobody picked, the same for a seed
+compile_time  what compiling a training step's kernels takes, beside another checkout
+first_call    what the first call of a layer costs, in processes of their own
+plot          speed-ups, rooflines, sweeps
+report        summary, plots and the README's results section
+compare       the command line
+flags         what command lines do with several values
+progress      how far it is
+several       the work shared between GPUs
+precompile    kernels compiled ahead, in processes
+choices       what the estimates choose, measured: tiles and plans beside those chosen
+fit           fitted numbers of estimates, by the times that choices keeps
+fold          col2im and im2col alone
 """

@@ -1314,3 +1314,61 @@ def test_charts_are_drawn(tmp_path):
     of_torch = (row for row in rows if row.suite == "sweep" and row.is_torch)
     results_of(*of_torch).save(tmp_path / "sweep.json")
     assert [path.name for path in plot.draw(tmp_path)] == ["speedup_public_forward.png", "roofline_tf32.png"]
+
+
+# What compiling takes.
+
+
+def test_compile_time_is_measured_of_each_kernel(capsys):
+    pytest.importorskip("cuda.core", reason="kernels are compiled by the cuda-core package")
+    from benchmarks import compile_time
+
+    assert compile_time.main(["--only", "splits/reduce_splits", "--json"]) == 0
+    ((name, seconds),) = json.loads(capsys.readouterr().out).items()
+    assert name == "layer 5 weight_grad splits/reduce_splits"
+    assert 0 < seconds < 5
+    assert compile_time.main(["--only", "nothing has this name"]) == 0
+    assert "0 kernels, 0.000 s in all" in capsys.readouterr().out
+
+
+def test_compile_time_against_another_tree_is_by_turns(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("cuda.core", reason="kernels are compiled by the cuda-core package")
+    from benchmarks import compile_time
+
+    turns, rounds = [], iter((1.0, 4.0, 6.0, 2.0, 3.0, 4.0))  # here, there; there, here; here, there
+
+    def child(tree, only):
+        turns.append(tree == tmp_path)
+        return {"both": next(rounds), "there alone" if tree == tmp_path else "here alone": 1.5}
+
+    monkeypatch.setattr(compile_time, "_in", child)
+    tmp_path.joinpath("gemmconv").mkdir()
+    assert compile_time.main(["--against", str(tmp_path), "--rounds", "3"]) == 0
+    assert turns == [False, True, True, False, False, True]
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["both", "2.000", "4.000", "0.500x"] in printed
+    assert ["all", "3.500", "5.500", "0.636x"] in printed
+    assert ["slowest", "2.000", "4.000", "0.500x"] in printed
+    assert not any("alone" in line for line in printed)
+    for wrong, message in (
+        (["--against", str(tmp_path / "gone")], "a checkout of gemmconv"),
+        (["--rounds", "0"], "least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            compile_time.main(wrong)
+        assert message in capsys.readouterr().err
+
+
+def test_compile_time_in_another_tree_runs_this_file_there(monkeypatch, tmp_path):
+    pytest.importorskip("cuda.core", reason="kernels are compiled by the cuda-core package")
+    from benchmarks import compile_time
+
+    file = tmp_path / "file.py"
+    file.write_text(
+        "import os, sys; print('said'); print('{\"' + os.environ['PYTHONPATH'] + ' '.join(sys.argv[1:]) + '\": 2}')"
+    )
+    monkeypatch.setattr(compile_time, "__file__", str(file))
+    assert compile_time._in(tmp_path, "x") == {f"{tmp_path}--json --only x": 2}
+    file.write_text("raise SystemExit('no kernels')")
+    with pytest.raises(RuntimeError, match=r"ended with 1: no kernels"):
+        compile_time._in(tmp_path, "")

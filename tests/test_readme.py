@@ -40,6 +40,17 @@ def test_readme_command_runs(tmp_path, capsys):
     assert "gemm_col2im" in capsys.readouterr().out
 
 
+def test_readme_warmup_command_says_what_to_compile(monkeypatch):
+    (command,) = [line for block in blocks("sh") for line in block.splitlines() if "gemmconv warmup" in line]
+    seen = []
+    monkeypatch.setattr("gemmconv.__main__._warmup", lambda *arguments: seen.append(arguments) or 0)
+    _, arguments = command.split("-m gemmconv ")
+    assert main(shlex.split(arguments)) == 0
+    ((config, _, backward),) = seen
+    assert config.problem == gemmconv.Problem(8, 64, 32, 1, (16, 16), (4, 4), (2, 2), (1, 1))
+    assert backward
+
+
 def test_readme_quotes_the_errors():
     quoted = [line for block in blocks("text") for line in block.splitlines() if "Error: " in line]
     images, weight = torch.zeros(1, 4, 5, 5), torch.zeros(4, 2, 3, 3)

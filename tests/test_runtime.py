@@ -174,9 +174,12 @@ def fused_variants():
         for direction in ("forward", "input_grad") if name in BOTH_DIRECTIONS else ("forward",):
             split, channels_last = kind == "float32", layout == "nhwc"
             plan = implicit_gemm_choice.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
-            for source in ("weights/pack_phases", "sm90/implicit_gemm"):
+            for source, macros_of in (
+                ("weights/pack_phases", implicit_gemm.weight_macros_of),
+                ("sm90/implicit_gemm", implicit_gemm.macros_of),
+            ):
                 label = f"{source}-{direction}-{layout}-{name}-{kind}"
-                variants[label] = (f"{source}.cu", implicit_gemm.macros_of(plan, dtype))
+                variants[label] = (f"{source}.cu", macros_of(plan, dtype))
     return variants
 
 

@@ -29,9 +29,10 @@ def representatives(config: Config) -> tuple[Config, ...]:
     Their images are as wide, to the next power of two, and as well aligned; small ones are the same. On a CPU there are
     none.
 
+    >>> import torch
     >>> config = Config(Problem(3, 8, 8, 1, (40, 50), (3, 3)), torch.float32, torch.device("cuda", 0))
     >>> [(one.problem.batch, one.problem.input_size) for one in representatives(config)]
-    [(1, (62, 62)), (2, (62, 62))]
+    [(1, (62, 62)), (4, (62, 62))]
     """
     if config.device.type != "cuda":
         return ()
