@@ -95,7 +95,7 @@ def _known(plan: Plan) -> _Searched:
 
 
 def _promise(kind: Plan) -> tuple[float, ...]:
-    """Roughly the cycles of a kind, for each of the batches; infinite where none of those that are tried is possible."""
+    """Roughly the cycles of a kind, for each of the batches; infinite where nothing that is tried is possible."""
     widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
     loaders = FEW_LOADERS if kind.boxed else MANY_LOADERS
     pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
