@@ -56,6 +56,12 @@ class Algorithm(ABC):
             return None
         return next(kernel for kernel in self.kernels if direction in kernel.directions).why_not(config, direction)
 
+    def serves(self, config: Config) -> bool:
+        """Whether it can serve forward passes: of the classes of sizes, which is known at once, or of these alone."""
+        lacks = missing(config.device)
+        of_classes = (_fastest(self.kernels, one, "forward", lacks) for one in representatives(config))
+        return any(one is not None for one in of_classes) or self.why_not(config) is None
+
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """Bytes of temporary memory that one call takes at most beside its arguments and its result.
 
@@ -128,6 +134,9 @@ class AlgorithmOfOne(Kernel, Algorithm):
 
     @abstractmethod
     def why_not(self, config: Config, direction: Pass = "forward") -> str | None: ...
+
+    def serves(self, config: Config) -> bool:
+        return self.why_not(config) is None
 
     @abstractmethod
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any = None) -> int: ...
