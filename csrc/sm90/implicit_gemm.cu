@@ -163,11 +163,13 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                         wgmma_wait<1>();
                     }
 #else
+                    descriptor_t lefts[kSteps], rights[kSteps];
                     #pragma unroll
-                    for (int k = 0; k < kSteps; ++k)
-                        wgmma<ELEMENT_T, COLUMNS, kBlocked>(
-                            sums[block], advance(left, k * 2 * kRows * 16), advance(shifted, k * along),
-                            k > 0 || step > 0 || chunk > 0);
+                    for (int k = 0; k < kSteps; ++k) {
+                        lefts[k] = advance(left, k * 2 * kRows * 16);
+                        rights[k] = advance(shifted, k * along);
+                    }
+                    wgmma<ELEMENT_T, COLUMNS, kBlocked>(sums[block], lefts, rights, step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();
 #endif
