@@ -20,21 +20,10 @@ __device__ __forceinline__ void wgmma_rows(
     float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int accumulate);
 
 /* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
-template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]) {
-    #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        d[i] = 0.0f;
-        asm volatile("" : "+f"(d[i]) : : "memory");
-    }
-}
+template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]);
 
 /* Wait until all products are complete, those of d among them, which may be read from here on. */
-template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]) {
-    wgmma_wait<0>();
-    // That d goes through here keeps the compiler from reading it before.
-    #pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i]) : : "memory");
-}
+template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]);
 
 #define WGMMA_TEXT(N, KIND, LAST, A0, A1, A2, A3, B, SUM)                                                                  \
     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" TEXT_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", " SUM \
@@ -60,6 +49,16 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
                      : SUMS_##N : WORDS_OF(a[0]), WORDS_OF(a[1]), WORDS_OF(a[2]), WORDS_OF(a[3]), "l"(b[0]), "l"(b[1]),      \
                        "l"(b[2]), "l"(b[3]), "r"(sum));                                                                      \
     }
+// That d goes through here keeps the compiler from setting it later, or reading it before.
+#define WGMMA_SUMS(N)                                                                  \
+    template <> __device__ __forceinline__ void wgmma_clear(float (&d)[N / 2]) {       \
+        _Pragma("unroll") for (float& one : d) one = 0.0f;                             \
+        asm volatile("" : SUMS_##N : : "memory");                                      \
+    }                                                                                  \
+    template <> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[N / 2]) { \
+        wgmma_wait<0>();                                                               \
+        asm volatile("" : SUMS_##N : : "memory");                                      \
+    }
 #define WGMMA_half_t(N, ...)                                         \
     WGMMA_OF(half_t, N, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__) \
     WGMMA_OF(half_t, N, true, "k16.f32.f16.f16", ", 1", __VA_ARGS__)
@@ -68,11 +67,13 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
     WGMMA_OF(bfloat16_t, N, true, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__)
 #define WGMMA_float(N, ...) WGMMA_OF(float, N, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)
 #define WGMMA_ONE(T, N) WGMMA_##T(N, AFTER_##N)
+#define WGMMA_SUMS_NAMED(N) WGMMA_SUMS(N)
 #define WGMMA_NAMED(T, N) WGMMA_ONE(T, N)  // what macros stand for
 #ifdef WGMMA_COLUMNS
 WGMMA_NAMED(ELEMENT_T, WGMMA_COLUMNS)
+WGMMA_SUMS_NAMED(WGMMA_COLUMNS)
 #else
-#define WGMMA(N) WGMMA_ONE(half_t, N) WGMMA_ONE(bfloat16_t, N) WGMMA_ONE(float, N)
+#define WGMMA(N) WGMMA_ONE(half_t, N) WGMMA_ONE(bfloat16_t, N) WGMMA_ONE(float, N) WGMMA_SUMS(N)
 WGMMA(16)
 WGMMA(32)
 WGMMA(48)
@@ -101,3 +102,5 @@ WGMMA(256)
 #undef WGMMA_float
 #undef WGMMA_ONE
 #undef WGMMA_NAMED
+#undef WGMMA_SUMS
+#undef WGMMA_SUMS_NAMED
