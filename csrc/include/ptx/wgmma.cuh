@@ -80,8 +80,8 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COU
 template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate);
 
-/* Begin D = A[0] B[0] + A[1] B[1] + ...: 1, 2 or 4 products, which the compiler takes for one instruction. It goes through all
- * of d for each that it knows of.
+/* Begin D = A[0] B[0] + A[1] B[1] + ...: 1, 2 or 4 products, which the compiler takes for one instruction: it compiles
+ * quicker, since it goes through all of d for each that it knows of.
  */
 template <typename T, int N, bool SWIZZLED = false, int COUNT>
 __device__ __forceinline__ void wgmma(
@@ -97,33 +97,37 @@ template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
 
 #define WGMMA_TEXT(N, KIND, LAST, A, B, SUM) \
     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" TEXT_##N "}, %" #A ", %" #B ", " SUM ", 1, 1" LAST ";\n"
-#define WGMMA_BEGIN(ACCUMULATE) "{\n.reg .pred sum, all;\nsetp.ne.b32 sum, %" #ACCUMULATE ", 0;\nsetp.eq.b32 all, 0, 0;\n"
+#define WGMMA_BEGIN(ACCUMULATE) \
+    "{\n.reg .pred sum, all;\nsetp.ne.b32 sum, %" #ACCUMULATE ", 0;\nsetp.eq.b32 all, 0, 0;\n"
 // I0 to I8: numbers of the operands after those of d. LAST: 0, 0 says that both matrices are K-major.
-#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, I0, I1, I2, I3, I4, I5, I6, I7, I8, ...)                                       \
-    template <>                                                                                                             \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int sum) {     \
-        asm volatile(WGMMA_BEGIN(I2) WGMMA_TEXT(N, KIND, LAST, I0, I1, "sum") "}" : SUMS_##N : "l"(a), "l"(b), "r"(sum));   \
-    }                                                                                                                       \
-    template <>                                                                                                             \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 1>(                                                               \
-        float (&d)[N / 2], const descriptor_t (&a)[1], const descriptor_t (&b)[1], int sum) {                               \
-        wgmma<T, N, SWIZZLED>(d, a[0], b[0], sum);                                                                          \
-    }                                                                                                                       \
-    template <>                                                                                                             \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 2>(                                                               \
-        float (&d)[N / 2], const descriptor_t (&a)[2], const descriptor_t (&b)[2], int sum) {                               \
-        asm volatile(WGMMA_BEGIN(I4) WGMMA_TEXT(N, KIND, LAST, I0, I2, "sum") WGMMA_TEXT(N, KIND, LAST, I1, I3, "all") "}"  \
-                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(b[0]), "l"(b[1]), "r"(sum));                                    \
-    }                                                                                                                       \
-    template <>                                                                                                             \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 4>(                                                               \
-        float (&d)[N / 2], const descriptor_t (&a)[4], const descriptor_t (&b)[4], int sum) {                               \
-        asm volatile(WGMMA_BEGIN(I8) WGMMA_TEXT(N, KIND, LAST, I0, I4, "sum") WGMMA_TEXT(N, KIND, LAST, I1, I5, "all")      \
-                     WGMMA_TEXT(N, KIND, LAST, I2, I6, "all") WGMMA_TEXT(N, KIND, LAST, I3, I7, "all") "}"                  \
-                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]),   \
-                       "r"(sum));                                                                                           \
+#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, I0, I1, I2, I3, I4, I5, I6, I7, I8, ...)                                  \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(                                                             \
+        float (&d)[N / 2], descriptor_t a, descriptor_t b, int sum) {                                                  \
+        asm volatile(WGMMA_BEGIN(I2) WGMMA_TEXT(N, KIND, LAST, I0, I1, "sum") "}"                                      \
+                     : SUMS_##N : "l"(a), "l"(b), "r"(sum));                                                           \
+    }                                                                                                                  \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 1>(                                                          \
+        float (&d)[N / 2], const descriptor_t (&a)[1], const descriptor_t (&b)[1], int sum) {                          \
+        wgmma<T, N, SWIZZLED>(d, a[0], b[0], sum);                                                                     \
+    }                                                                                                                  \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 2>(                                                          \
+        float (&d)[N / 2], const descriptor_t (&a)[2], const descriptor_t (&b)[2], int sum) {                          \
+        asm volatile(WGMMA_BEGIN(I4) WGMMA_TEXT(N, KIND, LAST, I0, I2, "sum")                                          \
+                     WGMMA_TEXT(N, KIND, LAST, I1, I3, "all") "}"                                                      \
+                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(b[0]), "l"(b[1]), "r"(sum));                               \
+    }                                                                                                                  \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 4>(                                                          \
+        float (&d)[N / 2], const descriptor_t (&a)[4], const descriptor_t (&b)[4], int sum) {                          \
+        asm volatile(WGMMA_BEGIN(I8) WGMMA_TEXT(N, KIND, LAST, I0, I4, "sum") WGMMA_TEXT(N, KIND, LAST, I1, I5, "all") \
+                     WGMMA_TEXT(N, KIND, LAST, I2, I6, "all") WGMMA_TEXT(N, KIND, LAST, I3, I7, "all") "}"             \
+                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(b[0]), "l"(b[1]), "l"(b[2]),         \
+                       "l"(b[3]), "r"(sum));                                                                           \
     }
-#define WGMMA_half_t(N, ...)                                            \
+#define WGMMA_half_t(N, ...)                                             \
     WGMMA_OF(half_t, N, false, "k16.f32.f16.f16", ", 0, 0", __VA_ARGS__) \
     WGMMA_OF(half_t, N, true, "k16.f32.f16.f16", ", 0, 1", __VA_ARGS__)
 #define WGMMA_bfloat16_t(N, ...)                                               \
@@ -132,9 +136,9 @@ template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
 #define WGMMA_float(N, ...) WGMMA_OF(float, N, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)
 
 // That d goes through the wait keeps the compiler from reading it before.
-#define WGMMA_FINISH(N)                                                                 \
-    template <> __device__ __forceinline__ void wgmma_finish(float (&d)[N / 2]) {       \
-        asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##N : : "memory");       \
+#define WGMMA_FINISH(N)                                                           \
+    template <> __device__ __forceinline__ void wgmma_finish(float (&d)[N / 2]) { \
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##N : : "memory"); \
     }
 #define WGMMA_ONE(T, N) WGMMA_##T(N, AFTER_##N)
 #define WGMMA_NAMED(T, N) WGMMA_ONE(T, N)  // what macros stand for

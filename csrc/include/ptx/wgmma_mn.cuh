@@ -13,15 +13,15 @@ template <typename T, int N>
 __device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate);
 
 // A, B and ACCUMULATE: numbers of the operands after those of d.
-#define WGMMA_OF(T, N, KIND, A, B, ACCUMULATE, ...)                                                                     \
-    template <>                                                                                                      \
-    __device__ __forceinline__ void wgmma_turned<T, N>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate) {   \
-        asm volatile("{\n"                                                                                           \
-                     ".reg .pred sum;\n"                                                                             \
-                     "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                       \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND " {" TEXT_##N "}, %" #A ", %" #B         \
-                     ", sum, 1, 1, 1, 1;\n}"                                                                         \
-                     : SUMS_##N : "l"(a), "l"(b), "r"(accumulate));                                                  \
+#define WGMMA_OF(T, N, KIND, A, B, ACCUMULATE, ...)                                                                         \
+    template <>                                                                                                             \
+    __device__ __forceinline__ void wgmma_turned<T, N>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate) { \
+        asm volatile("{\n"                                                                                                  \
+                     ".reg .pred sum;\n"                                                                                    \
+                     "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND " {" TEXT_##N "}, %" #A ", %" #B                \
+                     ", sum, 1, 1, 1, 1;\n}"                                                                                \
+                     : SUMS_##N : "l"(a), "l"(b), "r"(accumulate));                                                         \
     }
 #define WGMMA_half_t(N, ...) WGMMA_OF(half_t, N, "f16.f16", __VA_ARGS__)
 #define WGMMA_bfloat16_t(N, ...) WGMMA_OF(bfloat16_t, N, "bf16.bf16", __VA_ARGS__)

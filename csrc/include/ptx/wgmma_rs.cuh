@@ -28,26 +28,27 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
 #define WGMMA_TEXT(N, KIND, LAST, A0, A1, A2, A3, B, SUM)                                                                  \
     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" TEXT_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", " SUM \
     ", 1, 1" LAST ";\n"
-#define WGMMA_BEGIN(ACCUMULATE) "{\n.reg .pred sum, all;\nsetp.ne.b32 sum, %" #ACCUMULATE ", 0;\nsetp.eq.b32 all, 0, 0;\n"
+#define WGMMA_BEGIN(ACCUMULATE) \
+    "{\n.reg .pred sum, all;\nsetp.ne.b32 sum, %" #ACCUMULATE ", 0;\nsetp.eq.b32 all, 0, 0;\n"
 #define WORDS_OF(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 // I0 to I20: numbers of the operands after those of d. LAST: whether B is the other way round, of 16 bits.
-#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, I0, I1, I2, I3, I4, I5, I6, I7, I8, I9, I10, I11, I12, I13, I14, I15, I16,      \
-                 I17, I18, I19, I20, ...)                                                                                    \
-    template <>                                                                                                              \
-    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                              \
-        float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int sum) {                                                \
-        asm volatile(WGMMA_BEGIN(I5) WGMMA_TEXT(N, KIND, LAST, I0, I1, I2, I3, I4, "sum") "}"                                \
-                     : SUMS_##N : WORDS_OF(a), "l"(b), "r"(sum));                                                            \
-    }                                                                                                                        \
-    template <>                                                                                                              \
-    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                              \
-        float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int sum) {                                 \
-        asm volatile(WGMMA_BEGIN(I20) WGMMA_TEXT(N, KIND, LAST, I0, I1, I2, I3, I16, "sum")                                  \
-                     WGMMA_TEXT(N, KIND, LAST, I4, I5, I6, I7, I17, "all")                                                   \
-                     WGMMA_TEXT(N, KIND, LAST, I8, I9, I10, I11, I18, "all")                                                 \
-                     WGMMA_TEXT(N, KIND, LAST, I12, I13, I14, I15, I19, "all") "}"                                           \
-                     : SUMS_##N : WORDS_OF(a[0]), WORDS_OF(a[1]), WORDS_OF(a[2]), WORDS_OF(a[3]), "l"(b[0]), "l"(b[1]),      \
-                       "l"(b[2]), "l"(b[3]), "r"(sum));                                                                      \
+#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, I0, I1, I2, I3, I4, I5, I6, I7, I8, I9, I10, I11, I12, I13, I14, I15, I16, \
+                 I17, I18, I19, I20, ...)                                                                               \
+    template <>                                                                                                         \
+    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                         \
+        float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int sum) {                                           \
+        asm volatile(WGMMA_BEGIN(I5) WGMMA_TEXT(N, KIND, LAST, I0, I1, I2, I3, I4, "sum") "}"                           \
+                     : SUMS_##N : WORDS_OF(a), "l"(b), "r"(sum));                                                       \
+    }                                                                                                                   \
+    template <>                                                                                                         \
+    __device__ __forceinline__ void wgmma_rows<T, N, SWIZZLED>(                                                         \
+        float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int sum) {                            \
+        asm volatile(WGMMA_BEGIN(I20) WGMMA_TEXT(N, KIND, LAST, I0, I1, I2, I3, I16, "sum")                             \
+                     WGMMA_TEXT(N, KIND, LAST, I4, I5, I6, I7, I17, "all")                                              \
+                     WGMMA_TEXT(N, KIND, LAST, I8, I9, I10, I11, I18, "all")                                            \
+                     WGMMA_TEXT(N, KIND, LAST, I12, I13, I14, I15, I19, "all") "}"                                      \
+                     : SUMS_##N : WORDS_OF(a[0]), WORDS_OF(a[1]), WORDS_OF(a[2]), WORDS_OF(a[3]), "l"(b[0]), "l"(b[1]), \
+                       "l"(b[2]), "l"(b[3]), "r"(sum));                                                                 \
     }
 // That d goes through here keeps the compiler from setting it later, or reading it before.
 #define WGMMA_SUMS(N)                                                                  \
@@ -59,7 +60,7 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d
         wgmma_wait<0>();                                                               \
         asm volatile("" : SUMS_##N : : "memory");                                      \
     }
-#define WGMMA_half_t(N, ...)                                         \
+#define WGMMA_half_t(N, ...)                                          \
     WGMMA_OF(half_t, N, false, "k16.f32.f16.f16", ", 0", __VA_ARGS__) \
     WGMMA_OF(half_t, N, true, "k16.f32.f16.f16", ", 1", __VA_ARGS__)
 #define WGMMA_bfloat16_t(N, ...)                                            \
