@@ -46,6 +46,7 @@
  * together unless WHOLE_SECTORS are); SHARED_BYTES.
  * Chosen by gemmconv/kernels/sm90/gemm_fold_rows.py.
  */
+#define WGMMA_COLUMNS COLUMNS
 #include "numeric/integers.cuh"
 #include "ptx/named_barrier.cuh"
 #include "pipeline/ring.cuh"

@@ -40,6 +40,7 @@
  * sectors do); SHARED_BYTES.
  * Chosen by gemmconv/kernels/sm90/gemm_fold_rows_tf32.py.
  */
+#define WGMMA_COLUMNS LINES
 #include "numeric/integers.cuh"
 #include "ptx/keep.cuh"
 #include "ptx/named_barrier.cuh"

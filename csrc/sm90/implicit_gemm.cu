@@ -163,11 +163,13 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                         wgmma_wait<1>();
                     }
 #else
+                    descriptor_t lefts[kSteps], rights[kSteps];
                     #pragma unroll
-                    for (int k = 0; k < kSteps; ++k)
-                        wgmma<ELEMENT_T, COLUMNS, kBlocked>(
-                            sums[block], advance(left, k * 2 * kRows * 16), advance(shifted, k * along),
-                            k > 0 || step > 0 || chunk > 0);
+                    for (int k = 0; k < kSteps; ++k) {
+                        lefts[k] = advance(left, k * 2 * kRows * 16);
+                        rights[k] = advance(shifted, k * along);
+                    }
+                    wgmma<ELEMENT_T, COLUMNS, kBlocked>(sums[block], lefts, rights, step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();
 #endif
@@ -195,14 +197,17 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_implicit_gemm_kernel(const __grid_constant__ implicit_gemm_params p) {
     const stages_t s = stages(p);
     if (threadIdx.x == 0) {
+        #pragma unroll 1
         for (int i = 0; i < p.patch_stages; ++i) {
             barrier_init(s.patch_full[i], kRounded ? kRounders / 32 : BOXED ? 1 : PRODUCERS / 32);
             barrier_init(s.patch_empty[i], 8);  // warps that multiply
         }
+        #pragma unroll 1
         for (int i = 0; i < p.weight_stages; ++i) {
             barrier_init(s.weight_full[i], 1);
             barrier_init(s.weight_empty[i], 8);
         }
+        #pragma unroll 1
         for (int i = 0; i < landed_stages(p); ++i) barrier_init(s.landed_full[i], 1);
         barrier_init_done();
     }

@@ -44,6 +44,7 @@
  * DENSE (1 if PACKED). Sizes of images, and what follows from them, are params: one compiled kernel is for all sizes.
  * Chosen by gemmconv/kernels/sm90/implicit_gemm_nhwc.py.
  */
+#define WGMMA_COLUMNS LINES
 #include "geometry/axis.cuh"
 #include "ptx/pdl.cuh"
 #include "numeric/divide.cuh"

@@ -39,6 +39,7 @@
  * first), SLOT_OF (of a segment and a row of taps); ROW_PITCH (elements of a piece); LONG_ROWS (0 where boxes have
  * rows); STAGES. None depends on sizes, but for TILE_W and LONG_ROWS. Chosen by gemmconv/kernels/sm90/wgrad_nchw.py.
  */
+#define WGMMA_COLUMNS CI_TILE
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"
 #include "ptx/mbarrier.cuh"

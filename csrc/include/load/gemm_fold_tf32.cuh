@@ -5,6 +5,7 @@
  */
 #pragma once
 
+#define WGMMA_COLUMNS COLUMNS
 #include "ptx/cp_async.cuh"
 #include "pipeline/gemm_fold.cuh"
 #include "numeric/units.cuh"

@@ -253,9 +253,11 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         if (read.landing == 0) {
             if (LANDING_BOX) {
                 const box_t box = box_of(p, read.item.tile);
+                #pragma unroll 1
                 for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = boxed_spot(p, box, spot_at(p, i));
             } else {
                 const start_t start = start_of(p, read.item.tile);
+                #pragma unroll 1
                 for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
             }
             tables.advance();

@@ -67,6 +67,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         const item_t item = item_of(p, i);
         const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
         index_t* places = s.places + tables.stage * spots;
+        #pragma unroll 1
         for (int spot = thread; spot < spots; spot += PRODUCERS)
             places[spot] = place_of(p, item.tile * kTile + p.first, spot_at(p, spot));
         named_barrier_sync<kLoadersMeet, PRODUCERS>();

@@ -1,6 +1,7 @@
 /* What the parts of sm90/implicit_gemm.cu share: parameters, tables, shared memory. The macros are those of the kernel. */
 #pragma once
 
+#define WGMMA_COLUMNS COLUMNS
 #include "numeric/divide.cuh"
 #include "numeric/index.cuh"
 #include "numeric/integers.cuh"

@@ -19,6 +19,7 @@
  */
 #pragma once
 
+#define WGMMA_COLUMNS LINES
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "geometry/image.cuh"
@@ -238,10 +239,10 @@ __device__ __forceinline__ void multiply(
             load_inputs<PAIRED>(own, slot_of(slots.stage), kRow * 8 + warp);
             if (kRow == 0) barrier_wait(barriers_of_stage(p, ring.stage).full, ring.parity);
             wgmma_fence();
+            descriptor_t rights[kSteps];
             #pragma unroll
-            for (int k = 0; k < kSteps; ++k)
-                wgmma_rows<ELEMENT_T, LINES, !PACKED>(
-                    sums[kRow], own.of[k], advance(right, k * (PACKED ? LINES * 32 : 2048)), k > 0 || chunk > 0);
+            for (int k = 0; k < kSteps; ++k) rights[k] = advance(right, k * (PACKED ? LINES * 32 : 2048));
+            wgmma_rows<ELEMENT_T, LINES, !PACKED>(sums[kRow], own.of, rights, chunk > 0);
             wgmma_commit();
             if constexpr (kRow == ROW_BLOCKS - 1) {
                 if (frees) barrier_arrive(barriers_of_slot(p, slots.stage).empty);  // each lane, for what it has read itself

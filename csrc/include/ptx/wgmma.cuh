@@ -80,6 +80,13 @@ template <int COUNT> __device__ __forceinline__ void wgmma_finish(float (&d)[COU
 template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate);
 
+/* Begin D = A[0] B[0] + A[1] B[1] + ...: 1, 2 or 4 products, which the compiler takes for one instruction: it compiles
+ * quicker, since it goes through all of d for each that it knows of.
+ */
+template <typename T, int N, bool SWIZZLED = false, int COUNT>
+__device__ __forceinline__ void wgmma(
+    float (&d)[N / 2], const descriptor_t (&a)[COUNT], const descriptor_t (&b)[COUNT], int accumulate);
+
 /* The registers that a thread of the warpgroup may have from here on: more, once others gave some up, or fewer. */
 template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(REGISTERS));
@@ -88,47 +95,77 @@ template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(REGISTERS));
 }
 
-// A, B and ACCUMULATE: numbers of the operands after those of d. LAST: 0, 0 says that both matrices are K-major.
-#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, A, B, ACCUMULATE)                                                         \
+#define WGMMA_TEXT(N, KIND, LAST, A, B, SUM) \
+    "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" TEXT_##N "}, %" #A ", %" #B ", " SUM ", 1, 1" LAST ";\n"
+#define WGMMA_BEGIN(ACCUMULATE) \
+    "{\n.reg .pred sum, all;\nsetp.ne.b32 sum, %" #ACCUMULATE ", 0;\nsetp.eq.b32 all, 0, 0;\n"
+// I0 to I8: numbers of the operands after those of d. LAST: 0, 0 says that both matrices are K-major.
+#define WGMMA_OF(T, N, SWIZZLED, KIND, LAST, I0, I1, I2, I3, I4, I5, I6, I7, I8, ...)                                  \
     template <>                                                                                                        \
-    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate) { \
-        asm volatile("{\n"                                                                                         \
-                     ".reg .pred sum;\n"                                                                           \
-                     "setp.ne.b32 sum, %" #ACCUMULATE ", 0;\n"                                                     \
-                     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" TEXT_##N "}, %" #A ", %" #B ", sum, 1, 1" LAST \
-                     ";\n}"                                                                                        \
-                     : SUMS_##N : "l"(a), "l"(b), "r"(accumulate));                                                \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED>(                                                             \
+        float (&d)[N / 2], descriptor_t a, descriptor_t b, int sum) {                                                  \
+        asm volatile(WGMMA_BEGIN(I2) WGMMA_TEXT(N, KIND, LAST, I0, I1, "sum") "}"                                      \
+                     : SUMS_##N : "l"(a), "l"(b), "r"(sum));                                                           \
+    }                                                                                                                  \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 1>(                                                          \
+        float (&d)[N / 2], const descriptor_t (&a)[1], const descriptor_t (&b)[1], int sum) {                          \
+        wgmma<T, N, SWIZZLED>(d, a[0], b[0], sum);                                                                     \
+    }                                                                                                                  \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 2>(                                                          \
+        float (&d)[N / 2], const descriptor_t (&a)[2], const descriptor_t (&b)[2], int sum) {                          \
+        asm volatile(WGMMA_BEGIN(I4) WGMMA_TEXT(N, KIND, LAST, I0, I2, "sum")                                          \
+                     WGMMA_TEXT(N, KIND, LAST, I1, I3, "all") "}"                                                      \
+                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(b[0]), "l"(b[1]), "r"(sum));                               \
+    }                                                                                                                  \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void wgmma<T, N, SWIZZLED, 4>(                                                          \
+        float (&d)[N / 2], const descriptor_t (&a)[4], const descriptor_t (&b)[4], int sum) {                          \
+        asm volatile(WGMMA_BEGIN(I8) WGMMA_TEXT(N, KIND, LAST, I0, I4, "sum") WGMMA_TEXT(N, KIND, LAST, I1, I5, "all") \
+                     WGMMA_TEXT(N, KIND, LAST, I2, I6, "all") WGMMA_TEXT(N, KIND, LAST, I3, I7, "all") "}"             \
+                     : SUMS_##N : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(b[0]), "l"(b[1]), "l"(b[2]),         \
+                       "l"(b[3]), "r"(sum));                                                                           \
     }
-#define WGMMA(N, ...)                                                          \
-    WGMMA_OF(half_t, N, false, "k16.f32.f16.f16", ", 0, 0", __VA_ARGS__)       \
-    WGMMA_OF(half_t, N, true, "k16.f32.f16.f16", ", 0, 1", __VA_ARGS__)        \
+#define WGMMA_half_t(N, ...)                                             \
+    WGMMA_OF(half_t, N, false, "k16.f32.f16.f16", ", 0, 0", __VA_ARGS__) \
+    WGMMA_OF(half_t, N, true, "k16.f32.f16.f16", ", 0, 1", __VA_ARGS__)
+#define WGMMA_bfloat16_t(N, ...)                                               \
     WGMMA_OF(bfloat16_t, N, false, "k16.f32.bf16.bf16", ", 0, 0", __VA_ARGS__) \
-    WGMMA_OF(bfloat16_t, N, true, "k16.f32.bf16.bf16", ", 0, 1", __VA_ARGS__)  \
-    WGMMA_OF(float, N, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)
-
-WGMMA(32, 16, 17, 18)
-WGMMA(64, 32, 33, 34)
-WGMMA(96, 48, 49, 50)
-WGMMA(128, 64, 65, 66)
-WGMMA(160, 80, 81, 82)
-WGMMA(192, 96, 97, 98)
-WGMMA(224, 112, 113, 114)
-WGMMA(256, 128, 129, 130)
+    WGMMA_OF(bfloat16_t, N, true, "k16.f32.bf16.bf16", ", 0, 1", __VA_ARGS__)
+#define WGMMA_float(N, ...) WGMMA_OF(float, N, false, "k8.f32.tf32.tf32", "", __VA_ARGS__)
 
 // That d goes through the wait keeps the compiler from reading it before.
-#define WGMMA_FINISH(N)                                                                 \
-    template <> __device__ __forceinline__ void wgmma_finish(float (&d)[N / 2]) {       \
-        asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##N : : "memory");       \
+#define WGMMA_FINISH(N)                                                           \
+    template <> __device__ __forceinline__ void wgmma_finish(float (&d)[N / 2]) { \
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SUMS_##N : : "memory"); \
     }
-WGMMA_FINISH(32)
-WGMMA_FINISH(64)
-WGMMA_FINISH(96)
-WGMMA_FINISH(128)
-WGMMA_FINISH(160)
-WGMMA_FINISH(192)
-WGMMA_FINISH(224)
-WGMMA_FINISH(256)
-
-#undef WGMMA_OF
+#define WGMMA_ONE(T, N) WGMMA_##T(N, AFTER_##N)
+#define WGMMA_NAMED(T, N) WGMMA_ONE(T, N)  // what macros stand for
+#define WGMMA_FINISH_NAMED(N) WGMMA_FINISH(N)
+#ifdef WGMMA_COLUMNS
+WGMMA_NAMED(ELEMENT_T, WGMMA_COLUMNS)
+WGMMA_FINISH_NAMED(WGMMA_COLUMNS)
+#else
+#define WGMMA(N) WGMMA_ONE(half_t, N) WGMMA_ONE(bfloat16_t, N) WGMMA_ONE(float, N) WGMMA_FINISH(N)
+WGMMA(32)
+WGMMA(64)
+WGMMA(96)
+WGMMA(128)
+WGMMA(160)
+WGMMA(192)
+WGMMA(224)
+WGMMA(256)
 #undef WGMMA
+#endif
+
+#undef WGMMA_TEXT
+#undef WGMMA_BEGIN
+#undef WGMMA_OF
+#undef WGMMA_half_t
+#undef WGMMA_bfloat16_t
+#undef WGMMA_float
 #undef WGMMA_FINISH
+#undef WGMMA_ONE
+#undef WGMMA_NAMED
+#undef WGMMA_FINISH_NAMED

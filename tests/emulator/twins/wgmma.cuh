@@ -42,6 +42,13 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], descriptor_t a, descrip
     emulator_wgmma(kEmulatorType<T>, N, SWIZZLED, d, a, b, accumulate);
 }
 
+template <typename T, int N, bool SWIZZLED = false, int COUNT>
+__device__ __forceinline__ void wgmma(
+    float (&d)[N / 2], const descriptor_t (&a)[COUNT], const descriptor_t (&b)[COUNT], int accumulate) {
+    static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "no so many products");
+    for (int i = 0; i < COUNT; ++i) wgmma<T, N, SWIZZLED>(d, a[i], b[i], i > 0 || accumulate);
+}
+
 template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
     static_assert(REGISTERS % 8 == 0 && 24 <= REGISTERS && REGISTERS <= 256, "no such number of registers");
 }

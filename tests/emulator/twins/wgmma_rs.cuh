@@ -18,3 +18,9 @@ __device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a
     static_assert(!SWIZZLED || sizeof(T) == 2, "only 16-bit values may lie the other way round");
     emulator_wgmma_rows(kEmulatorType<T>, N, SWIZZLED, d, a, b, accumulate);
 }
+
+template <typename T, int N, bool SWIZZLED = false>
+__device__ __forceinline__ void wgmma_rows(
+    float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int accumulate) {
+    for (int i = 0; i < 4; ++i) wgmma_rows<T, N, SWIZZLED>(d, a[i], b[i], i > 0 || accumulate);
+}
