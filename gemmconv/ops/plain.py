@@ -94,12 +94,13 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
 
 
 def _recording(tensors: tuple[Any, ...], arguments: Arguments) -> Call:
-    forward = prepared("forward", tensors, None, arguments)
     wanted = [one is not None and one.requires_grad for one in tensors]
-    if not (torch.is_grad_enabled() and any(wanted)):
+    recorded = torch.is_grad_enabled() and any(wanted)
+    if recorded and tensors[0].is_cuda:
+        compile_ahead(tensors, arguments)  # while the forward pass's kernels compile, too
+    forward = prepared("forward", tensors, None, arguments)
+    if not recorded:
         return forward
-    if tensors[0].is_cuda:
-        compile_ahead(tensors, arguments)
     recipe = _Recipe(forward, Backward.of(tensors, arguments), wanted[0], wanted[1])
     apply: Any = super(torch.autograd.Function, _Recorded).apply  # torch's own looks for transforms, of which are none
     return lambda input, weight, bias: apply(input, weight, bias, recipe)
