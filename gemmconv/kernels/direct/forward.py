@@ -44,6 +44,8 @@ _MOST_TURNS, _BUSY_BLOCKS = 8, 6  # of a block; of a multiprocessor
 _MOST_PAIR_SUMS = 32
 _WIDEST_KERNEL = 64  # taps whose window a thread can keep in registers
 _WIDEST_STRIDE = 32
+# Fields of a tile that is not depthwise: lanes_w, cells, rows, phases, planes, channels_out and split.
+_Shape = tuple[int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,7 @@ def _menu(
     shapes = shapes or {shape: None for layer in layers for shape in layer.shapes(whole_sectors=False)}
     tiles = [tile for shape in shapes if (tile := layers[0].fitting(shape)) is not None]
     costs = [layers[0].cost(tile) for tile in tiles]
-    seconds = [
-        [cost.cycles(layer.blocks_each(tile)) for tile, cost in zip(tiles, costs, strict=True)] for layer in layers
-    ]
+    seconds = [[*map(_Cost.cycles, costs, layer.blocks_of(tiles))] for layer in layers]
     return [(tiles[i], costs[i]) for i in menu_of(seconds, _MOST)] if tiles else []
 
 
@@ -147,6 +147,8 @@ class _Layer:
         longest = problem.gemm_k * math.prod(map(max, taps))
         parts = -(-longest // _LONGEST_SUM) if dtype == torch.float32 else 1
         self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
+        self.bytes_ratio = spec.bytes_ratio
+        self.costs_of_threads: dict[tuple[int, int, int], tuple[float, float, int, int]] = {}
         self.tap_phases_h, self.tap_phases_w = (sum(map(bool, of_axis)) for of_axis in taps)
 
     def depthwise_tiles(self) -> Iterator[Tile]:
@@ -213,8 +215,8 @@ class _Layer:
         """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""
         return (tile for shape in self.shapes(whole_sectors) if (tile := self.fitting(shape)) is not None)
 
-    def shapes(self, whole_sectors: bool = True) -> Iterator[Tile]:
-        """Those that fit registers, with no input channels yet."""
+    def shapes(self, whole_sectors: bool = True) -> Iterator[_Shape]:
+        """What those may have that fit registers."""
         p = self.problem
         phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
         most_planes = math.gcd(p.groups, 8) if self.channels_last else power_of_two(self.planes)
@@ -223,38 +225,60 @@ class _Layer:
             sector_planes = 32 // self.item_bytes // min(self.channels_in, self.channels_out)
             least_planes = min(most_planes, power_of_two(sector_planes))
         shares = {even_share(self.channels_out, most) for most in (1, 2, 4, 8, 16)}
-        for cells, channels_out in itertools.product((1, 2, 4, 8, 16), sorted(shares)):
-            narrowest = cells == 1 and channels_out == 1
-            too_many = self.registers(cells, channels_out) > _REGISTERS[-1] - 16 and not narrowest
-            if too_many or (cells > 1 and cells >= 2 * self.cells_w):
-                continue
+        splits = [split for split in (1, 2, 4) if self.least_split <= split <= self.channels_in]
+        if self.planes * self.cells_h * self.cells_w > 1 << 20:
+            splits = [split for split in splits if split == self.least_split]
+        most_rows = power_of_two(self.cells_h)
+        # In channels_last, more planes are more neighbours.
+        factors = (1, 2, 4, 8) if self.channels_last else (1,)
+        of_block: dict[int, list[tuple[int, int, int]]] = {}  # rows, planes and split, by lanes
+        for cells in (1, 2, 4, 8, 16):
+            if cells > 1 and cells >= 2 * self.cells_w:
+                break
             lanes_w = min(power_of_two(-(-self.cells_w // cells)), 32)
-            for log_rows, split in itertools.product(range(6), (1, 2, 4)):
-                rows = 1 << log_rows
-                if rows > power_of_two(self.cells_h) and lanes_w * rows * phases % 64 == 0:
-                    continue  # half the rows would make whole warps too
-                if split < self.least_split or split > self.channels_in:
-                    continue
-                if split > self.least_split and self.planes * self.cells_h * self.cells_w > 1 << 20:
-                    continue
-                part = lanes_w * rows * phases
-                planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
-                planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
-                # In channels_last, more planes are more neighbours.
-                for factor in (1, 2, 4, 8) if self.channels_last else (1,):
-                    if (self.channels_last and factor * planes > most_planes) or part * factor * planes * split > 256:
-                        break
-                    yield Tile(False, lanes_w, cells, rows, phases, factor * planes, 0, channels_out, split)
+            if lanes_w not in of_block:
+                found = of_block[lanes_w] = []
+                for rows, split in itertools.product((1, 2, 4, 8, 16, 32), splits):
+                    part = lanes_w * rows * phases
+                    if rows > most_rows and part % 64 == 0:
+                        continue  # half the rows would make whole warps too
+                    planes = max(least_planes, min(most_planes, power_of_two(64 // (part * split))))
+                    planes = max(planes, 32 // math.gcd(32, part))  # whole warps, some of them idle
+                    for factor in factors:
+                        too_many = self.channels_last and factor * planes > most_planes
+                        if too_many or part * factor * planes * split > 256:
+                            break
+                        found.append((rows, factor * planes, split))
+            for channels_out in sorted(shares):
+                narrowest = cells == 1 and channels_out == 1
+                if narrowest or self.registers(cells, channels_out) <= _REGISTERS[-1] - 16:
+                    for rows, planes, split in of_block[lanes_w]:
+                        yield lanes_w, cells, rows, phases, planes, channels_out, split
 
-    def fitting(self, tile: Tile) -> Tile | None:
+    def fitting(self, shape: _Shape) -> Tile | None:
         """The tile with as many input channels at a time as fit, at most 16; None where none do."""
+        lanes_w, cells, rows, phases, planes, channels_out, split = shape
         channels_in = min(self.channels_in, 16)
-        while channels_in >= 1:
-            tile = replace(tile, channels_in=channels_in)
-            if self.shared_bytes(tile) <= SHARED_BYTES:
-                return tile
+        tile = object.__new__(Tile)  # several times as fast as the constructor of a frozen dataclass
+        tile.__dict__.update(
+            depthwise=False,
+            lanes_w=lanes_w,
+            cells=cells,
+            rows=rows,
+            phases=phases,
+            planes=planes,
+            channels_in=channels_in,
+            channels_out=channels_out,
+            split=split,
+        )
+        if self._other_bytes(tile) > SHARED_BYTES:
+            return None
+        while self._staged_bytes(tile) > SHARED_BYTES:
             channels_in //= 2
-        return None
+            if channels_in == 0:
+                return None
+            tile.__dict__["channels_in"] = channels_in
+        return tile
 
     def registers(self, cells: int, channels_out: int) -> int:
         """Registers of a thread, about."""
@@ -267,9 +291,12 @@ class _Layer:
         """Blocks that a multiprocessor shall hold, which bounds the registers of a thread."""
         if tile.depthwise:
             return 1
+        return max(1, 65_536 // (tile.threads * self.register_bound(tile)))
+
+    def register_bound(self, tile: Tile) -> int:
+        """What a thread may be held to."""
         registers = self.registers(tile.cells, tile.channels_out)
-        bound = next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
-        return max(1, 65_536 // (tile.threads * bound))
+        return next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
 
     def blocks(self, tile: Tile) -> int:
         spatial = -(-self.cells_h // tile.height) * -(-self.cells_w // (tile.lanes_w * tile.cells))
@@ -277,11 +304,7 @@ class _Layer:
 
     def patch_elements(self, tile: Tile) -> int:
         """Elements of the patch, with its padding; see csrc/direct/forward.cu."""
-        vector = min(tile.cells, 16 // self.sum_bytes)
-        banks, windows, read = tile.cells // vector, -(-(tile.cells + self.halo_w) // vector), tile.lanes_w * vector
-        pitch = banks * (tile.lanes_w + (windows - 1) // banks) * vector
-        if read * self.sum_bytes < 128:
-            pitch += (read - pitch) % (2 * read)
+        pitch = _pitch(tile.lanes_w, tile.cells, self.halo_w, self.sum_bytes)
         return tile.planes * tile.channels_in * (tile.rows + self.halo_h) * pitch
 
     def shared_bytes(self, tile: Tile) -> int:
@@ -291,19 +314,38 @@ class _Layer:
             quads = kernel_h * -(-kernel_w * tile.planes_each // 4) | 1
             stage = 0 if self.channels_last else tile.threads * tile.cells * self.problem.stride[1] * self.item_bytes
             return tile.planes // tile.planes_each * quads * 4 * self.sum_bytes + stage
+        return max(self._staged_bytes(tile), self._other_bytes(tile))
+
+    def _staged_bytes(self, tile: Tile) -> int:
+        """Of patch and weights."""
+        kernel_h, kernel_w = self.problem.kernel_size
         quads = tile.planes * tile.channels_in * kernel_h * -(-kernel_w * tile.channels_out // 4)
-        staged = -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
+        return -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
+
+    def _other_bytes(self, tile: Tile) -> int:
+        """Of sums or outputs, in their place."""
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
         if self.channels_last and not self.whole_pixels(tile):
             run = _run_pitch(tile.channels_out, self.item_bytes)
         else:
             run = tile.cells * self.problem.stride[1] * (tile.channels_out if self.channels_last else 1)
-        return max(staged, sums, part * run * self.item_bytes)
+        return max(sums, part * run * self.item_bytes)
 
     def whole_pixels(self, tile: Tile) -> bool:
         """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
         return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
+
+    def blocks_of(self, tiles: Iterable[Tile]) -> Iterator[int]:
+        """Blocks of a multiprocessor, for each of some tiles that are not depthwise."""
+        down = {1 << log: -(-self.cells_h // (1 << log)) for log in range(6)}
+        across = {1 << log: -(-self.cells_w // (1 << log)) for log in range(10)}
+        planes = {1 << log: -(-self.planes // (1 << log)) for log in range(9)}
+        multiprocessors = self.spec.multiprocessors
+        for tile in tiles:
+            pixels = down[tile.rows] * across[tile.lanes_w * tile.cells]
+            outs = -(-self.channels_out // tile.channels_out)
+            yield -(-pixels * planes[tile.planes] * outs // multiprocessors)
 
     def blocks_each(self, tile: Tile) -> int:
         """Blocks of a multiprocessor."""
@@ -315,48 +357,34 @@ class _Layer:
 
     def cost(self, tile: Tile) -> _Cost:
         """What a tile costs, whatever the sizes."""
-        kernel_h, kernel_w = self.problem.kernel_size
-        turns, chunks = -(-self.tap_phases_h // tile.phases), -(-self.channels_in // tile.channels_in)
-        tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
-        quads = -(-kernel_w * tile.channels_out // 4)
-        vector = min(tile.cells, 16 // self.sum_bytes)
-        windows = -(-(tile.cells + self.halo_w) // vector)
-        double = self.sum_bytes / 4
-
-        # Instructions and cycles of shared memory, for a thread.
-        patch, weights = self.patch_elements(tile), tile.planes * tile.channels_in * kernel_h * quads * 4
-        staged = turns * chunks * _COST.staged_instructions * patch / tile.threads
-        products = (
-            tile.cells * tile.channels_out * kernel_w * double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
-        )
-        instructions = tap_rows * (products + quads + windows + _COST.row_instructions)
-        instructions += staged + _COST.block_instructions
-        wavefronts = tap_rows * (quads + windows * vector) * double + _COST.staged_wavefronts * staged
-        if self.channels_last:
-            # Weights take L1 longer, and each piece of memory that a warp stores to: the tile's channels of a pixel.
-            pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
-            lines = tile.channels_out * self.item_bytes / 128
-            pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
-            instructions += _COST.pixel_instructions * pixels * tile.channels_out
-            wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
+        key, threads = (tile.cells, tile.channels_out, tile.split), tile.threads
+        if key not in self.costs_of_threads:
+            self.costs_of_threads[key] = self.cost_of_thread(tile)
+        instructions, wavefronts, quads, most_threads = self.costs_of_threads[key]
+        stages = -(-self.tap_phases_h // tile.phases) * -(-self.channels_in // tile.channels_in)
+        patch = self.patch_elements(tile)
+        weights = tile.planes * tile.channels_in * self.problem.kernel_size[0] * quads * 4
+        staged = stages * _COST.staged_instructions * patch / threads
+        instructions += staged
+        wavefronts += _COST.staged_wavefronts * staged
 
         # A block alone: it waits for its loads, then computes.
-        warps = tile.threads / 32
-        loads = -(-patch // (16 * tile.threads)) + 1 + weights / (4 * tile.threads)
+        warps = threads / 32
+        loads = -(-patch // (16 * threads)) + 1 + weights / (4 * threads)
         latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
-        alone = turns * chunks * (latency * loads + _COST.chunk_cycles)
-        alone += max(_COST.alone_cycles, warps / 4) * instructions
+        alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
 
         shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
-        held = min(self.least_blocks(tile), REFERENCE.shared_bytes // shared_bytes, 2048 // tile.threads)
+        held = min(max(1, most_threads // threads), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
         # The fewer warps, the more cycles pass without one.
         issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
-        busiest, other = sorted((issue, wavefronts), reverse=True)
+        hidden = _COST.hidden_share
+        together = issue + hidden * wavefronts if issue > wavefronts else wavefronts + hidden * issue
 
         # What is stored; the less of it lies together, the worse.
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
-        moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.spec.bytes_ratio)
+        moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.bytes_ratio)
         if self.channels_last:  # sectors of which a block stores a part cost more; rows of bias alone are whole pixels
             neighbours = tile.planes if tile.channels_out == self.channels_out else 1
             parts = neighbours * tile.channels_out * self.item_bytes % 32 > 0 and not self.whole_pixels(tile)
@@ -365,7 +393,34 @@ class _Layer:
             moved *= 1 + apart / (tile.planes * tile.channels_out * self.item_bytes)
         else:
             moved *= 1 + _COST.run_bytes / (run * self.item_bytes)
-        return _Cost(held, alone, warps * (busiest + _COST.hidden_share * other), moved)
+        return _Cost(held, alone, warps * together, moved)
+
+    def cost_of_thread(self, tile: Tile) -> tuple[float, float, int, int]:
+        """What does not depend on how many there are.
+
+        Instructions and cycles of shared memory, but for what is staged; four weights each of a row of taps; how many
+        a multiprocessor holds at most.
+        """
+        kernel_h, kernel_w = self.problem.kernel_size
+        turns = -(-self.tap_phases_h // tile.phases)
+        tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
+        quads = -(-kernel_w * tile.channels_out // 4)
+        vector = min(tile.cells, 16 // self.sum_bytes)
+        windows = -(-(tile.cells + self.halo_w) // vector)
+        double = self.sum_bytes / 4
+        products = (
+            tile.cells * tile.channels_out * kernel_w * double * REFERENCE.fp32_per_clock / self.spec.fp32_per_clock
+        )
+        instructions = tap_rows * (products + quads + windows + _COST.row_instructions) + _COST.block_instructions
+        wavefronts = tap_rows * (quads + windows * vector) * double
+        if self.channels_last:
+            # Weights take L1 longer, and each piece of memory that a warp stores to: the tile's channels of a pixel.
+            pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
+            lines = tile.channels_out * self.item_bytes / 128
+            pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
+            instructions += _COST.pixel_instructions * pixels * tile.channels_out
+            wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
+        return instructions, wavefronts, quads, 65_536 // self.register_bound(tile)
 
 
 class _Cost(NamedTuple):
@@ -385,9 +440,18 @@ class _Cost(NamedTuple):
 
     def cycles(self, blocks: int) -> float:
         """Of so many blocks of a multiprocessor: rounds of those that it holds at a time, and what moves."""
-        rounds = -(-blocks // min(self.held, blocks))
-        moved = blocks * self.moved
-        return max(rounds * max(self.alone, blocks / rounds * self.together), moved) + _COST.stored_factor * moved
+        held, alone, together, moved = self
+        moved *= blocks
+        return max(-(-blocks // held) * alone, blocks * together, moved) + _COST.stored_factor * moved
+
+
+@functools.lru_cache(maxsize=1024)
+def _pitch(lanes_w: int, cells: int, halo_w: int, sum_bytes: int) -> int:
+    """Elements of a row of a patch, with its padding."""
+    vector = min(cells, 16 // sum_bytes)
+    banks, windows, read = cells // vector, -(-(cells + halo_w) // vector), lanes_w * vector
+    pitch = banks * (lanes_w + (windows - 1) // banks) * vector
+    return pitch + ((read - pitch) % (2 * read) if read * sum_bytes < 128 else 0)
 
 
 def _run_pitch(run: int, item_bytes: int) -> int:

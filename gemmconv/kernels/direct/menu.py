@@ -49,12 +49,12 @@ def menu_of(seconds: Sequence[Sequence[float]], most: int) -> list[int]:
         [one * weight for one, weight in zip(column, weights, strict=True)] for column in zip(*seconds, strict=True)
     ]
     taken: list[int] = []
-    least = [float("inf")] * len(weights)
-    while len(taken) < most:
-        sums = [sum(map(min, column, least)) for column in columns]
-        best = min(range(len(sums)), key=sums.__getitem__)
-        if sums[best] >= sum(least):
-            break
+    least, sums = [float("inf")] * len(weights), {i: sum(column) for i, column in enumerate(columns)}
+    while sums and len(taken) < most:
+        best = min(sums, key=sums.__getitem__)
         taken.append(best)
         least = [*map(min, columns[best], least)]
+        before = sum(least)
+        # Others are of no use from here on.
+        sums = {i: after for i in sums if (after := sum(map(min, columns[i], least))) < before}
     return taken

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.integers import up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
@@ -27,6 +29,8 @@ from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, par
 _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
 _MOST_STAGES = 8
+_LINES = (1, 2, 3, 4)  # of a tile, of each channel
+_MOST_ROWS = max(_LINES) * 128 // 16  # of pixels: rows are whole 16 bytes
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
@@ -75,11 +79,23 @@ class Tile:
     planes: int
     multiprocessors: int = REFERENCE.multiprocessors
 
-    @property
+    def varied(self, **changes: Any) -> Tile:
+        """The tile with other fields, several times as fast as ``dataclasses.replace``."""
+        tile, mine = object.__new__(Tile), self.__dict__
+        tile.__dict__.update({name: mine[name] for name in _FIELDS}, **changes)
+        return tile
+
+    def with_pixels(self, **changes: Any) -> Tile:
+        """The same of other pixels. What does not depend on these is not worked out again."""
+        tile, mine = object.__new__(Tile), self.__dict__
+        tile.__dict__.update({name: mine[name] for name in _FIELDS_AND_WEIGHTS if name in mine}, **changes)
+        return tile
+
+    @functools.cached_property
     def warpgroups(self) -> int:
         return self.sides_co * self.sides_h * self.sides_w
 
-    @property
+    @functools.cached_property
     def input_width(self) -> int:
         """Pixels of a row of the input, in whole 16 bytes."""
         return input_width(self.problem, self.itemsize)
@@ -87,15 +103,14 @@ class Tile:
     @property
     def padded_bytes(self) -> int:
         """Bytes of a copy of the input that has such rows, where it has not."""
-        *shape, width = self.problem.input_shape
-        return math.prod(shape) * self.input_width * self.itemsize if width < self.input_width else 0
+        return _padded_bytes(self.problem, self.itemsize)
 
     @property
     def flat(self) -> bool:
         """Whether a line has several rows, one after the other in memory."""
         return self.tile_w < self.pixels
 
-    @property
+    @functools.cached_property
     def block_taps(self) -> Pair:
         return self.sides_h * self.taps[0], self.sides_w * self.taps[1]
 
@@ -103,7 +118,7 @@ class Tile:
     def block_co(self) -> int:
         return _BLOCK_ROWS * self.sides_co
 
-    @property
+    @functools.cached_property
     def channels(self) -> Pair:
         """Input and output channels of a group."""
         return self.problem.gemm_k, self.problem.out_channels // self.problem.groups
@@ -116,9 +131,16 @@ class Tile:
     @functools.cached_property
     def slots(self) -> list[Pair]:
         """Where the pieces of rows of grad_output begin that a tile needs, after the first: rows and elements."""
-        stride_h, stride_w = self.problem.stride
-        rows = {row * stride_h + tap for row in range(self.rows) for tap in self._tap_rows}
-        return [(row, column * stride_w) for row in sorted(rows) for column in range(0, self.tile_w, self.segment)]
+        columns = range(0, self.tile_w * self.problem.stride[1], self.segment * self.problem.stride[1])
+        return [*itertools.product(self._slot_rows, columns)]
+
+    @property
+    def slot_count(self) -> int:
+        return len(self._slot_rows) * -(-self.tile_w // self.segment)
+
+    @property
+    def _slot_rows(self) -> list[int]:
+        return _rows_read(self.rows, self.block_taps[0], self.problem.stride[0], self.problem.dilation[0])
 
     @property
     def slot_of(self) -> list[list[int]]:
@@ -140,8 +162,7 @@ class Tile:
         stride, dilation = self.problem.stride[1], self.problem.dilation[1]
         needed = self.shift + self.segment * stride + (self.block_taps[1] - 1) * dilation
         least = -(-(needed + self.vector * self.word_elements) // (4 * self.word_elements))
-        pitches = range(4 * least, 4 * least + 32, 4)  # words
-        return self.word_elements * min(pitches, key=lambda pitch: _conflicts(pitch, stride, self.vector))
+        return self.word_elements * _pitch(4 * least, stride, self.vector)
 
     @property
     def shift(self) -> int:
@@ -156,20 +177,20 @@ class Tile:
         """Elements before the first that is needed, of its word."""
         return -self.problem.padding[1] % self.word_elements
 
-    @property
+    @functools.cached_property
     def word_elements(self) -> int:
         return 4 // self.itemsize
 
     @property
     def stage_bytes(self) -> int:
         row = self.block_co * self.row_pitch
-        return (self.parts * self.lines * self.ci_tile * self.pixels + len(self.slots) * row) * self.itemsize
+        return (self.parts * self.lines * self.ci_tile * self.pixels + self.slot_count * row) * self.itemsize
 
     @property
     def parts(self) -> int:
         return 2 if self.split else 1
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         return min(_MOST_STAGES, (SHARED_BYTES - 1024) // (self.stage_bytes + _BARRIER_BYTES))
 
@@ -187,7 +208,7 @@ class Tile:
     def tiles(self) -> int:
         return self.problem.batch * math.prod(self.tiles_image)
 
-    @property
+    @functools.cached_property
     def weight_blocks(self) -> int:
         """Blocks that have different weights."""
         (ci, co), (kh, kw), (taps_h, taps_w) = self.channels, self.problem.kernel_size, self.block_taps
@@ -203,17 +224,21 @@ class Tile:
 
     @property
     def possible(self) -> bool:
+        return self.reads_pieces and self._fits
+
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether warpgroups, and blocks, begin at pieces of grad_output that can be read."""
         dilated = self.taps[1] * self.problem.dilation[1]
-        return (
-            (self.sides_w == 1 or dilated % (self.word_elements * self.vector) == 0)
-            and (
-                self.block_taps[1] >= self.problem.kernel_size[1]
-                or self.sides_w * dilated * self.itemsize % (4 if self.planes else 16) == 0
-            )
-            and self.ci_tile * self.pixels * self.itemsize % 1024 == 0
-            and self.row_pitch <= _LONGEST_BOX
-            and self.stages >= 2
+        return (self.sides_w == 1 or dilated % (self.word_elements * self.vector) == 0) and (
+            self.block_taps[1] >= self.problem.kernel_size[1]
+            or self.sides_w * dilated * self.itemsize % (4 if self.planes else 16) == 0
         )
+
+    @property
+    def _fits(self) -> bool:
+        whole = self.ci_tile * self.pixels * self.itemsize % 1024 == 0
+        return whole and self.row_pitch <= _LONGEST_BOX and self.stages >= 2
 
     @property
     def words(self) -> int:
@@ -223,31 +248,40 @@ class Tile:
         return -(-(last // self.word_elements + 1) // self.vector) * self.vector
 
     @property
+    def steps(self) -> int:
+        """Of a product, in a tile."""
+        return self.lines * self.pixels * self.itemsize // 32
+
+    @property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products and what feeds them, of copies, or of rounding."""
-        steps, rows, columns = self.lines * self.pixels * self.itemsize // 32, *self.taps
-        product = max(self.ci_tile / 2, _COST.least_product_cycles) * (3 if self.split else 1)
-        multiplied = steps * self.warpgroups * rows * columns * product
-        stride = self.problem.stride[1]
-        conflicts = _conflicts(self.row_pitch // self.word_elements, stride, self.vector)
-        word = self.words * conflicts * _COST.word_cycles + columns * _TAP_CYCLES[self.itemsize, 1 + self.split]
-        laid_out = 4 * steps * self.warpgroups * rows * word
-        chained = steps * rows * (_COST.chain_cycles + _COST.chain_share * columns * product)
-        overlap = _COST.overlap
-        computed = sum(part**overlap for part in (multiplied, laid_out, chained)) ** (1 / overlap)
-        flushed = rows * columns * _COST.flush_cycles if self.split else 0
+        conflicts = _conflicts(self.row_pitch // self.word_elements, self.problem.stride[1], self.vector)
+        computed = self.steps * self._step_cycles(conflicts) + self._flush_cycles
         lines = self.lines * self.ci_tile * self.pixels * self.itemsize
         rounded = lines / 16 * _ROUND_CYCLES[self.itemsize, 1 + self.split]
         copied = self._copied_cycles
-        longest = max(computed + flushed, copied, rounded)
+        longest = max(computed, copied, rounded)
         return longest + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
+
+    def _step_cycles(self, conflicts: int) -> float:
+        """Of the products of a step, and what feeds them."""
+        rows, columns = self.taps
+        product = max(self.ci_tile / 2, _COST.least_product_cycles) * (3 if self.split else 1)
+        word = self.words * conflicts * _COST.word_cycles + columns * _TAP_CYCLES[self.itemsize, 1 + self.split]
+        multiplied, laid_out = self.warpgroups * columns * product, 4 * self.warpgroups * word
+        chained, overlap = _COST.chain_cycles + _COST.chain_share * columns * product, _COST.overlap
+        return rows * (multiplied**overlap + laid_out**overlap + chained**overlap) ** (1 / overlap)
+
+    @property
+    def _flush_cycles(self) -> float:
+        return self.taps[0] * self.taps[1] * _COST.flush_cycles if self.split else 0
 
     @property
     def _copied_cycles(self) -> float:
-        inputs, outputs = self.box_channels
-        inputs, outputs = self.lines * inputs, len(self.slots) * outputs
+        (inputs, outputs), slots = self.box_channels, self.slot_count
+        inputs, outputs = self.lines * inputs, slots * outputs
         copied = (inputs * self.pixels + outputs * self.row_pitch) * self.itemsize
-        boxes = self.lines + len(self.slots) * max(1, self.planes)
+        boxes = self.lines + slots * max(1, self.planes)
         return max(outputs * _COST.line_cycles, copied * _COST.byte_cycles) + boxes * _COST.box_cycles
 
     @property
@@ -263,8 +297,11 @@ class Tile:
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
+        return min(self._most_fitting(limit), self.tiles)
+
+    def _most_fitting(self, limit: int) -> int:
         fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
-        return min(fitting, self.most_slices, self.tiles)
+        return min(fitting, self.most_slices)
 
     def partial_bytes(self, limit: int) -> int:
         """Bytes of the partial sums."""
@@ -276,17 +313,68 @@ class Tile:
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
-        slices, problem = self.slices(limit), self.problem
+        slices = self.slices(limit)
         rounds = -(-self.weight_blocks * slices // self.multiprocessors)
-        stored = math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
-        computed = rounds * (-(-self.tiles // slices) * self.cycles + stored) / _DEVICE.clock
-        rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
-        pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
-        moved = pixels * self.itemsize / _DEVICE.weight_grad_memory_rate
-        partials = 2 * self.partial_bytes(limit) / _COST.partial_rate
-        padded = _COST.pad_seconds + 2 * self.padded_bytes / _COST.pad_rate if self.padded_bytes else 0
+        return self._seconds(rounds * (-(-self.tiles // slices) * self.cycles + self._stored_cycles), slices)
+
+    def least_seconds(self, limit: int, flat: bool) -> float:
+        """What no tile takes less than that has as much of the weights, of lines that are flat or are not."""
+        problem, (height, width) = self.problem, (self.problem.input_size[0], self.input_width)
+        shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // 32
+        if flat:
+            height = up_to_multiple(height, max(1, shortest // width))
+        else:
+            width = up_to_multiple(width, shortest)
+        steps = problem.batch * height * width * self.itemsize // 32
+        inputs, outputs = self.box_channels
+        rows_read = len(_rows_read(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0])) / _MOST_ROWS
+        copied = 32 * (inputs + outputs * rows_read * problem.stride[1]) * _COST.byte_cycles
+        rounded = 2 * self.ci_tile * _ROUND_CYCLES[self.itemsize, 1 + self.split]
+        step_cycles = max(self._step_cycles(1) + self._flush_cycles / most_steps, copied, rounded)
+        step_cycles += _COST.tile_cycles / most_steps + copied * _COST.waited_share / (_MOST_STAGES - 1)
+        most = self._most_fitting(limit)
+        rounds = -(-self.weight_blocks * most // self.multiprocessors)
+        computed = rounds * (steps / most * step_cycles + self._stored_cycles)
+        return self._seconds(computed, min(most, -(-steps // most_steps)))
+
+    @property
+    def _stored_cycles(self) -> float:
+        return math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
+
+    def _seconds(self, cycles: float, slices: int) -> float:
+        """Of a multiprocessor's cycles, of memory and of partial sums."""
+        moved, others = _other_seconds(self.problem, self.itemsize)
+        partials = 2 * partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
         overlap = _COST.overlap_with_memory
-        return _COST.launch_seconds + padded + (computed**overlap + moved**overlap) ** (1 / overlap) + partials
+        return others + ((cycles / _DEVICE.clock) ** overlap + moved**overlap) ** (1 / overlap) + partials
+
+
+_FIELDS = tuple(Tile.__dataclass_fields__)
+_OF_WEIGHTS = "warpgroups", "block_taps", "channels", "weight_blocks", "input_width", "word_elements"
+_FIELDS_AND_WEIGHTS = _FIELDS + _OF_WEIGHTS
+
+
+@functools.lru_cache(maxsize=1024)
+def _other_seconds(problem: Problem, itemsize: int) -> tuple[float, float]:
+    """Of what moves, and of launches and a copy of the input."""
+    rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
+    pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
+    padded_bytes = _padded_bytes(problem, itemsize)
+    padded = _COST.pad_seconds + 2 * padded_bytes / _COST.pad_rate if padded_bytes else 0
+    return pixels * itemsize / _DEVICE.weight_grad_memory_rate, _COST.launch_seconds + padded
+
+
+def _padded_bytes(problem: Problem, itemsize: int) -> int:
+    """Bytes of a copy of the input whose rows are whole 16 bytes, where they are not."""
+    *shape, width = problem.input_shape
+    padded = input_width(problem, itemsize)
+    return math.prod(shape) * padded * itemsize if width < padded else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_read(rows: int, taps: int, stride: int, dilation: int) -> list[int]:
+    """Rows of grad_output that neighbouring rows of pixels read."""
+    return sorted({row * stride + tap * dilation for row in range(rows) for tap in range(taps)})
 
 
 def input_width(problem: Problem, itemsize: int) -> int:
@@ -298,35 +386,57 @@ def tiles_of(
     problem: Problem, itemsize: int, split: bool, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Iterator[Tile]:
     """The tiles that a problem may have: none where rows of outputs are no whole words, or images are too large."""
-    width = input_width(problem, itemsize)
+    for block in _blocks_of(problem, itemsize, split, multiprocessors):
+        for flat in (False, True):
+            yield from _tiles_with(block, flat)
+
+
+def _lines_of(problem: Problem, itemsize: int, flat: bool) -> list[int]:
+    """Pixels that a line may have, of several rows or of one."""
+    width, lengths = input_width(problem, itemsize), (128 // itemsize, 64 // itemsize)
+    return [pixels for pixels in lengths if not flat or (pixels > width and pixels % width == 0)]
+
+
+def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: int) -> Iterator[Tile]:
+    """What blocks may have of the weights, as tiles of one line."""
     kernel_h, kernel_w = problem.kernel_size
     line = 128 // itemsize
-    shapes = [(pixels, pixels) for pixels in (line, line // 2)]
-    shapes += [(pixels, width) for pixels, _ in shapes if pixels % width == 0 and width % (16 // itemsize) == 0]
-    shapes = list(dict.fromkeys(shapes))
     channels = -(-problem.gemm_k // 16) * 16
     widths = [n for n in (16, 32, 48, 64, 96, 128, 160, 192, 224, 256) if n < channels + 32 and n >= min(32, channels)]
     sides = [s for s in itertools.product((1, 2), (1, 2, 3), (1, 2)) if math.prod(s) <= 3]
     planes = _planes(problem, itemsize)
     if planes is None or not fits(problem):
         return
-    lines = [n for n in (1, 2, 3, 4) if n == 1 or n <= problem.input_size[0]]
-    vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (planes and vector > 1)]
     taps = list(itertools.product(range(1, min(3, kernel_h) + 1), range(1, min(8, kernel_w) + 1)))
-    for ci_tile, (co, h, w), (taps_h, taps_w) in itertools.product(widths, sides, taps):
-        if h * taps_h >= kernel_h + taps_h or w * taps_w >= kernel_w + taps_w:
-            continue
-        of_block = ci_tile, co, h, w, (taps_h, taps_w), planes, multiprocessors
-        any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, *of_block)
-        if any_one.registers > _REGISTERS[any_one.warpgroups]:
-            continue
-        for (pixels, tile_w), rows in itertools.product(shapes, lines):
-            segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment * itemsize % 16 == 0]
+    any_one = Tile(problem, itemsize, split, line, 1, line, line, 1, 16, 1, 1, 1, (1, 1), planes, multiprocessors)
+    for ci_tile in widths:
+        registers = {of_one: any_one.varied(ci_tile=ci_tile, taps=of_one).registers for of_one in taps}
+        for (co, h, w), of_one in itertools.product(sides, taps):
+            if registers[of_one] > _REGISTERS[co * h * w] or (h - 1) * of_one[0] >= kernel_h:
+                continue
+            if (w - 1) * of_one[1] < kernel_w:
+                block = any_one.varied(ci_tile=ci_tile, sides_co=co, sides_h=h, sides_w=w, taps=of_one)
+                if block.reads_pieces:
+                    yield block
+
+
+def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
+    """Tiles with as much of the weights, whose lines are flat or are not."""
+    problem, itemsize = block.problem, block.itemsize
+    width, piece = block.input_width, 16 // itemsize
+    shapes = [(pixels, width if flat else pixels) for pixels in _lines_of(problem, itemsize, flat)]
+    vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (block.planes and vector > 1)]
+    vectors = [vector for vector in vectors if vector == 1 or block.varied(vector=vector).reads_pieces]
+    for pixels, tile_w in shapes:
+        segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment % piece == 0]
+        for lines in _LINES:
+            if 1 < lines > problem.input_size[0]:
+                break
             found = (
-                Tile(problem, itemsize, split, pixels, rows, tile_w, segment, vector, *of_block)
+                block.with_pixels(pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
                 for segment, vector in itertools.product(segments, vectors)
             )
-            if (tile := next((tile for tile in found if tile.possible), None)) is not None:
+            if (tile := next((tile for tile in found if tile._fits), None)) is not None:
                 yield tile
 
 
@@ -348,6 +458,12 @@ def _conflicts(pitch: int, stride: int, vector: int) -> int:
     lanes = range(32 // vector)
     words = {lane // 4 * pitch + lane % 4 * stride + word for lane in lanes for word in range(vector)}
     return max(Counter(word % 32 for word in words).values())
+
+
+@functools.cache
+def _pitch(least: int, stride: int, vector: int) -> int:
+    """Of eight, the first whose words lie in the most different banks."""
+    return min(range(least, least + 32, 4), key=lambda pitch: _conflicts(pitch, stride, vector))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -373,7 +489,7 @@ def fitted(tile: Tile, problem: Problem, limit: int) -> Tile | None:
         return None
     if tile.flat and input_width(problem, tile.itemsize) != tile.tile_w:
         return None
-    made = replace(tile, problem=problem, planes=planes)
+    made = tile.varied(problem=problem, planes=planes)
     return made if made.slices(limit) > 0 else None
 
 
@@ -382,11 +498,25 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
     """The best tile whose lines are flat, and the best of others."""
     if problem.in_pixels >= _SMALL_PIXELS:
         limit += 2 * math.prod(problem.input_shape) * itemsize  # which a copy may take
-    tiles = [*tiles_of(problem, itemsize, split, multiprocessors)]
-    if not tiles or tiles[0].slices(limit) == 0:  # of others neither
+    blocks = [*_blocks_of(problem, itemsize, split, multiprocessors)]
+    if not blocks or blocks[0].slices(limit) == 0:  # of others neither
         return []
-    kinds = [tile for tile in tiles if tile.flat], [tile for tile in tiles if not tile.flat]
-    return [min(kind, key=lambda tile: tile.seconds(limit)) for kind in kinds if kind]
+    found = []
+    for flat in (True, False):
+        if not _lines_of(problem, itemsize, flat):
+            continue
+        least, best, tile = math.inf, len(blocks), None
+        promising = sorted((block.least_seconds(limit, flat), i) for i, block in enumerate(blocks))
+        for bound, i in promising:
+            if bound > least:
+                break
+            for one in _tiles_with(blocks[i], flat):
+                seconds = one.seconds(limit)
+                if seconds < least or (seconds == least and i < best):
+                    least, best, tile = seconds, i, one
+        if tile is not None:
+            found.append(tile)
+    return found
 
 
 def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -146,10 +146,12 @@ class Tile:
         """Boxes of grad_output."""
         return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
 
-    @functools.cached_property
+    @property
     def stage_bytes(self) -> int:
-        box = -(-math.prod(self.box) // 8) * 8
-        return (self.sides[0] * self.pixels + self.boxes * box) * _LINE_BYTES
+        return self._stage_bytes(self.pixels, math.prod(self.box))
+
+    def _stage_bytes(self, pixels: int, box: int) -> int:
+        return (self.sides[0] * pixels + self.boxes * (-(-box // 8) * 8)) * _LINE_BYTES
 
     @property
     def unread_bytes(self) -> int:
@@ -159,8 +161,11 @@ class Tile:
 
     @functools.cached_property
     def stages(self) -> int:
+        return self._stages(self.pixels, math.prod(self.box))
+
+    def _stages(self, pixels: int, box: int) -> int:
         most = SHARED_BYTES - 1024 - self.unread_bytes
-        return min(_MOST_STAGES, most // (self.stage_bytes + _BARRIER_BYTES))
+        return min(_MOST_STAGES, most // (self._stage_bytes(pixels, box) + _BARRIER_BYTES))
 
     @property
     def shared_bytes(self) -> int:
@@ -212,27 +217,37 @@ class Tile:
 
     @property
     def possible(self) -> bool:
-        stride_h, stride_w = self.problem.stride
-        _, box_height, box_width = self.box
-        return (
-            self.regular
-            and self.products * self.columns // 2 <= _SUMS[self.warpgroups]
-            and self.columns <= _COLUMNS[self.warpgroups]
-            and box_height * stride_h <= _LONGEST_BOX
-            and box_width * stride_w <= _LONGEST_BOX
-            and self.stages >= 2
-        )
+        return self.fits_registers and self.fits_boxes and self.stages >= 2
+
+    @property
+    def fits_registers(self) -> bool:
+        columns, most = self.columns, _SUMS[self.warpgroups]
+        return self.products * columns // 2 <= most and columns <= _COLUMNS[self.warpgroups]
+
+    @property
+    def fits_boxes(self) -> bool:
+        (stride_h, stride_w), (_, height, width) = self.problem.stride, self.box
+        return self.regular and height * stride_h <= _LONGEST_BOX and width * stride_w <= _LONGEST_BOX
 
     @functools.cached_property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products, or of copies."""
-        products = self.pixels / _STEP * self.products * self.warpgroups
-        lines = self.sides[0] * self.pixels + self.boxes * math.prod(self.box)
-        multiplied = products * self.columns / 2 * _COST.product_share
+        pixels, box = self.pixels, math.prod(self.box)
+        return self.cycles_of([(pixels, box, self._stages(pixels, box))])[0]
+
+    def cycles_of(self, sizes: Iterable[tuple[int, int, int]]) -> list[float]:
+        """That, for tiles of other sizes: by pixels, lines of a box, and stages."""
+        step_products, columns, side, boxes = self.products * self.warpgroups, self.columns, self.sides[0], self.boxes
         # Both sides of each product are read, and lines written, at 128 bytes a cycle.
-        moved = (products * (_STEP + self.columns / 4) + lines) * _COST.moved_share
-        copied = lines * _COST.line_cycles
-        return max(multiplied, moved, copied) + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
+        multiplied, read = columns / 2 * _COST.product_share, _STEP + columns / 4
+        moved_share, line_cycles, waited_share = _COST.moved_share, _COST.line_cycles, _COST.waited_share
+        found = []
+        for pixels, box, stages in sizes:
+            products, lines = pixels / _STEP * step_products, side * pixels + boxes * box
+            copied = lines * line_cycles
+            longest = max(products * multiplied, (products * read + lines) * moved_share, copied)
+            found.append(longest + _COST.tile_cycles + copied * waited_share / (stages - 1))
+        return found
 
     def slices(self, limit: int) -> int:
         """Into how many slices the tiles are cut, for a workspace of at most so many bytes; 0 where none fit."""
@@ -240,15 +255,14 @@ class Tile:
 
     def sliced(self, problem: Problem, limit: int) -> tuple[int, float]:
         """That for the layer at any sizes, and roughly the seconds of the kernel and of adding up."""
-        tiles, weight_bytes = math.prod(self.tiles_of(problem)), 4 * math.prod(problem.weight_shape)
-        if (most := min(limit // weight_bytes, tiles)) == 0:
+        tiles, blocks, multiprocessors = math.prod(self.tiles_of(problem)), self.weight_blocks, self.multiprocessors
+        if (most := min(limit // (4 * math.prod(problem.weight_shape)), tiles)) == 0:
             return 0, math.inf
-        found = []
-        for rounds in (1, 2, 3):
-            slices = min(most, max(1, rounds * self.multiprocessors // self.weight_blocks))
-            tiles_in_turn = -(-self.weight_blocks * slices // self.multiprocessors) * -(-tiles // slices)
+        found, tile_seconds = [], self.cycles / _DEVICE.clock
+        for slices in {min(most, max(1, rounds * multiprocessors // blocks)) for rounds in (1, 2, 3)}:
+            tiles_in_turn = -(-blocks * slices // multiprocessors) * -(-tiles // slices)
             adding = 2 * partial_bytes(problem, 2, slices) / _COST.partial_rate
-            found.append((tiles_in_turn * self.cycles / _DEVICE.clock + adding, slices))
+            found.append((tiles_in_turn * tile_seconds + adding, slices))
         seconds, slices = min(found)
         return slices, seconds
 
@@ -356,25 +370,39 @@ def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
     A kernel is compiled for each. Of those that have as much of the weights each, one takes the fewest cycles for the
     same pixels, whatever the sizes of images are: of these, tiles are taken that are the best beside those before.
     """
-    fastest: dict[tuple[int, Size], Tile] = {}
-    sizes = [*_all_sizes(layer)]
+    fastest: dict[tuple[int, Size], tuple[float, Tile]] = {}
+    all_sizes = [*_all_sizes(layer)]
+    sizes_of: dict[Pair, list[tuple[Size, int, int]]] = {}  # with pixels and lines of a box, by its extra ones
     for tile in _layer_tiles(layer, multiprocessors):
-        for sized in (_sized(tile, size) for size in sizes):
-            key = tile.weight_blocks, sized.size
-            if sized.possible and (key not in fastest or sized.cycles < fastest[key].cycles):
-                fastest[key] = sized
+        if not tile.fits_registers:
+            continue
+        if (extra := (tile.taps_h.extra, tile.taps_w.extra)) not in sizes_of:
+            all_sized = [_sized(tile, size) for size in all_sizes]
+            sizes_of[extra] = [(one.size, one.pixels, math.prod(one.box)) for one in all_sized if one.fits_boxes]
+        sizes = [
+            (size, pixels, box, stages)
+            for size, pixels, box in sizes_of[extra]
+            if (stages := tile._stages(pixels, box)) >= 2
+        ]
+        for (size, *_), cycles in zip(sizes, tile.cycles_of(one[1:] for one in sizes), strict=True):
+            key = tile.weight_blocks, size
+            if key not in fastest or cycles < fastest[key][0]:
+                fastest[key] = cycles, tile
+    tiles = [_sized(tile, size) for (_, size), (_, tile) in fastest.items()]
     (height, width), usual = layer.input_size, []
     for batch, down, across in _USUAL:
-        size = min(height, down if width > 1 else down * across), min(width, across if height > 1 else down * across)
-        usual.append(replace(layer, batch=batch, input_size=size))
+        image = min(height, down if width > 1 else down * across), min(width, across if height > 1 else down * across)
+        usual.append(replace(layer, batch=batch, input_size=image))
     limit = max(DEFAULT_WORKSPACE_LIMIT, 4 * math.prod(layer.weight_shape))
-    seconds = {tile: [tile.seconds_for(one, limit) for one in usual] for tile in fastest.values()}
+    seconds = [[tile.seconds_for(one, limit) for tile in tiles] for one in usual]
+    ratios = [*zip(*([one / min(row) for one in row] for row in seconds if row), strict=True)]
     menu: list[Tile] = []
-    least, so_far = [*map(min, zip(*seconds.values(), strict=True))], [math.inf] * len(usual)
-    while seconds and len(menu) < _MENU:
-        best = min(seconds, key=lambda tile: sum(map(lambda *one: min(one[:2]) / one[2], so_far, seconds[tile], least)))
-        so_far = [*map(min, so_far, seconds.pop(best))]
-        menu.append(best)
+    so_far = [math.inf] * len(usual)
+    while len(menu) < min(_MENU, len(tiles)):
+        sums = [sum(map(min, so_far, of_tile)) for of_tile in ratios]
+        best = sums.index(min(sums))
+        so_far = [*map(min, so_far, ratios[best])]
+        menu.append(tiles[best])
     return menu
 
 
