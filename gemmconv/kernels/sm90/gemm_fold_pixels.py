@@ -50,6 +50,13 @@ class Tile(PositionRows):
     window: int
     compiled: Pair = (1, 1)
 
+    def of_items(self, images: int, window: int, sets: int) -> Tile:
+        """The same of other items, of as many blocks of rows. What these do not change is not worked out again."""
+        tile, mine = object.__new__(Tile), self.__dict__
+        fields = {name: mine[name] for name in _FIELDS}
+        tile.__dict__.update(fields, images=images, window=window, sets=sets, fold_outs=self.fold_outs)
+        return tile
+
     @property
     def row_blocks(self) -> int:
         return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
@@ -78,8 +85,12 @@ class Tile(PositionRows):
 
     @property
     def items(self) -> int:
+        return self._items_of_set * self.sets
+
+    @property
+    def _items_of_set(self) -> int:
         p, (windows, _, _) = self.problem, self.windows
-        return (-(-p.batch // self.images) if windows == 1 else p.batch * windows) * self.sets
+        return -(-p.batch // self.images) if windows == 1 else p.batch * windows
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -147,31 +158,71 @@ class Tile(PositionRows):
     @property
     def cycles(self) -> float:
         """Roughly the cycles that a call takes, its launches among them."""
-        p = self.problem
+        items, blocks = self.items, self.blocks
+        computed = -(-items // self.multiprocessors) * (_COST.item_cycles + blocks * self._block_cycles)
+        reads = 1 if self.held else blocks  # of an item's inputs
+        return self._overlapped(computed, items * (blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes))
+
+    @property
+    def least_cycles(self) -> float:
+        """What such a tile does not take less than, whatever its sets."""
+        items, blocks = self._items_of_set, self.line_blocks
+        computed = items / self.multiprocessors * (_COST.item_cycles + blocks * self._block_cycles)
+        return self._overlapped(computed, items * (blocks * self.lines * CHUNK_BYTES + self.slot_bytes))
+
+    @property
+    def _block_cycles(self) -> float:
+        """Of a block of lines of an item."""
+        p, cells = self.problem, self.cells
         outs, passes = self.lines // p.taps, self.lines // (p.taps * self.fold_outs)
         # Sectors of 32 bytes that a lane's stores of a cell have parts of.
         sectors = p.stride[0] * (p.stride[1] / self.vector) * min(1, p.stride[1] * self.itemsize / 32)
-        folded = _COST.fold_cycles * self.lines * max(self.cells, self.item_positions) + _COST.pass_cycles * passes
+        folded = _COST.fold_cycles * self.lines * max(cells, self.item_positions) + _COST.pass_cycles * passes
         products = self.row_blocks * (_COST.line_cycles * self.lines + _COST.rows_cycles)
-        block = self.chunks * (products + _COST.chunk_cycles) + folded
-        stored = _COST.sector_cycles * outs * self.cells * sectors
-        computed = -(-self.items // self.multiprocessors) * (_COST.item_cycles + self.blocks * (block + stored))
-        moved = (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize / _COST.bytes_a_cycle
-        reads = 1 if self.held else self.blocks  # of an item's inputs
-        copied = self.items * self.chunks * (self.blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes)
-        parts, overlap = (computed, moved, copied / _COST.copied_a_cycle), _COST.overlap
+        return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
+
+    def _overlapped(self, computed: float, copied_bytes: int) -> float:
+        """Of all, by cycles of multiprocessors, and bytes that are copied of a chunk."""
+        moved = (math.prod(self.problem.output_shape) + math.prod(self.problem.input_shape)) * self.itemsize
+        copied = self.chunks * copied_bytes / _COST.copied_a_cycle
+        parts, overlap = (computed, moved / _COST.bytes_a_cycle, copied), _COST.overlap
         start = _COST.start_cycles + _COST.packed_byte_cycles * self.packed_bytes
         return start + sum(part**overlap for part in parts) ** (1 / overlap)
+
+
+_FIELDS = tuple(Tile.__dataclass_fields__)
 
 
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
+    blocks = [*_blocks_of(problem, itemsize, multiprocessors)]
+    least, best, found = math.inf, len(blocks), None
+    for bound, i in sorted((block.least_cycles, i) for i, block in enumerate(blocks)):
+        if bound > least:
+            break
+        for tile in _in_sets(blocks[i]):
+            cycles = tile.cycles
+            if cycles < least or (cycles == least and i < best):
+                least, best, found = cycles, i, tile
+    return found
 
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
+    for block in _blocks_of(problem, itemsize, multiprocessors):
+        yield from _in_sets(block)
+
+
+def _in_sets(block: Tile) -> Iterator[Tile]:
+    """Those of the same lines and items."""
+    for sets in pixels_on_m.sets_of(block.problem, block.lines):
+        if (tile := block.of_items(block.images, block.window, sets)).possible:
+            yield tile
+
+
+def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
+    """What blocks may have of lines and positions, as tiles of one set."""
     p = problem
     step = math.lcm(16, p.taps)
     if p.groups > 1 or p.batch == 0 or step > MOST_LINES or p.in_pixels % _PIECE:
@@ -183,13 +234,16 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
     if (itemsize == 2 and p.out_channels * p.taps % 8) or not pixels_on_m.fits_integers(p, multiprocessors):
         return
     few = -(-p.out_channels * p.taps // step) * step
+    all_lines = [lines for lines in range(step, min(few, _MOST_SUMS) + 1, step) if lines >= 64 or lines == few]
+    first: dict[Pair, Tile] = {}  # by blocks of rows, and lines
     for images, window in _items_of(p):
         row_blocks = -(-images * window // BLOCK_POSITIONS)
-        for lines in range(step, min(few, _MOST_SUMS // row_blocks) + 1, step):
-            for sets in pixels_on_m.sets_of(p, lines):
-                tile = Tile(p, itemsize, lines, sets, images, window, multiprocessors=multiprocessors)
-                if (lines >= 64 or lines == few) and tile.possible:
-                    yield tile
+        for lines in all_lines:
+            if lines * row_blocks > _MOST_SUMS:
+                break
+            if (key := (row_blocks, lines)) not in first:
+                first[key] = Tile(p, itemsize, lines, 1, images, window, multiprocessors=multiprocessors)
+            yield first[key].of_items(images, window, 1)
 
 
 def fitted(tile: Tile, problem: Problem) -> Tile | None:
