@@ -203,9 +203,15 @@ def candidates_of(kernel: Kernel, case: Case, device: torch.device) -> list[tupl
     return [(kernel.seconds(config, "forward", tile), tile) for tile in kernel.tiles(config, "forward")]
 
 
-def sample(candidates: Iterable[tuple[float, Any]], count: int) -> list[tuple[float, Any]]:
-    """Half of ``count`` those of the least estimates, the choice first, and half others: the same ones each time."""
-    ordered = sorted(candidates, key=lambda candidate: candidate[0])  # of equals the first, as the kernels choose
+def sampled(kernel: Kernel, case: Case, device: torch.device, count: int) -> list[tuple[float, Any]]:
+    """Candidates of a kernel, as :func:`sample` takes them: the kernel's own choice first."""
+    candidates = candidates_of(kernel, case, device)
+    return sample(candidates, count, kernel.tile(case.config(device), "forward") if candidates else None)
+
+
+def sample(candidates: Iterable[tuple[float, Any]], count: int, first: Any = None) -> list[tuple[float, Any]]:
+    """Half of ``count`` those of the least estimates, but ``first`` before all; half others, the same ones each time."""
+    ordered = sorted(candidates, key=lambda one: (one[1] != first, one[0]))  # of equals the first, as kernels choose
     best = -(-count // 2)
     others = range(best, len(ordered))
     return ordered[:best] + [ordered[i] for i in sorted(Random(_SEED).sample(others, min(count - best, len(others))))]
@@ -220,7 +226,7 @@ def inspect(kernel: Kernel, cases: Sequence[Case]) -> None:
         if not candidates:
             skipped += 1
             continue
-        estimate, tile = sample(candidates, 1)[0]
+        estimate, tile = sampled(kernel, case, device, 1)[0]
         text = _text(Trial(case, tile, estimate, True).fields)
         print(f"{_title(case):<{width}} {len(candidates):>10} {1e6 * estimate:10.1f} us  {text}")
     print(f"without candidates: {skipped} of {len(cases)}")
@@ -257,7 +263,7 @@ def run(
         save(out, {**head, "rows": []})  # what cannot be written is to be known now
     groups, width = [], _width(cases)
     for case in cases:
-        candidates = sample(candidates_of(kernel, case, device), count)
+        candidates = sampled(kernel, case, device, count)
         if candidates:
             groups.append([Trial(case, tile, estimate, i == 0) for i, (estimate, tile) in enumerate(candidates)])
     compile_all(kernel, [trial for trials in groups for trial in trials], device)

@@ -129,7 +129,7 @@ def _estimates(
     config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
 ) -> list[tuple[float, Algorithm]]:
     """Algorithms with the seconds they are estimated at, least first; infinite where they cannot serve it."""
-    able = [a.why_not(config, direction) is None and (direction == "forward" or a.serves(config)) for a in among]
+    able = [a.why_not(config, direction) is None and (direction == "forward" or a.can_serve(config)) for a in among]
     estimates = [(a.estimate(config, direction) if able[i] else math.inf, not able[i], a) for i, a in enumerate(among)]
     return [(seconds, a) for seconds, _, a in sorted(estimates, key=lambda item: item[:2])]
 

@@ -179,7 +179,7 @@ def test_first_candidate_is_the_kernels_own_choice(name, precision):
     case = case_of(layer, precision, layout)
     config, kernel = case.config(GPU), KERNELS[name]
     choice = kernel.tile(config, "forward") if kernel.why_not(config, "forward") is None else None
-    found = [tile for _, tile in sample(choices.candidates_of(kernel, case, GPU), 1)]
+    found = [tile for _, tile in choices.sampled(kernel, case, GPU, 1)]
     assert found == ([] if choice is None else [choice])
     declined = {
         **dict.fromkeys(KERNELS, ("fp32",)),

@@ -56,11 +56,11 @@ class Algorithm(ABC):
             return None
         return next(kernel for kernel in self.kernels if direction in kernel.directions).why_not(config, direction)
 
-    def serves(self, config: Config) -> bool:
+    def can_serve(self, config: Config) -> bool:
         """Whether it can serve forward passes: of the classes of sizes, which is known at once, or of these alone."""
         lacks = missing(config.device)
-        of_classes = (_fastest(self.kernels, one, "forward", lacks) for one in representatives(config))
-        return any(one is not None for one in of_classes) or self.why_not(config) is None
+        of_classes = (_known(self.kernels, one, "forward", lacks) for one in representatives(config))
+        return any(of_classes) or self.why_not(config) is None
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """Bytes of temporary memory that one call takes at most beside its arguments and its result.
@@ -135,7 +135,7 @@ class AlgorithmOfOne(Kernel, Algorithm):
     @abstractmethod
     def why_not(self, config: Config, direction: Pass = "forward") -> str | None: ...
 
-    def serves(self, config: Config) -> bool:
+    def can_serve(self, config: Config) -> bool:
         return self.why_not(config) is None
 
     @abstractmethod
@@ -169,19 +169,24 @@ def _of_both(config: Config, weight_config: Config) -> Config:
     return replace(config, weight_format=weight_config.memory_format)
 
 
+_NEARLY = 1.15  # of the least estimate for a class of sizes: what may be faster for some of it
+
+
 @lru_cache(maxsize=4096)
 def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
     """The best choice of the classes of sizes, made for these; of these sizes alone where that cannot be."""
     found = []
     for of_class in representatives(config):
-        choice = _fastest(kernels, of_class, direction, lacks)
-        tile = choice and choice.kernel.fitted(config, direction, choice.tile)
-        if choice is not None and tile is not None:
-            found.append(Choice(choice.kernel, tile, choice.kernel.seconds(config, direction, tile)))
-    return min(found, key=lambda one: one.seconds) if found else _fastest(kernels, config, direction, lacks)
+        known = _known(kernels, of_class, direction, lacks)
+        for kernel, tile, seconds in known:
+            fitted = kernel.fitted(config, direction, tile) if seconds <= _NEARLY * known[0].seconds else None
+            if fitted is not None:
+                found.append(Choice(kernel, fitted, kernel.seconds(config, direction, fitted)))
+    found = found or list(_known(kernels, config, direction, lacks)[:1])
+    return min(found, key=lambda one: one.seconds, default=None)
 
 
 @lru_cache(maxsize=4096)
-def _fastest(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
-    """The choice of least estimate; ``lacks``, what :func:`missing` says, is what else it depends on."""
-    return min(choices(config, direction, kernels), key=lambda choice: choice.seconds, default=None)
+def _known(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> tuple[Choice, ...]:
+    """The choices, that of least estimate first; ``lacks``, what :func:`missing` says, is what else they depend on."""
+    return tuple(sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds))

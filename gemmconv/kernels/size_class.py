@@ -26,8 +26,8 @@ _FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly
 def representatives(config: Config) -> tuple[Config, ...]:
     """Configurations that stand for the classes that one is of: the next with fewer pixels, and with more.
 
-    Their images are as wide, to the next power of two, and as well aligned; small ones are the same. On a CPU there are
-    none.
+    Their images are as wide, to the next power of two, and as well aligned; small ones are the same, and the batches
+    powers of two. On a CPU there are none.
 
     >>> import torch
     >>> config = Config(Problem(3, 8, 8, 1, (40, 50), (3, 3)), torch.float32, torch.device("cuda", 0))
@@ -47,9 +47,10 @@ def _representatives(problem: Problem, elements: int) -> tuple[Problem, ...]:
     pixels = problem.batch * height * width
     if pixels * problem.in_channels * problem.out_channels == 0:
         return ()
-    size = problem.input_size
-    if height == 1 or height * width > _SMALL:
-        size = next(_sizes(problem, elements), size)
+    if height * width <= _SMALL:
+        above = _power(problem.batch)
+        return tuple(replace(problem, batch=one) for one in ([above // 2, above] if problem.batch < above else [above]))
+    size = next(_sizes(problem, elements), problem.input_size)
     place = bisect.bisect_left(_TOTALS, pixels)
     totals = _TOTALS[place : place + 1] if pixels in _TOTALS else _TOTALS[max(0, place - 1) : place + 1]
     batches = sorted({max(1, round(total / math.prod(size))) for total in totals})

@@ -525,6 +525,9 @@ class DirectKernel(Kernel):
             return "tensors must have elements"
         return super().declines(config, direction)
 
+    def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
+        return tile
+
 
 class DirectForward(DirectKernel):
     """See the module."""
