@@ -210,7 +210,7 @@ def sampled(kernel: Kernel, case: Case, device: torch.device, count: int) -> lis
 
 
 def sample(candidates: Iterable[tuple[float, Any]], count: int, first: Any = None) -> list[tuple[float, Any]]:
-    """Half of ``count`` those of the least estimates, but ``first`` before all; half others, the same ones each time."""
+    """Half of ``count`` those of least estimates, but ``first`` before all; half others, the same ones each time."""
     ordered = sorted(candidates, key=lambda one: (one[1] != first, one[0]))  # of equals the first, as kernels choose
     best = -(-count // 2)
     others = range(best, len(ordered))

@@ -122,7 +122,7 @@ def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:
         std="c++17",
         define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
         device_as_default_execution_space=True,  # of lambdas
-        minimal=True,  # no declarations of textures and the like, which take longer to read than a small kernel to compile
+        minimal=True,  # without declarations of textures and the like, which take time to read
         ptxas_options=["-v"],
     )
 
