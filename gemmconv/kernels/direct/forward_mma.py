@@ -39,7 +39,7 @@ _SHIFT_BASE = 1 << 12
 _MOST_WEIGHTS = 1 << 18  # of a group
 _MOST_M_TILES = 32  # bits of a mask
 _MOST_STEPS = 2048  # 4 KiB of constant memory a table
-_MOST, _MOST_ALIKE = 4, 2  # tiles of a menu, in channels_last, and in NCHW for widths that are alike
+_MOST, _MOST_ALIKE = 4, 4  # tiles of a menu, in channels_last, and in NCHW for widths that are alike
 _ALIGNED = 8  # pixels: widths that are as far beyond a multiple of them are loaded and stored alike
 
 Shift = Pair  # from a cell to an input, per axis
