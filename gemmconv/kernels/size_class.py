@@ -48,7 +48,7 @@ def _representatives(problem: Problem, elements: int) -> tuple[Problem, ...]:
     if pixels * problem.in_channels * problem.out_channels == 0:
         return ()
     if height * width <= _SMALL:
-        above = _power(problem.batch)
+        above = min(_power(problem.batch), _TOTALS[-1] // _SMALL)
         return tuple(replace(problem, batch=one) for one in ([above // 2, above] if problem.batch < above else [above]))
     size = next(_sizes(problem, elements), problem.input_size)
     place = bisect.bisect_left(_TOTALS, pixels)
