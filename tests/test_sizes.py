@@ -191,7 +191,7 @@ def test_representatives_of_huge_sizes_are_no_larger_than_the_largest_class():
         layer = Problem(batch, 8, 8, 1, size, (3, 3))
         found = representatives_of(layer)
         assert len(found) == 1
-        assert found[0].batch == 1 or found[0].batch * found[0].in_pixels <= 2 << 20
+        assert found[0].batch == 1 or found[0].batch * found[0].in_pixels <= 2 << 24
         assert alignment(found[0], 4) == alignment(layer, 4)
 
 

@@ -18,7 +18,7 @@ from gemmconv.kernels.base import Config
 _VECTOR_BYTES = 16  # that memory is read and written by at most
 _BLOCK = 64  # pixels: of what may come as blocks of whole images
 # Pixels of all images, of a class: the more there are, the less a tile depends on how many.
-_TOTALS = (*(1 << i for i in range(12)), *(1 << i for i in range(12, 22, 2)))
+_TOTALS = (*(1 << i for i in range(12)), *(1 << i for i in range(12, 26, 2)))
 _SMALL = 256  # pixels of an image that is of a class of its own: how a tile covers it is what counts
 _FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly square
 

@@ -30,6 +30,7 @@ _COST = costs_of("direct/forward")
 _INT32_MAX = 2**31 - 1
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
 _MOST = 4  # tiles of a menu
+_ALL_REGISTERS = 65_536  # of a multiprocessor
 _LANES = (8, 16)  # across a cell row of depthwise threads, where images are as wide
 _MOST_ROWS = 16  # of such
 _MOST_PHASES = 8  # row phases side by side
@@ -291,7 +292,7 @@ class _Layer:
         """Blocks that a multiprocessor shall hold, which bounds the registers of a thread."""
         if tile.depthwise:
             return 1
-        return max(1, 65_536 // (tile.threads * self.register_bound(tile)))
+        return max(1, _ALL_REGISTERS // (tile.threads * self.register_bound(tile)))
 
     def register_bound(self, tile: Tile) -> int:
         """What a thread may be held to."""
@@ -420,7 +421,7 @@ class _Layer:
             pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
             instructions += _COST.pixel_instructions * pixels * tile.channels_out
             wavefronts += tap_rows * quads * double + _COST.piece_wavefronts * 32 * pieces
-        return instructions, wavefronts, quads, 65_536 // self.register_bound(tile)
+        return instructions, wavefronts, quads, _ALL_REGISTERS // self.register_bound(tile)
 
 
 class _Cost(NamedTuple):
