@@ -1480,7 +1480,7 @@ EDITS = {
     },
     "direct/forward.cu": {
         "forward_no_barrier": (Run("forward", LAYER), *NO_BARRIER),
-        "forward_rows_of_bias_left_out": (Run("forward", CASES[8], layout="channels_last"), r"pixel -= width;", ""),
+        "forward_rows_of_bias_left_out": (Run("forward", CASES[5], layout="channels_last"), r"pixel -= width;", ""),
         "misaligned_vector":
             (Run("forward", LAYER), r"(reinterpret_cast<weight_quad_t\*>\(shared \+ )", r"\g<1>4 + ",
              "a misaligned address in line .* of direct/forward.cu"),
@@ -1668,7 +1668,7 @@ EDITS = {
     },
     "load/tma_nhwc.cuh": {
         "fused_lines_into_what_is_read": (FUSED_LINES, r"barrier_wait\(s\.patch_empty[^;]*;", "", OVERWRITTEN),
-        "fused_lines_of_other_images": (FUSED_LINES, r"\(box - 1\) \* BOX_IMAGES", "box * BOX_IMAGES"),
+        "fused_lines_of_other_images": (FUSED_LINES, r"\(box - 1\) \* p\.box_images", "box * p.box_images"),
     },
     "load/landing.cuh": {
         "fused_landing_not_waited_for": (FUSED_LANDED, r"cp_async_wait<[^;]*;", ";"),
@@ -1686,7 +1686,7 @@ EDITS = {
             (FUSED_PIXELS, r"named_barrier_sync<128>\(barrier\);(?=\s+piece_t)", ""),
         "fused_lined_without_a_barrier": (FUSED_LINED, r"__syncwarp\(\);", "", "relative error|not written"),
         "fused_lined_of_one_place":
-            (FUSED_LINED, r"at\.advance<kLineCells>\(p, place / SPAN_W\);", "",
+            (FUSED_LINED, r"at\.advance\(p, place / SPAN_W\);", "",
              "relative error|written twice|not written"),
         "fused_last_output_of_a_run":
             (Run("fused", MANY_CHANNELS, torch.float16, "channels_last", multiprocessors=0), r"if \(i < count\)",
