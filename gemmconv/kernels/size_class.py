@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from gemmconv.geometry import Pair, Problem, output_extent
 from gemmconv.kernels.base import Config
+from gemmconv.kernels.integers import power_of_two
 
 _VECTOR_BYTES = 16  # that memory is read and written by at most
 _BLOCK = 64  # pixels: of what may come as blocks of whole images
@@ -48,7 +49,7 @@ def _representatives(problem: Problem, elements: int) -> tuple[Problem, ...]:
     if pixels * problem.in_channels * problem.out_channels == 0:
         return ()
     if height * width <= _SMALL:
-        above = min(_power(problem.batch), _TOTALS[-1] // _SMALL)
+        above = min(power_of_two(problem.batch), _TOTALS[-1] // _SMALL)
         return tuple(replace(problem, batch=one) for one in ([above // 2, above] if problem.batch < above else [above]))
     size = next(_sizes(problem, elements), problem.input_size)
     place = bisect.bisect_left(_TOTALS, pixels)
@@ -61,7 +62,7 @@ def _sizes(problem: Problem, elements: int) -> Iterator[Pair]:
     """Heights and widths of a class, the best first: aligned as those of the problem are."""
     height, width = problem.input_size
     of_width, of_planes = _aligned(problem, width, elements), _in_blocks(problem, height, width)
-    top = _power(width)
+    top = power_of_two(width)
     for new_width in range(top, max(0, top - _BLOCK), -1):
         if _aligned(problem, new_width, elements) != of_width:
             continue
@@ -74,11 +75,6 @@ def _sizes(problem: Problem, elements: int) -> Iterator[Pair]:
         for new_height in range(most, max(0, most - _BLOCK), -1):
             if width % elements or _in_blocks(problem, new_height, new_width) == of_planes:
                 yield new_height, new_width
-
-
-def _power(size: int) -> int:
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
 
 
 def _aligned(problem: Problem, width: int, elements: int) -> Pair:

@@ -23,7 +23,7 @@ _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 _WHOLE_WIDTHS = (64, 128, 256)  # of strips of rows of 1024 and the like, that are whole sectors of memory
 
 _COLUMNS = (32, 64, 96, 128, 192, 256)  # of a tile, where a block has many
-_WIDES = (1, 2)  # inputs that may be taken together; where eight of 16-bit types are aligned, they land
+_WIDES = (1, 2)  # inputs that may be taken together
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
 
@@ -197,11 +197,8 @@ def _right_sides(plan: Plan) -> Iterator[Plan]:
         loaded = replace(plan, wide=wide, way="landing" if landing else "loaded")
         if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):
             continue
-        if landing and not (wide <= 2 and loaded.may_land):
-            continue
-        if not landing and plan.itemsize == 2 and wide > 2 and loaded.may_land:
-            continue  # landing is faster
-        yield loaded
+        if not landing or loaded.may_land:
+            yield loaded
 
 
 def _units(plan: Plan) -> tuple[int, ...]:

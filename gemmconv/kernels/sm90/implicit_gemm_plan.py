@@ -134,26 +134,22 @@ class Plan(Gathering):
 
         What does not depend on these is not worked out again.
         """
-        plan = object.__new__(Plan)
-        mine, its = self.__dict__, plan.__dict__
-        for name in _FIELDS:
-            its[name] = mine[name]
-        for name in _OF_RIGHT_SIDES:
-            if name in mine:
-                its[name] = mine[name]
-        its.update(changes)
-        return plan
+        return self._with(_OF_RIGHT_SIDES, changes)
 
     def resized(self, problem: Problem, **changes: Any) -> Plan:
         """The plan for another problem of its layer, and with other fields."""
+        return self._with(_OF_LAYERS, {**changes, "problem": problem})
+
+    def _with(self, known: tuple[str, ...], changes: dict[str, Any]) -> Plan:
+        """A copy with other fields, and of what was worked out with what ``known`` names."""
         plan = object.__new__(Plan)
         mine, its = self.__dict__, plan.__dict__
         for name in _FIELDS:
             its[name] = mine[name]
-        for name in _OF_LAYERS:
+        for name in known:
             if name in mine:
                 its[name] = mine[name]
-        its.update(changes, problem=problem)
+        its.update(changes)
         return plan
 
     @property
