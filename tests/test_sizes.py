@@ -126,6 +126,13 @@ def test_choices_are_the_same_in_either_order_and_in_another_process():
     assert json.loads(other.stdout.splitlines()[-1]) == some_choices(1)
 
 
+@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("size", [(8, 8), (64, 40), (1, 200)])
+def test_an_empty_batch_is_chosen_for(size, direction):
+    for layer, precision, memory_format in itertools.product(LAYERS, ("tf32", "bf16"), FORMATS):
+        assert taken(config_of(layer, precision, memory_format, 0, size), direction)[0]
+
+
 # Representatives of classes of sizes.
 
 

@@ -18,7 +18,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import up_to_multiple
+from gemmconv.kernels.integers import power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
@@ -523,7 +523,7 @@ def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
     """The layer at sizes that its tiles are chosen for: small images are as they are, of others rows that are lines."""
     (height, width), row = problem.input_size, input_width(problem, itemsize)
     if problem.in_pixels < _SMALL_PIXELS and height > 1:
-        yield replace(problem, batch=1 << problem.batch.bit_length() - 1)
+        yield replace(problem, batch=power_of_two_within(problem.batch, problem.batch))
         return
     if (planes := _planes(problem, itemsize)) is None:
         return
