@@ -52,11 +52,11 @@
  * load/landing.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
  * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see epilogue/store_phases.cuh); INDEX_64.
  *
- * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), STEP_ROW, STEP_COLUMN, STEP_PLANE
- * (see offset_of), PHASES (of each slot of each block of each side of each phase set: row phase * PHASE_BASE + column phase,
- * or -1). What depends on the size of images comes as parameters: another size compiles nothing.
+ * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), PHASES (of each slot of each
+ * block of each side of each phase set: row phase * PHASE_BASE + column phase, or -1). What depends on the size of images comes as parameters: another size compiles nothing.
  * Chosen by gemmconv/kernels/sm90/implicit_gemm_plan.py.
  */
+#include "ptx/elect.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/named_barrier.cuh"
 #if BOXED && CHANNELS_LAST
@@ -140,7 +140,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                 for (int step = 0; step < kMostSteps; ++step) {
                     if (step >= steps) break;
                     const descriptor_t left = advance(all_weights, weights.stage * kWeightUnits * 16);
-                    const descriptor_t shifted = advance(right, offset_of(p, begin + step) * kPositionBytes);
+                    const descriptor_t shifted = advance(right, p.step_offset[begin + step] * kPositionBytes);
                     if (!settled) barrier_wait(s.weight_full[weights.stage], weights.parity);
                     wgmma_fence();
 #if SPLIT
@@ -196,29 +196,23 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_implicit_gemm_kernel(const __grid_constant__ implicit_gemm_params p) {
     const stages_t s = stages(p);
-    if (threadIdx.x == 0) {
+    const int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+    if (elected()) {  // each warp some of the barriers: there may be dozens, and all else waits for them
+        constexpr int kFilling = kRounded ? kRounders / 32 : BOXED ? 1 : PRODUCERS / 32, kMultiplying = 8;  // warps
         #pragma unroll 1
-        for (int i = 0; i < p.patch_stages; ++i) {
-            barrier_init(s.patch_full[i], kRounded ? kRounders / 32 : BOXED ? 1 : PRODUCERS / 32);
-            barrier_init(s.patch_empty[i], 8);  // warps that multiply
+        for (barrier_t* b = s.patch_full + warp; b < s.landed_full + landed_stages(p); b += kThreads / 32) {
+            const bool empty = b >= s.patch_empty && b < s.weight_full || b >= s.weight_empty && b < s.landed_full;
+            barrier_init(*b, empty ? kMultiplying : b < s.patch_empty ? kFilling : 1);
         }
-        #pragma unroll 1
-        for (int i = 0; i < p.weight_stages; ++i) {
-            barrier_init(s.weight_full[i], 1);
-            barrier_init(s.weight_empty[i], 8);
-        }
-        #pragma unroll 1
-        for (int i = 0; i < landed_stages(p); ++i) barrier_init(s.landed_full[i], 1);
         barrier_init_done();
     }
     __syncthreads();
-    const int thread = threadIdx.x;
     if (thread >= kProducers) {
         setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, __shfl_sync(0xffffffffu, (thread - kProducers) / 128, 0));
     } else {
         setmaxnreg_dec<kProducerRegisters>();
         if (thread >= kProducers - PRODUCERS) produce_patches(p, s, thread - (kProducers - PRODUCERS));
-        else if (thread == 0) produce_weights(p, s);
+        else if (elected()) produce_weights(p, s);
     }
 }

@@ -89,7 +89,7 @@ class Launch:
         source, macros: of the kernel, in csrc/.
         grid, block: blocks, and threads of a block.
         params: the fields of its params struct in order; their C types follow from the values. A name with commas, as
-            in C, is of several fields, and has a tuple of values.
+            in C, is of several fields, and has a tuple of values; so has an array.
         shared_bytes: of dynamic shared memory.
         overlaps: whether it may begin before the one before has ended: see ``launch`` of gemmconv/runtime/launch.py.
     """
@@ -107,7 +107,8 @@ class Launch:
         """The values of the params struct, in order."""
         for names, value in self.params.items():
             values = value if isinstance(value, tuple) else (value,)
-            assert len(values) == names.count(",") + 1, f"{self.source}: values of {names}, got {values}"
+            count = int(names[names.index("[") + 1 : -1]) if names[-1] == "]" else names.count(",") + 1
+            assert len(values) == count, f"{self.source}: values of {names}, got {values}"
             yield from values
 
     @property

@@ -48,6 +48,9 @@ _INSTRUCTIONS = {
     ),
     "griddepcontrol.launch_dependents;": ";",  # launches do not overlap here
     "griddepcontrol.wait;": "emulator_wait_for_previous_launch();",
+    "{ .reg .pred is; elect.sync _|is, 0xffffffff; selp.u32 %0, 1, 0, is; }": (
+        "__syncwarp(); {0} = threadIdx.x % 32 == 0;"
+    ),
     "bar.sync %0, %1;": "emulator_barrier({0}, {1});",
     "bar.arrive %0, %1;": "emulator_barrier_pass({0}, {1});",
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": _MATRICES.format("false"),

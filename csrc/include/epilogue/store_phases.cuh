@@ -24,16 +24,20 @@ struct cell_t {
     __device__ __forceinline__ bool exists(const implicit_gemm_params& p) const {
         return row < p.cells_h && column < p.strip_cells && image < p.batch;
     }
-    __device__ __forceinline__ void advance(const implicit_gemm_params& p, int positions) {
-        column += positions;
-        #pragma unroll 1
-        while (column >= p.pitch) {
-            column -= p.pitch;
-            if (++row == p.strip_rows) {
-                row = 0;
-                if (++strip == p.strips) strip = 0, ++image;
-            }
-        }
+    /* Goes on by as many positions as are stored together, which are a column, a row, a strip and an image: no more than one
+     * of each is carried, and nothing branches.
+     */
+    __device__ __forceinline__ void advance(const implicit_gemm_params& p) {
+        column += p.stored_column;
+        const bool next_row = column >= p.pitch;
+        column -= next_row ? p.pitch : 0;
+        row += p.stored_row + next_row;
+        const bool next_strip = row >= p.strip_rows;
+        row -= next_strip ? p.strip_rows : 0;
+        strip += p.stored_strip + next_strip;
+        const bool next_image = strip >= p.strips;
+        strip -= next_image ? p.strips : 0;
+        image += p.stored_image + next_image;
     }
 };
 __device__ __forceinline__ cell_t cell_at(const implicit_gemm_params& p, int position) {
@@ -117,7 +121,7 @@ __device__ __forceinline__ void store_tile(
                     *reinterpret_cast<piece_t*>(output + pixel * channels) = pieces[block * (kPart / kStored) + i];
                 }
             }
-            at.advance(p, kStored);
+            at.advance(p);
         }
     });
 }
@@ -133,6 +137,7 @@ __device__ __forceinline__ ELEMENT_T* target_of_piece(
 
 #if ROW_ORDER == ROWS_LINES
 constexpr int kLinePieces = kLineCells * SPAN_W / VECTOR, kPieceTurns = kWarpChannels * kLinePieces / 32;
+constexpr int kOwnPlaces = kLinePieces / gcd(32, kLinePieces);  // of a thread in a line, which it has in turn
 
 /* Adds the bias and stores, by way of shared memory: a warp has all phases of a row of cells, of a few channels, each a line.
  * VECTOR neighbours of a line, which a thread stores together, are a piece. `stage` is its own:
@@ -158,7 +163,6 @@ __device__ __forceinline__ void store_tile(
     const float bias = there ? widen(load_once(p.bias + item.group * OUT_CHANNELS + first_channel + line)) : 0.0f;
     const index_t pixels = static_cast<index_t>(p.h_out) * p.w_out, image_stride = p.groups * OUT_CHANNELS * pixels;
     ELEMENT_T* const output = p.output + (item.group * OUT_CHANNELS + first_channel) * pixels;
-    cell_t first_cell = cell_at(p, first);  // of a part
     each<COLUMNS / kLineCells>([&](auto part) {
         __syncwarp();
         each<kLineCells / 8>([&](auto tile) {
@@ -175,18 +179,21 @@ __device__ __forceinline__ void store_tile(
             });
         });
         __syncwarp();
-        // Worked out anew for each piece: many places would not fit the registers.
+        // Worked out anew for each part: many places would not fit the registers.
         #pragma unroll
-        for (int i = 0; i < kPieceTurns; ++i) {
-            const int line = (i * 32 + lane) / kLinePieces, place = (i * 32 + lane) % kLinePieces * VECTOR;
-            cell_t at = first_cell;
-            at.advance(p, place / SPAN_W);
+        for (int own = 0; own < kOwnPlaces; ++own) {
+            const int place = (own * 32 + lane) % kLinePieces * VECTOR;
+            const cell_t at = cell_at(p, first + decltype(part)::value * kLineCells + place / SPAN_W);
             ELEMENT_T* target = target_of_piece(p, output, at, row_phase, place, image_stride);
-            if (target != nullptr && first_channel + line < OUT_CHANNELS)
-                *reinterpret_cast<piece_t*>(target + line * pixels) =
-                    *reinterpret_cast<const piece_t*>(stage + line * kLine + place);
+            if (target == nullptr) continue;
+            #pragma unroll
+            for (int turn = own; turn < kPieceTurns; turn += kOwnPlaces) {
+                const int line = (turn * 32 + lane) / kLinePieces;
+                if (first_channel + line < OUT_CHANNELS)
+                    *reinterpret_cast<piece_t*>(target + line * pixels) =
+                        *reinterpret_cast<const piece_t*>(stage + line * kLine + place);
+            }
         }
-        first_cell.advance(p, kLineCells);
     });
 }
 #else
@@ -287,7 +294,7 @@ __device__ __forceinline__ void store_tile(
                         *reinterpret_cast<piece_t*>(target + line_of(turn * 32) * pixels) =
                             pieces[(turn - begin) / kOwnPlaces];
             }
-            at[i].advance(p, kLineCells);
+            at[i].advance(p);
         }
     });
 }
@@ -370,7 +377,7 @@ __device__ __forceinline__ void store_tile(
                     }
                 });
             }
-            at.advance(p, 8);
+            at.advance(p);
         }
     });
 }

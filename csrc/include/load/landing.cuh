@@ -19,6 +19,7 @@
 #pragma once
 
 #include "ptx/cp_async.cuh"
+#include "ptx/elect.cuh"
 #include "load/patch_elements.cuh"
 #include "ptx/keep.cuh"
 #include "ptx/named_barrier.cuh"
@@ -236,7 +237,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
             unit_t* target = s.landing + to.stage * landing_units(p);
             const int first = begun.landing * kLandingChannels;
             if (!LANDING_BOX) piece.copy(p, target, first);
-            else if (thread == 0) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
+            else if (thread < 32 && elected()) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
             begun.advance(p);
             to.advance();
         }

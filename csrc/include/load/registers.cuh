@@ -2,16 +2,18 @@
 #pragma once
 
 #include "load/patch_elements.cuh"
+#include "ptx/keep.cuh"
 #include "ptx/named_barrier.cuh"
 
-// The loaders share a patch in p.batches, of each of which a thread has kTogether loads on their way.
+// The loaders share a patch in p.batches, of each of which a thread has p.together loads on their way, at most kTogether.
 constexpr int kTogether = LOADED_TOGETHER;
 
 /* What a thread loads in a turn. */
 struct share_t { int spot, unit; };
 __device__ __forceinline__ share_t share_of(const implicit_gemm_params& p, int turn, int thread) {
+    static_assert(PRODUCERS % UNITS == 0, "the unit of a thread is the same in each turn");
+    if (kUnitsFirst) return {thread / UNITS + turn * (PRODUCERS / UNITS), thread % UNITS};
     const int share = thread + turn * PRODUCERS;
-    if (kUnitsFirst) return {share / UNITS, share % UNITS};
     const int unit = divided_small(share, p.by_spots);
     return {share - unit * spots_of(p), unit};
 }
@@ -34,9 +36,9 @@ __device__ __forceinline__ index_t place_of(const implicit_gemm_params& p, int f
     return CHANNELS_LAST ? (image * pixels + pixel) * channels : image * channels * pixels + pixel;
 }
 
-/* Channels from `channel` on, `stride` bytes apart; zeros beyond the last channel, and where nothing is there. */
+/* Channels from `channel` on, `stride` elements apart; zeros beyond the last channel, and where nothing is there. */
 __device__ __forceinline__ void load_spot(
-    spot_unit_t& values, const char* __restrict__ from, bool there, int channel, long long stride) {
+    spot_unit_t& values, const ELEMENT_T* __restrict__ from, bool there, int channel, index_t stride) {
 #if VECTOR_LOADS
     static_assert(sizeof(spot_unit_t) == sizeof(unit_t), "a unit is 16 bytes");
     unit_t& unit = reinterpret_cast<unit_t&>(values);
@@ -58,39 +60,47 @@ __device__ __forceinline__ void load_spot(
  * one of two tables: nobody is more than a table ahead.
  */
 __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
-    const long long stride = (CHANNELS_LAST ? 1ll : 1ll * p.h_in * p.w_in) * sizeof(ELEMENT_T);  // of channels, in bytes
+    const index_t stride = CHANNELS_LAST ? 1 : static_cast<index_t>(p.h_in) * p.w_in;  // of channels
     const int lane = thread % 32;
     const int spots = spots_of(p);
     counted_ring_t ring;
     ring_t<2> tables;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
+        const ELEMENT_T* input = p.input + item.group * IN_CHANNELS * stride;
         index_t* places = s.places + tables.stage * spots;
         #pragma unroll 1
         for (int spot = thread; spot < spots; spot += PRODUCERS)
             places[spot] = place_of(p, item.tile * kTile + p.first, spot_at(p, spot));
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
         tables.advance();
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        for (int chunk = 0; chunk < CHUNKS; ++chunk, input += UNITS * kElements * stride) {
             unit_t* patch = s.patches + ring.stage * patch_units(p);
+            keep(input);
             #pragma unroll 1
             for (int batch = 0; batch < p.batches; ++batch) {
                 spot_unit_t values[kTogether];
+                index_t place[kTogether];
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
-                    const share_t share = share_of(p, batch * kTogether + k, thread);
-                    const bool mine = share.spot < spots && share.unit < UNITS;
-                    const index_t place = mine ? places[share.spot] : -1;
+                    const share_t share = share_of(p, batch * p.together + k, thread);
+                    const bool mine = k < p.together && share.spot < spots && share.unit < UNITS;
+                    place[k] = mine ? places[share.spot] : -1;
+                }
+                #pragma unroll
+                for (int k = 0; k < kTogether; ++k) {
+                    if (k >= p.together) break;
+                    const share_t share = share_of(p, batch * p.together + k, thread);
                     const int channel = (chunk * UNITS + share.unit) * kElements;
-                    const char* from = input + static_cast<long long>(place) * sizeof(ELEMENT_T) + channel * stride;
-                    load_spot(values[k], from, place >= 0, channel, stride);
+                    const ELEMENT_T* from = input + (place[k] + share.unit * (kElements * stride));
+                    load_spot(values[k], from, place[k] >= 0, channel, stride);
                 }
                 // The loads are on their way while this waits.
                 if (batch == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
-                    const share_t share = share_of(p, batch * kTogether + k, thread);
+                    if (k >= p.together) break;
+                    const share_t share = share_of(p, batch * p.together + k, thread);
                     if (share.spot >= spots || share.unit >= UNITS) continue;
                     const int place = place_in_unit(p, spot_at(p, share.spot));
                     store_spot(p, patch + share.unit * p.unit_pitch + place, values[k], thread);

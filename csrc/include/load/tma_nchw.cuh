@@ -11,11 +11,11 @@
 #pragma once
 
 #include "pipeline/implicit_gemm.cuh"
+#include "ptx/elect.cuh"
 
 __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
-    if (thread != 0) return;
+    if (thread >= 32 || !elected()) return;
     constexpr int kBlocks = kTile / kSwizzled;
-    const int image_blocks = p.h_in * p.w_in / kSwizzled;
     counted_ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
@@ -24,10 +24,10 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
             barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
             barrier_arrive_expecting(full, patch_units(p) * 16);
             for (int b = 0; b < kBlocks; b += p.box_rows) {
-                const int block = item.tile * kBlocks + b, image = block / image_blocks;
+                const int block = item.tile * kBlocks + b, image = divided(block, p.by_strip_boxes);
                 unit_t* to = s.patches + ring.stage * patch_units(p) + b * kSwizzledBlock;
                 const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;
-                const int place = block - image * image_blocks;
+                const int place = block - image * p.strip_boxes;
                 tma_load(to, p.map, 0, channel, place, image, full);
             }
             ring.advance(p.patch_stages);

@@ -15,8 +15,7 @@
 #pragma once
 
 #include "pipeline/implicit_gemm.cuh"
-
-__device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { return p.box_images * p.box_rows * p.box_width; }
+#include "ptx/elect.cuh"
 
 /* Where a box of a plane begins, of those from the position on that first_position_of counts from. */
 struct corner_t { int column, row, image; };
@@ -24,22 +23,23 @@ __device__ __forceinline__ corner_t corner_of(const implicit_gemm_params& p, int
     const int row = p.origin_h * UNIT_H + plane / UNIT_W, column = p.origin_w * UNIT_W + plane % UNIT_W;
     if (p.flat) return {box * p.box_width, 0, 0};
     if (p.box_images > 1) return {column, row, (box - 1) * p.box_images};
-    const int boxes = p.strip_rows * p.pitch / box_positions(p), strip = box / boxes - 1, own = box - (strip + 1) * boxes;
-    const int image = strip < 0 ? -1 : strip / p.strips, across = strip - image * p.strips;
+    const int strip = divided(box, p.by_strip_boxes) - 1, own = box - (strip + 1) * p.strip_boxes;
+    const int image = strip < 0 ? -1 : divided(strip, p.by_strips), across = strip - image * p.strips;
     if (p.whole_images) return {own * p.box_width, 0, image};
     return {across * p.strip_cells * UNIT_W + column, own * p.box_rows * UNIT_H + row, image};
 }
 
 /* Copies the patches of tile after tile, chunk after chunk; one warp. `full` of a stage learns of it. */
 __device__ __forceinline__ void copy_patches(const implicit_gemm_params& p, const stages_t& s, barrier_t* full, int lane) {
-    const int positions = box_positions(p), boxes = kPlanes * p.boxes;
+    const int positions = box_positions(p), boxes = kPlanes * p.boxes, plane = divided(lane, p.by_boxes);
     counted_ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        const corner_t corner = corner_of(p, lane / p.boxes, first_position_of(p, item.tile) / positions + lane % p.boxes);
+        const int first_box = divided(first_position_of(p, item.tile), p.by_positions);
+        const corner_t corner = corner_of(p, plane, first_box + lane - plane * p.boxes);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
-            if (lane == 0) barrier_arrive_expecting(full[ring.stage], boxes * positions * kLineBytes);
+            if (elected()) barrier_arrive_expecting(full[ring.stage], boxes * positions * kLineBytes);
             __syncwarp();
             unit_t* to = s.patches + ring.stage * patch_units(p) + lane * (positions * UNITS);
             const int channel = item.group * IN_CHANNELS + chunk * UNITS * kElements;

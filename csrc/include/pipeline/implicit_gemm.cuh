@@ -38,13 +38,12 @@ struct implicit_gemm_params {
     int pitch;           // positions from one row of a strip to the next; even but where inputs are lines
     int patch;           // positions of a tile's inputs, of each plane
     int unit_pitch;      // from one unit of a patch to the next, in units
-    int plane_pitch;     // positions from one plane of a patch to the next
     int first;           // place of the patch relative to the tile's first cell
-    int step_base;       // see offset_of
     int patch_stages, weight_stages;
     int stationary;      // whether the weights of a set stay
     int whole_images;    // whether nothing lies between rows: an image is one row
     int in_order;        // see item_of
+    int stored_column, stored_row, stored_strip, stored_image;  // see epilogue/store_phases.cuh
 #if LANDING_UNITS > 0
     // See load/landing.cuh.
     unsigned long long by_run_pitch, by_run_span;
@@ -52,13 +51,18 @@ struct implicit_gemm_params {
     int run_pitch, run_pieces, landed_channel, rows_above;
 #elif !BOXED
     unsigned by_spots, by_plane_spots;
-    int batches;  // see load/registers.cuh
+    int batches, together;  // see load/registers.cuh
 #endif
 #if BOXED || LANDING_UNITS > 0
     int box_images, box_rows, box_width;  // of lines, and where boxes land
     int boxes;                            // of a plane of a patch
     int flat;                             // see load/tma_nhwc.cuh
 #endif
+#if BOXED
+    unsigned long long by_boxes, by_positions, by_strip_boxes;
+    int strip_boxes;  // of lines; or the blocks of an image
+#endif
+    int step_offset[STEPS];  // positions from a patch's first to the input that a tile's first cell reads in a step
 };
 
 constexpr int kProducers = PRODUCERS + 32, kThreads = kProducers + 256;
@@ -93,10 +97,6 @@ constexpr int kSteps = UNITS / 2;  // of the instruction: two units
 static_assert(UNITS % 2 == 0, "a step of wgmma is two units");
 
 __constant__ constexpr int kStepBegin[] = STEP_BEGIN;
-// The place of the input that a step reads: rows and columns from the cell's own, in units, and which plane it is in.
-__constant__ constexpr int kStepRow[] = STEP_ROW;
-__constant__ constexpr int kStepColumn[] = STEP_COLUMN;
-__constant__ constexpr int kStepPlane[] = STEP_PLANE;
 __constant__ constexpr int kPhases[] = PHASES;
 
 /* The most steps of a block of a phase set. */
@@ -222,18 +222,13 @@ __device__ __forceinline__ int first_channel_of(int set, int side) {
 __device__ __forceinline__ int first_position_of(const implicit_gemm_params& p, int tile) {
     return tile * kTile + p.first + (p.flat ? 0 : p.box_images * p.strip_rows * p.pitch);
 }
+__device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { return p.box_images * p.box_rows * p.box_width; }
 #endif
-
-/* Positions from a patch's first to the input that a tile's first cell reads in a step. */
-__device__ __forceinline__ int offset_of(const implicit_gemm_params& p, int step) {
-    const int offset = p.step_base + kStepRow[step] * p.pitch + kStepColumn[step];
-    return kPlanes == 1 ? offset : offset + kStepPlane[step] * p.plane_pitch;
-}
 
 /* The right sides of the first stage, from a place of the patch of a tile on. */
 __device__ __forceinline__ descriptor_t patches_of(const implicit_gemm_params& p, const stages_t& s, int tile, int place) {
 #if BOXED && CHANNELS_LAST
-    const int skipped = first_position_of(p, tile) % (p.box_images * p.box_rows * p.box_width);
+    const int first = first_position_of(p, tile), skipped = first - divided(first, p.by_positions) * box_positions(p);
     return descriptor_k_major_swizzled<kLineBytes>(s.patches + (place + skipped) * UNITS);
 #elif BOXED
     return descriptor_mn_major(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, unit_bytes(p));

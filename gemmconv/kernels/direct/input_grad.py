@@ -24,6 +24,7 @@ from gemmconv.kernels.direct.patch import (
     Tile,
     column_threads_of,
     problem_macros,
+    rows_of,
     smaller,
     sum_bytes,
 )
@@ -87,7 +88,7 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
     wide = itemsize == 8
     height, channels_out = problem.input_size[0], problem.out_channels // problem.groups
     channels = even_share(problem.gemm_k, 4 if wide else 8)
-    rows = power_of_two_within(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
+    rows = rows_of(height, min(8 if channels <= 2 else 4, (16 if wide else 32) // channels))
     threads = 256 if rows <= 4 else 128
     taps_w = even_share(problem.kernel_size[1], WIDEST_TAPS)
     taps_h = even_share(problem.kernel_size[0], max(1, UNROLLED // (taps_w * rows * channels)))
@@ -113,7 +114,7 @@ def input_grad_tile(problem: Problem, itemsize: int, multiprocessors: int = REFE
         elif tile.row_threads > 1 and tile.threads > 128:
             tile = replace(tile, row_threads=tile.row_threads // 2)
         elif tile.rows > 2:
-            tile = replace(tile, rows=tile.rows // 2)
+            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
         elif tile.row_threads > 1 and tile.threads > 32:
             tile = replace(tile, row_threads=tile.row_threads // 2)
         else:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gemmconv.geometry import Problem
-from gemmconv.kernels.integers import power_of_two, up_to_multiple
+from gemmconv.kernels.integers import up_to_multiple
 
-_SMALL = 16  # inputs: axes that are shorter have menus of their own
+SHORT = 16  # inputs: shorter axes have menus of their own
 # Batch, height and width of what menus are made for.
 _SIZES = (1, 20, 18), (2, 48, 40), (64, 24, 33), (8, 64, 64), (32, 112, 72), (2, 28, 150), (16, 90, 120)
 
 
 def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
-    """Problems that a layer's menu is made for, the same for all sizes whose short axes are about as long.
+    """Problems that a layer's menu is made for, the same for all sizes whose short axes are as long.
 
     Args:
         problem: the layer, at some sizes.
@@ -23,18 +23,16 @@ def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
     >>> [one.input_size for one in samples(Problem(3, 8, 8, 1, (1, 999), (1, 3)), 8)][:3]
     [(1, 367), (1, 1927), (1, 799)]
     >>> {one.input_size for one in samples(Problem(3, 8, 8, 1, (4, 5), (3, 3)), 8)}
-    {(4, 7)}
+    {(4, 5)}
     """
     height, width = problem.input_size
-    narrow = power_of_two(width)
-    narrow -= width & -width & (pixels - 1) if width < narrow else 0
-    beyond, (short_h, short_w) = width % pixels, (extent < _SMALL for extent in problem.input_size)
+    beyond, (short_h, short_w) = width % pixels, (extent < SHORT for extent in problem.input_size)
     found: dict[Problem, None] = {}
     for batch, rows, columns in _SIZES:
         area = rows * columns
         rows, columns = area if short_w else rows, up_to_multiple(area if short_h else columns, pixels) + beyond
-        size = power_of_two(height) if short_h else rows, narrow if short_w else columns
-        found[replace(problem, batch=batch * (_SMALL if short_h and short_w else 1), input_size=size)] = None
+        size = height if short_h else rows, width if short_w else columns
+        found[replace(problem, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from gemmconv.geometry import Problem
+from gemmconv.kernels.direct.menu import SHORT
 from gemmconv.kernels.integers import power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 
@@ -27,7 +28,7 @@ _INT32_MAX = 2**31 - 1
 _VECTOR_BYTES = 16
 _MOST_STEPS = 8  # vectors of a patch row that a thread loads
 _BATCH_LOADS = 12  # in flight at most while nothing is computed
-_COLUMNS, _COLUMNS_OF_LINES = (16, 32), (32, 128)  # of a tile, where images are as wide; of images of few rows
+_COLUMNS, _COLUMNS_OF_LINES = (16, 32, 64), (32, 128)  # of a tile, where images are as wide; of images of few rows
 _FEW_ROWS = 4
 
 
@@ -161,10 +162,19 @@ def sum_bytes(itemsize: int) -> int:
     return 8 if itemsize == 8 else 4
 
 
+def rows_of(height: int, most: int) -> int:
+    """Rows of a thread: the most; of images of few rows, unless fewer divide the height, or waste less of it."""
+    if height >= SHORT:
+        return power_of_two_within(height, most)
+    return min(
+        range(1, max(1, most) + 1), key=lambda rows: (up_to_multiple(height, rows) + height // (8 * rows), -rows)
+    )
+
+
 def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
     """Columns of a tile: few idle ones, few that neighbouring tiles read again, rows loaded in few steps.
 
-    Of wide images one of two numbers, or what is less than these where more are too many.
+    Of wide images one of a few numbers, or what is less than these where more are too many.
     """
     (height, width), stride = problem.input_size, problem.stride[1]
     overlap = max(0, (taps_w - 1) * problem.dilation[1] + 1 - stride) / stride
@@ -179,7 +189,7 @@ def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
     more = [
         columns for columns in menu if fewer < columns <= min(most, 2 * width - 1) and steps(columns) <= _MOST_STEPS
     ]
-    return min([fewer, *more], key=lambda columns: (-(-width // columns) * (columns + overlap + 8), -columns))
+    return min([fewer, *more], key=lambda columns: (-(-width // columns) * (columns + overlap + 4), -columns))
 
 
 _AnyTile = TypeVar("_AnyTile", bound=Tile)

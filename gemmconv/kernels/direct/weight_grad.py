@@ -28,6 +28,7 @@ from gemmconv.kernels.direct.patch import (
     Tile,
     column_threads_of,
     problem_macros,
+    rows_of,
     smaller,
     sum_bytes,
 )
@@ -142,7 +143,7 @@ def weight_grad_tile(
     ci_channels = _share(problem.gemm_k, max(1, min(8, most_sums // taps)))
     co_channels = _share(channels_out, max(1, min(4, most_sums // (taps * ci_channels))))
     sums = taps * ci_channels * co_channels
-    rows = power_of_two_within(height, min(8, most_sums // 4 // ci_channels, UNROLLED // sums))
+    rows = rows_of(height, min(8, most_sums // 4 // ci_channels, UNROLLED // sums))
     ci_tiles, co_tiles = -(-problem.gemm_k // ci_channels), -(-channels_out // co_channels)
 
     def idle_and_read_again(threads: tuple[int, int]) -> tuple[int, int]:
@@ -173,7 +174,7 @@ def weight_grad_tile(
     # Room in shared memory, then blocks for every multiprocessor.
     while tile.shared_bytes(problem, itemsize) > SHARED:
         if tile.rows > 4:
-            tile = replace(tile, rows=tile.rows // 2)
+            tile = replace(tile, rows=rows_of(height, tile.rows // 2))
         elif tile.pixel_threads > 32:
             tile = _fewer_pixels(tile)
         else:

@@ -43,12 +43,10 @@ _FEW_ITEMS = 4  # of a thread block
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/implicit_gemm.cu. None depends on the sizes of images or on the batch."""
     variant = plan.variant
-    unit_h, unit_w = plan.unit
-    shifts = [shift for steps in plan.steps for shift in steps]
     macros: Macros = {
         **_common_macros(plan, dtype),
-        "UNIT_H": unit_h,
-        "UNIT_W": unit_w,
+        "UNIT_H": plan.unit[0],
+        "UNIT_W": plan.unit[1],
         "SPAN_H": plan.span[0],
         "SPAN_W": plan.span[1],
         "COLUMNS": plan.columns,
@@ -70,9 +68,6 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "WIDE": plan.wide,
         "PRODUCERS": plan.loaders,
         "LOADED_TOGETHER": variant.together,
-        "STEP_ROW": table([shift[0] // unit_h for shift in shifts]),
-        "STEP_COLUMN": table([shift[1] // unit_w for shift in shifts]),
-        "STEP_PLANE": table([shift[0] % unit_h * unit_w + shift[1] % unit_w for shift in shifts]),
     }
     p = plan.problem
     if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX:
@@ -165,7 +160,7 @@ def _loader_params(plan: Plan) -> Params:
     elif not plan.boxed:
         params |= {
             "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
-            "batches": plan.batches,
+            "batches, together": (plan.batches, -(-plan.loads // plan.batches)),
         }
     if plan.boxed or plan.landing:
         rows, width = (plan.box_blocks, 1) if plan.way == "blocks" else plan.box_size
@@ -173,6 +168,14 @@ def _loader_params(plan: Plan) -> Params:
         params |= {
             "box_images, box_rows, box_width": (images, rows, width),
             "boxes, flat": (plan.boxes, int(plan.flat)),
+        }
+    if plan.boxed:
+        blocks = math.prod(plan.input_size) // BLOCK_POSITIONS
+        positions = images * rows * width if plan.way == "lines" else BLOCK_POSITIONS
+        strip_boxes = plan.strip_rows * plan.pitch // positions if plan.way == "lines" else blocks
+        params |= {
+            "by_boxes, by_positions, by_strip_boxes": (*map(reciprocal, (plan.boxes, positions, max(1, strip_boxes))),),
+            "strip_boxes": strip_boxes,
         }
     return params
 
@@ -242,6 +245,7 @@ class ImplicitGemm(Sm90Kernel):
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
         assert tile.stages is not None
         sets = tile.phase_sets * tile.channel_sets * p.groups
+        offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)
         weights: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
         params: Params = {
             **({"map": input_map(tile)} if tile.boxed or tile.landing_box else {}),
@@ -257,11 +261,12 @@ class ImplicitGemm(Sm90Kernel):
             "strips, strip_rows, strip_cells, cells_h": (tile.strips, tile.strip_rows, tile.strip_cells, tile.cells[0]),
             "origin_h, origin_w": tile.origin,
             "strip_tiles, items": (tile.strip_tiles, tile.items),
-            "pitch, patch, unit_pitch, plane_pitch": (tile.pitch, tile.patch, tile.unit_pitch, tile.plane_pitch),
-            "first, step_base": (tile.first, tile.step_base),
+            "pitch, patch, unit_pitch, first": (tile.pitch, tile.patch, tile.unit_pitch, tile.first),
             "patch_stages, weight_stages, stationary": (*tile.stages, int(tile.resident)),
             "whole_images, in_order": (int(tile.whole_images), int(tile.in_order)),
+            "stored_column, stored_row, stored_strip, stored_image": tile.stored,
             **_loader_params(tile),
+            f"step_offset[{len(offsets)}]": offsets,
         }
         grid = tile.blocks_on(config.spec.multiprocessors), 1, 1
         launches = (

@@ -44,12 +44,13 @@ _NARROW = 30  # cells of a strip, which are then not always whole vectors of out
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
 BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
 FEW_LOADERS, MANY_LOADERS = 96, 224  # threads
-_MOST_ENTRIES = 12_000  # of all tables of a kernel, in 64 KiB of constant memory
+_MOST_ENTRIES, _MOST_STEPS = 12_000, 900  # of all tables in 64 KiB of constant memory; of offsets, in 4 KiB of params
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
 _SECTOR_BYTES = 32  # that memory reads and writes at a time
 # Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
 # (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
 _CONFLICTING_PIXELS = 1 << 20
+_STORED_POSITIONS = 8  # that are stored together where they do not go by way of shared memory
 _LINED_VECTOR = 4  # outputs that warps with whole rows store together at least; else M blocks of all phases are faster
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
@@ -236,6 +237,15 @@ class Plan(Gathering):
         while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
             cells *= 2
         return cells
+
+    @property
+    def stored(self) -> tuple[int, int, int, int]:
+        """The positions that are stored together, as columns, rows, strips and images."""
+        in_pieces = 2 * self.element_units if self.channels_last else self.line_cells
+        rows, column = divmod(in_pieces if self.staged else _STORED_POSITIONS, self.pitch)
+        strips, row = divmod(rows, self.strip_rows)
+        images, strip = divmod(strips, self.strips)
+        return column, row, strip, images
 
     @property
     def vector(self) -> int:
@@ -432,11 +442,6 @@ class Plan(Gathering):
         """Positions from the first of a patch to a tile's first cell's input at a shift."""
         plane = shift[0] % self.unit[0] * self.unit[1] + shift[1] % self.unit[1]
         return plane * self.plane_pitch + self._place(shift) - self.first
-
-    @property
-    def step_base(self) -> int:
-        """What :meth:`offset` adds to rows, columns and planes."""
-        return self._place((0, 0)) - self.first
 
     @property
     def plane_pitch(self) -> int:
@@ -894,7 +899,8 @@ class Plan(Gathering):
             loads
             and (self.blocks + self.split) * self.columns <= WIDEST
             and self.span[1] <= PHASE_BASE
-            and 2 * sum(map(len, self.steps)) + (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
+            and sum(map(len, self.steps)) <= _MOST_STEPS
+            and (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
             and self.stages is not None
         )
 
