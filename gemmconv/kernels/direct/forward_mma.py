@@ -20,6 +20,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.kept import kept
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
@@ -358,6 +359,11 @@ def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSp
 @lru_cache(maxsize=1024)
 def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
+    asked = __name__, problems, itemsize, channels_last, spec
+    return kept(lambda: asked, lambda: _made_menu(problems, itemsize, channels_last, spec))
+
+
+def _made_menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
     most = _MOST if channels_last else _MOST_ALIKE
     cycles = [[tile.cycles_of(one) for tile in tiles] for one in problems]
