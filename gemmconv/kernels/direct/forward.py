@@ -121,6 +121,7 @@ def _made_menu(
     return [(tiles[i], costs[i]) for i in menu_of(seconds, _MOST)] if tiles else []
 
 
+@functools.lru_cache(maxsize=1024)
 def cycles_of(
     problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile, spec: DeviceSpec = REFERENCE
 ) -> float:
