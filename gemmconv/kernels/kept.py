@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import os
 import pickle
 import threading
 import time
@@ -28,7 +29,6 @@ from gemmconv.kernels import costs
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
-_DECIDING = ("*.py", "algorithms/*.py", "kernels/**/*.py", "costs/*.json")  # what a choice follows from
 _LONG = 1e-3  # seconds of a search whose result is kept
 _MOST = 4096  # results, of some 600 bytes each
 _SECONDS = 2.0  # from a result to when it is written, with others
@@ -52,8 +52,8 @@ def kept(asked: Callable[[], object], find: Callable[[], T], always: bool = Fals
         return find()
     key = hashlib.sha256(repr(asked()).encode()).digest()
     with suppress(Exception):  # of an entry that is not there, or that somebody else wrote
-        kept: T = _loaded(_entries()[key])
-        return kept
+        known: T = _loaded(_entries()[key])
+        return known
     start = time.thread_time()
     found = find()
     if always or time.thread_time() - start > _LONG:
@@ -110,8 +110,9 @@ class _Reader(pickle.Unpickler):
 
 @functools.cache
 def _code() -> bytes:
-    """A digest of all that a choice follows from beside what is asked."""
+    """A digest of this package's code and costs: of all that a choice follows from beside what is asked."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in _DECIDING for path in _PACKAGE.glob(pattern)):
-        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(_PACKAGE) for name in names)
+    for path in sorted(path for path in files if path.endswith((".py", ".json"))):
+        digest.update(os.path.relpath(path, _PACKAGE).encode() + b"\0" + Path(path).read_bytes() + b"\0")
     return digest.digest()
