@@ -77,7 +77,7 @@ def loader(monkeypatch):
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "_locks", {})
     monkeypatch.setattr(launch, "compile", loader.compile)
-    monkeypatch.setattr(launch, "is_cached", lambda source, *_: source in loader.cached)
+    monkeypatch.setattr(launch, "cached", lambda name, *_: compiler.Compiled(b"") if name in loader.cached else None)
     monkeypatch.setattr(launch, "default_cache", lambda: None)
     monkeypatch.setattr(launch, "architecture", lambda index: "sm_90a")
     monkeypatch.setattr(launch, "make_current", lambda index: None)
@@ -146,8 +146,8 @@ def test_compilations_are_logged_and_hits_are_not(tmp_path, caplog):
     assert record.name == "gemmconv"
     assert record.getMessage().startswith("columns/col2im.cu compiled for sm_90a in ")
     assert record.getMessage().endswith(" ms")
-    assert compiler.is_cached(*SMALL, "sm_90a", KernelCache(tmp_path))
-    assert not compiler.is_cached(*SMALL, "sm_80", KernelCache(tmp_path))
+    assert compiler.cached(*SMALL, "sm_90a", KernelCache(tmp_path)) is not None
+    assert compiler.cached(*SMALL, "sm_80", KernelCache(tmp_path)) is None
 
 
 # Programs

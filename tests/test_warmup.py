@@ -180,7 +180,7 @@ def test_command_fails_where_a_kernel_does(capsys, monkeypatch):
         raise ValueError("no compiler")
 
     monkeypatch.setattr(launch, "compile", broken)
-    monkeypatch.setattr(launch, "is_cached", lambda *_: False)
+    monkeypatch.setattr(launch, "cached", lambda *_: None)
     monkeypatch.setattr(launch, "_compiled", {})
     status, (_, *lines, tail) = run(capsys, ["--device", "H100", "--no-backward"])
     assert status == 1

@@ -23,6 +23,7 @@ from gemmconv.kernels.base import (
     choices,
     missing,
 )
+from gemmconv.kernels.kept import kept
 from gemmconv.kernels.layout.transpose import grad_turning_seconds
 from gemmconv.kernels.size_class import representatives
 
@@ -59,7 +60,7 @@ class Algorithm(ABC):
     def can_serve(self, config: Config) -> bool:
         """Whether it can serve forward passes: of the classes of sizes, which is known at once, or of these alone."""
         lacks = missing(config.device)
-        of_classes = (_known(self.kernels, one, "forward", lacks) for one in representatives(config))
+        of_classes = (_known(self.kernels, one, "forward", lacks, True) for one in representatives(config))
         return any(of_classes) or self.why_not(config) is None
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
@@ -177,16 +178,31 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
     """The best choice of the classes of sizes, made for these; of these sizes alone where that cannot be."""
     found = []
     for of_class in representatives(config):
-        known = _known(kernels, of_class, direction, lacks)
-        for kernel, tile, seconds in known:
-            fitted = kernel.fitted(config, direction, tile) if seconds <= _NEARLY * known[0].seconds else None
-            if fitted is not None:
+        for kernel, tile, _ in _known(kernels, of_class, direction, lacks, True):
+            if (fitted := kernel.fitted(config, direction, tile)) is not None:
                 found.append(Choice(kernel, fitted, kernel.seconds(config, direction, fitted)))
     found = found or list(_known(kernels, config, direction, lacks)[:1])
     return min(found, key=lambda one: one.seconds, default=None)
 
 
 @lru_cache(maxsize=4096)
-def _known(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> tuple[Choice, ...]:
-    """The choices, that of least estimate first; ``lacks``, what :func:`missing` says, is what else they depend on."""
-    return tuple(sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds))
+def _known(
+    kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None, of_class: bool = False
+) -> tuple[Choice, ...]:
+    """The choices nearly as good as the best, which comes first.
+
+    Args:
+        lacks: what :func:`missing` says: what else they depend on.
+        of_class: whether the sizes stand for a class, so that others will ask the same.
+    """
+
+    def asked() -> object:
+        return [kernel.name for kernel in kernels], replace(config, device=torch.device(config.device.type)), direction
+
+    def find() -> tuple[tuple[int, Any, float], ...]:
+        found = sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds)
+        nearly = (one for one in found if one.seconds <= _NEARLY * found[0].seconds)
+        return tuple((kernels.index(one.kernel), one.tile, one.seconds) for one in nearly)
+
+    of_gpu = config.device.type == "cuda" and lacks is None
+    return tuple(Choice(kernels[i], *rest) for i, *rest in (kept(asked, find, of_class) if of_gpu else find()))

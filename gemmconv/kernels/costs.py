@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 FOLDER = Path(__file__).parents[1] / "costs"
 _ESTIMATING = ("gemmconv.kernels.", "gemmconv.algorithms.")  # modules that estimate
+_replaced: list[str] = []  # of whose costs this process has others
 
 
 class Costs:
@@ -47,6 +48,7 @@ class Costs:
         What functions of kernels and algorithms keep is forgotten. Cached properties of tiles are not, nor are tables
         that algorithms make of costs when they are imported.
         """
+        _replaced.append(type(self).__name__)
         for name, value in values.items():
             if isinstance(value, dict):
                 self.table(name).update(_table(value))
@@ -68,6 +70,11 @@ def costs_of(kernel: str, device: str = "h200") -> Costs:
     costs = read(device)[kernel]["costs"]
     named = type(f"costs of {kernel}", (Costs,), {})  # what an error about an unknown attribute says
     return named({name: entry["value"] for name, entry in costs.items()})
+
+
+def are_as_read() -> bool:
+    """Whether estimates are by the values of the files."""
+    return not _replaced
 
 
 @functools.cache

@@ -19,13 +19,13 @@ class Gathering:
     problem: Problem
     direction: Pass
 
-    @property
+    @cached_property
     def in_channels(self) -> int:
         """Input channels of a group: those that are summed over."""
         p = self.problem
         return (p.in_channels if self.direction == "forward" else p.out_channels) // p.groups
 
-    @property
+    @cached_property
     def out_channels(self) -> int:
         """Output channels of a group."""
         p = self.problem

@@ -138,6 +138,8 @@ class Launch:
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
         """The same launch on memory of other names."""
+        if not names:
+            return self
 
         def new(value: Field) -> Field:
             if isinstance(value, At | TensorMapSpec):

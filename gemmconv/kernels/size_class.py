@@ -24,6 +24,7 @@ _SMALL = 256  # pixels of an image that is of a class of its own: how a tile cov
 _FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly square
 
 
+@lru_cache(maxsize=4096)
 def representatives(config: Config) -> tuple[Config, ...]:
     """Configurations that stand for the classes that one is of: the next with fewer pixels, and with more.
 
@@ -37,12 +38,12 @@ def representatives(config: Config) -> tuple[Config, ...]:
     """
     if config.device.type != "cuda":
         return ()
-    problems = _representatives(config.problem, max(1, _VECTOR_BYTES // config.dtype.itemsize))
+    problems = _problems(config.problem, max(1, _VECTOR_BYTES // config.dtype.itemsize))
     return tuple(replace(config, problem=problem) for problem in problems)
 
 
 @lru_cache(maxsize=4096)
-def _representatives(problem: Problem, elements: int) -> tuple[Problem, ...]:
+def _problems(problem: Problem, elements: int) -> tuple[Problem, ...]:
     """``elements`` are those of 16 bytes."""
     height, width = problem.input_size
     pixels = problem.batch * height * width

@@ -148,15 +148,19 @@ def compile_ahead(tensors: Tensors, options: Arguments) -> Future[Any] | None:
         tensors, options: of the operator's call; the bias may be None.
     """
     asked = [one is not None and one.requires_grad for one in tensors]
-    backward, (input, weight, bias) = Backward.of(tensors, options), map(without_data, tensors)
 
-    def launches() -> list[Launch]:
-        problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
-        strides = strides_of(problem.output_shape, memory_format(input, weight))
-        grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
-        return backward.launches(grad, input, weight, *asked)
+    def of_backward() -> Callable[[], list[Launch]]:
+        backward, (input, weight, bias) = Backward.of(tensors, options), map(without_data, tensors)
 
-    return ahead_of((*map(signature, tensors), *asked, repr(options)), input.device, launches)
+        def launches() -> list[Launch]:
+            problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
+            strides = strides_of(problem.output_shape, memory_format(input, weight))
+            grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
+            return backward.launches(grad, input, weight, *asked)
+
+        return launches
+
+    return ahead_of((*map(signature, tensors), *asked, repr(options)), tensors[0].device, of_backward)
 
 
 # Gradients. That of a setting is None.

@@ -228,31 +228,46 @@ def programs_of(direction: Pass, config: Config, weight_config: Config, algorith
     return [program for program in _gradient_programs(gradients, config, weight_config) if program is not None]
 
 
-def ahead_of(key: Hashable, device: torch.device, launches: Callable[[], Iterable[Launch]]) -> Future[Any] | None:
+def ahead_of(
+    key: Hashable, device: torch.device, launches_of: Callable[[], Callable[[], Iterable[Launch]]]
+) -> Future[Any] | None:
     """Compile in the background, once for each key, what calls to come launch. Nothing else follows from it.
 
     What is raised is dropped: the call that is made raises it. None where no kernels can be had.
+
+    Args:
+        key, device: what calls are known by, and where they compute.
+        launches_of: makes what works the launches out, which is to hold no data.
     """
-    if device.type != "cuda" or why_no_kernels(device) is not None:
-        return None
-    from gemmconv.kernels import bind  # the CUDA packages are there
 
-    def quietly() -> Iterable[Launch]:
-        token = ahead.set(True)
-        try:
-            return launches()
-        finally:
-            ahead.reset(token)
+    def make() -> Future[Any] | None:
+        if why_no_kernels(device) is not None:
+            return None
+        from gemmconv.kernels import bind  # the CUDA packages are there
 
-    future: Future[Any] = planned(("ahead", key), lambda: bind.compile_ahead(quietly, device))
+        launches = launches_of()
+
+        def quietly() -> Iterable[Launch]:
+            token = ahead.set(True)
+            try:
+                return launches()
+            finally:
+                ahead.reset(token)
+
+        return bind.compile_ahead(quietly, device)
+
+    future: Future[Any] | None = planned(("ahead", key), make) if device.type == "cuda" else None
     return future
 
 
 def compile_forward_ahead(tensors: Tensors, arguments: Arguments) -> Future[Any] | None:
     """Choose and compile in the background what a forward pass wants; see :func:`ahead_of`."""
-    given = tuple(map(without_data, tensors))
-    key = "forward", *map(signature, tensors), repr(arguments)
-    return ahead_of(key, given[0].device, lambda: launches_of("forward", given, None, arguments))
+
+    def of_forward() -> Callable[[], list[Launch]]:
+        given = tuple(map(without_data, tensors))
+        return lambda: launches_of("forward", given, None, arguments)
+
+    return ahead_of(("forward", *map(signature, tensors), repr(arguments)), tensors[0].device, of_forward)
 
 
 def layer_programs(config: Config, backward: bool) -> list[Program]:

@@ -41,14 +41,16 @@ class KernelCache:
     def __init__(self, path: Path | None) -> None:
         self._where = f"the kernel cache{'' if path is None else f' {path}'}"
         self._warned = False
+        self._path = path
         self._files: FileStreamProgramCache | None = None
+        self._limited: FileStreamProgramCache | None = None
         if path is None:
             self._warn("its folder is in a home directory, and there is none")
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
-            self._files = FileStreamProgramCache(path, max_size_bytes=_MAX_BYTES)
+            self._files = FileStreamProgramCache(path)  # with a limit it would look at every entry at once
         except OSError as error:
             self._warn(error)
 
@@ -71,7 +73,9 @@ class KernelCache:
         if self._files is None:
             return
         try:
-            self._files[key] = hashlib.sha256(value).digest() + value
+            if self._limited is None:
+                self._limited = FileStreamProgramCache(self._path, max_size_bytes=_MAX_BYTES)
+            self._limited[key] = hashlib.sha256(value).digest() + value
         except OSError as error:
             if error.errno not in _FOR_READING_ALONE:
                 self._warn(error)

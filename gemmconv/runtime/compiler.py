@@ -88,9 +88,10 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
     )
 
 
-def is_cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> bool:
-    """Whether :func:`compile` would find its result in a cache."""
-    return cache.get(_key(sources.read(source_name), _options(source_name, macros, arch))) is not None
+def cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> Compiled | None:
+    """What :func:`compile` would find in a cache, None where it would compile."""
+    cubin = cache.get(_key(sources.read(source_name), _options(source_name, macros, arch)))
+    return None if cubin is None else Compiled(cubin)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from cuda.core import Device, ObjectCode
 from gemmconv.errors import KernelError
 from gemmconv.runtime import pool
 from gemmconv.runtime.cache import default_cache
-from gemmconv.runtime.compiler import Compiled, Macros, compile, is_cached
+from gemmconv.runtime.compiler import Compiled, Macros, cached, compile
 
 Extent3 = tuple[int, int, int]
 
@@ -223,15 +223,16 @@ def _lock_of(what: Hashable) -> threading.Lock:
 
 
 def _absent(keys: Iterable[_Key], arch: str) -> list[_Key]:
-    """Those that are neither compiled nor being compiled."""
-    cache = default_cache()
-    return [
-        key
-        for key in keys
-        if (key, arch) not in _compiled
-        and not _lock_of((key, arch)).locked()
-        and not is_cached(key[0], dict(key[1]), arch, cache)
-    ]
+    """Those that are neither compiled nor being compiled; what the cache has of them is kept until it is loaded."""
+    absent = []
+    for key in keys:
+        if (key, arch) in _compiled or _lock_of((key, arch)).locked():
+            continue
+        if (found := cached(key[0], dict(key[1]), arch, default_cache())) is None:
+            absent.append(key)
+        else:
+            _compiled[key, arch] = found
+    return absent
 
 
 def _compile(key: _Key, arch: str) -> Compiled:

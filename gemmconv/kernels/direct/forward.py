@@ -22,6 +22,7 @@ from gemmconv.kernels.base import (
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.kept import kept
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
@@ -104,6 +105,13 @@ def _menu(
     problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
 ) -> list[tuple[Tile, _Cost]]:
     """The few tiles that a layer takes, by how it does at samples of its sizes."""
+    asked = __name__, problems, dtype, channels_last, spec
+    return kept(lambda: asked, lambda: _made_menu(problems, dtype, channels_last, spec))
+
+
+def _made_menu(
+    problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
+) -> list[tuple[Tile, _Cost]]:
     layers = [_Layer(problem, dtype, channels_last, spec) for problem in problems]
     shapes = {shape: None for layer in layers for shape in layer.shapes()}
     shapes = shapes or {shape: None for layer in layers for shape in layer.shapes(whole_sectors=False)}
@@ -113,6 +121,7 @@ def _menu(
     return [(tiles[i], costs[i]) for i in menu_of(seconds, _MOST)] if tiles else []
 
 
+@functools.lru_cache(maxsize=1024)
 def cycles_of(
     problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile, spec: DeviceSpec = REFERENCE
 ) -> float:

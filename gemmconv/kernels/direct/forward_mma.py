@@ -20,6 +20,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.kept import kept
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
@@ -358,6 +359,11 @@ def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSp
 @lru_cache(maxsize=1024)
 def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
+    asked = __name__, problems, itemsize, channels_last, spec
+    return kept(lambda: asked, lambda: _made_menu(problems, itemsize, channels_last, spec))
+
+
+def _made_menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
     most = _MOST if channels_last else _MOST_ALIKE
     cycles = [[tile.cycles_of(one) for tile in tiles] for one in problems]
@@ -372,10 +378,10 @@ def is_staged(problem: Problem, itemsize: int, channels_last: bool) -> bool:
 
 def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory. None for depthwise layers."""
+    if not _have_channels(problem):
+        return
     p = problem
     channels_out = p.out_channels // p.groups
-    if p.gemm_k * channels_out == 1 or p.gemm_k * p.taps * channels_out > _MOST_WEIGHTS:
-        return
     row_tiles = power_of_two(-(-cells_of(p)[1] // 8))  # of 8 cells, that a row of an image fills
     staged = is_staged(p, itemsize, channels_last)
     for groups, channels in itertools.product(
@@ -400,6 +406,12 @@ def tiles_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceS
                     shaped = replace(tile, warps_n=warps_n, row_tiles=1 << i, ahead=ahead)
                     if shaped.shared_bytes <= LEAST_SHARED_BYTES:
                         yield shaped
+
+
+def _have_channels(problem: Problem) -> bool:
+    """Whether groups have more than one channel, and not too many weights: what no size changes."""
+    weights = problem.gemm_k * problem.gemm_m
+    return weights != problem.taps and weights <= _MOST_WEIGHTS
 
 
 @lru_cache(maxsize=1024)
@@ -519,10 +531,15 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
 
 def tile_for(config: Config) -> Tile | None:
     """The tile for a configuration, None where its products may not be rounded to what tensor cores take."""
-    if config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32"):
-        channels_last = config.memory_format is torch.channels_last
-        return tile_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
-    return None
+    if not _may_be_rounded(config):
+        return None
+    channels_last = config.memory_format is torch.channels_last
+    return tile_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
+
+
+def _may_be_rounded(config: Config) -> bool:
+    """Whether products may be of TF32 or 16 bits."""
+    return config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32")
 
 
 def blocks_at_once(tile: Tile) -> int:
@@ -544,6 +561,11 @@ class DirectForwardMma(DirectKernel):
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_for(config)
+
+    def declines(self, config: Config, direction: Pass) -> str | None:
+        if not (_may_be_rounded(config) and _have_channels(config.problem)):  # which is known at once
+            return f"it is for {self.serves}"
+        return super().declines(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)

@@ -141,6 +141,14 @@ class Plan(Gathering):
         """The plan for another problem of its layer, and with other fields."""
         return self._with(_OF_LAYERS, {**changes, "problem": problem})
 
+    def _compiled_as(self, variant: Variant) -> Plan:
+        """The plan, compiled as another, with all that was worked out and does not depend on that."""
+        plan = object.__new__(Plan)
+        plan.__dict__.update(self.__dict__, compiled=variant)
+        for name in _OF_VARIANTS:
+            plan.__dict__.pop(name, None)
+        return plan
+
     def _with(self, known: tuple[str, ...], changes: dict[str, Any]) -> Plan:
         """A copy with other fields, and of what was worked out with what ``known`` names."""
         plan = object.__new__(Plan)
@@ -170,18 +178,18 @@ class Plan(Gathering):
         (height, width), (stride_h, stride_w) = self.multiple, self.problem.stride
         return (height * stride_h, width * stride_w) if self.direction == "forward" else self.multiple
 
-    @property
+    @cached_property
     def channels(self) -> int:
         """Output channels of an M block."""
         return min(BLOCK_ROWS // self.slots, self.out_channels)
 
-    @property
+    @cached_property
     def lined(self) -> bool:
         """Whether warps have whole rows of cells, since no M block has all channels of several phases."""
         too_many = self.slots > 1 and self.slots * self.out_channels > BLOCK_ROWS
         return not self.channels_last and too_many
 
-    @property
+    @cached_property
     def channel_sets(self) -> int:
         """Into how many parts the output channels are cut, each an M block of one warpgroup or of both."""
         return -(-self.out_channels // (self.channels * (self.warpgroups_m // self.phase_sides)))
@@ -191,11 +199,11 @@ class Plan(Gathering):
         """The phases of each M block, those of a phase set one after the other; None where a slot is left over."""
         return _phases(self.span, self.slots)
 
-    @property
+    @cached_property
     def phase_sets(self) -> int:
         return len(self.phases) // (self.blocks * self.phase_sides)
 
-    @property
+    @cached_property
     def pairing(self) -> int:
         """Where a thread has neighbouring outputs."""
         if self.channels_last:
@@ -206,7 +214,7 @@ class Plan(Gathering):
             return PAIR_BLOCKS
         return PAIR_ROWS if self.slots % 2 == 0 else PAIR_NONE
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """Neighbouring outputs of a thread, of a cell."""
         return {PAIR_NONE: 1, PAIR_ROWS: 2, PAIR_BLOCKS: self.blocks}[self.pairing]
@@ -220,14 +228,14 @@ class Plan(Gathering):
             return ROWS_PLAIN
         return ROWS_CHANNELS if self.channels_last else ROWS_SLOTS
 
-    @property
+    @cached_property
     def staged(self) -> bool:
         """Whether outputs go by way of shared memory: a warp has runs of a row of cells, or pieces of channels."""
         if not self.channels_last:
             return self.lined or self.span[1] == self.inner
         return self.channels % self.element_units == 0 and self.out_channels % self.element_units == 0
 
-    @property
+    @cached_property
     def line_cells(self) -> int:
         """Cells of a line, of what a warp has of a row of the output, which are turned round together."""
         if self.lined:
@@ -276,11 +284,13 @@ class Plan(Gathering):
         """The shifts of each block of each phase set: those of any phase of its M block, or of either side's."""
         return _steps(self.problem, self.direction, self.phases, self.blocks, self.phase_sides)
 
-    def _reach(self, axis: int) -> Pair:
-        """The least and the largest shift, in units."""
-        return _reach(self.problem, self.direction, axis, self.unit[axis], self.span[axis])
+    @cached_property
+    def _reach(self) -> tuple[Pair, Pair]:
+        """The least and the largest shift of each axis, in units."""
+        of = self.problem, self.direction
+        return _reach(*of, 0, self.unit[0], self.span[0]), _reach(*of, 1, self.unit[1], self.span[1])
 
-    @property
+    @cached_property
     def element_units(self) -> int:
         """Elements of a unit."""
         return _UNIT_BYTES // self.itemsize
@@ -295,7 +305,7 @@ class Plan(Gathering):
         """Steps of an item, of all its chunks: the mean of all phase sets."""
         return sum(map(len, self.steps)) / self.phase_sets * self.chunks
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Chunks of the input channels of a group."""
         return -(-self.in_channels // (self.units * self.element_units))
@@ -337,7 +347,7 @@ class Plan(Gathering):
     @cached_property
     def pitch(self) -> int:
         """Positions from one row of a strip to the next."""
-        first, last = self._reach(1)
+        first, last = self._reach[1]
         if self.strips > 1:
             least = self.strip_cells + last - self.origin[1]
         else:  # what lies beyond either end of a row is the same gap
@@ -350,7 +360,7 @@ class Plan(Gathering):
     @cached_property
     def strip_rows(self) -> int:
         """Rows of positions from one strip to the next: a few more where what comes as boxes then is less."""
-        first, last = self._reach(0)
+        first, last = self._reach[0]
         rows = max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
         if self.way == "lines":
             return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows)
@@ -395,7 +405,7 @@ class Plan(Gathering):
         """The input, in units, of a strip's first position."""
         if self.strips == 1:
             return 0, 0
-        first = self._reach(1)[0]
+        first = self._reach[1][0]
         return 0, first // self.wide * self.wide if self._in_a_row else first
 
     def _place(self, shift: Pair) -> int:
@@ -407,7 +417,7 @@ class Plan(Gathering):
     def places(self) -> Pair:
         """The least and the largest place of an input relative to its cell."""
         # Every row shift goes with every column shift, if not for the same phase.
-        reaches = zip(self._reach(0), self._reach(1), strict=True)
+        reaches = zip(*self._reach, strict=True)
         first, last = (self._place((row * self.unit[0], column * self.unit[1])) for row, column in reaches)
         return first, last
 
@@ -715,7 +725,7 @@ class Plan(Gathering):
         """How often a loader takes up what has landed."""
         return -(-self.spots * self.landing_units // self.loaders)
 
-    @property
+    @cached_property
     def variant(self) -> Variant:
         """What is compiled beside the fields."""
         if self.compiled:
@@ -746,7 +756,7 @@ class Plan(Gathering):
         if not alike.aligned or (alike.landing and not alike.may_land) or (alike.boxed and not alike.may_be_boxed):
             return None
         old = self.variant
-        plan = alike.resized(problem, compiled=old._replace(landing_box=alike._may_land_as_box))
+        plan = alike._compiled_as(old._replace(landing_box=alike._may_land_as_box))
         if not plan.possible or plan._aligned_outputs % old.vector:
             return None
         if plan.landing:
@@ -756,7 +766,7 @@ class Plan(Gathering):
                 return None
         if plan._may_take_turns == old.turns:
             return plan
-        return plan.resized(problem, compiled=plan.variant._replace(turns=plan._may_take_turns))
+        return plan._compiled_as(plan.variant._replace(turns=plan._may_take_turns))
 
     def _gathered(self, problem: Problem) -> Pair:
         """Height and width of what is gathered."""
@@ -777,7 +787,7 @@ class Plan(Gathering):
         """Registers of a thread for sums."""
         return (self.blocks + self.split) * self.columns // 2
 
-    @property
+    @cached_property
     def loaded_words(self) -> int:
         """Words that a thread loads at once, of the registers that those who multiply leave."""
         if self.few_loaders:
@@ -785,14 +795,14 @@ class Plan(Gathering):
         others = 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
         return min(40 if self.vector_loads else 64, self._load_registers // 2, self._load_registers - others)
 
-    @property
+    @cached_property
     def _load_registers(self) -> int:
         """Registers of a thread that loads: those that two warpgroups with sums leave."""
         if self.few_loaders:
             return 136
         return 256 - max(144 if self.blocks > 2 else 136, self._sums + (48 if self.split else 56))
 
-    @property
+    @cached_property
     def _turned_bytes(self) -> int:
         """Bytes of outputs that are turned round: lines of each of 8 warps."""
         if not self.staged:
@@ -824,9 +834,9 @@ class Plan(Gathering):
     def stages(self) -> Pair | None:
         """Stages of inputs and of weights; None where the fewest do not fit."""
         steps, (patch_bytes, weight_bytes) = max(self.set_steps), self._stage_bytes
-        most = steps * self.chunks
+        most, for_stages = steps * self.chunks, SHARED_BYTES - self._other_bytes
         for patches, least in (_BOX_STAGES[steps >= _MANY_STEPS] if self.boxed else _STAGES).items():
-            weights = (SHARED_BYTES - self._other_bytes - patches * patch_bytes) // weight_bytes
+            weights = (for_stages - patches * patch_bytes) // weight_bytes
             if weights >= most and self.sets <= self.multiprocessors:
                 return patches, max(1, most)
             if weights >= least:
@@ -850,7 +860,7 @@ class Plan(Gathering):
         brought = self.way in ("lines", "landing")
         return brought and self.resident and not self.split and self.stages[0] > self.chunks
 
-    @property
+    @cached_property
     def sets(self) -> int:
         """Sets of all groups."""
         return self.phase_sets * self.channel_sets * self.problem.groups
@@ -916,8 +926,18 @@ class Plan(Gathering):
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_OF_LAYERS = "span", "unit", "phases", "steps", "set_steps"  # what sizes do not change
-_OF_RIGHT_SIDES = "span", "unit", "phases", "cells", "_inputs", "strip_cells", "pitch", "places"
+# What was worked out that other columns, sides, units, loaders leave, or other sizes; and what follows from variants.
+_OF_LEFT_SIDES = (
+    *("in_channels", "out_channels", "element_units", "span", "unit", "phases", "_reach"),
+    *("channels", "lined", "pairing", "inner", "staged"),
+)
+_OF_LAYERS = (
+    *_OF_LEFT_SIDES,
+    *("steps", "set_steps", "phase_sets", "channel_sets", "sets", "chunks", "line_cells"),
+    *("_sums", "_load_registers", "loaded_words", "_turned_bytes"),
+)
+_OF_RIGHT_SIDES = (*_OF_LEFT_SIDES, "cells", "_inputs", "strip_cells", "pitch", "places")
+_OF_VARIANTS = "variant", "landing_box", "landing_units", "landing_stages", "stages", "cycles", "expected_cycles"
 
 
 def _power_below(count: int) -> int:

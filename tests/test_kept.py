@@ -1,0 +1,156 @@
+"""What took long to find is kept on disk, and never says anything but what a search would."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="the cache is the cuda-core package's")
+
+from gemmconv import selection
+from gemmconv.algorithms import base
+from gemmconv.kernels import costs, kept
+from gemmconv.kernels.costs import costs_of
+from gemmconv.runtime import cache
+from tests.test_sizes import LAYERS, PASSES, config_of
+
+CASES = [
+    (layer, precision, memory_format, direction)
+    for layer in LAYERS
+    for precision, memory_format in (("tf32", "nchw"), ("bf16", "nchw"), ("bf16", "channels_last"))
+    for direction in PASSES
+]
+
+
+@pytest.fixture
+def disk(monkeypatch, tmp_path):
+    """Results are kept in a folder of the test's, for a GPU that is not there. Returns what lets a process begin."""
+    caches = (kept._entries, base._known, base._fitted)
+
+    def begin():
+        monkeypatch.setattr(cache, "default_cache", lambda: cache.KernelCache(tmp_path))
+        for one in caches:
+            one.cache_clear()
+
+    monkeypatch.setattr(kept, "enabled", True)
+    monkeypatch.setattr(kept, "without_gpu", True)
+    begin()
+    yield begin
+    kept.write()
+    for one in caches:
+        one.cache_clear()
+
+
+def chosen(layer, precision, memory_format, direction, size=(40, 50)):
+    config = config_of(layer, precision, memory_format, 3, (1, 700) if layer == "vocoder" else size)
+    algorithm = selection.choose(config, "auto", "test", direction)
+    return str(algorithm.choice(config, direction)), algorithm.estimate(config, direction)
+
+
+def searched(monkeypatch):
+    """The configurations that are searched for from now on."""
+    found, choices = [], base.choices
+    monkeypatch.setattr(base, "choices", lambda config, *rest: found.append(config) or choices(config, *rest))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES[:6] + CASES[-9:], ids="-".join)
+def test_another_process_chooses_the_same_without_a_search(case, disk, monkeypatch):
+    first = chosen(*case)
+    kept.write()
+    disk()
+    searches = searched(monkeypatch)
+    assert chosen(*case) == first
+    assert not [config for config in searches if config in base.representatives(config)]
+
+
+def test_every_tile_is_what_it_was_before_it_was_kept(disk):
+    kinds = set()
+    for case in CASES:
+        config = config_of(*case[:3], 3, (1, 700) if case[0] == "vocoder" else (40, 50))
+        for algorithm in selection.ALGORITHMS:
+            if (choice := algorithm.choice(config, case[3])) is not None:
+                kinds.add(choice.kernel.name)
+                assert kept._loaded(pickle.dumps(choice[1:])) == choice[1:]
+    assert len(kinds) >= 12
+
+
+def test_results_of_processes_come_together(disk):
+    for number in range(3):
+        assert kept.kept(lambda number=number: number, lambda number=number: (number, 0.5), always=True)[0] == number
+        kept.write()
+        disk()
+    assert len(kept._entries()) == 3
+
+
+def test_few_are_kept_and_the_oldest_go(disk, monkeypatch):
+    monkeypatch.setattr(kept, "_MOST", 2)
+    for number in range(3):
+        kept.kept(lambda number=number: number, lambda: 1, always=True)
+    kept.write()
+    disk()
+    asked = []
+    for number in range(3):
+        kept.kept(lambda number=number: number, lambda number=number: asked.append(number))
+    assert asked == [0]
+
+
+def test_results_are_of_their_code(disk, monkeypatch):
+    kept.kept(lambda: 1, lambda: "old", always=True)
+    kept.write()
+    disk()
+    monkeypatch.setattr(kept, "_code", lambda: bytes(32))
+    assert kept.kept(lambda: 1, lambda: "new") == "new"
+
+
+def test_quick_results_are_not_kept(disk):
+    kept.kept(lambda: 1, lambda: 1)
+    assert kept._entries() == {}
+
+
+class Calls:
+    def __reduce__(self):
+        return os.getpid, ()
+
+
+@pytest.mark.parametrize("entry", [b"", b"nothing", pickle.dumps(Calls()), pickle.dumps(Path)], ids=range(4))
+def test_what_somebody_else_wrote_is_not_run(entry, disk):
+    def search():
+        return kept.kept(lambda: 1, lambda: "found")
+
+    cache.default_cache().put(kept._code(), entry)
+    assert search() == "found"
+    disk()
+    key = kept.hashlib.sha256(b"1").digest()
+    cache.default_cache().put(kept._code(), pickle.dumps({key: entry}))
+    assert search() == "found"
+
+
+def test_nothing_is_kept_by_other_costs(disk, monkeypatch):
+    monkeypatch.setattr(costs, "_replaced", ["one"])
+    kept.kept(lambda: 1, lambda: 1, always=True)
+    assert kept._entries() == {}
+    monkeypatch.setattr(costs, "_replaced", replaced := [])
+    costs_of("device").replace({})
+    assert replaced
+
+
+def test_nothing_is_kept_where_no_gpu_is_used(disk, monkeypatch):
+    monkeypatch.setattr(kept, "without_gpu", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    kept.kept(lambda: 1, lambda: 1, always=True)
+    assert kept._entries() == {}
+
+
+def test_a_process_that_ends_writes_what_it_found(tmp_path):
+    code = "from gemmconv.kernels import kept; kept.without_gpu = True; kept.kept(lambda: 1, {!r}.upper, always=True)"
+    for text, printed in (("a", "A"), ("b", "A")):
+        command = [sys.executable, "-c", f"{code.format(text)}; print(*kept._entries().values())"]
+        environment = {**os.environ, "GEMMCONV_CACHE_DIR": str(tmp_path)}
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(pickle.dumps(printed))
