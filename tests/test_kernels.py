@@ -1701,7 +1701,7 @@ EDITS = {
         "weight_grad_rounded_before_it_came":
             (GRADIENT_TF32, r"barrier_wait\(b\.came[^;]*;", "", f"{LATE}|never waited for"),
     },
-    "splits/reduce_wgrad_splits.cu": {
+    "splits/reduce.cu": {
         "weight_grad_slice_left_out":
             (replace(GRADIENT, multiprocessors=None), r"slice < p\.slices;", "slice < p.slices - 1;"),
     },

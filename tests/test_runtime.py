@@ -43,7 +43,7 @@ from gemmconv.kernels.sm90 import (
     wgrad_nchw,
     wgrad_nhwc,
 )
-from gemmconv.kernels.splits import bias_grad, reduce_splits, reduce_wgrad_splits
+from gemmconv.kernels.splits import bias_grad, reduce
 from gemmconv.kernels.weights import pack_k_major
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
@@ -100,25 +100,18 @@ def kernel_variants():
             for layout in (torch.contiguous_format, torch.channels_last):
                 macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout))
                 variants[f"bias_grad-{dtype}-{macros['LANES']}-{macros['VECTOR']}"] = ("splits/bias_grad.cu", macros)
-            variants[f"reduce_splits-{dtype}"] = ("splits/reduce_splits.cu", reduce_splits.sum_partials_macros(dtype))
+            variants[f"reduce-{dtype}"] = ("splits/reduce.cu", reduce.sum_macros(dtype))
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct/forward_mma.cu", macros)
     for label, (macros, _) in GRADS_VARIANTS.items():
         variants[label] = ("direct/grads_mma.cu", macros)
     for channels, pixels, itemsize in (
-        (96, 4096, 2),
-        (3, 4096, 2),
-        (21, 67, 2),
-        (64, 1024, 4),
-        (70, (1 << 31) - 1025, 8),
+        *((96, 4095, 2), (3, 4096, 2), (21, 67, 2), (64, 1023, 4), (70, (1 << 31) - 1025, 8)),  # staged
+        *((96, 4096, 2), (12, 112, 2), (64, 1032, 4), (8, (1 << 31) - 1032, 8)),
     ):
         for to_last in (False, True):
-            macros = transpose.turn_macros(channels, pixels, to_last, itemsize)
-            variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose.cu", macros)
-    for channels, pixels, itemsize in ((96, 4096, 2), (12, 112, 2), (64, 1032, 4), (8, (1 << 31) - 1032, 8)):
-        for to_last in (False, True):
-            macros = transpose.units_macros(channels, pixels, to_last, itemsize)
-            variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose_vectors.cu", macros)
+            macros = transpose.macros_of(channels, pixels, to_last, itemsize)
+            variants[f"transpose-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose.cu", macros)
     return variants | fused_variants() | fold_variants() | one_format_variants() | row_variants() | gradient_variants()
 
 
@@ -332,8 +325,8 @@ def gradient_variants():
             tile = wgrad_nhwc.tile_of(problems[name], 64 << 20)
             macros = wgrad_nhwc.macros_of(tile, dtype, 2)
             variants[f"wgrad_nhwc-{name}-{kind}"] = ("sm90/wgrad_nhwc.cu", macros)
-        macros = reduce_wgrad_splits.sum_macros(problems[name], dtype, 132)
-        variants[f"reduce_wgrad_splits-{name}-{kind}"] = ("splits/reduce_wgrad_splits.cu", macros)
+        macros = reduce.wgrad_macros(problems[name], dtype, 132)
+        variants[f"reduce-{name}-{kind}"] = ("splits/reduce.cu", macros)
     return variants
 
 
@@ -361,8 +354,7 @@ OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
 def architectures_of(source_name):
     """Those that a source is for; fused is Hopper's alone."""
-    of_hopper = source_name.startswith(("sm90/", "weights/")) or source_name == "splits/reduce_wgrad_splits.cu"
-    return ["sm_90a"] if of_hopper else ARCHITECTURES
+    return ["sm_90a"] if source_name.startswith(("sm90/", "weights/")) else ARCHITECTURES
 
 
 def type_of(macros):

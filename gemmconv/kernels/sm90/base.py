@@ -72,7 +72,7 @@ class OneFormatForward(Sm90Kernel):
 
 
 class WeightGradKernel(Sm90Kernel):
-    """A kernel of weight gradients, whose partial sums csrc/splits/reduce_wgrad_splits.cu adds up."""
+    """A kernel of weight gradients, whose partial sums csrc/splits/reduce.cu adds up."""
 
     directions = ("weight_grad",)
 
