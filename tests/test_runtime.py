@@ -44,7 +44,7 @@ from gemmconv.kernels.sm90 import (
     wgrad_nhwc,
 )
 from gemmconv.kernels.splits import bias_grad, reduce
-from gemmconv.kernels.weights import pack_k_major
+from gemmconv.kernels.weights import pack
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -168,7 +168,7 @@ def fused_variants():
             split, channels_last = kind == "float32", layout == "nhwc"
             plan = implicit_gemm_choice.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
             for source, macros_of in (
-                ("weights/pack_phases", implicit_gemm.weight_macros_of),
+                ("weights/pack", implicit_gemm.weight_macros_of),
                 ("sm90/implicit_gemm", implicit_gemm.macros_of),
             ):
                 label = f"{source}-{direction}-{layout}-{name}-{kind}"
@@ -246,7 +246,7 @@ ONE_FORMAT = [
 
 
 def one_format_variants():
-    """Kernels of one format, and weights/pack_k_major.cu, for layers of full size."""
+    """Kernels of one format, and weights/pack.cu for TF32 that is K-major, for layers of full size."""
     problems, variants = problems_by_name(), {}
     for kernel, name, kind, choice in ONE_FORMAT:
         module, dtype = getattr(sm90, kernel), torch.float32 if kind == "tf32" else getattr(torch, kind)
@@ -259,10 +259,8 @@ def one_format_variants():
             continue
         variants[f"{kernel}-{name}-{kind}-{choice}"] = (f"sm90/{kernel}.cu", module.macros_of(tile, dtype))
         if kernel == "gemm_depth_to_space" and tile.packed:
-            macros = pack_k_major.packing_macros_of(
-                problems[name], tile.lines, tile.chunks * 8, tile.problem.kernel_size[1]
-            )
-            variants[f"pack_k_major-{name}"] = ("weights/pack_k_major.cu", macros)
+            macros = pack.k_major_macros(problems[name], tile.lines, tile.chunks * 8, tile.problem.kernel_size[1])
+            variants[f"pack-{name}"] = ("weights/pack.cu", macros)
     return variants
 
 
@@ -286,7 +284,7 @@ ODD_ROWS = {
 
 
 def row_variants():
-    """sm90/gemm_fold_rows.cu, sm90/gemm_fold_rows_tf32.cu and weights/pack_rows.cu for layers of full size."""
+    """sm90/gemm_fold_rows.cu, sm90/gemm_fold_rows_tf32.cu and weights/pack.cu for layers of full size."""
     problems, variants = {**problems_by_name(), **ODD_ROWS}, {}
     for name, kind, direction, choice in (*ROWS, *((name, "float32", "forward", None) for name in ODD_ROWS)):
         kernel = gemm_fold_rows_tf32 if kind == "float32" else gemm_fold_rows
@@ -295,7 +293,7 @@ def row_variants():
             continue
         if choice is not None:
             tile = [*kernel.tiles_of(problems[name], direction)][choice]
-        for source in (tile.source, "weights/pack_rows"):
+        for source in (tile.source, "weights/pack"):
             label = f"{source}-{direction}-{name}-{kind}-{choice}"
             macros_of = row_streaming.macros_of if source == tile.source else row_streaming.packing_macros_of
             variants[label] = (f"{source}.cu", macros_of(tile, getattr(torch, kind)))
