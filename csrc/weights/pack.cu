@@ -32,13 +32,14 @@ struct pack_params {
 };
 
 constexpr int kThreads = 256, kOwn = 8;  // input channels of a thread
-constexpr int kElements = elements_of_unit<ELEMENT_T>, kParts = SPLIT ? 2 : 1, kRows = SIDES * ROWS, kPlaces = PHASE_SIDES * SLOTS;
+constexpr int kElements = elements_of_unit<ELEMENT_T>, kOwnUnits = kOwn / kElements, kParts = SPLIT ? 2 : 1;
+constexpr int kRows = SIDES * ROWS, kPlaces = PHASE_SIDES * SLOTS;
 constexpr int kRowsAlong = 4;                  // 64 bytes; of weights in NCHW
 constexpr int kStepsAlong = least(STEPS, 32);  // of a block
-constexpr int kRowBlocks = ceil_div(CHUNKS * UNITS * kElements / kOwn * kRows * kStepsAlong, kThreads);
+constexpr int kRowBlocks = ceil_div(CHUNKS * UNITS / kOwnUnits * kRows * kStepsAlong, kThreads);
 constexpr int kStepBlocks = ceil_div(STEPS, kStepsAlong);
 __constant__ constexpr short kSteps[STEPS][2 + kPlaces] = STEP_TABLE;
-static_assert(UNITS * kElements % kOwn == 0 && kRows % kRowsAlong == 0, "threads have whole pieces");
+static_assert(UNITS % kOwnUnits == 0 && kRows % kRowsAlong == 0, "threads have whole pieces");
 
 /* A step of a block. */
 struct step_t {
@@ -81,15 +82,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) weights_pack_kernel(const
     const bool inside = place.slot < SLOTS && place.channel < CHANNELS && out < OUT_CHANNELS;
     const int tap = inside ? step.taps[phase_side * SLOTS + place.slot] : -1;
 
-    ELEMENT_T values[kOwn / kElements][kElements] = {};
+    ELEMENT_T values[kOwnUnits][kElements] = {};
     if (tap >= 0) {
         // The layer's own: [input channels][output channels][taps], or [input channels][taps][output channels].
-        constexpr long long kLayerOut = INPUT_GRAD ? IN_CHANNELS : OUT_CHANNELS;
+        constexpr long long kTaps = TAPS, kLayerOut = INPUT_GRAD ? IN_CHANNELS : OUT_CHANNELS;
         // From one input channel to the next, and from one output channel.
-        const long long far = TAPS * kLayerOut, near = p.channels_last ? 1 : TAPS, stride = INPUT_GRAD ? near : far;
-        const ELEMENT_T* __restrict__ source = p.weight + group * (TAPS * kLayerOut * (INPUT_GRAD ? OUT_CHANNELS : IN_CHANNELS)) +
-                                               channel * stride + out * (INPUT_GRAD ? far : near) +
-                                               tap * (p.channels_last ? kLayerOut : 1);
+        const long long far = kTaps * kLayerOut, near = p.channels_last ? 1 : kTaps, stride = INPUT_GRAD ? near : far;
+        const ELEMENT_T* __restrict__ source = p.weight + group * (kTaps * IN_CHANNELS * OUT_CHANNELS) + channel * stride +
+                                               out * (INPUT_GRAD ? far : near) + tap * (p.channels_last ? kLayerOut : 1);
         #pragma unroll
         for (int e = 0; e < kOwn; ++e) {
             const int own = CHANNEL_PAIRS ? e / 4 * 2 + e % 4 / 2 * 4 + e % 2 : e;
@@ -99,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) weights_pack_kernel(const
     const long long matrix = step.matrix + static_cast<long long>(unit / UNITS) * step.matrices;
     unit_t* target = p.packed + (matrix * (kParts * UNITS) + unit % UNITS) * kRows + row;
     #pragma unroll
-    for (int i = 0; i < kOwn / kElements; ++i) {
-        const parts_t<kParts> parts = pack_unit<kParts>(values[i]);
+    for (int u = 0; u < kOwnUnits; ++u) {
+        const parts_t<kParts> parts = pack_unit<kParts>(values[u]);
         #pragma unroll
-        for (int part = 0; part < kParts; ++part) target[part * (UNITS * kRows) + i * kRows] = parts.part[part];
+        for (int part = 0; part < kParts; ++part) target[part * (UNITS * kRows) + u * kRows] = parts.part[part];
     }
 }
