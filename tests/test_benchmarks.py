@@ -1323,10 +1323,10 @@ def test_compile_time_is_measured_of_each_kernel(capsys):
     pytest.importorskip("cuda.core", reason="kernels are compiled by the cuda-core package")
     from benchmarks import compile_time
 
-    assert compile_time.main(["--only", "splits/reduce_splits", "--json"]) == 0
-    ((name, seconds),) = json.loads(capsys.readouterr().out).items()
-    assert name == "layer 5 weight_grad splits/reduce_splits"
-    assert 0 < seconds < 5
+    assert compile_time.main(["--only", "splits/reduce", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {*found} == {f"layer {i} weight_grad splits/reduce" for i in (1, 3, 4, 5)}
+    assert 0 < min(found.values()) <= max(found.values()) < 5
     assert compile_time.main(["--only", "nothing has this name"]) == 0
     assert "0 kernels, 0.000 s in all" in capsys.readouterr().out
 

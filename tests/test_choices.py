@@ -379,7 +379,7 @@ def test_jobs_compile_and_say_why_not(monkeypatch):
     asked.clear()
     kernel = KERNELS["sm90/implicit_gemm"]
     assert choices._compile((kernel, config, kernel.tile(config, "forward"), "sm_90a")) == ""
-    assert asked == [("weights/pack_phases.cu", "sm_90a"), ("sm90/implicit_gemm.cu", "sm_90a")]
+    assert asked == [("weights/pack.cu", "sm_90a"), ("sm90/implicit_gemm.cu", "sm_90a")]
 
 
 def test_compile_all_notes_what_fails(monkeypatch, capsys):

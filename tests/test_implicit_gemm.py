@@ -27,12 +27,9 @@ from gemmconv.kernels.sm90.implicit_gemm_plan import (
     PAIR_BLOCKS,
     PAIR_NONE,
     PAIR_ROWS,
-    ROWS_CHANNELS,
-    ROWS_LINES,
-    ROWS_PLAIN,
-    ROWS_SLOTS,
     SHARED_BYTES,
 )
+from gemmconv.kernels.weights.pack import ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 from tests.samples import tile_for
 from tests.test_geometry import scattered
 
@@ -120,7 +117,7 @@ def output_of_row(plan, block, part, row):
 
 
 def tap_of(plan, axis, output, shift):
-    """Return the tap that reaches an output of a cell with a shift, or None, as csrc/weights/pack_phases.cu has it."""
+    """Return the tap that reaches an output of a cell with a shift, or None, as the algebra has it."""
     problem = plan.problem
     near, far = (output, shift) if plan.direction == "forward" else (shift, output)
     reach = near + problem.padding[axis] - far * problem.stride[axis]
@@ -139,11 +136,15 @@ def products_of(plan):
     found = []
     for place, steps in enumerate(plan.steps):
         for side, shift in itertools.product(range(plan.phase_sides), steps):
+            phases = plan.phases[block_of(plan, *divmod(place, plan.blocks), side)]
             taps = {
                 phase: tuple(tap_of(plan, axis, phase[axis], shift[axis]) for axis in (0, 1))
-                for phase in plan.phases[block_of(plan, *divmod(place, plan.blocks), side)]
+                for phase in phases
                 if phase is not None
             }
+            for phase, tap in zip(phases, steps[shift][side * plan.slots :], strict=False):
+                own = taps.get(phase, (None, None))
+                assert tap == (-1 if None in own else own[0] * plan.problem.kernel_size[1] + own[1])
             found.append([(phase, shift, tap) for phase, tap in taps.items() if None not in tap])
     return found
 
@@ -190,7 +191,7 @@ def test_rows_of_m_blocks_are_every_phase_and_output_channel_once(plan):
 
 @each_plan
 def test_packed_weights_are_every_step_of_every_item_in_order(plan):
-    """Those that weights/pack_phases.cu writes for an item follow each other, as sm90/implicit_gemm.cu copies them."""
+    """Those that weights/pack.cu writes for an item follow each other, as sm90/implicit_gemm.cu copies them."""
     begins = [sum(map(len, plan.steps[:block])) for block in range(0, len(plan.steps) + 1, plan.blocks)]
     every_step, copied = begins[-1], []
     for group, phase_set, channel_set in itertools.product(

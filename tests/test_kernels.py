@@ -58,7 +58,9 @@ from gemmconv.kernels.sm90 import (
     implicit_gemm,
 )
 from gemmconv.kernels.sm90.implicit_gemm_choice import plans_of
-from gemmconv.kernels.sm90.implicit_gemm_plan import PAIR_BLOCKS, ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS, Plan
+from gemmconv.kernels.sm90.implicit_gemm_plan import PAIR_BLOCKS, Plan
+from gemmconv.kernels.weights import pack
+from gemmconv.kernels.weights.pack import ROWS_CHANNELS, ROWS_PLAIN, ROWS_SLOTS
 from gemmconv.runtime import launch
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
@@ -115,7 +117,7 @@ FUSED_PATHS = {
     "pairs_of_inputs_of_a_cell": lambda plan: plan.wide == 2 and plan.unit[1] == 2,
     "widest": lambda plan: plan.columns * plan.blocks == 256,
     "rows_of_a_cell": lambda plan: plan.blocks > 2,
-    "weights_laid_out_by_blocks_of_steps": lambda plan: sum(plan.set_steps) > implicit_gemm._WEIGHT_STEPS,
+    "weights_laid_out_by_blocks_of_steps": lambda plan: sum(plan.set_steps) > pack.STEPS,
     "blocks": lambda plan: plan.way == "blocks",
     "blocks_of_patches": lambda plan: plan.way == "blocks" and plan.box_blocks > 1,
     "blocks_of_their_own": lambda plan: plan.way == "blocks" and plan.box_blocks == 1 and plan.tile > 64,
@@ -1701,7 +1703,7 @@ EDITS = {
         "weight_grad_rounded_before_it_came":
             (GRADIENT_TF32, r"barrier_wait\(b\.came[^;]*;", "", f"{LATE}|never waited for"),
     },
-    "splits/reduce_wgrad_splits.cu": {
+    "splits/reduce.cu": {
         "weight_grad_slice_left_out":
             (replace(GRADIENT, multiprocessors=None), r"slice < p\.slices;", "slice < p.slices - 1;"),
     },

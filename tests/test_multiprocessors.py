@@ -23,7 +23,7 @@ from gemmconv.kernels.direct import input_grad as direct_input_grad
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.sm90 import gemm_fold_narrow, implicit_gemm, wgrad_nchw, wgrad_nhwc
 from gemmconv.kernels.sm90.row_streaming import RowGathering
-from gemmconv.kernels.splits import reduce_wgrad_splits
+from gemmconv.kernels.splits import reduce
 from gemmconv.selection import choose
 from tests.samples import config_of, tile_for
 
@@ -154,7 +154,7 @@ def test_few_multiprocessors_are_busy_with_larger_blocks():
     for size_of in (
         lambda count: direct_input_grad.input_grad_tile(depthwise, 2, count).threads,
         lambda count: direct_weight_grad.weight_grad_tile(depthwise, 2, False, count).threads,
-        lambda count: reduce_wgrad_splits.sum_macros(many, torch.float16, 4, count)["SUM_RUN"],
+        lambda count: reduce.wgrad_macros(many, torch.float16, 4, count)["RUN"],
     ):
         assert size_of(1) > size_of(64)
 

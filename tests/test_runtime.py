@@ -43,8 +43,8 @@ from gemmconv.kernels.sm90 import (
     wgrad_nchw,
     wgrad_nhwc,
 )
-from gemmconv.kernels.splits import bias_grad, reduce_splits, reduce_wgrad_splits
-from gemmconv.kernels.weights import pack_k_major
+from gemmconv.kernels.splits import bias_grad, reduce
+from gemmconv.kernels.weights import pack
 from gemmconv.runtime import cache as cache_module
 from gemmconv.runtime import compiler, sources
 from gemmconv.runtime.cache import KernelCache
@@ -100,25 +100,18 @@ def kernel_variants():
             for layout in (torch.contiguous_format, torch.channels_last):
                 macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout))
                 variants[f"bias_grad-{dtype}-{macros['LANES']}-{macros['VECTOR']}"] = ("splits/bias_grad.cu", macros)
-            variants[f"reduce_splits-{dtype}"] = ("splits/reduce_splits.cu", reduce_splits.sum_partials_macros(dtype))
+            variants[f"reduce-{dtype}"] = ("splits/reduce.cu", reduce.sum_macros(dtype))
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct/forward_mma.cu", macros)
     for label, (macros, _) in GRADS_VARIANTS.items():
         variants[label] = ("direct/grads_mma.cu", macros)
     for channels, pixels, itemsize in (
-        (96, 4096, 2),
-        (3, 4096, 2),
-        (21, 67, 2),
-        (64, 1024, 4),
-        (70, (1 << 31) - 1025, 8),
+        *((96, 4095, 2), (3, 4096, 2), (21, 67, 2), (64, 1023, 4), (70, (1 << 31) - 1025, 8)),  # staged
+        *((96, 4096, 2), (12, 112, 2), (64, 1032, 4), (8, (1 << 31) - 1032, 8)),
     ):
         for to_last in (False, True):
-            macros = transpose.turn_macros(channels, pixels, to_last, itemsize)
-            variants[f"turn-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose.cu", macros)
-    for channels, pixels, itemsize in ((96, 4096, 2), (12, 112, 2), (64, 1032, 4), (8, (1 << 31) - 1032, 8)):
-        for to_last in (False, True):
-            macros = transpose.units_macros(channels, pixels, to_last, itemsize)
-            variants[f"turn_units-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose_vectors.cu", macros)
+            macros = transpose.macros_of(channels, pixels, to_last, itemsize)
+            variants[f"transpose-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose.cu", macros)
     return variants | fused_variants() | fold_variants() | one_format_variants() | row_variants() | gradient_variants()
 
 
@@ -175,7 +168,7 @@ def fused_variants():
             split, channels_last = kind == "float32", layout == "nhwc"
             plan = implicit_gemm_choice.plan_of(problems[name], direction, dtype.itemsize, split, channels_last)
             for source, macros_of in (
-                ("weights/pack_phases", implicit_gemm.weight_macros_of),
+                ("weights/pack", implicit_gemm.weight_macros_of),
                 ("sm90/implicit_gemm", implicit_gemm.macros_of),
             ):
                 label = f"{source}-{direction}-{layout}-{name}-{kind}"
@@ -253,7 +246,7 @@ ONE_FORMAT = [
 
 
 def one_format_variants():
-    """Kernels of one format, and weights/pack_k_major.cu, for layers of full size."""
+    """Kernels of one format, and weights/pack.cu for TF32 that is K-major, for layers of full size."""
     problems, variants = problems_by_name(), {}
     for kernel, name, kind, choice in ONE_FORMAT:
         module, dtype = getattr(sm90, kernel), torch.float32 if kind == "tf32" else getattr(torch, kind)
@@ -266,10 +259,8 @@ def one_format_variants():
             continue
         variants[f"{kernel}-{name}-{kind}-{choice}"] = (f"sm90/{kernel}.cu", module.macros_of(tile, dtype))
         if kernel == "gemm_depth_to_space" and tile.packed:
-            macros = pack_k_major.packing_macros_of(
-                problems[name], tile.lines, tile.chunks * 8, tile.problem.kernel_size[1]
-            )
-            variants[f"pack_k_major-{name}"] = ("weights/pack_k_major.cu", macros)
+            macros = pack.k_major_macros(problems[name], tile.lines, tile.chunks * 8, tile.problem.kernel_size[1])
+            variants[f"pack-{name}"] = ("weights/pack.cu", macros)
     return variants
 
 
@@ -293,7 +284,7 @@ ODD_ROWS = {
 
 
 def row_variants():
-    """sm90/gemm_fold_rows.cu, sm90/gemm_fold_rows_tf32.cu and weights/pack_rows.cu for layers of full size."""
+    """sm90/gemm_fold_rows.cu, sm90/gemm_fold_rows_tf32.cu and weights/pack.cu for layers of full size."""
     problems, variants = {**problems_by_name(), **ODD_ROWS}, {}
     for name, kind, direction, choice in (*ROWS, *((name, "float32", "forward", None) for name in ODD_ROWS)):
         kernel = gemm_fold_rows_tf32 if kind == "float32" else gemm_fold_rows
@@ -302,7 +293,7 @@ def row_variants():
             continue
         if choice is not None:
             tile = [*kernel.tiles_of(problems[name], direction)][choice]
-        for source in (tile.source, "weights/pack_rows"):
+        for source in (tile.source, "weights/pack"):
             label = f"{source}-{direction}-{name}-{kind}-{choice}"
             macros_of = row_streaming.macros_of if source == tile.source else row_streaming.packing_macros_of
             variants[label] = (f"{source}.cu", macros_of(tile, getattr(torch, kind)))
@@ -332,8 +323,8 @@ def gradient_variants():
             tile = wgrad_nhwc.tile_of(problems[name], 64 << 20)
             macros = wgrad_nhwc.macros_of(tile, dtype, 2)
             variants[f"wgrad_nhwc-{name}-{kind}"] = ("sm90/wgrad_nhwc.cu", macros)
-        macros = reduce_wgrad_splits.sum_macros(problems[name], dtype, 132)
-        variants[f"reduce_wgrad_splits-{name}-{kind}"] = ("splits/reduce_wgrad_splits.cu", macros)
+        macros = reduce.wgrad_macros(problems[name], dtype, 132)
+        variants[f"reduce-{name}-{kind}"] = ("splits/reduce.cu", macros)
     return variants
 
 
@@ -361,8 +352,7 @@ OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
 def architectures_of(source_name):
     """Those that a source is for; fused is Hopper's alone."""
-    of_hopper = source_name.startswith(("sm90/", "weights/")) or source_name == "splits/reduce_wgrad_splits.cu"
-    return ["sm_90a"] if of_hopper else ARCHITECTURES
+    return ["sm_90a"] if source_name.startswith(("sm90/", "weights/")) else ARCHITECTURES
 
 
 def type_of(macros):

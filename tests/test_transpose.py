@@ -1,4 +1,4 @@
-"""From NCHW to NHWC and back: layout/transpose.cu and layout/transpose_vectors.cu, emulated and on the GPU."""
+"""From NCHW to NHWC and back: layout/transpose.cu, emulated and on the GPU."""
 
 import itertools
 import math
@@ -64,7 +64,7 @@ def test_turn_kernel_moves_every_element(builder, shape, dtype, poison):
 @needs_compiler
 def test_turn_kernel_in_64_bits(builder, monkeypatch):
     monkeypatch.setattr(transpose, "_INT32_MAX", 0)
-    macros = transpose.turn_macros(8, 12, True, 2)
+    macros = transpose.macros_of(8, 12, True, 2)
     assert macros["INDEX_64"] == 1
     with emulator.install(builder):
         turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), (2, 8, 3, 4), torch.channels_last)
@@ -97,23 +97,17 @@ def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "mistake"),
     [
-        ((2, 6, 8, 9), ("layout/transpose.cu", r"upper >> 16", "lower >> 16")),  # a column takes the wrong row
-        (
-            (2, 6, 8, 9),
-            ("layout/transpose.cu", r"first_row \+ row >= p\.rows", "first_row + row + kStep >= p.rows"),
-        ),  # or none
-        ((2, 6, 8, 9), ("layout/transpose.cu", r"__syncthreads\(\);", "")),
-        ((2, 72, 6, 10), ("layout/transpose_vectors.cu", r"pieces\[i\]\.value\[j\]", "pieces[j].value[i]")),
-        ((2, 72, 6, 10), ("layout/transpose_vectors.cu", r"row >= p\.rows", "row + ROW_UNIT >= p.rows")),
-        (
-            (1, 8, 96, 32),
-            ("layout/transpose_vectors.cu", r"kColumnThreads \+ column_thread", "kRowThreads + column_thread"),
-        ),
+        ((2, 6, 8, 9), (r"rows\[i\]\.value\[j\]", "rows[j].value[i]")),  # a column takes the wrong row
+        ((2, 6, 8, 9), (r"first_row \+ row >= p\.rows", "first_row + row + ROWS >= p.rows")),  # or none
+        ((2, 6, 8, 9), (r"__syncthreads\(\);", "")),
+        ((2, 72, 6, 10), (r"rows\[i\]\.value\[j\]", "rows[j].value[i]")),
+        ((2, 72, 6, 10), (r"if \(row >= p\.rows", "if (row + ROWS >= p.rows")),
+        ((1, 8, 96, 32), (r"kPatches \* kLanes", "kPatches * ROW_LANES")),
     ],
     ids=str,
 )
 def test_emulator_notices_a_mistake_in_turn(builder, shape, mistake, poison):
-    with emulator.install(builder, emulator.Edit(*mistake)):
+    with emulator.install(builder, emulator.Edit("layout/transpose.cu", *mistake)):
         turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), shape, torch.channels_last)
         poison("cpu")
         with pytest.raises((AssertionError, RuntimeError)):
@@ -159,20 +153,21 @@ def test_planes_that_the_kernels_integers_do_not_reach_are_left_to_torch(monkeyp
 
 @given(st.integers(2, 5000), st.integers(2, (1 << 31) - 1025), st.booleans(), st.sampled_from([2, 4, 8]))
 def test_tiles_fit_shared_memory_and_waste_little(channels, pixels, to_last, itemsize):
-    macros = transpose.turn_macros(channels, pixels, to_last, itemsize)
-    rows, columns = macros["TILE_ROWS"], macros["TILE_COLUMNS"]
-    step = 2 if itemsize == 2 and channels % 2 == pixels % 2 == 0 else 1
-    assert rows % step == columns % step == 0
-    assert columns * (rows // step | 1) * itemsize * step <= 48 << 10
+    macros = transpose._staged(channels, pixels, to_last, itemsize)
+    rows, columns, unit = macros["TILE_ROWS"], macros["TILE_COLUMNS"], macros["ROW_UNIT"]
+    assert unit == macros["COLUMN_UNIT"]
+    assert unit == (2 if itemsize == 2 and channels % 2 == 0 else 1)
+    assert rows % unit == columns % unit == 0
+    assert columns * (rows + unit) * itemsize <= 48 << 10
     tile_channels, tile_pixels = (rows, columns) if to_last else (columns, rows)
     assert -(-channels // tile_channels) * tile_channels < channels + 2 * -(-channels // 64) + 2
     assert tile_pixels < 2 * pixels
-    assert ("INDEX_64" in macros) == (1024 * max(channels, pixels) > 2**31 - 1)
+    assert ("INDEX_64" in transpose.macros_of(channels, pixels, to_last, itemsize)) == (channels * pixels > 2**31 - 1)
 
 
 @given(st.integers(1, 500), st.integers(1, 500), st.booleans(), st.sampled_from([2, 4, 8]))
 def test_blocks_of_units_have_whole_warps_and_waste_little(rows, columns, to_last, itemsize):
-    macros = transpose.units_macros(*((rows, columns) if to_last else (columns, rows)), to_last, itemsize)
+    macros = transpose._vectors(rows, columns, to_last, itemsize)
     if macros is None:
         unit = 8 if itemsize == 2 else 16
         assert rows * itemsize % 32 or columns * itemsize % unit
@@ -181,8 +176,9 @@ def test_blocks_of_units_have_whole_warps_and_waste_little(rows, columns, to_las
     for axis, extent in extents.items():
         assert extent % macros[f"{axis}_UNIT"] == 0
         assert macros[f"{axis}_UNIT"] * itemsize in ((8, 16) if itemsize == 2 else (16,))
-    assert 32 % macros["ROW_LANES"] == 8 % macros["ROW_WARPS"] == 0
-    tile_rows, tile_columns = transpose.units_tile(macros)
+    tile_rows, tile_columns = macros["TILE_ROWS"], macros["TILE_COLUMNS"]
+    assert 32 % macros["ROW_LANES"] == tile_rows % (macros["ROW_LANES"] * macros["ROW_UNIT"]) == 0
+    assert tile_columns % (32 // macros["ROW_LANES"] * macros["COLUMN_UNIT"]) == 0
     assert max(tile_rows, tile_columns) <= transpose._REACH
     assert tile_rows * tile_columns == 256 * macros["ROW_UNIT"] * macros["COLUMN_UNIT"]
     assert tile_rows < 2 * rows or tile_columns < 2 * columns

@@ -18,7 +18,7 @@
  * The pixels are cut into tiles of ROW_WARPS*ROWS x COLUMN_WARPS*16. A block owns a slice, every so many-th tile, and, of one
  * group, CI_WARPS*8 input channels; a warp ROWS x 16 pixels of each tile and 8 input channels. It stores the pixels' gradients
  * tile by tile; its sums of the weights' go on until the last tile, then those of a block's warps are added up, and
- * splits/reduce_splits.cu adds those of several slices. No atomics: the order follows from the problem alone.
+ * splits/reduce.cu adds those of several slices. No atomics: the order follows from the problem alone.
  *
  * Pixels beyond the image's edge take part as zeros: where grad_output is infinite or NaN, so may be the gradients of
  * weights that meet it there alone.

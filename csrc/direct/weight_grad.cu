@@ -12,7 +12,7 @@
  * steps, holds the inputs of ROWS pixels in registers (and those of the next step in flight), and adds to its
  * CO_CHANNELS x TAPS_H x TAPS_W x CI_CHANNELS sums. After the last tile the threads of a warp, which own the same sums,
  * add them up by shuffles, then the warps through shared memory. A block writes one partial sum for each weight;
- * splits/reduce_splits.cu adds those of all slices, where there are several.
+ * splits/reduce.cu adds those of all slices, where there are several.
  *
  * No atomics: slices, tiles, lanes, warps and partials are added in an order that only the problem decides.
  *

@@ -1,83 +1,98 @@
-/* turn: matrices turned round, which takes NCHW to channels_last (rows are channels, columns pixels) and back.
+/* Transposes matrices, which takes NCHW to channels_last (rows are channels, columns pixels) and back.
  *
  *   source [matrices, rows, columns] -> target [matrices, columns, rows]
  *
- * A block turns one tile of TILE_ROWS x TILE_COLUMNS elements by way of shared memory, so that a warp reads and writes
- * neighbours: whole lines of the tile, and where the tile has all channels, across lines too. Values are moved, not
- * computed with.
- *
- * Elements of 16 bits go in pairs where both extents are even: a thread reads a word of each of two rows, and makes words
- * of the two columns of them.
+ * A block has a tile of TILE_ROWS x TILE_COLUMNS elements. Its threads read units of it, ROW_UNIT rows of COLUMN_UNIT neighbours,
+ * and write their columns, which are ROW_UNIT neighbours then: values change registers, and are not computed with.
  *
  *   row 0:  a b    column 0:  a c
  *   row 1:  c d    column 1:  b d
  *
- * layout/transpose_vectors.cu is faster where extents are multiples of pieces, which the file below says.
+ * Large units, of 8 or 16 bytes on each side, go to the target at once, one of each thread. A warp has ROW_LANES of them along the
+ * rows and the others along the columns, so that what it reads at once lies beside each other, and what it writes too.
  *
- * Macros: ELEMENT_BYTES (2, 4 or 8); TILE_ROWS, TILE_COLUMNS (even where extents of elements of 16 bits are); INDEX_64.
- * Chosen by gemmconv/kernels/layout/transpose.py.
+ *   16 bits, ROW_UNIT = COLUMN_UNIT = 8, ROW_LANES = 8: 64 rows of 32 columns, read by 64 bytes and written by 128
+ *
+ * Small ones (STAGED), of an element or of pairs, go by way of shared memory, so that a warp reads whole lines of the tile and
+ * writes whole lines, and where the tile has all channels, across lines too. They are for any extents, by single elements where
+ * units do not divide them, and take 16 times as many instructions.
+ *
+ * Macros: ELEMENT_BYTES (2, 4 or 8); TILE_ROWS, TILE_COLUMNS (multiples of units); ROW_UNIT, COLUMN_UNIT; STAGED; ROW_LANES;
+ * INDEX_64. Chosen by gemmconv/kernels/layout/transpose.py.
  */
 #include "numeric/index.cuh"
+#include "numeric/types.cuh"
 #include "geometry/plane.cuh"
-#include "numeric/bits.cuh"
 
-using byte_t = unsigned char;
-constexpr int kThreads = 256;
-constexpr bool kMayPair = ELEMENT_BYTES == 2 && TILE_ROWS % 2 == 0 && TILE_COLUMNS % 2 == 0;
+template <int BYTES> struct bits { using type = unsigned; };
+template <> struct bits<2> { using type = unsigned short; };
+template <> struct bits<8> { using type = unsigned long long; };
+using element_t = bits<ELEMENT_BYTES>::type;
 
-/* Words of a tile: PAIRS of elements, or elements. */
-template <bool PAIRS> struct tile_of {
-    using word_t = typename bits<PAIRS ? 4 : ELEMENT_BYTES>::type;
-    static constexpr int kStep = PAIRS ? 2 : 1;  // rows of a word of the target
-    static constexpr int kWords = TILE_ROWS / kStep, kAcross = TILE_COLUMNS / kStep;
-    static constexpr int kPitch = kWords | 1;  // columns start in different banks
-    static constexpr int kBytes = TILE_COLUMNS * kPitch * static_cast<int>(sizeof(word_t));
+struct transpose_params {
+    const element_t* __restrict__ source;
+    element_t* __restrict__ target;
+    int matrices, rows, columns;
+    int tiles_columns;  // blockIdx.x = tile row * tiles_columns + tile column
 };
 
-template <bool PAIRS> __device__ __forceinline__ void turn_tile(const transpose_params& p, byte_t* shared) {
-    using of = tile_of<PAIRS>;
-    using word_t = typename of::word_t;
-    constexpr int kStep = of::kStep, kWords = of::kWords, kAcross = of::kAcross, kPitch = of::kPitch;
-    word_t* tile = reinterpret_cast<word_t*>(shared);  // [columns][words of rows]
-    const int matrix = plane_of_thread();
+constexpr int kThreads = 256, kTileElements = STAGED ? TILE_COLUMNS * (TILE_ROWS + ROW_UNIT) : 1;
+
+/* Transposes a unit; lines of the source and of the target are so many elements apart. */
+template <int ROWS, int COLUMNS> __device__ __forceinline__ void transpose_unit(
+    const element_t* __restrict__ source, long long pitch, element_t* __restrict__ target, long long target_pitch) {
+    using row_t = vector_of<element_t, COLUMNS>;
+    using column_t = vector_of<element_t, ROWS>;
+    row_t rows[ROWS];
+    #pragma unroll
+    for (int i = 0; i < ROWS; ++i) rows[i] = *reinterpret_cast<const row_t*>(source + i * pitch);
+    #pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        column_t column;
+        #pragma unroll
+        for (int i = 0; i < ROWS; ++i) column.value[i] = rows[i].value[j];
+        *reinterpret_cast<column_t*>(target + j * target_pitch) = column;
+    }
+}
+
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void transpose_tile(const transpose_params& p, element_t* tile) {
+    constexpr int kDown = TILE_ROWS / ROWS, kAcross = TILE_COLUMNS / COLUMNS;  // units of the tile
+    // Those of neighbouring threads: ROW_LANES lines of kLanes, as many of these patches beside each other.
+    constexpr int kLanes = STAGED ? kAcross : 32 / ROW_LANES, kPatch = ROW_LANES * kLanes, kPatches = kAcross / kLanes;
+    constexpr int kPitch = (kDown | 1) * ROWS;  // columns of the tile start in different banks
     const int first_row = static_cast<int>(blockIdx.x) / p.tiles_columns * TILE_ROWS;
     const int first_column = static_cast<int>(blockIdx.x) % p.tiles_columns * TILE_COLUMNS;
-    const long long first = static_cast<long long>(matrix) * p.rows * p.columns;
-
-    const element_t* __restrict__ source =
-        p.source + first + (static_cast<long long>(first_row) * p.columns + first_column);
+    const long long first = static_cast<long long>(plane_of_thread()) * p.rows * p.columns;
+    const element_t* __restrict__ source = p.source + first;
+    element_t* __restrict__ target = p.target + first;
     #pragma unroll (ELEMENT_BYTES == 8 ? 4 : 8)
-    for (int i = threadIdx.x; i < kWords * kAcross; i += kThreads) {
-        const int row = i / kAcross * kStep, column = i % kAcross * kStep;
-        if (first_row + row >= p.rows || first_column + column >= p.columns) continue;
-        const element_t* __restrict__ from = source + (static_cast<index_t>(row) * p.columns + column);
-        word_t* to = tile + (column * kPitch + row / kStep);
-        if constexpr (PAIRS) {
-            const unsigned upper = __ldg(reinterpret_cast<const unsigned*>(from));
-            const unsigned lower = __ldg(reinterpret_cast<const unsigned*>(from + p.columns));
-            to[0] = (upper & 0xffffu) | lower << 16;
-            to[kPitch] = upper >> 16 | (lower & 0xffff0000u);
-        } else {
-            to[0] = __ldg(from);
-        }
+    for (int i = threadIdx.x % kThreads; i < kDown * kAcross; i += kThreads) {  // so that one turn is seen to be one
+        const int row = first_row + (i / kPatch / kPatches * ROW_LANES + i % kPatch / kLanes) * ROWS;
+        const int column = first_column + (i / kPatch % kPatches * kLanes + i % kLanes) * COLUMNS;
+        if (row >= p.rows || column >= p.columns) continue;
+        const element_t* from = source + (static_cast<index_t>(row) * p.columns + column);
+        element_t* to = STAGED ? tile + ((column - first_column) * kPitch + (row - first_row))
+                               : target + (static_cast<index_t>(column) * p.rows + row);
+        transpose_unit<ROWS, COLUMNS>(from, p.columns, to, STAGED ? kPitch : p.rows);
     }
-    __syncthreads();
-
-    element_t* __restrict__ target = p.target + first + (static_cast<long long>(first_column) * p.rows + first_row);
-    #pragma unroll (ELEMENT_BYTES == 8 ? 4 : 8)
-    for (int i = threadIdx.x; i < TILE_COLUMNS * kWords; i += kThreads) {
-        const int column = i / kWords, word = i % kWords;
-        if (first_row + word * kStep >= p.rows || first_column + column >= p.columns) continue;
-        *reinterpret_cast<word_t*>(target + (static_cast<index_t>(column) * p.rows + word * kStep)) =
-            tile[column * kPitch + word];
+    if constexpr (STAGED) {
+        using column_t = vector_of<element_t, ROWS>;
+        __syncthreads();
+        #pragma unroll (ELEMENT_BYTES == 8 ? 4 : 8)
+        for (int i = threadIdx.x; i < TILE_COLUMNS * kDown; i += kThreads) {
+            const int row = i % kDown * ROWS, column = i / kDown;
+            if (first_row + row >= p.rows || first_column + column >= p.columns) continue;
+            const index_t to = static_cast<index_t>(first_column + column) * p.rows + (first_row + row);
+            *reinterpret_cast<column_t*>(target + to) =
+                *reinterpret_cast<const column_t*>(tile + (column * kPitch + row));
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) layout_transpose_kernel(const __grid_constant__ transpose_params p) {
-    constexpr int kBytes = tile_of<false>::kBytes > tile_of<kMayPair>::kBytes ? tile_of<false>::kBytes
-                                                                              : tile_of<kMayPair>::kBytes;
-    __shared__ __align__(8) byte_t shared[kBytes];
+    __shared__ __align__(8) element_t tile[kTileElements];
     if (plane_of_thread() >= p.matrices) return;
-    if (kMayPair && p.rows % 2 == 0 && p.columns % 2 == 0) turn_tile<kMayPair>(p, shared);
-    else turn_tile<false>(p, shared);
+    if (!STAGED || (p.rows % ROW_UNIT == 0 && p.columns % COLUMN_UNIT == 0)) transpose_tile<ROW_UNIT, COLUMN_UNIT>(p, tile);
+    else transpose_tile<1, 1>(p, tile);
 }

@@ -31,7 +31,7 @@ static_assert(!kPaired || KERNEL_W <= 2, "neighbours are stored together");
 __device__ __forceinline__ int out_width(const pixels_on_m_params& p) { return p.in_w * KERNEL_W; }
 __device__ __forceinline__ int out_plane(const pixels_on_m_params& p) { return p.in_h * p.in_w * kTaps; }
 
-// Lines that a lane has one after the other (see weights/pack_k_major.cu), tiles of 8 columns that have them, in turn.
+// Lines that a lane has one after the other (see weights/pack.cu), tiles of 8 columns that have them, in turn.
 constexpr int kLane = PACKED && KERNEL_W > 2 ? KERNEL_W : 2, kTiles = kLane / 2, kTurns = LINES / 8 / kTiles;
 static_assert(LINES % (8 * kTiles) == 0 && KERNEL_W <= 8, "tiles and lanes have whole rows of outputs");
 

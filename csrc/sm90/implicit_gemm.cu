@@ -32,7 +32,7 @@
  * its warpgroups produce: all warps but one load the inputs of the tile, chunk after chunk of channels, round them and lay them
  * out, from where they land in shared memory (load/landing.cuh) or through registers (load/registers.cuh); or they come to where
  * products read them, as boxes of a tensor map (load/tma_nchw.cuh, load/tma_nhwc.cuh; there float32 is rounded where it lies).
- * One thread copies the weights of each step as weights/pack_phases.cu has laid them out. The
+ * One thread copies the weights of each step as weights/pack.cu has laid them out. The
  * other two multiply, each BLOCKS M blocks with COLUMNS positions, and store (epilogue/store_phases.cuh). Two rings of stages lie between.
  * Where the weights of a set fit shared memory, they stay there (stationary), and a block takes items of one set alone.
  *

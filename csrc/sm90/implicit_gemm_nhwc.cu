@@ -24,7 +24,7 @@
  * round TF32.
  *
  * Weights are the columns' side. Of 16 bits they come as they lie in channels_last: a box has 64 output channels of a tap, for
- * 64 channels. Tensor cores take TF32 K-major alone, and weights/pack_k_major.cu lays it out, a line being an output channel of a
+ * 64 channels. Tensor cores take TF32 K-major alone, and weights/pack.cu lays it out, a line being an output channel of a
  * tap (PACKED).
  *
  * An item is a phase, LINES output channels, and the cells of a few whole images, or of a strip of them, or as many cells of a

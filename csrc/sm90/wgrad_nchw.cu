@@ -23,7 +23,7 @@
  *
  * A block has 64 * SIDES_CO output channels, CI_TILE input channels, and as many taps as its warpgroups have, each of its own:
  * TAPS_H x TAPS_W. It goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight;
- * splits/reduce_wgrad_splits.cu adds the slices in their order. One thread begins all copies, three warps round and mend. The sums
+ * splits/reduce.cu adds the slices in their order. One thread begins all copies, three warps round and mend. The sums
  * of SPLIT leave the tensor cores, which cut them off, after each tile.
  *
  * A line of a box costs some 7 cycles, however short it is, and that is what limits layers of few channels: so a tile has ROWS

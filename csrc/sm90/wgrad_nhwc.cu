@@ -23,7 +23,7 @@
  * Taps of a box may be columns of one product (MERGED of them), which then has 64 channels of each.
  *
  * A block goes over a slice of the pixels, tile after tile, and writes a partial sum for each weight;
- * splits/reduce_wgrad_splits.cu adds the slices in their order. One thread begins all copies.
+ * splits/reduce.cu adds the slices in their order. One thread begins all copies.
  *
  * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a
  * group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; TILE_N, TILE_H, TILE_W (images, rows and columns of a

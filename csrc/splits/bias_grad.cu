@@ -1,7 +1,7 @@
 /* The gradient of a bias: grad_output, added up over images and pixels.
  *
  *   grad_output [images, channels, pixels], or [images, pixels, channels] with CHANNELS_LAST
- *       -> grad_bias [channels], or sums [slices, channels] where there are several, which splits/reduce_splits.cu adds up
+ *       -> grad_bias [channels], or sums [slices, channels] where there are several, which splits/reduce.cu adds up
  *
  * In NCHW a block has one channel, and its threads take vectors of pixels in turns; in channels_last a block has LANES
  * vectors of channels, and its threads take pixels in turns. Either has one slice of what is to be added up, and adds up

@@ -35,7 +35,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import grads_turning_seconds, turning_seconds
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
-from gemmconv.kernels.splits.reduce_splits import sum_partials
+from gemmconv.kernels.splits.reduce import sum_partials
 
 # What the kernels here reach on an H200. On other GPUs than Hopper rates are in proportion to the device's.
 _COST = costs_of("gemm_col2im")

@@ -9,9 +9,8 @@
 #pragma once
 
 #include "numeric/index.cuh"
+#include "numeric/types.cuh"
 #include "ptx/keep.cuh"
-
-template <typename T, int COUNT> struct alignas(COUNT * sizeof(T)) vector_of { T value[COUNT]; };
 
 /* Elements from a thread's run of a stage to the next one's: an odd number of 16 bytes, or of what divides the run. */
 __device__ constexpr int run_pitch(int run, int item_bytes) {

@@ -10,6 +10,9 @@ template <typename T> struct accumulator { using type = float; };
 template <> struct accumulator<double> { using type = double; };
 template <typename T> using accumulator_t = typename accumulator<T>::type;
 
+/* Neighbours in memory that are read and written together. */
+template <typename T, int COUNT> struct alignas(COUNT * sizeof(T)) vector_of { T value[COUNT]; };
+
 /* Loads from memory that nothing writes while the kernel runs. */
 template <typename T> __device__ __forceinline__ T load_once(const T* address) { return __ldg(address); }
 template <> __device__ __forceinline__ half_t load_once(const half_t* address) { return {__ldg(&address->bits)}; }

@@ -4,7 +4,7 @@
  *
  * A warp takes the inputs of its 16 positions as they lie in shared memory, channel by channel, into registers, of 16 bits or
  * rounded to TF32. Weights are the columns' side: of 16 bits as torch has them, [ci][line], the other way round
- * (ptx/wgmma.cuh); tensor cores take TF32 K-major alone, and weights/pack_k_major.cu lays it out (PACKED).
+ * (ptx/wgmma.cuh); tensor cores take TF32 K-major alone, and weights/pack.cu lays it out (PACKED).
  *
  * An item is so many positions, up to ROW_BLOCKS * 128, across images or one of an image's windows, and some blocks of LINES
  * lines. Each of two warpgroups has 64 of every 128 positions. PRODUCERS threads bring inputs to slots, one thread the weights

@@ -20,7 +20,7 @@ from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_wit
 from gemmconv.kernels.layout.transpose import grads_turning_seconds
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, weight_steps
-from gemmconv.kernels.splits.reduce_splits import partial_bytes, result_params, with_partials
+from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/grads_mma")
 _WARPS = 4

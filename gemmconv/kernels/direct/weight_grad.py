@@ -39,7 +39,7 @@ from gemmconv.kernels.layout.transpose import (
 )
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, clearing, weight_steps
-from gemmconv.kernels.splits.reduce_splits import partial_bytes, result_params, with_partials
+from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/weight_grad")
 _THREADS = 128  # of a block, where there are enough tiles

@@ -1,5 +1,5 @@
 """Turning tensors from NCHW to channels_last and back, for algorithms that compute in one of them alone: host side of
-csrc/layout/transpose.cu and csrc/layout/transpose_vectors.cu, several times as fast as torch's own copy."""
+csrc/layout/transpose.cu, several times as fast as torch's own copy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _THREADS = 256
 _TILE = 4096  # elements of a tile
 _MOST_CHANNELS = 64  # of a tile
 _SHORTEST, _LONGEST = 32, 1024  # pixels of a tile
-_REACH = 2048  # elements of an axis that a block has at most, of either kernel
-_LEAST_UNIT, _MOST_UNIT = 8, 16  # bytes that a thread of csrc/layout/transpose_vectors.cu reads and writes together
+_REACH = 2048  # elements of an axis that a block has at most
+_LEAST_UNIT, _MOST_UNIT = 8, 16  # bytes that a thread reads and writes together, of units that are not staged
 _SECTOR_BYTES = 32  # that memory writes at once
 _PIXEL_BYTES, _CHANNEL_BYTES = 64, 128  # that lie together, of what a warp reads or writes at once
 _WARPS = _THREADS // 32
@@ -83,9 +83,8 @@ def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = t
     if config.memory_format is computed_in:
         return 0.0
     itemsize = config.dtype.itemsize
-    to_last = computed_in is torch.channels_last
-    no_units = units_macros(shape[1], math.prod(shape[2:]), to_last, itemsize) is None
-    rate = _COST.rate if no_units else _COST.units_rate
+    macros = macros_of(shape[1], math.prod(shape[2:]), computed_in is torch.channels_last, itemsize)
+    rate = _COST.rate if macros["STAGED"] else _COST.units_rate
     return _COST.launch_seconds + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
 
 
@@ -189,35 +188,40 @@ def transposition(shape: Sequence[int], itemsize: int, memory_format: torch.memo
     to_last = memory_format is torch.channels_last
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
-    units = units_macros(channels, pixels, to_last, itemsize)
-    if units is not None:
-        source, macros = "layout/transpose_vectors.cu", units
-        tile_rows, tile_columns = units_tile(units)
-        alignment = itemsize * max(int(units["ROW_UNIT"]), int(units["COLUMN_UNIT"]))
-    else:
-        source, macros = "layout/transpose.cu", turn_macros(channels, pixels, to_last, itemsize)
-        tile_rows, tile_columns = int(macros["TILE_ROWS"]), int(macros["TILE_COLUMNS"])
-        alignment = 4 if itemsize == 2 and channels % 2 == pixels % 2 == 0 else itemsize  # of pairs
-    tiles_columns = -(-columns // tile_columns)
+    macros = macros_of(channels, pixels, to_last, itemsize)
+    unit = max(int(macros["ROW_UNIT"]), int(macros["COLUMN_UNIT"]))
+    if macros["STAGED"] and (channels % unit or pixels % unit):  # it goes by single elements
+        unit = 1
+    tiles_columns = -(-columns // int(macros["TILE_COLUMNS"]))
     params: Params = {
         "source, target": ("source", "target"),
         "matrices, rows, columns, tiles_columns": (images, rows, columns, tiles_columns),
     }
-    grid = plane_grid(-(-rows // tile_rows) * tiles_columns, images)
-    return Launch(source, macros, grid, (_THREADS, 1, 1), params), alignment
+    grid = plane_grid(-(-rows // int(macros["TILE_ROWS"])) * tiles_columns, images)
+    return Launch("layout/transpose.cu", macros, grid, (_THREADS, 1, 1), params), unit * itemsize
 
 
-def units_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros | None:
-    """Macros that specialise layout/transpose_vectors.cu, None where layout/transpose.cu is faster or the only one.
+def macros_of(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros:
+    """Macros that specialise csrc/layout/transpose.cu.
+
+    >>> macros = macros_of(96, 4096, True, 2)
+    >>> macros["STAGED"], macros["TILE_ROWS"], macros["TILE_COLUMNS"], macros["ROW_UNIT"], macros["COLUMN_UNIT"]
+    (0, 64, 256, 8, 8)
+    >>> macros_of(96, 49, True, 2)["STAGED"]
+    1
+    """
+    rows, columns = (channels, pixels) if to_last else (pixels, channels)
+    macros = _vectors(rows, columns, to_last, itemsize) or _staged(channels, pixels, to_last, itemsize)
+    index = {"INDEX_64": 1} if channels * pixels > _INT32_MAX else {}
+    return {"ELEMENT_BYTES": itemsize, **macros, **index}
+
+
+def _vectors(rows: int, columns: int, to_last: bool, itemsize: int) -> dict[str, int] | None:
+    """Units that go to memory at once, None where staged ones are faster or the only ones.
 
     That is where extents are not multiples of 16 bytes (8 of 16-bit elements), and where a block writes parts of lines
     that are no whole sectors.
-
-    >>> units_macros(96, 4096, True, 2)
-    {'ELEMENT_BYTES': 2, 'ROW_UNIT': 8, 'COLUMN_UNIT': 8, 'ROW_LANES': 8, 'ROW_WARPS': 1}
-    >>> units_macros(96, 49, True, 2)
     """
-    rows, columns = (channels, pixels) if to_last else (pixels, channels)
     row_unit, column_unit = (math.gcd(_MOST_UNIT // itemsize, extent) for extent in (rows, columns))
     if min(row_unit, column_unit) * itemsize < (_LEAST_UNIT if itemsize == 2 else _MOST_UNIT):
         return None
@@ -228,44 +232,25 @@ def units_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Ma
     row_lanes = min(32 // column_lanes, power_of_two(row_units))
     column_warps = min(_WARPS, power_of_two(-(-column_units // (32 // row_lanes))))
     row_warps = min(_WARPS // column_warps, power_of_two(-(-row_units // row_lanes)))
-    macros: Macros = {
-        "ELEMENT_BYTES": itemsize,
+    tile_rows = row_lanes * row_warps * row_unit
+    if rows * itemsize % _SECTOR_BYTES and tile_rows < rows:
+        return None
+    return {
+        "STAGED": 0,
+        "TILE_ROWS": tile_rows,
+        "TILE_COLUMNS": _THREADS // (row_lanes * row_warps) * column_unit,
         "ROW_UNIT": row_unit,
         "COLUMN_UNIT": column_unit,
         "ROW_LANES": row_lanes,
-        "ROW_WARPS": row_warps,
     }
-    if rows * itemsize % _SECTOR_BYTES and units_tile(macros)[0] < rows:
-        return None
-    if _MOST_UNIT * max(rows, columns) > _INT32_MAX:
-        macros["INDEX_64"] = 1
-    return macros
 
 
-def units_tile(macros: Macros) -> tuple[int, int]:
-    """Rows and columns of a block of csrc/layout/transpose_vectors.cu.
-
-    >>> units_tile({"ELEMENT_BYTES": 2, "ROW_UNIT": 8, "COLUMN_UNIT": 8, "ROW_LANES": 8, "ROW_WARPS": 1})
-    (64, 256)
-    """
-    row_threads = int(macros["ROW_LANES"]) * int(macros["ROW_WARPS"])
-    return row_threads * int(macros["ROW_UNIT"]), _THREADS // row_threads * int(macros["COLUMN_UNIT"])
-
-
-def turn_macros(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macros:
-    """Macros that specialise csrc/layout/transpose.cu. A tile has all channels or an even share of them.
-
-    >>> turn_macros(96, 4096, True, 2)
-    {'ELEMENT_BYTES': 2, 'TILE_ROWS': 48, 'TILE_COLUMNS': 64}
-    """
+def _staged(channels: int, pixels: int, to_last: bool, itemsize: int) -> dict[str, int]:
+    """Units that go by way of shared memory. A tile has all channels or an even share of them."""
+    unit = 2 if itemsize == 2 and channels % 2 == 0 and pixels > 1 else 1
     tile_channels = even_share(channels, _MOST_CHANNELS)
-    tile_channels += tile_channels % 2 if itemsize == 2 and channels % 2 == 0 else 0
+    tile_channels += tile_channels % unit
     tile_pixels = min(max(_SHORTEST, power_of_two(_TILE // tile_channels + 1) // 2), _LONGEST, power_of_two(pixels))
-    macros: Macros = {
-        "ELEMENT_BYTES": itemsize,
-        "TILE_ROWS": tile_channels if to_last else tile_pixels,
-        "TILE_COLUMNS": tile_pixels if to_last else tile_channels,
-    }
-    if _LONGEST * max(channels, pixels) > _INT32_MAX:
-        macros["INDEX_64"] = 1
-    return macros
+    rows, columns = (tile_channels, tile_pixels) if to_last else (tile_pixels, tile_channels)
+    tile = {"TILE_ROWS": rows, "TILE_COLUMNS": columns}
+    return {"STAGED": 1, **tile, "ROW_UNIT": unit, "COLUMN_UNIT": unit, "ROW_LANES": 1}

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import turning_seconds
+from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CLOCK_RATE = costs_of("device").busy_clock  # cycles a second, where tensor cores are busy
@@ -71,8 +73,33 @@ class OneFormatForward(Sm90Kernel):
         return packed
 
 
+def weight_map(problem: Problem, itemsize: int, box: Pair) -> TensorMapSpec:
+    """The tensor map of weights that lie as torch has them, [C_in][lines], whose boxes have (lines, channels).
+
+    Lines are the rows of weightᵀ, C_out * kH * kW of them.
+    """
+    lines = problem.out_channels * problem.taps
+    matrix = problem.in_channels * lines * itemsize
+    sizes, strides = (lines, problem.in_channels, 1, 1), (lines * itemsize, matrix, matrix)
+    return TensorMapSpec("weight", itemsize, sizes, strides, (*box, 1, 1))
+
+
+def forward_program(
+    config: Config, name: str, tile: Any, macros: Macros, params: Params, threads: int, pack: Launch | None = None
+) -> Program:
+    """A forward pass by csrc/sm90/``name``.cu, whose blocks, one a multiprocessor, take turns at the tile's items.
+
+    ``pack`` is what packs its weights, if anything does.
+    """
+    grid, block = (min(tile.items, config.spec.multiprocessors), 1, 1), (threads, 1, 1)
+    main = Launch(f"sm90/{name}.cu", macros, grid, block, params, tile.shared_bytes, overlaps=pack is not None)
+    weight = Operand("weight", config.memory_format, 16 if pack is None else 1)
+    launches, scratch = ([main], {}) if pack is None else ([pack, main], {"packed": tile.packed_bytes})
+    return gathering(config, "forward", launches, scratch, weight=weight)
+
+
 class WeightGradKernel(Sm90Kernel):
-    """A kernel of weight gradients, whose partial sums csrc/splits/reduce_wgrad_splits.cu adds up."""
+    """A kernel of weight gradients, whose partial sums csrc/splits/reduce.cu adds up."""
 
     directions = ("weight_grad",)
 

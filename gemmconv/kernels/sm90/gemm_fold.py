@@ -23,9 +23,8 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, out_more, reach_of, stored_together
 from gemmconv.kernels.program import Params, Program
-from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
+from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward, forward_program, weight_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.weights import pack_k_major
 
 _COST = costs_of("sm90/gemm_fold")
 _FOLDED_CELLS = 1000  # of lines, that the cost of folding is of
@@ -267,12 +266,11 @@ class GemmFold(OneFormatForward):
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         channels = _LINE_BYTES // tile.itemsize
         params: Params = {
-            "weights": pack_k_major.map_of(tile.problem, tile.itemsize, (channels, channels)),
+            "weights": weight_map(tile.problem, tile.itemsize, (channels, channels)),
             "input, bias, output": ("input", "bias", "output"),
             "batch, items": (tile.problem.batch, tile.items),
         }
-        macros = macros_of(tile, config.dtype)
-        return pack_k_major.program(config, "gemm_fold", macros, params, tile.items, tile.threads)
+        return forward_program(config, "gemm_fold", tile, macros_of(tile, config.dtype), params, tile.threads)
 
 
 KERNEL = GemmFold(tile_of, tiles_of)

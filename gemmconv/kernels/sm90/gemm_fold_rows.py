@@ -30,6 +30,7 @@ from gemmconv.kernels.sm90.row_streaming import (
     RowStreamingKernel,
     may_gather,
 )
+from gemmconv.kernels.weights.pack import ROWS_PLAIN, ROWS_SLOTS
 
 _COST = costs_of("sm90/gemm_fold_rows")
 _ITEM = 2  # bytes of an element
@@ -240,8 +241,9 @@ class Tile(RowGathering):
 
     @property
     def packed_as(self) -> Macros:
-        places = self.tiles, self.slots
-        return {"TILES": places[0], "SLOTS": places[1], "SIDES": self.sides, "OUTS": self.outs, "LINES": _BLOCK_ROWS}
+        order = ROWS_SLOTS if self.slots == 2 else ROWS_PLAIN
+        sets = {"CHANNEL_SETS": self.channel_sets * self.sides, "ROWS": _BLOCK_ROWS, "ROW_ORDER": order}
+        return {**sets, "SLOTS": self.slots, "CHANNELS": self.outs}
 
 
 @lru_cache(maxsize=1024)

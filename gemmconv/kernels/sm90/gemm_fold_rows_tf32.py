@@ -216,7 +216,8 @@ class Tile(RowGathering):
 
     @property
     def packed_as(self) -> Macros:
-        return {"TILES": 1, "SLOTS": len(self.taps_across), "SIDES": 1, "OUTS": self.outs, "LINES": self.lines}
+        sets = {"CHANNEL_SETS": self.channel_sets, "ROWS": self.lines, "CHANNEL_PAIRS": 1}
+        return {**sets, "SLOTS": len(self.taps_across), "CHANNELS": self.outs}
 
 
 @lru_cache(maxsize=1024)

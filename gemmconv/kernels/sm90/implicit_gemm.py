@@ -4,23 +4,22 @@
     implicit_gemm_cost.py    what that takes, estimated
     implicit_gemm_choice.py  all ways, and the fastest
 
-csrc/weights/pack_phases.cu lays the weights out, in a launch of its own before the other.
+csrc/weights/pack.cu lays the weights out, in a launch of its own before the other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.program import (
-    MAX_GRID_Y,
-    ByFormat,
     Launch,
     Params,
     Program,
@@ -31,20 +30,29 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
-from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, BLOCK_ROWS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
+from gemmconv.kernels.weights import pack
 
 _COST = costs_of("sm90/implicit_gemm")
 _OTHER_THREADS = 32 + 256  # beside those who load: a warp for weights, two warpgroups that multiply
-_WEIGHT_THREADS, _WEIGHT_STEPS = 256, 32  # of a block of csrc/weights/pack_phases.cu
-_WEIGHT_ELEMENTS = 8  # of a thread
 _FEW_ITEMS = 4  # of a thread block
 
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/implicit_gemm.cu. None depends on the sizes of images or on the batch."""
     variant = plan.variant
+    begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
+    phases = [phase for block in plan.phases for phase in block]
     macros: Macros = {
-        **_common_macros(plan, dtype),
+        "ELEMENT_T": ELEMENT_TYPES[dtype],
+        **_common_macros(plan),
+        "BLOCKS": plan.blocks,
+        "WARPGROUPS_M": plan.warpgroups_m,
+        "PHASE_SETS": plan.phase_sets,
+        "PHASE_BASE": PHASE_BASE,
+        "STEPS": begins[-1],
+        "STEP_BEGIN": table(begins),
+        "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
         "UNIT_H": plan.unit[0],
         "UNIT_W": plan.unit[1],
         "SPAN_H": plan.span[0],
@@ -76,41 +84,32 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
 
 
 def weight_macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/weights/pack_phases.cu."""
-    shifts = [shift for steps in plan.steps for shift in steps]
-    return {
-        **_common_macros(plan, dtype),
-        "INPUT_GRAD": int(plan.direction == "input_grad"),
-        "TOGETHER": _units_together(plan),
-        "STEP_SHIFT_H": table([shift[0] for shift in shifts]),
-        "STEP_SHIFT_W": table([shift[1] for shift in shifts]),
-        **geometry_macros(plan.problem),
-    }
-
-
-def _common_macros(plan: Plan, dtype: torch.dtype) -> Macros:
-    """Those of the weights, as they are laid out and read."""
-    begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
-    phases = [phase for block in plan.phases for phase in block]
-    return {
+    """Macros that specialise csrc/weights/pack.cu."""
+    others: Macros = {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
+        **_common_macros(plan),
+        "INPUT_GRAD": int(plan.direction == "input_grad"),
+        "TAPS": plan.problem.taps,
+        "SIDES": plan.warpgroups_m,
+        "ROWS": BLOCK_ROWS,
+    }
+    sets = (plan.steps[first : first + plan.blocks] for first in range(0, len(plan.steps), plan.blocks))
+    return pack.macros_of(([*chain(*(one.values() for one in blocks))] for blocks in sets), others)
+
+
+def _common_macros(plan: Plan) -> Macros:
+    """Those of the weights, as they are laid out and read."""
+    return {
         "SPLIT": int(plan.split),
         "IN_CHANNELS": plan.in_channels,
         "OUT_CHANNELS": plan.out_channels,
         "SLOTS": plan.slots,
         "CHANNELS": plan.channels,
         "ROW_ORDER": plan.row_order,
-        "BLOCKS": plan.blocks,
-        "WARPGROUPS_M": plan.warpgroups_m,
         "PHASE_SIDES": plan.phase_sides,
-        "PHASE_SETS": plan.phase_sets,
         "CHANNEL_SETS": plan.channel_sets,
         "UNITS": plan.units,
         "CHUNKS": plan.chunks,
-        "PHASE_BASE": PHASE_BASE,
-        "STEPS": begins[-1],
-        "STEP_BEGIN": table(begins),
-        "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
     }
 
 
@@ -180,29 +179,13 @@ def _loader_params(plan: Plan) -> Params:
     return params
 
 
-def _units_together(plan: Plan) -> int:
-    """Units that a thread lays out of the weights."""
-    return _WEIGHT_ELEMENTS // plan.element_units
-
-
-def _weights_grid(plan: Plan) -> tuple[int, int, int]:
-    """Blocks that lay the weights out: of rows and units; of steps and channel sets; of groups."""
-    steps = sum(plan.set_steps)
-    along = min(steps, _WEIGHT_STEPS)
-    threads = plan.chunks * plan.units // _units_together(plan) * plan.rows * along
-    return -(-threads // _WEIGHT_THREADS), -(-steps // along) * plan.channel_sets, plan.problem.groups
-
-
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
-    p = plan.problem
+    p, channels, steps = plan.problem, plan.chunks * plan.units * plan.element_units, sum(plan.set_steps)
     if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
         return "images must have less than 2**31 pixels in all"
-    blocks, channel_blocks, groups = _weights_grid(plan)
-    if max(groups, channel_blocks) > MAX_GRID_Y:
-        return f"groups and blocks of output channels must be at most {MAX_GRID_Y} each"
-    if blocks * _WEIGHT_THREADS > INT32_MAX:
-        return "the weights of a group and a block of its output channels must be laid out by less than 2**31 threads"
+    if pack.THREADS * pack.blocks_of(channels, plan.rows, steps, plan.channel_sets * p.groups) > INT32_MAX:
+        return "the weights must be packed by less than 2**31 threads"
     return None
 
 
@@ -246,7 +229,6 @@ class ImplicitGemm(Sm90Kernel):
         assert tile.stages is not None
         sets = tile.phase_sets * tile.channel_sets * p.groups
         offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)
-        weights: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
         params: Params = {
             **({"map": input_map(tile)} if tile.boxed or tile.landing_box else {}),
             "input, packed": ("input", "packed"),
@@ -270,13 +252,7 @@ class ImplicitGemm(Sm90Kernel):
         }
         grid = tile.blocks_on(config.spec.multiprocessors), 1, 1
         launches = (
-            Launch(
-                "weights/pack_phases.cu",
-                weight_macros_of(tile, config.dtype),
-                _weights_grid(tile),
-                (_WEIGHT_THREADS, 1, 1),
-                weights,
-            ),
+            pack.packing(weight_macros_of(tile, config.dtype), p.groups),
             Launch(
                 "sm90/implicit_gemm.cu",
                 macros_of(tile, config.dtype),

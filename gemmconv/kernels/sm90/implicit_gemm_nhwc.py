@@ -21,9 +21,9 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
 from gemmconv.kernels.program import Params, Program, TensorMapSpec, reciprocal
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, OneFormatForward, forward_program
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.weights import pack_k_major
+from gemmconv.kernels.weights.pack import k_major_macros, packing
 
 _COST = costs_of("sm90/implicit_gemm_nhwc")
 _ROWS_CYCLES = _COST.table("rows_cycles")
@@ -388,16 +388,14 @@ class ImplicitGemmNhwc(OneFormatForward):
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, pack = tile.problem, None
         if tile.packed:
-            pack = pack_k_major.packing(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1)
+            pack = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1))
         params: Params = {
             "input, weights": (tile.input_map, "packed" if pack else tile.weight_map),
             "bias, output": ("bias", "output"),
             **_params_of(tile),
         }
-        macros, shared_bytes = macros_of(tile, config.dtype), tile.shared_bytes
-        return pack_k_major.program(
-            config, "implicit_gemm_nhwc", macros, params, tile.items, _THREADS, pack, shared_bytes=shared_bytes
-        )
+        macros = macros_of(tile, config.dtype)
+        return forward_program(config, "implicit_gemm_nhwc", tile, macros, params, _THREADS, pack)
 
 
 KERNEL = ImplicitGemmNhwc(tile_of, tiles_of)

@@ -16,8 +16,8 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.pass_geometry import Gathering
-from gemmconv.kernels.phases import phase_shifts
 from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
+from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 SHARED_BYTES = REFERENCE.shared_bytes
 CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
@@ -54,10 +54,12 @@ _STORED_POSITIONS = 8  # that are stored together where they do not go by way of
 _LINED_VECTOR = 4  # outputs that warps with whole rows store together at least; else M blocks of all phases are faster
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
-ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES = range(4)
 
 
 Way = Literal["loaded", "landing", "blocks", "lines"]
+
+
+Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each slot of each side, -1 for none
 
 
 class Variant(NamedTuple):
@@ -280,8 +282,8 @@ class Plan(Gathering):
     # Shifts: the reduced extent.
 
     @cached_property
-    def steps(self) -> tuple[tuple[Pair, ...], ...]:
-        """The shifts of each block of each phase set: those of any phase of its M block, or of either side's."""
+    def steps(self) -> tuple[Steps, ...]:
+        """The steps of each block of each phase set: the shifts of any phase of its M block, or of either side's."""
         return _steps(self.problem, self.direction, self.phases, self.blocks, self.phase_sides)
 
     @cached_property
@@ -911,6 +913,7 @@ class Plan(Gathering):
             and self.span[1] <= PHASE_BASE
             and sum(map(len, self.steps)) <= _MOST_STEPS
             and (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
+            and sum(map(len, self.steps)) * (2 + self.slots * self.phase_sides) <= MOST_ENTRIES
             and self.stages is not None
         )
 
@@ -984,18 +987,19 @@ def _line_box(
 
 
 @lru_cache(maxsize=1024)
-def _axis_shifts(problem: Problem, direction: Pass, axis: int, phase: int) -> tuple[int, ...]:
-    """The shifts from a cell's first input to those that reach one of its outputs."""
-    stride = problem.stride[axis]
+@lru_cache(maxsize=4096)
+def _axis_taps(problem: Problem, direction: Pass, axis: int, phase: int) -> dict[int, int]:
+    """The taps that reach one of a cell's outputs, by the shifts from its first input to what they read."""
+    stride, dilation, taps = problem.stride[axis], problem.dilation[axis], range(problem.kernel_size[axis])
     if direction == "input_grad":
-        first, dilation = phase * stride - problem.padding[axis], problem.dilation[axis]
-        return tuple(first + tap * dilation for tap in range(problem.kernel_size[axis]))
-    return tuple(sorted(shift + phase // stride for shift in phase_shifts(problem, axis)[phase % stride]))
+        return {phase * stride - problem.padding[axis] + tap * dilation: tap for tap in taps}
+    reaches = [(phase + problem.padding[axis] - tap * dilation, tap) for tap in taps]
+    return {reach // stride: tap for reach, tap in reaches if reach % stride == 0}
 
 
 @lru_cache(maxsize=1024)
 def _reach(problem: Problem, direction: Pass, axis: int, unit: int, span: int) -> Pair:
-    shifts = [shift // unit for phase in range(span) for shift in _axis_shifts(problem, direction, axis, phase)]
+    shifts = [shift // unit for phase in range(span) for shift in _axis_taps(problem, direction, axis, phase)]
     return min(shifts), max(shifts)
 
 
@@ -1013,14 +1017,19 @@ def _phases(span: Pair, slots: int) -> tuple[tuple[Pair | None, ...], ...]:
 @lru_cache(maxsize=1024)
 def _steps(
     problem: Problem, direction: Pass, phases: tuple[tuple[Pair | None, ...], ...], blocks: int, sides: int
-) -> tuple[tuple[Pair, ...], ...]:
+) -> tuple[Steps, ...]:
     found = []
     for first in range(0, len(phases), blocks * sides):
         for block in range(first, first + blocks):
-            shifts: set[Pair] = set()
+            slots: list[dict[Pair, int]] = []
             for phase in itertools.chain(*phases[block : block + blocks * (sides - 1) + 1 : blocks]):
-                if phase is not None:
-                    rows, columns = (_axis_shifts(problem, direction, axis, phase[axis]) for axis in (0, 1))
-                    shifts.update(itertools.product(rows, columns))
-            found.append(tuple(sorted(shifts)))
+                rows, columns = (_axis_taps(problem, direction, i, phase[i]) if phase else {} for i in (0, 1))
+                slots.append(
+                    {
+                        (row, column): rows[row] * problem.kernel_size[1] + columns[column]
+                        for row, column in itertools.product(rows, columns)
+                    }
+                )
+            shifts = sorted(set().union(*slots))
+            found.append({shift: tuple([slot.get(shift, -1) for slot in slots]) for shift in shifts})
     return tuple(found)

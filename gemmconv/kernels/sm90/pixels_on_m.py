@@ -13,8 +13,9 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Params, Program, reciprocal
+from gemmconv.kernels.sm90.base import forward_program, weight_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.weights import pack_k_major
+from gemmconv.kernels.weights.pack import k_major_macros, packing
 
 BLOCK_POSITIONS = 128  # that two warpgroups multiply at once
 MOST_LINES = 256  # that tensor cores take
@@ -215,14 +216,14 @@ def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
 
 
 def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: int) -> Program:
-    """A forward pass by csrc/sm90/``name``.cu; for ``row`` see csrc/weights/pack_k_major.cu."""
+    """A forward pass by csrc/sm90/``name``.cu; for ``row`` see :func:`k_major_macros`."""
     box, pack = (_BOX_LINES, CHUNK_BYTES // tile.itemsize), None
     (in_h, in_w), (cells_h, cells_w) = tile.input_size, tile.cells_of_image
     divisors = tile.sets, in_h * in_w, tile.windows[0], in_w, cells_h * cells_w, cells_w
     if tile.packed:
-        pack = pack_k_major.packing(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row)
+        pack = packing(k_major_macros(tile.problem, tile.lines, tile.chunks * (CHUNK_BYTES // 16), row))
     params: Params = {
-        "weights": "packed" if pack else pack_k_major.map_of(tile.problem, tile.itemsize, box),
+        "weights": "packed" if pack else weight_map(tile.problem, tile.itemsize, box),
         "input, bias, output": ("input", "bias", "output"),
         "positions, items": (tile.positions, tile.items),
         "of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w": tuple(map(reciprocal, divisors)),
@@ -232,5 +233,4 @@ def program(config: Config, name: str, tile: PositionRows, macros: Macros, row: 
         "sets, blocks, held": (tile.sets, tile.blocks, int(tile.held)),
         "slots, stages, first_stage, first_own, first_barrier": (*tile.ring_sizes, *tile.first_bytes),
     }
-    items, threads = tile.items, tile.threads
-    return pack_k_major.program(config, name, macros, params, items, threads, pack, shared_bytes=tile.shared_bytes)
+    return forward_program(config, name, tile, macros, params, tile.threads, pack)

@@ -20,8 +20,9 @@ from gemmconv.kernels.base import (
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
-from gemmconv.kernels.program import ByFormat, Launch, Params, Program, TensorMapSpec, gathering, reciprocal
+from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.sm90.base import Sm90Kernel
+from gemmconv.kernels.weights import pack
 
 LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
 BARRIER_BYTES = 8
@@ -31,7 +32,7 @@ _CARRIED = 8  # columns of the step before
 _LONGEST_STEP = 8  # of a tensor map: from one element of a box to the next
 _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
 _MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
-_THREADS, _WEIGHT_THREADS = 384, 256
+_THREADS = 384
 _INT32_MAX = 2**31 - 1
 
 
@@ -255,14 +256,19 @@ class RowGathering(Gathering):
 
     @property
     def packed_as(self) -> Macros:
-        """SLOTS of TILES, SIDES, OUTS and LINES, as csrc/weights/pack_rows.cu has them."""
+        """SLOTS, which taps across are in, and other macros of csrc/weights/pack.cu that say how rows are ordered."""
         raise NotImplementedError
 
     @cached_property
     def compiled(self) -> Macros:
         """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
         return {
-            **self._shared_macros,
+            "IN_CHANNELS": self.in_channels,
+            "OUT_CHANNELS": self.out_channels,
+            "CHANNELS": self.channels,
+            "CHANNEL_SETS": self.channel_sets,
+            "PHASES": self.span[0],
+            "WEIGHT_ROWS": self.weight_rows,
             "SPAN_W": self.span[1],
             "ROWS": self.rows,
             "DELAYED": self.delayed,
@@ -276,33 +282,28 @@ class RowGathering(Gathering):
 
     @cached_property
     def packing(self) -> Macros:
-        """The same of csrc/weights/pack_rows.cu."""
-        taps_down = ([tap.tap for tap in taps] for taps in self.taps_down)
-        return {
-            **self._shared_macros,
+        """The same of csrc/weights/pack.cu: sets of steps are row phases, steps taps down and tiles of taps across."""
+        slots, width = int(self.packed_as["SLOTS"]), self.problem.kernel_size[1]
+        across = [tap.tap for tap in self.taps_across] + [-1] * self._pads
+        tiles = [across[first : first + slots] for first in range(0, len(across), slots)]
+        sets = (
+            [[kh.tap * width + kw if kh and kw >= 0 else -1 for kw in tile] for kh in down for tile in tiles]
+            for down in ([*taps, *[None] * (self.weight_rows - len(taps))] for taps in self.taps_down)
+        )
+        others: Macros = {
             "INPUT_GRAD": int(self.direction == "input_grad"),
-            "KERNEL_H": self.problem.kernel_size[0],
-            "KERNEL_W": self.problem.kernel_size[1],
-            "TAP_H": table([tap for taps in taps_down for tap in taps + [-1] * (self.weight_rows - len(taps))]),
-            "TAP_W": table([tap.tap for tap in self.taps_across] + [-1] * self._pads),
-            **self.packed_as,
-        }
-
-    @property
-    def _shared_macros(self) -> Macros:
-        return {
             "IN_CHANNELS": self.in_channels,
             "OUT_CHANNELS": self.out_channels,
-            "CHANNELS": self.channels,
-            "CHANNEL_SETS": self.channel_sets,
-            "PHASES": self.span[0],
-            "WEIGHT_ROWS": self.weight_rows,
+            "TAPS": self.problem.taps,
+            "UNITS": self.channels // self.piece,
+            **self.packed_as,
         }
+        return pack.macros_of(sets, others)
 
     @property
     def _pads(self) -> int:
         """Places for taps across that have none."""
-        return int(self.packed_as["TILES"]) * int(self.packed_as["SLOTS"]) - len(self.taps_across)
+        return -len(self.taps_across) % int(self.packed_as["SLOTS"])
 
     @property
     def input_map(self) -> TensorMapSpec:
@@ -365,7 +366,7 @@ def macros_of(tile: RowGathering, dtype: torch.dtype) -> Macros:
 
 
 def packing_macros_of(tile: RowGathering, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/weights/pack_rows.cu."""
+    """Macros that specialise csrc/weights/pack.cu."""
     return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.packing}
 
 
@@ -389,8 +390,6 @@ class RowStreamingKernel(Sm90Kernel):
         return tile.packed_bytes
 
     def program(self, config: Config, direction: Pass, tile: RowGathering) -> Program:
-        units = tile.packed_bytes // _PIECE_BYTES
-        weights: Params = {"weight, packed": ("weight", "packed"), "channels_last, units": (ByFormat(0, 1), units)}
         params: Params = {
             "map": tile.input_map,
             "packed": "packed",
@@ -400,10 +399,17 @@ class RowStreamingKernel(Sm90Kernel):
             "h_out, w_out": tile.output_size,
             "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
         }
-        pack_grid, pack_block, shared = (-(-units // _WEIGHT_THREADS), 1, 1), (_WEIGHT_THREADS, 1, 1), tile.shared_bytes
         grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
         launches = (
-            Launch("weights/pack_rows.cu", packing_macros_of(tile, config.dtype), pack_grid, pack_block, weights),
-            Launch(f"{tile.source}.cu", macros_of(tile, config.dtype), grid, block, params, shared, overlaps=True),
+            pack.packing(packing_macros_of(tile, config.dtype), config.problem.groups),
+            Launch(
+                f"{tile.source}.cu",
+                macros_of(tile, config.dtype),
+                grid,
+                block,
+                params,
+                tile.shared_bytes,
+                overlaps=True,
+            ),
         )
         return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})

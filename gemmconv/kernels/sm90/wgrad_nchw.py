@@ -23,8 +23,7 @@ from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, tabl
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.splits import reduce_wgrad_splits
-from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype
+from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _BLOCK_ROWS = 64
 _LONGEST_BOX = 256
@@ -305,7 +304,7 @@ class Tile:
 
     def partial_bytes(self, limit: int) -> int:
         """Bytes of the partial sums."""
-        return partial_bytes(self.problem, self.itemsize, self.slices(limit), self.most_slices)
+        return wgrad_partial_bytes(self.problem, self.itemsize, self.slices(limit), self.most_slices)
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
@@ -344,7 +343,7 @@ class Tile:
     def _seconds(self, cycles: float, slices: int) -> float:
         """Of a multiprocessor's cycles, of memory and of partial sums."""
         moved, others = _other_seconds(self.problem, self.itemsize)
-        partials = 2 * partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
+        partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
         overlap = _COST.overlap_with_memory
         return others + ((cycles / _DEVICE.clock) ** overlap + moved**overlap) ** (1 / overlap) + partials
 
@@ -550,7 +549,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     ci, co = tile.channels
     return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PARTIAL_T": ELEMENT_TYPES[partial_dtype(dtype, tile.most_slices)],
+        "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(dtype, tile.most_slices)],
         "SPLIT": int(tile.split),
         "CI": ci,
         "CO": co,
@@ -630,7 +629,7 @@ class WgradNchw(WeightGradKernel):
         grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
         main = Launch("sm90/wgrad_nchw.cu", macros, grid, block, params, tile.shared_bytes)
         columns = tile.input_width - p.input_size[1]
-        return reduce_wgrad_splits.program(config, slices, torch.contiguous_format, main, columns, tile.most_slices)
+        return wgrad_program(config, slices, torch.contiguous_format, main, columns, tile.most_slices)
 
 
 KERNEL = WgradNchw()

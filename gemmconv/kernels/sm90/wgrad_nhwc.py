@@ -20,8 +20,7 @@ from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.splits import reduce_wgrad_splits
-from gemmconv.kernels.splits.reduce_wgrad_splits import fits, partial_bytes, partial_dtype
+from gemmconv.kernels.splits.reduce import fits, wgrad_partial_bytes, wgrad_partial_dtype, wgrad_program
 
 _ATOM = 64  # channels of a line
 _LINE_BYTES = 2 * _ATOM
@@ -261,14 +260,14 @@ class Tile:
         found, tile_seconds = [], self.cycles / _DEVICE.clock
         for slices in {min(most, max(1, rounds * multiprocessors // blocks)) for rounds in (1, 2, 3)}:
             tiles_in_turn = -(-blocks * slices // multiprocessors) * -(-tiles // slices)
-            adding = 2 * partial_bytes(problem, 2, slices) / _COST.partial_rate
+            adding = 2 * wgrad_partial_bytes(problem, 2, slices) / _COST.partial_rate
             found.append((tiles_in_turn * tile_seconds + adding, slices))
         seconds, slices = min(found)
         return slices, seconds
 
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums."""
-        return partial_bytes(self.problem, 2, self.slices(limit))
+        return wgrad_partial_bytes(self.problem, 2, self.slices(limit))
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
@@ -424,7 +423,7 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
     ci, co = tile.channels
     macros: Macros = {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
-        "PARTIAL_T": ELEMENT_TYPES[partial_dtype(dtype, slices)],
+        "PARTIAL_T": ELEMENT_TYPES[wgrad_partial_dtype(dtype, slices)],
         "CI": ci,
         "CO": co,
         "TILE_N": tile.size[0],
@@ -491,7 +490,7 @@ class WgradNhwc(WeightGradKernel):
         macros = macros_of(tile, config.dtype, slices)
         grid, block = (tile.weight_blocks * slices, 1, 1), (128 * (tile.warpgroups + 1), 1, 1)
         main = Launch("sm90/wgrad_nhwc.cu", macros, grid, block, params, tile.shared_bytes)
-        return reduce_wgrad_splits.program(config, slices, torch.channels_last, main)
+        return wgrad_program(config, slices, torch.channels_last, main)
 
 
 KERNEL = WgradNhwc()

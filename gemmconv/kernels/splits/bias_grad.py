@@ -10,7 +10,7 @@ from gemmconv.kernels.base import Config, accumulator_dtype
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, reciprocal
-from gemmconv.kernels.splits.reduce_splits import sums
+from gemmconv.kernels.splits.reduce import sums
 
 _THREADS = 256
 _ITEMS = 8  # of a thread, at least, before there are several slices

@@ -1,0 +1,75 @@
+/* Adds up the partial sums of split K: the last step of weight gradients, and of bias gradients.
+ *
+ *   partials [slices, groups, TAPS, rows, columns] -> sums [groups, rows, columns, TAPS]
+ *
+ * fused's weight gradients have input channels in rows and output channels in columns. Where TAPS is 1, partials lie as the sums
+ * do, and all elements are columns of one row.
+ *
+ * A block owns all taps of RUN columns of a row, which lie together in the sums: it reads pieces of READ columns of a tap, turns
+ * them round in shared memory, and writes pieces of WRITE. SHARES threads share a sum, each adds every SHARES-th slice, so the
+ * order is always the same.
+ *
+ * Sum by sum, 16 bits at a time, it took as long as the products: 34 us of 72 (SimpleBaseline 1, fp16).
+ *
+ * Macros: ELEMENT_T; PARTIAL_T (of partial sums: what sums are kept in, or ELEMENT_T where there is one slice); TAPS, RUN,
+ * SHARES; READ, WRITE (elements of a piece: divide RUN and columns, and TAPS times these). Chosen by
+ * gemmconv/kernels/splits/reduce.py.
+ */
+#include "ptx/pdl.cuh"
+#include "numeric/divide.cuh"
+#include "numeric/types.cuh"
+
+struct reduce_params {
+    const PARTIAL_T* partials;  // written by the launch before, which may still run
+    ELEMENT_T* __restrict__ sums;
+    long long elements, columns;          // of a slice; of a row
+    unsigned long long by_rows, by_runs;  // 2^63 / rows of a group, / runs of a row: see numeric/divide.cuh
+    int slices, rows, runs;
+};
+
+constexpr int kThreads = 256, kLanes = kThreads / SHARES, kOwn = TAPS * RUN;
+constexpr int kPitch = RUN + 1, kTotals = TAPS * kPitch;  // taps of a column lie in different banks
+using accumulate_t = accumulator_t<ELEMENT_T>;
+using read_t = vector_of<PARTIAL_T, READ>;
+using written_t = vector_of<ELEMENT_T, WRITE>;
+static_assert(RUN % READ == 0 && kOwn % WRITE == 0, "pieces are of one run");
+
+extern "C" __global__ void __launch_bounds__(kThreads) splits_reduce_kernel(const __grid_constant__ reduce_params p) {
+    __shared__ accumulate_t totals[SHARES][kTotals];
+    const int lane = threadIdx.x % kLanes, share = threadIdx.x / kLanes;
+    const int block = blockIdx.x, row = TAPS == 1 ? 0 : divided(block, p.by_runs);
+    const int group = TAPS == 1 ? 0 : divided(row, p.by_rows);
+    const long long first = static_cast<long long>(block - row * p.runs) * RUN;
+    const int columns = p.columns - first < RUN ? static_cast<int>(p.columns - first) : RUN;
+    grid_dependency_wait();
+    for (int own = lane * READ; own < kOwn; own += kLanes * READ) {
+        const int tap = own / RUN, column = own % RUN;
+        if (column >= columns) continue;
+        const int tap_row = (group * TAPS + tap) * p.rows + (row - group * p.rows);
+        const PARTIAL_T* partial = p.partials + (tap_row * p.columns + first + column);
+        accumulate_t total[READ] = {};
+        #pragma unroll 8
+        for (int slice = share; slice < p.slices; slice += SHARES) {
+            const read_t piece = *reinterpret_cast<const read_t*>(partial + slice * p.elements);
+            #pragma unroll
+            for (int i = 0; i < READ; ++i) total[i] += widen(piece.value[i]);
+        }
+        #pragma unroll
+        for (int i = 0; i < READ; ++i) totals[share][tap * kPitch + column + i] = total[i];
+    }
+    __syncthreads();
+    written_t* sums = reinterpret_cast<written_t*>(p.sums + (row * p.columns + first) * TAPS);
+    for (int i = threadIdx.x; i < kOwn / WRITE; i += kThreads) {
+        if (i * WRITE >= columns * TAPS) break;
+        written_t piece;
+        #pragma unroll
+        for (int j = 0; j < WRITE; ++j) {
+            const int place = i * WRITE + j, own = place % TAPS * kPitch + place / TAPS;
+            accumulate_t total = totals[0][own];
+            #pragma unroll 8
+            for (int other = 1; other < SHARES; ++other) total += totals[other][own];
+            piece.value[j] = narrow<ELEMENT_T>(total);
+        }
+        sums[i] = piece;
+    }
+}

@@ -1,0 +1,174 @@
+"""Partial sums of gradients, of split K, that are added up: host side of csrc/splits/reduce.cu.
+
+Those of ``direct`` and ``gemm_col2im`` lie as the gradient does; those of ``fused`` tap by tap, [C_in, C_out] of each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from gemmconv.device import REFERENCE
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config, accumulator_dtype, strides_of
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, reciprocal
+
+_THREADS = 256
+# Of a block: sums at most, of one slice or of several; shared memory that keeps them, columns at least; and blocks of a
+# multiprocessor at least.
+_OF_ONE, _OF_SEVERAL, _BYTES, _LEAST_RUN, _BLOCKS = 2048, 1024, 32 << 10, 8, 4
+_MOST_SHARES = 32
+_PIECE_BYTES = 16
+
+
+def partial_bytes(config: Config, slices: int) -> int:
+    """Bytes of the partial sums of a weight gradient; none where there is one slice."""
+    weight_bytes = math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize
+    return slices * weight_bytes if slices > 1 else 0
+
+
+def sum_partials(config: Config, slices: int) -> Launch:
+    """The launch that adds up ``partials`` in ``grad_weight``."""
+    return sums(config.dtype, math.prod(config.problem.weight_shape), slices, "partials", "grad_weight")
+
+
+def sums(dtype: torch.dtype, elements: int, slices: int, partials: str, target: str) -> Launch:
+    """The launch that adds up so many slices of as many elements."""
+    return _launch(sum_macros(dtype), (1, 1, elements), slices, partials, target)
+
+
+def sum_macros(dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/splits/reduce.cu for partial sums that lie as the sums do, however many there are."""
+    of = {"ELEMENT_T": ELEMENT_TYPES[dtype], "PARTIAL_T": ELEMENT_TYPES[accumulator_dtype(dtype)]}
+    return {**of, "TAPS": 1, "RUN": 32, "SHARES": 8, "READ": 1, "WRITE": 1}
+
+
+def result_params(slices: int) -> Params:
+    """What a kernel of so many slices writes: partial sums, or the gradient."""
+    return {"partials, grad_weight": ("partials", None) if slices > 1 else (None, "grad_weight")}
+
+
+def with_partials(
+    config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch
+) -> Program:
+    """A program whose last output is the weight gradient, which ``main`` writes, or ``partials`` of several slices."""
+    outputs = (*outputs, _grad_weight(config.problem))
+    if slices == 1:
+        return Program(config.dtype, operands, outputs, (main,))
+    steps, scratch = (main, sum_partials(config, slices)), {"partials": partial_bytes(config, slices)}
+    return Program(config.dtype, operands, outputs, steps, scratch)
+
+
+# Partial sums [slices, groups, taps, C_in, C_out], of which there may be one slice.
+
+
+def fits(problem: Problem) -> bool:
+    """Whether the taps of a weight fit a block."""
+    return _bytes(problem, 1) <= _BYTES
+
+
+def wgrad_partial_dtype(dtype: torch.dtype, slices: int) -> torch.dtype:
+    """What partial sums of at most so many slices are kept in: float32, but of one slice it is the gradient already."""
+    return dtype if slices == 1 else torch.float32
+
+
+def wgrad_partial_bytes(problem: Problem, itemsize: int, slices: int, most_slices: int = 0) -> int:
+    """Bytes of the partial sums of gradients of so many bytes; ``most_slices`` as in :func:`wgrad_program`."""
+    return (itemsize if (most_slices or slices) == 1 else 4 * slices) * math.prod(problem.weight_shape)
+
+
+def wgrad_macros(
+    problem: Problem, dtype: torch.dtype, slices: int, multiprocessors: int = REFERENCE.multiprocessors
+) -> Macros:
+    """Macros for at most so many slices."""
+    run, partial = _run(problem, slices, multiprocessors), wgrad_partial_dtype(dtype, slices)
+    columns = problem.out_channels // problem.groups
+    read, write = _piece(partial, run, columns), _piece(dtype, run * problem.taps, columns * problem.taps)
+    return {
+        **sum_macros(dtype),
+        "PARTIAL_T": ELEMENT_TYPES[partial],
+        "TAPS": problem.taps,
+        "RUN": run,
+        "SHARES": _shares(problem, run, slices, read),
+        "READ": read,
+        "WRITE": write,
+    }
+
+
+def wgrad_program(
+    config: Config,
+    slices: int,
+    memory_format: torch.memory_format,
+    main: Launch,
+    columns: int = 0,
+    most_slices: int = 0,
+) -> Program:
+    """A weight gradient by a kernel that writes ``partials`` of so many slices, which are added up.
+
+    Args:
+        config: of the weight gradient.
+        slices: partial sums of a weight.
+        memory_format: in which the kernel reads grad_output and input, which are transposed where they are in another.
+        main: the kernel's launch.
+        columns: of zeros, beside each row of the input.
+        most_slices: that there are at any size of the layer, where that is not as many; what is compiled is for them.
+    """
+    p, most_slices = config.problem, most_slices or slices
+    macros = wgrad_macros(p, config.dtype, most_slices, config.spec.multiprocessors)
+    shape = p.groups, p.gemm_k, p.out_channels // p.groups
+    add_up = replace(_launch(macros, shape, slices, "partials", "grad_weight"), overlaps=True)
+    operands = Operand("grad_output", memory_format, 16), Operand("input", memory_format, 16, columns)
+    scratch = {"partials": wgrad_partial_bytes(p, config.dtype.itemsize, slices, most_slices)}
+    return Program(config.dtype, operands, (_grad_weight(p),), (main, add_up), scratch)
+
+
+def _launch(macros: Macros, shape: tuple[int, int, int], slices: int, partials: str, target: str) -> Launch:
+    """Adds up sums of (groups, rows, columns), each of as many taps as the macros say; of one tap they are one row."""
+    taps, run = int(macros["TAPS"]), int(macros["RUN"])
+    groups, rows, columns = shape if taps > 1 else (1, 1, math.prod(shape))
+    runs = -(-columns // run)
+    params: Params = {
+        "partials, sums": (partials, target),
+        "elements, columns": (Long(math.prod(shape) * taps), Long(columns)),
+        "by_rows, by_runs": (reciprocal(rows), reciprocal(max(1, runs))),
+        "slices, rows, runs": (slices, rows, runs),
+    }
+    return Launch("splits/reduce.cu", macros, (groups * rows * runs, 1, 1), (_THREADS, 1, 1), params)
+
+
+def _grad_weight(problem: Problem) -> Output:
+    return Output("grad_weight", problem.weight_shape, strides_of(problem.weight_shape, torch.contiguous_format))
+
+
+def _piece(dtype: torch.dtype, *counts: int) -> int:
+    """Neighbours that are read or written at once: as many as 16 bytes have, where these divide all counts."""
+    return math.gcd(_PIECE_BYTES // dtype.itemsize, *counts)
+
+
+def _bytes(problem: Problem, run: int) -> int:
+    """Of the shared memory of a block, for one share."""
+    return 4 * (run + 1) * problem.taps
+
+
+def _run(problem: Problem, slices: int, multiprocessors: int) -> int:
+    """Output channels of a block: a power of two, few enough for many blocks."""
+    run, most = _LEAST_RUN, _OF_ONE if slices == 1 else _OF_SEVERAL
+    out_channels = problem.out_channels // problem.groups
+    while run > 1 and _bytes(problem, run) > _BYTES:
+        run //= 2
+    while run < out_channels and 2 * run * problem.taps <= most:
+        if problem.in_channels * -(-out_channels // (2 * run)) < _BLOCKS * multiprocessors:
+            break
+        run *= 2
+    return run
+
+
+def _shares(problem: Problem, run: int, slices: int, read: int) -> int:
+    """Threads that add the slices of one weight, few enough that each thread has one piece."""
+    shares, pieces = _MOST_SHARES, problem.taps * run // read
+    while shares > 1 and (shares > slices or shares * pieces > _THREADS or shares * _bytes(problem, run) > _BYTES):
+        shares //= 2
+    return shares

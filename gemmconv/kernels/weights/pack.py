@@ -1,0 +1,74 @@
+"""Weights as the kernels of fused multiply with them: host side of csrc/weights/pack.cu."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from gemmconv.geometry import Problem
+from gemmconv.kernels.macros import Macros, table
+from gemmconv.kernels.program import ByFormat, Launch, Params
+
+# Orders of rows: see csrc/include/geometry/rows.cuh.
+ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES, ROWS_COLUMNS = range(5)
+MOST_ENTRIES = 30_000  # of the table of steps, each of 16 bits, in 64 KiB of constant memory
+STEPS = 32  # of a block
+THREADS, _OWN = 256, 8  # of a block; input channels of a thread
+_USUAL = dict.fromkeys(("CHUNKS", "SIDES", "PHASE_SIDES", "SLOTS"), 1) | dict.fromkeys(
+    ("SPLIT", "INPUT_GRAD", "ROW_ORDER", "CHANNEL_PAIRS"), 0
+)
+
+
+def macros_of(sets: Iterable[Sequence[Sequence[int]]], others: Macros) -> Macros:
+    """Macros that specialise csrc/weights/pack.cu.
+
+    Args:
+        sets: of steps: of each step the tap of each slot of each side, -1 for none.
+        others: beside those that are usual.
+
+    >>> macros_of([[[0]], [[1], [2]]], {})["STEP_TABLE"]
+    '{0,1,0,1,2,1,1,2,2}'
+    """
+    entries, count = list[int](), 0
+    for steps in sets:
+        entries += itertools.chain(*([count, len(steps), *taps] for taps in steps))
+        count += len(steps)
+    return {**_USUAL, **others, "STEPS": count, "STEP_TABLE": table(entries)}
+
+
+def k_major_macros(problem: Problem, lines: int, units: int, row: int) -> Macros:
+    """Macros for the rows of weightᵀ, C_out * kH * kW of them, as lines of float32, in blocks with so many units each.
+
+    Lines are in order where ``row`` is 1; where it is a kernel's width, a thread has outputs that are neighbours.
+    """
+    all_lines = problem.out_channels * problem.taps
+    return macros_of(
+        [[range(row)]],
+        {
+            "ELEMENT_T": "float",
+            "IN_CHANNELS": problem.in_channels,
+            "OUT_CHANNELS": all_lines // row,
+            "TAPS": row,
+            "CHANNEL_SETS": -(-all_lines // lines),
+            "UNITS": units,
+            "ROWS": lines,
+            "SLOTS": row,
+            "CHANNELS": lines // row,
+            "ROW_ORDER": ROWS_COLUMNS if row > 1 else ROWS_PLAIN,
+        },
+    )
+
+
+def blocks_of(channels: int, rows: int, steps: int, sets: int) -> int:
+    """Blocks of the launch: of so many input channels, rows and steps, for sets of output channels of all groups."""
+    along = min(steps, STEPS)
+    return -(-channels // _OWN * rows * along // THREADS) * -(-steps // along) * sets
+
+
+def packing(macros: Macros, groups: int = 1) -> Launch:
+    """The launch that packs ``weight`` for a kernel that reads ``packed``."""
+    size = {name: value for name, value in macros.items() if isinstance(value, int)}
+    channels = size["CHUNKS"] * size["UNITS"] * (4 if macros["ELEMENT_T"] == "float" else 8)
+    blocks = blocks_of(channels, size["SIDES"] * size["ROWS"], size["STEPS"], groups * size["CHANNEL_SETS"])
+    params: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
+    return Launch("weights/pack.cu", macros, (blocks, 1, 1), (THREADS, 1, 1), params)
