@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt csrc/executor.c
-EMULATED := $(addprefix tests/test_,kernels.py program.py)
+EMULATED := $(shell grep -lE "import.*emulator|tests\.test_kernels" tests/test_*.py)
 
 # A path in place of the finder that an editable install leaves, which would go before PYTHONPATH: tests compare trees.
 define PLAIN_PATH

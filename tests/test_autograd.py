@@ -139,8 +139,15 @@ OPERATORS = [
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("layout", UNCHANGED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        *((torch.float32, layout) for layout in UNCHANGED),
+        *(pytest.param(torch.bfloat16, layout, marks=pytest.mark.slow) for layout in UNCHANGED if layout != "spread"),
+        (torch.bfloat16, "spread"),
+    ],
+    ids=str,
+)
 def test_operators_pass_opcheck(operator, layout, dtype, device):
     arguments = operator_arguments(operator, layout, device, dtype)
     torch.library.opcheck(getattr(torch.ops.gemmconv, operator).default, arguments)

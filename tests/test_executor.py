@@ -32,10 +32,11 @@ from gemmconv.runtime import cublas, executor, launch, tensor_map
 from tests import executor_checks
 from tests.cases import Case
 from tests.samples import Sample, channels_last, problem_of, sample
-from tests.test_program import ONE_OF_EACH
+from tests.test_kernels import PASSES, RUNS, usual
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.device("cuda", 0)  # what is configured for on the CPU
+ONE_OF_EACH = {run.operation: run for run in reversed(usual(RUNS)) if run.operation in PASSES}
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 HEADERS = Path(sysconfig.get_paths()["include"])
 needs_compiler = pytest.mark.skipif(

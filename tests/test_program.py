@@ -1,7 +1,6 @@
 """Programs are plain data, and params structs are laid out as C lays them out."""
 
 import ctypes
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -26,32 +25,11 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.ops.implementation import both_programs
 from gemmconv.selection import Gradients
-from tests import emulator, reference, test_kernels
+from tests import emulator, reference
 from tests.cases import Case
 from tests.samples import expected, problem_of, sample
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-RUNS = test_kernels.usual(test_kernels.RUNS)
-ONE_OF_EACH = {run.operation: run for run in reversed(RUNS) if run.operation in test_kernels.PASSES}
-
-
-@needs_compiler
-@pytest.mark.parametrize("operation", ONE_OF_EACH)
-def test_programs_of_each_kernel_survive_pickling(operation, builder, poison, monkeypatch):
-    prepare, pickled = Program.prepare, []
-
-    def prepare_what_is_pickled(program, device):
-        pickled.append(pickle.dumps(program))
-        again = pickle.loads(pickled[-1])
-        assert again == program
-        return prepare(again, device)
-
-    monkeypatch.setattr(Program, "prepare", prepare_what_is_pickled)
-    run = ONE_OF_EACH[operation]
-    poison("cpu")
-    with emulator.install(builder):
-        run.check(run.prepare())
-    assert pickled
 
 
 def test_params_lie_as_ctypes_lays_them_out():

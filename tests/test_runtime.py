@@ -9,7 +9,8 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections import Counter
+from collections import defaultdict
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -32,7 +33,6 @@ from gemmconv.kernels.direct import grads_mma as direct_grads_mma
 from gemmconv.kernels.direct import input_grad as direct_input_grad
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.layout import transpose
-from gemmconv.kernels.macros import ELEMENT_TYPES
 from gemmconv.kernels.sm90 import (
     gemm_fold_narrow,
     gemm_fold_rows,
@@ -360,15 +360,14 @@ def type_of(macros):
 
 
 def for_other_architectures():
-    """Pairs of a variant and an architecture in turn, of the first variants of each source, type and offset width."""
-    number, types = Counter(), [*ELEMENT_TYPES.values()]
+    """Each source for each architecture: the first variants of its types and offset widths, in turn."""
+    firsts = defaultdict(dict)
     for variant, (source_name, macros) in VARIANTS.items():
-        kind = type_of(macros)
-        group = source_name, kind, "INDEX_64" in macros
-        first, count = types.index(kind) if kind in types else 0, number[group]
-        number[group] += 1
-        if architectures_of(source_name) == ARCHITECTURES and count < len(OTHERS):
-            yield variant, OTHERS[(first + count) % len(OTHERS)]
+        if architectures_of(source_name) == ARCHITECTURES:
+            firsts[source_name].setdefault((type_of(macros), "INDEX_64" in macros), variant)
+    for variants in firsts.values():
+        count = max(len(variants), len(OTHERS))
+        yield from zip(islice(cycle(variants.values()), count), islice(cycle(OTHERS), count), strict=True)
 
 
 def first_of_each_kind():

@@ -1,6 +1,7 @@
-"""Every kernel computes what it should with tiles that were found for a class of sizes, in the emulator. Slow."""
+"""Every kernel computes what it should with tiles that were made for other sizes, in the emulator."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gemmconv.kernels.size_class import representatives
 from tests import emulator, reference
 from tests.cases import Case
 from tests.samples import expected, problem_of, sample
+from tests.test_kernels import Run
 
 KERNELS = {
     kernel.name: (algorithm, kernel)
@@ -21,10 +23,7 @@ KERNELS = {
 }
 PASSES = "forward", "input_grad", "weight_grad"
 TRIES, FOUND = 400, 3
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with"),
-]
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 
 def any_case(draw):
@@ -57,6 +56,7 @@ def of_kernel(name, direction, seed):
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", PASSES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_tiles_of_a_class_compute_what_they_should(name, direction, builder, poison):
@@ -78,3 +78,68 @@ def test_tiles_of_a_class_compute_what_they_should(name, direction, builder, poi
             result = choice.program(config, direction).prepare(config.device)(*given)
         wanted = getattr(exact, "output" if direction == "forward" else direction)
         reference.assert_close(result, wanted, config.dtype, config.precision)
+
+
+KINDS = {kind: getattr(torch, kind.replace("tf32", "float32")) for kind in ("float16", "bfloat16", "float32", "tf32")}
+BOTH = "float32", "float16"
+# An operation of Run, a case, the batch and image that its tile is for, types, and its format if that is channels_last.
+# fmt: off
+FITTED = [
+    ("forward", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (20, 70)), BOTH),
+    ("forward", Case(2, 36, 36, (70, 11), (4, 4), (2, 2), (1, 1), groups=36), (64, (17, 40)), BOTH, "channels_last"),
+    ("forward_mma", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (20, 69)), BOTH),
+    ("forward_mma", Case(2, 6, 5, (7, 18), (3, 3), (2, 2), (1, 1)), (64, (33, 25)), BOTH, "channels_last"),
+    ("input_grad", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (40, 69)), BOTH),
+    ("weight_grad", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (40, 69)), BOTH),
+    ("grads", Case(3, 6, 6, (13, 21), (3, 3), (2, 2), (1, 1), groups=6), (64, (40, 69)), BOTH),
+    ("grads_mma", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (40, 69)), BOTH),
+    ("gemm_depth_to_space", Case(3, 72, 64, (4, 6), (2, 2), (2, 2)), (2, (8, 10)), ["tf32"]),
+    ("gemm_depth_to_space", Case(2, 40, 16, (4, 10), (4, 4), (4, 4)), (5, (8, 17)), ["tf32"]),
+    ("gemm_depth_to_space", Case(4, 40, 136, (5, 12), (1, 2), (1, 2)), (1, (8, 9)), ["tf32"]),
+    ("gemm_fold_pixels", Case(5, 40, 16, (4, 6), (4, 4), (2, 2), (1, 1)), (9, (8, 8)), ["tf32"]),
+    ("gemm_fold_pixels", Case(3, 72, 24, (3, 4), (3, 3), (2, 2), (1, 1)), (2, (8, 9)), ["tf32"]),
+    ("gemm_fold_pixels", Case(2, 40, 16, (1, 300), (1, 10), (1, 5), (0, 2)), (2, (1, 444)), ["tf32"]),
+    # Boxes of rows, copies of rows, strips.
+    ("gemm_fold_narrow", Case(3, 20, 3, (7, 16), (4, 4), (2, 2), (1, 1)), (5, (11, 24)), ["bfloat16"]),
+    ("gemm_fold_narrow", Case(2, 24, 2, (6, 26), (4, 5), (2, 3), (1, 0)), (2, (9, 30)), ["tf32"]),
+    ("gemm_fold_narrow", Case(2, 24, 1, (5, 36), (3, 3), (2, 2), (1, 1)), (2, (7, 40)), ["tf32"]),
+    ("gemm_fold_narrow", Case(2, 24, 2, (6, 19), (3, 3), (1, 1), (2, 2)), (2, (9, 30)), ["bfloat16"], "channels_last"),
+    ("gemm_fold_narrow", Case(1, 12, 2, (5, 140), (3, 3), (2, 2), (1, 1)), (1, (4, 70)), ["float32"], "channels_last"),
+    ("gemm_fold_rows", Case(3, 16, 24, (5, 72), (3, 3), (1, 1), (1, 1)), (2, (9, 136)), ["bfloat16"]),
+    ("gemm_fold_rows", Case(2, 32, 16, (4, 80), (4, 4), (2, 2), (1, 1)), (5, (9, 40)), ["bfloat16"]),
+    # Sectors that are not cut, by a tile for some that are.
+    ("gemm_fold_rows", Case(3, 16, 24, (5, 76), (3, 5)), (2, (9, 144)), ["tf32"]),
+    ("gemm_fold_rows", Case(2, 24, 16, (4, 44), (4, 4), (2, 2), (1, 1)), (5, (9, 88)), ["tf32"]),
+    ("fused_weight_grad", Case(3, 24, 20, (5, 21), (4, 4), (2, 2), (1, 1)), (2, (9, 37)), ["float16", "tf32"]),
+    ("fused_weight_grad", Case(2, 24, 16, (7, 18), (3, 3), (1, 1), (1, 1)), (1, (16, 38)), ["float16", "tf32"]),
+    ("fused_weight_grad", Case(3, 24, 16, (3, 40), (3, 3), (1, 1), (1, 1)), (1, (20, 24)), ["float16", "tf32"]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("layer", "images"),
+    [
+        (Run(operation, case, KINDS[kind], *layout, tf32=kind == "tf32"), images)
+        for operation, case, images, kinds, *layout in FITTED
+        for kind in kinds
+    ],
+    ids=str,
+)
+def test_a_tile_of_another_size_computes_what_it_should(layer, images, builder, poison):
+    kernel, direction, config = layer.kernel, layer.direction, layer.config
+    other = replace(config, problem=replace(config.problem, batch=images[0], input_size=images[1]))
+    made = kernel.tile(other, direction)
+    fitted = kernel.fitted(config, direction, made)
+    assert fitted is not None
+    assert compiled_for(kernel, config, direction, fitted) == compiled_for(kernel, other, direction, made)
+    run = replace(layer, choice=fitted)
+    poison("cpu")
+    with emulator.install(builder):
+        run.check(run.prepare())
+
+
+def compiled_for(kernel, config, direction, tile):
+    """What is compiled for a tile, beside what adds up partial sums."""
+    steps = kernel.program(config, direction, tile).steps
+    return [(step.source, step.macros) for step in steps if not step.source.startswith("splits/")]

@@ -10,14 +10,11 @@ import torch
 from gemmconv.geometry import Problem
 from gemmconv.kernels.direct import forward, forward_mma, grads_mma, input_grad, weight_grad
 from gemmconv.kernels.layout.transpose import transposition
-from tests import emulator
-from tests.cases import Case
-from tests.samples import config_of, problem_of, tile_for
-from tests.test_kernels import FORMATS, Run
+from tests.samples import config_of, tile_for
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 LAYERS = {
     "k4s2p1": Problem(1, 64, 3, 1, (1, 1), (4, 4), (2, 2), (1, 1)),
     "k3s2p1op1": Problem(1, 32, 16, 1, (1, 1), (3, 3), (2, 2), (1, 1), (1, 1)),
@@ -83,30 +80,3 @@ def test_tensors_are_turned_by_few_kernels(channels, dtype):
     for memory_format in FORMATS.values():
         launches = [transposition(shape, dtype.itemsize, memory_format)[0] for shape in shapes]
         assert len({(launch.source, *launch.macros.items()) for launch in launches}) <= 3
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("operation", "case", "size", "layout"),
-    [
-        ("forward", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (20, 70), "contiguous"),
-        ("forward", Case(2, 36, 36, (70, 11), (4, 4), (2, 2), (1, 1), groups=36), (17, 40), "channels_last"),
-        ("forward_mma", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (20, 69), "contiguous"),
-        ("forward_mma", Case(2, 6, 5, (7, 18), (3, 3), (2, 2), (1, 1)), (33, 25), "channels_last"),
-        ("input_grad", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (40, 69), "contiguous"),
-        ("weight_grad", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (40, 69), "contiguous"),
-        ("grads", Case(3, 6, 6, (13, 21), (3, 3), (2, 2), (1, 1), groups=6), (40, 69), "contiguous"),
-        ("grads_mma", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (40, 69), "contiguous"),
-    ],
-    ids=lambda one: getattr(one, "id", str(one)),
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_tile_of_another_size_computes_what_it_should(operation, case, size, layout, dtype, builder, poison):
-    run = Run(operation, case, dtype, layout)
-    other = replace(run.config, problem=replace(problem_of(case), batch=64, input_size=size))
-    tile = run.kernel.fitted(run.config, run.direction, run.kernel.tile(other, run.direction))
-    assert tile is not None
-    with emulator.install(builder):
-        poison("cpu")
-        run = replace(run, choice=tile)
-        run.check(run.prepare())

@@ -7,12 +7,10 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.sm90 import gemm_depth_to_space
-from tests import emulator, fitting
-from tests.cases import Case
+from tests import fitting
 from tests.samples import config_of
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 NUMERICS = [(torch.float16, "ieee"), (torch.float32, "tf32")]
 LAYERS = [(256, 256, (2, 2)), (128, 64, (4, 4)), (512, 256, (1, 2)), (96, 64, (2, 1))]
@@ -56,19 +54,3 @@ def test_other_pieces_and_odd_rows_are_other_kernels():
     assert KERNEL.fitted(config_of(problem(layer, 8, (24, 41))), "forward", tile) is None
     assert KERNEL.fitted(config_of(problem(layer, 8, (6, 6))), "forward", tile) is None  # 36 inputs: no eight of them
     assert KERNEL.fitted(config_of(problem(layer, 8, (7, 7))), "forward", tile) is None  # nobody computes these
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("case", "other"),
-    [
-        (Case(3, 72, 64, (4, 6), (2, 2), (2, 2)), Case(2, 72, 64, (8, 10), (2, 2), (2, 2))),
-        (Case(2, 40, 16, (4, 10), (4, 4), (4, 4)), Case(5, 40, 16, (8, 17), (4, 4), (4, 4))),
-        (Case(4, 40, 136, (5, 12), (1, 2), (1, 2)), Case(1, 40, 136, (8, 9), (1, 2), (1, 2))),
-    ],
-    ids=lambda case: case.id,
-)
-@pytest.mark.parametrize(("dtype", "precision"), NUMERICS[1:], ids=str)
-def test_a_tile_of_another_size_computes_the_output(case, other, dtype, precision, builder, poison):
-    poison("cpu")
-    fitting.check(KERNEL, "forward", case, other, dtype, precision, builder)

@@ -8,9 +8,7 @@ import torch
 
 from gemmconv import Problem
 from gemmconv.kernels.sm90.gemm_fold_narrow import KERNEL, macros_of
-from tests import emulator, reference
-from tests.cases import Case
-from tests.samples import config_of, expected, problem_of, sample
+from tests.samples import config_of
 
 LAYERS = {
     "dcgan": Problem(16, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1)),
@@ -79,30 +77,3 @@ def test_tiles_of_other_classes_are_declined():
     assert KERNEL.fitted(huge, "forward", tile) is None  # offsets of 64 bits
     many = replace(config, problem=replace(config.problem, batch=2**31 - 40))
     assert KERNEL.fitted(many, "forward", tile) is None
-
-
-# A layer, the batch and image that its tile is for, and type, format and precision.
-RUNS = [
-    (Case(3, 20, 3, (7, 16), (4, 4), (2, 2), (1, 1)), (5, (11, 24)), VARIANTS[0]),  # boxes of rows
-    (Case(2, 24, 2, (6, 26), (4, 5), (2, 3), (1, 0)), (2, (9, 30)), VARIANTS[2]),  # copies of rows
-    (Case(2, 24, 1, (5, 36), (3, 3), (2, 2), (1, 1)), (2, (7, 40)), VARIANTS[2]),
-    (Case(2, 24, 2, (6, 19), (3, 3), (1, 1), (2, 2)), (2, (9, 30)), VARIANTS[1]),
-    (Case(1, 12, 2, (5, 140), (3, 3), (2, 2), (1, 1)), (1, (4, 70)), VARIANTS[3]),  # strips
-]
-
-
-@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-@pytest.mark.parametrize(("case", "images", "variant"), RUNS, ids=str)
-def test_fitted_tiles_compute_other_images(case, images, variant, builder, poison):
-    pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-    dtype, precision, layout = variant
-    problem = problem_of(case)
-    first = config_of(replace(problem, batch=images[0], input_size=images[1]), dtype, layout, precision)
-    config = replace(config_of(problem, dtype, layout, precision), device=torch.device("cpu"))
-    tile = KERNEL.fitted(config, "forward", KERNEL.tile(first, "forward"))
-    data = sample(case, dtype, "cpu")
-    input = data.input.contiguous(memory_format=layout)
-    poison("cpu")
-    with emulator.install(builder):
-        output = KERNEL.prepare(config, "forward", tile)(input, data.weight, data.bias)
-    reference.assert_close(output, expected(case, dtype).output, dtype, precision)

@@ -5,12 +5,10 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.sm90 import gemm_fold_pixels
-from tests import emulator, fitting
-from tests.cases import Case
+from tests import fitting
 from tests.samples import config_of
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 NUMERICS = [(torch.float16, "ieee"), (torch.float32, "tf32")]
 KERNEL = gemm_fold_pixels.KERNEL
@@ -63,19 +61,3 @@ def test_other_pieces_and_items_are_other_kernels():
     assert KERNEL.fitted(config_of(images(128, (20, 20))), "forward", tile) is None  # nobody computes these
     signal = KERNEL.tile(config_of(signals(16, 600)), "forward")
     assert KERNEL.fitted(config_of(signals(16, 64)), "forward", signal) is None  # no windows
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("case", "other"),
-    [
-        (Case(5, 40, 16, (4, 6), (4, 4), (2, 2), (1, 1)), Case(9, 40, 16, (8, 8), (4, 4), (2, 2), (1, 1))),
-        (Case(3, 72, 24, (3, 4), (3, 3), (2, 2), (1, 1)), Case(2, 72, 24, (8, 9), (3, 3), (2, 2), (1, 1))),
-        (Case(2, 40, 16, (1, 300), (1, 10), (1, 5), (0, 2)), Case(2, 40, 16, (1, 444), (1, 10), (1, 5), (0, 2))),
-    ],
-    ids=lambda case: case.id,
-)
-@pytest.mark.parametrize(("dtype", "precision"), NUMERICS[1:], ids=str)
-def test_a_tile_of_another_size_computes_the_output(case, other, dtype, precision, builder, poison):
-    poison("cpu")
-    fitting.check(KERNEL, "forward", case, other, dtype, precision, builder)

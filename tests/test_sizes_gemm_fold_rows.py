@@ -9,9 +9,7 @@ import torch
 from gemmconv import Problem
 from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32
 from gemmconv.kernels.sm90.row_streaming import macros_of, packing_macros_of
-from tests import emulator, reference
-from tests.cases import Case
-from tests.samples import config_of, expected, problem_of, sample
+from tests.samples import config_of
 
 BF16, TF32 = (gemm_fold_rows.KERNEL, torch.bfloat16, "ieee"), (gemm_fold_rows_tf32.KERNEL, torch.float32, "tf32")
 LAYERS = {
@@ -70,27 +68,3 @@ def test_rows_that_begin_elsewhere_are_declined():
     assert not fitted.cuts_sectors
     many = replace(config, problem=replace(problem, batch=2**28))
     assert kernel.fitted(many, "forward", whole) is None
-
-
-RUNS = [  # a layer, the batch and image that its tile is for, and the kernel
-    (Case(3, 16, 24, (5, 72), (3, 3), (1, 1), (1, 1)), (2, (9, 136)), BF16),
-    (Case(2, 32, 16, (4, 80), (4, 4), (2, 2), (1, 1)), (5, (9, 40)), BF16),
-    (Case(3, 16, 24, (5, 76), (3, 5)), (2, (9, 144)), TF32),  # whose sectors are not cut, by a tile for some that are
-    (Case(2, 24, 16, (4, 44), (4, 4), (2, 2), (1, 1)), (5, (9, 88)), TF32),
-]
-
-
-@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
-@pytest.mark.parametrize(("case", "images", "variant"), RUNS)
-def test_fitted_tiles_compute_other_images(case, images, variant, builder, poison):
-    pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-    kernel, dtype, precision = variant
-    problem = problem_of(case)
-    first = config_of(replace(problem, batch=images[0], input_size=images[1]), dtype, precision=precision)
-    config = replace(config_of(problem, dtype, precision=precision), device=torch.device("cpu"))
-    tile = kernel.fitted(config, "forward", kernel.tile(first, "forward"))
-    data = sample(case, dtype, "cpu")
-    poison("cpu")
-    with emulator.install(builder):
-        output = kernel.prepare(config, "forward", tile)(data.input, data.weight, data.bias)
-    reference.assert_close(output, expected(case, dtype).output, dtype, precision)

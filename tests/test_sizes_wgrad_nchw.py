@@ -7,12 +7,10 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.sm90 import wgrad_nchw
-from tests import emulator, fitting
-from tests.cases import Case
+from tests import fitting
 from tests.samples import config_of
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 LAYERS = {
     "k4s2p1": {"in_channels": 64, "out_channels": 48, "kernel_size": (4, 4), "stride": (2, 2), "padding": (1, 1)},
@@ -65,19 +63,3 @@ def test_lines_of_several_rows_are_for_one_width():
 def test_what_a_tile_cannot_compute_is_left_to_others():
     tile = KERNEL.tile(config_of(problem("k4s2p1", 4, (20, 24))), "weight_grad")
     assert KERNEL.fitted(config_of(problem("k4s2p1", 4, (20, 25))), "weight_grad", tile) is None  # rows of 100 bytes
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("case", "other"),
-    [
-        (Case(3, 24, 20, (5, 21), (4, 4), (2, 2), (1, 1)), Case(2, 24, 20, (9, 37), (4, 4), (2, 2), (1, 1))),
-        (Case(2, 24, 16, (7, 18), (3, 3), (1, 1), (1, 1)), Case(1, 24, 16, (16, 38), (3, 3), (1, 1), (1, 1))),
-        (Case(3, 24, 16, (3, 40), (3, 3), (1, 1), (1, 1)), Case(1, 24, 16, (20, 24), (3, 3), (1, 1), (1, 1))),
-    ],
-    ids=lambda case: case.id,
-)
-@pytest.mark.parametrize(("dtype", "precision"), NUMERICS[:2], ids=str)
-def test_a_tile_of_another_size_computes_the_gradient(case, other, dtype, precision, builder, poison):
-    poison("cpu")
-    fitting.check(KERNEL, "weight_grad", case, other, dtype, precision, builder)

@@ -22,7 +22,7 @@ _OPTIONS = ["-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"]
 # The scheduler has the handlers of the checks, so that a mistake ends a launch and not the process: no libubsan, hence
 # -nostdlib. What is needed of libc is there already.
 _KERNEL_OPTIONS = [
-    *("-O1", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-nostdlib"),
+    *("-Og", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-nostdlib"),
     "-fsanitize=alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
     "-fno-sanitize-recover=all",
 ]
