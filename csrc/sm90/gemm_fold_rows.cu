@@ -49,7 +49,7 @@
 #define WGMMA_COLUMNS COLUMNS
 #include "numeric/integers.cuh"
 #include "ptx/named_barrier.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "pipeline/row_tiles.cuh"
 #include "ptx/store.cuh"
 #include "numeric/unroll.cuh"
@@ -77,18 +77,16 @@ extern __shared__ __align__(1024) unsigned char shared[];
 
 /* Copies the inputs of step after step: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers) {
-    ring_t<STAGES> ring;
-    each_item(p, [&](int image, int first_row) {
+    ring_t ring;
+    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
         #pragma unroll 1
         for (int column = 0; column < p.columns; column += COLUMNS) {
-            barrier_t& full = barriers.full[ring.stage];
-            barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
-            barrier_arrive_expecting(full, kStageBytes);
+            barrier_t& full = begin_stage(barriers, ring, kStageBytes);
             #pragma unroll
             for (int box = 0; box < kBoxes; ++box)
                 tma_load(shared + ring.stage * kStageBytes + box * kBoxBytes, p.map, column + box * kLine,
-                         set.group * IN_CHANNELS, first_row + kFirstRow[set.phase], image, full);
-            ring.advance();
+                         set.group * IN_CHANNELS, item.row + kFirstRow[set.phase], item.image, full);
+            ring.advance(STAGES);
         }
     });
 }
@@ -272,11 +270,11 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     }
     barrier_wait(barriers.weights, 0);
     if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
-    ring_t<STAGES> ring;
-    each_item(p, [&](int image, int first_row) {
-        const int row = first_row + (ROWS == 2 ? warpgroup : 0), oh = row * PHASES + set.phase;
+    ring_t ring;
+    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
+        const int row = item.row + (ROWS == 2 ? warpgroup : 0), oh = row * PHASES + set.phase;
         const bool there = row < p.cells_h && oh < p.h_out;
-        const long long plane = (static_cast<long long>(image) * p.groups + set.group) * OUT_CHANNELS + first_out;
+        const long long plane = (static_cast<long long>(item.image) * p.groups + set.group) * OUT_CHANNELS + first_out;
         ELEMENT_T* const target = p.output + (plane * p.h_out + oh) * p.w_out;
         int early[2 / SLOTS];
         #pragma unroll
@@ -314,7 +312,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) wgmma_finish(sums[tile]);
             if (speaker) barrier_arrive(barriers.empty[ring.stage]);
-            ring.advance();
+            ring.advance(STAGES);
             fold(p, sums, before, bias, early, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
         }
         // Behind the row's end there are no columns but those that are late, and outputs that hold the bias alone.
@@ -329,13 +327,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_gemm_fold_rows_ke
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
     begin_barriers(barriers);
     const set_t set = set_of(p);
-    if (threadIdx.x >= kProducers) {
-        setmaxnreg_inc<240>();
-        consume(p, set, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 128, 0));
-    } else {
-        setmaxnreg_dec<24>();
+    const auto produce = [&] {
         if (threadIdx.x == 0) produce_inputs(p, set, barriers);
-        else if (threadIdx.x == 32)
-            produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);
-    }
+        else if (threadIdx.x == 32) produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);
+    };
+    run_roles<kProducers, 128, 240, 24>(produce, [&](int warpgroup) { consume(p, set, barriers, warpgroup); });
 }

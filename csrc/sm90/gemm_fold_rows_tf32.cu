@@ -44,7 +44,7 @@
 #include "numeric/integers.cuh"
 #include "ptx/keep.cuh"
 #include "ptx/named_barrier.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "pipeline/row_tiles.cuh"
 #include "ptx/store.cuh"
 #include "numeric/unroll.cuh"
@@ -87,18 +87,16 @@ constexpr int kBiasMeet = 3;  // a barrier of all warps that multiply
 /* Copies the inputs of two steps after two steps, chunk after chunk: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers) {
     const int columns = ceil_div(p.columns, 2 * kColumns) * (2 * kColumns);
-    ring_t<STAGES> ring;
-    each_item(p, [&](int image, int first_row) {
+    ring_t ring;
+    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
         #pragma unroll 1
         for (int column = 0; column < columns; column += kColumns)
             #pragma unroll 1
             for (int chunk = 0; chunk < kChunks; ++chunk) {
-                barrier_t& full = barriers.full[ring.stage];
-                barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
-                barrier_arrive_expecting(full, kStageBytes);
+                barrier_t& full = begin_stage(barriers, ring, kStageBytes);
                 tma_load(shared + ring.stage * kStageBytes, p.map, column, set.group * IN_CHANNELS + chunk * CHUNK,
-                         first_row + kFirstRow[set.phase], image, full);
-                ring.advance();
+                         item.row + kFirstRow[set.phase], item.image, full);
+                ring.advance(STAGES);
             }
     });
 }
@@ -328,7 +326,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     named_barrier_sync<kBiasMeet, 256>();
     barrier_wait(barriers.weights, 0);
     if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
-    ring_t<STAGES> ring;
+    ring_t ring;
     const auto multiply = [&](sums_t& sums) {
         words_of_group_t words[2];
         const auto load_group = [&](auto group_) {
@@ -357,7 +355,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             if constexpr (down + TAPS_TOGETHER == WEIGHT_ROWS) {
                 // Not when its last words are asked for, but now that they have come.
                 if (speaker) barrier_arrive(barriers.empty[ring.stage]);
-                ring.advance();
+                ring.advance(STAGES);
             }
             if constexpr (group + 1 < kGroups) {
                 if constexpr (group > 0) {
@@ -373,10 +371,10 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
         settle_words(words[0]);
         if constexpr (kGroups > 1) settle_words(words[1]);
     };
-    each_item(p, [&](int image, int first_row) {
-        const int oh = (first_row + own) * PHASES + set.phase;
+    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
+        const int oh = (item.row + own) * PHASES + set.phase;
         const bool there = oh < p.h_out;
-        const long long plane = (static_cast<long long>(image) * p.groups + set.group) * OUT_CHANNELS + first_out;
+        const long long plane = (static_cast<long long>(item.image) * p.groups + set.group) * OUT_CHANNELS + first_out;
         float* const row = p.output + (plane * p.h_out + oh) * p.w_out;
         const target_t target{row, static_cast<long long>(p.h_out) * p.w_out, channels};
         before_t before = {};
@@ -416,13 +414,9 @@ sm90_gemm_fold_rows_tf32_kernel(const __grid_constant__ gemm_fold_rows_params p)
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
     begin_barriers(barriers);
     const set_t set = set_of(p);
-    if (threadIdx.x >= kProducers) {
-        setmaxnreg_inc<240>();
-        consume(p, set, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
-    } else {
-        setmaxnreg_dec<24>();
+    const auto produce = [&] {
         if (threadIdx.x == 0) produce_inputs(p, set, barriers);
-        else if (threadIdx.x == 32)
-            produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);
-    }
+        else if (threadIdx.x == 32) produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);
+    };
+    run_roles<kProducers, 32, 240, 24>(produce, [&](int own) { consume(p, set, barriers, own); });
 }

@@ -61,8 +61,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     const long long stride = (CHANNELS_LAST ? 1ll : 1ll * p.h_in * p.w_in) * sizeof(ELEMENT_T);  // of channels, in bytes
     const int lane = thread % 32;
     const int spots = spots_of(p);
-    counted_ring_t ring;
-    ring_t<2> tables;
+    ring_t ring, tables;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const char* input = reinterpret_cast<const char*>(p.input) + item.group * IN_CHANNELS * stride;
@@ -71,7 +70,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         for (int spot = thread; spot < spots; spot += PRODUCERS)
             places[spot] = place_of(p, item.tile * kTile + p.first, spot_at(p, spot));
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
-        tables.advance();
+        tables.advance(2);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unit_t* patch = s.patches + ring.stage * patch_units(p);
             #pragma unroll 1

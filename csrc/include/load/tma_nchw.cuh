@@ -16,7 +16,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     if (thread != 0) return;
     constexpr int kBlocks = kTile / kSwizzled;
     const int image_blocks = p.h_in * p.w_in / kSwizzled;
-    counted_ring_t ring;
+    ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {

@@ -7,6 +7,7 @@
 #include "numeric/divide.cuh"
 #include "ptx/tma.cuh"
 #include "numeric/units.cuh"
+#include "numeric/vector.cuh"
 
 struct gemm_fold_rows_params {
     tensor_map_t map;  // of the input: [images][rows][channels][columns]
@@ -30,21 +31,14 @@ constexpr int kTapsAcross = sizeof(kDelay) / sizeof(int);  // places for them
 // Barriers of warps: the turn of either warpgroup.
 constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
 
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
-
-struct barriers_t { barrier_t full[STAGES], empty[STAGES], weights; };
+struct barriers_t : ring_barriers_t<STAGES> { barrier_t weights; };
 
 /* Has the barriers ready, before any thread goes on. */
 __device__ __forceinline__ void begin_barriers(barriers_t& barriers) {
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], 1);
-            barrier_init(barriers.empty[i], 8);  // warps that multiply
-        }
+    init_barriers([&] {
+        init_ring(barriers, 1, 8);  // warps that multiply
         barrier_init(barriers.weights, 1);
-        barrier_init_done();
-    }
-    __syncthreads();
+    });
 }
 
 /* What a block works on: a row phase, output channels, a group; the same for all of its items. */
@@ -53,15 +47,13 @@ __device__ __forceinline__ set_t set_of(const gemm_fold_rows_params& p) {
     const int number = blockIdx.x % (kSets * p.groups);
     return {number, number % kSets / CHANNEL_SETS, number % CHANNEL_SETS, number / kSets};
 }
-/* Calls body(image, first row of cells) for the items of a block. */
-template <typename BODY> __device__ __forceinline__ void each_item(const gemm_fold_rows_params& p, const BODY& body) {
-    const int sets = kSets * p.groups;
-    #pragma unroll 1
-    for (int i = blockIdx.x / sets; i < p.items; i += gridDim.x / sets) {
-        const int image = divided(i, p.by_image_items);
-        body(image, (i - image * p.image_items) * ROWS);
-    }
-}
+
+/* An item: an image, and its first row of cells there. */
+struct item_t {
+    int image, row;
+    __device__ __forceinline__ item_t(const gemm_fold_rows_params& p, int i)
+        : image(divided(i, p.by_image_items)), row((i - image * p.image_items) * ROWS) {}
+};
 
 /* Copies the weights of a set, once, BYTES at a time. */
 template <int ALL, int BYTES>
