@@ -241,8 +241,7 @@ class Run:
 
     @property
     def kernel(self):
-        name = PASSES[self.operation][0]
-        return KERNELS[f"{name}_tf32" if name == "sm90/gemm_fold_rows" and self.dtype.itemsize == 4 else name]
+        return KERNELS[PASSES[self.operation][0]]
 
     @property
     def chosen_for(self):
@@ -1642,8 +1641,6 @@ EDITS = {
         "rows_lines_overwritten": (ROWS_IN_PARTS, r"__syncwarp\(\);(\s*each<LINE_CELLS / 8>)", r"\1"),
         "rows_end_too_early":
             (ROWS, r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)", "relative error inf"),
-    },
-    "sm90/gemm_fold_rows_tf32.cu": {
         "rows_tf32_weights_not_waited_for":
             (ROWS_TF32, r"barrier_wait\(barriers\.weights, 0\);", "", "relative error|never waited for"),
         "rows_tf32_inputs_not_waited_for": (ROWS_TF32, r"barrier_wait\(barriers\.full[^;]*;", ";", UNREAD),

@@ -1,10 +1,10 @@
-/* Lays the weights out for sm90/gemm_fold_rows.cu and sm90/gemm_fold_rows_tf32.cu: for each set, side, tap down and tile of taps across, LINES
+/* Lays the weights out for sm90/gemm_fold_rows.cu: for each set, side, tap down and tile of taps across, LINES
  * rows of output channels.
  *
  *   packed [groups][PHASES][CHANNEL_SETS][SIDES][WEIGHT_ROWS][TILES][units of channels][LINES] of 16 bytes
  *
  * A tile has SLOTS taps of OUTS output channels, one after the other; but of values of 16 bits, with two SLOTS, rows g and g +
- * 8 of each 16 are two taps of one. The channels of units of float32 are in the order of sm90/gemm_fold_rows_tf32.cu. A phase that has
+ * 8 of each 16 are two taps of one. The channels of units of float32 are in the order that it wants of TF32. A phase that has
  * fewer taps down than the one that has most leaves zeros, as do channels and taps that there are not.
  *
  * Macros: those of the kernels; SIDES, TILES, SLOTS, OUTS, LINES; INPUT_GRAD (output channels of the layer are input channels
