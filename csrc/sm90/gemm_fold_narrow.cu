@@ -37,7 +37,7 @@
  * keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see benchmarks/README.md.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
- * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;
+ * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; LINES (OUT_CHANNELS of all taps, up to a multiple of 16); CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;
  * ROWS, COLUMNS (positions of a step; together a multiple of 64), WHOLE, CELLS (WHOLE: of COLUMNS positions); ORIGIN (the
  * first strip's first position), LEFT (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring
  * to the next); TOGETHER (cell rows that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels
@@ -46,6 +46,7 @@
  * (outputs that are stored together); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
  * INDEX_64. Sizes of images are params. Chosen by gemmconv/kernels/sm90/gemm_fold_narrow.py.
  */
+#define WGMMA_COLUMNS LINES
 #include "ptx/cp_async.cuh"
 #include "geometry/axis.cuh"
 #include "numeric/divide.cuh"
@@ -55,7 +56,7 @@
 #include "pipeline/persistent.cuh"
 #include "numeric/unroll.cuh"
 #include "numeric/vector.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 #if BOXED
 #include "ptx/tma.cuh"
 #endif
@@ -86,7 +87,7 @@ static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every
 constexpr int kMultipliers = 128 * WARPGROUPS, kOthers = kMultipliers + FOLDERS, kThreads = kOthers + PRODUCERS;
 constexpr int kItem = sizeof(ELEMENT_T), kElements = words::kElements;  // of a word
 constexpr int kParts = SPLIT ? 2 : 1;  // of words
-constexpr int kTaps = KERNEL_H * KERNEL_W, kLines = OUT_CHANNELS * kTaps, kWholeLines = ceil_div(kLines, 16) * 16;
+constexpr int kTaps = KERNEL_H * KERNEL_W, kLines = OUT_CHANNELS * kTaps, kWholeLines = LINES;
 constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() - kFirstH;
 constexpr int kRing = 2 * ROWS + kHaloH;  // rows of columns
 constexpr int kPositions = ROWS * COLUMNS;
@@ -96,6 +97,7 @@ static_assert(LEFT + axis_w::least_shift() - (ORIGIN) >= 0 && kReach <= COLUMN_P
 constexpr int kPadded = CHANNEL_STEPS * 8 * kElements;  // channels
 static_assert(kPositions % (64 * WARPGROUPS) == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
 static_assert(ROWS % TOGETHER == 0, "rows that are folded together end with a step");
+static_assert(kLines <= kWholeLines && kWholeLines % 16 == 0, "a product has all lines");
 static_assert(COLUMN_PITCH % 8 == 4, "a warp writes columns to different banks");
 
 // Shared memory: stages of inputs [STAGES], each [kPadded][PITCH], or [kPositions][PITCH] in channels_last, or of lines of boxes

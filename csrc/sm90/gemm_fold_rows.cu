@@ -84,7 +84,7 @@
 #include "ptx/pdl.cuh"
 #include "ptx/store.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 struct gemm_fold_rows_params {
     tensor_map_t map;  // of the input: [images][rows][channels][columns]
@@ -120,7 +120,8 @@ __device__ __forceinline__ set_t set_of(const gemm_fold_rows_params& p) {
 /* An item: an image, and its first row of cells there. */
 struct item_t {
     int image, row;
-    __device__ __forceinline__ item_t(const gemm_fold_rows_params& p, int i) : image(divided(i, p.by_image_items)), row((i - image * p.image_items) * ROWS) {}
+    __device__ __forceinline__ item_t(const gemm_fold_rows_params& p, int i)
+        : image(divided(i, p.by_image_items)), row((i - image * p.image_items) * ROWS) {}
 };
 
 #if PIXELS_ON_M
@@ -173,10 +174,10 @@ constexpr int kFirstBarrier = kFirstOutput + 8 * kWarpOutputs * static_cast<int>
 static_assert(kFirstBarrier % 8 == 0 && kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits");
 extern __shared__ __align__(1024) unsigned char shared[];
 
-/* Copies the inputs of step after step, a chunk of channels in boxes beside each other: zeros for rows and columns that there are
- * not. */
+/* Copies the inputs of step after step, chunk after chunk of channels: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers) {
-    const int columns = kStepsTogether == 1 ? p.columns : ceil_div(p.columns, kStepsTogether * kColumns) * (kStepsTogether * kColumns);
+    constexpr int kWhole = kStepsTogether * kColumns;
+    const int columns = kStepsTogether == 1 ? p.columns : ceil_div(p.columns, kWhole) * kWhole;
     ring_t ring;
     each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
         #pragma unroll 1
@@ -203,8 +204,8 @@ __device__ __forceinline__ void produce_weights(const gemm_fold_rows_params& p, 
         bulk_copy(shared + kFirstWeight + i, source + i / 16, kTapBytes, full);
 }
 
-// What is late by DELAY columns comes from one of the two columns of a lane, of a lane so many before: from kLanes on
-// from the columns before.
+// What is late by DELAY columns comes from one of the two columns of a lane, of a lane so many before: from kLanes on, from the
+// columns before.
 constexpr int kMostLanes = 4;
 __device__ constexpr int column_of(int delay, int e) { return (e + delay) % 2; }
 __device__ constexpr int lanes_of(int delay, int e) { return (delay + column_of(delay, e) - e) / 2; }
@@ -224,7 +225,8 @@ __device__ constexpr int first_to_give(int phase, int e, int lanes) {
 using before_t = float[SPAN_W][2][kMostLanes];
 
 /* The output of a phase at a lane's cell E, of an output channel whose columns column(tap, 0 or 1) are. What comes from the same
- * lane is added up there first. */
+ * lane is added up there first.
+ */
 template <int PHASE_, int E, typename COLUMN>
 __device__ __forceinline__ float folded(const COLUMN& column, before_t& before, float bias, int lane) {
     float output = bias;

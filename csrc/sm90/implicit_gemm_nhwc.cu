@@ -55,7 +55,7 @@
 #include "ptx/tma.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 struct implicit_gemm_nhwc_params {
     tensor_map_t input;  // [images][rows][columns][channels]

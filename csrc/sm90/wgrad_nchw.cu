@@ -47,7 +47,7 @@
 #include "ptx/tma.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 struct wgrad_nchw_params {
     tensor_map_t input, grad_output;

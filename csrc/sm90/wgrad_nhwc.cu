@@ -8,7 +8,7 @@
  *   sums [ci, co] += input [ci, pixel] . grad_output at the tap [pixel, co]
  *
  * Both sides come as boxes of tensor maps, 64 channels of a pixel in a line of 128 bytes, and products read them where they
- * lie: the other way round (ptx/wgmma_mn.cuh), eight pixels one after the other, and eight more at a distance. A box of
+ * lie: the other way round (ptx/wgmma.cuh), eight pixels one after the other, and eight more at a distance. A box of
  * grad_output has every S-th pixel of every S-th row, those that one tap wants. Taps whose outputs are S apart want the same
  * box, begun SHIFT lines later:
  *
@@ -28,9 +28,10 @@
  * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a
  * group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; TILE_N, TILE_H, TILE_W (images, rows and columns of a
  * tile's pixels: powers of two, whatever the sizes of images); PAIR_ROWS (whether a step has eight pixels of two rows
- * each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO; TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; STAGES;
- * SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
+ * each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO; TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; COLUMNS
+ * (of a product); STAGES; SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
  */
+#define WGMMA_COLUMNS COLUMNS
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"
 #include "numeric/types.cuh"
@@ -39,7 +40,7 @@
 #include "ptx/tma.cuh"
 #include "numeric/unroll.cuh"
 #include "numeric/units.cuh"
-#include "ptx/wgmma_mn.cuh"
+#include "ptx/wgmma.cuh"
 
 struct wgrad_nhwc_params {
     tensor_map_t input, grad_output;
@@ -92,8 +93,7 @@ static_assert(PAIR_ROWS ? TILE_W % 8 == 0 && TILE_H % 2 == 0
 static_assert(STAGES * kStage + 2 * STAGES * 8 <= SHARED_BYTES, "the stages fit the shared memory of the launch");
 static_assert(ATOMS_CO == 1 || MERGED == 1, "columns of a product are of several channels or taps");
 constexpr int kOwnW = taps_w::kOwn / MERGED, kSums = taps_h::kOwn * kOwnW;
-// Columns of a product: few channels need not be 64.
-constexpr int kColumns = MERGED > 1 ? kAtom * MERGED : CO < kOwnCo ? ceil_div(CO, 16) * 16 : kOwnCo;
+constexpr int kColumns = COLUMNS;  // of a product: few channels need not be 64
 extern __shared__ __align__(1024) unsigned char shared[];
 
 /* Where the pixels of a step begin: lines of the input, and of a box. */

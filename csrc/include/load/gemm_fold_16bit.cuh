@@ -6,7 +6,7 @@
 #define WGMMA_COLUMNS COLUMNS
 #include "ptx/cp_async.cuh"
 #include "pipeline/gemm_fold.cuh"
-#include "ptx/wgmma_mn.cuh"
+#include "ptx/wgmma.cuh"
 
 constexpr int kLine = 64;  // positions that lie in one piece
 

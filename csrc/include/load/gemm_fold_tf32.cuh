@@ -10,7 +10,7 @@
 #include "pipeline/gemm_fold.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 /* What a warp loads one after the other: of stage after stage the lines of every so many blocks of 32 positions. */
 struct course_t {

@@ -29,7 +29,7 @@
 #include "ptx/tma.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 struct pixels_on_m_params {
 #if PACKED
