@@ -12,7 +12,7 @@ import torch
 import gemmconv
 from gemmconv.kernels.base import Config, Precision
 from gemmconv.kernels.macros import why_not_dtype
-from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32
+from gemmconv.kernels.sm90 import gemm_fold_rows
 from tests import reference
 from tests.cases import Case
 
@@ -167,15 +167,11 @@ def tile_for(module, config, direction=None):
 
 
 def rows_tile_for(config, direction):
-    """The same of both kernels that go along rows."""
-    return tile_for(_rows_module(config), config, direction)
+    """The same of sm90/gemm_fold_rows."""
+    return tile_for(gemm_fold_rows, config, direction)
 
 
 def rows_tiles_for(config, direction):
-    """All tiles that they may have."""
-    module = _rows_module(config)
-    return [] if tile_for(module, config, direction) is None else [*module.KERNEL.tiles(config, direction)]
-
-
-def _rows_module(config):
-    return gemm_fold_rows if config.dtype.itemsize == 2 else gemm_fold_rows_tf32
+    """All tiles that it may have."""
+    none = tile_for(gemm_fold_rows, config, direction) is None
+    return [] if none else [*gemm_fold_rows.KERNEL.tiles(config, direction)]

@@ -28,7 +28,6 @@ LAYERS = {
     "sm90/gemm_fold": ("n5 c32x32 k4 h8 w8 s2", "nchw"),
     "sm90/gemm_fold_pixels": ("n5 c32x32 k3 h8 w8 s2", "nchw"),
     "sm90/gemm_fold_rows": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
-    "sm90/gemm_fold_rows_tf32": ("n2 c32x32 k3 h8 w64 s2", "nchw"),
     "sm90/gemm_depth_to_space": ("n2 c32x32 k2 h8 w16 s2", "nchw"),
     "sm90/implicit_gemm_nhwc": (LAYER, "channels_last"),
     "direct/forward": (LAYER, "channels_last"),
@@ -184,8 +183,6 @@ def test_first_candidate_is_the_kernels_own_choice(name, precision):
     declined = {
         **dict.fromkeys(KERNELS, ("fp32",)),
         **{"sm90/implicit_gemm": (), "sm90/gemm_fold_narrow": (), "direct/forward": ()},
-        "sm90/gemm_fold_rows": ("fp32", "tf32"),
-        "sm90/gemm_fold_rows_tf32": ("fp32", "fp16", "bf16"),
     }
     assert (choice is None) == (precision in declined[name])
 

@@ -119,7 +119,6 @@ OTHERS = {
     "gemm_depth_to_space": 3,
     "implicit_gemm_nhwc": 3,
     "gemm_fold_rows": 3,
-    "gemm_fold_rows_tf32": 3,
     "wgrad_nchw": 5,
     "wgrad_nhwc": 7,
 }
@@ -147,8 +146,7 @@ class Run:
 
     @property
     def kernel(self):
-        tf32 = self.name == "gemm_fold_rows" and self.numerics == "tf32"
-        return KERNELS[f"sm90/{self.name}{'_tf32' * tf32}"]
+        return KERNELS[f"sm90/{self.name}"]
 
     @property
     def tiles(self):

@@ -1,4 +1,4 @@
-"""The tiles of sm90/gemm_fold_rows.cu and sm90/gemm_fold_rows_tf32.cu leave out nothing; what they promise holds.
+"""The tiles of sm90/gemm_fold_rows.cu leave out nothing; what they promise holds.
 
 No kernel runs.
 """
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gemmconv import Problem
 from gemmconv.algorithms import fused
-from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32, implicit_gemm, row_streaming
+from gemmconv.kernels.sm90 import gemm_fold_rows, implicit_gemm
 from tests.examples import each_of
 from tests.samples import config_of, rows_tile_for, tile_for
 
@@ -20,9 +20,9 @@ WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
 
 
 @st.composite
-def tiles(draw, *kernels):
-    """Any tile that a problem may have, of these kernels; of either by default."""
-    kernel = draw(st.sampled_from(kernels or (gemm_fold_rows, gemm_fold_rows_tf32)))
+def tiles(draw, *itemsizes):
+    """Any tile that a problem may have, of elements of so many bytes; of 16 bits and TF32 by default."""
+    itemsize = draw(st.sampled_from(itemsizes or (2, 4)))
     kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
     stride = tuple(draw(st.integers(1, min(size, 4))) for size in kernel_size)
     # Where stride and dilation have no factor in common, every phase has a tap.
@@ -41,14 +41,14 @@ def tiles(draw, *kernels):
     problem = Problem(
         batch, in_channels, out_channels, groups, input_size, kernel_size, stride, padding, more, dilation
     )
-    found = [*kernel.tiles_of(problem, draw(st.sampled_from(("forward", "input_grad"))))]
+    found = [*gemm_fold_rows.tiles_of(problem, draw(st.sampled_from(("forward", "input_grad"))), itemsize)]
     assume(found)
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
 
 each_tile = each_of(tiles())
-each_tile_of_tf32 = each_of(tiles(gemm_fold_rows_tf32))
-each_tile_of_16_bits = each_of(tiles(gemm_fold_rows))
+each_tile_of_tf32 = each_of(tiles(4))
+each_tile_of_16_bits = each_of(tiles(2))
 
 
 def reads(tile, axis):
@@ -146,7 +146,7 @@ def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
             assert stored == {*range(width)}
 
 
-@given(tiles(gemm_fold_rows))
+@given(tiles(2))
 def test_lines_of_16_bits_are_stored_as_sectors_lie_and_leave_nothing_over(tile):
     """Whatever a row begins with: what lies behind a line's last sector waits for the next line."""
     assume(tile.whole_sectors)
@@ -178,7 +178,7 @@ def test_copies_and_stores_are_aligned(tile):
 @given(tiles())
 def test_tiles_fit_a_multiprocessor(tile):
     dtype = torch.float16 if tile.itemsize == 2 else torch.float32
-    assert tile.shared_bytes == row_streaming.macros_of(tile, dtype)["SHARED_BYTES"] <= 227 << 10
+    assert tile.shared_bytes == gemm_fold_rows.macros_of(tile, dtype)["SHARED_BYTES"] <= 227 << 10
     assert tile.stages >= 2
     if tile.itemsize == 2:
         assert tile.tiles * tile.columns // 2 <= 192  # sums of a thread
@@ -224,9 +224,9 @@ def test_others_are_declined(dtype, precision, problem):
 
 
 def test_only_one_product_in_nchw_is_taken_and_gradients_of_stride_one():
-    assert isinstance(rows_tile_for(config_of(WIDE, torch.bfloat16), "forward"), gemm_fold_rows.Tile)
+    assert isinstance(rows_tile_for(config_of(WIDE, torch.bfloat16), "forward"), gemm_fold_rows.Tile16)
     tf32 = config_of(WIDE, torch.float32, precision="tf32")
-    assert isinstance(rows_tile_for(tf32, "forward"), gemm_fold_rows_tf32.Tile)
+    assert isinstance(rows_tile_for(tf32, "forward"), gemm_fold_rows.TileTf32)
     assert rows_tile_for(replace(tf32, precision="ieee"), "forward") is None
     assert rows_tile_for(replace(tf32, memory_format=torch.channels_last), "forward") is None
     assert rows_tile_for(config_of(WIDE, torch.float64), "forward") is None
@@ -267,7 +267,7 @@ def test_fused_takes_what_was_faster_in_16_bits(problem, rows):
 def test_the_l2_cache_fetches_less_where_much_is_on_its_way(channels, fetched):
     """132 blocks that go along ten rows of 64 channels wait for 22 MB, of 32 for 11 MB."""
     problem = replace(WIDE, in_channels=channels, out_channels=channels)
-    assert gemm_fold_rows_tf32.tile_of(problem, "forward").fetched == fetched
+    assert gemm_fold_rows.tile_of(problem, "forward", 4).fetched == fetched
 
 
 @each_tile

@@ -244,8 +244,7 @@ class Run:
 
     @property
     def kernel(self):
-        name = PASSES[self.operation][0]
-        return KERNELS[f"{name}_tf32" if name == "sm90/gemm_fold_rows" and self.dtype.itemsize == 4 else name]
+        return KERNELS[PASSES[self.operation][0]]
 
     @property
     def chosen_for(self):
@@ -1468,6 +1467,9 @@ LATE = "relative error|arrivals in a phase|deadlock"
 OVERWRITTEN = f"{LATE}|too many bytes"
 UNREAD = "relative error|arrivals in a phase|never waited for"
 UNFINISHED = "relative error|never waited for|without wgmma_fence"
+# A stage that is begun, of a ring, and the same without waiting for it.
+BEGUN = r"begin_stage\(({}), ring, ([^)]*)\)"
+AT_ONCE = r"(barrier_arrive_expecting(\1.full[ring.stage], \2), \1.full[ring.stage])"
 # By file, what a run, a pattern there, what comes in its place, and what the emulator says: mostly that results differ.
 # fmt: off
 EDITS = {
@@ -1561,13 +1563,13 @@ EDITS = {
     },
     "sm90/gemm_fold_narrow.cu": {
         "fold_inputs_of_another_round_waited_for":
-            (FOLD_MANY_CHANNELS, r"(barrier_wait\(barriers\.full.*?inputs\.parity)", r"\1 ^ 1", LATE),
-        "fold_boxes_not_waited_for": (FOLD, r"barrier_wait\(barriers\.full[^;]*;", "", LATE),
+            (FOLD_MANY_CHANNELS, r"(barrier_wait\(barriers\.inputs\.full.*?inputs\.parity)", r"\1 ^ 1", LATE),
+        "fold_boxes_not_waited_for": (FOLD, r"barrier_wait\(barriers\.inputs\.full[^;]*;", "", LATE),
         "fold_boxes_overwritten":
             (FOLD, r"(inputs\.parity \^ 1\);\s*fetch\(p)", r"inputs.parity); fetch(p", f"{LATE}|announced"),
         "fold_copies_not_waited_for": (FOLD_PIECES, r"cp_async_wait<STAGES - 1>\(\);", ""),
-        "fold_stages_overwritten": (FOLD_PIECES, r"barrier_wait\(barriers\.empty[^;]*;", "", LATE),
-        "fold_columns_not_waited_for": (FOLD, r"barrier_wait\(barriers\.made[^;]*;", "", LATE),
+        "fold_stages_overwritten": (FOLD_PIECES, r"barrier_wait\(barriers\.inputs\.empty[^;]*;", "", LATE),
+        "fold_columns_not_waited_for": (FOLD, r"barrier_wait\(barriers\.columns\.full[^;]*;", "", LATE),
         "fold_ring_of_another_round_waited_for": (FOLD, r"half\.parity \^ 1, course", "half.parity, course", LATE),
         "fold_weights_read_too_early": (FOLD, r"(wait_for_copies\(\);\s*)named_barrier_sync<1, kOthers>\(\);", r"\1"),
         "fold_sums_read_too_early": (FOLD, r"wgmma_finish_rows\(sum\);", "", UNFINISHED),
@@ -1613,13 +1615,13 @@ EDITS = {
     },
     "sm90/implicit_gemm_nhwc.cu": {
         "cell_rows_patch_not_waited_for":
-            (CELL_ROWS, r"barrier_wait\(barriers\.slot_full[^;]*;", ";", f"{LATE}|never waited for"),
-        "cell_rows_patch_overwritten": (CELL_ROWS_TF32, r"barrier_wait\(barriers\.slot_empty[^;]*;", "", OVERWRITTEN),
+            (CELL_ROWS, r"barrier_wait\(barriers\.slots\.full[^;]*;", ";", f"{LATE}|never waited for"),
+        "cell_rows_patch_overwritten": (CELL_ROWS_TF32, BEGUN.format(r"barriers\.slots"), AT_ONCE, OVERWRITTEN),
         "cell_rows_patch_freed_while_products_read_it":
             (CELL_ROWS_IN_LINES, r"wgmma_wait<1>\(\);(\s*if \(kGroup == 0)", "\\1", OVERWRITTEN),
         "cell_rows_weights_not_waited_for":
-            (CELL_ROWS_IN_EIGHTS, r"barrier_wait\(barriers\.full[^;]*;", ";", f"{LATE}|never waited for"),
-        "cell_rows_weights_overwritten": (CELL_ROWS, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
+            (CELL_ROWS_IN_EIGHTS, r"barrier_wait\(barriers\.stages\.full[^;]*;", ";", f"{LATE}|never waited for"),
+        "cell_rows_weights_overwritten": (CELL_ROWS, BEGUN.format(r"barriers\.stages"), AT_ONCE, OVERWRITTEN),
         "cell_rows_words_overwritten": (CELL_ROWS_TF32, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
         "cell_rows_sums_read_too_early": (CELL_ROWS_IN_EIGHTS, r"wgmma_finish_rows\(sums\[block\]\);", ";", UNFINISHED),
         "cell_rows_lines_of_the_tap_before":
@@ -1634,7 +1636,7 @@ EDITS = {
         "rows_weights_not_waited_for":
             (ROWS, r"barrier_wait\(barriers\.weights, 0\);", "", "relative error|never waited for"),
         "rows_inputs_not_waited_for": (ROWS, r"barrier_wait\(barriers\.full[^;]*;", "", UNREAD),
-        "rows_stages_overwritten": (ROWS, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
+        "rows_stages_overwritten": (ROWS, BEGUN.format("barriers"), AT_ONCE, OVERWRITTEN),
         "rows_stages_released_too_early":
             (ROWS,
              r"(#pragma unroll\s*for \(int tile = 0; tile < TILES; \+\+tile\) wgmma_finish.*\s*)(if \(speaker\).*)",
@@ -1649,12 +1651,10 @@ EDITS = {
         "rows_lines_overwritten": (ROWS_IN_PARTS, r"__syncwarp\(\);(\s*each<LINE_CELLS / 8>)", r"\1"),
         "rows_end_too_early":
             (ROWS, r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)", "relative error inf"),
-    },
-    "sm90/gemm_fold_rows_tf32.cu": {
         "rows_tf32_weights_not_waited_for":
             (ROWS_TF32, r"barrier_wait\(barriers\.weights, 0\);", "", "relative error|never waited for"),
         "rows_tf32_inputs_not_waited_for": (ROWS_TF32, r"barrier_wait\(barriers\.full[^;]*;", ";", UNREAD),
-        "rows_tf32_stages_overwritten": (ROWS_TF32, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
+        "rows_tf32_stages_overwritten": (ROWS_TF32, BEGUN.format("barriers"), AT_ONCE, OVERWRITTEN),
         "rows_tf32_sums_read_too_early": (ROWS_TF32, r"wgmma_finish_rows\(sums[^;]*;", ";", UNFINISHED),
         "rows_tf32_channels_in_another_order": (ROWS_TF32, r"t / 2 \* 4 \+ t % 2", "t"),
         "rows_tf32_carry_nothing": (ROWS_TF32, r"last = given;", "last = 0.0f;"),
@@ -1716,7 +1716,7 @@ EDITS = {
             (replace(GRADIENT, multiprocessors=None), r"slice < p\.slices;", "slice < p.slices - 1;"),
     },
     "sm90/wgrad_nhwc.cu": {
-        "weight_grad_lines_stage_not_free": (LINES, r"barrier_wait\(b\.empty[^;]*;", "", OVERWRITTEN),
+        "weight_grad_lines_stage_not_free": (LINES, BEGUN.format("b"), AT_ONCE, OVERWRITTEN),
         "weight_grad_lines_stage_not_waited_for":
             (LINES, r"barrier_wait\(b\.full[^;]*;", "", f"{LATE}|never waited for"),
         "weight_grad_lines_stage_released_too_early":

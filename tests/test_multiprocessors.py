@@ -22,7 +22,7 @@ from gemmconv.kernels.direct import grads_mma as direct_grads_mma
 from gemmconv.kernels.direct import input_grad as direct_input_grad
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
 from gemmconv.kernels.sm90 import gemm_fold_narrow, implicit_gemm, wgrad_nchw, wgrad_nhwc
-from gemmconv.kernels.sm90.row_streaming import RowGathering
+from gemmconv.kernels.sm90.gemm_fold_rows import RowTile
 from gemmconv.kernels.splits import reduce
 from gemmconv.selection import choose
 from tests.samples import config_of, tile_for
@@ -74,7 +74,7 @@ def ways_of(config):
 def most_blocks(way, multiprocessors):
     """Blocks that run at once: one or some on each multiprocessor, but one for each set of weights at least."""
     resident = way.blocks_resident if isinstance(way, direct_forward_mma.Tile | gemm_fold_narrow.Tile) else 1
-    sets = way.sets if isinstance(way, direct_forward_mma.Tile | RowGathering) else 1
+    sets = way.sets if isinstance(way, direct_forward_mma.Tile | RowTile) else 1
     return max(resident * multiprocessors, sets)
 
 

@@ -36,10 +36,8 @@ from gemmconv.kernels.layout import transpose
 from gemmconv.kernels.sm90 import (
     gemm_fold_narrow,
     gemm_fold_rows,
-    gemm_fold_rows_tf32,
     implicit_gemm,
     implicit_gemm_choice,
-    row_streaming,
     wgrad_nchw,
     wgrad_nhwc,
 )
@@ -284,18 +282,20 @@ ODD_ROWS = {
 
 
 def row_variants():
-    """sm90/gemm_fold_rows.cu, sm90/gemm_fold_rows_tf32.cu and weights/pack.cu for layers of full size."""
+    """sm90/gemm_fold_rows.cu and weights/pack.cu for layers of full size."""
     problems, variants = {**problems_by_name(), **ODD_ROWS}, {}
     for name, kind, direction, choice in (*ROWS, *((name, "float32", "forward", None) for name in ODD_ROWS)):
-        kernel = gemm_fold_rows_tf32 if kind == "float32" else gemm_fold_rows
-        tile = kernel.tile_of(problems[name], direction)
+        itemsize = getattr(torch, kind).itemsize
+        tile = gemm_fold_rows.tile_of(problems[name], direction, itemsize)
         if tile is None:  # in TF32, a layer whose columns are outputs
             continue
         if choice is not None:
-            tile = [*kernel.tiles_of(problems[name], direction)][choice]
-        for source in (tile.source, "weights/pack"):
+            tile = [*gemm_fold_rows.tiles_of(problems[name], direction, itemsize)][choice]
+        for source, macros_of in (
+            ("sm90/gemm_fold_rows", gemm_fold_rows.macros_of),
+            ("weights/pack", gemm_fold_rows.packing_macros_of),
+        ):
             label = f"{source}-{direction}-{name}-{kind}-{choice}"
-            macros_of = row_streaming.macros_of if source == tile.source else row_streaming.packing_macros_of
             variants[label] = (f"{source}.cu", macros_of(tile, getattr(torch, kind)))
     return variants
 
@@ -405,7 +405,6 @@ def most_registers(source_name, macros):
         return min(255, 65_536 // (128 * warpgroups * macros["MIN_BLOCKS"]))
     of_384 = (
         "sm90/gemm_fold_rows.cu",
-        "sm90/gemm_fold_rows_tf32.cu",
         "sm90/gemm_depth_to_space.cu",
         "sm90/gemm_fold_pixels.cu",
         "sm90/implicit_gemm_nhwc.cu",

@@ -1,4 +1,4 @@
-"""Tiles of sm90/gemm_fold_rows.cu and gemm_fold_rows_tf32.cu made for one size, and others: one compiled kernel."""
+"""Tiles of sm90/gemm_fold_rows.cu made for one size, and others: one compiled kernel."""
 
 import random
 from dataclasses import replace
@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from gemmconv import Problem
-from gemmconv.kernels.sm90 import gemm_fold_rows, gemm_fold_rows_tf32
-from gemmconv.kernels.sm90.row_streaming import macros_of, packing_macros_of
+from gemmconv.kernels.sm90.gemm_fold_rows import KERNEL, macros_of, packing_macros_of
 from tests.samples import config_of
 
-BF16, TF32 = (gemm_fold_rows.KERNEL, torch.bfloat16, "ieee"), (gemm_fold_rows_tf32.KERNEL, torch.float32, "tf32")
+BF16, TF32 = (KERNEL, torch.bfloat16, "ieee"), (KERNEL, torch.float32, "tf32")
 LAYERS = {
     "wide": (Problem(8, 64, 64, 1, (256, 256), (3, 3)), "forward"),
     "same": (Problem(8, 64, 48, 1, (256, 256), (3, 3), (1, 1), (1, 1)), "input_grad"),

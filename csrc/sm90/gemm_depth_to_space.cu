@@ -152,16 +152,16 @@ private:
  * run, and are stored meanwhile: memory may take as long for them.
  */
 __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
-    counted_ring_t ring, slots;
+    ring_t ring, slots;
     outputs_t outputs;
-    each_item(p, [&](const item_t& item) {
+    each_item<item_t>(p, [&](const item_t& item) {
         const places_t places(p, item.position, warp);
         #pragma unroll 1
         for (int block = 0; block < item.blocks; ++block) {
             const int first = (item.block + block) * kBlockOuts;
             const biases_t biases(p, first);
             float sums[1][LINES / 2];
-            counted_ring_t here = slots;
+            ring_t here = slots;
             const bool frees = !p.held || block + 1 == item.blocks;
             multiply<kPaired, kShares>(p, sums, ring, here, warp, frees, [&](auto share) {
                 constexpr int kShare = decltype(share)::value;

@@ -60,11 +60,11 @@ __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& b
         return (warpgroup * BLOCKS + i / kGroupOuts) * kBlockOuts + group * kGroupOuts + i % kGroupOuts;
     };
     float* biases = reinterpret_cast<float*>(shared + kFirstBias);
-    ring_t<STAGES> ring;
-    each_item(p, [&](int image, int out0) {
+    ring_t ring;
+    each_item<item_t>(p, [&](const item_t& item) {
         float bias = 0.0f;  // of the lane's output channel, which comes while products run
-        if (lane < BLOCKS * kGroupOuts && p.bias != nullptr && out0 + out_of(lane) < OUT_CHANNELS)
-            bias = widen(load_once(p.bias + (out0 + out_of(lane))));
+        if (lane < BLOCKS * kGroupOuts && p.bias != nullptr && item.out + out_of(lane) < OUT_CHANNELS)
+            bias = widen(load_once(p.bias + (item.out + out_of(lane))));
         float sums[BLOCKS][COLUMNS / 2];
         multiply(sums, ring, barriers, warpgroup);
         if (lane < BLOCKS * kGroupOuts) biases[out_of(lane)] = bias;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& b
         #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
             const int out = out_of(block * kGroupOuts);
-            if (out0 + out >= OUT_CHANNELS) continue;
+            if (item.out + out >= OUT_CHANNELS) continue;
             #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) {
                 #pragma unroll
@@ -86,8 +86,8 @@ __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& b
                 }
                 meet_group();
                 gather<ceil_div(kPassCells * kParts, 32 * FOLD_WARPS), 32 * FOLD_WARPS, kGroupOuts>(
-                    kImage, p.output, columns, biases + out, out0 + out, threadIdx.x % (32 * FOLD_WARPS), kPassCells,
-                    [&](int, int i) { return cell_of(p, image, pass, i); });
+                    kImage, p.output, columns, biases + out, item.out + out, threadIdx.x % (32 * FOLD_WARPS), kPassCells,
+                    [&](int, int i) { return cell_of(p, item.image, pass, i); });
                 meet_group();
             }
         }
@@ -97,20 +97,11 @@ __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& b
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_gemm_fold_kernel(const __grid_constant__ gemm_fold_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], 1 + PRODUCERS / 32);
-            barrier_init(barriers.empty[i], kConsumers / 32);
-        }
-        barrier_init_done();
-    }
-    __syncthreads();
-    if (threadIdx.x >= kProducers) {
-        if constexpr (WARPGROUPS == 2) setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume(p, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 128, 0));
-    } else {
-        if constexpr (WARPGROUPS == 2) setmaxnreg_dec<PRODUCER_REGISTERS>();
+    init_barriers([&] { init_ring(barriers, 1 + PRODUCERS / 32, kConsumers / 32); });
+    const auto produce = [&] {
         if (threadIdx.x >= 32) produce_inputs(p, barriers);
         else if (threadIdx.x == 0) produce_weights(p, barriers);
-    }
+    };
+    run_roles<kProducers, 128, WARPGROUPS == 2 ? CONSUMER_REGISTERS : 0, PRODUCER_REGISTERS>(
+        produce, [&](int warpgroup) { consume(p, barriers, warpgroup); });
 }

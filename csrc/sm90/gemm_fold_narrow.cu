@@ -37,7 +37,7 @@
  * keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see benchmarks/README.md.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
- * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;
+ * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; LINES (OUT_CHANNELS of all taps, up to a multiple of 16); CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;
  * ROWS, COLUMNS (positions of a step; together a multiple of 64), WHOLE, CELLS (WHOLE: of COLUMNS positions); ORIGIN (the
  * first strip's first position), LEFT (columns in the ring before a row's first), COLUMN_PITCH (floats from a line of the ring
  * to the next); TOGETHER (cell rows that a thread folds at a time, a divisor of ROWS); STAGES; PITCH (elements between channels
@@ -46,16 +46,17 @@
  * (outputs that are stored together); MIN_BLOCKS (blocks that a multiprocessor must have registers for), SHARED_BYTES,
  * INDEX_64. Sizes of images are params. Chosen by gemmconv/kernels/sm90/gemm_fold_narrow.py.
  */
+#define WGMMA_COLUMNS LINES
 #include "ptx/cp_async.cuh"
 #include "geometry/axis.cuh"
 #include "numeric/divide.cuh"
 #include "numeric/index.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/mma.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "numeric/vector.cuh"
+#include "ptx/wgmma.cuh"
 #if BOXED
 #include "ptx/tma.cuh"
 #endif
@@ -86,7 +87,7 @@ static_assert(axis_h::kPhases == STRIDE_H && axis_w::kPhases == STRIDE_W, "every
 constexpr int kMultipliers = 128 * WARPGROUPS, kOthers = kMultipliers + FOLDERS, kThreads = kOthers + PRODUCERS;
 constexpr int kItem = sizeof(ELEMENT_T), kElements = words::kElements;  // of a word
 constexpr int kParts = SPLIT ? 2 : 1;  // of words
-constexpr int kTaps = KERNEL_H * KERNEL_W, kLines = OUT_CHANNELS * kTaps, kWholeLines = ceil_div(kLines, 16) * 16;
+constexpr int kTaps = KERNEL_H * KERNEL_W, kLines = OUT_CHANNELS * kTaps, kWholeLines = LINES;
 constexpr int kFirstH = axis_h::least_shift(), kHaloH = axis_h::largest_shift() - kFirstH;
 constexpr int kRing = 2 * ROWS + kHaloH;  // rows of columns
 constexpr int kPositions = ROWS * COLUMNS;
@@ -96,6 +97,7 @@ static_assert(LEFT + axis_w::least_shift() - (ORIGIN) >= 0 && kReach <= COLUMN_P
 constexpr int kPadded = CHANNEL_STEPS * 8 * kElements;  // channels
 static_assert(kPositions % (64 * WARPGROUPS) == 0 && COLUMNS % 8 == 0, "a warp's positions are two times 8 in a row");
 static_assert(ROWS % TOGETHER == 0, "rows that are folded together end with a step");
+static_assert(kLines <= kWholeLines && kWholeLines % 16 == 0, "a product has all lines");
 static_assert(COLUMN_PITCH % 8 == 4, "a warp writes columns to different banks");
 
 // Shared memory: stages of inputs [STAGES], each [kPadded][PITCH], or [kPositions][PITCH] in channels_last, or of lines of boxes
@@ -115,9 +117,8 @@ constexpr int kFirstRing = kFirstWeight + kParts * kWeightBytes;
 static_assert(kFirstRing + kRingBytes <= SHARED_BYTES, "ring and stages do not fit the launch's shared memory");
 extern __shared__ __align__(1024) unsigned char shared[];
 
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
-
-struct barriers_t { barrier_t full[STAGES], empty[STAGES], made[2], folded[2]; };
+// Columns are full where they are made, and empty where they are folded.
+struct barriers_t { ring_barriers_t<STAGES> inputs; ring_barriers_t<2> columns; };
 static_assert(sizeof(barriers_t) <= kBarrierBytes, "barriers fit");
 
 /* Cell rows [cell_row, cell_row + cell_rows) of a strip of an image. */
@@ -511,51 +512,42 @@ sm90_gemm_fold_narrow_kernel(const __grid_constant__ gemm_fold_narrow_params p) 
     unsigned char* weights = shared + kFirstWeight;
     float* ring = reinterpret_cast<float*>(shared + kFirstRing);
     fetch_weights(p, shared + kFirstRing);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(barriers.full[i], BOXED ? 1 : PRODUCERS);
-            barrier_init(barriers.empty[i], kMultipliers);
-        }
-        for (int i = 0; i < 2; ++i) {
-            barrier_init(barriers.made[i], kMultipliers);
-            barrier_init(barriers.folded[i], FOLDERS);
-        }
-        barrier_init_done();
-    }
-    __syncthreads();
+    init_barriers([&] {
+        init_ring(barriers.inputs, BOXED ? 1 : PRODUCERS, kMultipliers);
+        init_ring(barriers.columns, kMultipliers, FOLDERS);
+    });
     course_t course;
     course.index = blockIdx.x;
     course.begin(p);
-    ring_t<STAGES> inputs;
-    ring_t<2> half;
+    ring_t inputs, half;
 
     if (threadIdx.x >= kOthers) {
 #if BOXED
         if (threadIdx.x > kOthers) return;
         #pragma unroll 1
         for (; !course.ended(p); course.advance(p)) {
-            barrier_wait(barriers.empty[inputs.stage], inputs.parity ^ 1);
-            fetch(p, stages + inputs.stage * kStage, course, barriers.full[inputs.stage]);
-            inputs.advance();
+            barrier_wait(barriers.inputs.empty[inputs.stage], inputs.parity ^ 1);
+            fetch(p, stages + inputs.stage * kStage, course, barriers.inputs.full[inputs.stage]);
+            inputs.advance(STAGES);
         }
 #else
         // Begin a step's copies, and pass on those that were begun STAGES - 1 steps before.
-        ring_t<STAGES> come;
+        ring_t come;
         int begun = 0;
         #pragma unroll 1
         for (int turn = 0, passed = 0; turn < STAGES - 1 || passed < begun; ++turn) {
             if (!course.ended(p)) {
-                barrier_wait(barriers.empty[inputs.stage], inputs.parity ^ 1);
+                barrier_wait(barriers.inputs.empty[inputs.stage], inputs.parity ^ 1);
                 fetch(p, stages + inputs.stage * kStage, course);
-                inputs.advance();
+                inputs.advance(STAGES);
                 course.advance(p);
                 ++begun;
             }
             cp_async_commit();
             if (turn < STAGES - 1) continue;
             cp_async_wait<STAGES - 1>();
-            barrier_arrive(barriers.full[come.stage]);
-            come.advance();
+            barrier_arrive(barriers.inputs.full[come.stage]);
+            come.advance(STAGES);
             ++passed;
         }
 #endif
@@ -569,20 +561,20 @@ sm90_gemm_fold_narrow_kernel(const __grid_constant__ gemm_fold_narrow_params p) 
     if (threadIdx.x < kMultipliers) {
         #pragma unroll 1
         for (; !course.ended(p); course.advance(p)) {
-            barrier_wait(barriers.full[inputs.stage], inputs.parity);
-            multiply(p, weights, ring, stages + inputs.stage * kStage, barriers.empty[inputs.stage],
-                     barriers.folded[half.stage], half.parity ^ 1, course);
-            barrier_arrive(barriers.made[half.stage]);
-            inputs.advance();
-            half.advance();
+            barrier_wait(barriers.inputs.full[inputs.stage], inputs.parity);
+            multiply(p, weights, ring, stages + inputs.stage * kStage, barriers.inputs.empty[inputs.stage],
+                     barriers.columns.empty[half.stage], half.parity ^ 1, course);
+            barrier_arrive(barriers.columns.full[half.stage]);
+            inputs.advance(STAGES);
+            half.advance(2);
         }
     } else {
         #pragma unroll 1
         for (; !course.ended(p); course.advance(p)) {
-            barrier_wait(barriers.made[half.stage], half.parity);
+            barrier_wait(barriers.columns.full[half.stage], half.parity);
             fold(p, ring, course);
-            barrier_arrive(barriers.folded[half.stage]);
-            half.advance();
+            barrier_arrive(barriers.columns.empty[half.stage]);
+            half.advance(2);
         }
     }
 }

@@ -70,8 +70,8 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
     const int cells = WINDOWED ? p.step : p.images * (image.cells_h() * image.cells_w());
     const int thread = threadIdx.x - kProducers, group = thread / kLanes;
     const float* biases = biases_of(p, warp) + group * kGroupOuts;
-    counted_ring_t ring, slots;
-    each_item(p, [&](const item_t& item) {
+    ring_t ring, slots;
+    each_item<item_t>(p, [&](const item_t& item) {
         const int lane = thread % kLanes;
         cell_t own[kOwnCells];  // that a thread gathers, each time
         #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             const int first = (item.block + block) * kBlockOuts;
             const biases_t of_block(p, first);
             float sums[ROW_BLOCKS][LINES / 2];
-            counted_ring_t here = slots;
+            ring_t here = slots;
             const bool frees = !p.held || block + 1 == item.blocks;
             multiply<true, kShares>(p, sums, ring, here, warp, frees, [](auto) {});
             if (frees) slots = here;

@@ -1,4 +1,4 @@
-/* fused for wide rows of 16-bit values in NCHW: inputs are multiplied as they lie in memory, and columns fold in registers.
+/* fused for wide rows in NCHW, of 16 bits and of TF32: rows of inputs are multiplied, and columns fold in registers.
  *
  * A cell is an input and the SPAN_H x SPAN_W outputs that it stands for (see geometry/axis.cuh). Of one row phase, each tap kw across
  * gives
@@ -6,64 +6,162 @@
  *   columns [co, kw, i] = sum over (kh, ci) of weights [co, kw, (kh, ci)] . input [(kh, ci), i]
  *
  * where kh stands for the taps down that reach the phase. Each of them reads another row of the input, all at the same place
- * i: the right side is rows of the input as they lie, boxes of a tensor map, which no thread touches. What is left of col2im
- * is along a row, where the columns of a tap meet outputs at a constant distance:
+ * i: rows of the input as they lie, boxes of a tensor map. What is left of col2im is along a row, where the columns of a tap meet
+ * outputs at a constant distance:
  *
  *   output [co, (cell, phase)] = bias [co] + sum over the taps kw of the phase of columns [co, kw, cell + shift of kw]
  *
- * A block goes along a row, COLUMNS inputs a step. Cells come DELAYED inputs later than columns, so that all they need has
- * come: tap kw is DELAY [kw] = DELAYED - shift late, and the last columns of a step are carried to the next one. With K=3 S=1
- * P=1 and DELAYED=2, taps 0, 1 and 2 have shifts 1, 0 and -1 and are 1, 2 and 3 late: cell i - 2 gets their columns i - 1, i -
- * 2 and i - 3. A warp has whole rows of sums, lane t of four the columns 8j + 2t and 8j + 2t + 1, so to be late is a shuffle
- * among four lanes, whose first ones get what the last ones had of the block of eight before. No column is computed twice.
+ * A block goes along rows, some inputs a step. Cells come DELAYED inputs later than columns, so that all they need has come: tap
+ * kw is DELAY [kw] = DELAYED - shift late, and the last columns of a step are carried to the next one. With K=3 S=1 P=1 and
+ * DELAYED=2, taps 0, 1 and 2 have shifts 1, 0 and -1 and are 1, 2 and 3 late: cell i - 2 gets their columns i - 1, i - 2 and
+ * i - 3. No column is computed twice.
  *
- * sm90/implicit_gemm.cu computes no columns: each tap reads the input at another place, where threads have laid values of 16 bits out
- * by channels. That is what it spends most on in NCHW.
+ *                16 bits (PIXELS_ON_M 0)                             TF32 (PIXELS_ON_M 1)
+ *   left         64 rows, which are SLOTS taps x 64 / SLOTS output   16 inputs of a row, of each of four warps, from
+ *                channels; TILES of them have all taps across        registers
+ *   right        COLUMNS inputs of a row, which no thread touches    LINES: OUTS output channels of each tap across
+ *   K            rows of the input, CHANNELS input channels each     WEIGHT_ROWS taps down, each CHANNELS input channels,
+ *                                                                    CHUNK of which are a stage
+ *   columns      a warp has whole rows of sums, lane t of four       a thread has inputs 2g and 2g + 1
+ *                8j + 2t and 8j + 2t + 1
+ *   to be late   a shuffle among four lanes, whose first ones get    a shuffle among the eight lanes g, the first of which
+ *                what the last had of the block of eight before      get what the last had of the step before
  *
- *   left   64 rows, which are SLOTS taps x 64 / SLOTS output channels; TILES of them have all taps across. Two taps of a
- *          channel are rows g and g + 8 of a warp, a thread's own.
- *   right  COLUMNS inputs of a row
- *   K      rows of the input, CHANNELS input channels each
+ * 16 bits: two taps of a channel are rows g and g + 8 of a warp, a thread's own. TF32: the right side of its products lies by
+ * channels, which rows of NCHW do not, and threads that lay them out so are what sm90/implicit_gemm.cu spends most on; the left
+ * side may come from registers, so there it is inputs. A thread reads inputs 2g and 2g + 1 of a channel together, and of four
+ * lanes t each another channel. Lines of a box have 64 bytes, whose pieces of 16 lie in another order in every other pair of them;
+ * with channels 0, 1, 4 and 5 for the words t of a step, and 2, 3, 6 and 7 for the words t + 4, each half of a warp reads from
+ * all banks. Weights lie in that order too.
  *
- * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image.
+ * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image; in TF32 an infinite input of what it
+ * makes infinite, where a row phase has fewer taps down than another: the products that it lacks have weights of zero.
  *
- * Two warpgroups multiply by turns, each with a row of cells of its own (ROWS 2), or both with the same row and other output
- * channels (ROWS 1): one folds and stores while the other multiplies. One thread begins all copies, of all input rows of a
- * step together, since small boxes take as long as large ones. Weights of a set (a group, a row phase, output channels) stay
- * in shared memory; a block takes items of one set alone.
+ * Two warpgroups multiply by turns: one folds and stores while the other multiplies. Each has a row of cells of its own (ROWS 2),
+ * or both the same row and other output channels (ROWS 1); of TF32 each warp has a row of its own (ROWS 8). There words of the
+ * first products are loaded before a turn, those of the others while products run: of TAPS_TOGETHER taps down at a time, since
+ * whenever products are waited for some time goes by. One thread begins all copies, of all input rows of a step together, since
+ * small boxes take as long as large ones. Weights of a set (a group, a row phase, output channels) stay in shared memory; a block
+ * takes items of one set alone.
  *
- * What limits it is shared memory: products of 64 x 128 read it three quarters of their time, beside shuffles and lines of
+ * What limits 16 bits is shared memory: products of 64 x 128 read it three quarters of their time, beside shuffles and lines of
  * outputs; with 64 x 64 all of it. A warp that folds is alone on its scheduler, so its instructions count: what comes from one
  * lane is added up before it is shuffled, and pieces of lines are loaded together before they are stored. Before that,
- * KernelBench 71 took 261 us, and takes 208 (sm90/implicit_gemm.cu 292).
+ * KernelBench 71 took 261 us, and takes 208 (sm90/implicit_gemm.cu 292). TF32: memory, where there is much of it. A product of
+ * 64 x 8 x 192 keeps tensor cores busy for 96 cycles, and reads weights for 48 and words for 16; beside that come boxes, shuffles
+ * and lines. While each piece of a line was stored by a branch of its own, folds took longer than the products that were to hide
+ * them (KernelBench 57 2366 us, and 2019). benchmarks/README.md has the measurements.
  *
- * Macros: ELEMENT_T; CHANNELS (of a group, up to a multiple of 16), IN_CHANNELS, OUT_CHANNELS (of a group); TILES, SLOTS,
- * COLUMNS, ROWS; CHANNEL_SETS, PHASES (rows of a cell: SPAN_H); SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across
- * (TILES * SLOTS of them; the phase is -1 where there is none); WEIGHT_ROWS (taps down, of the phase that has most; each has
- * one); INPUT_ROWS (of an item), tables FIRST_ROW (of each phase: from an item's first cell to its first input row) and
- * ROW_TAP (of each phase and input row, for either warpgroup: which of the phase's taps it is, or -1); STAGES; LINE_CELLS (of
- * a line that is stored together), LINE_PITCH (outputs), VECTOR (outputs that begin at their multiples in memory, and are stored
- * together unless WHOLE_SECTORS are); SHARED_BYTES.
+ * Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
+ * begin anywhere in a sector. So where WHOLE_SECTORS are stored a line lies in shared memory as far behind a sector's beginning as
+ * in memory, behind what was left over of the line before; what is left over of it waits for the next line. 8 x 64 planes of 1026
+ * x 1026 floats, in lines of 128 bytes, nothing else done: 1657 us, 8 x 32 planes of 514 x 1026 350 us, of 512 x 1024 152 us.
+ *
+ * Macros: ELEMENT_T, PIXELS_ON_M; CHANNELS (of a group, up to whole products, or whole CHUNKs), IN_CHANNELS, OUT_CHANNELS (of a
+ * group); ROWS; CHANNEL_SETS, PHASES (rows of a cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across (the
+ * phase is -1 for a place that has none); WEIGHT_ROWS (taps down, of the phase that has most); INPUT_ROWS (of an item), FIRST_ROW
+ * (of each phase: from an item's first cell to its first input row); STAGES; VECTOR (outputs that begin at their multiples in
+ * memory, and are stored together unless WHOLE_SECTORS are); SHARED_BYTES.
+ * 16 bits: TILES, SLOTS, COLUMNS; ROW_TAP (of each phase and input row, for either warpgroup: which of the phase's taps it is, or
+ * -1); LINE_CELLS (of a line that is stored together), LINE_PITCH (outputs).
+ * TF32: CHUNK (a multiple of 8); OUTS (a multiple of 8), LINES (up to a multiple of 16); TAPS_TOGETHER (which WEIGHT_ROWS is a
+ * multiple of); ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of a tap).
  * Chosen by gemmconv/kernels/sm90/gemm_fold_rows.py.
  */
+#if PIXELS_ON_M
+#define WGMMA_COLUMNS LINES
+#else
 #define WGMMA_COLUMNS COLUMNS
+#endif
+#include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
-#include "ptx/named_barrier.cuh"
-#include "pipeline/ring.cuh"
-#include "pipeline/row_tiles.cuh"
-#include "ptx/store.cuh"
+#include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
+#include "numeric/vector.cuh"
+#include "pipeline/persistent.cuh"
+#include "ptx/keep.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/store.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
+struct gemm_fold_rows_params {
+    tensor_map_t map;  // of the input: [images][rows][channels][columns]
+    const unit_t* __restrict__ packed;
+    const ELEMENT_T* __restrict__ bias;  // or null
+    ELEMENT_T* __restrict__ output;
+    unsigned long long by_image_items;  // see numeric/divide.cuh
+    int groups, columns, h_out, w_out, cells_h;  // columns: inputs of a row that are multiplied
+    int image_items, items;  // of an image; of all
+    int steps;               // of a row, those behind its end among them
+};
+
+constexpr int kProducers = 128, kThreads = kProducers + 256;
+constexpr int kSets = CHANNEL_SETS * PHASES;  // of a group
+
+__constant__ constexpr int kDelay[] = DELAY;
+__constant__ constexpr int kPhase[] = PHASE;
+__constant__ constexpr int kFirstRow[] = FIRST_ROW;
+constexpr int kTapsAcross = sizeof(kDelay) / sizeof(int);  // places for them
+
+// Barriers of warps: the turn of either warpgroup; of all that multiply.
+constexpr int kTurnOf0 = 1, kTurnOf1 = 2, kBiasMeet = 3;
+
+struct barriers_t : ring_barriers_t<STAGES> { barrier_t weights; };
+
+/* What a block works on: a row phase, output channels, a group; the same for all of its items. */
+struct set_t { int number, phase, channels, group; };
+__device__ __forceinline__ set_t set_of(const gemm_fold_rows_params& p) {
+    const int number = blockIdx.x % (kSets * p.groups);
+    return {number, number % kSets / CHANNEL_SETS, number % CHANNEL_SETS, number / kSets};
+}
+
+/* An item: an image, and its first row of cells there. */
+struct item_t {
+    int image, row;
+    __device__ __forceinline__ item_t(const gemm_fold_rows_params& p, int i)
+        : image(divided(i, p.by_image_items)), row((i - image * p.image_items) * ROWS) {}
+};
+
+#if PIXELS_ON_M
+constexpr int kColumns = 16, kStepsTogether = 2, kLineBytes = kColumns * 4;
+constexpr int kBoxColumns = kColumns, kBoxes = 1;
+constexpr int kChunk = CHUNK, kChunks = CHANNELS / CHUNK, kSteps = CHUNK / 8, kGroups = kChunks * WEIGHT_ROWS / TAPS_TOGETHER;
+constexpr int kProducts = TAPS_TOGETHER * kSteps;
+constexpr int kRowBytes = CHUNK * kLineBytes, kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxBytes;
+constexpr int kStepBytes = 2 * LINES * 16, kTapBytes = CHANNELS / 8 * kStepBytes, kWeightBytes = WEIGHT_ROWS * kTapBytes;
+constexpr int kLanes = 8, kOwnOuts = OUTS / 4;  // that columns go round; output channels of a lane
+static_assert(CHANNELS % CHUNK == 0 && CHUNK % 8 == 0 && OUTS % 8 == 0, "products are whole");
+static_assert(kTapsAcross * OUTS <= LINES && LINES % 16 == 0 && LINES <= 256, "a product has all taps");
+static_assert(WEIGHT_ROWS % TAPS_TOGETHER == 0, "groups of products are alike");
+static_assert(STAGES > kChunks, "a warpgroup's turn ends only if all stages of a step may come before the other's");
+
+__constant__ constexpr int kRowPlace[] = ROW_PLACE;
+
+constexpr int kSector = 8;  // outputs
+
+// Shared memory: stages [STAGES][INPUT_ROWS][CHUNK][16 inputs] swizzled, weights [WEIGHT_ROWS][CHANNELS / 4][LINES] of 16
+// bytes, outputs [8 warps][8 channels][kLinePitch], outputs that are kept [8 warps][OUTS][kSector], the bias, barriers. With that
+// pitch lanes write to different banks, but where lines begin differently.
+constexpr int kLine = 2 * kColumns * SPAN_W, kLinePitch = kLine + (WHOLE_SECTORS ? kSector : 0) + 4;  // outputs of two steps
+constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
+constexpr int kFirstKept = kFirstOutput + 8 * 8 * kLinePitch * 4;
+constexpr int kFirstBias = kFirstKept + (WHOLE_SECTORS ? 8 * OUTS * kSector * 4 : 0);
+constexpr int kFirstBarrier = kFirstBias + OUTS * 4;
+static_assert(kStageBytes % 512 == 0, "a stage begins where the order of pieces does");
+#else
 constexpr int kUnits = CHANNELS / 8, kSteps = CHANNELS / 16;
-constexpr int kLine = 64, kBoxes = COLUMNS / kLine, kRowBytes = CHANNELS * 128;
+constexpr int kColumns = COLUMNS, kStepsTogether = 1, kChunk = CHANNELS, kChunks = 1;
+constexpr int kBoxColumns = 64, kBoxes = COLUMNS / kBoxColumns, kRowBytes = CHANNELS * 128;
 constexpr int kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxes * kBoxBytes;
 constexpr int kSides = ROWS == 1 ? 2 : 1;  // warpgroups with output channels of their own
 constexpr int kTileBytes = kUnits * 64 * 16, kTapBytes = TILES * kTileBytes, kSideBytes = WEIGHT_ROWS * kTapBytes;
 constexpr int kWeightBytes = kSides * kSideBytes;
 constexpr int kOuts = 64 / SLOTS, kWarpOuts = kOuts / 4;  // output channels of a warpgroup, and of a warp
+constexpr int kLanes = 4, kOwnOuts = 2 / SLOTS;  // that columns go round; output channels of a lane
 constexpr int kWarpOutputs = kWarpOuts * LINE_PITCH;
-static_assert(CHANNELS % 16 == 0 && COLUMNS % kLine == 0, "products and boxes are whole");
+static_assert(CHANNELS % 16 == 0 && COLUMNS % kBoxColumns == 0, "products and boxes are whole");
 static_assert(COLUMNS % LINE_CELLS == 0 && LINE_CELLS % 8 == 0, "lines are whole, and of whole blocks of eight");
 
 __constant__ constexpr int kRowTap[] = ROW_TAP;
@@ -72,56 +170,87 @@ __constant__ constexpr int kRowTap[] = ROW_TAP;
 // [kSides][WEIGHT_ROWS][TILES][kUnits][64 rows] of 16 bytes, outputs [8 warps][kWarpOuts][LINE_PITCH], barriers.
 constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
 constexpr int kFirstBarrier = kFirstOutput + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T));
+#endif
 static_assert(kFirstBarrier % 8 == 0 && kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits");
 extern __shared__ __align__(1024) unsigned char shared[];
 
-/* Copies the inputs of step after step: zeros for rows and columns that there are not. */
+/* Copies the inputs of step after step, chunk after chunk of channels: zeros for rows and columns that there are not. */
 __device__ __forceinline__ void produce_inputs(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers) {
-    ring_t<STAGES> ring;
-    each_item(p, [&](int image, int first_row) {
+    constexpr int kWhole = kStepsTogether * kColumns;
+    const int columns = kStepsTogether == 1 ? p.columns : ceil_div(p.columns, kWhole) * kWhole;
+    ring_t ring;
+    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
         #pragma unroll 1
-        for (int column = 0; column < p.columns; column += COLUMNS) {
-            barrier_t& full = barriers.full[ring.stage];
-            barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
-            barrier_arrive_expecting(full, kStageBytes);
-            #pragma unroll
-            for (int box = 0; box < kBoxes; ++box)
-                tma_load(shared + ring.stage * kStageBytes + box * kBoxBytes, p.map, column + box * kLine,
-                         set.group * IN_CHANNELS, first_row + kFirstRow[set.phase], image, full);
-            ring.advance();
-        }
+        for (int column = 0; column < columns; column += kColumns)
+            #pragma unroll 1
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                barrier_t& full = begin_stage(barriers, ring, kStageBytes);
+                #pragma unroll
+                for (int box = 0; box < kBoxes; ++box)
+                    tma_load(shared + ring.stage * kStageBytes + box * kBoxBytes, p.map, column + box * kBoxColumns,
+                             set.group * IN_CHANNELS + chunk * kChunk, item.row + kFirstRow[set.phase], item.image, full);
+                ring.advance(STAGES);
+            }
     });
 }
 
-using sums_t = float[TILES][COLUMNS / 2];
+/* Copies the weights of a set, once, a tap down at a time. */
+__device__ __forceinline__ void produce_weights(const gemm_fold_rows_params& p, const set_t& set, barrier_t& full) {
+    grid_dependency_wait();  // which lays them out
+    barrier_arrive_expecting(full, kWeightBytes);
+    const unit_t* source = p.packed + static_cast<long long>(set.number) * (kWeightBytes / 16);
+    #pragma unroll 1
+    for (int i = 0; i < kWeightBytes; i += kTapBytes)
+        bulk_copy(shared + kFirstWeight + i, source + i / 16, kTapBytes, full);
+}
 
-/* Of the block before, what taps give to other lanes: for either row of a thread, or one, each phase, cell and distance. */
-using before_t = float[2 / SLOTS][SPAN_W][2][kMostLanes];
+// What is late by DELAY columns comes from one of the two columns of a lane, of a lane so many before: from kLanes on, from the
+// columns before.
+constexpr int kMostLanes = 4;
+__device__ constexpr int column_of(int delay, int e) { return (e + delay) % 2; }
+__device__ constexpr int lanes_of(int delay, int e) { return (delay + column_of(delay, e) - e) / 2; }
 
-/* The outputs of a phase at a lane's cell E of a block of eight. What comes from the same lane is added up there first. */
-template <int BLOCK, int HALF, int PHASE_, int E>
-__device__ __forceinline__ float folded(const sums_t& sums, before_t& before, float bias, int lane) {
+/* Whether a tap gives the outputs of a phase at a lane's cell E something, from so many lanes before. */
+__device__ constexpr bool gives(int tap, int phase, int e, int lanes) {
+    return kPhase[tap] == phase && lanes_of(kDelay[tap], e) == lanes;
+}
+/* The first tap that does, or kTapsAcross. */
+__device__ constexpr int first_to_give(int phase, int e, int lanes) {
+    int tap = 0;
+    while (tap < kTapsAcross && !gives(tap, phase, e, lanes)) ++tap;
+    return tap;
+}
+
+/* Of the columns before, what taps of an output channel give to other lanes: each phase, cell and distance. */
+using before_t = float[SPAN_W][2][kMostLanes];
+
+/* The output of a phase at a lane's cell E, of an output channel whose columns column(tap, 0 or 1) are. What comes from the same
+ * lane is added up there first.
+ */
+template <int PHASE_, int E, typename COLUMN>
+__device__ __forceinline__ float folded(const COLUMN& column, before_t& before, float bias, int lane) {
     float output = bias;
     each<kMostLanes + 1>([&](auto lanes_) {
         constexpr int lanes = decltype(lanes_)::value, first = first_to_give(PHASE_, E, lanes);
         if constexpr (first < kTapsAcross) {
             float given = 0.0f;
             each<kTapsAcross>([&](auto tap_) {
-                constexpr int tap = decltype(tap_)::value, row = SLOTS == 2 ? tap % 2 : HALF;
+                constexpr int tap = decltype(tap_)::value;
                 if constexpr (gives(tap, PHASE_, E, lanes)) {
-                    const float column = sums[tap / SLOTS][4 * BLOCK + 2 * row + column_of(kDelay[tap], E)];
-                    given = tap == first ? column : given + column;
+                    const float own = column(tap_, constant<column_of(kDelay[tap], E)>());
+                    given = tap == first ? own : given + own;
                 }
             });
             if constexpr (lanes == 0) {
                 output += given;
             } else {
-                float& last = before[HALF][PHASE_][E][lanes - 1];
-                if constexpr (lanes == kMostLanes) {
+                float& last = before[PHASE_][E][lanes - 1];
+                if constexpr (lanes == kLanes) {
                     output += last;
                 } else {
-                    const float value = lane % 4 + lanes < 4 ? given : last;
-                    output += __shfl_sync(0xffffffffu, value, (lane & ~3) | (lane - lanes & 3));
+                    const float value = (PIXELS_ON_M ? lane / 4 + lanes < 8 : lane % 4 + lanes < 4) ? given : last;
+                    const int from = PIXELS_ON_M ? lane - 4 * lanes & 31 : (lane & ~3) | (lane - lanes & 3);
+                    output += __shfl_sync(0xffffffffu, value, from);
                 }
                 last = given;
             }
@@ -130,12 +259,299 @@ __device__ __forceinline__ float folded(const sums_t& sums, before_t& before, fl
     return output;
 }
 
+#if PIXELS_ON_M
+using sums_t = float[LINES / 2];
+using words_of_group_t = unsigned[kProducts][4];
+
+/* The column E of a tap, of a lane's two. */
+template <int OUT, int TAP, int E> __device__ __forceinline__ float column(const sums_t& sums) {
+    return sums[4 * (TAP * (OUTS / 8) + OUT / 2) + 2 * E + OUT % 2];
+}
+
+__device__ __forceinline__ void settle_words(words_of_group_t& words) {
+    #pragma unroll
+    for (int k = 0; k < kProducts; ++k)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) settle(words[k][i]);
+}
+
+/* A thread's words of a row, for all steps of a chunk. `low` and `high` are where its words t and t + 4 are in a line's step. */
+template <int FIRST>
+__device__ __forceinline__ void load_words(words_of_group_t& words, const unsigned char* row, int low, int high) {
+    #pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+        const words_t<8> first = *reinterpret_cast<const words_t<8>*>(row + k * 8 * kLineBytes + low);
+        const words_t<8> second = *reinterpret_cast<const words_t<8>*>(row + k * 8 * kLineBytes + high);
+        words[FIRST + k][0] = mma_words<float>::rounded(first.word[0]);
+        words[FIRST + k][1] = mma_words<float>::rounded(first.word[1]);
+        words[FIRST + k][2] = mma_words<float>::rounded(second.word[0]);
+        words[FIRST + k][3] = mma_words<float>::rounded(second.word[1]);
+    }
+}
+
+/* The outputs of a lane's two cells of a step, of an output channel. */
+using run_t = float[2 * SPAN_W];
+
+/* Those of its output channel OUT, with the bias. */
+template <int OUT>
+__device__ __forceinline__ void fold(run_t& run, const sums_t& sums, before_t (&before)[kOwnOuts], const float* bias, int lane) {
+    const float own = bias[OUT / 2 * 8 + OUT % 2];
+    each<2 * SPAN_W>([&](auto i_) {
+        constexpr int i = decltype(i_)::value;
+        run[i] = folded<i % SPAN_W, i / SPAN_W>(
+            [&](auto tap, auto e) { return column<OUT, decltype(tap)::value, decltype(e)::value>(sums); }, before[OUT], own, lane);
+    });
+}
+
+/* Where a warp's lines of a row go: eight channels at a time. */
+struct target_t {
+    float* row;        // of the warp's first output channel
+    long long pixels;  // of a channel
+    int channels;      // that there are
+
+    /* How far behind the beginning of a sector the lines of a channel begin. It is the same eight channels on, whose planes are
+     * whole sectors. */
+    __device__ __forceinline__ int early(int channel) const {
+        if (!WHOLE_SECTORS) return 0;
+        const unsigned begin = static_cast<unsigned>(reinterpret_cast<unsigned long long>(row) / sizeof(float));
+        return (begin + channel * static_cast<unsigned>(pixels) - DELAYED * SPAN_W) % kSector;
+    }
+};
+
+// A warp stores lines in pieces of 16 bytes: pieces of a line, and lines, that it stores at once; all that a lane has.
+constexpr int kPiece = 4, kPieces = kLine / kPiece, kAcross = gcd(kPieces, 32), kAtOnce = 32 / kAcross, kTurns = 8 / kAtOnce;
+static_assert(kAcross >= 8, "a turn has at most four lines");
+__device__ __forceinline__ int line_of_lane() { return threadIdx.x % 32 / kAcross; }
+using pieces_t = vector_t<kPiece>[kTurns][kPieces / kAcross];
+
+/* Stores a lane's pieces. Of each turn the first one's place is `to`, and its column in the row `column`, which may lie beyond
+ * either end of it; `within`: no piece does. `channels` are there, of the eight.
+ */
+__device__ __forceinline__ void store(
+    const pieces_t& pieces, float* const (&to)[kTurns], const int (&column)[kTurns], bool within, int channels, int width) {
+    constexpr bool kFull = OUT_CHANNELS % OUTS == 0;  // all output channels are there
+    #pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        if (!within) break;  // one branch around the loop: 1 to 2% slower (KernelBench 69 1447 us instead of 1426)
+        #pragma unroll
+        for (int across = 0; across < kPieces / kAcross; ++across) {
+            unsigned words[kPiece];
+            #pragma unroll
+            for (int i = 0; i < kPiece; ++i) words[i] = __float_as_uint(pieces[turn][across].value[i]);
+            store_words(to[turn] + across * (kAcross * kPiece), words, kFull || turn * kAtOnce + line_of_lane() < channels);
+        }
+    }
+    if (within) return;
+    #pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn)
+        #pragma unroll
+        for (int i = 0; i < kPieces / kAcross * kPiece; i += VECTOR) {
+            // VECTOR divides the row, and where it begins.
+            const int place = i / kPiece * (kAcross * kPiece) + i % kPiece;
+            if (static_cast<unsigned>(column[turn] + place) >= width) continue;
+            if (!kFull && turn * kAtOnce + line_of_lane() >= channels) continue;
+            vector_t<VECTOR> part;
+            #pragma unroll
+            for (int e = 0; e < VECTOR; ++e) part.value[e] = pieces[turn][i / kPiece].value[i % kPiece + e];
+            *reinterpret_cast<vector_t<VECTOR>*>(to[turn] + place) = part;
+        }
+}
+
+template <int COUNT> __device__ __forceinline__ void copy(float* to, const float* from) {
+    *reinterpret_cast<vector_t<COUNT>*>(to) = *reinterpret_cast<const vector_t<COUNT>*>(from);
+}
+
+/* Folds the columns of a second step, and stores its outputs beside those of the first, by way of shared memory: a warp has
+ * whole lines of eight channels at a time, which lie there as far behind a sector as in memory. What is left over of a line is
+ * `kept` for the next one, by the lanes that put it there. Pieces are stored while the next eight channels fold. `ow` is where
+ * lines begin in the row, and may lie beyond either end of it.
+ */
+__device__ __forceinline__ void fold_and_store(
+    const run_t (&first)[kOwnOuts], const sums_t& sums, before_t (&before)[kOwnOuts], const float* bias, float* stage, float* kept,
+    const target_t& target, int ow, int width) {
+    constexpr int kRun = 2 * SPAN_W, kHalfLine = kColumns * SPAN_W;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int line = line_of_lane(), place = lane % kAcross * kPiece;
+    const bool within = ow >= (WHOLE_SECTORS ? kSector - 1 : 0) && ow + kLine <= width;
+    const float* const from = stage + (line * kLinePitch + place);
+    float* to[kTurns];
+    int column[kTurns];
+    #pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        column[turn] = ow + place - target.early(line + turn * kAtOnce);
+        to[turn] = target.row + ((line + turn * kAtOnce) * target.pixels + column[turn]);
+    }
+    pieces_t pieces;
+    const auto store_eight = [&](int eight) {
+        store(pieces, to, column, within, target.channels - 8 * eight, width);
+        #pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) to[turn] += 8 * target.pixels;
+    };
+    each<kOwnOuts / 2>([&](auto eight_) {
+        constexpr int eight = decltype(eight_)::value;
+        run_t second[2];
+        each<2>([&](auto out_) {
+            constexpr int out = decltype(out_)::value;
+            fold<2 * eight + out>(second[out], sums, before, bias, lane);
+        });
+        if constexpr (eight > 0) store_eight(eight - 1);
+        __syncwarp();  // all have read their pieces; shuffles say nothing of memory
+        #pragma unroll
+        for (int out = 0; out < 2; ++out) {
+            float* const put = stage + ((2 * t + out) * kLinePitch + g * kRun + target.early(2 * t + out));
+            #pragma unroll
+            for (int i = 0; i < kRun; i += VECTOR) {
+                vector_t<VECTOR> words[2];
+                #pragma unroll
+                for (int e = 0; e < VECTOR; ++e) {
+                    words[0].value[e] = first[2 * eight + out][i + e];
+                    words[1].value[e] = second[out][i + e];
+                }
+                *reinterpret_cast<vector_t<VECTOR>*>(put + i) = words[0];
+                *reinterpret_cast<vector_t<VECTOR>*>(put + kHalfLine + i) = words[1];
+            }
+        }
+        // A line's first sector, and what lies behind its last one: a lane's share.
+        constexpr int kTogether = least(VECTOR, 2);
+        float* const own_kept = kept + (eight * 8 * kSector + lane * 2);
+        float* const begin = stage + (g * kLinePitch + t * 2);
+        if constexpr (WHOLE_SECTORS) {
+            #pragma unroll
+            for (int i = 0; i < 2; i += kTogether)
+                if (t * 2 + i < target.early(g)) copy<kTogether>(begin + i, own_kept + i);
+        }
+        __syncwarp();
+        #pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+            #pragma unroll
+            for (int across = 0; across < kPieces / kAcross; ++across)
+                pieces[turn][across] = *reinterpret_cast<const vector_t<kPiece>*>(
+                    from + (turn * kAtOnce * kLinePitch + across * (kAcross * kPiece)));
+        if constexpr (WHOLE_SECTORS) {
+            #pragma unroll
+            for (int i = 0; i < 2; i += kTogether) copy<kTogether>(own_kept + i, begin + kLine + i);
+        }
+    });
+    store_eight(kOwnOuts / 2 - 1);
+}
+
+/* A warp's part of item after item: row `own` of eight. It is the same for a whole warp, as far as the compiler can see. */
+__device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers, int own) {
+    const int lane = threadIdx.x % 32, warpgroup = own / 4, g = lane / 4, t = lane % 4;
+    const bool speaker = lane == 0;  // arrives at barriers for its warp
+    const descriptor_t weights = descriptor_k_major(shared + kFirstWeight, LINES * 16, 128);
+    // Where inputs 2g and 2g + 1 of a channel are in a line; and two channels on, where pieces lie in another order.
+    const int channel = t / 2 * 4 + t % 2, at = channel * kLineBytes + g % 2 * 8;
+    const int low = at + (g / 2 ^ t / 2 * 2) * 16, high = at + 2 * kLineBytes + (g / 2 ^ t / 2 * 2 + 1) * 16;
+    const auto row_of = [&](int stage, int down) {
+        return shared + stage * kStageBytes + (own + kRowPlace[set.phase * WEIGHT_ROWS + down]) * kRowBytes;
+    };
+
+    const int first_out = set.channels * OUTS, channels = OUT_CHANNELS - first_out;
+    float* const stage = reinterpret_cast<float*>(shared + kFirstOutput) + own * (8 * kLinePitch);
+    float* const kept = reinterpret_cast<float*>(shared + kFirstKept) + own * (OUTS * kSector);
+    float* const bias = reinterpret_cast<float*>(shared + kFirstBias);
+    if (own == 0)
+        for (int out = lane; out < OUTS; out += 32) {
+            const bool there = out < channels && p.bias != nullptr;
+            bias[out] = there ? load_once(p.bias + set.group * OUT_CHANNELS + first_out + out) : 0.0f;
+        }
+    named_barrier_sync<kBiasMeet, 256>();
+    barrier_wait(barriers.weights, 0);
+    if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
+    ring_t ring;
+    const auto multiply = [&](sums_t& sums) {
+        words_of_group_t words[2];
+        const auto load_group = [&](auto group_) {
+            constexpr int group = decltype(group_)::value, down = group * TAPS_TOGETHER % WEIGHT_ROWS;
+            if constexpr (down == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
+            each<TAPS_TOGETHER>([&](auto i_) {
+                constexpr int i = decltype(i_)::value;
+                load_words<i * kSteps>(words[group % 2], row_of(ring.stage, down + i), low, high);
+            });
+            settle_words(words[group % 2]);  // were one of them rounded where products run, those would be waited for
+        };
+        load_group(constant<0>());
+        if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();
+        else named_barrier_sync<kTurnOf1, 256>();
+        each<kGroups>([&](auto group_) {
+            constexpr int group = decltype(group_)::value;
+            constexpr int down = group * TAPS_TOGETHER % WEIGHT_ROWS;
+            constexpr int kFirst = down * kTapBytes + group * TAPS_TOGETHER / WEIGHT_ROWS * kSteps * kStepBytes;
+            wgmma_fence();
+            #pragma unroll
+            for (int k = 0; k < kProducts; ++k)
+                wgmma_rows<float, LINES>(sums, words[group % 2][k],
+                                         advance(weights, kFirst + k / kSteps * kTapBytes + k % kSteps * kStepBytes),
+                                         group > 0 || k > 0);
+            wgmma_commit();
+            if constexpr (down + TAPS_TOGETHER == WEIGHT_ROWS) {
+                // Not when its last words are asked for, but now that they have come.
+                if (speaker) barrier_arrive(barriers.empty[ring.stage]);
+                ring.advance(STAGES);
+            }
+            if constexpr (group + 1 < kGroups) {
+                if constexpr (group > 0) {
+                    wgmma_wait<1>();
+                    settle_words(words[(group + 1) % 2]);  // nobody else may have their registers until here
+                }
+                load_group(constant<group + 1>());
+            }
+        });
+        if (warpgroup == 0) named_barrier_arrive<kTurnOf1, 256>();
+        else named_barrier_arrive<kTurnOf0, 256>();
+        wgmma_finish_rows(sums);
+        settle_words(words[0]);
+        if constexpr (kGroups > 1) settle_words(words[1]);
+    };
+    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
+        const int oh = (item.row + own) * PHASES + set.phase;
+        const bool there = oh < p.h_out;
+        const long long plane = (static_cast<long long>(item.image) * p.groups + set.group) * OUT_CHANNELS + first_out;
+        float* const row = p.output + (plane * p.h_out + oh) * p.w_out;
+        const target_t target{row, static_cast<long long>(p.h_out) * p.w_out, channels};
+        before_t before[kOwnOuts] = {};
+        run_t first[kOwnOuts];
+        // Steps come two by two, and sums that are zero in steps of their own: were it asked of each whether it has columns, sums
+        // would have to be moved.
+        const auto line = [&](int step, auto has_columns_) {
+            each<2>([&](auto half_) {
+                constexpr int half = decltype(half_)::value;
+                sums_t sums;
+                if constexpr (decltype(has_columns_)::value) multiply(sums);
+                else
+                    #pragma unroll
+                    for (int i = 0; i < LINES / 2; ++i) sums[i] = 0.0f;
+                if (!there) return;
+                if constexpr (half == 0)
+                    each<kOwnOuts>([&](auto out) {
+                        fold<decltype(out)::value>(first[decltype(out)::value], sums, before, bias + 2 * t, lane);
+                    });
+                else
+                    fold_and_store(first, sums, before, bias + 2 * t, stage, kept, target,
+                                   (step * kColumns - DELAYED) * SPAN_W, p.w_out);
+            });
+        };
+        int step = 0;
+        #pragma unroll 1
+        for (; step * kColumns < p.columns; step += 2) line(step, constant<1>());
+        // Behind the row's end there are no columns but those that are late, and outputs that hold the bias alone.
+        #pragma unroll 1
+        for (; step < p.steps; step += 2) line(step, constant<0>());
+    });
+    if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
+}
+#else
+using sums_t = float[TILES][COLUMNS / 2];
+
+/* The column E of a tap, of a lane's two of a block of eight. */
+template <int BLOCK, int OUT, int TAP, int E> __device__ __forceinline__ float column(const sums_t& sums) {
+    return sums[TAP / SLOTS][4 * BLOCK + 2 * (SLOTS == 2 ? TAP % 2 : OUT) + E];
+}
+
 /* The largest power of two that is not more than n. */
 __device__ constexpr int power_within(int n) { return n < 2 ? 1 : 2 * power_within(n / 2); }
 
-// Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
-// begin anywhere in a sector. So a line lies in shared memory as far behind a sector's beginning as in memory, behind what was
-// left over of the line before, and is stored by whole sectors; what is left over of it waits for the next line.
 constexpr int kSector = 16;                            // outputs
 constexpr int kStored = WHOLE_SECTORS ? 8 : VECTOR;    // that a thread stores together
 constexpr int kLineOutputs = LINE_CELLS * SPAN_W;
@@ -185,7 +601,7 @@ __device__ __forceinline__ void store_piece(ELEMENT_T* to, const piece_t& piece,
  * `early` is how far behind a sector's beginning lines g and g + 8 begin.
  */
 __device__ __forceinline__ void fold(
-    const gemm_fold_rows_params& p, const sums_t& sums, before_t& before, const float (&bias)[2 / SLOTS],
+    const gemm_fold_rows_params& p, const sums_t& sums, before_t (&before)[kOwnOuts], const float (&bias)[2 / SLOTS],
     const int (&early)[2 / SLOTS], int channels, ELEMENT_T* stage, ELEMENT_T* target, int ow, bool there) {
     constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, WHOLE_SECTORS ? VECTOR : 8);  // outputs of two cells; written together
     constexpr int kParts = COLUMNS / LINE_CELLS, kPieces = kLineOutputs / kStored;
@@ -208,7 +624,9 @@ __device__ __forceinline__ void fold(
                 float outputs[kRun];
                 each<kRun>([&](auto i_) {
                     constexpr int i = decltype(i_)::value;
-                    outputs[i] = folded<kBlock, kHalf, i % SPAN_W, i / SPAN_W>(sums, before, bias[kHalf], lane);
+                    outputs[i] = folded<i % SPAN_W, i / SPAN_W>(
+                        [&](auto tap, auto e) { return column<kBlock, kHalf, decltype(tap)::value, decltype(e)::value>(sums); },
+                        before[kHalf], bias[kHalf], lane);
                 });
                 ELEMENT_T* to =
                     stage + ((kHalf * 8 + g) * LINE_PITCH + (decltype(tile)::value * 8 + 2 * t) * SPAN_W + early[kHalf]);
@@ -272,11 +690,11 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     }
     barrier_wait(barriers.weights, 0);
     if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
-    ring_t<STAGES> ring;
-    each_item(p, [&](int image, int first_row) {
-        const int row = first_row + (ROWS == 2 ? warpgroup : 0), oh = row * PHASES + set.phase;
+    ring_t ring;
+    each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
+        const int row = item.row + (ROWS == 2 ? warpgroup : 0), oh = row * PHASES + set.phase;
         const bool there = row < p.cells_h && oh < p.h_out;
-        const long long plane = (static_cast<long long>(image) * p.groups + set.group) * OUT_CHANNELS + first_out;
+        const long long plane = (static_cast<long long>(item.image) * p.groups + set.group) * OUT_CHANNELS + first_out;
         ELEMENT_T* const target = p.output + (plane * p.h_out + oh) * p.w_out;
         int early[2 / SLOTS];
         #pragma unroll
@@ -285,7 +703,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             early[half] = beyond_sector(target + (line - DELAYED * SPAN_W));
         }
         sums_t sums;
-        before_t before = {};
+        before_t before[kOwnOuts] = {};
         int step = 0;
         #pragma unroll 1
         for (; step * COLUMNS < p.columns; ++step) {
@@ -314,7 +732,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) wgmma_finish(sums[tile]);
             if (speaker) barrier_arrive(barriers.empty[ring.stage]);
-            ring.advance();
+            ring.advance(STAGES);
             fold(p, sums, before, bias, early, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
         }
         // Behind the row's end there are no columns but those that are late, and outputs that hold the bias alone.
@@ -324,18 +742,18 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     });
     if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_gemm_fold_rows_kernel(const __grid_constant__ gemm_fold_rows_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + kFirstBarrier);
-    begin_barriers(barriers);
+    init_barriers([&] {
+        init_ring(barriers, 1, 8);  // warps that multiply
+        barrier_init(barriers.weights, 1);
+    });
     const set_t set = set_of(p);
-    if (threadIdx.x >= kProducers) {
-        setmaxnreg_inc<240>();
-        consume(p, set, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 128, 0));
-    } else {
-        setmaxnreg_dec<24>();
+    const auto produce = [&] {
         if (threadIdx.x == 0) produce_inputs(p, set, barriers);
-        else if (threadIdx.x == 32)
-            produce_weights<kWeightBytes, kTapBytes>(p, set, shared + kFirstWeight, barriers.weights);
-    }
+        else if (threadIdx.x == 32) produce_weights(p, set, barriers.weights);
+    };
+    run_roles<kProducers, PIXELS_ON_M ? 32 : 128, 240, 24>(produce, [&](int own) { consume(p, set, barriers, own); });
 }

@@ -73,7 +73,7 @@
 /* Copies the weights of step after step; where they all stay (stationary), those of the first item alone. One thread. */
 __device__ __forceinline__ void produce_weights(const implicit_gemm_params& p, const stages_t& s) {
     grid_dependency_wait();  // which lays them out; all else may begin before
-    counted_ring_t ring;
+    ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const int phase_set = phase_set_of(item.set), first = first_step(phase_set);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
     const int side = WARPGROUPS_M == 2 ? warpgroup : 0, place = WARPGROUPS_M == 2 ? 0 : warpgroup * COLUMNS;
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     const descriptor_t all_weights = descriptor_k_major(s.weights + side * 64, kRows * 16, 128);
-    counted_ring_t patches, weights;
+    ring_t patches, weights;
     const int patch_bytes = patch_units(p) * 16, along = step_bytes(p);
     bool settled = false;  // whether all weights have come, and stay
     if (PING_PONG && warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
@@ -196,23 +196,19 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_implicit_gemm_kernel(const __grid_constant__ implicit_gemm_params p) {
     const stages_t s = stages(p);
-    const int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-    if (elected()) {  // each warp some of the barriers: there may be dozens, and all else waits for them
+    init_barriers<kThreads / 32>([&](int warp) {  // each warp some of them: there may be dozens, and all else waits
         constexpr int kFilling = kRounded ? kRounders / 32 : BOXED ? 1 : PRODUCERS / 32, kMultiplying = 8;  // warps
         #pragma unroll 1
         for (barrier_t* b = s.patch_full + warp; b < s.landed_full + landed_stages(p); b += kThreads / 32) {
             const bool empty = b >= s.patch_empty && b < s.weight_full || b >= s.weight_empty && b < s.landed_full;
             barrier_init(*b, empty ? kMultiplying : b < s.patch_empty ? kFilling : 1);
         }
-        barrier_init_done();
-    }
-    __syncthreads();
-    if (thread >= kProducers) {
-        setmaxnreg_inc<kConsumerRegisters>();
-        consume(p, s, __shfl_sync(0xffffffffu, (thread - kProducers) / 128, 0));
-    } else {
-        setmaxnreg_dec<kProducerRegisters>();
+    });
+    const auto produce = [&] {
+        const int thread = threadIdx.x;
         if (thread >= kProducers - PRODUCERS) produce_patches(p, s, thread - (kProducers - PRODUCERS));
         else if (elected()) produce_weights(p, s);
-    }
+    };
+    run_roles<kProducers, 128, kConsumerRegisters, kProducerRegisters>(
+        produce, [&](int warpgroup) { consume(p, s, warpgroup); });
 }

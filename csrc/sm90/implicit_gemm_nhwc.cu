@@ -49,14 +49,13 @@
 #include "ptx/pdl.cuh"
 #include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "ptx/store.cuh"
 #include "ptx/tma.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 struct implicit_gemm_nhwc_params {
     tensor_map_t input;  // [images][rows][columns][channels]
@@ -92,13 +91,13 @@ static_assert(!PACKED || OUT_CHANNELS % LINES == 0, "lines of a block are of one
 // [8][LINES] of 16; biases; barriers.
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
 constexpr int kMostSlots = 4, kMostStages = 12;
-struct barriers_t { barrier_t slot_full[kMostSlots], slot_empty[kMostSlots], full[kMostStages], empty[kMostStages]; };
+struct barriers_t { ring_barriers_t<kMostSlots> slots; ring_barriers_t<kMostStages> stages; };
 extern __shared__ __align__(1024) unsigned char shared[];
 
-/* What an item is: its first image, its strip, its first row of those, its phase of either axis, its first output channel. */
+/* What the index-th item is: its first image, its strip, its first row of those, its phase of either axis, its first output channel. */
 struct item_t {
-    int image, strip, row, phase_h, phase_w, first;
-    __device__ __forceinline__ item_t(const implicit_gemm_nhwc_params& p, int index) {
+    int index, image, strip, row, phase_h, phase_w, first;
+    __device__ __forceinline__ item_t(const implicit_gemm_nhwc_params& p, int index) : index(index) {
         const int tile = index / (kPhases * kBlocks), phase = index / kBlocks % kPhases;
         const int segments = divided(tile, p.by_strips), images = divided(segments, p.by_segments);
         image = images * p.images, strip = tile - segments * p.strips, row = (segments - images * p.segments) * kRows;
@@ -108,17 +107,10 @@ struct item_t {
     __device__ __forceinline__ int taps_w() const { return axis_w::taps(phase_w); }
 };
 
-/* Calls body(index) for the items of a block of threads. */
-template <typename BODY> __device__ __forceinline__ void each_item(const implicit_gemm_nhwc_params& p, const BODY& body) {
-    #pragma unroll 1
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) body(i);
-}
-
 /* Begins to copy the patches of all items. One thread. */
 __device__ __forceinline__ void produce_inputs(const implicit_gemm_nhwc_params& p, barriers_t& barriers) {
-    counted_ring_t ring;
-    each_item(p, [&](int index) {
-        const item_t item(p, index);
+    ring_t ring;
+    each_item<item_t>(p, [&](const item_t& item) {
         // The last tap of a phase has the least shift.
         const int row =
             divided(item.row, p.by_across) + axis_h::shift(item.phase_h) - (item.taps_h() - 1) * axis_h::kShiftStep;
@@ -126,20 +118,17 @@ __device__ __forceinline__ void produce_inputs(const implicit_gemm_nhwc_params& 
             item.strip * p.strip_cells + axis_w::shift(item.phase_w) - (item.taps_w() - 1) * axis_w::kShiftStep;
         #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk, ring.advance(p.slots)) {
-            barrier_wait(barriers.slot_empty[ring.stage], ring.parity ^ 1);
-            barrier_arrive_expecting(barriers.slot_full[ring.stage], p.patch_bytes);
-            tma_load(shared + ring.stage * p.slot_bytes, p.input, chunk * kChannels, column, row, item.image,
-                     barriers.slot_full[ring.stage]);
+            barrier_t& full = begin_stage(barriers.slots, ring, p.patch_bytes);
+            tma_load(shared + ring.stage * p.slot_bytes, p.input, chunk * kChannels, column, row, item.image, full);
         }
     });
 }
 
 /* Begins to copy the weights of all items, tap after tap of a chunk of channels. One thread. */
 __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params& p, barriers_t& barriers) {
-    counted_ring_t ring;
+    ring_t ring;
     if (PACKED) grid_dependency_wait();  // which lays them out
-    each_item(p, [&](int index) {
-        const item_t item(p, index);
+    each_item<item_t>(p, [&](const item_t& item) {
         #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk)
             #pragma unroll 1
@@ -147,18 +136,16 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params&
                 #pragma unroll 1
                 for (int kw = item.phase_w; kw < KERNEL_W; kw += axis_w::kStep, ring.advance(p.stages)) {
                     unsigned char* stage = shared + (p.first_stage + ring.stage * kStageBytes);
-                    barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
-                    barrier_arrive_expecting(barriers.full[ring.stage], kStageBytes);
+                    barrier_t& full = begin_stage(barriers.stages, ring, kStageBytes);
                     const int tap = kh * KERNEL_W + kw;
 #if PACKED
                     const int block = tap * kBlocks + item.first / LINES;
                     const unit_t* source = p.weights + (static_cast<long long>(block) * kChunks + chunk) * (LINES * 8);
-                    bulk_copy(stage, source, kStageBytes, barriers.full[ring.stage]);
+                    bulk_copy(stage, source, kStageBytes, full);
 #else
                     #pragma unroll
                     for (int box = 0; box < kStageBytes / kBoxBytes; ++box)
-                        tma_load(stage + box * kBoxBytes, p.weights, item.first + box * 64, tap, chunk * kChannels, 0,
-                                 barriers.full[ring.stage]);
+                        tma_load(stage + box * kBoxBytes, p.weights, item.first + box * 64, tap, chunk * kChannels, 0, full);
 #endif
                 }
     });
@@ -276,7 +263,7 @@ private:
 };
 
 /* The place before one of a ring of so many, which products in flight may still read. */
-__device__ __forceinline__ int before(const counted_ring_t& ring, int count) {
+__device__ __forceinline__ int before(const ring_t& ring, int count) {
     return ring.stage == 0 ? count - 1 : ring.stage - 1;
 }
 
@@ -289,14 +276,13 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
     const int lane = threadIdx.x % 32;
     [[maybe_unused]] const int piece = lane / 16;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
-    counted_ring_t ring, slots;
+    ring_t ring, slots;
     outputs_t outputs;
     // Of a tap: its shift beyond the least one, in steps. Where all phases have as many they go on from item to item, so that
     // the compiler does not know them: it would work out lines of many steps at once, which there are no registers for.
     constexpr bool kEven = axis_h::kEven && axis_w::kEven;
     int h = axis_h::taps(0) - 1, w = axis_w::taps(0) - 1;
-    each_item(p, [&](int index) {
-        const item_t item(p, index);
+    each_item<item_t>(p, [&](const item_t& item) {
         int lines[ROW_BLOCKS];
         #pragma unroll
         for (int block = 0; block < ROW_BLOCKS; ++block) {
@@ -307,7 +293,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
         [[maybe_unused]] unsigned words[2][kTogether][4];
         if (!kEven) h = taps_h - 1, w = taps_w - 1;
         const auto step = [&](bool first, const auto& along) {
-            if (h == taps_h - 1 && w == taps_w - 1) barrier_wait(barriers.slot_full[slots.stage], slots.parity);
+            if (h == taps_h - 1 && w == taps_w - 1) barrier_wait(barriers.slots.full[slots.stage], slots.parity);
             const unsigned char* stage = shared + (p.first_stage + ring.stage * kStageBytes);
             const descriptor_t right = PACKED ? descriptor_k_major(stage, LINES * 16, 128) : descriptor_mn_major(stage, kBoxBytes, 1024);
             const int further = h * axis_h::kShiftStep * p.patch_w + w * axis_w::kShiftStep;
@@ -316,7 +302,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
                 [[maybe_unused]] constexpr int kFirst = kGroup % kGroups * kTogether;  // product of a line
                 constexpr bool kLast = kGroup == ROW_BLOCKS * kGroups - 1;
                 const int line = lines[kBlock] + further, place = slots.stage * p.slot_bytes + line * 128;
-                if (kGroup == 0) barrier_wait(barriers.full[ring.stage], ring.parity);
+                if (kGroup == 0) barrier_wait(barriers.stages.full[ring.stage], ring.parity);
                 const auto right_of = [&](int k) { return advance(right, k * (PACKED ? LINES * 32 : 2048)); };
 #if !DENSE
                 wgmma_fence();
@@ -342,16 +328,16 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
                 wgmma_commit();
                 if constexpr (kLast) {
                     if (DENSE && h == 0 && w == 0) {
-                        barrier_arrive(barriers.slot_empty[slots.stage]);
+                        barrier_arrive(barriers.slots.empty[slots.stage]);
                         slots.advance(p.slots);
                     }
                     along();
                 }
                 wgmma_wait<1>();
                 if (kGroup == 0 && !first && speaker) {
-                    barrier_arrive(barriers.empty[before(ring, p.stages)]);
+                    barrier_arrive(barriers.stages.empty[before(ring, p.stages)]);
                     if (!DENSE && h == taps_h - 1 && w == taps_w - 1)
-                        barrier_arrive(barriers.slot_empty[before(slots, p.slots)]);
+                        barrier_arrive(barriers.slots.empty[before(slots, p.slots)]);
                 }
             });
             if (!DENSE && h == 0 && w == 0) slots.advance(p.slots);
@@ -374,10 +360,10 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
         #pragma unroll
         for (int block = 0; block < ROW_BLOCKS; ++block) wgmma_finish_rows(sums[block]);
         if (speaker) {
-            barrier_arrive(barriers.empty[before(ring, p.stages)]);
-            if (!DENSE) barrier_arrive(barriers.slot_empty[before(slots, p.slots)]);
+            barrier_arrive(barriers.stages.empty[before(ring, p.stages)]);
+            if (!DENSE) barrier_arrive(barriers.slots.empty[before(slots, p.slots)]);
         }
-        int again = index;  // so that what an item is takes no registers while products run
+        int again = item.index;  // so that what an item is takes no registers while products run
         asm volatile("" : "+r"(again));
         outputs.take(p, item_t(p, again), sums, warp);
         if constexpr (!DEFERRED_STORES) outputs.template store_share<0, 1>(p);
@@ -390,12 +376,12 @@ sm90_implicit_gemm_nhwc_kernel(const __grid_constant__ implicit_gemm_nhwc_params
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + p.first_bias + kBlocks * LINES * 4);
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.slots; ++i) {
-            barrier_init(barriers.slot_full[i], 1);
-            barrier_init(barriers.slot_empty[i], DENSE ? kConsumers : kConsumers / 32);
+            barrier_init(barriers.slots.full[i], 1);
+            barrier_init(barriers.slots.empty[i], DENSE ? kConsumers : kConsumers / 32);
         }
         for (int i = 0; i < p.stages; ++i) {
-            barrier_init(barriers.full[i], 1);
-            barrier_init(barriers.empty[i], kConsumers / 32);
+            barrier_init(barriers.stages.full[i], 1);
+            barrier_init(barriers.stages.empty[i], kConsumers / 32);
         }
         barrier_init_done();
     }
@@ -403,12 +389,9 @@ sm90_implicit_gemm_nhwc_kernel(const __grid_constant__ implicit_gemm_nhwc_params
     for (int i = threadIdx.x; i < kBlocks * LINES; i += kThreads)
         biases[i] = p.bias != nullptr && i < OUT_CHANNELS ? widen(load_once(p.bias + i)) : 0.0f;
     __syncthreads();
-    if (threadIdx.x >= kProducers) {
-        setmaxnreg_inc<240>();
-        consume(p, barriers, __shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
-    } else {
-        setmaxnreg_dec<24>();
+    const auto produce = [&] {
         if (threadIdx.x == 0) produce_weights(p, barriers);
         else if (threadIdx.x == 32) produce_inputs(p, barriers);
-    }
+    };
+    run_roles<kProducers, 32, 240, 24>(produce, [&](int warp) { consume(p, barriers, warp); });
 }

@@ -42,14 +42,12 @@
 #define WGMMA_COLUMNS CI_TILE
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
-#include "numeric/types.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "ptx/tma.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 struct wgrad_nchw_params {
     tensor_map_t input, grad_output;
@@ -156,7 +154,7 @@ struct barriers_t { barrier_t *came, *full, *empty; };  // where nothing is mend
 
 __device__ __forceinline__ void produce(const wgrad_nchw_params& p, const barriers_t& b) {
     const work_t work = work_of(p);
-    ring_t<STAGES> ring;
+    ring_t ring;
     for (int tile = work.first; tile < work.end; ++tile) {
         const place_t place = place_of(p, tile);
         barrier_wait(b.empty[ring.stage], ring.parity ^ 1);
@@ -185,7 +183,7 @@ __device__ __forceinline__ void produce(const wgrad_nchw_params& p, const barrie
                          first_row(work, place) + kSlotRows[slot], out_channel, place.image, full);
             }
         }
-        ring.advance();
+        ring.advance(STAGES);
     }
 }
 
@@ -224,7 +222,7 @@ __device__ __forceinline__ void cut(
 
 __device__ __forceinline__ void mend(const wgrad_nchw_params& p, const barriers_t& b, int thread) {
     const work_t work = work_of(p);
-    ring_t<STAGES> ring;
+    ring_t ring;
     for (int tile = work.first; tile < work.end; ++tile) {
         barrier_wait(b.came[ring.stage], ring.parity);
         unsigned char* stage = shared + ring.stage * kStage;
@@ -233,11 +231,9 @@ __device__ __forceinline__ void mend(const wgrad_nchw_params& p, const barriers_
         fence_async_proxy();
         __syncwarp();
         if (thread % 32 < kArriving) barrier_arrive(b.full[ring.stage]);
-        ring.advance();
+        ring.advance(STAGES);
     }
 }
-
-struct alignas(4 * kVector) vector_t { unsigned word[kVector]; };
 
 /* The left sides of the taps of a row, of a step: words (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4) of each. `rows` is where
  * row g of slot 0 begins, at the thread's first pixel; `first` the first element of its plane, in LONG_ROWS.
@@ -255,7 +251,7 @@ __device__ __forceinline__ void load_left(
         unsigned words[kVectors * kVector];
         #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const vector_t vector = reinterpret_cast<const vector_t*>(from)[v];
+            const words_t<4 * kVector> vector = reinterpret_cast<const words_t<4 * kVector>*>(from)[v];
             #pragma unroll
             for (int j = 0; j < kVector; ++j) words[v * kVector + j] = vector.word[j];
         }
@@ -289,7 +285,7 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
     #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) wgmma_clear(sums[tap]);
     unsigned left[2][kParts][TAPS_W][4];  // one belongs to products that run
-    ring_t<STAGES> ring;
+    ring_t ring;
     int held = -1;  // stage that they may still read
     for (int tile = work.first; tile < work.end; ++tile) {
         const int first = LONG_ROWS ? first_element(p, work, place_of(p, tile), plane) : 0;
@@ -330,7 +326,7 @@ __device__ __forceinline__ void consume(const wgrad_nchw_params& p, const barrie
             for (int d = 0; d < CI_TILE / 2; ++d) sums[tap][d] += chain[tap][d];
         }
 #endif
-        ring.advance();
+        ring.advance(STAGES);
     }
     #pragma unroll
     for (int tap = 0; tap < kTaps && !SPLIT; ++tap) wgmma_finish_rows(sums[tap]);
@@ -359,15 +355,13 @@ sm90_wgrad_nchw_kernel(const __grid_constant__ wgrad_nchw_params p) {
     launch_dependents();
     barrier_t* full = reinterpret_cast<barrier_t*>(shared + STAGES * kStage);
     const barriers_t b = {kMended ? full + 2 * STAGES : full, full, full + STAGES};
-    if (threadIdx.x == 0) {
+    init_barriers([&] {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(b.full[i], kMended ? kMenders / 32 * kArriving : 1);
             barrier_init(b.empty[i], 4 * kWarpgroups * kArriving);
             if (kMended) barrier_init(b.came[i], 1);
         }
-        barrier_init_done();
-    }
-    __syncthreads();
+    });
     if (threadIdx.x < kMultipliers) {
         if constexpr (kWarpgroups > 1) setmaxnreg_inc<kMultiplierRegisters>();
         consume(p, b, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0));

@@ -8,7 +8,7 @@
  *   sums [ci, co] += input [ci, pixel] . grad_output at the tap [pixel, co]
  *
  * Both sides come as boxes of tensor maps, 64 channels of a pixel in a line of 128 bytes, and products read them where they
- * lie: the other way round (ptx/wgmma_mn.cuh), eight pixels one after the other, and eight more at a distance. A box of
+ * lie: the other way round (ptx/wgmma.cuh), eight pixels one after the other, and eight more at a distance. A box of
  * grad_output has every S-th pixel of every S-th row, those that one tap wants. Taps whose outputs are S apart want the same
  * box, begun SHIFT lines later:
  *
@@ -28,19 +28,19 @@
  * Macros: ELEMENT_T; PARTIAL_T (of partial sums: float, or ELEMENT_T where there is one slice); CI, CO (channels of a
  * group); KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; TILE_N, TILE_H, TILE_W (images, rows and columns of a
  * tile's pixels: powers of two, whatever the sizes of images); PAIR_ROWS (whether a step has eight pixels of two rows
- * each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO; TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; STAGES;
- * SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
+ * each, or sixteen); SIDES_CI, SIDES_CO, SIDES_H, SIDES_W; ATOMS_CO; TAPS_H, TAPS_W, BOXES_H, BOXES_W; MERGED; COLUMNS
+ * (of a product); STAGES; SHARED_BYTES. Chosen by gemmconv/kernels/sm90/wgrad_nhwc.py.
  */
+#define WGMMA_COLUMNS COLUMNS
 #include "ptx/pdl.cuh"
 #include "numeric/integers.cuh"
-#include "ptx/mbarrier.cuh"
 #include "numeric/types.cuh"
 #include "geometry/phase.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "ptx/tma.cuh"
 #include "numeric/unroll.cuh"
 #include "numeric/units.cuh"
-#include "ptx/wgmma_mn.cuh"
+#include "ptx/wgmma.cuh"
 
 struct wgrad_nhwc_params {
     tensor_map_t input, grad_output;
@@ -93,8 +93,7 @@ static_assert(PAIR_ROWS ? TILE_W % 8 == 0 && TILE_H % 2 == 0
 static_assert(STAGES * kStage + 2 * STAGES * 8 <= SHARED_BYTES, "the stages fit the shared memory of the launch");
 static_assert(ATOMS_CO == 1 || MERGED == 1, "columns of a product are of several channels or taps");
 constexpr int kOwnW = taps_w::kOwn / MERGED, kSums = taps_h::kOwn * kOwnW;
-// Columns of a product: few channels need not be 64.
-constexpr int kColumns = MERGED > 1 ? kAtom * MERGED : CO < kOwnCo ? ceil_div(CO, 16) * 16 : kOwnCo;
+constexpr int kColumns = COLUMNS;  // of a product: few channels need not be 64
 extern __shared__ __align__(1024) unsigned char shared[];
 
 /* Where the pixels of a step begin: lines of the input, and of a box. */
@@ -122,20 +121,18 @@ __device__ __forceinline__ work_t work_of(const wgrad_nhwc_params& p) {
     return work;
 }
 
-struct barriers_t { barrier_t *full, *empty; };
+using barriers_t = ring_barriers_t<STAGES>;
 
-__device__ __forceinline__ void produce(const wgrad_nhwc_params& p, const barriers_t& b) {
+__device__ __forceinline__ void produce(const wgrad_nhwc_params& p, barriers_t& b) {
     const work_t work = work_of(p);
     const int in_channel = work.group * CI + work.ci, out_channel = work.group * CO + work.co;
-    ring_t<STAGES> ring;
+    ring_t ring;
     for (int tile = work.first; tile < work.end; ++tile) {
         const int tiles_image = p.tiles_w * p.tiles_h, images = tile / tiles_image, place = tile - images * tiles_image;
         const int image = images * TILE_N, row = place / p.tiles_w * TILE_H, column = place % p.tiles_w * TILE_W;
         const int out_row = row * STRIDE_H - PADDING_H + work.kh * DILATION_H;
         const int out_column = column * STRIDE_W - PADDING_W + work.kw * DILATION_W;
-        barrier_wait(b.empty[ring.stage], ring.parity ^ 1);
-        barrier_t& full = b.full[ring.stage];
-        barrier_arrive_expecting(full, kStageBytes);
+        barrier_t& full = begin_stage(b, ring, kStageBytes);
         unsigned char* to = shared + ring.stage * kStage;
         #pragma unroll
         for (int atom = 0; atom < SIDES_CI; ++atom, to += kPixels * kLine)
@@ -146,7 +143,7 @@ __device__ __forceinline__ void produce(const wgrad_nhwc_params& p, const barrie
             tma_load(to, p.grad_output, out_channel + atom * kAtom, out_column + kw * DILATION_W,
                      out_row + kh * DILATION_H, image, full);
         }
-        ring.advance();
+        ring.advance(STAGES);
     }
 }
 
@@ -191,7 +188,7 @@ template <typename T, int BLOCKS> __device__ __forceinline__ unit_t unit_of(cons
     return unit;
 }
 
-__device__ __forceinline__ void consume(const wgrad_nhwc_params& p, const barriers_t& b, int warpgroup) {
+__device__ __forceinline__ void consume(const wgrad_nhwc_params& p, barriers_t& b, int warpgroup) {
     const work_t work = work_of(p);
     const int side_ci = warpgroup % SIDES_CI, side_co = warpgroup / SIDES_CI % SIDES_CO;
     const int side_w = warpgroup / (SIDES_CI * SIDES_CO) % SIDES_W, side_h = warpgroup / (SIDES_CI * SIDES_CO * SIDES_W);
@@ -206,7 +203,7 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, const barrie
     float sums[kSums][kColumns / 2];
     #pragma unroll
     for (int i = 0; i < kSums; ++i) wgmma_clear(sums[i]);
-    ring_t<STAGES> ring;
+    ring_t ring;
     int held = -1;  // stage that products may still read
     for (int tile = work.first; tile < work.end; ++tile) {
         barrier_wait(b.full[ring.stage], ring.parity);
@@ -227,7 +224,7 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, const barrie
         wgmma_wait<1>();
         if (held >= 0 && lane == 0) barrier_arrive(b.empty[held]);
         held = ring.stage;
-        ring.advance();
+        ring.advance(STAGES);
     }
     #pragma unroll
     for (int i = 0; i < kSums; ++i) wgmma_finish_rows(sums[i]);
@@ -259,16 +256,8 @@ __device__ __forceinline__ void consume(const wgrad_nhwc_params& p, const barrie
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_wgrad_nhwc_kernel(const __grid_constant__ wgrad_nhwc_params p) {
     launch_dependents();
-    barrier_t* full = reinterpret_cast<barrier_t*>(shared + STAGES * kStage);
-    const barriers_t b = {full, full + STAGES};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(b.full[i], 1);
-            barrier_init(b.empty[i], 4 * kWarpgroups);
-        }
-        barrier_init_done();
-    }
-    __syncthreads();
+    barriers_t& b = *reinterpret_cast<barriers_t*>(shared + STAGES * kStage);
+    init_barriers([&] { init_ring(b, 1, 4 * kWarpgroups); });
     if (threadIdx.x < kMultipliers) {
         if constexpr (kWarpgroups > 1) setmaxnreg_inc<kMultiplierRegisters>();
         consume(p, b, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0));

@@ -12,7 +12,6 @@ from gemmconv.kernels.sm90 import (
     gemm_fold_narrow,
     gemm_fold_pixels,
     gemm_fold_rows,
-    gemm_fold_rows_tf32,
     implicit_gemm,
     implicit_gemm_nhwc,
     wgrad_nchw,
@@ -28,7 +27,6 @@ class Fused(Algorithm):
     kernels = (
         implicit_gemm.KERNEL,
         gemm_fold_rows.KERNEL,
-        gemm_fold_rows_tf32.KERNEL,
         gemm_fold_narrow.KERNEL,
         gemm_fold.KERNEL,
         gemm_fold_pixels.KERNEL,

@@ -12,6 +12,7 @@
 #include "geometry/image.cuh"
 #include "numeric/integers.cuh"
 #include "numeric/types.cuh"
+#include "numeric/vector.cuh"
 
 using axis_h = axis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
 using axis_w = axis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
@@ -35,7 +36,6 @@ constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() 
 // each other. Which taps are of a lane's outputs is known when running then.
 constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W / kParts;
 
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 struct alignas(8) pair_t { float value[2]; };  // columns of neighbours, as they are written
 
 /* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */

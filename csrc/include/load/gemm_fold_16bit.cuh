@@ -6,7 +6,7 @@
 #define WGMMA_COLUMNS COLUMNS
 #include "ptx/cp_async.cuh"
 #include "pipeline/gemm_fold.cuh"
-#include "ptx/wgmma_mn.cuh"
+#include "ptx/wgmma.cuh"
 
 constexpr int kLine = 64;  // positions that lie in one piece
 
@@ -51,24 +51,22 @@ __device__ __forceinline__ void fetch(
  */
 static_assert(STAGES >= 3, "a stage is passed on before the next one is waited for by those who free it");
 __device__ __forceinline__ void produce_inputs(const gemm_fold_params& p, barriers_t& barriers) {
-    ring_t<STAGES> ring, come;
+    ring_t ring, come;
     const auto pass_on = [&] {
-        fence_async_proxy();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(barriers.full[come.stage]);
-        come.advance();
+        end_stage(barriers.full[come.stage]);
+        come.advance(STAGES);
     };
     const pieces_t pieces;
     bool begun = false;
-    each_item(p, [&](int image, int) {
-        auto [source, positions] = inputs_from(p, image);
+    each_item<item_t>(p, [&](const item_t& item) {
+        auto [source, positions] = inputs_from(p, item.image);
         #pragma unroll 1
         for (int channel = 0; channel < IN_CHANNELS; channel += kChannels) {
             barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
             fetch(pieces, shared + ring.stage * kStageBytes + kWeightBytes, source, positions, IN_CHANNELS - channel);
             source += kChannels * kPixels;
             cp_async_commit();
-            ring.advance();
+            ring.advance(STAGES);
             if (begun) {
                 cp_async_wait<1>();
                 pass_on();
@@ -82,7 +80,7 @@ __device__ __forceinline__ void produce_inputs(const gemm_fold_params& p, barrie
 
 /* The sums of a warpgroup's lines, over all stages of an item. */
 __device__ __forceinline__ void multiply(
-    float (&sums)[BLOCKS][COLUMNS / 2], ring_t<STAGES>& ring, barriers_t& barriers, int warpgroup) {
+    float (&sums)[BLOCKS][COLUMNS / 2], ring_t& ring, barriers_t& barriers, int warpgroup) {
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     int held = -1;                               // stage that products in flight may still read
     #pragma unroll 1
@@ -102,7 +100,7 @@ __device__ __forceinline__ void multiply(
         wgmma_wait<1>();
         if (held >= 0 && speaker) barrier_arrive(barriers.empty[held]);
         held = ring.stage;
-        ring.advance();
+        ring.advance(STAGES);
     }
     #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) wgmma_finish_rows(sums[block]);

@@ -10,7 +10,7 @@
 #include "pipeline/gemm_fold.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 /* What a warp loads one after the other: of stage after stage the lines of every so many blocks of 32 positions. */
 struct course_t {
@@ -23,7 +23,7 @@ struct course_t {
     __device__ __forceinline__ bool ended(const gemm_fold_params& p) const { return index >= p.items; }
     __device__ __forceinline__ bool ends_stage() const { return block + kWarps >= kPositionBlocks; }
     __device__ __forceinline__ void begin(const gemm_fold_params& p) {
-        const item_inputs_t inputs = inputs_from(p, first_image(index));
+        const item_inputs_t inputs = inputs_from(p, item_t(p, index).image);
         channel = 0, block = threadIdx.x / 32 - 1, positions = inputs.positions, source = inputs.source;
     }
     __device__ __forceinline__ void advance(const gemm_fold_params& p) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void lay_out(unsigned char* stage, const float (&valu
 /* Brings the inputs of all stages of all items, which land some blocks of positions ahead of those that are laid out. */
 __device__ __forceinline__ void produce_inputs(const gemm_fold_params& p, barriers_t& barriers) {
     float* slots = reinterpret_cast<float*>(shared + kFirstLanding) + (threadIdx.x / 32 - 1) * (kSlots * kSlotFloats);
-    ring_t<STAGES> ring;
+    ring_t ring;
     course_t ahead(p), here(p);
     const auto begin = [&](int slot) {
         if (!ahead.ended(p)) {
@@ -95,10 +95,8 @@ __device__ __forceinline__ void produce_inputs(const gemm_fold_params& p, barrie
         if (here.block < here.kWarps) barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
         lay_out(shared + ring.stage * kStageBytes + kWeightBytes, values, here);
         if (here.ends_stage()) {
-            fence_async_proxy();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(barriers.full[ring.stage]);
-            ring.advance();
+            end_stage(barriers.full[ring.stage]);
+            ring.advance(STAGES);
         }
         here.advance(p);
     }
@@ -126,7 +124,7 @@ __device__ __forceinline__ void load_words(unsigned (&words)[kTogether][4], cons
 
 /* The sums of a warpgroup's lines, over all stages of an item. While one group is multiplied, the words of the next come. */
 __device__ __forceinline__ void multiply(
-    float (&sums)[BLOCKS][COLUMNS / 2], ring_t<STAGES>& ring, barriers_t& barriers, int warpgroup) {
+    float (&sums)[BLOCKS][COLUMNS / 2], ring_t& ring, barriers_t& barriers, int warpgroup) {
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     int held = -1;                               // stage that products in flight may still read
     unsigned words[2][kTogether][4];
@@ -149,7 +147,7 @@ __device__ __forceinline__ void multiply(
             wgmma_commit();
         });
         held = ring.stage;
-        ring.advance();
+        ring.advance(STAGES);
     }
     #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) wgmma_finish_rows(sums[block]);

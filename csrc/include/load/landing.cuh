@@ -224,9 +224,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     keep(thread);
     way_t begun(p), read(p);
     const int spots_of_patch = spots_of(p);
-    counted_ring_t ring;
-    ring_t<LANDING_STAGES> from, to;
-    ring_t<2> tables;
+    ring_t ring, from, to, tables;
     own_piece_t piece(p, thread);
     own_spots_t spots(p);
     const auto place = [&] {
@@ -239,7 +237,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
             if (!LANDING_BOX) piece.copy(p, target, first);
             else if (thread < 32 && elected()) copy_landing(p, begun.item, target, first, s.landed_full[to.stage]);
             begun.advance(p);
-            to.advance();
+            to.advance(LANDING_STAGES);
         }
         if (!LANDING_BOX) cp_async_commit();
     };
@@ -261,7 +259,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
                 #pragma unroll 1
                 for (int i = thread; i < spots_of_patch; i += PRODUCERS) landed[i] = landed_spot(p, start, spot_at(p, i));
             }
-            tables.advance();
+            tables.advance(2);
         }
         place();
         if (LANDING_BOX) barrier_wait(s.landed_full[from.stage], from.parity);
@@ -269,7 +267,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
         if (read.landing == 0) spots.place(p, landed, thread);
         const unit_t* landing = s.landing + from.stage * landing_units(p);
-        from.advance();
+        from.advance(LANDING_STAGES);
         const int unit = read.landing * LANDING_UNITS % UNITS;  // of the chunk
         unit_t* patch = s.patches + ring.stage * patch_units(p) + unit * p.unit_pitch;
         spot_unit_t values[kTogether];

@@ -63,8 +63,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     const index_t stride = CHANNELS_LAST ? 1 : static_cast<index_t>(p.h_in) * p.w_in;  // of channels
     const int lane = thread % 32;
     const int spots = spots_of(p);
-    counted_ring_t ring;
-    ring_t<2> tables;
+    ring_t ring, tables;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const ELEMENT_T* input = p.input + item.group * IN_CHANNELS * stride;
@@ -73,7 +72,7 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
         for (int spot = thread; spot < spots; spot += PRODUCERS)
             places[spot] = place_of(p, item.tile * kTile + p.first, spot_at(p, spot));
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
-        tables.advance();
+        tables.advance(2);
         for (int chunk = 0; chunk < CHUNKS; ++chunk, input += UNITS * kElements * stride) {
             unit_t* patch = s.patches + ring.stage * patch_units(p);
             keep(input);

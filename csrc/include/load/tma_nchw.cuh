@@ -16,7 +16,7 @@
 __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
     if (thread >= 32 || !elected()) return;
     constexpr int kBlocks = kTile / kSwizzled;
-    counted_ring_t ring;
+    ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {

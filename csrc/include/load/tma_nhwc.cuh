@@ -32,7 +32,7 @@ __device__ __forceinline__ corner_t corner_of(const implicit_gemm_params& p, int
 /* Copies the patches of tile after tile, chunk after chunk; one warp. `full` of a stage learns of it. */
 __device__ __forceinline__ void copy_patches(const implicit_gemm_params& p, const stages_t& s, barrier_t* full, int lane) {
     const int positions = box_positions(p), boxes = kPlanes * p.boxes, plane = divided(lane, p.by_boxes);
-    counted_ring_t ring;
+    ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
         const int first_box = divided(first_position_of(p, item.tile), p.by_positions);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void copy_patches(const implicit_gemm_params& p, cons
 __device__ __forceinline__ void round_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
     constexpr int kTogether = 4;
     const int count = kPlanes * p.boxes * box_positions(p) * UNITS;
-    counted_ring_t ring;
+    ring_t ring;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unit_t* patch = s.patches + ring.stage * patch_units(p);

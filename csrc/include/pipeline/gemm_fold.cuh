@@ -4,9 +4,7 @@
 #pragma once
 
 #include "epilogue/fold_smem.cuh"
-#include "ptx/mbarrier.cuh"
-#include "numeric/types.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "ptx/tma.cuh"
 
 struct gemm_fold_params {
@@ -45,15 +43,18 @@ constexpr int kBlocks = WARPGROUPS * BLOCKS;
 constexpr int kWeightBytes = kBlocks * kBlockBytes, kInputBytes = (MN_MAJOR ? ceil_div(COLUMNS, 64) * 64 : COLUMNS) * 128;
 constexpr int kStageBytes = kWeightBytes + kInputBytes;
 constexpr int kGroupFloats = kGroupLines * FOLD_PITCH, kFoldBytes = kConsumers / 32 / FOLD_WARPS * kGroupFloats * 4;
-struct barriers_t { barrier_t full[STAGES], empty[STAGES]; };
+using barriers_t = ring_barriers_t<STAGES>;
 constexpr int kFirstLanding = STAGES * kStageBytes + kFoldBytes, kLandingBytes = MN_MAJOR ? 0 : 48 << 10;
 constexpr int kFirstBias = kFirstLanding + kLandingBytes, kFirstBarrier = kFirstBias + ceil_div(kTileOuts, 2) * 8;
 static_assert(kFirstBarrier + sizeof(barriers_t) <= SHARED_BYTES, "what is shared fits the launch's memory");
 extern __shared__ __align__(1024) unsigned char shared[];
 
-/* An item's first image and output channel; those of the same images follow each other. */
-__device__ __forceinline__ int first_image(int item) { return item / kLineTiles * IMAGES; }
-__device__ __forceinline__ int first_out(int item) { return item % kLineTiles * kTileOuts; }
+/* An item: its first image and output channel. Those of the same images follow each other. */
+struct item_t {
+    int image, out;
+    __device__ __forceinline__ item_t(const gemm_fold_params&, int i)
+        : image(i / kLineTiles * IMAGES), out(i % kLineTiles * kTileOuts) {}
+};
 
 /* Where the inputs of the images of an item begin, and how many positions there are. */
 struct item_inputs_t { const ELEMENT_T* source; int positions; };
@@ -61,29 +62,21 @@ __device__ __forceinline__ item_inputs_t inputs_from(const gemm_fold_params& p, 
     return {p.input + static_cast<long long>(image) * IN_CHANNELS * kPixels, least(IMAGES, p.batch - image) * kPixels};
 }
 
-/* Calls body(first image, first output channel) for the items of a block. */
-template <typename BODY> __device__ __forceinline__ void each_item(const gemm_fold_params& p, const BODY& body) {
-    #pragma unroll 1
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) body(first_image(i), first_out(i));
-}
-
 /* Begins to copy the weights of all stages of all items. One thread. */
 __device__ __forceinline__ void produce_weights(const gemm_fold_params& p, barriers_t& barriers) {
-    ring_t<STAGES> ring;
-    each_item(p, [&](int, int out) {
+    ring_t ring;
+    each_item<item_t>(p, [&](const item_t& item) {
         #pragma unroll 1
         for (int channel = 0; channel < IN_CHANNELS; channel += kChannels) {
-            barrier_wait(barriers.empty[ring.stage], ring.parity ^ 1);
-            barrier_t& full = barriers.full[ring.stage];
-            barrier_arrive_expecting(full, kWeightBytes);
+            barrier_t& full = begin_stage(barriers, ring, kWeightBytes);
             unsigned char* stage = shared + ring.stage * kStageBytes;
             #pragma unroll
             for (int block = 0; block < kBlocks; ++block)
                 #pragma unroll
                 for (int line = 0; line < kBlockLines; line += kBoxLines)
                     tma_load(stage + (block * kBlockBytes + line / kBoxLines * kBoxBytes), p.weights,
-                             (out + block * kBlockOuts) * kTaps + line, channel, 0, 0, full);
-            ring.advance();
+                             (item.out + block * kBlockOuts) * kTaps + line, channel, 0, 0, full);
+            ring.advance(STAGES);
         }
     });
 }

@@ -5,14 +5,14 @@
 #include "numeric/divide.cuh"
 #include "numeric/index.cuh"
 #include "numeric/integers.cuh"
-#include "ptx/mbarrier.cuh"
 #if BOXED || LANDING_BOX
 #include "ptx/tma.cuh"
 #endif
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "geometry/rows.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
+#include "numeric/vector.cuh"
 #include "ptx/wgmma.cuh"
 
 #define PAIR_NONE 0
@@ -146,8 +146,6 @@ constexpr int kPlaces = 64 / static_cast<int>(sizeof(ELEMENT_T)), kPixel = 64 + 
 constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 2 * kPlaces * kPixel / 4
                                       : (kLined ? kWarpChannels : kOuter * 8) * kLine;
 extern __shared__ __align__(1024) unsigned char shared[];
-
-template <int COUNT> struct alignas(COUNT * sizeof(ELEMENT_T)) vector_t { ELEMENT_T value[COUNT]; };
 
 // Barriers of warps (see ptx/named_barrier.cuh): of all loaders; of the turn of either warpgroup; of either alone, when it stores.
 constexpr int kLoadersMeet = 1, kTurnOf0 = 2, kTurnOf1 = 3, kStoresOf0 = 4, kStoresOf1 = 5;

@@ -25,13 +25,11 @@
 #include "geometry/image.cuh"
 #include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
-#include "ptx/mbarrier.cuh"
-#include "numeric/types.cuh"
-#include "pipeline/ring.cuh"
+#include "pipeline/persistent.cuh"
 #include "ptx/tma.cuh"
 #include "numeric/units.cuh"
 #include "numeric/unroll.cuh"
-#include "ptx/wgmma_rs.cuh"
+#include "ptx/wgmma.cuh"
 
 struct pixels_on_m_params {
 #if PACKED
@@ -93,12 +91,6 @@ struct item_t {
     }
 };
 
-/* Calls body(item) for the items of a block of threads. */
-template <typename BODY> __device__ __forceinline__ void each_item(const pixels_on_m_params& p, const BODY& body) {
-    #pragma unroll 1
-    for (int i = blockIdx.x; i < p.items; i += gridDim.x) body(item_t(p, i));
-}
-
 /* Where a slot's row of a channel has the 16 bytes of some positions. Of those that lanes of a warp read at a time, four
  * channels of 32 bytes or eight of 16, all lie in different banks.
  */
@@ -108,9 +100,9 @@ __device__ __forceinline__ int swapped(int bytes, int channel) {
 
 /* Begins to copy the weights of all items. One thread. */
 __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
-    counted_ring_t ring;
+    ring_t ring;
     if (PACKED) grid_dependency_wait();
-    each_item(p, [&](const item_t& item) {
+    each_item<item_t>(p, [&](const item_t& item) {
         #pragma unroll 1
         for (int i = 0; i < item.blocks * kChunks; ++i, ring.advance(p.stages)) {
             const int block = item.block + i / kChunks, chunk = i % kChunks;
@@ -136,8 +128,8 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
     static_assert(PRODUCERS % kPieces == 0, "threads have whole channels");
     const int thread = threadIdx.x - 32, first = thread / kPieces, piece = thread % kPieces * PIECE;
     const int pixels = p.in_h * p.in_w;
-    counted_ring_t ring;
-    each_item(p, [&](const item_t& item) {
+    ring_t ring;
+    each_item<item_t>(p, [&](const item_t& item) {
         const ELEMENT_T* source[ROW_BLOCKS];
         bool inside[ROW_BLOCKS];
         #pragma unroll
@@ -223,7 +215,7 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& wor
  */
 template <bool PAIRED, int SHARES, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
-    const pixels_on_m_params& p, float (&sums)[ROW_BLOCKS][LINES / 2], counted_ring_t& ring, counted_ring_t& slots,
+    const pixels_on_m_params& p, float (&sums)[ROW_BLOCKS][LINES / 2], ring_t& ring, ring_t& slots,
     int warp, bool frees, const MEANWHILE& meanwhile) {
     static_assert(ROW_BLOCKS <= 2, "words of two groups of products take turns");
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
@@ -303,7 +295,7 @@ struct biases_t {
 
 /* What a block of threads does; `consume` is called by those that multiply, with the number of the warp. */
 template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
-    if (threadIdx.x == 0) {
+    init_barriers([&] {
         for (int i = 0; i < p.slots; ++i) {
             barrier_init(barriers_of_slot(p, i).full, PRODUCERS);
             barrier_init(barriers_of_slot(p, i).empty, kConsumers);
@@ -312,15 +304,10 @@ template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_
             barrier_init(barriers_of_stage(p, i).full, 1);
             barrier_init(barriers_of_stage(p, i).empty, kConsumers / 32);
         }
-        barrier_init_done();
-    }
-    __syncthreads();
-    if (threadIdx.x >= kProducers) {
-        setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume(__shfl_sync(0xffffffffu, (threadIdx.x - kProducers) / 32, 0));
-    } else {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
+    });
+    const auto produce = [&] {
         if (threadIdx.x >= 32) produce_inputs(p);
         else if (threadIdx.x == 0) produce_weights(p);
-    }
+    };
+    run_roles<kProducers, 32, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(produce, consume);
 }

@@ -486,6 +486,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "SPLIT": int(tile.split),
         "CHAIN": CHAIN,
         "CHANNEL_STEPS": tile.steps,
+        "LINES": tile.whole_lines,
         "STAGES": tile.stages,
         "WARPGROUPS": tile.warpgroups,
         "FOLDERS": tile.folders,

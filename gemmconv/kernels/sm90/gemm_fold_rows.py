@@ -1,9 +1,10 @@
-"""How ``fused`` goes about wide rows of 16 bits in NCHW (csrc/sm90/gemm_fold_rows.cu): tiles and their estimates.
+"""How ``fused`` goes about wide rows in NCHW, of 16 bits and of TF32 (csrc/sm90/gemm_fold_rows.cu): tiles, estimates.
 
 It is for forward passes and the input gradients of stride 1, where rows of inputs are whole pieces of 16 bytes, every
-phase has a tap, the stride across is at most four, taps across are at most twelve and reach over at most eight inputs,
-groups have at most 256 input channels, a multiple of 16 if there are several, and the weights of 32 or 64 output
-channels fit shared memory; ``tile_of`` gives None for others.
+phase has a tap, the stride across is at most four, taps across reach over at most eight inputs, and the weights of some
+output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most twelve and groups have at
+most 256 input channels, a multiple of 16 if there are several; in TF32 a phase across has more than one tap.
+``tile_of`` gives None for others. Words are those of the kernel's header.
 """
 
 from __future__ import annotations
@@ -11,51 +12,384 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.macros import Macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
+from gemmconv.kernels.pass_geometry import Gathering
+from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
+from gemmconv.kernels.sm90.base import INT32_MAX, Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
-from gemmconv.kernels.sm90.row_streaming import (
-    BARRIER_BYTES,
-    LONGEST_BOX,
-    RowGathering,
-    RowStreamingKernel,
-    may_gather,
-)
-from gemmconv.kernels.weights.pack import ROWS_PLAIN, ROWS_SLOTS
+from gemmconv.kernels.weights import pack
 
+_DEVICE = costs_of("device")
 _COST = costs_of("sm90/gemm_fold_rows")
-_ITEM = 2  # bytes of an element
-_SECTOR = 16  # outputs that memory writes together
+_LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
+_BARRIER_BYTES = 8
+_PIECE_BYTES = 16  # that lie together in memory
+_CARRIED = 8  # columns of the step before
+_LONGEST_STEP = 8  # of a tensor map: from one element of a box to the next
+_MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
+_MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
+_THREADS = 384
+_SECTOR_BYTES, _PRODUCT_BYTES = 32, 32  # that memory writes together; of channels of a product
+
+# Of 16 bits.
 _LINE = 64  # columns of a box, 128 bytes
-_BLOCK_ROWS, _STEP = 64, 16  # rows of a product, and channels
+_BLOCK_ROWS = 64  # of a product
 _SLOTS, _COLUMNS, _ROWS = (1, 2), (64, 128), (1, 2)  # of tiles; 96, 192 and 256 columns were hardly ever faster
 _MOST_SUMS = 192  # registers of a thread
 _MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
 _CACHED_BYTES = 96 << 20  # of outputs: beyond, hardly any are still in the L2 cache when their neighbours are stored
 
+# Of TF32.
+_WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and columns of a product
+_CHUNKS = (8, 16, 32, 64)  # channels of a stage
+# Of a step, which are written out one by one; a group has those of a chunk, and of a tap down or of all of them.
+_MOST_PRODUCTS, _MOST_GROUPS = 96, 16
+_MOST_REGISTERS, _OTHER_REGISTERS, _FEW_WORDS = 250, 40, 64  # of a thread
+_MOST_TF32_STAGES = 16
+_LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
+
 
 @dataclass(frozen=True)
-class Tile(RowGathering):
-    """What a block of csrc/sm90/gemm_fold_rows.cu does; see its header.
+class Tap:
+    """A tap of an axis.
 
     Attributes:
+        tap: which of the kernel's.
+        phase: which output of a cell it reaches.
+        shift: from the cell to the input that it reads.
+    """
+
+    tap: int
+    phase: int
+    shift: int
+
+
+class RowTile(Gathering):
+    """What a block does that goes along rows of cells, some columns of the input a step.
+
+    Attributes:
+        itemsize: bytes of an element.
+        pixels_on_m: whether inputs are the left side of products, and weights the right one.
         problem: the geometry.
         direction: "forward" or "input_grad".
+        whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
+        columns: inputs of a row of a step.
+        rows: of cells of an item.
+        multiprocessors: of the GPU: as many blocks run at once.
+    """
+
+    itemsize: ClassVar[int]
+    pixels_on_m: ClassVar[bool]
+    of_layer: ClassVar[tuple[str, ...]] = (
+        "taps_across",
+        "delayed",
+        "given",
+        "taps_down",
+        "row_step",
+        "first_rows",
+        "input_rows",
+        "compiled",
+        "packing",
+    )  # what does not depend on sizes
+    whole_sectors: bool
+    columns: int
+    rows: int
+    multiprocessors: int
+
+    def sized(self, problem: Problem) -> Any:
+        """The same tile for other images of the layer, whose rows are whole pieces too."""
+        one = replace(cast(Any, self), problem=problem)
+        vars(one).update((name, getattr(self, name)) for name in self.of_layer)
+        return one
+
+    @property
+    def piece(self) -> int:
+        """Elements that lie together."""
+        return _PIECE_BYTES // self.itemsize
+
+    @property
+    def sector(self) -> int:
+        """Outputs that memory writes together."""
+        return _SECTOR_BYTES // self.itemsize
+
+    @property
+    def product_channels(self) -> int:
+        """Input channels of a product."""
+        return _PRODUCT_BYTES // self.itemsize
+
+    @property
+    def span(self) -> Pair:
+        """Outputs of a cell."""
+        return self.problem.stride if self.direction == "forward" else (1, 1)
+
+    @property
+    def set_outs(self) -> int:
+        """Output channels of a set."""
+        raise NotImplementedError
+
+    @property
+    def channels(self) -> int:
+        """Input channels, up to what products take."""
+        raise NotImplementedError
+
+    @property
+    def channel_sets(self) -> int:
+        return -(-self.out_channels // self.set_outs)
+
+    @property
+    def sets(self) -> int:
+        """Parts of the weights that blocks keep, of all groups."""
+        return self.problem.groups * self.span[0] * self.channel_sets
+
+    # Taps across: the fold.
+
+    @cached_property
+    def taps_across(self) -> tuple[Tap, ...]:
+        return taps_of(self.problem, self.direction, 1)
+
+    @cached_property
+    def delayed(self) -> int:
+        """Inputs that cells come later than columns: of those that let all taps be 0 to 8 late, the best to store."""
+        shifts = [tap.shift for tap in self.taps_across]
+        possible = range(max(0, *shifts), min(shifts) + _CARRIED + 1)
+        return max(possible, key=lambda delayed: (math.gcd(self.piece, delayed * self.span[1]), -delayed))
+
+    @property
+    def delays(self) -> list[int]:
+        """Of each tap."""
+        return [self.delayed - tap.shift for tap in self.taps_across]
+
+    @cached_property
+    def given(self) -> list[int]:
+        """From how many lanes before an output channel's two cells of a lane get something, of each phase and cell."""
+        taps = list(zip(self.taps_across, self.delays, strict=True))
+        lanes = {(tap.phase, e, (delay + (e + delay) % 2 - e) // 2) for tap, delay in taps for e in (0, 1)}
+        return [distance for _, _, distance in lanes]
+
+    # Taps down: rows of the input.
+
+    @cached_property
+    def taps_down(self) -> list[list[Tap]]:
+        """Of each row phase."""
+        taps = taps_of(self.problem, self.direction, 0)
+        return [[tap for tap in taps if tap.phase == phase] for phase in range(self.span[0])]
+
+    @property
+    def weight_rows(self) -> int:
+        """Taps down of the phase that has most."""
+        return max(map(len, self.taps_down))
+
+    @cached_property
+    def row_step(self) -> int:
+        """From one input row of an item to the next: one where several rows of cells read them."""
+        stride, dilation = self.problem.stride[0], self.problem.dilation[0]
+        steps = dilation if self.direction == "input_grad" else dilation // math.gcd(stride, dilation)
+        return 1 if self.rows > 1 or self.weight_rows == 1 else steps
+
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """From an item's first cell to its first input row, of each row phase."""
+        return [min(tap.shift for tap in taps) for taps in self.taps_down]
+
+    @cached_property
+    def input_rows(self) -> int:
+        """Rows of the input that an item reads, of the row phase that reads most."""
+        reaches = [max(tap.shift for tap in taps) - min(tap.shift for tap in taps) for taps in self.taps_down]
+        return (max(reaches) + self.rows - 1) // self.row_step + 1
+
+    # Steps along a row, and items.
+
+    @property
+    def cuts_sectors(self) -> bool:
+        """Whether steps end, and rows begin, within sectors."""
+        return any(place % self.sector for place in (self.output_size[1], self.delayed * self.span[1]))
+
+    @property
+    def kept(self) -> int:
+        """Outputs of a row that may be stored later than what is beside them."""
+        raise NotImplementedError
+
+    @property
+    def steps(self) -> int:
+        cells = self.cells[1] + self.delayed + -(-self.kept // self.span[1])
+        return -(-cells // self.columns)
+
+    @property
+    def multiplied(self) -> int:
+        """Inputs of a row that products read."""
+        return min(self.input_size[1], self.steps * self.columns)
+
+    @property
+    def image_items(self) -> int:
+        return -(-self.cells[0] // self.rows)
+
+    @property
+    def items(self) -> int:
+        """Of a set."""
+        return self.problem.batch * self.image_items
+
+    def blocks_on(self, multiprocessors: int) -> int:
+        """Blocks of a set."""
+        return max(1, min(self.items, multiprocessors // self.sets))
+
+    # Memory.
+
+    @property
+    def vector(self) -> int:
+        """Outputs that begin at a multiple of their bytes in memory, in any line."""
+        raise NotImplementedError
+
+    @property
+    def stages(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of a set."""
+        raise NotImplementedError
+
+    @property
+    def shared_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the weights as they are laid out."""
+        return self.sets * self.weight_bytes
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        """Columns, channels and rows that are copied together."""
+        raise NotImplementedError
+
+    @property
+    def addressable(self) -> bool:
+        """Whether boxes and integers hold it."""
+        boxes = self.input_rows * self.row_step <= _LONGEST_BOX and self.row_step <= _LONGEST_STEP
+        last = (self.cells[0] + self.rows) * self.span[0], (self.steps + 1) * self.columns * self.span[1]
+        return boxes and max(self.items + self.multiprocessors, self.packed_bytes // 16, *last) <= INT32_MAX
+
+    @cached_property
+    def cycles(self) -> float:
+        """Roughly the cycles of a call, its launches among them."""
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> float:
+        """Roughly the seconds of a call."""
+        return self.cycles / _DEVICE.clock
+
+    @property
+    def moved_cycles(self) -> float:
+        """Of moving the inputs and outputs of a call."""
+        pixels = self.in_channels * math.prod(self.input_size) + self.out_channels * math.prod(self.output_size)
+        return self.cycles_of_bytes(self.problem.batch * self.problem.groups * pixels * self.itemsize)
+
+    @staticmethod
+    def cycles_of_bytes(count: int) -> float:
+        """Of reading or writing so many bytes of memory."""
+        return count / _DEVICE.rows_memory_rate * _DEVICE.clock
+
+    @property
+    def macros(self) -> Macros:
+        """Macros of the kernel, beside those of all."""
+        raise NotImplementedError
+
+    @property
+    def packed_as(self) -> Macros:
+        """SLOTS, which taps across are in, and other macros of csrc/weights/pack.cu that say how rows are ordered."""
+        raise NotImplementedError
+
+    @cached_property
+    def compiled(self) -> Macros:
+        """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
+        return {
+            "IN_CHANNELS": self.in_channels,
+            "OUT_CHANNELS": self.out_channels,
+            "CHANNELS": self.channels,
+            "CHANNEL_SETS": self.channel_sets,
+            "PHASES": self.span[0],
+            "WEIGHT_ROWS": self.weight_rows,
+            "PIXELS_ON_M": int(self.pixels_on_m),
+            "SPAN_W": self.span[1],
+            "ROWS": self.rows,
+            "DELAYED": self.delayed,
+            "DELAY": table(self.delays + [0] * self._pads),
+            "PHASE": table([tap.phase for tap in self.taps_across] + [-1] * self._pads),
+            "INPUT_ROWS": self.input_rows,
+            "FIRST_ROW": table(self.first_rows),
+            "STAGES": self.stages,
+            "VECTOR": self.vector,
+            "WHOLE_SECTORS": int(self.whole_sectors),
+            "SHARED_BYTES": self.shared_bytes,
+            **self.macros,
+        }
+
+    @cached_property
+    def packing(self) -> Macros:
+        """The same of csrc/weights/pack.cu: sets of steps are row phases, steps taps down and tiles of taps across."""
+        slots, width = int(self.packed_as["SLOTS"]), self.problem.kernel_size[1]
+        across = [tap.tap for tap in self.taps_across] + [-1] * self._pads
+        tiles = [across[first : first + slots] for first in range(0, len(across), slots)]
+        sets = (
+            [[kh.tap * width + kw if kh and kw >= 0 else -1 for kw in tile] for kh in down for tile in tiles]
+            for down in ([*taps, *[None] * (self.weight_rows - len(taps))] for taps in self.taps_down)
+        )
+        others: Macros = {
+            "INPUT_GRAD": int(self.direction == "input_grad"),
+            "IN_CHANNELS": self.in_channels,
+            "OUT_CHANNELS": self.out_channels,
+            "TAPS": self.problem.taps,
+            "UNITS": self.channels // self.piece,
+            **self.packed_as,
+        }
+        return pack.macros_of(sets, others)
+
+    @property
+    def _pads(self) -> int:
+        """Places for taps across that have none."""
+        return -len(self.taps_across) % int(self.packed_as["SLOTS"])
+
+    @property
+    def input_map(self) -> TensorMapSpec:
+        """The tensor map of the inputs: [images][rows][channels][columns]."""
+        p, (height, width) = self.problem, self.input_size
+        channels = self.in_channels * p.groups
+        row, plane = width * self.itemsize, height * width * self.itemsize
+        sizes, strides = (width, channels, height, p.batch), (plane, row, channels * plane)
+        box, steps = (*self.box, 1), (1, 1, self.row_step, 1)
+        return TensorMapSpec("input", self.itemsize, sizes, strides, box, steps, fetched=self.fetched)
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of a line that the L2 cache fetches together: few where what all blocks wait for would not stay there.
+
+        On an H200, blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs
+        written at the same time some of it was fetched twice.
+        """
+        lines = self.blocks_on(self.multiprocessors) * self.sets * self.input_rows * self.in_channels
+        return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
+
+
+@dataclass(frozen=True)
+class Tile16(RowTile):
+    """What a block does in 16 bits.
+
+    Attributes:
         slots: taps that a product's rows have, each with 64 / slots output channels.
         columns: inputs of a row of a step.
         rows: of cells of an item: of either warpgroup one, or both the same.
-        whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
-        multiprocessors: of the GPU: as many blocks run at once.
     """
 
     problem: Problem
@@ -66,14 +400,14 @@ class Tile(RowGathering):
     whole_sectors: bool
     multiprocessors: int = REFERENCE.multiprocessors
 
-    itemsize: ClassVar[int] = _ITEM
-    source: ClassVar[str] = "sm90/gemm_fold_rows"
-    of_layer: ClassVar[tuple[str, ...]] = (*RowGathering.of_layer, "line_cells", "line_pitch")
+    itemsize: ClassVar[int] = 2
+    pixels_on_m: ClassVar[bool] = False
+    of_layer: ClassVar[tuple[str, ...]] = (*RowTile.of_layer, "line_cells", "line_pitch")
 
     @property
     def channels(self) -> int:
         """Input channels, up to what products take."""
-        return -(-self.in_channels // _STEP) * _STEP
+        return -(-self.in_channels // self.product_channels) * self.product_channels
 
     @property
     def tiles(self) -> int:
@@ -109,7 +443,7 @@ class Tile(RowGathering):
     @cached_property
     def line_cells(self) -> int:
         """Cells of a line of outputs, which are folded before any are stored."""
-        most = max(8, _LINE_BYTES // (_ITEM * self.span[1]))
+        most = max(8, _LINE_BYTES // (self.itemsize * self.span[1]))
         return max(cells for cells in range(8, self.columns + 1, 8) if self.columns % cells == 0 and cells <= most)
 
     @property
@@ -119,14 +453,9 @@ class Tile(RowGathering):
         return math.gcd(self.piece, self.output_size[1], self.delayed * span, self.line_cells * span)
 
     @property
-    def cuts_sectors(self) -> bool:
-        """Whether steps end, and rows begin, within sectors."""
-        return any(place % _SECTOR for place in (self.output_size[1], self.delayed * self.span[1]))
-
-    @property
     def _lines_are_sectors(self) -> bool:
         """Whether lines have as much as some sectors."""
-        return self.line_cells * self.span[1] % _SECTOR == self.columns * self.span[1] % _SECTOR == 0
+        return self.line_cells * self.span[1] % self.sector == self.columns * self.span[1] % self.sector == 0
 
     @property
     def stored(self) -> int:
@@ -135,12 +464,12 @@ class Tile(RowGathering):
 
     @property
     def kept(self) -> int:
-        return _SECTOR - 1 if self.whole_sectors else 0
+        return self.sector - 1 if self.whole_sectors else 0
 
     @cached_property
     def line_pitch(self) -> int:
         """Outputs from a line to the next, in shared memory: such that lanes write to different banks."""
-        first = self.line_cells * self.span[1] + (_SECTOR if self.whole_sectors else 0)
+        first = self.line_cells * self.span[1] + (self.sector if self.whole_sectors else 0)
         word = math.gcd(2 * self.span[1], self.vector) if self.whole_sectors else word_of(self.span[1])
         return _line_pitch(first, 2 * self.span[1], word, self.stored)
 
@@ -148,12 +477,12 @@ class Tile(RowGathering):
 
     @property
     def stage_bytes(self) -> int:
-        return self.columns * self.input_rows * self.channels * _ITEM
+        return self.columns * self.input_rows * self.channels * self.itemsize
 
     @property
     def tap_bytes(self) -> int:
         """Weights of a tap down, of a warpgroup."""
-        return self.tiles * self.channels * _BLOCK_ROWS * _ITEM
+        return self.tiles * self.channels * _BLOCK_ROWS * self.itemsize
 
     @property
     def weight_bytes(self) -> int:
@@ -161,18 +490,18 @@ class Tile(RowGathering):
 
     @property
     def _output_bytes(self) -> int:
-        return 2 * self.outs * self.line_pitch * _ITEM
+        return 2 * self.outs * self.line_pitch * self.itemsize
 
     @property
     def stages(self) -> int:
         """Each has the inputs of a step."""
-        left = SHARED_BYTES - self.weight_bytes - self._output_bytes - BARRIER_BYTES
-        return min(_MOST_STAGES, left // (self.stage_bytes + 2 * BARRIER_BYTES))
+        left = SHARED_BYTES - self.weight_bytes - self._output_bytes - _BARRIER_BYTES
+        return min(_MOST_STAGES, left // (self.stage_bytes + 2 * _BARRIER_BYTES))
 
     @property
     def shared_bytes(self) -> int:
-        stages = self.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
-        return stages + self.weight_bytes + self._output_bytes + BARRIER_BYTES
+        stages = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
+        return stages + self.weight_bytes + self._output_bytes + _BARRIER_BYTES
 
     @property
     def box(self) -> tuple[int, int, int]:
@@ -194,12 +523,12 @@ class Tile(RowGathering):
         more than once.
         """
         blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
-        products, span = self.weight_rows * self.channels / _STEP * self.tiles, self.span[1]
+        products, span = self.weight_rows * self.channels / self.product_channels * self.tiles, self.span[1]
         pairs = self.columns / 8 * (2 // self.slots)  # of cells, that a thread folds
         outputs = self.columns * span * self.outs
         shuffles = pairs * sum(0 < distance < 4 for distance in self.given)
         read = products * (2048 + 32 * self.columns) / 128
-        accesses = 4 * shuffles + 3 * outputs * _ITEM / 128
+        accesses = 4 * shuffles + 3 * outputs * self.itemsize / 128
         shared = 2 * (_COST.read_factor * read + _COST.access_factor * accesses)
         folding = pairs * (_COST.tap_cycles * len(self.taps_across) + _COST.pair_cycles * span)
         folding += shuffles + _COST.store_cycles * outputs / (32 * self.stored)
@@ -223,7 +552,7 @@ class Tile(RowGathering):
     @property
     def _output_bytes_of_all(self) -> int:
         p = self.problem
-        return p.batch * p.groups * self.out_channels * math.prod(self.output_size) * _ITEM
+        return p.batch * p.groups * self.out_channels * math.prod(self.output_size) * self.itemsize
 
     @property
     def macros(self) -> Macros:
@@ -232,16 +561,13 @@ class Tile(RowGathering):
             "SLOTS": self.slots,
             "COLUMNS": self.columns,
             "ROW_TAP": table([tap for phase in self.row_taps for row in phase for tap in row * (2 // self.rows)]),
-            "STAGES": self.stages,
             "LINE_CELLS": self.line_cells,
             "LINE_PITCH": self.line_pitch,
-            "VECTOR": self.vector,
-            "WHOLE_SECTORS": int(self.whole_sectors),
         }
 
     @property
     def packed_as(self) -> Macros:
-        order = ROWS_SLOTS if self.slots == 2 else ROWS_PLAIN
+        order = pack.ROWS_SLOTS if self.slots == 2 else pack.ROWS_PLAIN
         sets = {"CHANNEL_SETS": self.channel_sets * self.sides, "ROWS": _BLOCK_ROWS, "ROW_ORDER": order}
         return {**sets, "SLOTS": self.slots, "CHANNELS": self.outs}
 
@@ -263,19 +589,241 @@ def word_of(span: int) -> int:
     return math.gcd(2 * span, 8)
 
 
+@dataclass(frozen=True)
+class TileTf32(RowTile):
+    """What a block does in TF32.
+
+    Attributes:
+        outs: output channels of a block.
+        chunk: input channels of a stage.
+    """
+
+    problem: Problem
+    direction: Pass
+    outs: int
+    chunk: int
+    whole_sectors: bool
+    columns: int = 16
+    rows: int = 8
+    multiprocessors: int = REFERENCE.multiprocessors
+
+    itemsize: ClassVar[int] = 4
+    pixels_on_m: ClassVar[bool] = True
+    of_layer: ClassVar[tuple[str, ...]] = (*RowTile.of_layer, "taps_together", "row_places")
+
+    @property
+    def channels(self) -> int:
+        """Input channels, up to whole chunks."""
+        return -(-self.in_channels // self.chunk) * self.chunk
+
+    @property
+    def chunks(self) -> int:
+        return self.channels // self.chunk
+
+    @property
+    def set_outs(self) -> int:
+        return self.outs
+
+    @property
+    def lines(self) -> int:
+        """Columns of a product: the output channels of each tap across."""
+        return -(-len(self.taps_across) * self.outs // _WHOLE_LINES) * _WHOLE_LINES
+
+    @property
+    def products(self) -> int:
+        """Of a warpgroup's step."""
+        return self.weight_rows * self.channels // self.product_channels
+
+    @property
+    def groups(self) -> int:
+        """Of products of a step: of a chunk, and a tap down, or all taps down."""
+        return self.weight_rows * self.chunks // self.taps_together
+
+    @cached_property
+    def taps_together(self) -> int:
+        """Taps down whose words a thread loads together: all of them, where registers hold those."""
+        return self.weight_rows if self._registers_with(self.weight_rows) <= _MOST_REGISTERS else 1
+
+    @cached_property
+    def row_places(self) -> list[list[int]]:
+        """Of each row phase, from a cell's first input row to that of each of ``weight_rows`` taps down."""
+        return [
+            [tap.shift - first for tap in taps] + [0] * (self.weight_rows - len(taps))
+            for first, taps in zip(self.first_rows, self.taps_down, strict=True)
+        ]
+
+    @property
+    def vector(self) -> int:
+        """Outputs that a lane's cells, rows and where lines begin are multiples of; four at most."""
+        span = self.span[1]
+        return math.gcd(self.piece, 2 * span, self.output_size[1], self.delayed * span)
+
+    @property
+    def steps(self) -> int:
+        """Along a row; they come two by two."""
+        return -(-super().steps // 2) * 2
+
+    @property
+    def kept(self) -> int:
+        if not self.whole_sectors:
+            return 0
+        return -self.delayed * self.span[1] % self.sector if self.output_size[1] % self.sector == 0 else self.sector - 1
+
+    # Shared memory and registers.
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.columns * self.input_rows * self.chunk * self.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_rows * self.channels * self.lines * self.itemsize
+
+    @property
+    def stages(self) -> int:
+        """Each has the inputs of a chunk of a step; no more than two steps are ahead."""
+        left = SHARED_BYTES - self.weight_bytes - self._other_bytes
+        return min(_MOST_TF32_STAGES, 3 * self.chunks, left // (self.stage_bytes + 2 * _BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES) + self.weight_bytes + self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        """Outputs of two steps of eight channels of each warp, and what is kept of all; the bias, a barrier."""
+        line = 2 * self.columns * self.span[1] + self.whole_sectors * self.sector + _LINE_PAD
+        outputs = _WHOLE_OUTS * line * self.itemsize + self.whole_sectors * self.outs * self.sector * self.itemsize
+        return self.rows * outputs + self.outs * self.itemsize + _BARRIER_BYTES
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        return self.columns, self.chunk, self.input_rows
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that multiplies, about: sums, words of two groups, what is carried or waits.
+
+        Of 400 tiles of random layers that take 170 and more, ten spill, 128 bytes at most.
+        """
+        return self._registers_with(self.taps_together)
+
+    def _registers_with(self, taps_together: int) -> int:
+        span, groups = self.span[1], self.weight_rows * self.chunks // taps_together
+        words = min(2, groups) * taps_together * self.chunk // self.product_channels * 4
+        words += max(0, words - _FEW_WORDS) if groups > 1 else 0  # of many, some have to be moved
+        return self.lines // 2 + words + self.outs // 4 * (self._carried + 2 * span) + 8 * span + _OTHER_REGISTERS
+
+    @property
+    def _carried(self) -> int:
+        """Of an output channel's two cells of a lane, what comes from other lanes."""
+        return sum(distance > 0 for distance in self.given)
+
+    @property
+    def possible(self) -> bool:
+        """Whether registers, shared memory, boxes and integers hold it."""
+        fits = self.lines <= _MOST_LINES and self.registers <= _MOST_REGISTERS and self.products <= _MOST_PRODUCTS
+        fits = fits and self.groups <= _MOST_GROUPS
+        return fits and self.stages > self.chunks and self.addressable
+
+    @cached_property
+    def cycles(self) -> float:
+        """Roughly the cycles of a call, its launches among them.
+
+        Of a step a warpgroup multiplies, and folds while the other multiplies. That hides a part of reading words, of
+        inputs that come, shuffles and stores, which all wait for shared memory. Inputs that are asked for many channels
+        at a time keep memory waiting in between.
+        """
+        blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
+        step = self.products * (_COST.tf32_line_cycles * self.lines + _COST.tf32_product_cycles)
+        step += 2 * _COST.tf32_group_cycles * self.groups + self.stage_bytes * self.chunks / 128
+        step += self.outs * (2 * self._carried + _COST.tf32_output_cycles * self.span[1])
+        computing = rounds * -(-self.items // blocks) * self.steps * _COST.tf32_step_share * step
+        moving = _COST.tf32_memory_factor * (1 + self.chunk / _COST.tf32_long_chunk) * self.moved_cycles
+        overlap = _COST.tf32_overlap
+        return _COST.tf32_start_cycles + (computing**overlap + moving**overlap) ** (1 / overlap)
+
+    @property
+    def macros(self) -> Macros:
+        return {
+            "CHUNK": self.chunk,
+            "OUTS": self.outs,
+            "LINES": self.lines,
+            "ROW_PLACE": table([place for phase in self.row_places for place in phase]),
+            "TAPS_TOGETHER": self.taps_together,
+        }
+
+    @property
+    def packed_as(self) -> Macros:
+        sets = {"CHANNEL_SETS": self.channel_sets, "ROWS": self.lines, "CHANNEL_PAIRS": 1}
+        return {**sets, "SLOTS": len(self.taps_across), "CHANNELS": self.outs}
+
+
+def taps_of(problem: Problem, direction: Pass, axis: int) -> tuple[Tap, ...]:
+    """The taps of an axis.
+
+    >>> taps_of(Problem(1, 1, 1, 1, (8, 8), (3, 3), stride=(2, 2), padding=(1, 1)), "forward", 0)
+    (Tap(tap=0, phase=1, shift=1), Tap(tap=1, phase=0, shift=0), Tap(tap=2, phase=1, shift=0))
+    """
+    p = problem
+    return _taps_of(direction, p.kernel_size[axis], p.stride[axis], p.padding[axis], p.dilation[axis])
+
+
 @lru_cache(maxsize=1024)
-def tile_of(problem: Problem, direction: Pass, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
-    """The tile for a problem of 16 bits in NCHW: a pure function of it. None where the kernel is not for it."""
-    return min(tiles_of(problem, direction, multiprocessors), key=lambda tile: tile.cycles, default=None)
+def _taps_of(direction: Pass, kernel_size: int, stride: int, padding: int, dilation: int) -> tuple[Tap, ...]:
+    found = []
+    for tap in range(kernel_size):
+        place = tap * dilation - padding
+        if direction == "forward":
+            found.append(Tap(tap, place % stride, -(place // stride)))
+        else:
+            found.append(Tap(tap, 0, place))
+    return tuple(found)
 
 
-def tiles_of(problem: Problem, direction: Pass, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
+def may_gather(problem: Problem, direction: Pass) -> bool:
+    """Whether rows of a problem may be gone along: every phase has a tap, and none is later than is carried."""
+    p = problem
+    if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
+        return False
+    for axis in (0, 1) if direction == "forward" else ():
+        if len({tap.phase for tap in taps_of(p, direction, axis)}) < p.stride[axis]:
+            return False  # outputs that hold the bias alone
+    shifts = [tap.shift for tap in taps_of(p, direction, 1)]
+    return max(0, *shifts) - min(shifts) <= _CARRIED
+
+
+def macros_of(tile: RowTile, dtype: torch.dtype) -> Macros:
+    """Macros that specialise the kernel."""
+    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.compiled}
+
+
+def packing_macros_of(tile: RowTile, dtype: torch.dtype) -> Macros:
+    """Macros that specialise csrc/weights/pack.cu."""
+    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.packing}
+
+
+@lru_cache(maxsize=1024)
+def tile_of(
+    problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
+) -> RowTile | None:
+    """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
+    return min(tiles_of(problem, direction, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
+
+
+def tiles_of(
+    problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
+) -> Iterator[RowTile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
-    if not may_gather(problem, direction):
-        return
+    if may_gather(problem, direction):
+        tiles = _tiles_of_tf32 if itemsize == TileTf32.itemsize else _tiles_of_16_bits
+        yield from tiles(problem, direction, multiprocessors)
+
+
+def _tiles_of_16_bits(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[RowTile]:
     choices = (problem,), (direction,), _SLOTS, _COLUMNS, _ROWS, (False, True), (multiprocessors,)
-    for tile in itertools.starmap(Tile, itertools.product(*choices)):
-        if tile.input_size[1] % tile.piece or tile.channels > LONGEST_BOX:
+    for tile in itertools.starmap(Tile16, itertools.product(*choices)):
+        if tile.input_size[1] % tile.piece or tile.channels > _LONGEST_BOX:
             return
         if problem.groups > 1 and tile.in_channels != tile.channels:
             return  # products would read channels of the next group
@@ -283,20 +831,76 @@ def tiles_of(problem: Problem, direction: Pass, multiprocessors: int = REFERENCE
             yield tile
 
 
-class GemmFoldRows(RowStreamingKernel):
+def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[RowTile]:
+    any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], whole_sectors=False)
+    channels, whole_sectors = any_tile.out_channels, any_tile.cuts_sectors
+    sets = range(1, -(-channels // _WHOLE_OUTS) + 1)
+    outs = {-(-channels // (count * _WHOLE_OUTS)) * _WHOLE_OUTS for count in sets}
+    for set_outs, chunk in itertools.product(sorted(outs, reverse=True), _CHUNKS):
+        tile = TileTf32(problem, direction, set_outs, chunk, whole_sectors, multiprocessors=multiprocessors)
+        if tile.input_size[1] % tile.piece:
+            return
+        if len(tile.taps_across) == tile.span[1]:
+            return  # nothing folds: others store what each tap gives in longer runs
+        if tile.channels - tile.in_channels >= tile.product_channels or (
+            problem.groups > 1 and tile.in_channels != tile.channels
+        ):
+            continue  # chunks would have products of nothing, or read channels of the next group
+        if tile.possible:
+            yield tile
+
+
+class GemmFoldRows(Sm90Kernel):
     """See the module."""
 
     name = "sm90/gemm_fold_rows"
-    dtypes = (torch.float16, torch.bfloat16)
+    directions = ("forward", "input_grad")
+    serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
+    only_in = torch.contiguous_format
 
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        return tiles_of(config.problem, direction, config.spec.multiprocessors)
+    def tiles(self, config: Config, direction: Pass) -> Iterator[RowTile]:
+        return tiles_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
-    def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_of(config.problem, direction, config.spec.multiprocessors)
+    def tile(self, config: Config, direction: Pass) -> RowTile | None:
+        return tile_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
-    def seconds(self, config: Config, direction: Pass, tile: RowGathering) -> float:
-        return _COST.margin * tile.seconds
+    def seconds(self, config: Config, direction: Pass, tile: RowTile) -> float:
+        return tile.seconds if tile.pixels_on_m else _COST.margin * tile.seconds
+
+    def fitted(self, config: Config, direction: Pass, tile: RowTile) -> RowTile | None:
+        sized: RowTile = tile.sized(config.problem)
+        if config.problem.batch == 0 or sized.input_size[1] % tile.piece or not sized.addressable:
+            return None
+        # In 16 bits parts of sectors may be stored.
+        return None if tile.pixels_on_m and sized.cuts_sectors > sized.whole_sectors else sized
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: RowTile) -> int:
+        return tile.packed_bytes
+
+    def program(self, config: Config, direction: Pass, tile: RowTile) -> Program:
+        params: Params = {
+            "map": tile.input_map,
+            "packed": "packed",
+            "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
+            "by_image_items": reciprocal(tile.image_items),
+            "groups, columns": (config.problem.groups, tile.multiplied),
+            "h_out, w_out": tile.output_size,
+            "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
+        }
+        grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
+        launches = (
+            pack.packing(packing_macros_of(tile, config.dtype), config.problem.groups),
+            Launch(
+                "sm90/gemm_fold_rows.cu",
+                macros_of(tile, config.dtype),
+                grid,
+                block,
+                params,
+                tile.shared_bytes,
+                overlaps=True,
+            ),
+        )
+        return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})
 
 
 KERNEL = GemmFoldRows()

@@ -434,6 +434,7 @@ def macros_of(tile: Tile, dtype: torch.dtype, slices: int) -> Macros:
         "SIDES_CO": tile.sides[1],
         "ATOMS_CO": tile.atoms,
         "MERGED": tile.merged,
+        "COLUMNS": tile.columns,
         "STAGES": tile.stages,
         "SHARED_BYTES": tile.shared_bytes,
         **geometry_macros(tile.problem),

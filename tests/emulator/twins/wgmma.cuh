@@ -12,6 +12,9 @@ void emulator_wgmma_fence();
 void emulator_wgmma_commit();
 void emulator_wgmma_wait(int pending);
 void emulator_wgmma(int type, int columns, int swizzled, float* d, descriptor_t a, descriptor_t b, int accumulate);
+void emulator_wgmma_turned(int type, int columns, float* d, descriptor_t a, descriptor_t b, int accumulate);
+void emulator_wgmma_rows(
+    int type, int columns, int swizzled, float* d, const unsigned* a, descriptor_t b, int accumulate);
 }
 
 __device__ __forceinline__ descriptor_t descriptor_k_major(const void* shared, int leading_bytes, int stride_bytes) {
@@ -47,6 +50,31 @@ __device__ __forceinline__ void wgmma(
     float (&d)[N / 2], const descriptor_t (&a)[COUNT], const descriptor_t (&b)[COUNT], int accumulate) {
     static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "no so many products");
     for (int i = 0; i < COUNT; ++i) wgmma<T, N, SWIZZLED>(d, a[i], b[i], i > 0 || accumulate);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate) {
+    static_assert(sizeof(T) == 2 && N % 16 == 0 && 0 < N && N <= 256, "no such wgmma");
+    emulator_wgmma_turned(kEmulatorType<T>, N, d, a, b, accumulate);
+}
+
+template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]) {
+    for (float& one : d) one = 0.0f;
+}
+
+template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]) { emulator_wgmma_wait(0); }
+
+template <typename T, int N, bool SWIZZLED = false>
+__device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int accumulate) {
+    static_assert(kEmulatorType<T> >= 0 && N % 16 == 0 && 0 < N && N <= 256, "no such wgmma");
+    static_assert(!SWIZZLED || sizeof(T) == 2, "only 16-bit values may lie the other way round");
+    emulator_wgmma_rows(kEmulatorType<T>, N, SWIZZLED, d, a, b, accumulate);
+}
+
+template <typename T, int N, bool SWIZZLED = false>
+__device__ __forceinline__ void wgmma_rows(
+    float (&d)[N / 2], const unsigned (&a)[4][4], const descriptor_t (&b)[4], int accumulate) {
+    for (int i = 0; i < 4; ++i) wgmma_rows<T, N, SWIZZLED>(d, a[i], b[i], i > 0 || accumulate);
 }
 
 template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
