@@ -100,7 +100,7 @@ sm90_gemm_fold_kernel(const __grid_constant__ gemm_fold_params p) {
     init_barriers([&] { init_ring(barriers, 1 + PRODUCERS / 32, kConsumers / 32); });
     const auto produce = [&] {
         if (threadIdx.x >= 32) produce_inputs(p, barriers);
-        else if (threadIdx.x == 0) produce_weights(p, barriers);
+        else if (elected()) produce_weights(p, barriers);
     };
     run_roles<kProducers, 128, WARPGROUPS == 2 ? CONSUMER_REGISTERS : 0, PRODUCER_REGISTERS>(
         produce, [&](int warpgroup) { consume(p, barriers, warpgroup); });

@@ -523,7 +523,7 @@ sm90_gemm_fold_narrow_kernel(const __grid_constant__ gemm_fold_narrow_params p) 
 
     if (threadIdx.x >= kOthers) {
 #if BOXED
-        if (threadIdx.x > kOthers) return;
+        if (threadIdx.x >= kOthers + 32 || !elected()) return;
         #pragma unroll 1
         for (; !course.ended(p); course.advance(p)) {
             barrier_wait(barriers.inputs.empty[inputs.stage], inputs.parity ^ 1);

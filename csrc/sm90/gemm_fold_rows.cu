@@ -752,8 +752,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_gemm_fold_rows_ke
     });
     const set_t set = set_of(p);
     const auto produce = [&] {
-        if (threadIdx.x == 0) produce_inputs(p, set, barriers);
-        else if (threadIdx.x == 32) produce_weights(p, set, barriers.weights);
+        if (threadIdx.x >= 64 || !elected()) return;
+        if (threadIdx.x < 32) produce_inputs(p, set, barriers);
+        else produce_weights(p, set, barriers.weights);
     };
     run_roles<kProducers, PIXELS_ON_M ? 32 : 128, 240, 24>(produce, [&](int own) { consume(p, set, barriers, own); });
 }

@@ -374,7 +374,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_implicit_gemm_nhwc_kernel(const __grid_constant__ implicit_gemm_nhwc_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + p.first_bias + kBlocks * LINES * 4);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32 && elected()) {
         for (int i = 0; i < p.slots; ++i) {
             barrier_init(barriers.slots.full[i], 1);
             barrier_init(barriers.slots.empty[i], DENSE ? kConsumers : kConsumers / 32);
@@ -390,8 +390,9 @@ sm90_implicit_gemm_nhwc_kernel(const __grid_constant__ implicit_gemm_nhwc_params
         biases[i] = p.bias != nullptr && i < OUT_CHANNELS ? widen(load_once(p.bias + i)) : 0.0f;
     __syncthreads();
     const auto produce = [&] {
-        if (threadIdx.x == 0) produce_weights(p, barriers);
-        else if (threadIdx.x == 32) produce_inputs(p, barriers);
+        if (threadIdx.x >= 64 || !elected()) return;
+        if (threadIdx.x < 32) produce_weights(p, barriers);
+        else produce_inputs(p, barriers);
     };
     run_roles<kProducers, 32, 240, 24>(produce, [&](int warp) { consume(p, barriers, warp); });
 }

@@ -367,7 +367,7 @@ sm90_wgrad_nchw_kernel(const __grid_constant__ wgrad_nchw_params p) {
         consume(p, b, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0));
     } else {
         if constexpr (kWarpgroups > 1) setmaxnreg_dec<kHelperRegisters>();
-        if (threadIdx.x == kMultipliers) produce(p, b);
+        if (threadIdx.x < kMultipliers + 32 && elected()) produce(p, b);
         const int mender = threadIdx.x - (kThreads - kMenders);
         if (kMended && mender >= 0) mend(p, b, mender);
     }

@@ -263,6 +263,6 @@ sm90_wgrad_nhwc_kernel(const __grid_constant__ wgrad_nhwc_params p) {
         consume(p, b, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0));
     } else {
         if constexpr (kWarpgroups > 1) setmaxnreg_dec<kHelperRegisters>();
-        if (threadIdx.x == kMultipliers) produce(p, b);
+        if (threadIdx.x < kMultipliers + 32 && elected()) produce(p, b);
     }
 }

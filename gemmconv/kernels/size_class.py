@@ -21,6 +21,7 @@ _BLOCK = 64  # pixels: of what may come as blocks of whole images
 # Pixels of all images, of a class: the more there are, the less a tile depends on how many.
 _TOTALS = (*(1 << i for i in range(12)), *(1 << i for i in range(12, 26, 2)))
 _SMALL = 256  # pixels of an image that is of a class of its own: how a tile covers it is what counts
+_SHORT = 8  # inputs: shorter axes are as long in their class
 _FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly square
 
 
@@ -67,8 +68,8 @@ def _sizes(problem: Problem, elements: int) -> Iterator[Pair]:
     for new_width in range(top, max(0, top - _BLOCK), -1):
         if _aligned(problem, new_width, elements) != of_width:
             continue
-        if height == 1:
-            most = 1
+        if height < _SHORT:
+            most = height
         elif height * _FLAT <= width:
             most = max(2, new_width // _FLAT)
         else:

@@ -307,7 +307,7 @@ template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_
     });
     const auto produce = [&] {
         if (threadIdx.x >= 32) produce_inputs(p);
-        else if (threadIdx.x == 0) produce_weights(p);
+        else if (elected()) produce_weights(p);
     };
     run_roles<kProducers, 32, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(produce, consume);
 }
