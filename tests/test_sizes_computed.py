@@ -132,7 +132,8 @@ def test_a_tile_of_another_size_computes_what_it_should(layer, images, builder, 
     made = kernel.tile(other, direction)
     fitted = kernel.fitted(config, direction, made)
     assert fitted is not None
-    assert compiled_for(kernel, config, direction, fitted) == compiled_for(kernel, other, direction, made)
+    if kernel.features:  # those of Hopper
+        assert compiled_for(kernel, config, direction, fitted) == compiled_for(kernel, other, direction, made)
     run = replace(layer, choice=fitted)
     poison("cpu")
     with emulator.install(builder):
