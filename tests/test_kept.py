@@ -37,6 +37,7 @@ def disk(monkeypatch, tmp_path):
             one.cache_clear()
 
     monkeypatch.setattr(kept, "enabled", True)
+    monkeypatch.setattr(costs, "_replaced", [])  # whatever other tests have replaced, and put back
     monkeypatch.setattr(kept, "without_gpu", True)
     begin()
     yield begin
