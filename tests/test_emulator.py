@@ -74,7 +74,7 @@ ROUNDING = """
 #include "ptx/mma.cuh"
 struct test_params { const unsigned* source; unsigned* rounded; unsigned* rest; };
 extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_constant__ test_params p) {
-    for (int i = threadIdx.x; i < COUNT; i += 32) {
+    for (int i = threadIdx.x; i < VALUES; i += 32) {
         unsigned rest = 0;
         p.rounded[i] = rounded<PARTS_OF_VALUE, float>(p.source[i], rest);
         p.rest[i] = rest;
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 def round_to_tf32(folder, values, arch, parts):
     """Return what products take of float32 values rounded by the kernels' own code; of two parts, both."""
     rounded, rest = torch.zeros_like(values), torch.zeros_like(values)
-    macros = {"COUNT": values.numel(), "PARTS_OF_VALUE": parts, "__CUDA_ARCH__": arch}
+    macros = {"VALUES": values.numel(), "PARTS_OF_VALUE": parts, "__CUDA_ARCH__": arch}
     launch_source(folder, ROUNDING, macros, 0, values, rounded, rest)
     return cut_to_tf32(rounded), cut_to_tf32(rest)
 
