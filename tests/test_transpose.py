@@ -97,10 +97,10 @@ def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "mistake"),
     [
-        ((2, 6, 8, 9), (r"rows\[i\]\.value\[j\]", "rows[j].value[i]")),  # a column takes the wrong row
+        ((2, 6, 8, 9), (r"rows\[r\]\.value\[c\]", "rows[c].value[r]")),  # a column takes the wrong row
         ((2, 6, 8, 9), (r"first_row \+ row >= p\.rows", "first_row + row + ROWS >= p.rows")),  # or none
         ((2, 6, 8, 9), (r"__syncthreads\(\);", "")),
-        ((2, 72, 6, 10), (r"rows\[i\]\.value\[j\]", "rows[j].value[i]")),
+        ((2, 72, 6, 10), (r"rows\[r\]\.value\[c\]", "rows[c].value[r]")),
         ((2, 72, 6, 10), (r"if \(row >= p\.rows", "if (row + ROWS >= p.rows")),
         ((1, 8, 96, 32), (r"kPatches \* kLanes", "kPatches * ROW_LANES")),
     ],

@@ -38,27 +38,12 @@ struct transpose_params {
 
 constexpr int kThreads = 256, kTileElements = STAGED ? TILE_COLUMNS * (TILE_ROWS + ROW_UNIT) : 1;
 
-/* Transposes a unit; lines of the source and of the target are so many elements apart. (As index_t: of 64 bits, the compiler
- * stored units word by word, and transposing 16 bits to NCHW took half as long again.)
+/* Addresses within a unit are of index_t: of 64 bits, the compiler stored units word by word, and transposing 16 bits took half as
+ * long again.
  */
-template <int ROWS, int COLUMNS> __device__ __forceinline__ void transpose_unit(
-    const element_t* __restrict__ source, index_t pitch, element_t* __restrict__ target, index_t target_pitch) {
-    using row_t = vector_of<element_t, COLUMNS>;
-    using column_t = vector_of<element_t, ROWS>;
-    row_t rows[ROWS];
-    #pragma unroll
-    for (int i = 0; i < ROWS; ++i) rows[i] = *reinterpret_cast<const row_t*>(source + i * pitch);
-    #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-        column_t column;
-        #pragma unroll
-        for (int i = 0; i < ROWS; ++i) column.value[i] = rows[i].value[j];
-        *reinterpret_cast<column_t*>(target + j * target_pitch) = column;
-    }
-}
-
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void transpose_tile(const transpose_params& p, element_t* tile) {
+    using column_t = vector_of<element_t, ROWS>;
     constexpr int kDown = TILE_ROWS / ROWS, kAcross = TILE_COLUMNS / COLUMNS;  // units of the tile
     // Those of neighbouring threads: ROW_LANES lines of kLanes, as many of these patches beside each other.
     constexpr int kLanes = STAGED ? kAcross : 32 / ROW_LANES, kPatch = ROW_LANES * kLanes, kPatches = kAcross / kLanes;
@@ -73,13 +58,23 @@ __device__ __forceinline__ void transpose_tile(const transpose_params& p, elemen
         const int row = first_row + (i / kPatch / kPatches * ROW_LANES + i % kPatch / kLanes) * ROWS;
         const int column = first_column + (i / kPatch % kPatches * kLanes + i % kLanes) * COLUMNS;
         if (row >= p.rows || column >= p.columns) continue;
+        vector_of<element_t, COLUMNS> rows[ROWS];
         const element_t* from = source + (static_cast<index_t>(row) * p.columns + column);
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            rows[r] = *reinterpret_cast<const vector_of<element_t, COLUMNS>*>(from + static_cast<index_t>(r) * p.columns);
         element_t* to = STAGED ? tile + ((column - first_column) * kPitch + (row - first_row))
                                : target + (static_cast<index_t>(column) * p.rows + row);
-        transpose_unit<ROWS, COLUMNS>(from, p.columns, to, STAGED ? kPitch : p.rows);
+        const int pitch = STAGED ? kPitch : p.rows;
+        #pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            column_t values;
+            #pragma unroll
+            for (int r = 0; r < ROWS; ++r) values.value[r] = rows[r].value[c];
+            *reinterpret_cast<column_t*>(to + static_cast<index_t>(c) * pitch) = values;
+        }
     }
     if constexpr (STAGED) {
-        using column_t = vector_of<element_t, ROWS>;
         __syncthreads();
         #pragma unroll (ELEMENT_BYTES == 8 ? 4 : 8)
         for (int i = threadIdx.x; i < TILE_COLUMNS * kDown; i += kThreads) {
@@ -92,7 +87,8 @@ __device__ __forceinline__ void transpose_tile(const transpose_params& p, elemen
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) layout_transpose_kernel(const __grid_constant__ transpose_params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, STAGED ? 6 : 4)
+layout_transpose_kernel(const __grid_constant__ transpose_params p) {
     __shared__ __align__(8) element_t tile[kTileElements];
     if (plane_of_thread() >= p.matrices) return;
     if (!STAGED || (p.rows % ROW_UNIT == 0 && p.columns % COLUMN_UNIT == 0)) transpose_tile<ROW_UNIT, COLUMN_UNIT>(p, tile);

@@ -106,7 +106,8 @@ __constant__ constexpr int kFirstRow[] = FIRST_ROW;
 constexpr int kTapsAcross = sizeof(kDelay) / sizeof(int);  // places for them
 
 // Barriers of warps: the turn of either warpgroup; of all that multiply.
-constexpr int kTurnOf0 = 1, kTurnOf1 = 2, kBiasMeet = 3;
+constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
+[[maybe_unused]] constexpr int kBiasMeet = 3;
 
 struct barriers_t : ring_barriers_t<STAGES> { barrier_t weights; };
 

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) splits_reduce_kernel(cons
         for (int j = 0; j < WRITE; ++j) {
             const int place = i * WRITE + j, own = place % TAPS * kPitch + place / TAPS;
             accumulate_t total = totals[0][own];
-            #pragma unroll
+            #pragma unroll 8
             for (int other = 1; other < SHARES; ++other) total += totals[other][own];
             piece.value[j] = narrow<ELEMENT_T>(total);
         }
