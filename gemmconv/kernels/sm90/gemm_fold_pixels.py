@@ -95,7 +95,7 @@ class Tile(PositionRows):
     @property
     def registers(self) -> tuple[int, int]:
         """Those who bring inputs of two blocks of rows need more than 40."""
-        return 216, 72
+        return 208, 88
 
     @property
     def cells(self) -> int:
