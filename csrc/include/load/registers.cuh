@@ -79,20 +79,19 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
             #pragma unroll 1
             for (int batch = 0; batch < p.batches; ++batch) {
                 spot_unit_t values[kTogether];
-                index_t place[kTogether];
-                #pragma unroll
-                for (int k = 0; k < kTogether; ++k) {
+                const auto place_at = [&](int k) {
                     const share_t share = share_of(p, batch * p.together + k, thread);
-                    const bool mine = k < p.together && share.spot < spots && share.unit < UNITS;
-                    place[k] = mine ? places[share.spot] : -1;
-                }
+                    return share.spot < spots && share.unit < UNITS ? places[share.spot] : index_t(-1);
+                };
+                index_t next = place_at(0);  // comes while addresses are worked out
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
                     if (k >= p.together) break;
-                    const share_t share = share_of(p, batch * p.together + k, thread);
-                    const int channel = (chunk * UNITS + share.unit) * kElements;
-                    const ELEMENT_T* from = input + (place[k] + share.unit * (kElements * stride));
-                    load_spot(values[k], from, place[k] >= 0, channel, stride);
+                    const index_t place = next;
+                    next = place_at(k + 1);
+                    const int unit = share_of(p, batch * p.together + k, thread).unit;
+                    const ELEMENT_T* from = input + (place + unit * (kElements * stride));
+                    load_spot(values[k], from, place >= 0, (chunk * UNITS + unit) * kElements, stride);
                 }
                 // The loads are on their way while this waits.
                 if (batch == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);

@@ -28,7 +28,7 @@ _INT32_MAX = 2**31 - 1
 _VECTOR_BYTES = 16
 _MOST_STEPS = 8  # vectors of a patch row that a thread loads
 _BATCH_LOADS = 12  # in flight at most while nothing is computed
-_COLUMNS, _COLUMNS_OF_LINES = (16, 32, 64), (32, 128)  # of a tile, where images are as wide; of images of few rows
+_COLUMNS, _COLUMNS_OF_LINES = (16, 32), (32, 128)  # of a tile, where images are as wide; of images of few rows
 _FEW_ROWS = 4
 
 
@@ -174,7 +174,7 @@ def rows_of(height: int, most: int) -> int:
 def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
     """Columns of a tile: few idle ones, few that neighbouring tiles read again, rows loaded in few steps.
 
-    Of wide images one of a few numbers, or what is less than these where more are too many.
+    Of wide images one of two numbers, or what is less than these where more are too many.
     """
     (height, width), stride = problem.input_size, problem.stride[1]
     overlap = max(0, (taps_w - 1) * problem.dilation[1] + 1 - stride) / stride
