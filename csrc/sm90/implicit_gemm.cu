@@ -50,7 +50,7 @@
  * stage: a turn ends only then); PRODUCERS (threads: 96 or 224), LOADED_TOGETHER (units that one has on their way); BOXED;
  * LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, PARTIAL_PIECES, SHARERS, LANDED_TURNS (see
  * load/landing.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
- * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR (see epilogue/store_phases.cuh); INDEX_64.
+ * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR, PAIRED_CELLS (see epilogue/store_phases.cuh); INDEX_64.
  *
  * Tables, as initialisers: STEP_BEGIN (first step of each block of each phase set, and STEPS), PHASES (of each slot of each
  * block of each side of each phase set: row phase * PHASE_BASE + column phase, or -1). What depends on the size of images comes as parameters: another size compiles nothing.

@@ -46,6 +46,7 @@
  */
 #define WGMMA_COLUMNS LINES
 #include "geometry/axis.cuh"
+#include "ptx/keep.cuh"
 #include "ptx/pdl.cuh"
 #include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
@@ -364,7 +365,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
             if (!DENSE) barrier_arrive(barriers.slots.empty[before(slots, p.slots)]);
         }
         int again = item.index;  // so that what an item is takes no registers while products run
-        asm volatile("" : "+r"(again));
+        forget(again);
         outputs.take(p, item_t(p, again), sums, warp);
         if constexpr (!DEFERRED_STORES) outputs.template store_share<0, 1>(p);
     });
@@ -374,17 +375,14 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 sm90_implicit_gemm_nhwc_kernel(const __grid_constant__ implicit_gemm_nhwc_params p) {
     barriers_t& barriers = *reinterpret_cast<barriers_t*>(shared + p.first_bias + kBlocks * LINES * 4);
-    if (threadIdx.x < 32 && elected()) {
-        for (int i = 0; i < p.slots; ++i) {
-            barrier_init(barriers.slots.full[i], 1);
-            barrier_init(barriers.slots.empty[i], DENSE ? kConsumers : kConsumers / 32);
+    begin_barriers<kThreads / 32>([&](int warp) {  // all that there may be, few for each warp
+        barrier_t* const all = reinterpret_cast<barrier_t*>(&barriers);
+        #pragma unroll
+        for (int i = warp; i < static_cast<int>(sizeof(barriers_t) / sizeof(barrier_t)); i += kThreads / 32) {
+            const bool slot_empty = i >= kMostSlots && i < 2 * kMostSlots, empty = i >= 2 * kMostSlots + kMostStages;
+            barrier_init(all[i], slot_empty ? (DENSE ? kConsumers : kConsumers / 32) : empty ? kConsumers / 32 : 1);
         }
-        for (int i = 0; i < p.stages; ++i) {
-            barrier_init(barriers.stages.full[i], 1);
-            barrier_init(barriers.stages.empty[i], kConsumers / 32);
-        }
-        barrier_init_done();
-    }
+    });
     float* biases = reinterpret_cast<float*>(shared + p.first_bias);
     for (int i = threadIdx.x; i < kBlocks * LINES; i += kThreads)
         biases[i] = p.bias != nullptr && i < OUT_CHANNELS ? widen(load_once(p.bias + i)) : 0.0f;

@@ -24,20 +24,17 @@ struct cell_t {
     __device__ __forceinline__ bool exists(const implicit_gemm_params& p) const {
         return row < p.cells_h && column < p.strip_cells && image < p.batch;
     }
-    /* Goes on by as many positions as are stored together, which are a column, a row, a strip and an image: no more than one
-     * of each is carried, and nothing branches.
-     */
+    /* Goes on by as many positions as are stored together, which are a column and rows. Few threads come to another strip. */
     __device__ __forceinline__ void advance(const implicit_gemm_params& p) {
         column += p.stored_column;
         const bool next_row = column >= p.pitch;
         column -= next_row ? p.pitch : 0;
         row += p.stored_row + next_row;
-        const bool next_strip = row >= p.strip_rows;
-        row -= next_strip ? p.strip_rows : 0;
-        strip += p.stored_strip + next_strip;
-        const bool next_image = strip >= p.strips;
-        strip -= next_image ? p.strips : 0;
-        image += p.stored_image + next_image;
+        #pragma unroll 1
+        while (row >= p.strip_rows) {
+            row -= p.strip_rows;
+            if (++strip == p.strips) strip = 0, ++image;
+        }
     }
 };
 __device__ __forceinline__ cell_t cell_at(const implicit_gemm_params& p, int position) {
@@ -345,7 +342,7 @@ __device__ __forceinline__ void store_tile(
                                         : static_cast<index_t>(channel) * p.h_out * p.w_out + pixel;
         }
     }
-    constexpr int kCells = kBoxedLines ? 1 : 2;  // of a thread's two, that are known to lie in one row
+    constexpr int kCells = PAIRED_CELLS ? 2 : 1;  // of a thread's two, that lie in one row
     cell_t cells[2 / kCells];
     #pragma unroll
     for (int i = 0; i < 2 / kCells; ++i) cells[i] = cell_at(p, first + 2 * t + i);

@@ -56,8 +56,17 @@ __device__ __forceinline__ void load_spot(
 #endif
 }
 
+/* Where a turn's input lies from a chunk's first channel on, -1 for zeros. */
+__device__ __forceinline__ index_t from_of(
+    const implicit_gemm_params& p, int turn, int thread, const index_t* places, index_t stride) {
+    const share_t share = share_of(p, turn, thread);
+    const index_t place = share.spot < spots_of(p) && share.unit < UNITS ? places[share.spot] : index_t(-1);
+    return place < 0 ? -1 : place + share.unit * (kElements * stride);
+}
+
 /* Loads the patches of tile after tile, chunk after chunk. The places of a tile's spots are worked out once, for all warps, in
- * one of two tables: nobody is more than a table ahead.
+ * one of two tables: nobody is more than a table ahead. Where a thread's loads are one batch, what they are stays in registers:
+ * from chunk to chunk loaders wait for memory, and for each instruction before their loads.
  */
 __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {
     const index_t stride = CHANNELS_LAST ? 1 : static_cast<index_t>(p.h_in) * p.w_in;  // of channels
@@ -66,39 +75,39 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
     ring_t ring, tables;
     for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const item_t item = item_of(p, i);
-        const ELEMENT_T* input = p.input + item.group * IN_CHANNELS * stride;
+        index_t before = item.group * IN_CHANNELS * stride;  // a chunk's channels, of an image
         index_t* places = s.places + tables.stage * spots;
         #pragma unroll 1
         for (int spot = thread; spot < spots; spot += PRODUCERS)
             places[spot] = place_of(p, item.tile * kTile + p.first, spot_at(p, spot));
         named_barrier_sync<kLoadersMeet, PRODUCERS>();
         tables.advance(2);
-        for (int chunk = 0; chunk < CHUNKS; ++chunk, input += UNITS * kElements * stride) {
+        index_t from[kTogether];
+        #pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk, before += UNITS * kElements * stride) {
             unit_t* patch = s.patches + ring.stage * patch_units(p);
-            keep(input);
             #pragma unroll 1
             for (int batch = 0; batch < p.batches; ++batch) {
+                if (chunk == 0 || p.batches > 1) {
+                    #pragma unroll
+                    for (int k = 0; k < kTogether; ++k)
+                        from[k] = from_of(p, batch * p.together + k, thread, places, stride);
+                }
                 spot_unit_t values[kTogether];
-                const auto place_at = [&](int k) {
-                    const share_t share = share_of(p, batch * p.together + k, thread);
-                    return share.spot < spots && share.unit < UNITS ? places[share.spot] : index_t(-1);
-                };
-                index_t next = place_at(0);  // comes while addresses are worked out
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
                     if (k >= p.together) break;
-                    const index_t place = next;
-                    next = place_at(k + 1);
                     const int unit = share_of(p, batch * p.together + k, thread).unit;
-                    const ELEMENT_T* from = input + (place + unit * (kElements * stride));
-                    load_spot(values[k], from, place >= 0, (chunk * UNITS + unit) * kElements, stride);
+                    load_spot(values[k], p.input + (before + from[k]), from[k] >= 0, (chunk * UNITS + unit) * kElements, stride);
                 }
                 // The loads are on their way while this waits.
+                int again = thread;
+                forget(again);
                 if (batch == 0) barrier_wait(s.patch_empty[ring.stage], ring.parity ^ 1);
                 #pragma unroll
                 for (int k = 0; k < kTogether; ++k) {
                     if (k >= p.together) break;
-                    const share_t share = share_of(p, batch * p.together + k, thread);
+                    const share_t share = share_of(p, batch * p.together + k, again);
                     if (share.spot >= spots || share.unit >= UNITS) continue;
                     const int place = place_in_unit(p, spot_at(p, share.spot));
                     store_spot(p, patch + share.unit * p.unit_pitch + place, values[k], thread);

@@ -43,7 +43,7 @@ struct implicit_gemm_params {
     int stationary;      // whether the weights of a set stay
     int whole_images;    // whether nothing lies between rows: an image is one row
     int in_order;        // see item_of
-    int stored_column, stored_row, stored_strip, stored_image;  // see epilogue/store_phases.cuh
+    int stored_row, stored_column;  // see epilogue/store_phases.cuh
 #if LANDING_UNITS > 0
     // See load/landing.cuh.
     unsigned long long by_run_pitch, by_run_span;

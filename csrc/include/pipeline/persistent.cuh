@@ -29,13 +29,17 @@ __device__ __forceinline__ void init_ring(ring_barriers_t<COUNT>& ring, int prod
     }
 }
 
-/* One thread of each of the first WARPS warps has barriers ready, by init(warp), before any thread goes on. */
-template <int WARPS, typename INIT> __device__ __forceinline__ void init_barriers(const INIT& init) {
+/* One thread of each of the first WARPS warps has barriers ready, by init(warp), for when the threads of the block next meet. */
+template <int WARPS, typename INIT> __device__ __forceinline__ void begin_barriers(const INIT& init) {
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp < WARPS && elected()) {
         init(warp);
         barrier_init_done();
     }
+}
+/* The same, before any thread goes on. */
+template <int WARPS, typename INIT> __device__ __forceinline__ void init_barriers(const INIT& init) {
+    begin_barriers<WARPS>(init);
     __syncthreads();
 }
 template <typename INIT> __device__ __forceinline__ void init_barriers(const INIT& init) {

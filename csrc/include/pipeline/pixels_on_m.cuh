@@ -295,14 +295,12 @@ struct biases_t {
 
 /* What a block of threads does; `consume` is called by those that multiply, with the number of the warp. */
 template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
-    init_barriers([&] {
-        for (int i = 0; i < p.slots; ++i) {
-            barrier_init(barriers_of_slot(p, i).full, PRODUCERS);
-            barrier_init(barriers_of_slot(p, i).empty, kConsumers);
-        }
-        for (int i = 0; i < p.stages; ++i) {
-            barrier_init(barriers_of_stage(p, i).full, 1);
-            barrier_init(barriers_of_stage(p, i).empty, kConsumers / 32);
+    init_barriers<kThreads / 32>([&](int warp) {  // each warp some of them
+        #pragma unroll 1
+        for (int i = warp; i < p.slots + p.stages; i += kThreads / 32) {
+            const bool slot = i < p.slots;
+            barrier_init(barriers_of_slot(p, i).full, slot ? PRODUCERS : 1);
+            barrier_init(barriers_of_slot(p, i).empty, slot ? kConsumers : kConsumers / 32);
         }
     });
     const auto produce = [&] {

@@ -5,5 +5,8 @@ template <typename T> __device__ __forceinline__ void keep(T*& address) { asm(""
 __device__ __forceinline__ void keep(int& offset) { asm("" : "+r"(offset)); }
 __device__ __forceinline__ void keep(long long& offset) { asm("" : "+l"(offset)); }
 
+/* Has what follows from a value worked out anew, in fewer registers than keeping it takes. */
+__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+
 /* Has a word worked out here, before anything that follows. */
 __device__ __forceinline__ void settle(unsigned& word) { asm volatile("" : "+r"(word) : : "memory"); }

@@ -25,7 +25,7 @@ from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionR
 
 _COST = costs_of("sm90/gemm_depth_to_space")
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
-_LINES = (128, 256)  # few, for few kernels: others are faster by a few percent, each at some sizes
+_LINES = (64, 128, 256)  # few, for few kernels: others are faster by a few percent, each at some sizes
 _PIECE = 4  # inputs, at least, that are copied together
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16

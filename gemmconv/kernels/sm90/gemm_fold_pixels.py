@@ -265,10 +265,11 @@ def fitted(tile: Tile, problem: Problem) -> Tile | None:
     tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := made(most, sets)).possible]
     if not tiles or tiles[0].fold_turns != tile.fold_turns:
         return None
-    best = min(tiles, key=lambda one: one.cycles)
-    # As many images as others need, if that takes no more rounds.
-    fewer = made(-(-p.batch // -(-p.batch // most)) if most > 1 else most, best.sets)
-    return fewer if fewer.cycles < best.cycles else best
+    sets = min(tiles, key=lambda one: one.cycles).sets
+    # Fewer images, where that takes no more rounds: as many as others need, or one item for each multiprocessor.
+    even, spread = -(-p.batch // -(-p.batch // most)), -(-p.batch * sets // tile.multiprocessors)
+    counts = [most] if windowed else dict.fromkeys((most, even, min(most, spread)))
+    return min((made(images, sets) for images in counts), key=lambda one: one.cycles)
 
 
 def _halo(problem: Problem) -> Pair:

@@ -65,6 +65,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "STAGED": int(plan.staged),
         "LINE_CELLS": plan.line_cells,
         "VECTOR": plan.vector,
+        "PAIRED_CELLS": int(variant.paired),
         "VECTOR_LOADS": int(plan.vector_loads),
         "BOXED": int(plan.boxed),
         "LANDING_BOX": int(plan.landing_box),
@@ -246,7 +247,7 @@ class ImplicitGemm(Sm90Kernel):
             "pitch, patch, unit_pitch, first": (tile.pitch, tile.patch, tile.unit_pitch, tile.first),
             "patch_stages, weight_stages, stationary": (*tile.stages, int(tile.resident)),
             "whole_images, in_order": (int(tile.whole_images), int(tile.in_order)),
-            "stored_column, stored_row, stored_strip, stored_image": tile.stored,
+            "stored_row, stored_column": tile.stored,
             **_loader_params(tile),
             f"step_offset[{len(offsets)}]": offsets,
         }

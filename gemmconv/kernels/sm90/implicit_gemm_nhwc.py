@@ -246,14 +246,15 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
 
 
 def _lines_of(problem: Problem, itemsize: int, row_blocks: int) -> list[int]:
-    """The menu of lines, the most first: of the fewest items, or of two or four times as many."""
-    channels, found = problem.out_channels, {}
+    """The menu of lines, the most first: of the fewest items, or of up to two, four or eight times as many."""
+    channels, found = problem.out_channels, dict[int, int]()
     for lines in range(_MOST_SUMS // row_blocks, 0, -_LEAST_LINES):
         blocks = -(-channels // lines)
         if itemsize == 2 or channels % lines == 0:
             found[blocks] = -(-channels // blocks // _LEAST_LINES) * _LEAST_LINES  # the least of as many blocks
     least = min(found, default=0)
-    return [found[least * more] for more in (1, 2, 4)[: 3 if row_blocks == 1 else 1] if least * more in found]
+    counts = (max((count for count in found if count <= least * more), default=0) for more in (1, 2, 4, 8))
+    return [found[count] for count in dict.fromkeys(counts) if count][: 4 if row_blocks == 1 else 1]
 
 
 def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:

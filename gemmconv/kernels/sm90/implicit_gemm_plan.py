@@ -71,6 +71,7 @@ class Variant(NamedTuple):
         sharers, landed_turns: loaders that share the pieces of a place, and how often each takes up what has landed; at
             least as often as is needed.
         vector: outputs that a thread stores together.
+        paired: whether the two neighbouring positions of a thread lie in one row, or nobody asks.
         turns: whether the warpgroups multiply by turns.
     """
 
@@ -82,6 +83,7 @@ class Variant(NamedTuple):
     sharers: int
     landed_turns: int
     vector: int
+    paired: bool
     turns: bool
 
 
@@ -249,13 +251,10 @@ class Plan(Gathering):
         return cells
 
     @property
-    def stored(self) -> tuple[int, int, int, int]:
-        """The positions that are stored together, as columns, rows, strips and images."""
+    def stored(self) -> Pair:
+        """The positions that are stored together, as rows and columns."""
         in_pieces = 2 * self.element_units if self.channels_last else self.line_cells
-        rows, column = divmod(in_pieces if self.staged else _STORED_POSITIONS, self.pitch)
-        strips, row = divmod(rows, self.strip_rows)
-        images, strip = divmod(strips, self.strips)
-        return column, row, strip, images
+        return divmod(in_pieces if self.staged else _STORED_POSITIONS, self.pitch)
 
     @property
     def vector(self) -> int:
@@ -710,7 +709,7 @@ class Plan(Gathering):
     @property
     def batches(self) -> int:
         """How often a thread waits for its loads of a patch."""
-        return -(-self.loads // (self.compiled.together if self.compiled else self.loaded_words // self._unit_words))
+        return -(-self.loads // (self.compiled.together if self.compiled else self._most_together))
 
     @property
     def together(self) -> int:
@@ -719,8 +718,14 @@ class Plan(Gathering):
             return self.compiled.together
         if self.way != "loaded":
             return 0
-        most, needed = self.loaded_words // self._unit_words, -(-self.loads // self.batches)
+        most, needed = self._most_together, -(-self.loads // self.batches)
         return most if 2 * needed > most else -(-most // 2)
+
+    @property
+    def _most_together(self) -> int:
+        """As many units as registers hold, and with where each lies."""
+        with_places = (self._load_registers - self._other_registers + 8) // (self._unit_words + 1)
+        return min(self.loaded_words // self._unit_words, with_places)
 
     @property
     def _landed_turns(self) -> int:
@@ -741,8 +746,13 @@ class Plan(Gathering):
             _power_below(self.loaders // self.pieces) if self.landing else 0,
             4 * -(-self._landed_turns // 4) if self.landing else 0,
             self.vector,
+            self._paired,
             self.turns,
         )
+
+    @property
+    def _paired(self) -> bool:
+        return self.staged or self.pitch % 2 == 0
 
     def fitted(self, problem: Problem) -> Plan | None:
         """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
@@ -758,7 +768,7 @@ class Plan(Gathering):
         if not alike.aligned or (alike.landing and not alike.may_land) or (alike.boxed and not alike.may_be_boxed):
             return None
         old = self.variant
-        plan = alike._compiled_as(old._replace(landing_box=alike._may_land_as_box))
+        plan = alike._compiled_as(old._replace(landing_box=alike._may_land_as_box, paired=alike._paired))
         if not plan.possible or plan._aligned_outputs % old.vector:
             return None
         if plan.landing:
@@ -794,8 +804,13 @@ class Plan(Gathering):
         """Words that a thread loads at once, of the registers that those who multiply leave."""
         if self.few_loaders:
             return 56 if self.vector_loads or self.split else 64
-        others = 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
-        return min(40 if self.vector_loads else 64, self._load_registers // 2, self._load_registers - others)
+        most = 40 if self.vector_loads else 64
+        return min(most, self._load_registers // 2, self._load_registers - self._other_registers)
+
+    @property
+    def _other_registers(self) -> int:
+        """Registers of a thread that loads, for all but what it loads."""
+        return 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
 
     @cached_property
     def _load_registers(self) -> int:

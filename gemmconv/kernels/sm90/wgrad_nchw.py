@@ -521,12 +521,12 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
 def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:
     """The layer at sizes that its tiles are chosen for: small images are as they are, of others rows that are lines."""
     (height, width), row = problem.input_size, input_width(problem, itemsize)
-    if problem.in_pixels < _SMALL_PIXELS and height > 1:
+    flat = row < 128 // itemsize and (128 // itemsize) % row == 0
+    if problem.in_pixels < _SMALL_PIXELS and (height > 1 or flat):
         yield replace(problem, batch=power_of_two_within(problem.batch, problem.batch))
         return
     if (planes := _planes(problem, itemsize)) is None:
         return
-    flat = row < 128 // itemsize and (128 // itemsize) % row == 0
     most = problem.batch * problem.in_pixels > _MOST_PIXELS
     for batch, (rows, columns) in (_FEW, _MANY, *([_MOST] if most else [])):
         pixels = batch * rows * columns
