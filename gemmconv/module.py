@@ -83,20 +83,23 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         Raises:
             ValueError: an output_size that no output_padding below the stride gives.
         """
-        output_padding = self.output_padding
-        if output_size is None and not torch.compiler.is_compiling():
-            weight, bias = self.weight, self.bias
-            if plain.are_usual(input, weight, bias) and (said := self._arguments_said()) is not None:
-                known, _ = plain.known(input, weight, bias, said)
-                if known is not None:
-                    return known(input, weight, bias)
+        weight, bias, output_padding = self.weight, self.bias, self.output_padding
+        if (
+            output_size is None
+            and not torch.compiler.is_compiling()
+            and plain.are_usual(input, weight, bias)
+            and (said := self._arguments_said()) is not None
+        ):
+            known, _ = plain.known(input, weight, bias, said)
+            if known is not None:
+                return known(input, weight, bias)
         if output_size is not None:
             geometry = self.kernel_size, self.stride, self.padding, self.dilation
             output_padding = _output_padding_for("ConvTranspose2d", output_size, input.shape, *geometry)  # type: ignore[arg-type]
         return functional.conv_transpose2d(
             input,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             self.stride,
             self.padding,  # type: ignore[arg-type]
             output_padding,
