@@ -206,6 +206,18 @@ def test_pool_does_what_is_urgent_first_and_keeps_errors(monkeypatch):
     assert later.result(timeout=10) == "done"
 
 
+def test_pool_threads_do_at_once_what_they_are_asked_to(monkeypatch):
+    def work():
+        inner = pool.submit(threading.current_thread, urgent=False, at_once=True)
+        assert inner.done()
+        failed = pool.submit(lambda: 1 // 0, urgent=False, at_once=True)
+        return inner.result(), threading.current_thread(), type(failed.exception())
+
+    inner, outer, error = pool.submit(work, urgent=False, at_once=True).result(timeout=10)
+    assert inner is outer is not threading.current_thread()
+    assert error is ZeroDivisionError
+
+
 # In the background of a forward pass
 
 

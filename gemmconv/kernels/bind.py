@@ -102,12 +102,12 @@ Compilations = list[tuple[str, Future[float | None]]]  # sources, and the second
 
 
 def compile_ahead(steps: Callable[[], Iterable[Launch]], device: torch.device) -> Future[Compilations]:
-    """Work out some launches in another thread, and have the kernels compiled that a device wants for them."""
+    """Work out some launches in a thread of the pool, and have the kernels compiled that a device wants for them."""
 
     def work() -> Compilations:
         return launch.compile_ahead(((step.source, step.macros) for step in steps()), launch.architecture(device.index))
 
-    return pool.submit(work, urgent=False)
+    return pool.submit(work, urgent=False, at_once=True)
 
 
 def _kernel_of(step: Launch) -> Hashable:
