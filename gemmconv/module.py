@@ -10,7 +10,7 @@ from torch.nn.common_types import _size_2_t
 
 from gemmconv import functional, validation
 from gemmconv.kernels.base import Precision
-from gemmconv.ops import plain
+from gemmconv.ops import followers, plain
 from gemmconv.selection import NAMES
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -19,7 +19,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class ConvTranspose2d(nn.ConvTranspose2d):
     """torch.nn.ConvTranspose2d, computed by gemmconv.
 
-    Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d.
+    Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. The first call of
+    a module on a GPU has other threads compile what those made after it will most likely want.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
@@ -42,6 +43,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     precision: Precision | None = None
     workspace_limit: int | None = None
     _said: tuple[Any, bytes | None] | None = None
+    _place: int = -1  # among modules in the order in which they were made
 
     def __init__(
         self,
@@ -72,6 +74,12 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         self.algorithm = algorithm
         self.precision = precision
         self.workspace_limit = workspace_limit
+        self._place = followers.placed(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy, or what was pickled, of its attributes."""
+        super().__setstate__(state)
+        self._place = followers.placed(self)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``input``.
@@ -83,20 +91,25 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         Raises:
             ValueError: an output_size that no output_padding below the stride gives.
         """
-        output_padding = self.output_padding
-        if output_size is None and not torch.compiler.is_compiling():
-            weight, bias = self.weight, self.bias
-            if plain.are_usual(input, weight, bias) and (said := self._arguments_said()) is not None:
-                known, _ = plain.known(input, weight, bias, said)
-                if known is not None:
-                    return known(input, weight, bias)
+        weight, bias, output_padding = self.weight, self.bias, self.output_padding
+        if (
+            output_size is None
+            and not torch.compiler.is_compiling()
+            and plain.are_usual(input, weight, bias)
+            and (said := self._arguments_said()) is not None
+        ):
+            known, key = plain.known(input, weight, bias, said)
+            if known is not None:
+                return known(input, weight, bias)
+            if key is not None and input.is_cuda and self.algorithm != "native":
+                followers.compile_followers(self._place, self, (input, weight, bias))
         if output_size is not None:
             geometry = self.kernel_size, self.stride, self.padding, self.dilation
             output_padding = _output_padding_for("ConvTranspose2d", output_size, input.shape, *geometry)  # type: ignore[arg-type]
         return functional.conv_transpose2d(
             input,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             self.stride,
             self.padding,  # type: ignore[arg-type]
             output_padding,
@@ -164,20 +177,13 @@ def convert(
         validation.fail(TypeError, "convert", "model", "be a torch.nn.Module", type(model).__name__)
     validation.choice("convert", algorithm, NAMES, precision, workspace_limit)
     settings = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
-    replacements: dict[nn.Module, ConvTranspose2d] = {}  # a module that stands in several places stays one
-
-    def replacement(module: nn.Module) -> nn.Module:
-        if not _is_plain(module):
-            return module
-        if module not in replacements:
-            replacements[module] = _like(module, settings)
-        return replacements[module]
-
+    # A module that stands in several places stays one. They are made in the order in which they are most likely called.
+    replacements: dict[Any, ConvTranspose2d] = {one: _like(one, settings) for one in model.modules() if _is_plain(one)}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if child is not None and (new := replacement(child)) is not child:
-                parent._modules[name] = new
-    return replacement(model)  # type: ignore[return-value]
+            if child in replacements:
+                parent._modules[name] = replacements[child]
+    return replacements.get(model, model)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -198,4 +204,5 @@ def _like(module: nn.Module, settings: dict[str, Any]) -> ConvTranspose2d:
             new.__dict__[name] = value.copy()
     if new.__dict__.pop("_compiled_call_impl", None) is not None:
         new.compile()  # what was compiled calls the module that it was made of
+    new._place = followers.placed(new)
     return new

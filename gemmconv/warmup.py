@@ -14,11 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemmconv import validation
-from gemmconv.ops.autograd import compile_ahead
-from gemmconv.ops.implementation import compile_forward_ahead
+from gemmconv.ops.followers import Call, compile_calls
 from gemmconv.ops.schemas import OPERATORS, Options, hashable
-
-Calls = list[tuple[tuple[Any, ...], tuple[Any, ...]]]  # tensors and options of the operator
 
 
 def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> None:
@@ -83,7 +80,7 @@ class _Noting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Calls = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is OPERATORS["conv_transpose2d"]:
@@ -92,7 +89,7 @@ class _Noting(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def _calls_of(model: nn.Module, inputs: Any) -> Calls:
+def _calls_of(model: nn.Module, inputs: Any) -> list[Call]:
     """The operator's calls on CUDA, found without data; none where the model cannot run so: its run then compiles."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -105,17 +102,12 @@ def _calls_of(model: nn.Module, inputs: Any) -> Calls:
     return []
 
 
-def _compile(calls: Calls, backward: bool) -> None:
+def _compile(calls: list[Call], backward: bool) -> None:
     """Compile what calls, and their backward passes, launch."""
-    chosen: list[Future[Any] | None] = []
-    for tensors, options in calls:
-        chosen.append(compile_forward_ahead(tensors, options))
-        if backward and any(one is not None and one.requires_grad for one in tensors):
-            chosen.append(compile_ahead(tensors, options))
     compilations: list[Future[Any]] = []
-    for future in chosen:
+    for future in compile_calls(calls, backward):
         with suppress(Exception):  # the run raises it
-            compilations += [one for _, one in future.result()] if future is not None else []
+            compilations += [one for _, one in future.result()]
     show_progress([one for one in dict.fromkeys(compilations) if not one.done()])
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
+import gemmconv
 from gemmconv.kernels import bind
 from gemmconv.kernels.base import strides_of
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.program import Launch, Program
-from gemmconv.ops import autograd, implementation, plain
+from gemmconv.ops import autograd, followers, implementation, plain
 from gemmconv.ops.autograd import Backward
 from gemmconv.ops.schemas import WithoutData
 from gemmconv.runtime import compiler, executor, launch, pool
@@ -206,6 +208,18 @@ def test_pool_does_what_is_urgent_first_and_keeps_errors(monkeypatch):
     assert later.result(timeout=10) == "done"
 
 
+def test_pool_threads_do_at_once_what_they_are_asked_to(monkeypatch):
+    def work():
+        inner = pool.submit(threading.current_thread, urgent=False, at_once=True)
+        assert inner.done()
+        failed = pool.submit(lambda: 1 // 0, urgent=False, at_once=True)
+        return inner.result(), threading.current_thread(), type(failed.exception())
+
+    inner, outer, error = pool.submit(work, urgent=False, at_once=True).result(timeout=10)
+    assert inner is outer is not threading.current_thread()
+    assert error is ZeroDivisionError
+
+
 # In the background of a forward pass
 
 
@@ -300,6 +314,39 @@ def test_dispatched_calls_compile_ahead_and_fake_tensors_do_not(on_gpu, monkeypa
     monkeypatch.setattr(autograd, "are_dense", lambda *_: True)
     autograd._conv_transpose2d_setup(ctx, (*tensors, *OPTIONS), tensors[0])
     assert asked == [(tensors, OPTIONS)]
+
+
+def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_compiled(on_gpu, loader, monkeypatch):
+    """With a real choice of kernels, and threads that work it out."""
+    monkeypatch.setattr(followers, "_uncalled", weakref.WeakValueDictionary())
+    sizes = (48, 64, 4, 1), (64, 32, 4, 2, 1), (32, 16, 4, 2, 1), (16, 3, 4, 2, 1)
+    model, calls = [gemmconv.ConvTranspose2d(*size, bias=False, dtype=torch.float16) for size in sizes], []
+    for layer, extent in zip(model, (1, 4, 8, 16), strict=True):
+        shape, kernel = (16, layer.in_channels, extent, extent), layer.weight.shape
+        given = [
+            WithoutData.of(one, strides_of(one, torch.contiguous_format), torch.float16, GPU) for one in (shape, kernel)
+        ]
+        layer._parameters["weight"] = given[1].requires_grad_()
+        arguments = layer.stride, layer.padding, (0, 0), 1, (1, 1), "auto", None, None
+        calls.append(((given[0].requires_grad_(extent > 1), given[1], None), arguments))
+    followers.compile_followers(model[0]._place, model[0], calls[0][0])
+    end = time.monotonic() + 60
+    while len(ahead := [one for key, one in implementation.plans.items() if key[0] == "ahead"]) < 6:
+        assert time.monotonic() < end
+        time.sleep(1e-2)
+    for future in ahead:
+        for _, one in future.result(timeout=60):
+            one.result(timeout=60)
+    compiled = Counter(loader.compiled)
+    assert len(compiled) > 3
+    for (input, weight, _), arguments in calls[1:]:
+        assert autograd.compile_ahead((input, weight, None), arguments) in ahead
+        implementation.prepared("forward", (input, weight, None), None, arguments)
+        shape = 16, weight.shape[1], 2 * input.shape[2], 2 * input.shape[3]
+        grad = WithoutData.of(shape, strides_of(shape, torch.contiguous_format), torch.float16, GPU)
+        Backward.of((input, weight, None), arguments).prepared(grad, input, weight, True, True, False)
+    assert Counter(loader.compiled) == compiled
+    assert len(launch._kernels) == sum(compiled.values())
 
 
 # The end

@@ -83,6 +83,16 @@ def test_module_state_dict_survives_a_weights_only_file():
     torch.nn.ConvTranspose2d(3, 4, 3).load_state_dict(loaded)
 
 
+@pytest.mark.parametrize("more", [(), ([7, 8],)], ids=["", "output_size"])
+def test_module_with_a_parametrization_computes_it_once_a_call(more):
+    ours = torch.nn.utils.parametrizations.spectral_norm(gemmconv.ConvTranspose2d(3, 4, 3))
+    computed = []
+    ours.parametrizations.weight.register_forward_hook(lambda *_: computed.append(1))
+    for call in (1, 2):
+        ours(torch.randn(2, 3, 5, 6), *more)
+        assert len(computed) == call
+
+
 def test_module_repr_names_algorithm_and_layer():
     text = repr(gemmconv.ConvTranspose2d(3, 4, (3, 5), stride=2, output_padding=1, algorithm="gemm_col2im"))
     assert text.startswith("ConvTranspose2d(3, 4, kernel_size=(3, 5), stride=(2, 2)")

@@ -8,6 +8,7 @@ from torch import nn
 
 import gemmconv
 from gemmconv.__main__ import main
+from gemmconv.ops import followers
 
 module = sys.modules["gemmconv.warmup"]  # the function has its name
 
@@ -110,12 +111,12 @@ def test_warmup_finds_the_calls_without_data():
 
 def test_warmup_compiles_both_passes_of_each_call(monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "compile_forward_ahead", lambda *call: asked.append(("forward", call)))
-    monkeypatch.setattr(module, "compile_ahead", lambda *call: asked.append(("backward", call)))
+    monkeypatch.setattr(followers, "compile_forward_ahead", lambda *call: asked.append(("forward", call)))
+    monkeypatch.setattr(followers, "compile_ahead", lambda *call: asked.append(("backward", call)))
     model, images = Network(), torch.randn(2, 4, 5, 5)
     calls = module._calls_of(model, (images,))
     module._compile(calls, backward=True)
-    assert asked == [(one, call) for call in calls for one in ("forward", "backward")]
+    assert asked == [(one, call) for one in ("forward", "backward") for call in calls]
     asked.clear()
     module._compile(calls, backward=False)
     assert asked == [("forward", call) for call in calls]

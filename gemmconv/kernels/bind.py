@@ -20,6 +20,7 @@ from gemmconv.runtime import executor, launch, pool
 
 _REGION_BYTES = 256  # what regions of scratch memory begin at a multiple of
 _MOST_BOUND = 64  # calls for tensors of different strides
+_MANY_CORES = 4
 
 
 class Call:
@@ -102,12 +103,18 @@ Compilations = list[tuple[str, Future[float | None]]]  # sources, and the second
 
 
 def compile_ahead(steps: Callable[[], Iterable[Launch]], device: torch.device) -> Future[Compilations]:
-    """Work out some launches in another thread, and have the kernels compiled that a device wants for them."""
+    """Work out some launches in a thread of the pool, and have the kernels compiled that a device wants for them."""
 
     def work() -> Compilations:
         return launch.compile_ahead(((step.source, step.macros) for step in steps()), launch.architecture(device.index))
 
-    return pool.submit(work, urgent=False)
+    return pool.submit(work, urgent=False, at_once=True)
+
+
+def in_background(work: Callable[[], object]) -> None:
+    """Have another thread do this where so many cores are there that some are idle while a call's kernels compile."""
+    if pool.cores() >= _MANY_CORES:
+        pool.submit(work, urgent=False)
 
 
 def _kernel_of(step: Launch) -> Hashable:

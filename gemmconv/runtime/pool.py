@@ -21,12 +21,19 @@ _idle = 0
 _closed = False
 
 
-def submit(work: Callable[[], Any], urgent: bool) -> Future[Any]:
+def submit(work: Callable[[], Any], urgent: bool, at_once: bool = False) -> Future[Any]:
     """Have a thread do this, before all that is not urgent. What it raises is kept in the future.
 
     An interpreter that exits cancels what has not begun, and compilations that have.
+
+    Args:
+        work, urgent: what is done, and whether somebody waits for it.
+        at_once: whether the thread that asks does it itself, now, if it is one of these.
     """
     future = Future[Any]()
+    if at_once and not _closed and threading.current_thread() in _threads:
+        _do(work, future)
+        return future
     with _condition:
         if _closed:
             future.cancel()
@@ -58,11 +65,15 @@ def _work() -> None:
             if _closed:
                 return
             *_, future, work = heapq.heappop(_jobs)
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
+        _do(work, future)
         del future, work
+
+
+def _do(work: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _close() -> None:
