@@ -159,7 +159,7 @@ class GemmCol2im(AlgorithmOfOne):
 
 
 def _product_seconds(config: Config, direction: Direction, chunks: Chunking, itemsize: int) -> float:
-    """What the products of a pass take: columns of ``itemsize`` bytes an element, flops, weights, a launch a chunk."""
+    """What the products of a pass take: columns of ``itemsize`` bytes an element, flops, weights, launches."""
     problem, half, tf32 = config.problem, config.dtype.itemsize == 2, config.precision == "tf32"
     traffic = problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
     if half:
@@ -175,7 +175,8 @@ def _product_seconds(config: Config, direction: Direction, chunks: Chunking, ite
     moved = traffic / _COST.copy_rate
     moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
     moved /= config.spec.ratio("bandwidth")
-    return chunks.count * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate
+    launches = chunks.count * min(chunks.images, problem.groups)  # each of the images of a group, or of an image's groups
+    return launches * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate
 
 
 def _forward_chunks(config: Config) -> Chunking:

@@ -29,8 +29,8 @@ _FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly
 def representatives(config: Config) -> tuple[Config, ...]:
     """Configurations that stand for the classes that one is of: the next with fewer pixels, and with more.
 
-    Their images are as wide, to the next power of two, and as well aligned; small ones are the same, and the batches
-    powers of two. On a CPU there are none.
+    Their images are as wide, to the next power of two, and as well aligned, and lower where one would be too many pixels;
+    small ones are the same, and the batches powers of two. On a CPU there are none.
 
     >>> import torch
     >>> config = Config(Problem(3, 8, 8, 1, (40, 50), (3, 3)), torch.float32, torch.device("cuda", 0))
@@ -53,15 +53,17 @@ def _problems(problem: Problem, elements: int) -> tuple[Problem, ...]:
     if height * width <= _SMALL:
         above = min(power_of_two(problem.batch), _TOTALS[-1] // _SMALL)
         return tuple(replace(problem, batch=one) for one in ([above // 2, above] if problem.batch < above else [above]))
-    size = next(_sizes(problem, elements), problem.input_size)
     place = bisect.bisect_left(_TOTALS, pixels)
     totals = _TOTALS[place : place + 1] if pixels in _TOTALS else _TOTALS[max(0, place - 1) : place + 1]
-    batches = sorted({max(1, round(total / math.prod(size))) for total in totals})
-    return tuple(replace(problem, batch=batch, input_size=size) for batch in batches)
+    found: dict[Problem, None] = {}
+    for total in totals:
+        size = next(_sizes(problem, elements, total), problem.input_size)
+        found[replace(problem, batch=max(1, round(total / math.prod(size))), input_size=size)] = None
+    return tuple(found)
 
 
-def _sizes(problem: Problem, elements: int) -> Iterator[Pair]:
-    """Heights and widths of a class, the best first: aligned as those of the problem are."""
+def _sizes(problem: Problem, elements: int, total: int) -> Iterator[Pair]:
+    """Heights and widths of a class of so many pixels, the best first: aligned as those of the problem are."""
     height, width = problem.input_size
     of_width, of_planes = _aligned(problem, width, elements), _in_blocks(problem, height, width)
     top = power_of_two(width)
@@ -74,6 +76,8 @@ def _sizes(problem: Problem, elements: int) -> Iterator[Pair]:
             most = max(2, new_width // _FLAT)
         else:
             most = new_width if height < _FLAT * width else new_width * _FLAT
+        if height >= _SHORT:  # no more than one image
+            most = min(most, max(_SHORT, total // new_width))
         for new_height in range(most, max(0, most - _BLOCK), -1):
             if width % elements or _in_blocks(problem, new_height, new_width) == of_planes:
                 yield new_height, new_width

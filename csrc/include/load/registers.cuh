@@ -90,8 +90,10 @@ __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, c
             for (int batch = 0; batch < p.batches; ++batch) {
                 if (chunk == 0 || p.batches > 1) {
                     #pragma unroll
-                    for (int k = 0; k < kTogether; ++k)
+                    for (int k = 0; k < kTogether; ++k) {
+                        if (k >= p.together) break;
                         from[k] = from_of(p, batch * p.together + k, thread, places, stride);
+                    }
                 }
                 spot_unit_t values[kTogether];
                 #pragma unroll
