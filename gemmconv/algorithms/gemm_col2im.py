@@ -175,7 +175,7 @@ def _product_seconds(config: Config, direction: Direction, chunks: Chunking, ite
     moved = traffic / _COST.copy_rate
     moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
     moved /= config.spec.ratio("bandwidth")
-    launches = chunks.count * min(chunks.images, problem.groups)  # each of the images of a group, or of an image's groups
+    launches = chunks.count * min(chunks.images, problem.groups)  # of the images of a group, or the groups of one
     return launches * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate
 
 
