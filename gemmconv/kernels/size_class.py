@@ -29,8 +29,8 @@ _FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly
 def representatives(config: Config) -> tuple[Config, ...]:
     """Configurations that stand for the classes that one is of: the next with fewer pixels, and with more.
 
-    Their images are as wide, to the next power of two, and as well aligned, and lower where one would be too large; small
-    ones are the same, and the batches powers of two. On a CPU there are none.
+    Their images are as wide, to the next power of two, and as well aligned, but lower where one would be too large;
+    small ones are the same, and the batches powers of two. On a CPU there are none.
 
     >>> import torch
     >>> config = Config(Problem(3, 8, 8, 1, (40, 50), (3, 3)), torch.float32, torch.device("cuda", 0))
