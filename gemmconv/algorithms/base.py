@@ -197,7 +197,7 @@ def _known(
     """
 
     def asked() -> object:
-        return [kernel.name for kernel in kernels], replace(config, device=torch.device(config.device.type)), direction
+        return [kernel.name for kernel in kernels], _text(config), direction
 
     def find() -> tuple[tuple[int, Any, float], ...]:
         found = sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds)
@@ -206,3 +206,9 @@ def _known(
 
     of_gpu = config.device.type == "cuda" and lacks is None
     return tuple(Choice(kernels[i], *rest) for i, *rest in (kept(asked, find, of_class) if of_gpu else find()))
+
+
+@lru_cache(maxsize=64)
+def _text(config: Config) -> str:
+    """All of a configuration but which of a machine's GPUs it is for."""
+    return repr(replace(config, device=torch.device(config.device.type)))

@@ -12,6 +12,7 @@ import atexit
 import dataclasses
 import functools
 import hashlib
+import importlib
 import io
 import os
 import pickle
@@ -102,10 +103,15 @@ class _Reader(pickle.Unpickler):
     """Reads nothing but plain values and this package's records: a file can have no other code run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.startswith("gemmconv.") else None
-        if not (isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, tuple))):
-            raise pickle.UnpicklingError(f"{module}.{name} is no record of gemmconv's")
-        return found
+        return _record(module, name)
+
+
+@functools.cache
+def _record(module: str, name: str) -> type:
+    found = getattr(importlib.import_module(module), name, None) if module.startswith("gemmconv.") else None
+    if not (isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, tuple))):
+        raise pickle.UnpicklingError(f"{module}.{name} is no record of gemmconv's")
+    return found
 
 
 @functools.cache
