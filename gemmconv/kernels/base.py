@@ -223,7 +223,13 @@ def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tupl
     >>> strides_of((2, 3, 4, 5), torch.channels_last)
     (60, 1, 15, 3)
     """
-    return torch.empty(tuple(shape), device="meta", memory_format=memory_format).stride()
+    if memory_format is torch.channels_last:
+        _, channels, height, width = shape
+        return height * width * channels, 1, width * channels, channels
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides))
 
 
 def restrided(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
