@@ -6,7 +6,7 @@ kernel can transpose, torch copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from gemmconv.kernels.program import Launch, Operand, Output, Program, Step
 
 Fit = Callable[[torch.Tensor], torch.Tensor]
 Prepare = Callable[[Program, torch.device], Fit]
-Tensors = tuple[torch.Tensor | None, ...]
+Tensors = Sequence[torch.Tensor | None]
 
 
 def launches(program: Program, tensors: Tensors, device: torch.device) -> list[Launch]:
