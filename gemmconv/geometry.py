@@ -10,9 +10,8 @@ between input row ``ih``, kernel tap ``kh`` and output row ``oh`` (stride S, pad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-from gemmconv.hashing import hashed_once
+from gemmconv.hashing import cached_property, hashed_once
 
 Pair = tuple[int, int]
 Shape4 = tuple[int, int, int, int]
