@@ -128,6 +128,10 @@ class Kernel(ABC):
 
     def why_not(self, config: Config, direction: Pass) -> str | None:
         """Why it cannot compute a pass, as a clause after its name; None where it can."""
+        return self.refuses(config, direction) or self.declines(config, direction)
+
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        """What :meth:`why_not` says that is known at once, and does not depend on sizes."""
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
         if (
@@ -139,12 +143,10 @@ class Kernel(ABC):
             return f"the device must have compute capability 9.0, got {major}.{minor}"
         if direction not in self.directions:
             return f"it computes {' and '.join(self.directions)} alone, got {direction}"
-        if (reason := why_not_dtype(config.dtype, self.dtypes)) is not None:
-            return reason
-        return self.declines(config, direction)
+        return why_not_dtype(config.dtype, self.dtypes)
 
     def declines(self, config: Config, direction: Pass) -> str | None:
-        """What :meth:`why_not` says of a layer."""
+        """What :meth:`why_not` says of a layer otherwise."""
         return None if self.tile(config, direction) is not None else f"it is for {self.serves}"
 
 

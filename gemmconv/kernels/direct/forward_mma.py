@@ -563,10 +563,10 @@ class DirectForwardMma(DirectKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_for(config)
 
-    def declines(self, config: Config, direction: Pass) -> str | None:
-        if not (_may_be_rounded(config) and _have_channels(config.problem)):  # which is known at once
-            return f"it is for {self.serves}"
-        return super().declines(config, direction)
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        if (reason := super().refuses(config, direction)) is not None:
+            return reason
+        return None if _may_be_rounded(config) and _have_channels(config.problem) else f"it is for {self.serves}"
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
