@@ -58,7 +58,8 @@ def kept(asked: Callable[[], object], find: Callable[[], T], always: bool = Fals
     start = time.thread_time()
     found = find()
     if always or time.thread_time() - start > _LONG:
-        _entries()[key] = pickle.dumps(found)
+        with suppress(RuntimeError):  # while another thread works out what a tile keeps, which is then not written
+            _entries()[key] = pickle.dumps(found)
         if _timer is None:  # of several threads each may start one: the second finds nothing to write
             _timer = threading.Timer(_SECONDS, write)
             _timer.daemon = True
