@@ -568,6 +568,11 @@ class DirectForwardMma(DirectKernel):
             return reason
         return None if _may_be_rounded(config) and _have_channels(config.problem) else f"it is for {self.serves}"
 
+    def declines(self, config: Config, direction: Pass) -> str | None:
+        if self.tile(config, direction) is None:  # which takes the least to find
+            return f"it is for {self.serves}"
+        return super().declines(config, direction)
+
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
 
