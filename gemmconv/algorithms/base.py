@@ -206,8 +206,8 @@ def _known(
         nearly = (one for one in found if one.seconds <= _NEARLY * found[0].seconds)
         return tuple((kernels.index(one.kernel), one.tile, one.seconds) for one in nearly)
 
-    # What one kernel, such as direct's, takes for some sizes is found as fast as it is looked up.
-    lasting = config.device.type == "cuda" and lacks is None and (of_class or len(kernels) > 1)
+    lasting = of_class or any(kernel.searched for kernel in kernels)
+    lasting = lasting and config.device.type == "cuda" and lacks is None
     return tuple(Choice(kernels[i], *rest) for i, *rest in (kept(asked, find, of_class) if lasting else find()))
 
 

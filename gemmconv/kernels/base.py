@@ -80,6 +80,7 @@ class Kernel(ABC):
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
         computed_in: the format that tensors are transposed to before it begins, None where it takes either.
+        searched: whether to find a tile for some sizes may take longer than to look it up.
     """
 
     name: ClassVar[str]
@@ -88,6 +89,7 @@ class Kernel(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ELEMENT_TYPES)
     serves: ClassVar[str]
     computed_in: ClassVar[torch.memory_format | None] = None
+    searched: ClassVar[bool] = True
 
     @abstractmethod
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:

@@ -514,6 +514,7 @@ class DirectKernel(Kernel):
     """What the kernels of ``direct`` have in common: the layers that they are for."""
 
     serves = "layers of which a block's windows fit registers and shared memory"
+    searched = False  # of a menu
 
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
         return () if (tile := self.tile(config, direction)) is None else (tile,)
