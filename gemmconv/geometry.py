@@ -10,9 +10,9 @@ between input row ``ih``, kernel tap ``kh`` and output row ``oh`` (stride S, pad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
-from gemmconv.hashing import hashed_once
+from gemmconv.hashing import cached_property, hashed_once
 
 Pair = tuple[int, int]
 Shape4 = tuple[int, int, int, int]
@@ -118,18 +118,7 @@ class Problem:
         >>> Problem(1, 1, 1, 1, (4, 4), (3, 3), stride=(2, 2)).phases(0)
         (Phase(residue=0, taps=((0, 0), (2, 1))), Phase(residue=1, taps=((1, 0),)))
         """
-        stride, dilation = self.stride[axis], self.dilation[axis]
-        return tuple(
-            Phase(
-                residue,
-                tuple(
-                    (tap, (tap * dilation - residue) // stride)
-                    for tap in range(self.kernel_size[axis])
-                    if tap * dilation % stride == residue
-                ),
-            )
-            for residue in range(stride)
-        )
+        return _phases(self.kernel_size[axis], self.stride[axis], self.dilation[axis])
 
     # The product that makes the columns, per image and group:
     # columns[M, N] = weight[K, M]^T . input[K, N], with the extents below.
@@ -176,3 +165,12 @@ class Problem:
         """Bytes that any algorithm moves: input and weight (and bias) read once, output written once."""
         weight = self.in_channels * self.gemm_m
         return self.image_bytes(itemsize) + itemsize * (weight + (self.out_channels if bias else 0))
+
+
+@lru_cache(maxsize=1024)
+def _phases(kernel_size: int, stride: int, dilation: int) -> tuple[Phase, ...]:
+    reached = [(tap, *divmod(tap * dilation, stride)) for tap in range(kernel_size)]
+    return tuple(
+        Phase(residue, tuple((tap, shift) for tap, shift, rest in reached if rest == residue))
+        for residue in range(stride)
+    )

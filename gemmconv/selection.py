@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -212,7 +213,7 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
         return Gradients(first, second, _share(first, second, config, weight_config), at_once)
     if not config.spec.is_hopper:
         return _fastest_elsewhere(config, weight_config)
-    able = [a for a in ALGORITHMS if a.why_not(config) is None]
+    able = tuple(a for a in ALGORITHMS if a.why_not(config) is None)
     if not able:
         choose(config, requested, where)  # raises
     seconds, gradients = _fastest(config, weight_config, able)
@@ -257,7 +258,7 @@ def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: C
 def _fastest_elsewhere(config: Config, weight_config: Config) -> Gradients:
     """The gradients of a backward pass on a GPU that is not Hopper: torch's, but where ours are clearly faster."""
     native = next(a for a in ALGORITHMS if a.name == "native")
-    ours = [a for a in ALGORITHMS if a is not native and a.why_not(config) is None]
+    ours = tuple(a for a in ALGORITHMS if a is not native and a.why_not(config) is None)
     if not ours:
         return Gradients(native, native, False, True)
     seconds, gradients = _fastest(config, weight_config, ours)
@@ -269,7 +270,8 @@ def _fastest_elsewhere(config: Config, weight_config: Config) -> Gradients:
     return gradients
 
 
-def _fastest(config: Config, weight_config: Config, able: Sequence[Algorithm]) -> tuple[float, Gradients]:
+@lru_cache(maxsize=1024)
+def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:
     """The gradients of a backward pass that are estimated to be fastest, and the seconds they are estimated at."""
     one, other = _estimates(config, "input_grad", able), _estimates(weight_config, "weight_grad", able)
     (first_seconds, first), (second_seconds, second) = one[0], other[0]

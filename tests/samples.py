@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ import torch
 
 import gemmconv
 from gemmconv.kernels.base import Config, Precision
-from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.sm90 import gemm_fold_rows
 from tests import reference
 from tests.cases import Case
@@ -157,13 +156,8 @@ def tile_for(module, config, direction=None):
     """The tile that the kernel of a module takes for a pass, on any device; None where it declines that."""
     kernel = module.KERNEL
     direction = direction or kernel.directions[0]
-    if (
-        direction not in kernel.directions
-        or why_not_dtype(config.dtype, kernel.dtypes) is not None
-        or kernel.declines(config, direction) is not None
-    ):
-        return None
-    return kernel.tile(config, direction)
+    on_gpu = replace(config, device=torch.device("cuda", 0))
+    return kernel.tile(config, direction) if kernel.why_not(on_gpu, direction) is None else None
 
 
 def rows_tile_for(config, direction):

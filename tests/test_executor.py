@@ -355,7 +355,7 @@ def test_calls_keep_no_memory(algorithm, in_c):
 def test_a_launch_that_fails_says_which(in_c):
     """Blocks have 1024 threads at most. What runs next runs."""
     config = Config(problem_of(CASES["direct"]), torch.float32, GPU)
-    kernel = next(iter(Direct().forward(config)._kernels.values()))
+    kernel = Direct().forward(config).kernels[0]
     run = executor.prepare(GPU, [], [executor.Launch(kernel, (3, 2, 1), (2048, 1, 1), 0, False, bytes(1024), [], [])])
     shape = r"grid \(3, 2, 1\), block \(2048, 1, 1\), 0 bytes"
     for _ in range(2):

@@ -160,7 +160,7 @@ def test_program_compiles_its_kernels_at_the_same_time(loader):
     call = bind.Call(program_of("a.cu", "b.cu", "c.cu", "a.cu"), GPU)
     assert loader.most == 3
     assert sorted(loader.compiled) == ["a.cu", "b.cu", "c.cu"]
-    assert [source for source, *_ in call._kernels] == ["a.cu", "b.cu", "c.cu"]
+    assert [kernel.name for kernel in call.kernels] == [launch.kernel_name(f"{one}.cu") for one in "abca"]
 
 
 def test_program_raises_the_first_error(loader):

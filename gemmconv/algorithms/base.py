@@ -181,7 +181,9 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
         for kernel, tile, _ in _known(kernels, of_class, direction, lacks, True):
             if (fitted := kernel.fitted(config, direction, tile)) is not None:
                 found.append(Choice(kernel, fitted, kernel.seconds(config, direction, fitted)))
-    found = found or list(_known(kernels, config, direction, lacks)[:1])
+    if not found:
+        able = tuple(kernel for kernel in kernels if kernel.refuses(config, direction) is None)
+        found = [*_known(able, config, direction, lacks)[:1]] if able else []
     return min(found, key=lambda one: one.seconds, default=None)
 
 
@@ -197,12 +199,19 @@ def _known(
     """
 
     def asked() -> object:
-        return [kernel.name for kernel in kernels], replace(config, device=torch.device(config.device.type)), direction
+        return [kernel.name for kernel in kernels], _text(config), direction
 
     def find() -> tuple[tuple[int, Any, float], ...]:
         found = sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds)
         nearly = (one for one in found if one.seconds <= _NEARLY * found[0].seconds)
         return tuple((kernels.index(one.kernel), one.tile, one.seconds) for one in nearly)
 
-    of_gpu = config.device.type == "cuda" and lacks is None
-    return tuple(Choice(kernels[i], *rest) for i, *rest in (kept(asked, find, of_class) if of_gpu else find()))
+    lasting = of_class or any(kernel.searched for kernel in kernels)
+    lasting = lasting and config.device.type == "cuda" and lacks is None
+    return tuple(Choice(kernels[i], *rest) for i, *rest in (kept(asked, find, of_class) if lasting else find()))
+
+
+@lru_cache(maxsize=64)
+def _text(config: Config) -> str:
+    """All of a configuration but which of a machine's GPUs it is for."""
+    return repr(replace(config, device=torch.device(config.device.type)))

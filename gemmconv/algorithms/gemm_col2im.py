@@ -22,6 +22,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -87,13 +88,7 @@ class GemmCol2im(AlgorithmOfOne):
 
         In channels_last, turning what is there too.
         """
-        if direction == "forward":
-            chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
-        else:
-            chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
-        columns = chunks.count * _LAUNCH_SECONDS[direction]
-        columns += config.problem.column_bytes(itemsize) / (_COST.copy_rate * config.spec.ratio("bandwidth"))
-        return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
+        return _seconds(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
         if config.device.type == "cuda":
@@ -156,6 +151,18 @@ class GemmCol2im(AlgorithmOfOne):
         if seconds >= self.one_by_one_seconds(config, weight_config):
             return math.inf
         return _COST.at_once_factor * seconds
+
+
+@lru_cache(maxsize=1024)
+def _seconds(config: Config, direction: Direction) -> float:
+    """See :meth:`GemmCol2im.estimate`, which choosing both gradients asks for again and again."""
+    if direction == "forward":
+        chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
+    else:
+        chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
+    columns = chunks.count * _LAUNCH_SECONDS[direction]
+    columns += config.problem.column_bytes(itemsize) / (_COST.copy_rate * config.spec.ratio("bandwidth"))
+    return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
 
 
 def _product_seconds(config: Config, direction: Direction, chunks: Chunking, itemsize: int) -> float:

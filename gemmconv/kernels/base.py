@@ -80,6 +80,7 @@ class Kernel(ABC):
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
         computed_in: the format that tensors are transposed to before it begins, None where it takes either.
+        searched: whether to find a tile for some sizes may take longer than to look it up.
     """
 
     name: ClassVar[str]
@@ -88,6 +89,7 @@ class Kernel(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ELEMENT_TYPES)
     serves: ClassVar[str]
     computed_in: ClassVar[torch.memory_format | None] = None
+    searched: ClassVar[bool] = True
 
     @abstractmethod
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
@@ -128,6 +130,10 @@ class Kernel(ABC):
 
     def why_not(self, config: Config, direction: Pass) -> str | None:
         """Why it cannot compute a pass, as a clause after its name; None where it can."""
+        return self.refuses(config, direction) or self.declines(config, direction)
+
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        """What :meth:`why_not` says that is known at once, and does not depend on sizes."""
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
         if (
@@ -139,12 +145,10 @@ class Kernel(ABC):
             return f"the device must have compute capability 9.0, got {major}.{minor}"
         if direction not in self.directions:
             return f"it computes {' and '.join(self.directions)} alone, got {direction}"
-        if (reason := why_not_dtype(config.dtype, self.dtypes)) is not None:
-            return reason
-        return self.declines(config, direction)
+        return why_not_dtype(config.dtype, self.dtypes)
 
     def declines(self, config: Config, direction: Pass) -> str | None:
-        """What :meth:`why_not` says of a layer."""
+        """What :meth:`why_not` says of a layer otherwise."""
         return None if self.tile(config, direction) is not None else f"it is for {self.serves}"
 
 
@@ -223,7 +227,13 @@ def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tupl
     >>> strides_of((2, 3, 4, 5), torch.channels_last)
     (60, 1, 15, 3)
     """
-    return torch.empty(tuple(shape), device="meta", memory_format=memory_format).stride()
+    if memory_format is torch.channels_last:
+        _, channels, height, width = shape
+        return height * width * channels, 1, width * channels, channels
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides))
 
 
 def restrided(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

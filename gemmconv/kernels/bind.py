@@ -7,14 +7,14 @@ bytes with slots, and regions of scratch memory offsets in one allocation. An ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from gemmconv.kernels.base import restrided
-from gemmconv.kernels.forms import Fit, brought_to_form, launches, returned
+from gemmconv.kernels.forms import Fit, Tensors, brought_to_form, launches, returned
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import executor, launch, pool
 
@@ -29,8 +29,7 @@ class Call:
     def __init__(self, program: Program, device: torch.device) -> None:
         self.program, self.device = program, device
         self._bound: dict[Hashable, Callable[..., Any]] = {}
-        self._kernels: dict[Hashable, launch.Kernel] = {}
-        self._load(program.steps)
+        self.kernels = _loaded(program.steps, device)
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         key = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
@@ -43,60 +42,65 @@ class Call:
 
     def load(self, *tensors: torch.Tensor | None) -> None:
         """Load all kernels for tensors of the strides that these have, which may be without data."""
-        self._load(launches(self.program, tensors, self.device))
-
-    def _load(self, steps: Iterable[Step]) -> None:
-        """Load the kernels of some steps, which are compiled at the same time."""
-        new = {_kernel_of(step): step for step in steps if isinstance(step, Launch)}
-        new = {key: step for key, step in new.items() if key not in self._kernels}
-        if len(new) > 1 and self.device.type == "cuda":
-            launch.compile_together([(step.source, step.macros) for step in new.values()], self.device.index)
-        for key, step in new.items():
-            self._kernels[key] = launch.load(step.source, step.macros, self.device.index, step.shared_bytes)
+        _loaded(launches(self.program, tensors, self.device), self.device)
 
     def bind(self, *tensors: torch.Tensor | None) -> Callable[..., Any]:
         """The call for tensors of the strides that these have."""
-        fits, program, channels_last = brought_to_form(self.program, tensors, self.device)
-        program, made, after = returned(program)
-        self._load(program.steps)
-        offsets, scratch_bytes = _laid_out(program)
-        names = [one.name for one in program.outputs] + [one.name for one in program.operands]
-        index_of = {name: (i, 0) for i, name in enumerate(names)}
-        index_of |= {name: (len(names), offset) for name, offset in offsets.items()}
-        alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
-        steps = [self._lowered(step, index_of, channels_last) for step in program.steps]
-        run = executor.prepare(self.device, alignments, steps)
-        scratch = -(-scratch_bytes // program.dtype.itemsize)
-        arguments = [program.arguments.index(one.given_as) for one in program.operands]
-        same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
-        as_they_are = same_type and arguments == [*range(len(tensors))] and not (any(fits) or after)
-        call = _of_any(program.dtype, run, made, scratch, arguments, fits, after)
-        forward = len(made) == 1 and len(tensors) == 3
-        if not as_they_are or any(one is None for one in (tensors[:2] if forward else tensors)):
-            return call
-        return (_forward if forward else _several)(run, made, scratch, call)
+        return bound(self.program, self.device, tensors)
 
-    def _lowered(self, step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool) -> executor.Step:
-        """A step as the executor takes it, of a weight of either format."""
 
-        def place(at: At) -> executor.Place:
-            index, offset = index_of[at.tensor]
-            return index, offset + at.offset
+def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[..., Any]:
+    """The call of a program for tensors of the strides that these have, with its kernels loaded."""
+    fits, program, channels_last = brought_to_form(program, tensors, device)
+    program, made, after = returned(program)
+    kernels = iter(_loaded(program.steps, device))
+    offsets, scratch_bytes = _laid_out(program)
+    names = [one.name for one in program.outputs] + [one.name for one in program.operands]
+    index_of = {name: (i, 0) for i, name in enumerate(names)}
+    index_of |= {name: (len(names), offset) for name, offset in offsets.items()}
+    alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
+    steps = [_lowered(step, index_of, channels_last, kernels) for step in program.steps]
+    run = executor.prepare(device, alignments, steps)
+    scratch, given_as = -(-scratch_bytes // program.dtype.itemsize), program.arguments
+    arguments = [given_as.index(one.given_as) for one in program.operands]
+    same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
+    as_they_are = same_type and arguments == [*range(len(tensors))] and not (any(fits) or after)
+    call = _of_any(program.dtype, run, made, scratch, arguments, fits, after)
+    forward = len(made) == 1 and len(tensors) == 3
+    if not as_they_are or any(one is None for one in (tensors[:2] if forward else tensors)):
+        return call
+    return (_forward if forward else _several)(run, made, scratch, call)
 
-        if isinstance(step, Zero):
-            return executor.Zero(place(At(step.tensor)), step.size)
-        if isinstance(step, Gemm):
-            of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in step.operands]
-            return executor.Gemm(step.extents, of, step.batch, step.transposed, step.tf32, step.accumulates)
-        kernel = self._kernels[_kernel_of(step)]
-        params, slots = step.laid_out(channels_last)
-        pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
-        maps = [
-            (offset, *place(At(slot.tensor)), slot.described)
-            for offset, slot in slots
-            if isinstance(slot, TensorMapSpec)
-        ]
-        return executor.Launch(kernel, step.grid, step.block, step.shared_bytes, step.overlaps, params, pointers, maps)
+
+def _loaded(steps: Iterable[Step], device: torch.device) -> list[launch.Kernel]:
+    """The kernels of all launches among some steps, which are compiled at the same time."""
+    wanted = [step for step in steps if isinstance(step, Launch)]
+    if len(wanted) > 1 and device.type == "cuda":
+        launch.compile_together(((step.source, step.macros) for step in wanted), device.index)
+    return [launch.load(step.source, step.macros, device.index, step.shared_bytes) for step in wanted]
+
+
+def _lowered(
+    step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool, kernels: Iterator[launch.Kernel]
+) -> executor.Step:
+    """A step as the executor takes it, of a weight of either format; a launch is of the next kernel."""
+
+    def place(at: At) -> executor.Place:
+        index, offset = index_of[at.tensor]
+        return index, offset + at.offset
+
+    if isinstance(step, Zero):
+        return executor.Zero(place(At(step.tensor)), step.size)
+    if isinstance(step, Gemm):
+        of = [executor.Matrices(place(one.at), one.dtype, one.leading, one.stride) for one in step.operands]
+        return executor.Gemm(step.extents, of, step.batch, step.transposed, step.tf32, step.accumulates)
+    params, slots = step.laid_out(channels_last)
+    pointers = [(offset, *place(slot)) for offset, slot in slots if isinstance(slot, At)]
+    maps = [
+        (offset, *index_of[slot.tensor], slot.described) for offset, slot in slots if isinstance(slot, TensorMapSpec)
+    ]
+    shape = step.grid, step.block, step.shared_bytes, step.overlaps
+    return executor.Launch(next(kernels), *shape, params, pointers, maps)
 
 
 Compilations = list[tuple[str, Future[float | None]]]  # sources, and the seconds that each has taken
@@ -115,10 +119,6 @@ def in_background(work: Callable[[], object]) -> None:
     """Have another thread do this where so many cores are there that some are idle while a call's kernels compile."""
     if pool.cores() >= _MANY_CORES:
         pool.submit(work, urgent=False)
-
-
-def _kernel_of(step: Launch) -> Hashable:
-    return step.source, tuple(step.macros.items()), step.shared_bytes
 
 
 def _of_any(
@@ -199,6 +199,9 @@ def _laid_out(program: Program) -> tuple[dict[str, int], int]:
     Regions that are never needed at the same time share memory. One is needed until what reads it has ended, which the
     next step that does not overlap waits for.
     """
+    sizes = {name: -(-size // _REGION_BYTES) * _REGION_BYTES for name, size in program.scratch.items()}
+    if len(sizes) < 2:
+        return dict.fromkeys(sizes, 0), sum(sizes.values())
     needed: dict[str, tuple[int, int]] = {}
     for i, step in enumerate(program.steps):
         end = i + 1
@@ -208,7 +211,6 @@ def _laid_out(program: Program) -> tuple[dict[str, int], int]:
             needed[name] = min(i, needed.get(name, (i, i))[0]), end
     offsets: dict[str, int] = {}
     total = 0
-    sizes = {name: -(-size // _REGION_BYTES) * _REGION_BYTES for name, size in program.scratch.items()}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         begin, end = needed.get(name, (0, len(program.steps)))
         alive = [

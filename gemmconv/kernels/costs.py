@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 FOLDER = Path(__file__).parents[1] / "costs"
-_ESTIMATING = ("gemmconv.kernels.", "gemmconv.algorithms.")  # modules that estimate
+_ESTIMATING = ("gemmconv.kernels.", "gemmconv.algorithms.", "gemmconv.selection")  # modules that estimate
 _replaced: list[str] = []  # of whose costs this process has others
 
 

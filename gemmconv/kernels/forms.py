@@ -6,7 +6,7 @@ kernel can transpose, torch copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from gemmconv.kernels.program import Launch, Operand, Output, Program, Step
 
 Fit = Callable[[torch.Tensor], torch.Tensor]
 Prepare = Callable[[Program, torch.device], Fit]
-Tensors = tuple[torch.Tensor | None, ...]
+Tensors = Sequence[torch.Tensor | None]
 
 
 def launches(program: Program, tensors: Tensors, device: torch.device) -> list[Launch]:
@@ -69,9 +69,11 @@ def brought_to_form(
                 fit = partial(_widened, fit=fit, columns=operand.columns)
         fits.append(fit)
         operands.append(operand)
-    steps = (*before, *(step.renamed(names) for step in program.steps))
-    new = replace(program, operands=tuple(operands), steps=steps, scratch={**scratch, **program.scratch})
-    return fits, new, channels_last
+    if names:
+        steps = (*before, *(step.renamed(names) for step in program.steps))
+        scratch = {**scratch, **program.scratch}
+        program = replace(program, operands=tuple(operands), steps=steps, scratch=scratch)
+    return fits, program, channels_last
 
 
 def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) -> Program | None:
@@ -105,8 +107,10 @@ def returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tup
                 after.append((i, strides))
                 strides = other
         made.append((output.shape, strides))
-    steps = (*(step.renamed(names) for step in program.steps), *behind)
-    return replace(program, steps=steps, scratch={**scratch, **program.scratch}), made, after
+    if names:
+        steps = (*(step.renamed(names) for step in program.steps), *behind)
+        program = replace(program, steps=steps, scratch={**scratch, **program.scratch})
+    return program, made, after
 
 
 def _widened(tensor: torch.Tensor, fit: Fit | None, columns: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import atexit
 import dataclasses
 import functools
 import hashlib
+import importlib
 import io
 import os
 import pickle
@@ -57,7 +58,8 @@ def kept(asked: Callable[[], object], find: Callable[[], T], always: bool = Fals
     start = time.thread_time()
     found = find()
     if always or time.thread_time() - start > _LONG:
-        _entries()[key] = pickle.dumps(found)
+        with suppress(RuntimeError):  # while another thread works out what a tile keeps, which is then not written
+            _entries()[key] = pickle.dumps(found)
         if _timer is None:  # of several threads each may start one: the second finds nothing to write
             _timer = threading.Timer(_SECONDS, write)
             _timer.daemon = True
@@ -102,10 +104,15 @@ class _Reader(pickle.Unpickler):
     """Reads nothing but plain values and this package's records: a file can have no other code run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.startswith("gemmconv.") else None
-        if not (isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, tuple))):
-            raise pickle.UnpicklingError(f"{module}.{name} is no record of gemmconv's")
-        return found
+        return _record(module, name)
+
+
+@functools.cache
+def _record(module: str, name: str) -> type:
+    found = getattr(importlib.import_module(module), name, None) if module.startswith("gemmconv.") else None
+    if not (isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, tuple))):
+        raise pickle.UnpicklingError(f"{module}.{name} is no record of gemmconv's")
+    return found
 
 
 @functools.cache

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Pass
 
 

@@ -77,8 +77,9 @@ class TensorMapSpec:
 # A pointer to an operand, an output or a region, a null pointer, a tensor map, or a constant.
 Field = str | At | None | TensorMapSpec | int | ByFormat
 Params = Mapping[str, Field | tuple[Field, ...]]
-_POINTER, _INT = ("Q", 8), ("i", 4)
-_C_TYPES = {str: _POINTER, At: _POINTER, type(None): _POINTER, TensorMapSpec: ("128s", 64), Long: _POINTER}
+# By the type of a field: as struct knows it, its bytes and its alignment. What is put into a slot is left out.
+_INT, _SLOT = ("i", 4, 4), ("8x", 8, 8)
+_C_TYPES = {str: _SLOT, At: _SLOT, type(None): _SLOT, TensorMapSpec: ("128x", 128, 64), Long: ("Q", 8, 8)}
 
 
 @dataclass(frozen=True)
@@ -122,19 +123,22 @@ class Launch:
 
     def laid_out(self, channels_last: bool) -> tuple[bytes, list[tuple[int, At | TensorMapSpec]]]:
         """The params struct as C lays it out, of a weight of either format: its bytes, and where what goes into it."""
-        data, largest, slots = bytearray(), 1, []
+        code, values, slots, end, largest = "<", list[int](), list[tuple[int, At | TensorMapSpec]](), 0, 1
         for value in self.fields:
-            code, alignment = _C_TYPES.get(type(value), _INT)
-            data += bytes(-len(data) % alignment)
+            one, size, alignment = _C_TYPES.get(type(value), _INT)
+            if apart := -end % alignment:
+                code += f"{apart}x"
+            code += one
+            end += apart
+            if isinstance(value, int):
+                values.append(value)
+            elif isinstance(value, ByFormat):
+                values.append(value.channels_last if channels_last else value.contiguous)
+            elif value is not None:
+                slots.append((end, At(value) if isinstance(value, str) else value))
+            end += size
             largest = max(largest, alignment)
-            if isinstance(value, str | At | TensorMapSpec):
-                slots.append((len(data), At(value) if isinstance(value, str) else value))
-                data += bytes(struct.calcsize(f"<{code}"))
-            else:
-                if isinstance(value, ByFormat):
-                    value = value.channels_last if channels_last else value.contiguous
-                data += struct.pack(f"<{code}", value or 0)
-        return bytes(data + bytes(-len(data) % largest)), slots
+        return struct.pack(f"{code}{-end % largest}x", *values), slots
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
         """The same launch on memory of other names."""
@@ -293,6 +297,12 @@ class Program:
         from gemmconv.kernels.bind import Call
 
         return Call(self, device)
+
+    def bound(self, device: torch.device, tensors: Sequence[torch.Tensor | None]) -> Callable[..., Any]:
+        """The same for operands of the strides that these have alone."""
+        from gemmconv.kernels.bind import bound
+
+        return bound(self, device, tensors)
 
     def __str__(self) -> str:
         regions = ", ".join(f"{name} ({size} bytes)" for name, size in self.scratch.items())

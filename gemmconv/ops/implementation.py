@@ -133,8 +133,7 @@ def prepared(
                 of_bias = _bias_grad_program(_config_of_gradient(first)) if with_bias else None
                 if of_bias is not None:
                     program = one_after_the_other(program.arguments, program, of_bias)
-                of_program: Any = program.prepare(config.device)
-                call = of_program.bind(*tensors)
+                call = program.bound(config.device, tensors)
                 return _with_bias(call) if with_bias and of_bias is None else call
             if direction == "grads":
                 gradients = selection.choose_gradients(config, weight_config, options.algorithm, where)

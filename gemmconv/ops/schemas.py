@@ -147,6 +147,9 @@ class WithoutData(Tensor):
         made: WithoutData = make(WithoutData, shape, strides=strides, dtype=dtype, device=device)
         return made
 
+    # Its attributes are then read as fast as a tensor's.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @classmethod
     def __torch_dispatch__(cls, operator: Any, *_: Any) -> NoReturn:
         raise NotImplementedError(f"{operator} of a tensor without data")

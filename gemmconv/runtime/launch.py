@@ -21,7 +21,7 @@ from gemmconv.runtime.compiler import Compiled, Macros, cached, compile
 Extent3 = tuple[int, int, int]
 
 _SHARED_BYTES_UNASKED = 48 << 10  # of dynamic shared memory that any kernel may take
-_Key = tuple[str, tuple[tuple[str, Any], ...]]  # source and macros
+_Key = tuple[str, frozenset[tuple[str, Any]]]  # source and macros
 _kernels: dict[tuple[_Key, int], Kernel] = {}  # by device
 _compiled: dict[tuple[_Key, str], Compiled] = {}  # by architecture, until it is loaded
 _locks: dict[Hashable, threading.Lock] = {}  # of who loads or compiles what
@@ -189,9 +189,9 @@ def compile_together(wanted: Iterable[tuple[str, Macros]], device_index: int) ->
     """
     if not torch.cuda.is_initialized():  # nothing is launched here, and loading may be replaced
         return
-    arch = architecture(device_index)
     new = [key for key in _keys_of(wanted) if (key, device_index) not in _kernels]
     if len(new) > 1:
+        arch = architecture(device_index)
         begun = any(_lock_of((key, arch)).locked() for key in new)
         for key in _absent(new, arch)[0 if begun else 1 :]:
             pool.submit(partial(_compile, key, arch), urgent=True)
@@ -215,7 +215,7 @@ def _keys_of(wanted: Iterable[tuple[str, Macros]]) -> Iterable[_Key]:
 
 
 def _key_of(source_name: str, macros: Macros) -> _Key:
-    return source_name, tuple(sorted(macros.items()))
+    return source_name, frozenset(macros.items())
 
 
 def _lock_of(what: Hashable) -> threading.Lock:

@@ -84,7 +84,7 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
             load(program.prepare(config.device), config, "grads")
         else:
             both_gradients(gradients, inner, inner)
-        able = [algorithm for algorithm in ALGORITHMS if algorithm.why_not(config) is None]
+        able = tuple(algorithm for algorithm in ALGORITHMS if algorithm.why_not(config) is None)
         names = gradients.input_grad.name, gradients.weight_grad.name
         how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]
         return "+".join([*dict.fromkeys(names), *how]), selection._fastest(inner, inner, able)[0], loads

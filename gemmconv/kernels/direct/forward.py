@@ -514,16 +514,23 @@ class DirectKernel(Kernel):
     """What the kernels of ``direct`` have in common: the layers that they are for."""
 
     serves = "layers of which a block's windows fit registers and shared memory"
+    searched = False  # of a menu
 
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
         return () if (tile := self.tile(config, direction)) is None else (tile,)
 
-    def declines(self, config: Config, direction: Pass) -> str | None:
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        if (reason := super().refuses(config, direction)) is not None:
+            return reason
         p = config.problem
         if max(p.stride) > _WIDEST_STRIDE:
             return f"stride must be at most {_WIDEST_STRIDE} on both axes, got {p.stride}"
         if p.kernel_size[1] > _WIDEST_KERNEL:
             return f"kernel width must be at most {_WIDEST_KERNEL}, got {p.kernel_size[1]}"
+        return None
+
+    def declines(self, config: Config, direction: Pass) -> str | None:
+        p = config.problem
         if tile_of(p, config.dtype, config.memory_format is torch.channels_last, config.spec) is None:
             window = f"kernel_size={p.kernel_size}, dilation={p.dilation}"
             return f"the inputs of one cell must fit {SHARED_BYTES} bytes of shared memory, got {window}"

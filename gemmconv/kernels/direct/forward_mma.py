@@ -9,12 +9,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
 from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE, DeviceSpec
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
@@ -562,8 +563,13 @@ class DirectForwardMma(DirectKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_for(config)
 
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        if (reason := super().refuses(config, direction)) is not None:
+            return reason
+        return None if _may_be_rounded(config) and _have_channels(config.problem) else f"it is for {self.serves}"
+
     def declines(self, config: Config, direction: Pass) -> str | None:
-        if not (_may_be_rounded(config) and _have_channels(config.problem)):  # which is known at once
+        if self.tile(config, direction) is None:  # which takes the least to find
             return f"it is for {self.serves}"
         return super().declines(config, direction)
 

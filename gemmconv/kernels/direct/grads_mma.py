@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
 from gemmconv.device import LEAST_SHARED_BYTES, REFERENCE
 from gemmconv.geometry import Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, strides_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.integers import up_to_multiple
@@ -26,13 +27,21 @@ def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
     {(4, 5)}
     """
     height, width = problem.input_size
-    beyond, (short_h, short_w) = width % pixels, (extent < SHORT for extent in problem.input_size)
+    layer = replace(problem, batch=1, input_size=(min(height, SHORT), min(width, SHORT)))
+    return _samples(layer, pixels, width % pixels)
+
+
+@lru_cache(maxsize=1024)
+def _samples(layer: Problem, pixels: int, beyond: int) -> tuple[Problem, ...]:
+    """Of a layer whose long axes are all of one length."""
+    height, width = layer.input_size
+    short_h, short_w = height < SHORT, width < SHORT
     found: dict[Problem, None] = {}
     for batch, rows, columns in _SIZES:
         area = rows * columns
         rows, columns = area if short_w else rows, up_to_multiple(area if short_h else columns, pixels) + beyond
         size = height if short_h else rows, width if short_w else columns
-        found[replace(problem, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
+        found[replace(layer, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
     return tuple(found)
 
 

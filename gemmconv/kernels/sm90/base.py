@@ -39,13 +39,13 @@ class Sm90Kernel(Kernel):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = DTYPES
     only_in: ClassVar[torch.memory_format | None] = None
 
-    def declines(self, config: Config, direction: Pass) -> str | None:
-        if self.only_in is not None:
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        if (reason := super().refuses(config, direction)) is None and self.only_in is not None:
             if variant_of(config)[1]:
                 return "float32 must be rounded to TF32, got precision='ieee'"
             if config.memory_format is not self.only_in:
                 return f"memory_format must be {_FORMATS[self.only_in]}, got {_FORMATS[config.memory_format]}"
-        return super().declines(config, direction)
+        return reason
 
 
 class OneFormatForward(Sm90Kernel):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import Macros

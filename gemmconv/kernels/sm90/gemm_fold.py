@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros

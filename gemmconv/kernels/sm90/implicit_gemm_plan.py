@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
@@ -143,6 +144,8 @@ class Plan(Gathering):
 
     def resized(self, problem: Problem, **changes: Any) -> Plan:
         """The plan for another problem of its layer, and with other fields."""
+        for name in _OF_LAYERS:  # once for all sizes
+            getattr(self, name)
         return self._with(_OF_LAYERS, {**changes, "problem": problem})
 
     def _compiled_as(self, variant: Variant) -> Plan:
@@ -401,7 +404,7 @@ class Plan(Gathering):
         """Whether rows follow each other without gaps: an image is one long row."""
         return self.strips == 1 and self.unit == (1, 1) and self.pitch == self.input_size[1]
 
-    @property
+    @cached_property
     def origin(self) -> Pair:
         """The input, in units, of a strip's first position."""
         if self.strips == 1:
@@ -409,25 +412,27 @@ class Plan(Gathering):
         first = self._reach[1][0]
         return 0, first // self.wide * self.wide if self._in_a_row else first
 
-    def _place(self, shift: Pair) -> int:
-        """Positions from a cell to the input at a shift, in its plane."""
-        row, column = (shift[axis] // self.unit[axis] - self.origin[axis] for axis in (0, 1))
-        return row * self.pitch + column
+    def _place(self, row: int, column: int) -> int:
+        """Positions from a cell to the input at a shift in units, in its plane."""
+        top, left = self.origin
+        return (row - top) * self.pitch + column - left
 
     @cached_property
     def places(self) -> Pair:
         """The least and the largest place of an input relative to its cell."""
         # Every row shift goes with every column shift, if not for the same phase.
-        reaches = zip(*self._reach, strict=True)
-        first, last = (self._place((row * self.unit[0], column * self.unit[1])) for row, column in reaches)
-        return first, last
+        (first_row, last_row), (first, last) = self._reach
+        origin_h, origin_w = self.origin
+        return (first_row - origin_h) * self.pitch + first - origin_w, (
+            last_row - origin_h
+        ) * self.pitch + last - origin_w
 
     @property
     def tile(self) -> int:
         """Positions of a tile."""
         return 2 // self.warpgroups_m * self.columns
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The first position of a tile's inputs, relative to its first cell."""
         place = self.places[0]
@@ -439,7 +444,7 @@ class Plan(Gathering):
         positions = self.tile + self.places[1] - self.first
         return -(-positions // self.wide) * self.wide if self._in_a_row else positions
 
-    @property
+    @cached_property
     def unit_pitch(self) -> int:
         """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
         if self.way == "lines":
@@ -451,10 +456,11 @@ class Plan(Gathering):
 
     def offset(self, shift: Pair) -> int:
         """Positions from the first of a patch to a tile's first cell's input at a shift."""
-        plane = shift[0] % self.unit[0] * self.unit[1] + shift[1] % self.unit[1]
-        return plane * self.plane_pitch + self._place(shift) - self.first
+        height, width = self.unit
+        plane = shift[0] % height * width + shift[1] % width
+        return plane * self.plane_pitch + self._place(shift[0] // height, shift[1] // width) - self.first
 
-    @property
+    @cached_property
     def plane_pitch(self) -> int:
         """Positions from one plane of a patch to the next."""
         return self.boxes * self._box_positions if self.way == "lines" else self.patch
@@ -464,7 +470,7 @@ class Plan(Gathering):
         """Positions of all images."""
         return self.problem.batch * self.image_positions
 
-    @property
+    @cached_property
     def image_positions(self) -> int:
         """Positions of all strips of an image."""
         return self.strips * self.strip_rows * self.pitch
@@ -493,7 +499,7 @@ class Plan(Gathering):
         """Whether tiles come as they lie; else through all strips of an image first, then down."""
         return self.strips == 1 or self.strip_tiles == 1
 
-    @property
+    @cached_property
     def items(self) -> int:
         """What blocks take one after the other."""
         return self.tiles * self.sets
@@ -687,12 +693,12 @@ class Plan(Gathering):
         """Rows of the weights of a step."""
         return self.warpgroups_m * BLOCK_ROWS
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of a stage of weights: those of one step."""
         return self.parts * self.units * self.rows * _UNIT_BYTES
 
-    @property
+    @cached_property
     def spots(self) -> int:
         """Spots of a patch: ``wide`` inputs each."""
         return self.patch * math.prod(self.unit) // self.wide
@@ -860,7 +866,7 @@ class Plan(Gathering):
                 return patches, min(_MOST_STAGES, weights)
         return None
 
-    @property
+    @cached_property
     def resident(self) -> bool:
         """Whether a block keeps the weights of its set."""
         assert self.stages is not None
@@ -922,13 +928,14 @@ class Plan(Gathering):
             words = min(self.loaded_words, self._load_registers // 3)
             loads = self._sums > 96 if few else self.columns <= _MOST_COLUMNS
             loads = loads and (self.pieces <= self.loaders if self.landing else self._unit_words <= words)
+        steps = sum(self.set_steps)
         return (
             loads
             and (self.blocks + self.split) * self.columns <= WIDEST
             and self.span[1] <= PHASE_BASE
-            and sum(map(len, self.steps)) <= _MOST_STEPS
+            and steps <= _MOST_STEPS
             and (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
-            and sum(map(len, self.steps)) * (2 + self.slots * self.phase_sides) <= MOST_ENTRIES
+            and steps * (2 + self.slots * self.phase_sides) <= MOST_ENTRIES
             and self.stages is not None
         )
 
@@ -955,7 +962,10 @@ _OF_LAYERS = (
     *("_sums", "_load_registers", "loaded_words", "_turned_bytes"),
 )
 _OF_RIGHT_SIDES = (*_OF_LEFT_SIDES, "cells", "_inputs", "strip_cells", "pitch", "places")
-_OF_VARIANTS = "variant", "landing_box", "landing_units", "landing_stages", "stages", "cycles", "expected_cycles"
+_OF_VARIANTS = (
+    *("variant", "landing_box", "landing_units", "landing_stages", "stages", "resident"),
+    *("cycles", "expected_cycles"),
+)
 
 
 def _power_below(count: int) -> int:

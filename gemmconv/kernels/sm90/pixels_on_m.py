@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Params, Program, reciprocal
