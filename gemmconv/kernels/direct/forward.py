@@ -496,6 +496,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         "SPLIT_IN": tile.split,
         "ROWS": tile.rows_each,
         "PLANE_VECTOR": tile.planes_each,
+        "SEVERAL_TURNS": int(tile.turns > 1),
         "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
         "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
