@@ -86,7 +86,9 @@ def loader(monkeypatch):
     monkeypatch.setattr(launch.driver, "cuKernelSetAttribute", allowed)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(pool, "cores", lambda: 4)
-    return loader
+    yield loader
+    while pool._jobs or pool._idle < len(pool._threads):  # what an error left, which would ask the next test's loader
+        time.sleep(1e-3)
 
 
 def in_threads(*works):
