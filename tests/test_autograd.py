@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.config
 
 import gemmconv
 from gemmconv import ops, selection
@@ -326,8 +327,10 @@ def outcome(network, images):
 
 @pytest.fixture
 def _fresh_compiler():
+    """One that neither starts processes nor asks a C++ compiler for vectors, either of which takes long."""
     torch.compiler.reset()
-    yield
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}):
+        yield
     torch.compiler.reset()
 
 
