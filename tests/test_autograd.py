@@ -143,9 +143,9 @@ OPERATORS = [
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [
-        *((torch.float32, layout) for layout in UNCHANGED),
-        *(pytest.param(torch.bfloat16, layout, marks=pytest.mark.slow) for layout in UNCHANGED if layout != "spread"),
-        (torch.bfloat16, "spread"),
+        pytest.param(dtype, layout, marks=() if (layout == "spread") == (dtype == torch.bfloat16) else pytest.mark.slow)
+        for dtype in (torch.float32, torch.bfloat16)
+        for layout in UNCHANGED
     ],
     ids=str,
 )

@@ -319,7 +319,7 @@ ended = time.monotonic()
 """
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("wait", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 0.4])
 def test_interpreter_that_exits_while_it_compiles_neither_hangs_nor_crashes(wait):
     command = [sys.executable, "-c", EXITING.replace("WAIT", str(wait))]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
