@@ -335,8 +335,15 @@ def _fresh_compiler():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        ("inductor", True),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_network_matches_eager(backend, dynamic, device):
     network = small_network(device)
     compiled = torch.compile(copy.deepcopy(network), fullgraph=True, dynamic=dynamic, backend=backend)
