@@ -9,8 +9,8 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections import defaultdict
-from itertools import cycle, islice
+from collections import Counter, defaultdict
+from itertools import chain, cycle, islice
 
 import pytest
 import torch
@@ -371,12 +371,16 @@ def for_other_architectures():
 
 
 def first_of_each_kind():
-    """The first variants that have each type of each source, and each of its branches of the preprocessor."""
-    found = set()
-    for variant, (source_name, macros) in VARIANTS.items():
-        kinds = {(source_name, kind) for kind in (type_of(macros), *branches(source_name, macros))}
-        if not kinds <= found:
-            found |= kinds
+    """Variants that between them have each type and each branch of the preprocessor of each source; early ones."""
+    kinds = {
+        variant: {(source_name, kind) for kind in (type_of(macros), *branches(source_name, macros))}
+        for variant, (source_name, macros) in VARIANTS.items()
+    }
+    left = Counter(chain(*kinds.values()))
+    for variant, own in reversed(kinds.items()):
+        if min(left[kind] for kind in own) > 1:
+            left.subtract(own)
+        else:
             yield variant
 
 
