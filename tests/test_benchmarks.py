@@ -1017,8 +1017,8 @@ def test_devices_wait_for_what_is_done_ahead(monkeypatch):
 
 def test_what_is_done_ahead_comes_before_anything_is_measured():
     done = []
-    tasks = [[several.Task(custom(TINY), ("forward",), {})], []]
-    for part in several.measure(plan(), [CPU, CPU], tasks, lambda: done.append(1)):
+    tasks = [[several.Task(custom(TINY), ("forward",), {})]]
+    for part in several.measure(plan(), [CPU], tasks, lambda: done.append(1)):
         assert done == [1]
         assert part.device == "cpu#0"
     assert done == [1]

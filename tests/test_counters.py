@@ -39,10 +39,10 @@ COUNT = """
         return gemmconv.ConvTranspose2d(*arguments, algorithm=ALGORITHM)
     print(count(ours, mode) == torchs > 0)
 """
-# Runs each script of a list in a process of its own, which has imported torch alone.
+# Runs each script of a list in a process of its own, which has imported torch alone, with what every mode needs.
 FORKS = """
 import json, os, sys
-import torch
+import torch._dynamo
 assert not {"gemmconv", "torch.utils.flop_counter"} & sys.modules.keys()
 for script in json.load(sys.stdin):
     child = os.fork()

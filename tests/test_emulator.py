@@ -3,7 +3,6 @@
 The mistakes here are in kernels of its own; those of csrc/ are damaged in test_kernels.py.
 """
 
-import contextlib
 import ctypes
 import errno
 import functools
@@ -18,7 +17,6 @@ from gemmconv.kernels.macros import ELEMENT_TYPES
 from gemmconv.runtime import sources
 from tests import emulator
 from tests.emulator import build
-from tests.emulator.build import Builder
 from tests.emulator.translate import TWINS
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
@@ -28,17 +26,16 @@ class Pointers(ctypes.Structure):
     _fields_ = [("pointers", ctypes.c_void_p * 3)]
 
 
-def launch_source(folder, source, macros, shared_bytes, *tensors, threads=32):
+def launch_source(builder, source, macros, shared_bytes, *tensors, threads=32):
     """Run `test_kernel` of a source of its own: one block, with three pointers."""
-    with contextlib.closing(Builder(folder)) as builder:
 
-        def read(name):
-            return source if name == "test.cu" else sources.read(name)
+    def read(name):
+        return source if name == "test.cu" else sources.read(name)
 
-        build = functools.partial(builder.kernel, "test.cu", macros, read)
-        kernel = emulator.Kernel(builder, build, "test_kernel", shared_bytes)
-        params = Pointers((ctypes.c_void_p * 3)(*(tensor.data_ptr() for tensor in tensors)))
-        kernel.launch((1, 1, 1), (threads, 1, 1), params, shared_bytes)
+    build = functools.partial(builder.kernel, "test.cu", macros, read)
+    kernel = emulator.Kernel(builder, build, "test_kernel", shared_bytes)
+    params = Pointers((ctypes.c_void_p * 3)(*(tensor.data_ptr() for tensor in tensors)))
+    kernel.launch((1, 1, 1), (threads, 1, 1), params, shared_bytes)
 
 
 def cut_to_tf32(values):
@@ -62,11 +59,11 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_emulator_multiplies_by_the_definition(dtype, folder):
+def test_emulator_multiplies_by_the_definition(dtype, builder):
     values = 32 // dtype.itemsize
     a, b, d = torch.randn(16, values).to(dtype), torch.randn(8, values).to(dtype), torch.randn(16, 8)
     wanted = d.double() + cut_to_tf32(a).double() @ cut_to_tf32(b).double().mT
-    launch_source(folder, PRODUCT, {"ELEMENT_T": ELEMENT_TYPES[dtype]}, 0, a, b, d)
+    launch_source(builder, PRODUCT, {"ELEMENT_T": ELEMENT_TYPES[dtype]}, 0, a, b, d)
     torch.testing.assert_close(d.double(), wanted, rtol=0, atol=2e-6)
 
 
@@ -83,18 +80,18 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 """
 
 
-def round_to_tf32(folder, values, arch, parts):
+def round_to_tf32(builder, values, arch, parts):
     """Return what products take of float32 values rounded by the kernels' own code; of two parts, both."""
     rounded, rest = torch.zeros_like(values), torch.zeros_like(values)
     macros = {"VALUES": values.numel(), "PARTS_OF_VALUE": parts, "__CUDA_ARCH__": arch}
-    launch_source(folder, ROUNDING, macros, 0, values, rounded, rest)
+    launch_source(builder, ROUNDING, macros, 0, values, rounded, rest)
     return cut_to_tf32(rounded), cut_to_tf32(rest)
 
 
 @needs_compiler
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("arch", [800, 900])
-def test_rounding_to_tf32_is_to_nearest(folder, arch, parts):
+def test_rounding_to_tf32_is_to_nearest(builder, arch, parts):
     """Ties go to even where one instruction rounds, else away from zero."""
     representable = torch.randn(500).view(torch.int32) & ~0x1FFF
     ties = representable + 0x1000
@@ -102,7 +99,7 @@ def test_rounding_to_tf32_is_to_nearest(folder, arch, parts):
     fraction, exponent = torch.frexp(values.double())
     scaled = fraction.abs() * 2**11
     nearest = torch.ldexp((scaled.round() if arch >= 900 else (scaled + 0.5).floor()).copysign(fraction), exponent - 11)
-    rounded, rest = round_to_tf32(folder, values, arch, parts)
+    rounded, rest = round_to_tf32(builder, values, arch, parts)
     assert torch.equal(rounded.double(), nearest)
     assert (
         parts == 1
@@ -112,21 +109,21 @@ def test_rounding_to_tf32_is_to_nearest(folder, arch, parts):
 
 @needs_compiler
 @pytest.mark.parametrize("arch", [800, 900])
-def test_rounding_to_tf32_keeps_what_is_not_finite(folder, arch):
+def test_rounding_to_tf32_keeps_what_is_not_finite(builder, arch):
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf])
-    assert torch.equal(round_to_tf32(folder, special, arch, 1)[0].view(torch.int32), special.view(torch.int32))
-    assert torch.equal(sum(round_to_tf32(folder, special, arch, 2)), special)
+    assert torch.equal(round_to_tf32(builder, special, arch, 1)[0].view(torch.int32), special.view(torch.int32))
+    assert torch.equal(sum(round_to_tf32(builder, special, arch, 2)), special)
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F802000], dtype=torch.int32).view(torch.float32)
     for parts in (1, 2):
-        assert round_to_tf32(folder, nans, arch, parts)[0].isnan().all()
+        assert round_to_tf32(builder, nans, arch, parts)[0].isnan().all()
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", [800, 900])
-def test_the_largest_float32_has_two_finite_parts(folder, arch):
+def test_the_largest_float32_has_two_finite_parts(builder, arch):
     largest = torch.tensor([0x7F7FFFFF, 0x7F7FF000, 0x7F7FEFFF, 0x7F7FE000], dtype=torch.int32).view(torch.float32)
     values = torch.cat([largest, -largest])
-    big, rest = round_to_tf32(folder, values, arch, 2)
+    big, rest = round_to_tf32(builder, values, arch, 2)
     torch.testing.assert_close(big.double() + rest.double(), values.double(), rtol=2.0**-22, atol=0)
 
 
@@ -148,10 +145,10 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 
 @needs_compiler
 @pytest.mark.parametrize("size", [4, 8, 16])
-def test_emulator_copies_at_once_or_when_waited_for(size, folder):
+def test_emulator_copies_at_once_or_when_waited_for(size, builder):
     source = torch.randint(8, 256, (32, size), dtype=torch.uint8)
     before, after = torch.zeros_like(source), torch.zeros_like(source)
-    launch_source(folder, COPIES, {"SIZE": size, "SKEW": 0}, 32 * size, source, before, after)
+    launch_source(builder, COPIES, {"SIZE": size, "SKEW": 0}, 32 * size, source, before, after)
     wanted = torch.where((torch.arange(32) % 3 == 0)[:, None], 0, source)
     assert torch.equal(after, wanted)
     assert torch.equal(before[1::2], wanted[1::2])
@@ -159,16 +156,15 @@ def test_emulator_copies_at_once_or_when_waited_for(size, folder):
 
 
 @needs_compiler
-def test_emulator_notices_a_misaligned_copy(folder):
+def test_emulator_notices_a_misaligned_copy(builder):
     tensors = torch.zeros(3, 32, 16, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="a misaligned copy of 16 bytes"):
-        launch_source(folder, COPIES, {"SIZE": 16, "SKEW": 4}, 1024, *tensors)
+        launch_source(builder, COPIES, {"SIZE": 16, "SKEW": 4}, 1024, *tensors)
 
 
 @needs_compiler
-def test_emulator_converts_as_torch_does(folder):
-    with contextlib.closing(Builder(folder)) as builder:
-        scheduler = builder.scheduler
+def test_emulator_converts_as_torch_does(builder):
+    scheduler = builder.scheduler
     scheduler.emulator_half_to_float.restype = ctypes.c_float
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     floats = torch.tensor([scheduler.emulator_half_to_float(bits & 0xFFFF) for bits in halves.tolist()])
@@ -197,10 +193,10 @@ extern "C" __global__ void __launch_bounds__(32) test_kernel(const __grid_consta
 
 
 @needs_compiler
-def test_emulator_shuffles_from_any_lane(folder):
+def test_emulator_shuffles_from_any_lane(builder):
     lanes, values = torch.randint(0, 64, (32,), dtype=torch.int32), torch.randn(32, dtype=torch.float64)
     results = torch.zeros_like(values)
-    launch_source(folder, SHUFFLE, {}, 0, lanes, values, results)
+    launch_source(builder, SHUFFLE, {}, 0, lanes, values, results)
     assert torch.equal(results, values[lanes.long() % 32])
 
 
@@ -245,7 +241,7 @@ def elements_of_matrix(rows, itemsize, start, leading, stride):
 )
 @pytest.mark.parametrize("columns", [32, 96, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_emulator_multiplies_warpgroups_by_the_definition(dtype, columns, matrices, accumulate, folder):
+def test_emulator_multiplies_warpgroups_by_the_definition(dtype, columns, matrices, accumulate, builder):
     image = torch.randn(32768 // dtype.itemsize).to(dtype)
     indices = [
         elements_of_matrix(rows, dtype.itemsize, *matrix) for rows, matrix in zip((64, columns), matrices, strict=True)
@@ -258,11 +254,11 @@ def test_emulator_multiplies_warpgroups_by_the_definition(dtype, columns, matric
     if not accumulate:
         d.fill_(math.nan)
     macros = {"ELEMENT_T": ELEMENT_TYPES[dtype], "COLUMNS": columns}
-    launch_source(folder, WGMMA, macros, shared_bytes, image, numbers, d, threads=128)
+    launch_source(builder, WGMMA, macros, shared_bytes, image, numbers, d, threads=128)
     torch.testing.assert_close(d.double(), wanted, rtol=0, atol=1e-5)
 
     with pytest.raises(RuntimeError, match="a matrix of wgmma past the end of shared memory"):
-        launch_source(folder, WGMMA, macros, shared_bytes - 16, image, numbers, d, threads=128)
+        launch_source(builder, WGMMA, macros, shared_bytes - 16, image, numbers, d, threads=128)
 
 
 # A warpgroup fetches steps of A [64, STEPS * 16] and B [COLUMNS, STEPS * 16] into two stages, another multiplies.
@@ -317,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(256) test_kernel(const __grid_const
 """
 
 
-def check_pipeline(folder, source, ahead=0, arrivals=128, steps=7, columns=64, threads=256):
+def check_pipeline(builder, source, ahead=0, arrivals=128, steps=7, columns=64, threads=256):
     """Run PIPELINE or what became of it, and compare."""
 
     def steps_of(matrix):
@@ -326,15 +322,15 @@ def check_pipeline(folder, source, ahead=0, arrivals=128, steps=7, columns=64, t
     a, b = torch.randn(64, steps * 16).half(), torch.randn(columns, steps * 16).half()
     d = torch.full((64, columns), math.nan)
     macros = {"STEPS": steps, "COLUMNS": columns, "AHEAD": ahead, "ARRIVALS": arrivals}
-    launch_source(folder, source, macros, 64 * (64 + columns), steps_of(a), steps_of(b), d, threads=threads)
+    launch_source(builder, source, macros, 64 * (64 + columns), steps_of(a), steps_of(b), d, threads=threads)
     torch.testing.assert_close(d.double(), a.double() @ b.double().mT, rtol=0, atol=1e-4)
 
 
 @needs_compiler
 @pytest.mark.parametrize("arrivals", [128, 4, 1], ids=["each_thread", "each_warp", "once"])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_emulator_runs_a_pipeline(ahead, arrivals, folder):
-    check_pipeline(folder, PIPELINE, ahead, arrivals)
+def test_emulator_runs_a_pipeline(ahead, arrivals, builder):
+    check_pipeline(builder, PIPELINE, ahead, arrivals)
 
 
 WRONG = "Tensor-likes are not close"
@@ -402,12 +398,12 @@ PIPELINE_MISTAKES = {
 
 @needs_compiler
 @pytest.mark.parametrize("mistake", PIPELINE_MISTAKES)
-def test_emulator_notices_a_mistake_in_a_pipeline(mistake, folder):
+def test_emulator_notices_a_mistake_in_a_pipeline(mistake, builder):
     pattern, replacement, message = PIPELINE_MISTAKES[mistake]
     source, count = re.subn(pattern, replacement, PIPELINE)
     assert count
     with pytest.raises((AssertionError, RuntimeError), match=message):
-        check_pipeline(folder, source, ahead=1)
+        check_pipeline(builder, source, ahead=1)
 
 
 def test_emulator_takes_no_edit_of_a_header_with_a_twin(folder):
@@ -417,10 +413,10 @@ def test_emulator_takes_no_edit_of_a_header_with_a_twin(folder):
 
 
 @needs_compiler
-def test_emulator_wants_whole_warpgroups(folder):
+def test_emulator_wants_whole_warpgroups(builder):
     source = PIPELINE.replace("__launch_bounds__(256)", "__launch_bounds__(288)")
     with pytest.raises(RuntimeError, match="wgmma by threads that are no whole warpgroup"):
-        check_pipeline(folder, source, threads=288)
+        check_pipeline(builder, source, threads=288)
 
 
 def declarations(text):

@@ -305,7 +305,7 @@ def some_are_slow(runs, every, stays=lambda run: False):
 
     Args:
         runs: those of all cases, the types, formats and choices of each in the same order.
-        every: 2, or 3.
+        every: up to the number of runs of a case.
         stays: whether a run stays whatever its number, for it alone takes some path.
     """
     numbers, counts = {}, {}
@@ -329,7 +329,7 @@ def runs_of(operation, *layouts, more=()):
     samples += [(case, dtype) for case in FEW_CASES for dtype in (torch.float64, torch.float16, torch.bfloat16)]
     runs = [Run(operation, case, dtype, layout) for layout in layouts for case, dtype in samples]
     if len(layouts) == 2:
-        some_are_slow(runs, 3)
+        some_are_slow(runs, 4)
     return runs
 
 
@@ -340,7 +340,7 @@ MMA_RUNS = [
     for layout, half in zip(FORMATS, (torch.float16, torch.bfloat16)[:: (-1) ** i], strict=True)
     for dtype in (half, torch.float32)
 ]
-some_are_slow(MMA_RUNS, 3)
+some_are_slow(MMA_RUNS, 4)
 # Few blocks: each goes over many tiles and images, and loads one tile while it computes the one before it.
 MMA_RUNS += [
     replace(run, multiprocessors=multiprocessors)
@@ -456,6 +456,13 @@ FUSED_RUNS += [
 ]
 
 
+# One run of each path stays in each format, without groups and with them.
+KINDS_OF_FUSED = {}
+for one in FUSED_RUNS:
+    if KINDS_OF_FUSED.setdefault((one.choice, one.layout, one.case.groups > 1), one) != one and one.choice:
+        SLOW.add(one)
+
+
 def run_of_many_items(case, suits, columns=32, layout="contiguous"):
     """A block with many items, chunks and steps, of the first plan of small tiles that suits."""
     plans = plans_of(problem_of(case), "forward", 2, False, layout == "channels_last")
@@ -517,7 +524,7 @@ FOLD_RUNS = [
     for j in range(3)
     for layout, choice in zip(FORMATS, (None, 37 * i + 101 * j)[:: (-1) ** (i + j)], strict=True)
 ]
-some_are_slow(FOLD_RUNS, 3, lambda run: run.tile is not None and run.tile.copied == 16)
+some_are_slow(FOLD_RUNS, 6, lambda run: run.tile is not None and run.tile.copied == 16)
 FOLD_RUNS += [Run("gemm_fold_narrow", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
 
 
@@ -554,7 +561,7 @@ IMAGE_RUNS = [
     for choice in (None, 5 * i + 7 * j)
 ]
 IMAGE_RUNS = [run for run in IMAGE_RUNS if run.tile is not None]
-some_are_slow(IMAGE_RUNS, 3)
+some_are_slow(IMAGE_RUNS, 6)
 # Few stages for many chunks, in either way that inputs come.
 IMAGE_RUNS += [
     Run("gemm_fold", IMAGE_CASES[-1], dtype, multiprocessors=0, choice=-1, tf32=dtype.itemsize == 4)
@@ -676,9 +683,9 @@ ROW_RUNS = [
     for dtype in (None, torch.float32)
 ]
 ROW_RUNS = [run for run in ROW_RUNS if run.tile is not None]
-some_are_slow(ROW_RUNS, 2, lambda run: run.case in [ROW_CASES[i] for i in (3, 4, 10, 12, 13)])
+some_are_slow(ROW_RUNS, 2, lambda run: run.case in [ROW_CASES[i] for i in (3, 7, 10, 11, 12)])
 ROW_RUNS += [  # whose rows end before those of the input
-    Run("gemm_fold_rows", Case(1, 16, 16, (3, 136), (2, 1), (1, 1), (0, 24)), torch.float16),
+    Run("gemm_fold_rows", Case(1, 32, 32, (3, 136), (2, 1), (1, 1), (0, 24), groups=2), torch.float16),
     Run("gemm_fold_rows", Case(1, 16, 16, (3, 132), (2, 5), (1, 1), (0, 8)), torch.float32, tf32=True),
 ]
 
@@ -691,13 +698,13 @@ def row_run_in(case, *fields):
     return row_run_of(case, lambda tile: (tile.slots, tile.columns, tile.rows, tile.whole_sectors) == fields)
 
 
-ROWS = row_run_in(Case(2, 32, 64, (9, 128), (3, 5), (1, 1), (1, 2)), 1, 64, 2, False)
+ROWS = row_run_in(Case(2, 32, 64, (5, 128), (3, 3), (1, 1), (1, 1)), 1, 64, 2, False)
 ROWS_IN_PARTS = row_run_in(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), 1, 128, 2, False)
-ROWS_OF_SECTORS = row_run_in(Case(2, 32, 64, (9, 128), (3, 5)), 1, 64, 2, True)
+ROWS_OF_SECTORS = row_run_in(Case(2, 32, 64, (5, 128), (3, 3)), 1, 64, 2, True)
 ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART = (
     row_run_of(case, suits, torch.float32)
     for case, suits in (
-        (replace(ROWS.case, padding=(1, 1)), lambda tile: (tile.outs, tile.chunk) == (32, 16)),
+        (ROWS.case, lambda tile: (tile.outs, tile.chunk) == (32, 16)),
         # Not all chunks of two steps have a stage.
         (Case(1, 96, 16, (3, 40), (1, 3)), lambda tile: tile.chunk == 8),
         # Registers do not hold the words of all taps down.
@@ -748,7 +755,11 @@ GRADIENT_RUNS = [
     for choice in (None, 37 * i + 101 * j)
 ]
 GRADIENT_RUNS = [run for run in GRADIENT_RUNS if run.tile is not None]
-some_are_slow(GRADIENT_RUNS, 3, lambda run: run.tile.segment < run.tile.tile_w)
+some_are_slow(
+    GRADIENT_RUNS,
+    6,
+    lambda run: run.tile.segment < run.tile.tile_w or (run.case == GRADIENT_CASES[16] and run.tile.lines > 1),
+)
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
 # Sides of output channels of their own, in each type, with few blocks and many.
 GRADIENT_RUNS += [
@@ -797,7 +808,7 @@ LINES_RUNS = [
 ]
 some_are_slow(
     LINES_RUNS,
-    2,
+    4,
     lambda run: run.tile.size[2] % 8 or 1 < run.tile.taps_w.boxes < run.tile.taps_w.taps,
 )
 
@@ -895,7 +906,7 @@ FUSED_GRADIENTS = [
     if one.choice is None and i % 3 != 1
     if (run := replace(one, operation="fused_input_grad")).tile is not None
 ]
-SLOW |= {run for i, run in enumerate(FUSED_GRADIENTS) if i // 2 % 2}  # each case stays as a forward pass
+SLOW |= {run for i, run in enumerate(FUSED_GRADIENTS) if i % 3}  # each case stays as a forward pass
 FUSED_RUNS += FUSED_GRADIENTS
 FUSED_RUNS += [
     Run("fused_input_grad", case, layout=layout, choice="several_slots", **FUSED_TYPES[i])
@@ -1026,7 +1037,7 @@ def computes_both(run):
 
 
 DEPTHWISE_CASES = [
-    Case(2, 3, 3, (21, 40), (4, 4), (2, 2), (1, 1), groups=3),  # several tiles an image
+    Case(1, 3, 3, (21, 40), (4, 4), (2, 2), (1, 1), groups=3),  # several tiles an image
     Case(3, 2, 2, (6, 7), (8, 8), (4, 4), (2, 2), groups=2),  # CenterNet's
     Case(2, 6, 6, (6, 7), (2, 2), (2, 2), groups=2),  # three channels of a thread
     Case(2, 44, 2, (5, 6), (2, 2), (2, 2)),  # blocks and threads that share input channels
@@ -1088,7 +1099,7 @@ GRADS_MMA_RUNS += [
         Run("grads_mma", case, dtype, multiprocessors=1)
         for dtype in (torch.float32, torch.float16)
         for case in (
-            Case(2, 32, 64, (7, 37), (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), groups=4),  # KernelBench 75
+            Case(1, 32, 64, (7, 37), (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), groups=4),  # KernelBench 75
             Case(2, 20, 17, (7, 18), (2, 2), (2, 2)),
             Case(1, 33, 5, (5, 16), (3, 3), (1, 1), (1, 1)),
         )

@@ -126,11 +126,12 @@ def few_blocks(operation):
 @pytest.mark.parametrize(
     ("layer", "images"),
     [
-        (
+        pytest.param(
             Run(operation, case, KINDS[kind], *(layout or ["contiguous"]), few_blocks(operation), tf32=kind == "tf32"),
             images,
+            marks=() if kind == kinds[i % len(kinds)] else pytest.mark.slow,  # of two types, the other of the next case
         )
-        for operation, case, images, kinds, *layout in FITTED
+        for i, (operation, case, images, kinds, *layout) in enumerate(FITTED)
         for kind in kinds
     ],
     ids=str,

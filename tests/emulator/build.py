@@ -35,6 +35,7 @@ _KEPT_SECONDS = 3 * 24 * 3600  # for libraries that no test has used
 _SCHEDULERS: dict[str, ctypes.CDLL] = {}  # of the process, whatever their folder: kernels would mix the symbols of two
 
 
+@functools.cache
 def compiler() -> str | None:
     """Path of the C++ compiler, None where there is none."""
     return shutil.which("g++") or shutil.which("c++")
@@ -52,6 +53,7 @@ class Builder:
                     file.unlink()
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._builds: dict[Path, Future[Path]] = {}
+        self._header = (_HERE / "cuda.h").read_text()
         text = (_HERE / "scheduler.cpp").read_text()
         self._scheduler = self._submit("scheduler", text, [*_OPTIONS, "-O2", f"-I{_HERE}"])
 
@@ -80,8 +82,8 @@ class Builder:
         self._pool.shutdown(cancel_futures=True)
 
     def _submit(self, name: str, text: str, options: list[str]) -> Future[Path]:
-        header = (_HERE / "cuda.h").read_text()
-        digest = hashlib.sha256(repr((compiler(), options, header, text)).encode()).hexdigest()[:24]
+        parts = str(compiler()), *options, self._header, text
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         library = self._folder / f"{name}-{digest}.so"
         if library not in self._builds:
             self._builds[library] = self._pool.submit(self._build, library, text, options)
