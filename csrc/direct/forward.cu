@@ -37,8 +37,8 @@
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W; IN_CHANNELS, OUT_CHANNELS (of a group);
  * CHANNELS_LAST, WHOLE_PIXELS; LANES_W, CELLS (TILE_W = LANES_W * CELLS), TILE_H, TILE_PHASES, TILE_PLANES, SPLIT_IN,
  * TILE_IN, TILE_OUT; LOAD_VECTOR, VECTOR (elements of a load and of a store); LEAST_BLOCKS (that a multiprocessor shall
- * hold), SHARED_BYTES, INDEX_64; DEPTHWISE, and then ROWS and PLANE_VECTOR, else 1, and SEVERAL_TURNS, else 0. Chosen by
- * gemmconv/kernels/direct/forward.py.
+ * hold), SHARED_BYTES, INDEX_64; DEPTHWISE, and then ROWS and PLANE_VECTOR, else 1, and LOOPED (p.turns may be more than
+ * 1), else 0. Chosen by gemmconv/kernels/direct/forward.py.
  */
 #include "geometry/axis.cuh"
 #include "numeric/index.cuh"

@@ -174,7 +174,7 @@ __device__ __forceinline__ void stage_weights(const direct_forward_params& p, in
 template <bool VECTORS> __device__ __forceinline__ void depthwise_block(const direct_forward_params& p) {
     // Index decode.
     const int first_plane = static_cast<int>(blockIdx.y + gridDim.y * blockIdx.z) * TILE_PLANES;
-    const int turns = SEVERAL_TURNS ? p.turns : 1;
+    const int turns = LOOPED ? p.turns : 1;
     int cell_row0 = blockIdx.x / p.tiles_w * (turns * TILE_H);
     const int cell_column0 = blockIdx.x % p.tiles_w * kTileW;
     const place_t place = place_of(threadIdx.x);

@@ -65,6 +65,7 @@ class Tile:
         split: threads that share the input channels of an output.
         rows_each, planes_each: cell rows and planes of a thread, where it is depthwise.
         turns: tiles that a block goes over, one below the other, where it is depthwise.
+        looped: whether there may be several.
     """
 
     depthwise: bool
@@ -79,6 +80,7 @@ class Tile:
     rows_each: int = 1
     planes_each: int = 1
     turns: int = 1
+    looped: bool = False
 
     @property
     def height(self) -> int:
@@ -210,7 +212,8 @@ class _Layer:
             while tile.threads % 32:
                 tile = replace(tile, rows=tile.rows * 2)
         if self.channels_last:
-            tile = replace(tile, turns=self.turns(tile))
+            turns = self.turns(tile)
+            tile = replace(tile, turns=turns, looped=turns > 1)
         if self.shared_bytes(tile) <= SHARED_BYTES:
             yield tile
 
@@ -496,7 +499,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
         "SPLIT_IN": tile.split,
         "ROWS": tile.rows_each,
         "PLANE_VECTOR": tile.planes_each,
-        "SEVERAL_TURNS": int(tile.turns > 1),
+        "LOOPED": int(tile.looped),
         "WHOLE_PIXELS": int(layer.whole_pixels(tile)),
         "LOAD_VECTOR": math.gcd(16 // dtype.itemsize, tile.channels_in, layer.channels_in),
         "VECTOR": vector,
@@ -568,8 +571,7 @@ class DirectForward(DirectKernel):
         return _COST.launch_seconds + factor * self.cycles(config, tile) / clock_of(config)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile:
-        channels_last = config.memory_format is torch.channels_last
-        if not (tile.depthwise and channels_last):
+        if not tile.looped:
             return tile
         return replace(tile, turns=_Layer(config.problem, config.dtype, True, config.spec).turns(tile))
 
