@@ -1566,7 +1566,7 @@ EDITS = {
         "fused_weights_not_waited_for": (FUSED, r"barrier_wait\(s\.weight_full[^;]*;", "", UNREAD),
         "fused_blocks_not_waited_for": (FUSED_BLOCKS, r"barrier_wait\(s\.patch_full[^;]*;", "", UNREAD),
         "fused_weights_released_too_early":
-            (FUSED, r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)", r"\1 release_weights();"),
+            (FUSED, r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)", r"\1 release_weights();", LATE),
         "fused_patch_released_too_early": (FUSED, r"(held_patch = patches[^;]*;)", r"\1 release_patch();"),
         "fused_not_fenced": (FUSED, r"wgmma_fence\(\);", "", "a wgmma without wgmma_fence"),
         "fused_last_product_not_waited_for":
@@ -1685,7 +1685,7 @@ EDITS = {
     },
     "load/tma_nchw.cuh": {
         "fused_blocks_into_what_is_read": (FUSED_BLOCKS, r"barrier_wait\(s\.patch_empty[^;]*;", "", OVERWRITTEN),
-        "fused_blocks_of_other_images": (FUSED_BLOCKS, r"block - image \* image_blocks", "block"),
+        "fused_blocks_of_other_images": (FUSED_BLOCKS, r"block - image \* p\.strip_boxes", "block"),
     },
     "load/tma_nhwc.cuh": {
         "fused_lines_into_what_is_read": (FUSED_LINES, r"barrier_wait\(s\.patch_empty[^;]*;", "", OVERWRITTEN),
@@ -1707,7 +1707,7 @@ EDITS = {
             (FUSED_PIXELS, r"named_barrier_sync<128>\(barrier\);(?=\s+piece_t)", ""),
         "fused_lined_without_a_barrier": (FUSED_LINED, r"__syncwarp\(\);", "", "relative error|not written"),
         "fused_lined_of_one_place":
-            (FUSED_LINED, r"at\.advance\(p, place / SPAN_W\);", "",
+            (FUSED_LINED, r" \+ place / SPAN_W\)", ")",
              "relative error|written twice|not written"),
         "fused_last_output_of_a_run":
             (Run("fused", MANY_CHANNELS, torch.float16, "channels_last", multiprocessors=0), r"if \(i < count\)",

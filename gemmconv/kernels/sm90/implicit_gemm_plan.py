@@ -51,7 +51,6 @@ _SECTOR_BYTES = 32  # that memory reads and writes at a time
 # Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
 # (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
 _CONFLICTING_PIXELS = 1 << 20
-_TURN_REGISTERS, _OTHER_REGISTERS = 3, 48  # of a thread that loads: for what it loads in a turn, and for all else
 _STORED_POSITIONS = 8  # that are stored together where they do not go by way of shared memory
 _LINED_VECTOR = 4  # outputs that warps with whole rows store together at least; else M blocks of all phases are faster
 
@@ -726,13 +725,12 @@ class Plan(Gathering):
         if self.way != "loaded":
             return 0
         most, needed = self._most_together, -(-self.loads // self.batches)
-        kept = min(most, (self._load_registers - _OTHER_REGISTERS) // (self._unit_words + _TURN_REGISTERS))
-        return min(count for count in (-(-most // 2), kept, most) if count >= needed)
+        return most if 2 * needed > most else -(-most // 2)
 
     @property
     def _most_together(self) -> int:
         """As many units as registers hold, and with where each lies."""
-        with_places = (self._load_registers - _OTHER_REGISTERS) // (self._unit_words + 1)
+        with_places = (self._load_registers - self._other_registers + 8) // (self._unit_words + 1)
         return min(self.loaded_words // self._unit_words, with_places)
 
     @property
