@@ -65,7 +65,7 @@ __device__ __forceinline__ index_t from_of(
 }
 
 /* Loads the patches of tile after tile, chunk after chunk. The places of a tile's spots are worked out once, for all warps, in
- * one of two tables: nobody is more than a table ahead. Where a thread's loads are one batch, what they are stays in registers:
+ * one of two tables: nobody is more than a table ahead. Where a thread's loads are one batch, where they lie stays in registers:
  * from chunk to chunk loaders wait for memory, and for each instruction before their loads.
  */
 __device__ __forceinline__ void produce_patches(const implicit_gemm_params& p, const stages_t& s, int thread) {

@@ -269,7 +269,7 @@ def fitted(tile: Tile, problem: Problem) -> Tile | None:
     sets = min(tiles, key=lambda one: one.cycles).sets
     # Fewer images, where that takes no more rounds: as many as others need, or one item for each multiprocessor.
     even, spread = -(-p.batch // -(-p.batch // most)), -(-p.batch * sets // tile.multiprocessors)
-    counts = [most] if windowed else dict.fromkeys((most, even, min(most, spread)))
+    counts = dict.fromkeys((most, even, min(most, spread)))
     return min((made(images, sets) for images in counts), key=lambda one: one.cycles)
 
 

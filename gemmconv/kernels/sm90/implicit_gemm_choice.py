@@ -180,7 +180,6 @@ def _of_kind(kind: Plan) -> Iterator[Plan]:
 
 
 @lru_cache(maxsize=1024)
-@lru_cache(maxsize=1024)
 def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
     """The plan with every other number of columns that is possible."""
     most = min(2 * plan.columns, WIDEST // plan.blocks)

@@ -253,9 +253,9 @@ def _lines_of(problem: Problem, itemsize: int, row_blocks: int) -> list[int]:
         blocks = -(-channels // lines)
         if itemsize == 2 or channels % lines == 0:
             found[blocks] = -(-channels // blocks // _LEAST_LINES) * _LEAST_LINES  # the least of as many blocks
-    least = min(found, default=0)
-    counts = (max((count for count in found if count <= least * more), default=0) for more in (1, 2, 4, 8))
-    return [found[count] for count in dict.fromkeys(counts) if count][: 4 if row_blocks == 1 else 1]
+    least, times = min(found, default=0), (1, 2, 4, 8) if row_blocks == 1 else (1,)
+    counts = {max(count for count in found if count <= least * more) for more in times if found}
+    return [found[count] for count in sorted(counts)]
 
 
 def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:

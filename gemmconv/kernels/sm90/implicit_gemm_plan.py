@@ -422,10 +422,7 @@ class Plan(Gathering):
         """The least and the largest place of an input relative to its cell."""
         # Every row shift goes with every column shift, if not for the same phase.
         (first_row, last_row), (first, last) = self._reach
-        origin_h, origin_w = self.origin
-        return (first_row - origin_h) * self.pitch + first - origin_w, (
-            last_row - origin_h
-        ) * self.pitch + last - origin_w
+        return self._place(first_row, first), self._place(last_row, last)
 
     @property
     def tile(self) -> int:
@@ -729,7 +726,7 @@ class Plan(Gathering):
 
     @property
     def _most_together(self) -> int:
-        """As many units as registers hold, and with where each lies."""
+        """As many units as registers hold, and with where each lies; then 8 fewer are for all else, and none spills."""
         with_places = (self._load_registers - self._other_registers + 8) // (self._unit_words + 1)
         return min(self.loaded_words // self._unit_words, with_places)
 
@@ -1011,7 +1008,6 @@ def _line_box(
     return min(aligned or found, key=cost)
 
 
-@lru_cache(maxsize=1024)
 @lru_cache(maxsize=4096)
 def _axis_taps(problem: Problem, direction: Pass, axis: int, phase: int) -> dict[int, int]:
     """The taps that reach one of a cell's outputs, by the shifts from its first input to what they read."""
