@@ -81,7 +81,7 @@ def asked(monkeypatch):
     asked = []
     monkeypatch.setattr(followers, "_uncalled", weakref.WeakValueDictionary())
     monkeypatch.setattr(followers, "compile_forward_ahead", lambda *call: asked.append(("forward", *call)))
-    monkeypatch.setattr(followers, "compile_ahead", lambda *call: asked.append(("backward", *call)))
+    monkeypatch.setattr(followers, "compile_ahead", lambda *call: asked.append(("backward", *call[:2])))
     monkeypatch.setattr(pool, "submit", lambda work, urgent: work() if not urgent else None)
     monkeypatch.setattr(pool, "cores", lambda: 4)
     monkeypatch.setattr(plain, "are_usual", lambda *_: True)
@@ -131,8 +131,11 @@ def test_autocast_and_images_without_a_batch(asked, monkeypatch):
     monkeypatch.setattr(followers, "casts", lambda _: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float16)
     monkeypatch.setattr(WithoutData, "unsqueeze", lambda one, _: noise(batch=1), raising=False)
+    given, note = [], followers.compile_ahead
+    monkeypatch.setattr(followers, "compile_ahead", lambda *call: (note(*call), given.append(call[2])))
     layers = layers_of(on_gpu(model_of(gemmconv.ConvTranspose2d)))
     layers[0](alike(torch.empty(100, 1, 1, device="meta")))
+    assert given == [torch.float32] * 4  # which calls cast themselves
     assert [tensors[0].shape for _, tensors, _ in asked] == [
         (1, c, s, s) for c, s in ((64, 4), (32, 8), (16, 16), (8, 32))
     ] * 2

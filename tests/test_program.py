@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
 
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
-from gemmconv.kernels import bind
+from gemmconv.kernels import bind, forms
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.program import (
     At,
@@ -83,7 +83,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, p
         program = both_programs(gradients._replace(turned=turned), config, config)
         call = program.prepare(GPU)
         tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
-        _, brought, _ = bind.brought_to_form(program, (*tensors, data.weight), GPU)
+        _, brought, _ = forms.brought_to_form(program, (*tensors, data.weight), GPU)
         transposed = [step for step in brought.steps if str(step).startswith("layout/")]
         assert len(transposed) == (0 if turned else 2)
         poison("cpu")

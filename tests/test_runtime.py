@@ -32,7 +32,7 @@ from gemmconv.kernels.direct import forward_mma as direct_forward_mma
 from gemmconv.kernels.direct import grads_mma as direct_grads_mma
 from gemmconv.kernels.direct import input_grad as direct_input_grad
 from gemmconv.kernels.direct import weight_grad as direct_weight_grad
-from gemmconv.kernels.layout import transpose
+from gemmconv.kernels.layout import cast, transpose
 from gemmconv.kernels.sm90 import (
     gemm_fold_narrow,
     gemm_fold_rows,
@@ -99,6 +99,10 @@ def kernel_variants():
                 macros = bias_grad.bias_grad_macros(config_of(problem, dtype, layout))
                 variants[f"bias_grad-{dtype}-{macros['LANES']}-{macros['VECTOR']}"] = ("splits/bias_grad.cu", macros)
             variants[f"reduce-{dtype}"] = ("splits/reduce.cu", reduce.sum_macros(dtype))
+    for low in (torch.float16, torch.bfloat16):
+        for source, target in ((torch.float32, low), (low, torch.float32)):
+            (step,) = cast.casts([("a", "b", 1)], source, target)
+            variants[f"cast-{source}-{target}"] = (step.source, step.macros)
     for label, (macros, _) in MMA_VARIANTS.items():
         variants[label] = ("direct/forward_mma.cu", macros)
     for label, (macros, _) in GRADS_VARIANTS.items():

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from gemmconv.kernels.base import restrided
-from gemmconv.kernels.forms import Fit, Tensors, brought_to_form, launches, returned
+from gemmconv.kernels.forms import Fit, Tensors, completed, launches
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import executor, launch, pool
 
 _REGION_BYTES = 256  # what regions of scratch memory begin at a multiple of
 _MOST_BOUND = 64  # calls for tensors of different strides
 _MANY_CORES = 4
+
+Made = tuple[Any, Any, torch.dtype]  # shape, strides and dtype of what a call allocates
 
 
 class Call:
@@ -51,8 +53,7 @@ class Call:
 
 def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[..., Any]:
     """The call of a program for tensors of the strides that these have, with its kernels loaded."""
-    fits, program, channels_last = brought_to_form(program, tensors, device)
-    program, made, after = returned(program)
+    program, fits, channels_last, made, after = completed(program, tensors, device)
     kernels = iter(_loaded(program.steps, device))
     offsets, scratch_bytes = _laid_out(program)
     names = [one.name for one in program.outputs] + [one.name for one in program.operands]
@@ -66,9 +67,9 @@ def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[
     same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
     as_they_are = same_type and arguments == [*range(len(tensors))] and not (any(fits) or after)
     call = _of_any(program.dtype, run, made, scratch, arguments, fits, after)
-    forward = len(made) == 1 and len(tensors) == 3
-    if not as_they_are or any(one is None for one in (tensors[:2] if forward else tensors)):
+    if not as_they_are:
         return call
+    forward = len(tensors) == 3 and [dtype for *_, dtype in made] == [program.dtype]
     return (_forward if forward else _several)(run, made, scratch, call)
 
 
@@ -124,7 +125,7 @@ def in_background(work: Callable[[], object]) -> None:
 def _of_any(
     dtype: torch.dtype,
     run: executor.Run,
-    made: Sequence[tuple[Any, Any]],
+    made: Sequence[Made],
     scratch_elements: int,
     arguments: Sequence[int],
     fits: Sequence[Fit | None],
@@ -134,7 +135,7 @@ def _of_any(
 
     def call(*tensors: torch.Tensor | None) -> Any:
         first: Any = tensors[0]
-        results = [first.new_empty_strided(shape, strides, dtype=dtype) for shape, strides in made]
+        results = [first.new_empty_strided(shape, strides, dtype=of) for shape, strides, of in made]
         operands = [tensors[i] for i in arguments]
         for i, fit in enumerate(fits):
             if fit is not None and (operand := operands[i]) is not None:
@@ -158,9 +159,9 @@ def _of_any(
 
 
 def _forward(
-    run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
+    run: executor.Run, made: Sequence[Made], scratch_elements: int, of_any: Callable[..., Any]
 ) -> Callable[..., Any]:
-    ((shape, strides),) = made
+    ((shape, strides, _),) = made
 
     def call(first: Any, second: Any, third: Any) -> Any:
         result = first.new_empty_strided(shape, strides)
@@ -172,17 +173,17 @@ def _forward(
 
 
 def _several(
-    run: executor.Run, made: Sequence[tuple[Any, Any]], scratch_elements: int, of_any: Callable[..., Any]
+    run: executor.Run, made: Sequence[Made], scratch_elements: int, of_any: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Of gradients, none of whose tensors may be None."""
+    """Of gradients, and of forward passes that return casts too."""
     single = len(made) == 1
 
     def call(*tensors: Any) -> Any:
         first = tensors[0]
-        results = [first.new_empty_strided(shape, strides) for shape, strides in made]
+        results = [first.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in made]
         addresses = [result.data_ptr() for result in results]
         for tensor in tensors:
-            addresses.append(tensor.data_ptr())
+            addresses.append(0 if tensor is None else tensor.data_ptr())
         if scratch_elements:
             scratch = first.new_empty(scratch_elements)
             addresses.append(scratch.data_ptr())

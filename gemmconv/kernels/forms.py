@@ -1,25 +1,46 @@
-"""A program for tensors of some strides, which may be without data: with the transpositions that they make of it.
+"""A program for tensors of some strides and dtypes, which may be without data: with what they make of it.
 
 Operands in the other format get a transposition in front of the program's steps, outputs one behind them; what no
-kernel can transpose, torch copies.
+kernel can transpose, torch copies. Weights and biases of another dtype get a cast in front of all, and their gradients
+one behind all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gemmconv.kernels.base import strides_of
+from gemmconv.kernels.layout import cast
 from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposition
 from gemmconv.kernels.program import Launch, Operand, Output, Program, Step
 
 Fit = Callable[[torch.Tensor], torch.Tensor]
 Prepare = Callable[[Program, torch.device], Fit]
 Tensors = Sequence[torch.Tensor | None]
+
+
+class Completed(NamedTuple):
+    """A program for tensors of some strides and dtypes.
+
+    Attributes:
+        program: with all its steps.
+        fits: what torch does to each operand before, None where it does nothing.
+        channels_last: whether the weight is in that format.
+        made: shape, strides and dtype of what is allocated for each output.
+        after: indices of outputs that torch copies then, and their strides.
+    """
+
+    program: Program
+    fits: list[Fit | None]
+    channels_last: bool
+    made: list[tuple[Any, Any, torch.dtype]]
+    after: list[tuple[int, Any]]
 
 
 def launches(program: Program, tensors: Tensors, device: torch.device) -> list[Launch]:
@@ -30,18 +51,78 @@ def launches(program: Program, tensors: Tensors, device: torch.device) -> list[L
         steps.extend(before.steps)
         return torch.Tensor.contiguous
 
-    _, program, _ = brought_to_form(program, tensors, device, noted)
-    return [step for step in (*steps, *returned(program)[0].steps) if isinstance(step, Launch)]
+    steps.extend(completed(program, tensors, device, noted).program.steps)
+    return [step for step in steps if isinstance(step, Launch)]
+
+
+def completed(
+    program: Program, tensors: Tensors, device: torch.device, prepare: Prepare = Program.prepare
+) -> Completed:
+    """The program for tensors of the strides and dtypes that these have.
+
+    ``prepare`` makes a call of a program that transposes an operand before torch adds columns to it.
+    """
+    fits, program, channels_last = brought_to_form(_of_casts(program, tensors), tensors, device, prepare)
+    program, made, after = returned(program)
+    return Completed(_with_casts_behind(program), fits, channels_last, made, after)
+
+
+def name_of_cast(operand: str) -> str:
+    """What the cast of an operand is called, among outputs where it is returned."""
+    return f"{operand} cast"
+
+
+def _of_casts(program: Program, tensors: Tensors) -> Program:
+    """The program with its weights and biases cast to its dtype, where they are of another.
+
+    A cast has its tensor's format, and is transposed where that is not its operand's.
+    """
+    given = dict(zip(program.arguments, tensors, strict=False))
+    returned = {output.name for output in program.outputs}
+    operands, casts, behind, names = [], [], list[Step](), dict[str, str]()
+    scratch, dtype, itemsize = dict(program.scratch), program.dtype, program.dtype.itemsize
+    for operand in program.operands:
+        tensor = given.get(operand.given_as) if operand.given_as in ("weight", "bias") else None
+        if tensor is not None and tensor.dtype != program.dtype:
+            names[operand.name] = target = name_of_cast(operand.name)
+            casts.append((operand.name, target, tensor.numel()))
+            dtype = tensor.dtype
+            if target not in returned:
+                scratch[target] = tensor.numel() * itemsize
+            if (form := operand.form) is not None and not tensor.is_contiguous(memory_format=form):
+                names[operand.name] = f"{target} transposed"
+                step, _ = transposition(tuple(tensor.shape), itemsize, form)
+                behind.append(step.renamed({"source": target, "target": names[operand.name]}))
+                scratch[names[operand.name]] = tensor.numel() * itemsize
+                operand = replace(operand, form=other_format(form))
+            operand = replace(operand, alignment=cast.ALIGNMENT)
+        operands.append(operand)
+    if not casts:
+        return program
+    steps = *cast.casts(casts, dtype, program.dtype), *behind, *(step.renamed(names) for step in program.steps)
+    return replace(program, operands=tuple(operands), steps=steps, scratch=scratch)
+
+
+def _with_casts_behind(program: Program) -> Program:
+    """The program with its outputs cast to the dtype that they are returned in."""
+    casts, dtype = [], program.dtype
+    for output in program.outputs:
+        if output.dtype is not None and output.dtype != program.dtype:
+            casts.append((f"{output.name} computed", output.name, math.prod(output.shape)))
+            dtype = output.dtype
+    if not casts:
+        return program
+    names = {target: source for source, target, _ in casts}
+    steps = *(step.renamed(names) for step in program.steps), *cast.casts(casts, program.dtype, dtype)
+    scratch = {source: elements * program.dtype.itemsize for source, _, elements in casts}
+    return replace(program, steps=steps, scratch={**program.scratch, **scratch})
 
 
 def brought_to_form(
     program: Program, tensors: Tensors, device: torch.device, prepare: Prepare = Program.prepare
 ) -> tuple[list[Fit | None], Program, bool]:
     """What is done to each operand before, the program with transpositions of others, and whether the weight is in
-    channels_last.
-
-    ``prepare`` makes a call of a program that transposes an operand before torch adds columns to it.
-    """
+    channels_last."""
     given = dict(zip(program.arguments, tensors, strict=False))
     fits: list[Fit | None] = []
     operands, before, names, scratch, channels_last = [], list[Step](), dict[str, str](), dict[str, int](), False
@@ -89,8 +170,8 @@ def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) ->
     return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
 
 
-def returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tuple[int, Any]]]:
-    """The program with transpositions of outputs; shape and strides of what is allocated; what torch copies then."""
+def returned(program: Program) -> tuple[Program, list[tuple[Any, Any, torch.dtype]], list[tuple[int, Any]]]:
+    """The program with transpositions of outputs; what is allocated for them; what torch copies then."""
     made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
     for i, output in enumerate(program.outputs):
         strides, written = output.strides, output.written
@@ -106,7 +187,7 @@ def returned(program: Program) -> tuple[Program, list[tuple[Any, Any]], list[tup
             else:
                 after.append((i, strides))
                 strides = other
-        made.append((output.shape, strides))
+        made.append((output.shape, strides, output.dtype or program.dtype))
     if names:
         steps = (*(step.renamed(names) for step in program.steps), *behind)
         program = replace(program, steps=steps, scratch={**scratch, **program.scratch})

@@ -255,18 +255,20 @@ class Operand:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call makes, of the program's type.
+    """A tensor that a call makes.
 
     Attributes:
         name: what params call it.
         shape, strides: when it is returned.
         written: the format in which launches write it, if that may be another.
+        dtype: when it is returned, if that is not the program's.
     """
 
     name: str
     shape: tuple[int, ...]
     strides: Strides
     written: torch.memory_format | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ class Program:
     """A pass as plain data.
 
     Attributes:
-        dtype: of operands and outputs.
+        dtype: of operands and outputs; weights and biases are cast to it where they are of another.
         operands: in the order of the call; the one that is called bias may be None.
         outputs: in the order in which they are returned.
         steps: in order.

@@ -1,12 +1,12 @@
 """Autocast, as torch does it for conv_transpose2d: tensors no more precise than float32 take its dtype.
 
 One cast of a leaf is kept until torch clears its cache, for our operators as for torch's own. That cache is not open to
-others. On CUDA einsum autocasts and computes nothing: its result is a view of torch's own cast. No operator does this
-on the CPU. Our casts are kept there by torch's cast of a witness, and are freed with it.
+others. But torch keeps its cast of a witness there, and our casts are freed with it: they hang on its graph's node.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -46,36 +46,62 @@ def casting(operator: Callable[..., Tensor], device_type: str) -> Callable[..., 
     return call
 
 
-def _made_for(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    witness = torch.empty(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
-    return witness, witness.detach().to(dtype)
+class Kept(dict[int, tuple[Tensor, Tensor]]):
+    """Leaves by their ids, and casts of them."""
 
 
-with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one imports gemmconv in
-    _DTYPES = torch.bfloat16, torch.float16  # all that autocast has on the CPU
-    _WITNESSES = dict(zip(_DTYPES, _fresh.map(_made_for, _DTYPES), strict=True))  # each with an empty operand
+def _made_for(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty(0, 0, device=device, requires_grad=True), torch.empty(0, 0, device=device, dtype=dtype)
+
+
+_kept: dict[tuple[str, torch.dtype], weakref.ref[Kept]] = {}  # by device type and autocast's dtype
+_witnesses: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}  # each with an operand
+
+
+def kept(device: torch.device, dtype: torch.dtype) -> Kept:
+    """What holds casts until torch clears its cache, to be called under autocast with its dtype.
+
+    It is to hold casts of what :func:`is_kept` alone.
+    """
+    key = device.type, dtype
+    if (found := _kept.get(key)) is not None and (casts := found()) is not None:
+        return casts
+    if key not in _witnesses:
+        with ThreadPoolExecutor(1) as fresh:  # a thread in no mode
+            _witnesses[key] = fresh.submit(_made_for, device, dtype).result()
+    witness, operand = _witnesses[key]
+    recorded = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        with torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
+            result: Any = torch.addmm(witness, operand, operand)  # saves nothing, so calls no hook of saved tensors
+    finally:
+        torch._C._set_grad_enabled(recorded)
+    node_of_cast = result.grad_fn.next_functions[0][0]
+    of_node: dict[Any, Any] = node_of_cast.metadata  # lives as long as the node, which torch's cast owns
+    casts = of_node.setdefault("gemmconv", Kept())
+    _kept[key] = weakref.ref(casts)
+    return casts
 
 
 def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, to be called under autocast with autocast's dtype."""
-    if _is_kept(tensor) and (tensor.is_cuda or dtype in _WITNESSES):
-        recorded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)  # one cast serves calls with and without gradients
-        try:
-            cast = _kept_on_cuda(tensor) if tensor.is_cuda else _kept_on_cpu(tensor, dtype)
-        finally:
-            torch._C._set_grad_enabled(recorded)
-        if cast.dtype == dtype and cast.requires_grad:  # else torch made it for another region
-            return cast
-    return tensor.to(dtype)
+    if not is_kept(tensor):
+        return tensor.to(dtype)
+    casts = kept(tensor.device, dtype)
+    if (found := casts.get(id(tensor))) is not None and found[1].requires_grad:
+        return found[1]
+    recorded = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)  # one cast serves calls with and without gradients
+    try:
+        cast = tensor.to(dtype)
+    finally:
+        torch._C._set_grad_enabled(recorded)
+    casts[id(tensor)] = tensor, cast
+    return cast
 
 
-def _kept_on_cuda(leaf: Tensor) -> Tensor:
-    view = torch._VF.einsum("...->...", (leaf,))  # type: ignore[attr-defined]
-    return view if (cast := view._base) is None else cast
-
-
-def _is_kept(tensor: Tensor) -> bool:
+def is_kept(tensor: Tensor) -> bool:
     """Whether torch keeps its cast of a tensor, and we can have it or know how long."""
     return (
         tensor.requires_grad
@@ -88,14 +114,3 @@ def _is_kept(tensor: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None  # torch.jit.trace wants all that is done in its graph
     )
-
-
-def _kept_on_cpu(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    witness, empty = _WITNESSES[dtype]
-    with torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
-        result: Any = torch.addmm(witness, empty, empty)  # saves nothing, so calls no hook of saved tensors
-    node_of_cast = result.grad_fn.next_functions[0][0]
-    casts: dict[Any, Tensor] = node_of_cast.metadata  # the dict lives as long as the node, which torch's cast owns
-    if leaf not in casts:
-        casts[leaf] = leaf.to(dtype)
-    return casts[leaf]

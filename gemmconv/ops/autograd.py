@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gemmconv.dispatch import are_dense, in_a_mode
-from gemmconv.kernels.base import strides_of, with_strides
+from gemmconv.kernels.base import Pass, strides_of, with_strides
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.autocast import EVERY_KEY
-from gemmconv.ops.implementation import ahead_of, bias_gradient, launches_of, prepared, signature, without_data
+from gemmconv.ops.implementation import Form, ahead_of, bias_gradient, launches_of, prepared, signature, without_data
 from gemmconv.ops.schemas import (
     OPERATORS,
     Arguments,
@@ -99,39 +99,66 @@ class Backward(NamedTuple):
         return grad_input, grad_weight, bias_gradient(grad)
 
     def prepared(
-        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
+        self,
+        grad: Tensor,
+        input: Any,
+        weight: Any,
+        of_input: bool,
+        of_weight: bool,
+        of_bias: bool,
+        dtype: torch.dtype | None = None,
     ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """What computes the same from tensors of such strides, without the dispatcher."""
-        strides = self._weight_format()
+        """What computes the same from tensors of such strides, without the dispatcher.
+
+        Args:
+            grad, input, weight, of_input, of_weight, of_bias: as the call's.
+            dtype: of the weight's and the bias's gradient, if it is another.
+        """
+        if not (of_input or of_weight):
+            return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
+        one = prepared(*self._operator(grad, input, weight, of_input, of_weight, of_bias, dtype))
         if of_input and of_weight:
-            call = prepared("grads", (grad, input, weight), None, self.options, strides, of_bias)
-            return call if of_bias else lambda grad, input, weight: (*call(grad, input, weight), None)
+            return one if of_bias else lambda grad, input, weight: (*one(grad, input, weight), None)
+        if of_input and of_bias:
+            return lambda grad, input, weight: ((found := one(grad, weight))[0], None, found[1])
         if of_input:
-            one = prepared("input_grad", (grad, weight), tuple(self.input_size), self.options, None, of_bias)
-            if of_bias:
-                return lambda grad, input, weight: ((found := one(grad, weight))[0], None, found[1])
             return lambda grad, input, weight: (one(grad, weight), None, None)
-        if of_weight:
-            sizes = tuple(self.weight_shape[2:])
-            one = prepared("weight_grad", (grad, input), sizes, self.options, strides, of_bias)
-            if of_bias:
-                return lambda grad, input, weight: (None, *one(grad, input))
-            return lambda grad, input, weight: (None, one(grad, input), None)
-        return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
+        if of_bias:
+            return lambda grad, input, weight: (None, *one(grad, input))
+        return lambda grad, input, weight: (None, one(grad, input), None)
 
     def launches(
-        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
+        self,
+        grad: Tensor,
+        input: Any,
+        weight: Any,
+        of_input: bool,
+        of_weight: bool,
+        of_bias: bool,
+        dtype: torch.dtype | None = None,
     ) -> list[Launch]:
         """The launches of what :meth:`prepared` returns, from tensors that may be without data."""
-        strides = self._weight_format()
+        if not (of_input or of_weight):
+            return []
+        return launches_of(*self._operator(grad, input, weight, of_input, of_weight, of_bias, dtype))
+
+    def _operator(
+        self,
+        grad: Tensor,
+        input: Any,
+        weight: Any,
+        of_input: bool,
+        of_weight: bool,
+        of_bias: bool,
+        dtype: torch.dtype | None,
+    ) -> tuple[Pass, Tensors, Any, Arguments, Form]:
+        """The operator that has the gradients, and how they are returned, as :func:`prepared` takes them."""
+        form = Form(self._weight_format() if of_weight else None, of_bias, dtype)
         if of_input and of_weight:
-            return launches_of("grads", (grad, input, weight), None, self.options, strides, of_bias)
+            return "grads", (grad, input, weight), None, self.options, form
         if of_input:
-            return launches_of("input_grad", (grad, weight), tuple(self.input_size), self.options, None, of_bias)
-        if of_weight:
-            sizes = tuple(self.weight_shape[2:])
-            return launches_of("weight_grad", (grad, input), sizes, self.options, strides, of_bias)
-        return []
+            return "input_grad", (grad, weight), tuple(self.input_size), self.options, form
+        return "weight_grad", (grad, input), tuple(self.weight_shape[2:]), self.options, form
 
     def _weight_format(self) -> tuple[int, ...] | None:
         """The strides of the weight's gradient, None where they are those of a contiguous tensor."""
@@ -139,15 +166,16 @@ class Backward(NamedTuple):
         return None if strides == strides_of(self.weight_shape, torch.contiguous_format) else strides
 
 
-def compile_ahead(tensors: Tensors, options: Arguments) -> Future[Any] | None:
+def compile_ahead(tensors: Tensors, options: Arguments, dtype: torch.dtype | None = None) -> Future[Any] | None:
     """Choose and compile in the background what a call's backward pass, if one follows, is expected to want.
 
     That is the gradients of all tensors that require one, from a grad_output in the output's format.
 
     Args:
         tensors, options: of the operator's call; the bias may be None.
+        dtype: of the weight's and the bias's gradient, if it is another.
     """
-    asked = [one is not None and one.requires_grad for one in tensors]
+    of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
 
     def of_backward() -> Callable[[], list[Launch]]:
         backward, (input, weight, bias) = Backward.of(tensors, options), map(without_data, tensors)
@@ -156,11 +184,12 @@ def compile_ahead(tensors: Tensors, options: Arguments) -> Future[Any] | None:
             problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
             strides = strides_of(problem.output_shape, memory_format(input, weight))
             grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
-            return backward.launches(grad, input, weight, *asked)
+            return backward.launches(grad, input, weight, of_input, of_weight, of_bias, dtype)
 
         return launches
 
-    return ahead_of((*map(signature, tensors), *asked, repr(options)), tensors[0].device, of_backward)
+    key = *map(signature, tensors), of_input, of_weight, of_bias, repr(options), dtype
+    return ahead_of(key, tensors[0].device, of_backward)
 
 
 # Gradients. That of a setting is None.

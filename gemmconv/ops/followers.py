@@ -63,10 +63,15 @@ def compile_followers(place: int, module: nn.Module, tensors: Tensors) -> None:
         bind.in_background(partial(_compile_behind, place, call, recorded, cast))
 
 
-def compile_calls(calls: Sequence[Call], backward: bool) -> list[Future[Any]]:
-    """Choose and compile in the background what calls want, and after all of that what their backward passes do."""
+def compile_calls(calls: Sequence[Call], backward: bool, given: torch.dtype | None = None) -> list[Future[Any]]:
+    """Choose and compile in the background what calls want, and after all of that what their backward passes do.
+
+    Args:
+        calls, backward: what to compile for.
+        given: the dtype of weights and biases, where calls cast them themselves.
+    """
     recorded = [call for call in calls if backward and any(one is not None and one.requires_grad for one in call[0])]
-    chosen = [*(compile_forward_ahead(*call) for call in calls), *(compile_ahead(*call) for call in recorded)]
+    chosen = [*(compile_forward_ahead(*call) for call in calls), *(compile_ahead(*call, given) for call in recorded)]
     return [future for future in chosen if future is not None]
 
 
@@ -74,7 +79,7 @@ def _compile_behind(place: int, call: Call, recorded: bool, cast: torch.dtype | 
     calls: list[Call] = []
     with suppress(Exception):  # of a module that is gone or cannot be called so
         calls.extend(_guessed(place, call, recorded, cast))
-    compile_calls(calls, recorded)
+    compile_calls(calls, recorded, None if cast is None else torch.float32)
 
 
 def _guessed(place: int, call: Call, recorded: bool, cast: torch.dtype | None) -> Iterator[Call]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from gemmconv.kernels.base import (
     why_no_kernels,
     with_strides,
 )
-from gemmconv.kernels.forms import launches
+from gemmconv.kernels.forms import launches, name_of_cast
 from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
-from gemmconv.kernels.program import Launch, Program, Strides, one_after_the_other
+from gemmconv.kernels.program import Launch, Output, Program, Strides, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
@@ -101,20 +101,33 @@ def _compute(direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments
         return prepared(direction, tensors, sizes, arguments)(*tensors)
 
 
+class Form(NamedTuple):
+    """How a plain call has weights, biases and gradients, where it is not as the operator has them.
+
+    Attributes:
+        weight_format: strides of the weight's gradient, None for those of a contiguous tensor.
+        with_bias: whether the bias's gradient is returned too, as the last.
+        dtype: of weight and bias as they are given, and of their gradients; None where that is all others'.
+        keeps_casts: whether a forward call returns weight and bias as they were cast, behind the output.
+    """
+
+    weight_format: Strides | None = None
+    with_bias: bool = False
+    dtype: torch.dtype | None = None
+    keeps_casts: bool = False
+
+
+_USUAL = Form()
+
+
 def prepared(
-    direction: Pass,
-    tensors: Tensors,
-    sizes: Any,
-    arguments: Arguments,
-    weight_format: Strides | None = None,
-    with_bias: bool = False,
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form = _USUAL
 ) -> Callable[..., Any]:
     """The prepared call of an operator on tensors of such shapes and strides.
 
     Args:
-        direction, tensors, sizes, arguments: the operator, and what it is called with.
-        weight_format: strides of the weight's gradient, if they are not those of a contiguous tensor.
-        with_bias: whether the bias's gradient is to be returned too, as the last.
+        direction, tensors, sizes, arguments: the operator, and what it is called with, all of one dtype.
+        form: see :class:`Form`.
     """
     first = tensors[0]
     current = selection.torch_precision(first.dtype, first.device)
@@ -127,22 +140,19 @@ def prepared(
         def prepare(options: Options) -> Callable[..., Any]:
             config, weight_config = _configs(direction, problem, tensors, options, current)
             program = _program(direction, config, weight_config, options.algorithm, where)
+            if direction == "forward":
+                if program is not None:
+                    return _with_casts(program, tensors, form).bound(config.device, _given(tensors, form.dtype))
+                torchs = selection.choose(config, options.algorithm, where, direction).forward(config)
+                return _casting(torchs, first.dtype, form)
             if program is not None:
-                if weight_format is not None:
-                    program = _with_weight_format(program, weight_format)
-                of_bias = _bias_grad_program(_config_of_gradient(first)) if with_bias else None
-                if of_bias is not None:
-                    program = one_after_the_other(program.arguments, program, of_bias)
-                call = program.bound(config.device, tensors)
-                return _with_bias(call) if with_bias and of_bias is None else call
+                return _bound(program, tensors, form)
             if direction == "grads":
                 gradients = selection.choose_gradients(config, weight_config, options.algorithm, where)
-                call = _prepared_grads(gradients, config, weight_config)
-            else:
-                call = getattr(selection.choose(config, options.algorithm, where, direction), direction)(config)
-            if weight_format is not None:
-                call = _returning(call, weight_format)
-            return _with_bias(call) if with_bias else call
+                mixed = _mixed_grads(gradients, config, weight_config, tensors, form)
+                return mixed or _returning(direction, _prepared_grads(gradients, config, weight_config), first, form)
+            algorithm = selection.choose(config, options.algorithm, where, direction)
+            return _returning(direction, getattr(algorithm, direction)(config), first, form)
 
         if options.algorithm != "auto":
             return prepare(options)
@@ -153,7 +163,7 @@ def prepared(
         said: Hashable = marshal.dumps((sizes, arguments), 2)  # several times as fast as to hash lists made tuples
     except ValueError:
         said = sizes, Options(*hashable(arguments))
-    key = (direction, *map(signature, tensors), said, current, weight_format, with_bias)
+    key = (direction, *map(signature, tensors), said, current, form)
     call: Callable[..., Any] = planned(key, make)
     return call
 
@@ -185,22 +195,41 @@ def _program(direction: Pass, config: Config, weight_config: Config, algorithm: 
     return None if choice is None else choice.program(config, direction)
 
 
-def _with_weight_format(program: Program, strides: Strides) -> Program:
-    written = torch.contiguous_format if strides[1] == 1 else None
-    of_weight = replace(program.outputs[-1], strides=strides, written=written)
-    return replace(program, outputs=(*program.outputs[:-1], of_weight))
+def _given(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """A forward call's tensors, of which weight and bias have this dtype, if any is said."""
+    if dtype is None:
+        return tensors
+    return tensors[0], *(alike(one, dtype) for one in tensors[1:])
+
+
+def _with_casts(program: Program, tensors: Tensors, form: Form) -> Program:
+    """A forward pass's program, which returns its casts too where they are to be kept."""
+    given, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
+    for operand in program.operands if form.keeps_casts else ():
+        tensor = given[operand.given_as]
+        if operand.given_as != "input" and tensor is not None:
+            outputs.append(Output(name_of_cast(operand.name), tuple(tensor.shape), tensor.stride()))
+    return replace(program, outputs=tuple(outputs))
+
+
+def _in_form(program: Program, form: Form) -> Program:
+    """A program of gradients, of which it returns the weight's and the bias's in this form."""
+
+    def changed(output: Output) -> Output:
+        if output.name not in ("grad_weight", "grad_bias"):
+            return output
+        if output.name == "grad_weight" and (strides := form.weight_format) is not None:
+            output = replace(output, strides=strides, written=torch.contiguous_format if strides[1] == 1 else None)
+        return replace(output, dtype=form.dtype)
+
+    return replace(program, outputs=tuple(map(changed, program.outputs)))
 
 
 # What calls on a GPU are to compile, worked out before they are made.
 
 
 def launches_of(
-    direction: Pass,
-    tensors: Tensors,
-    sizes: Any,
-    arguments: Arguments,
-    weight_format: Strides | None = None,
-    with_bias: bool = False,
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form = _USUAL
 ) -> list[Launch]:
     """The launches of what :func:`prepared` prepares, from tensors that may be without data."""
     options, where, first = Options(*hashable(arguments)), _operator(direction), tensors[0]
@@ -208,10 +237,9 @@ def launches_of(
     problem = checked_problem(where, tensors, sizes, options)
     config, weight_config = _configs(direction, problem, tensors, options, current)
     programs = programs_of(direction, config, weight_config, options.algorithm, where)
-    if weight_format is not None and [len(one.outputs) for one in programs] == [1 + (direction == "grads")]:
-        programs[0] = _with_weight_format(programs[0], weight_format)
-    if with_bias and (of_bias := _bias_grad_program(_config_of_gradient(first))) is not None:
+    if form.with_bias and (of_bias := _bias_grad_program(_config_of_gradient(first))) is not None:
         programs.append(of_bias)
+    programs = [_in_form(program, form) for program in programs]
     given = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
     named = [(program, tuple(given[name] for name in program.arguments)) for program in programs]
     return [launch for program, operands in named for launch in launches(program, operands, config.device)]
@@ -283,29 +311,68 @@ def layer_programs(config: Config, backward: bool) -> list[Program]:
 
 def without_data(tensor: Tensor | None) -> Any:
     """A tensor of the same shape, strides, dtype and device."""
-    return None if tensor is None else WithoutData.of(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return None if tensor is None else alike(tensor, tensor.dtype)
+
+
+def alike(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    """The same of another dtype, which requires a gradient where this one does."""
+    if tensor is None:
+        return None
+    return WithoutData.of(tensor.shape, tensor.stride(), dtype, tensor.device).requires_grad_(tensor.requires_grad)
 
 
 # Prepared calls.
 
 
-def _returning(call: Callable[..., Any], strides: Strides) -> Callable[..., Any]:
-    """The call of a weight's gradient, or of both, which returns it with these strides: in either format."""
-    if (returning := getattr(call, "returning", None)) is not None:  # of one call of torch's
-        of_torch: Callable[..., Any] = returning(strides)
-        return of_torch
+def _casting(call: Callable[..., Tensor], dtype: torch.dtype, form: Form) -> Callable[..., Any]:
+    """A forward call of torch's for weight and bias in the form's dtype."""
+    if form.dtype is None:
+        return call
 
-    def with_format(*tensors: Tensor) -> Any:
+    def casting(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        casts = [one.to(dtype) for one in (weight, bias) if one is not None]
+        output = call(input, *casts, *[None] * (bias is None))
+        return (output, *casts) if form.keeps_casts else output
+
+    return casting
+
+
+def _bound(program: Program, tensors: Tensors, form: Form) -> Callable[..., Any]:
+    """The call of a program of gradients, which returns them in this form."""
+    grad_output = tensors[0]
+    of_bias = _bias_grad_program(_config_of_gradient(grad_output)) if form.with_bias else None
+    if of_bias is not None:
+        program = one_after_the_other(program.arguments, program, of_bias)
+    call = _in_form(program, form).bound(grad_output.device, tensors)
+    return call if of_bias is not None else _with_bias(call, grad_output, form)
+
+
+def _returning(direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: Form) -> Callable[..., Any]:
+    """A call of gradients that are torch's, which returns them in this form; the weight's is the last."""
+    strides, dtype = form.weight_format, form.dtype
+    if direction != "input_grad" and strides is not None:
+        if (returning := getattr(call, "returning", None)) is not None:  # of one call of torch's
+            call = returning(strides)
+        else:
+            call = _with_last(call, lambda one: with_strides(one, strides))
+    if direction != "input_grad" and dtype is not None:
+        call = _with_last(call, lambda one: one.to(dtype))
+    return _with_bias(call, grad_output, form)
+
+
+def _with_last(call: Callable[..., Any], change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def with_last(*tensors: Tensor) -> Any:
         results = call(*tensors)
-        if isinstance(results, tuple):
-            return *results[:-1], with_strides(results[-1], strides)
-        return with_strides(results, strides)
+        return (*results[:-1], change(results[-1])) if isinstance(results, tuple) else change(results)
 
-    return with_format
+    return with_last
 
 
-def _with_bias(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of gradients, which returns the bias's too."""
+def _with_bias(call: Callable[..., Any], grad_output: Tensor, form: Form) -> Callable[..., Any]:
+    """The call of gradients, which returns the bias's too if that is wanted."""
+    if not form.with_bias:
+        return call
+    bias_gradient = _prepared_bias_gradient(grad_output, form)
 
     def with_bias(grad_output: Tensor, *tensors: Tensor) -> Any:
         results = call(grad_output, *tensors)
@@ -315,23 +382,24 @@ def _with_bias(call: Callable[..., Any]) -> Callable[..., Any]:
     return with_bias
 
 
+def _prepared_bias_gradient(grad_output: Tensor, form: Form) -> Callable[[Tensor], Tensor]:
+    program = _bias_grad_program(_config_of_gradient(grad_output))
+    if program is None:
+        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
+    return _in_form(program, form).bound(grad_output.device, (grad_output,))
+
+
 def bias_gradient(grad_output: Tensor) -> Tensor:
     """The sum over images and pixels, of dense tensors; the same bits as where it comes with other gradients."""
 
     def make() -> Callable[..., Tensor]:
-        config = _config_of_gradient(grad_output)
-        program = _bias_grad_program(config)
-        if program is None:
-            return _torchs_bias_gradient
-        return with_fallback(config.device, lambda: program.prepare(config.device), lambda: _torchs_bias_gradient)
+        device = grad_output.device
+        torchs: Callable[[Tensor], Tensor] = lambda grad_output: grad_output.sum((0, 2, 3))  # noqa: E731
+        return with_fallback(device, lambda: _prepared_bias_gradient(grad_output, _USUAL), lambda: torchs)
 
     with _on(grad_output.device):
         found: Tensor = planned(("bias_grad", signature(grad_output)), make)(grad_output)
     return found
-
-
-def _torchs_bias_gradient(grad_output: Tensor) -> Tensor:
-    return grad_output.sum((0, 2, 3))
 
 
 def _config_of_gradient(grad_output: Tensor) -> Config:
@@ -356,6 +424,34 @@ def _prepared_grads(
         last = replace(config, memory_format=torch.channels_last)
         return prepare_turned(config, both_gradients(gradients, last, last), gradients.turns_weight)
     return both_gradients(gradients, config, weight_config)
+
+
+def _mixed_grads(
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: Form
+) -> Callable[..., Any] | None:
+    """Prepare both gradients where torch's operator computes one of them and a program the other, else None."""
+    if config.device.type != "cuda" or gradients.turned or gradients.at_once or gradients.share:
+        return None
+    of_input, of_weight = _gradient_programs(gradients, config, weight_config)
+    grad_output, input, weight = tensors
+    if of_input is None and of_weight is not None:
+        torchs, ours = gradients.input_grad.input_grad(config), _bound(of_weight, (grad_output, input), form)
+
+        def by_torch_and_us(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            found = ours(grad_output, input)
+            return torchs(grad_output, weight), *(found if form.with_bias else (found,))
+
+        return by_torch_and_us
+    if of_input is not None and of_weight is None:
+        ours, torchs = _bound(of_input, (grad_output, weight), form), gradients.weight_grad.weight_grad(weight_config)
+        torchs = _returning("weight_grad", torchs, grad_output, form._replace(with_bias=False))
+
+        def by_us_and_torch(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            first, *bias = ours(grad_output, weight) if form.with_bias else (ours(grad_output, weight),)
+            return first, torchs(grad_output, input), *bias
+
+        return by_us_and_torch
+    return None
 
 
 def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:

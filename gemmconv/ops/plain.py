@@ -18,10 +18,10 @@ from torch.nn import Parameter
 
 from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.ops import implementation
-from gemmconv.ops.autocast import casts, to_autocast_dtype
+from gemmconv.ops.autocast import Kept, casts, is_kept, kept, to_autocast_dtype
 from gemmconv.ops.autograd import Backward, compile_ahead
-from gemmconv.ops.implementation import planned, prepared
-from gemmconv.ops.schemas import Arguments
+from gemmconv.ops.implementation import Form, alike, planned, prepared
+from gemmconv.ops.schemas import Arguments, Tensors
 from gemmconv.selection import torch_precision
 
 Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -44,7 +44,7 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
     """
     if in_a_mode():
         return None
-    cast_to = torch.get_autocast_dtype(input.device.type) if _has_autocast() else None
+    cast_to = _cast_to(input, weight, bias) if _has_autocast() else None
     dtype, of_bias, tracked = input.dtype, None, None
     if bias is not None:
         of_bias = bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.is_neg()
@@ -57,6 +57,12 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
         *(weight.shape, weight.stride(), weight.dtype, weight.get_device(), of_weight, of_bias, cast_to, tracked),
         torch_precision(dtype, input.device) if dtype is torch.float32 and input.is_cuda else None,
     )
+
+
+def _cast_to(input: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
+    """What autocast makes of a call's tensors, and which of its casts it keeps."""
+    dtype = torch.get_autocast_dtype(input.device.type)
+    return dtype, is_kept(weight), None if bias is None else is_kept(bias)
 
 
 def as_said(arguments: Arguments) -> bytes | None:
@@ -89,29 +95,101 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
             return tensor
         return to_autocast_dtype(tensor, dtype)
 
+    if _casts_itself(tensors):
+        of_cast = _recording((cast(input), *(alike(one, dtype) for one in tensors[1:])), arguments, tensors[1:])
+        return lambda input, weight, bias: of_cast(cast(input), weight, bias)
     of_cast = _recording(tuple(map(cast, tensors)), arguments)
     return lambda input, weight, bias: of_cast(cast(input), cast(weight), cast(bias))
 
 
-def _recording(tensors: tuple[Any, ...], arguments: Arguments) -> Call:
+def _casts_itself(tensors: Tensors) -> bool:
+    """Whether a call casts weight and bias along with what it does, and not torch before it.
+
+    Both are to be float32, dense, and to have a cast that is kept, or none that is, then without gradients.
+    """
+    parameters = [one for one in tensors[1:] if one is not None]
+    return (
+        tensors[0].is_cuda
+        and tensors[0].dtype != torch.float64
+        and len({is_kept(one) for one in parameters}) == 1
+        and all(
+            one.dtype == torch.float32
+            and (is_kept(one) or not (one.requires_grad and torch.is_grad_enabled()))
+            and (one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last)))
+            for one in parameters
+        )
+    )
+
+
+def _recording(tensors: Tensors, arguments: Arguments, given: Tensors | None = None) -> Call:
+    """The call on such tensors, with gradients where they are recorded and wanted.
+
+    Args:
+        tensors, arguments: of the operator.
+        given: weight and bias as the call has them, where it casts them itself; those of ``tensors`` are without data.
+    """
     wanted = [one is not None and one.requires_grad for one in tensors]
     recorded = torch.is_grad_enabled() and any(wanted)
+    dtype = None if given is None else given[0].dtype
     if recorded and tensors[0].is_cuda:
-        compile_ahead(tensors, arguments)  # while the forward pass's kernels compile, too
-    forward = prepared("forward", tensors, None, arguments)
+        compile_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
+    if dtype is None or given is None:
+        forward: Callable[..., Any] = prepared("forward", tensors, None, arguments)
+    else:
+        forward = _casting(tensors, arguments, dtype, is_kept(given[0]), recorded and wanted[0])
     if not recorded:
-        return forward
-    recipe = _Recipe(forward, Backward.of(tensors, arguments), wanted[0], wanted[1])
-    apply: Any = super(torch.autograd.Function, _Recorded).apply  # torch's own looks for transforms, of which are none
+        return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
+    recipe = _Recipe(forward, Backward.of(tensors, arguments), wanted[0], wanted[1], dtype)
+    kind = _Recorded if dtype is None else _RecordedWithCasts
+    apply: Any = super(torch.autograd.Function, kind).apply  # torch's own looks for transforms, of which are none
     return lambda input, weight, bias: apply(input, weight, bias, recipe)
+
+
+def _casting(
+    tensors: Tensors, arguments: Arguments, given: torch.dtype, keeps: bool, saved: bool
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A forward call that casts weight and bias from ``given``; it returns the output, and the weight as it was cast.
+
+    Args:
+        tensors, arguments: of the operator.
+        given: the dtype of weight and bias.
+        keeps: whether the casts are kept for calls to come, as torch would keep its own.
+        saved: whether the weight's is wanted.
+    """
+    dtype = tensors[0].dtype
+    returned = keeps or saved
+    casting = prepared("forward", tensors, None, arguments, Form(dtype=given, keeps_casts=returned))
+    if not returned:
+        return lambda input, weight, bias: (casting(input, weight, bias), None)
+
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        known = kept(input.device, dtype) if keeps else Kept()
+        of_weight, of_bias = known.get(id(weight)), known.get(id(bias))
+        if of_weight is not None and (bias is None or of_bias is not None):
+            low = input, of_weight[1], None if of_bias is None else of_bias[1]  # perhaps of another call's format
+            return prepared("forward", low, None, arguments)(*low), low[1]
+        output, *casts = casting(input, weight, bias)
+        known[id(weight)] = weight, casts[0]
+        if bias is not None:
+            known[id(bias)] = bias, casts[1]
+        return output, casts[0]
+
+    return call
 
 
 class _Recipe:
     """What calls of one kind do: the forward pass, what the dispatcher needs of them for gradients, known gradients."""
 
-    def __init__(self, forward: Call, backward: Backward, of_input: bool, of_weight: bool) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        backward: Backward,
+        of_input: bool,
+        of_weight: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
         self.forward, self.backward = forward, backward
-        self.of_input, self.of_weight = of_input, of_weight
+        self.of_input, self.of_weight, self.dtype = of_input, of_weight, dtype
         self.gradients: dict[Hashable, Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]] = {}
         self.unasked = [0, 0, 0]
 
@@ -154,15 +232,45 @@ class _Recorded(torch.autograd.Function):
         recipe, (input, weight) = ctx.recipe, ctx.saved_tensors
         asked = recipe.asked(ctx)
         if torch.is_grad_enabled() or type(grad) is not Tensor or in_a_mode():  # a second backward pass may follow
+            if recipe.dtype is not None and weight is not None and torch.is_grad_enabled():
+                weight = _cast_anew(ctx, weight.dtype)
             return *recipe.backward(*as_plain((grad,)), input, weight, *asked), None
         precision = torch_precision(grad.dtype, grad.device) if grad.dtype is torch.float32 else None
-        key = grad.stride(), grad.is_neg(), asked, precision
+        cast = weight.stride() if recipe.dtype is not None and weight is not None else None  # in another call's format
+        key = grad.stride(), grad.is_neg(), asked, precision, cast
         known = recipe.gradients.get(key)
         if known is None:
             if not are_dense(grad):
                 return *recipe.backward(grad, input, weight, *asked), None
-            known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, *asked)
+            known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, *asked, recipe.dtype)
         return *known(grad, input, weight), None
+
+
+class _RecordedWithCasts(_Recorded):
+    """Of calls that cast weight and bias, whose gradients have their dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: _Recipe) -> Tensor:
+        output, cast = recipe.forward(input, weight, bias)
+        ctx.recipe, ctx.given = recipe, (weight, weight._version)
+        ctx.save_for_backward(input if recipe.of_weight else None, cast if recipe.of_input else None)
+        return output
+
+
+def _cast_anew(ctx: Any, dtype: torch.dtype) -> Tensor:
+    """The weight's cast, in a graph of its own for a second backward pass.
+
+    Raises:
+        RuntimeError: the weight is another by now.
+    """
+    weight, version = ctx.given
+    if weight._version != version:
+        raise RuntimeError(
+            "conv_transpose2d: the weight must be what it was in the forward pass, for gradients of gradients under "
+            f"autocast; it was modified in place {weight._version - version} times; clone it before, or after"
+        )
+    with torch.autocast("cuda", enabled=False):
+        return weight.to(dtype)
 
 
 def are_usual(input: object, weight: object, bias: object) -> bool:
