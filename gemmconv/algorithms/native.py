@@ -247,24 +247,23 @@ class Native(AlgorithmOfOne):
 
     def input_grad(self, config: Config) -> Gradient:
         strides = strides_of(config.problem.input_shape, config.memory_format)
-        backward = _prepare_backward(config, True, False)
+        backward, shaped = _prepare_backward(config, True, False), _OfShape(config.problem.input_shape)
 
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if config.memory_format is torch.channels_last:
                 input = _in_channels_last(grad_output, config.problem.input_shape, strides)
             else:
-                input = grad_output.new_empty(1).expand(config.problem.input_shape)  # only its shape is used
+                input = shaped(grad_output)
             return restrided(backward(grad_output, input, weight)[0], strides)
 
         return call
 
     def weight_grad(self, config: Config) -> Gradient:
         strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
-        backward = _prepare_backward(config, False, True)
+        backward, shaped = _prepare_backward(config, False, True), _OfShape(config.problem.weight_shape)
 
         def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-            weight = grad_output.new_empty(1).expand(config.problem.weight_shape)  # only its shape is used
-            return restrided(backward(grad_output, input, weight)[1], strides)
+            return restrided(backward(grad_output, input, shaped(grad_output))[1], strides)
 
         return call
 
@@ -303,6 +302,19 @@ class _BothGradients:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         of_input, of_weight, _ = self._backward(grad_output, input, weight)
         return restrided(of_input, self._strides), restrided(of_weight, self._weight_strides)
+
+
+class _OfShape:
+    """A tensor of which only the shape is used, in NCHW: made in the first call, of one element."""
+
+    def __init__(self, shape: Shape4) -> None:
+        self._shape = shape
+        self._made: torch.Tensor | None = None
+
+    def __call__(self, like: torch.Tensor) -> torch.Tensor:
+        if self._made is None:
+            self._made = like.new_empty(1).expand(self._shape)
+        return self._made
 
 
 def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:

@@ -22,14 +22,15 @@ from gemmconv.ops.autocast import Kept, casts, is_kept, kept, to_autocast_dtype
 from gemmconv.ops.autograd import Backward, compile_ahead
 from gemmconv.ops.implementation import Form, alike, planned, prepared
 from gemmconv.ops.schemas import Arguments, Tensors
-from gemmconv.selection import torch_precision
 
 Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _keys_of = torch._C._dispatch_keys
+_precision = torch._C._get_fp32_precision_getter  # of torch.backends, without the microsecond that its property takes
 _has_grad, _has_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_has_autocast_cache, _is_inference = torch.is_autocast_cache_enabled, torch.is_inference_mode_enabled
 _USUAL = (Tensor, Parameter)  # types of a weight, and of a bias
-_ASKED_ANEW = 64  # calls
+_ASKED_ANEW, _OFTEN = 64, 8  # calls
 
 
 def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -> Hashable:
@@ -55,14 +56,16 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
     return (
         *(said, input.shape, input.stride(), dtype, input.get_device(), _keys_of(input).raw_repr()),
         *(weight.shape, weight.stride(), weight.dtype, weight.get_device(), of_weight, of_bias, cast_to, tracked),
-        torch_precision(dtype, input.device) if dtype is torch.float32 and input.is_cuda else None,
+        _precision("cuda", "conv") if dtype is torch.float32 else None,
     )
 
 
 def _cast_to(input: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
-    """What autocast makes of a call's tensors, and which of its casts it keeps."""
-    dtype = torch.get_autocast_dtype(input.device.type)
-    return dtype, is_kept(weight), None if bias is None else is_kept(bias)
+    """What autocast makes of a call's tensors, and what decides which casts it keeps; see :func:`is_kept`."""
+    dtype = torch.get_autocast_dtype("cuda" if input.is_cuda else input.device.type)
+    of_bias = None if bias is None else (bias.requires_grad, bias.is_leaf, bias._is_view())
+    of_weight = weight.requires_grad, weight.is_leaf, weight._is_view()
+    return dtype, _has_autocast_cache(), _is_inference(), of_weight, of_bias
 
 
 def as_said(arguments: Arguments) -> bytes | None:
@@ -139,7 +142,8 @@ def _recording(tensors: Tensors, arguments: Arguments, given: Tensors | None = N
         forward = _casting(tensors, arguments, dtype, is_kept(given[0]), recorded and wanted[0])
     if not recorded:
         return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
-    recipe = _Recipe(forward, Backward.of(tensors, arguments), wanted[0], wanted[1], dtype)
+    of_float32 = tensors[0].dtype is torch.float32
+    recipe = _Recipe(forward, Backward.of(tensors, arguments), (wanted[0], wanted[1], wanted[2]), of_float32, dtype)
     kind = _Recorded if dtype is None else _RecordedWithCasts
     apply: Any = super(torch.autograd.Function, kind).apply  # torch's own looks for transforms, of which are none
     return lambda input, weight, bias: apply(input, weight, bias, recipe)
@@ -178,33 +182,48 @@ def _casting(
 
 
 class _Recipe:
-    """What calls of one kind do: the forward pass, what the dispatcher needs of them for gradients, known gradients."""
+    """What calls of one kind do: the forward pass, what the dispatcher needs of them for gradients, known gradients.
+
+    Args:
+        forward: the prepared call.
+        backward, wanted: of which tensors gradients can be asked for.
+        is_float32: whether what a gradient does depends on torch's precision.
+        dtype: of weight and bias, where the forward pass casts them.
+    """
 
     def __init__(
         self,
         forward: Callable[..., Any],
         backward: Backward,
-        of_input: bool,
-        of_weight: bool,
+        wanted: tuple[bool, bool, bool],
+        is_float32: bool,
         dtype: torch.dtype | None,
     ) -> None:
-        self.forward, self.backward = forward, backward
-        self.of_input, self.of_weight, self.dtype = of_input, of_weight, dtype
+        self.forward, self.backward, self.wanted = forward, backward, wanted
+        self.of_input, self.of_weight, _ = wanted
+        self.is_float32, self.dtype = is_float32, dtype
         self.gradients: dict[Hashable, Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]] = {}
-        self.unasked = [0, 0, 0]
+        self.unasked, self.all_in_a_row = [0, 0, 0], 0
 
     def asked(self, ctx: Any) -> tuple[bool, bool, bool]:
         """Of which tensors this backward pass wants the gradient.
 
         torch tells it of the nodes that gradients go to. It refuses to of leaves that autograd.grad asks for, and its
         refusal takes 100 us, so for a while after one the gradient is taken to be asked for: right whether it is or
-        not. That of a bias, which is little, comes with the weight's.
+        not. So after several passes in a row that wanted all of them. That of a bias, which is little, comes with the
+        weight's.
         """
-        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
+        self.all_in_a_row += 1
+        if self.all_in_a_row > _OFTEN and self.all_in_a_row % _OFTEN:
+            return self.wanted
+        of_input, of_weight, of_bias = self.wanted
         nodes = ctx.next_functions
         of_weight = of_weight and self._is_asked(1, nodes)
         of_input = of_input and self._is_asked(0, nodes)
-        return of_input, of_weight, of_bias and (of_weight or self._is_asked(2, nodes))
+        asked = of_input, of_weight, of_bias and (of_weight or self._is_asked(2, nodes))
+        if asked != self.wanted:
+            self.all_in_a_row = 0
+        return asked
 
     def _is_asked(self, index: int, nodes: tuple[Any, ...]) -> bool:
         if self.unasked[index]:
@@ -235,7 +254,7 @@ class _Recorded(torch.autograd.Function):
             if recipe.dtype is not None and weight is not None and torch.is_grad_enabled():
                 weight = _cast_anew(ctx, weight.dtype)
             return *recipe.backward(*as_plain((grad,)), input, weight, *asked), None
-        precision = torch_precision(grad.dtype, grad.device) if grad.dtype is torch.float32 else None
+        precision = _precision("cuda", "conv") if recipe.is_float32 else None
         cast = weight.stride() if recipe.dtype is not None and weight is not None else None  # in another call's format
         key = grad.stride(), grad.is_neg(), asked, precision, cast
         known = recipe.gradients.get(key)
