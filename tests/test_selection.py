@@ -241,8 +241,21 @@ def test_a_bias_makes_native_dearer_and_no_other():
 
 def test_auto_takes_input_gradients_of_few_channels_in_tf32_from_others():
     for out_channels, name in ((32, "fused"), (64, "native")):
-        layer = Problem(256, 256, out_channels, 1, (14, 14), (2, 2), stride=(2, 2))  # Mask R-CNN has 256
+        layer = Problem(1024, 256, out_channels, 1, (14, 14), (2, 2), stride=(2, 2))  # Mask R-CNN has 256
         assert taken(layer, torch.float32, "tf32", "input_grad", memory_format=torch.channels_last) == name
+
+
+def test_auto_takes_gradients_that_torch_takes_the_host_longer_for_than_ours_the_device():
+    """One by torch's operator and one of ours; in one call both of torch's are dearer than one, and no two calls."""
+    layer = Problem(16, 256, 128, 1, (1, 64), (1, 16), stride=(1, 8), padding=(0, 4))
+    for batch, names in ((16, {"fused"}), (1024, {"native", "fused"})):
+        config = config_of(replace(layer, batch=batch), torch.bfloat16, "ieee", memory_format=torch.channels_last)
+        gradients = choose_gradients(config, config, "auto", "test")
+        assert {gradients.input_grad.name, gradients.weight_grad.name} == names
+    native, config = Native(), config_of(layer, torch.float32, "tf32", memory_format=torch.channels_last)
+    one, other = (native.estimate(config, direction) for direction in ("input_grad", "weight_grad"))
+    assert one < native.grads_estimate(config, config) < one + other
+    assert native.grads_estimate(config, replace(config, memory_format=torch.contiguous_format)) == math.inf
 
 
 def test_auto_leaves_float32_gradients_of_native_alone():

@@ -212,10 +212,11 @@ class Native(AlgorithmOfOne):
         """What cuDNN takes, roughly: which kernels it has, and how long they run, it does not say beforehand.
 
         Infinite where nothing is known of it. On Hopper, whose kernels are known better, what was not fitted there is
-        taken for as much as it was seen to be, so that ``auto`` leaves torch only what it is far faster for.
+        taken for as much as it was seen to be, so that ``auto`` leaves torch only what it is far faster for. A gradient
+        takes no less than the host needs to have torch's operator compute it, apart from the rest of a backward pass.
         """
         if config.spec.is_hopper and (seconds := _fitted_seconds(config, direction)) is not None:
-            return seconds
+            return seconds if direction == "forward" else max(seconds, _COST.host_seconds)
         if config.device.type != "cuda" or (least := _least_seconds(config, direction)) is None:
             return math.inf
         if config.spec.is_hopper:
@@ -246,12 +247,20 @@ class Native(AlgorithmOfOne):
         return call
 
     def input_grad(self, config: Config) -> Gradient:
-        strides = strides_of(config.problem.input_shape, config.memory_format)
-        backward, shaped = _prepare_backward(config, True, False), _OfShape(config.problem.input_shape)
+        """A convolution of grad_output, where torch's rules for it are those of the gradient: half the host's time."""
+        p, settings = config.problem, _settings(config)
+        strides = strides_of(p.input_shape, config.memory_format)
+        backward, shaped = _prepare_backward(config, True, False), _OfShape(p.input_shape)
+        is_plain = config.device.type == "cuda" and p.groups == 1
+        is_plain = is_plain and all(more < step for more, step in zip(p.output_padding, p.stride, strict=True))
 
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if is_plain and not torch.is_autocast_enabled("cuda"):
+                with settings:
+                    found = torch.conv2d(grad_output, weight, None, p.stride, p.padding, p.dilation)
+                return restrided(found, strides)
             if config.memory_format is torch.channels_last:
-                input = _in_channels_last(grad_output, config.problem.input_shape, strides)
+                input = _in_channels_last(grad_output, p.input_shape, strides)
             else:
                 input = shaped(grad_output)
             return restrided(backward(grad_output, input, weight)[0], strides)
@@ -274,10 +283,13 @@ class Native(AlgorithmOfOne):
         return _BothGradients(config)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """Of one call of torch's, which does one after the other: where nothing else would be as good."""
-        if config.spec.is_hopper and config.device.type == "cuda":
+        """Of one call of torch's, which does one after the other; infinite where it is two on Hopper."""
+        if not (config.spec.is_hopper and config.device.type == "cuda"):
+            return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+        pair = _fitted_seconds(config, "input_grad"), _fitted_seconds(weight_config, "weight_grad")
+        if config.memory_format is not weight_config.memory_format or None in pair:
             return math.inf
-        return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+        return max(sum(filter(None, pair)), _COST.both_host_seconds)
 
 
 class _BothGradients:
