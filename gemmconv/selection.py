@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
+from gemmconv.algorithms.native import HOST_SECONDS_OF_BOTH, HOST_SECONDS_OF_ONE
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
@@ -78,7 +79,7 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
         estimates = _estimates(config, direction)
         reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
         if config.spec.is_hopper:
-            return reasons
+            return _with_the_host(estimates, reasons) if direction != "forward" else reasons
         taken, why = _first_elsewhere(config, direction, estimates)
         return [(taken, why), *((a, reason) for a, reason in reasons if a is not taken)]
     if direction == "forward" and is_faster_than_torch(config):
@@ -91,6 +92,17 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 
 def _estimate_text(seconds: float) -> str:
     return f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last"
+
+
+def _with_the_host(
+    estimates: Sequence[tuple[float, Algorithm]], reasons: list[tuple[Algorithm, str]]
+) -> list[tuple[Algorithm, str]]:
+    """The algorithms of a gradient on Hopper: torch's operator not first where the host is what its call waits for."""
+    (_, first), *others = estimates
+    if first.name != "native" or not others or others[0][0] >= HOST_SECONDS_OF_ONE:
+        return reasons
+    why = f"{reasons[1][1]}, which is less than the host takes for torch's operator: comes first"
+    return [(reasons[1][0], why), reasons[0], *reasons[2:]]
 
 
 def _first_elsewhere(
@@ -194,7 +206,8 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
 
     Those that :func:`choose` gives, at once where the algorithm has that; but for ``"auto"`` on CUDA what is estimated
     to be faster together: an algorithm that computes both at once; two that share the turning of grad_output, where
-    both are in channels_last; or, where both are in NCHW, of 16 bits, two in channels_last between three turns.
+    both are in channels_last; or, where both are in NCHW, of 16 bits, two in channels_last between three turns. Torch's
+    operator has no part in what ours take less time for on the device than its calls take the host.
 
     Args:
         config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if at
@@ -216,15 +229,28 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     able = tuple(a for a in ALGORITHMS if a.why_not(config) is None)
     if not able:
         choose(config, requested, where)  # raises
+    seconds, gradients = _fastest_of(config, weight_config, able)
+    if "native" not in (gradients.input_grad.name, gradients.weight_grad.name):
+        return gradients
+    ours = tuple(a for a in able if a.name != "native")
+    if not ours:
+        return gradients
+    ours_seconds, others = _fastest_of(config, weight_config, ours)
+    return others if ours_seconds < max(HOST_SECONDS_OF_BOTH, seconds + _CLEARLY) else gradients
+
+
+def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:
+    """As :func:`_fastest`, perhaps in channels_last of tensors in NCHW."""
     seconds, gradients = _fastest(config, weight_config, able)
     # In float32 less would be gained than the estimates of cuDNN's gradients are off, which are most of what it takes.
     if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
         last = replace(config, memory_format=torch.channels_last)
         turned, others = _fastest(last, last, able)
         others = others._replace(turned=True)
-        if turned + turned_seconds(config, others.turns_weight) < seconds - _CLEARLY:
-            return others
-    return gradients
+        turned += turned_seconds(config, others.turns_weight)
+        if turned < seconds - _CLEARLY:
+            return turned, others
+    return seconds, gradients
 
 
 def _is_torchs_call(algorithm: Algorithm, config: Config) -> bool:

@@ -73,6 +73,8 @@ _FIELDS = (
 # are not whole 16 bytes of a pixel, everywhere. Fitted to whole backward passes: both of its gradients take up to 15 us
 # less than the sum of what each takes alone, one of its own and one of fused up to 19 us more.
 _COSTS = {key: _Cost(*(field[key] for field in _FIELDS)) for key in _FIELDS[0]}
+# What the host takes, in a training step, for a backward pass in which torch's operator takes part.
+HOST_SECONDS_OF_ONE, HOST_SECONDS_OF_BOTH = _COST.host_seconds, _COST.both_host_seconds
 # Input gradients take several times as long of fewer output channels, in TF32 in channels_last, and of smaller images.
 _LEAST_OUT_CHANNELS_TF32, _LEAST_GRADIENT_PIXELS = 64, 16
 
@@ -212,11 +214,10 @@ class Native(AlgorithmOfOne):
         """What cuDNN takes, roughly: which kernels it has, and how long they run, it does not say beforehand.
 
         Infinite where nothing is known of it. On Hopper, whose kernels are known better, what was not fitted there is
-        taken for as much as it was seen to be, so that ``auto`` leaves torch only what it is far faster for. A gradient
-        takes no less than the host needs to have torch's operator compute it, apart from the rest of a backward pass.
+        taken for as much as it was seen to be, so that ``auto`` leaves torch only what it is far faster for.
         """
         if config.spec.is_hopper and (seconds := _fitted_seconds(config, direction)) is not None:
-            return seconds if direction == "forward" else max(seconds, _COST.host_seconds)
+            return seconds
         if config.device.type != "cuda" or (least := _least_seconds(config, direction)) is None:
             return math.inf
         if config.spec.is_hopper:
@@ -283,13 +284,10 @@ class Native(AlgorithmOfOne):
         return _BothGradients(config)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """Of one call of torch's, which does one after the other; infinite where it is two on Hopper."""
-        if not (config.spec.is_hopper and config.device.type == "cuda"):
-            return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        pair = _fitted_seconds(config, "input_grad"), _fitted_seconds(weight_config, "weight_grad")
-        if config.memory_format is not weight_config.memory_format or None in pair:
+        """Of one call of torch's, which does one after the other: where nothing else would be as good."""
+        if config.spec.is_hopper and config.device.type == "cuda":
             return math.inf
-        return max(sum(filter(None, pair)), _COST.both_host_seconds)
+        return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
 
 
 class _BothGradients:
