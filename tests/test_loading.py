@@ -315,7 +315,7 @@ def test_dispatched_calls_compile_ahead_and_fake_tensors_do_not(on_gpu, monkeypa
     assert not asked
     monkeypatch.setattr(autograd, "are_dense", lambda *_: True)
     autograd._conv_transpose2d_setup(ctx, (*tensors, *OPTIONS), tensors[0])
-    assert asked == [(tensors, OPTIONS, None)]
+    assert asked == [(tensors, OPTIONS)]
 
 
 def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_compiled(on_gpu, loader, monkeypatch):
