@@ -28,6 +28,7 @@ _MOST_STEPS = 12  # of a program, in a report of explain
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
+_MOST_TIMES = 2.0  # torch's time on the device, of what ours may take where the host waits less for them
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
 # On GPUs other than Hopper: of torch's estimate, which may be 1.4 times the least that it was seen to take, while ours
 # are 1.3 times too low for some layers; and what the host may take longer for a call of ours.
@@ -62,7 +63,8 @@ def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
     """The algorithms as ``auto`` tries them, each with what gives it its place.
 
-    On CUDA by their estimates of the time of a call, least first, in the order of ``ALGORITHMS`` where those are equal.
+    On CUDA by their estimates of the time of a call, least first, in the order of ``ALGORITHMS`` where those are equal;
+    but torch's operator not first for a gradient that ours take less time for than its call takes the host.
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
@@ -99,7 +101,8 @@ def _with_the_host(
 ) -> list[tuple[Algorithm, str]]:
     """The algorithms of a gradient on Hopper: torch's operator not first where the host is what its call waits for."""
     (_, first), *others = estimates
-    if first.name != "native" or not others or others[0][0] >= HOST_SECONDS_OF_ONE:
+    most = min(HOST_SECONDS_OF_ONE, _MOST_TIMES * estimates[0][0])
+    if first.name != "native" or not others or others[0][0] >= most:
         return reasons
     why = f"{reasons[1][1]}, which is less than the host takes for torch's operator: comes first"
     return [(reasons[1][0], why), reasons[0], *reasons[2:]]
@@ -207,7 +210,8 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     Those that :func:`choose` gives, at once where the algorithm has that; but for ``"auto"`` on CUDA what is estimated
     to be faster together: an algorithm that computes both at once; two that share the turning of grad_output, where
     both are in channels_last; or, where both are in NCHW, of 16 bits, two in channels_last between three turns. Torch's
-    operator has no part in what ours take less time for on the device than its calls take the host.
+    operator has no part in what ours take less time for on the device than its calls take the host, nor where it gains
+    next to nothing.
 
     Args:
         config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if at
@@ -236,7 +240,8 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if not ours:
         return gradients
     ours_seconds, others = _fastest_of(config, weight_config, ours)
-    return others if ours_seconds < max(HOST_SECONDS_OF_BOTH, seconds + _CLEARLY) else gradients
+    most = min(HOST_SECONDS_OF_BOTH, _MOST_TIMES * seconds)
+    return others if ours_seconds < max(most, seconds + _CLEARLY) else gradients
 
 
 def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:

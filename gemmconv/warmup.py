@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemmconv import validation
+from gemmconv.ops.autocast import casts
 from gemmconv.ops.followers import Call, compile_calls
 from gemmconv.ops.schemas import OPERATORS, Options, hashable
 
@@ -105,7 +106,7 @@ def _calls_of(model: nn.Module, inputs: Any) -> list[Call]:
 def _compile(calls: list[Call], backward: bool) -> None:
     """Compile what calls, and their backward passes, launch."""
     compilations: list[Future[Any]] = []
-    for future in compile_calls(calls, backward):
+    for future in compile_calls(calls, backward, torch.float32 if casts("cuda") else None):
         with suppress(Exception):  # the run raises it
             compilations += [one for _, one in future.result()]
     show_progress([one for one in dict.fromkeys(compilations) if not one.done()])

@@ -9,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
-from gemmconv.ops.autocast import to_autocast_dtype
+from gemmconv.ops import autocast
+from gemmconv.ops.autocast import kept, to_autocast_dtype
 
 
 def ours(input, weight, bias=None):
@@ -219,6 +220,40 @@ def test_casts_and_leaves_are_freed_with_the_region(gradients, images, device):
     alive = weakref.ref(leaf)
     del leaf
     assert alive() is None
+
+
+def test_casts_are_not_kept_by_the_frame_of_a_call_that_failed(images, weight, device):
+    with torch.no_grad():
+        with torch.autocast(device, torch.bfloat16):
+            held = kept(images.device, torch.bfloat16)  # as a traceback would
+            before = ours(images, weight)
+        weight.mul_(2)
+        with torch.autocast(device, torch.bfloat16):
+            assert torch.equal(ours(images, weight), 2 * before)
+            assert kept(images.device, torch.bfloat16) is not held
+
+
+def test_the_default_dtype_does_not_matter(images, weight, device, monkeypatch):
+    monkeypatch.setattr(autocast, "_witnesses", {})
+    expected = ours(images.bfloat16(), weight.bfloat16())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast(device, torch.bfloat16):
+            assert torch.equal(ours(images, weight), expected)
+            assert torch.equal(ours(images, weight), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda':UserWarning")
+def test_autocast_of_another_device_casts_nothing(images, weight, device):
+    """Whichever of the two comes first."""
+    other = "cuda" if device == "cpu" else "cpu"
+    for _ in range(2):
+        with torch.autocast(other, torch.float16):
+            assert ours(images, weight).dtype == torch.float32
+        with torch.autocast(device, torch.float16):
+            assert ours(images, weight).dtype == torch.float16
 
 
 def test_threads_share_a_leaf(images, weight, device):

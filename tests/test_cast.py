@@ -1,5 +1,6 @@
 """Calls that cast weight and bias themselves under autocast: layout/cast.cu, emulated, and whole calls on a GPU."""
 
+import contextlib
 import gc
 import itertools
 
@@ -203,12 +204,89 @@ def test_casts_are_freed_with_the_region(grads):
     with torch.set_grad_enabled(grads), torch.autocast("cuda", torch.bfloat16):
         module(input)
         kept = autocast.kept(input.device, torch.bfloat16)
-        casts = [StorageWeakRef(one.untyped_storage()) for _, one in kept.values()]
+        casts = [StorageWeakRef(one.cast.untyped_storage()) for one in kept.values()]
         assert len(casts) == 2
         del kept
         gc.collect()
         assert not any(one.expired() for one in casts)
     assert all(one.expired() for one in casts)
+
+
+@needs_gpu
+def test_casts_are_not_kept_by_the_frame_of_a_call_that_failed():
+    module, input = made("wide")
+    held = []
+    with torch.no_grad():
+        with torch.autocast("cuda", torch.bfloat16):
+            held.append(autocast.kept(input.device, torch.bfloat16))  # as a traceback would
+            before = module(input)
+        module.weight.mul_(2)
+        module.bias.mul_(2)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.equal(module(input), 2 * before)
+    assert held
+
+
+@needs_gpu
+def test_autocast_to_float32_casts_nothing():
+    module, input = made("wide")
+    input = input.requires_grad_()
+    with torch.autocast("cuda", torch.float32):
+        output = module(input)
+    found = torch.autograd.grad(output, (input, *module.parameters()), torch.ones_like(output))
+    output = module(input)
+    for one, other in zip(
+        found, torch.autograd.grad(output, (input, *module.parameters()), torch.ones_like(output)), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@needs_gpu
+def test_a_layer_that_was_made_in_inference_mode():
+    with torch.inference_mode():
+        module, input = made("small")
+    images = input.clone().requires_grad_()
+    for wants in (True, False):
+        module.requires_grad_(wants)
+        with torch.autocast("cuda", torch.float16):
+            output = module(images)
+        (found,) = torch.autograd.grad(output, images, torch.ones_like(output))
+        assert found.isfinite().all()
+    with torch.no_grad(), torch.autocast("cuda", torch.float16):
+        assert torch.equal(module(images), output)
+
+
+@needs_gpu
+def test_the_gradient_of_a_gradient_is_of_the_weight_that_was_cast():
+    """Not of what it became inside the region, which torch's own call does not see either."""
+    module, input = made("small")
+    with torch.autocast("cuda", torch.bfloat16):
+        module(input)
+        with torch.no_grad():
+            module.weight.mul_(2)
+        output = module(input.requires_grad_())
+    with pytest.raises(RuntimeError, match="weight must be what it was in the forward pass"):
+        torch.autograd.grad(output, input, torch.ones_like(output), create_graph=True)
+
+
+@needs_gpu
+def test_saved_tensors_that_hooks_bring_back_in_another_format(poison):
+    module, input = made("wide", torch.channels_last)
+    images = input.requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: one, torch.Tensor.contiguous)
+    found = []
+    for context in (hooks, contextlib.nullcontext(), hooks):
+        for autocast_on in (False, True):
+            with context, torch.autocast("cuda", torch.bfloat16, enabled=autocast_on):
+                output = module(images)
+            poison("cuda")
+            found.append(torch.autograd.grad(output, (images, *module.parameters()), torch.ones_like(output)))
+    for one in (found[0], found[4]):
+        for gradient, plain in zip(one, found[2], strict=True):
+            torch.testing.assert_close(gradient, plain, rtol=1e-4, atol=1e-3)
+    for one in (found[1], found[5]):
+        for gradient, plain in zip(one, found[3], strict=True):
+            torch.testing.assert_close(gradient, plain, rtol=2e-2, atol=2e-1)
 
 
 @needs_gpu
@@ -226,6 +304,15 @@ def test_frozen_parameters(frozen, poison):
     for one, other in zip(found, torch.autograd.grad(output, wanted, torch.ones_like(output)), strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+@needs_gpu
+@pytest.mark.parametrize("algorithm", ["auto", "gemm_col2im", "native"])
+def test_a_weight_gradient_comes_in_the_weights_format(algorithm):
+    module, input = made("small", torch.channels_last, algorithm=algorithm)
+    output = module(input[:1])
+    found = torch.autograd.grad(output, module.weight, torch.ones_like(output))[0]
+    assert found.stride() == module.weight.stride()
 
 
 @needs_gpu

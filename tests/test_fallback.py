@@ -458,12 +458,13 @@ def images_and_weight():
 
 
 def check_on_gpu(tensors):
-    output = gemmconv.conv_transpose2d(*tensors, stride=4)
-    wanted = F.conv_transpose2d(*tensors, stride=4)
+    leaves = [*tensors, torch.randn(3, device="cuda", requires_grad=True)]
+    output = gemmconv.conv_transpose2d(*leaves, stride=4)
+    wanted = F.conv_transpose2d(*leaves, stride=4)
     torch.testing.assert_close(output, wanted, rtol=1e-3, atol=1e-3)
     grad = torch.randn_like(output)
     for ours, theirs in zip(
-        torch.autograd.grad(output, tensors, grad), torch.autograd.grad(wanted, tensors, grad), strict=True
+        torch.autograd.grad(output, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-2)
     torch.testing.assert_close(gemmconv.im2col(tensors[0], 3), F.unfold(tensors[0], 3))

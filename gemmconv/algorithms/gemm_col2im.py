@@ -133,9 +133,10 @@ class GemmCol2im(AlgorithmOfOne):
             if of_weight:
                 steps += columns.weight_grad(chunk, slots)
         if of_weight:
-            name = "partials" if in_place else "grad_weight"
-            outputs.append(Output(name, p.weight_shape, strides_of(p.weight_shape, nchw)))
-            if not in_place:
+            outputs.append(Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, nchw)))
+            if in_place:
+                steps = [step.renamed({"partials": "grad_weight"}) for step in steps]
+            else:
                 steps.append(sum_partials(config, slots))
         return Program(config.dtype, tuple(operands), tuple(outputs), tuple(steps), scratch)
 

@@ -34,7 +34,7 @@ class Call:
         self.kernels = _loaded(program.steps, device)
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
-        key = tuple([None if tensor is None else tensor.stride() for tensor in tensors])
+        key = tuple([None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in tensors])
         call = self._bound.get(key)
         if call is None:
             if len(self._bound) >= _MOST_BOUND:

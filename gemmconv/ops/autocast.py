@@ -7,9 +7,10 @@ others. But torch keeps its cast of a witness there, and our casts are freed wit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,16 +47,31 @@ def casting(operator: Callable[..., Tensor], device_type: str) -> Callable[..., 
     return call
 
 
-class Kept(dict[int, tuple[Tensor, Tensor]]):
-    """Leaves by their ids, and casts of them."""
+class Cast(NamedTuple):
+    """A leaf, its cast, and the leaf's version then."""
+
+    leaf: Tensor
+    cast: Tensor
+    version: int
+
+
+Kept = dict[int, Cast]  # by the ids of leaves
+
+
+class _Region:
+    """What lives as long as torch's cache: no frame of a call holds it, as it may hold what is in it."""
+
+    def __init__(self) -> None:
+        self.casts: Kept = {}
+
+
+_regions: dict[tuple[str, torch.dtype], weakref.ref[_Region]] = {}  # by device type and autocast's dtype
+_witnesses: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}  # each with an operand
 
 
 def _made_for(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty(0, 0, device=device, requires_grad=True), torch.empty(0, 0, device=device, dtype=dtype)
-
-
-_kept: dict[tuple[str, torch.dtype], weakref.ref[Kept]] = {}  # by device type and autocast's dtype
-_witnesses: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}  # each with an operand
+    witness = torch.empty(0, 0, dtype=torch.float32, device=device, requires_grad=True)
+    return witness, torch.empty(0, 0, dtype=dtype, device=device)
 
 
 def kept(device: torch.device, dtype: torch.dtype) -> Kept:
@@ -64,24 +80,18 @@ def kept(device: torch.device, dtype: torch.dtype) -> Kept:
     It is to hold casts of what :func:`is_kept` alone.
     """
     key = device.type, dtype
-    if (found := _kept.get(key)) is not None and (casts := found()) is not None:
-        return casts
+    if (found := _regions.get(key)) is not None and (region := found()) is not None:
+        return region.casts
     if key not in _witnesses:
         with ThreadPoolExecutor(1) as fresh:  # a thread in no mode
             _witnesses[key] = fresh.submit(_made_for, device, dtype).result()
     witness, operand = _witnesses[key]
-    recorded = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
-    try:
-        with torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
-            result: Any = torch.addmm(witness, operand, operand)  # saves nothing, so calls no hook of saved tensors
-    finally:
-        torch._C._set_grad_enabled(recorded)
-    node_of_cast = result.grad_fn.next_functions[0][0]
-    of_node: dict[Any, Any] = node_of_cast.metadata  # lives as long as the node, which torch's cast owns
-    casts = of_node.setdefault("gemmconv", Kept())
-    _kept[key] = weakref.ref(casts)
-    return casts
+    with _recording(), torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
+        result: Any = torch.addmm(witness, operand, operand)  # saves nothing, so calls no hook of saved tensors
+    of_node: dict[Any, Any] = result.grad_fn.next_functions[0][0].metadata  # of the node that torch's cast owns
+    region = of_node.setdefault("gemmconv", _Region())
+    _regions[key] = weakref.ref(region)
+    return region.casts
 
 
 def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,16 +99,23 @@ def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not is_kept(tensor):
         return tensor.to(dtype)
     casts = kept(tensor.device, dtype)
-    if (found := casts.get(id(tensor))) is not None and found[1].requires_grad:
-        return found[1]
-    recorded = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)  # one cast serves calls with and without gradients
-    try:
+    if (found := casts.get(id(tensor))) is not None and found.cast.requires_grad:
+        return found.cast
+    with _recording():  # one cast serves calls with and without gradients
         cast = tensor.to(dtype)
+    casts[id(tensor)] = Cast(tensor, cast, tensor._version)
+    return cast
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """torch.enable_grad, which function modes are not shown."""
+    recorded = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        yield
     finally:
         torch._C._set_grad_enabled(recorded)
-    casts[id(tensor)] = tensor, cast
-    return cast
 
 
 def is_kept(tensor: Tensor) -> bool:
@@ -108,6 +125,7 @@ def is_kept(tensor: Tensor) -> bool:
         and tensor.dtype == torch.float32
         and tensor.is_leaf
         and not tensor._is_view()
+        and not tensor.is_inference()
         and torch.is_autocast_cache_enabled()
         and (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
         and not torch.is_inference_mode_enabled()

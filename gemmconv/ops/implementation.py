@@ -144,7 +144,7 @@ def prepared(
                 if program is not None:
                     return _with_casts(program, tensors, form).bound(config.device, _given(tensors, form.dtype))
                 torchs = selection.choose(config, options.algorithm, where, direction).forward(config)
-                return _casting(torchs, first.dtype, form)
+                return _torchs_with_casts(torchs, first.dtype, form)
             if program is not None:
                 return _bound(program, tensors, form)
             if direction == "grads":
@@ -205,7 +205,7 @@ def _given(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
 def _with_casts(program: Program, tensors: Tensors, form: Form) -> Program:
     """A forward pass's program, which returns its casts too where they are to be kept."""
     given, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
-    for operand in program.operands if form.keeps_casts else ():
+    for operand in program.operands if form.keeps_casts else ():  # the weight comes first
         tensor = given[operand.given_as]
         if operand.given_as != "input" and tensor is not None:
             outputs.append(Output(name_of_cast(operand.name), tuple(tensor.shape), tensor.stride()))
@@ -324,17 +324,17 @@ def alike(tensor: Tensor | None, dtype: torch.dtype) -> Any:
 # Prepared calls.
 
 
-def _casting(call: Callable[..., Tensor], dtype: torch.dtype, form: Form) -> Callable[..., Any]:
+def _torchs_with_casts(call: Callable[..., Tensor], dtype: torch.dtype, form: Form) -> Callable[..., Any]:
     """A forward call of torch's for weight and bias in the form's dtype."""
     if form.dtype is None:
         return call
 
-    def casting(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def with_casts(input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         casts = [one.to(dtype) for one in (weight, bias) if one is not None]
         output = call(input, *casts, *[None] * (bias is None))
         return (output, *casts) if form.keeps_casts else output
 
-    return casting
+    return with_casts
 
 
 def _bound(program: Program, tensors: Tensors, form: Form) -> Callable[..., Any]:
@@ -372,7 +372,7 @@ def _with_bias(call: Callable[..., Any], grad_output: Tensor, form: Form) -> Cal
     """The call of gradients, which returns the bias's too if that is wanted."""
     if not form.with_bias:
         return call
-    bias_gradient = _prepared_bias_gradient(grad_output, form)
+    bias_gradient = _prepared_bias_gradient(grad_output, form)  # by a kernel, whatever computes the others
 
     def with_bias(grad_output: Tensor, *tensors: Tensor) -> Any:
         results = call(grad_output, *tensors)
@@ -382,24 +382,25 @@ def _with_bias(call: Callable[..., Any], grad_output: Tensor, form: Form) -> Cal
     return with_bias
 
 
-def _prepared_bias_gradient(grad_output: Tensor, form: Form) -> Callable[[Tensor], Tensor]:
-    program = _bias_grad_program(_config_of_gradient(grad_output))
-    if program is None:
-        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
-    return _in_form(program, form).bound(grad_output.device, (grad_output,))
-
-
 def bias_gradient(grad_output: Tensor) -> Tensor:
     """The sum over images and pixels, of dense tensors; the same bits as where it comes with other gradients."""
-
-    def make() -> Callable[..., Tensor]:
-        device = grad_output.device
-        torchs: Callable[[Tensor], Tensor] = lambda grad_output: grad_output.sum((0, 2, 3))  # noqa: E731
-        return with_fallback(device, lambda: _prepared_bias_gradient(grad_output, _USUAL), lambda: torchs)
-
     with _on(grad_output.device):
-        found: Tensor = planned(("bias_grad", signature(grad_output)), make)(grad_output)
+        key = "bias_grad", signature(grad_output)
+        found: Tensor = planned(key, lambda: _prepared_bias_gradient(grad_output, _USUAL))(grad_output)
     return found
+
+
+def _prepared_bias_gradient(grad_output: Tensor, form: Form) -> Callable[[Tensor], Tensor]:
+    def by_torch() -> Callable[[Tensor], Tensor]:
+        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
+
+    def prepare() -> Callable[[Tensor], Tensor]:
+        program = _bias_grad_program(_config_of_gradient(grad_output))
+        if program is None:
+            return by_torch()
+        return _in_form(program, form).bound(grad_output.device, (grad_output,))
+
+    return with_fallback(grad_output.device, prepare, by_torch)
 
 
 def _config_of_gradient(grad_output: Tensor) -> Config:

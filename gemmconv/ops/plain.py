@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.ops import implementation
-from gemmconv.ops.autocast import Kept, casts, is_kept, kept, to_autocast_dtype
+from gemmconv.ops.autocast import Cast, casts, is_kept, kept, to_autocast_dtype
 from gemmconv.ops.autograd import Backward, compile_ahead
 from gemmconv.ops.implementation import Form, alike, planned, prepared
 from gemmconv.ops.schemas import Arguments, Tensors
@@ -30,7 +30,8 @@ _precision = torch._C._get_fp32_precision_getter  # of torch.backends, without t
 _has_grad, _has_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 _has_autocast_cache, _is_inference = torch.is_autocast_cache_enabled, torch.is_inference_mode_enabled
 _USUAL = (Tensor, Parameter)  # types of a weight, and of a bias
-_ASKED_ANEW, _OFTEN = 64, 8  # calls
+_ASKED_ANEW = 64  # calls
+_ALL_IN_A_ROW, _ASKED_ONE_IN = 8, 8  # backward passes that wanted all gradients; then one in so many is asked
 
 
 def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -> Hashable:
@@ -62,10 +63,12 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
 
 def _cast_to(input: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
     """What autocast makes of a call's tensors, and what decides which casts it keeps; see :func:`is_kept`."""
-    dtype = torch.get_autocast_dtype("cuda" if input.is_cuda else input.device.type)
-    of_bias = None if bias is None else (bias.requires_grad, bias.is_leaf, bias._is_view())
-    of_weight = weight.requires_grad, weight.is_leaf, weight._is_view()
-    return dtype, _has_autocast_cache(), _is_inference(), of_weight, of_bias
+    device_type = "cuda" if input.is_cuda else input.device.type
+    if not casts(device_type):
+        return None
+    of_bias = None if bias is None else (bias.requires_grad, bias.is_leaf, bias._is_view(), bias.is_inference())
+    of_weight = weight.requires_grad, weight.is_leaf, weight._is_view(), weight.is_inference()
+    return torch.get_autocast_dtype(device_type), _has_autocast_cache(), _is_inference(), of_weight, of_bias
 
 
 def as_said(arguments: Arguments) -> bytes | None:
@@ -98,15 +101,15 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
             return tensor
         return to_autocast_dtype(tensor, dtype)
 
-    if _casts_itself(tensors):
+    if _casts_itself(tensors, dtype):
         of_cast = _recording((cast(input), *(alike(one, dtype) for one in tensors[1:])), arguments, tensors[1:])
         return lambda input, weight, bias: of_cast(cast(input), weight, bias)
     of_cast = _recording(tuple(map(cast, tensors)), arguments)
     return lambda input, weight, bias: of_cast(cast(input), cast(weight), cast(bias))
 
 
-def _casts_itself(tensors: Tensors) -> bool:
-    """Whether a call casts weight and bias along with what it does, and not torch before it.
+def _casts_itself(tensors: Tensors, dtype: torch.dtype) -> bool:
+    """Whether a call casts weight and bias to autocast's dtype along with what it does, and not torch before it.
 
     Both are to be float32, dense, and to have a cast that is kept, or none that is, then without gradients.
     """
@@ -114,10 +117,12 @@ def _casts_itself(tensors: Tensors) -> bool:
     return (
         tensors[0].is_cuda
         and tensors[0].dtype != torch.float64
+        and dtype.itemsize == 2
         and len({is_kept(one) for one in parameters}) == 1
         and all(
             one.dtype == torch.float32
             and (is_kept(one) or not (one.requires_grad and torch.is_grad_enabled()))
+            and not one.is_inference()
             and (one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last)))
             for one in parameters
         )
@@ -139,7 +144,7 @@ def _recording(tensors: Tensors, arguments: Arguments, given: Tensors | None = N
     if dtype is None or given is None:
         forward: Callable[..., Any] = prepared("forward", tensors, None, arguments)
     else:
-        forward = _casting(tensors, arguments, dtype, is_kept(given[0]), recorded and wanted[0])
+        forward = _forward_with_casts(tensors, arguments, dtype, is_kept(given[0]), recorded and wanted[0])
     if not recorded:
         return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
     of_float32 = tensors[0].dtype is torch.float32
@@ -149,10 +154,10 @@ def _recording(tensors: Tensors, arguments: Arguments, given: Tensors | None = N
     return lambda input, weight, bias: apply(input, weight, bias, recipe)
 
 
-def _casting(
+def _forward_with_casts(
     tensors: Tensors, arguments: Arguments, given: torch.dtype, keeps: bool, saved: bool
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A forward call that casts weight and bias from ``given``; it returns the output, and the weight as it was cast.
+) -> Callable[..., tuple[Tensor, Cast | None]]:
+    """A forward call that casts weight and bias from ``given``; it returns the output, and the weight's cast.
 
     Args:
         tensors, arguments: of the operator.
@@ -161,24 +166,27 @@ def _casting(
         saved: whether the weight's is wanted.
     """
     dtype = tensors[0].dtype
-    returned = keeps or saved
-    casting = prepared("forward", tensors, None, arguments, Form(dtype=given, keeps_casts=returned))
-    if not returned:
-        return lambda input, weight, bias: (casting(input, weight, bias), None)
+    casting = prepared("forward", tensors, None, arguments, Form(dtype=given, keeps_casts=keeps or saved))
 
-    def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        known = kept(input.device, dtype) if keeps else Kept()
+    def kept_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Cast]:
+        known = kept(input.device, dtype)
         of_weight, of_bias = known.get(id(weight)), known.get(id(bias))
         if of_weight is not None and (bias is None or of_bias is not None):
-            low = input, of_weight[1], None if of_bias is None else of_bias[1]  # perhaps of another call's format
-            return prepared("forward", low, None, arguments)(*low), low[1]
-        output, *casts = casting(input, weight, bias)
-        known[id(weight)] = weight, casts[0]
+            low = input, of_weight.cast, None if of_bias is None else of_bias.cast  # with the format of then
+            return prepared("forward", low, None, arguments)(*low), of_weight
+        output, cast, *of_biases = casting(input, weight, bias)
+        known[id(weight)] = made = Cast(weight, cast, weight._version)
         if bias is not None:
-            known[id(bias)] = bias, casts[1]
-        return output, casts[0]
+            known[id(bias)] = Cast(bias, of_biases[0], bias._version)
+        return output, made
 
-    return call
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Cast | None]:
+        if not saved:
+            return casting(input, weight, bias), None
+        output, cast, *_ = casting(input, weight, bias)
+        return output, Cast(weight, cast, weight._version)
+
+    return kept_call if keeps else call
 
 
 class _Recipe:
@@ -186,7 +194,8 @@ class _Recipe:
 
     Args:
         forward: the prepared call.
-        backward, wanted: of which tensors gradients can be asked for.
+        backward: the gradients by operators, and how to prepare them.
+        wanted: of which tensors gradients can be asked for.
         is_float32: whether what a gradient does depends on torch's precision.
         dtype: of weight and bias, where the forward pass casts them.
     """
@@ -214,7 +223,7 @@ class _Recipe:
         weight's.
         """
         self.all_in_a_row += 1
-        if self.all_in_a_row > _OFTEN and self.all_in_a_row % _OFTEN:
+        if self.all_in_a_row > _ALL_IN_A_ROW and self.all_in_a_row % _ASKED_ONE_IN:
             return self.wanted
         of_input, of_weight, of_bias = self.wanted
         nodes = ctx.next_functions
@@ -255,8 +264,11 @@ class _Recorded(torch.autograd.Function):
                 weight = _cast_anew(ctx, weight.dtype)
             return *recipe.backward(*as_plain((grad,)), input, weight, *asked), None
         precision = _precision("cuda", "conv") if recipe.is_float32 else None
-        cast = weight.stride() if recipe.dtype is not None and weight is not None else None  # in another call's format
-        key = grad.stride(), grad.is_neg(), asked, precision, cast
+        saved = (
+            None if input is None else input.stride(),
+            None if weight is None else weight.stride(),
+        )  # as hooks have it
+        key = grad.stride(), grad.is_neg(), asked, precision, saved
         known = recipe.gradients.get(key)
         if known is None:
             if not are_dense(grad):
@@ -271,8 +283,10 @@ class _RecordedWithCasts(_Recorded):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: _Recipe) -> Tensor:
         output, cast = recipe.forward(input, weight, bias)
-        ctx.recipe, ctx.given = recipe, (weight, weight._version)
-        ctx.save_for_backward(input if recipe.of_weight else None, cast if recipe.of_input else None)
+        ctx.recipe, ctx.cast = recipe, cast and (cast.leaf, cast.version)
+        ctx.save_for_backward(
+            input if recipe.of_weight else None, cast.cast if cast is not None and recipe.of_input else None
+        )
         return output
 
 
@@ -282,14 +296,13 @@ def _cast_anew(ctx: Any, dtype: torch.dtype) -> Tensor:
     Raises:
         RuntimeError: the weight is another by now.
     """
-    weight, version = ctx.given
+    weight, version = ctx.cast
     if weight._version != version:
         raise RuntimeError(
             "conv_transpose2d: the weight must be what it was in the forward pass, for gradients of gradients under "
             f"autocast; it was modified in place {weight._version - version} times; clone it before, or after"
         )
-    with torch.autocast("cuda", enabled=False):
-        return weight.to(dtype)
+    return weight.to(dtype)
 
 
 def are_usual(input: object, weight: object, bias: object) -> bool:
