@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
-from gemmconv.algorithms.native import HOST_SECONDS_OF_BOTH, HOST_SECONDS_OF_ONE
+from gemmconv.algorithms.native import HOST_SECONDS
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
@@ -63,8 +63,7 @@ def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
     """The algorithms as ``auto`` tries them, each with what gives it its place.
 
-    On CUDA by their estimates of the time of a call, least first, in the order of ``ALGORITHMS`` where those are equal;
-    but torch's operator not first for a gradient that ours take less time for than its call takes the host.
+    On CUDA by their estimates of the time of a call, least first, in the order of ``ALGORITHMS`` where those are equal.
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
@@ -81,7 +80,7 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
         estimates = _estimates(config, direction)
         reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
         if config.spec.is_hopper:
-            return _with_the_host(estimates, reasons) if direction != "forward" else reasons
+            return reasons
         taken, why = _first_elsewhere(config, direction, estimates)
         return [(taken, why), *((a, reason) for a, reason in reasons if a is not taken)]
     if direction == "forward" and is_faster_than_torch(config):
@@ -94,18 +93,6 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 
 def _estimate_text(seconds: float) -> str:
     return f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last"
-
-
-def _with_the_host(
-    estimates: Sequence[tuple[float, Algorithm]], reasons: list[tuple[Algorithm, str]]
-) -> list[tuple[Algorithm, str]]:
-    """The algorithms of a gradient on Hopper: torch's operator not first where the host is what its call waits for."""
-    (_, first), *others = estimates
-    most = min(HOST_SECONDS_OF_ONE, _MOST_TIMES * estimates[0][0])
-    if first.name != "native" or not others or others[0][0] >= most:
-        return reasons
-    why = f"{reasons[1][1]}, which is less than the host takes for torch's operator: comes first"
-    return [(reasons[1][0], why), reasons[0], *reasons[2:]]
 
 
 def _first_elsewhere(
@@ -240,7 +227,7 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if not ours:
         return gradients
     ours_seconds, others = _fastest_of(config, weight_config, ours)
-    most = min(HOST_SECONDS_OF_BOTH, _MOST_TIMES * seconds)
+    most = min(HOST_SECONDS, _MOST_TIMES * seconds)
     return others if ours_seconds < max(most, seconds + _CLEARLY) else gradients
 
 

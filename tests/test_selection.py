@@ -241,7 +241,7 @@ def test_a_bias_makes_native_dearer_and_no_other():
 
 def test_auto_takes_input_gradients_of_few_channels_in_tf32_from_others():
     for out_channels, name in ((32, "fused"), (64, "native")):
-        layer = Problem(1024, 256, out_channels, 1, (14, 14), (2, 2), stride=(2, 2))  # Mask R-CNN has 256
+        layer = Problem(256, 256, out_channels, 1, (14, 14), (2, 2), stride=(2, 2))  # Mask R-CNN has 256
         assert taken(layer, torch.float32, "tf32", "input_grad", memory_format=torch.channels_last) == name
 
 
@@ -252,14 +252,6 @@ def test_auto_takes_gradients_that_torch_takes_the_host_longer_for_than_ours_the
         config = config_of(replace(layer, batch=batch), torch.bfloat16, "ieee", memory_format=torch.channels_last)
         gradients = choose_gradients(config, config, "auto", "test")
         assert {gradients.input_grad.name, gradients.weight_grad.name} == names
-
-
-def test_explain_says_that_a_gradient_by_torch_would_wait_for_the_host():
-    layer = Problem(128, 100, 512, 1, (1, 1), (4, 4))  # DCGAN 1
-    found = gemmconv.explain(layer, gpu="H100", dtype=torch.float16, direction="weight_grad")
-    assert found.algorithm == "fused"
-    assert found.reasons["fused"].endswith("less than the host takes for torch's operator: comes first")
-    assert found.gradients == ("fused", "fused")
 
 
 def test_auto_leaves_float32_gradients_of_native_alone():

@@ -73,8 +73,7 @@ _FIELDS = (
 # are not whole 16 bytes of a pixel, everywhere. Fitted to whole backward passes: both of its gradients take up to 15 us
 # less than the sum of what each takes alone, one of its own and one of fused up to 19 us more.
 _COSTS = {key: _Cost(*(field[key] for field in _FIELDS)) for key in _FIELDS[0]}
-# What the host takes, in a training step, for a backward pass in which torch's operator takes part.
-HOST_SECONDS_OF_ONE, HOST_SECONDS_OF_BOTH = _COST.host_seconds, _COST.both_host_seconds
+HOST_SECONDS = _COST.host_seconds
 # Input gradients take several times as long of fewer output channels, in TF32 in channels_last, and of smaller images.
 _LEAST_OUT_CHANNELS_TF32, _LEAST_GRADIENT_PIXELS = 64, 16
 
