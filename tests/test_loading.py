@@ -260,7 +260,7 @@ def test_backward_pass_compiles_nothing_that_was_not_compiled_ahead(memory_forma
     assert not launch._kernels
     shape = (2, 32, 32, 32)
     grad = WithoutData.of(shape, strides_of(shape, memory_format), torch.float16, GPU)
-    Backward.of(tuple(tensors), OPTIONS).prepared(grad, *tensors[:2], *map(bool, grads))
+    Backward.of(tuple(tensors), OPTIONS).prepared(grad, *tensors[:2], tuple(map(bool, grads)))
     assert Counter(loader.compiled) == ahead
     assert sum(ahead.values()) == len(launch._kernels)
 
@@ -282,7 +282,7 @@ def test_errors_and_warnings_of_what_is_compiled_ahead_are_left_to_the_call(on_g
     assert not recwarn
     with pytest.warns(RuntimeWarning, match="workspace_limit"):
         Backward.of(tuple(tensors), options).prepared(
-            WithoutData.of((1, 32, 128, 128), (1 << 19, 1 << 14, 128, 1), torch.float16, GPU), *tensors[:2], 1, 1, 1
+            WithoutData.of((1, 32, 128, 128), (1 << 19, 1 << 14, 128, 1), torch.float16, GPU), *tensors[:2], (1, 1, 1)
         )
     bad = autograd.compile_ahead(tuple(tensors), ((0, 0), *OPTIONS[1:]))
     assert isinstance(bad.exception(timeout=60), RuntimeError)
@@ -346,7 +346,7 @@ def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_comp
         implementation.prepared("forward", (input, weight, None), None, arguments)
         shape = 16, weight.shape[1], 2 * input.shape[2], 2 * input.shape[3]
         grad = WithoutData.of(shape, strides_of(shape, torch.contiguous_format), torch.float16, GPU)
-        Backward.of((input, weight, None), arguments).prepared(grad, input, weight, True, True, False)
+        Backward.of((input, weight, None), arguments).prepared(grad, input, weight, (True, True, False))
     assert Counter(loader.compiled) == compiled
     assert len(launch._kernels) == sum(compiled.values())
 

@@ -49,6 +49,10 @@ def _conv_transpose2d_uncast(*inputs: Any) -> Tensor:
         return conv_transpose2d(*inputs)
 
 
+Asked = tuple[bool, bool, bool]  # whether the gradient is, of input, weight and bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # in the same order
+
+
 class Backward(NamedTuple):
     """What a backward pass needs to know of the forward pass beside its tensors.
 
@@ -74,10 +78,9 @@ class Backward(NamedTuple):
         )
         return cls(input.shape[2:], weight.shape, weight.stride() if dense else None, options)
 
-    def __call__(
-        self, grad: Tensor, input: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def __call__(self, grad: Tensor, input: Any, weight: Any, asked: Asked) -> Gradients:
         """The gradients that are asked for, by operators, so that they can be differentiated in turn."""
+        of_input, of_weight, of_bias = asked
         grad_input = grad_weight = None
         if of_input and of_weight:
             grad_input, grad_weight = conv_transpose2d_grads(grad, input, weight, *self.options)
@@ -99,24 +102,18 @@ class Backward(NamedTuple):
         return grad_input, grad_weight, bias_gradient(grad)
 
     def prepared(
-        self,
-        grad: Tensor,
-        input: Any,
-        weight: Any,
-        of_input: bool,
-        of_weight: bool,
-        of_bias: bool,
-        dtype: torch.dtype | None = None,
-    ) -> Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        self, grad: Tensor, input: Any, weight: Any, asked: Asked, dtype: torch.dtype | None = None
+    ) -> Callable[..., Gradients]:
         """What computes the same from tensors of such strides, without the dispatcher.
 
         Args:
-            grad, input, weight, of_input, of_weight, of_bias: as the call's.
+            grad, input, weight, asked: as the call's.
             dtype: of the weight's and the bias's gradient, if it is another.
         """
+        of_input, of_weight, of_bias = asked
         if not (of_input or of_weight):
             return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
-        one = prepared(*self._operator(grad, input, weight, of_input, of_weight, of_bias, dtype))
+        one = prepared(*self._operator(grad, input, weight, asked, dtype))
         if of_input and of_weight:
             return one if of_bias else lambda grad, input, weight: (*one(grad, input, weight), None)
         if of_input and of_bias:
@@ -128,31 +125,16 @@ class Backward(NamedTuple):
         return lambda grad, input, weight: (None, one(grad, input), None)
 
     def launches(
-        self,
-        grad: Tensor,
-        input: Any,
-        weight: Any,
-        of_input: bool,
-        of_weight: bool,
-        of_bias: bool,
-        dtype: torch.dtype | None = None,
+        self, grad: Tensor, input: Any, weight: Any, asked: Asked, dtype: torch.dtype | None = None
     ) -> list[Launch]:
         """The launches of what :meth:`prepared` returns, from tensors that may be without data."""
-        if not (of_input or of_weight):
-            return []
-        return launches_of(*self._operator(grad, input, weight, of_input, of_weight, of_bias, dtype))
+        return launches_of(*self._operator(grad, input, weight, asked, dtype)) if any(asked[:2]) else []
 
     def _operator(
-        self,
-        grad: Tensor,
-        input: Any,
-        weight: Any,
-        of_input: bool,
-        of_weight: bool,
-        of_bias: bool,
-        dtype: torch.dtype | None,
+        self, grad: Tensor, input: Any, weight: Any, asked: Asked, dtype: torch.dtype | None
     ) -> tuple[Pass, Tensors, Any, Arguments, Form]:
         """The operator that has the gradients, and how they are returned, as :func:`prepared` takes them."""
+        of_input, of_weight, of_bias = asked
         form = Form(self._weight_format() if of_weight else None, of_bias, dtype)
         if of_input and of_weight:
             return "grads", (grad, input, weight), None, self.options, form
@@ -176,6 +158,7 @@ def compile_ahead(tensors: Tensors, options: Arguments, dtype: torch.dtype | Non
         dtype: of the weight's and the bias's gradient, if it is another.
     """
     of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
+    asked = of_input, of_weight, of_bias
 
     def of_backward() -> Callable[[], list[Launch]]:
         backward, (input, weight, bias) = Backward.of(tensors, options), map(without_data, tensors)
@@ -184,11 +167,11 @@ def compile_ahead(tensors: Tensors, options: Arguments, dtype: torch.dtype | Non
             problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
             strides = strides_of(problem.output_shape, memory_format(input, weight))
             grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
-            return backward.launches(grad, input, weight, of_input, of_weight, of_bias, dtype)
+            return backward.launches(grad, input, weight, asked, dtype)
 
         return launches
 
-    key = *map(signature, tensors), of_input, of_weight, of_bias, repr(options), dtype
+    key = *map(signature, tensors), asked, repr(options), dtype
     return ahead_of(key, tensors[0].device, of_backward)
 
 
@@ -225,7 +208,7 @@ def is_asked_for(ctx: Any, index: int) -> bool:
 
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
     asked = is_asked_for(ctx, 0), is_asked_for(ctx, 1), ctx.has_bias and is_asked_for(ctx, 2)
-    gradients = ctx.of_backward(grad, *ctx.saved_tensors, *asked)
+    gradients = ctx.of_backward(grad, *ctx.saved_tensors, asked)
     if not ctx.has_bias:
         return gradients[:2]
     return *gradients, *[None] * len(ctx.options)

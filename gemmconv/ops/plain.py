@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.ops import implementation
 from gemmconv.ops.autocast import Cast, casts, is_kept, kept, to_autocast_dtype
-from gemmconv.ops.autograd import Backward, compile_ahead
+from gemmconv.ops.autograd import Asked, Backward, Gradients, compile_ahead
 from gemmconv.ops.implementation import Form, alike, planned, prepared
 from gemmconv.ops.schemas import Arguments, Tensors
 
@@ -204,17 +204,17 @@ class _Recipe:
         self,
         forward: Callable[..., Any],
         backward: Backward,
-        wanted: tuple[bool, bool, bool],
+        wanted: Asked,
         is_float32: bool,
         dtype: torch.dtype | None,
     ) -> None:
         self.forward, self.backward, self.wanted = forward, backward, wanted
         self.of_input, self.of_weight, _ = wanted
         self.is_float32, self.dtype = is_float32, dtype
-        self.gradients: dict[Hashable, Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]] = {}
+        self.gradients: dict[Hashable, Callable[..., Gradients]] = {}
         self.unasked, self.all_in_a_row = [0, 0, 0], 0
 
-    def asked(self, ctx: Any) -> tuple[bool, bool, bool]:
+    def asked(self, ctx: Any) -> Asked:
         """Of which tensors this backward pass wants the gradient.
 
         torch tells it of the nodes that gradients go to. It refuses to of leaves that autograd.grad asks for, and its
@@ -262,7 +262,7 @@ class _Recorded(torch.autograd.Function):
         if torch.is_grad_enabled() or type(grad) is not Tensor or in_a_mode():  # a second backward pass may follow
             if recipe.dtype is not None and weight is not None and torch.is_grad_enabled():
                 weight = _cast_anew(ctx, weight.dtype)
-            return *recipe.backward(*as_plain((grad,)), input, weight, *asked), None
+            return *recipe.backward(*as_plain((grad,)), input, weight, asked), None
         precision = _precision("cuda", "conv") if recipe.is_float32 else None
         saved = (
             None if input is None else input.stride(),
@@ -272,8 +272,8 @@ class _Recorded(torch.autograd.Function):
         known = recipe.gradients.get(key)
         if known is None:
             if not are_dense(grad):
-                return *recipe.backward(grad, input, weight, *asked), None
-            known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, *asked, recipe.dtype)
+                return *recipe.backward(grad, input, weight, asked), None
+            known = recipe.gradients[key] = recipe.backward.prepared(grad, input, weight, asked, recipe.dtype)
         return *known(grad, input, weight), None
 
 
