@@ -1,13 +1,16 @@
 """The gates of tests/gates: that they see a change, and none where there is none; and that choices are as filed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
 
 from benchmarks.workloads import SUITES, select
-from tests.gates import choices, kernels, modes
+from gemmconv.algorithms import KERNELS
+from tests import emulator
+from tests.gates import choices, kernels, modes, tiles
 
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(THREADS) NAME(float* p) {
@@ -123,3 +126,22 @@ def test_branches_are_those_of_the_preprocessor(monkeypatch):
 @pytest.mark.slow
 def test_every_branch_of_a_kernel_is_taken_by_a_layer_or_is_a_fallback():
     assert modes.unused(select(list(SUITES))) == ([], [])
+
+
+def test_tiles_to_watch_are_of_every_kernel_and_pass():
+    found = [(pick.kernel.name, pick.direction) for pick in tiles.picks(1)]
+    every = [(one.name, way) for one in KERNELS.values() if one.name != "native" for way in one.directions]
+    assert found == every
+    assert [*map(str, tiles.picks(1, 5))] == [*map(str, tiles.picks(1, 5))] != [*map(str, tiles.picks(1))]
+
+
+@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+def test_a_tile_to_watch_is_checked(builder, monkeypatch):
+    pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
+    pick = next(pick for pick in tiles.picks(1) if (pick.kernel.name, pick.direction) == ("gemm_col2im", "forward"))
+    with emulator.install(builder):
+        tiles.check(pick, "cpu")
+        right = tiles.expected(pick.case, pick.config.dtype)
+        monkeypatch.setattr(tiles, "expected", lambda *_: SimpleNamespace(output=1.0 + right.output))
+        with pytest.raises(AssertionError, match="relative error"):
+            tiles.check(pick, "cpu")

@@ -1,0 +1,159 @@
+"""Random tiles of every kernel on a GPU, each checked against float64: what compute-sanitizer can watch in minutes.
+
+    python -m tests.gates.tiles                                                       # fills the kernel cache
+    compute-sanitizer --report-api-errors no python -m tests.gates.tiles
+    compute-sanitizer --tool racecheck python -m tests.gates.tiles --each 1
+
+Under it the GPU tests take minutes for ten of them. The exit status is 1 where a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+
+from gemmconv.algorithms import KERNELS
+from gemmconv.kernels.base import Config, Kernel, Pass
+from gemmconv.kernels.forms import launches
+from tests import cases, reference
+from tests.cases import Case
+from tests.samples import Sample, channels_last, expected, problem_of, sample
+
+_NUMERICS = (torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee")
+_FORMATS = torch.contiguous_format, torch.channels_last
+_MOST_FLOPS, _MOST_TILES = 5e7, 200  # of a case; of a kernel for one, to draw from
+_CASES: list[Case] = [
+    one
+    for name, found in sorted(vars(cases).items())
+    if name.endswith("CASES") and isinstance(found, list | tuple)
+    for one in found
+    if isinstance(one, Case) and 0 < problem_of(one).useful_flops <= _MOST_FLOPS
+]
+
+
+class Pick(NamedTuple):
+    """A kernel, a pass of a case that it computes, and a tile for that."""
+
+    kernel: Kernel
+    case: Case
+    config: Config
+    direction: Pass
+    tile: Any
+
+    def __str__(self) -> str:
+        layout = "channels_last" if self.config.memory_format is torch.channels_last else "nchw"
+        kind = f"{str(self.config.dtype).removeprefix('torch.')} ({self.config.precision}) {layout}"
+        return f"{self.kernel.name} {self.direction} {self.case.id} {kind}"
+
+
+def picks(each: int, seed: int = 0) -> Iterator[Pick]:
+    """So many of each kernel and pass, the same for a seed."""
+    random = Random(seed)
+    for kernel in KERNELS.values():
+        if kernel.name == "native":
+            continue
+        for direction in kernel.directions:
+            kinds = [*itertools.product(dict.fromkeys(_CASES), _NUMERICS, _FORMATS)]
+            random.shuffle(kinds)
+            able = (found for kind in kinds if (found := _pick(kernel, direction, *kind, random)) is not None)
+            yield from itertools.islice(able, each)
+
+
+def _pick(
+    kernel: Kernel,
+    direction: Pass,
+    case: Case,
+    numerics: tuple[torch.dtype, Any],
+    layout: torch.memory_format,
+    random: Random,
+) -> Pick | None:
+    config = Config(problem_of(case), numerics[0], torch.device("cuda", 0), numerics[1], memory_format=layout)
+    if kernel.why_not(config, direction) is not None:
+        return None
+    tiles = [*itertools.islice(kernel.tiles(config, direction), _MOST_TILES)]
+    tile = random.choice(tiles) if tiles else None
+    if tile is None or kernel.seconds(config, direction, tile) == math.inf:
+        return None
+    return Pick(kernel, case, config, direction, tile)
+
+
+def check(pick: Pick, device: str = "cuda") -> None:
+    """Compute what was picked, into memory of NaN.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    config, exact = pick.config, expected(pick.case, pick.config.dtype)
+    arguments = arguments_of(pick, sample(pick.case, config.dtype, device))
+    program = pick.kernel.program(config, pick.direction, pick.tile)
+    assert program is not None
+    call = program.prepare(torch.device(device, 0) if device == "cuda" else torch.device(device))
+    for output in program.outputs:  # which the allocator gives again
+        torch.full(output.shape, torch.nan, dtype=config.dtype, device=device)
+    found = call(*arguments)
+    wanted = {
+        "forward": ("output",),
+        "input_grad": ("input_grad",),
+        "weight_grad": ("weight_grad",),
+        "grads": ("input_grad", "weight_grad"),
+    }[pick.direction]
+    for one, name in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
+        reference.assert_close(one, getattr(exact, name), config.dtype, config.precision)
+
+
+def arguments_of(pick: Pick, data: Sample) -> tuple[torch.Tensor, ...]:
+    """The tensors of a pass, in the picked format."""
+    arrange = channels_last if pick.config.memory_format is torch.channels_last else torch.Tensor.contiguous
+    input, weight, grad_output = (arrange(tensor) for tensor in (data.input, data.weight, data.grad_output))
+    of_pass = {
+        "forward": (input, weight, data.bias),
+        "input_grad": (grad_output, weight),
+        "weight_grad": (grad_output, input),
+        "grads": (grad_output, input, weight),
+    }
+    return of_pass[pick.direction]
+
+
+def compile_all(picked: Sequence[Pick]) -> None:
+    """Compile what all of them launch, on all cores."""
+    from gemmconv.runtime import launch
+
+    wanted = []
+    for pick in picked:
+        program = pick.kernel.program(pick.config, pick.direction, pick.tile)
+        assert program is not None
+        tensors = arguments_of(pick, sample(pick.case, pick.config.dtype, "cpu"))
+        wanted += [(step.source, step.macros) for step in launches(program, tensors, pick.config.device)]
+    launch.compile_together(wanted, 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gates.tiles", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--each", type=int, default=3, help="of each kernel and pass (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is picked (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    picked = [*picks(arguments.each, arguments.seed)]
+    torch.cuda.init()
+    compile_all(picked)
+    wrong = 0
+    for pick in picked:
+        try:
+            check(pick)
+        except AssertionError as error:
+            wrong += 1
+            print(f"{pick}: {error}", flush=True)
+    torch.cuda.synchronize()
+    print(f"{len(picked)} tiles of {len({pick.kernel.name for pick in picked})} kernels, wrong {wrong}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
