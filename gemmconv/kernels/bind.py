@@ -14,15 +14,13 @@ from typing import Any
 import torch
 
 from gemmconv.kernels.base import restrided
-from gemmconv.kernels.forms import Fit, Tensors, completed, launches
+from gemmconv.kernels.forms import Fit, Made, Tensors, completed, launches
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import executor, launch, pool
 
 _REGION_BYTES = 256  # what regions of scratch memory begin at a multiple of
 _MOST_BOUND = 64  # calls for tensors of different strides
 _MANY_CORES = 4
-
-Made = tuple[Any, Any, torch.dtype]  # shape, strides and dtype of what a call allocates
 
 
 class Call:

@@ -23,6 +23,7 @@ from gemmconv.kernels.program import Launch, Operand, Output, Program, Step
 Fit = Callable[[torch.Tensor], torch.Tensor]
 Prepare = Callable[[Program, torch.device], Fit]
 Tensors = Sequence[torch.Tensor | None]
+Made = tuple[Any, Any, torch.dtype]  # shape, strides and dtype of what a call allocates
 
 
 class Completed(NamedTuple):
@@ -32,14 +33,14 @@ class Completed(NamedTuple):
         program: with all its steps.
         fits: what torch does to each operand before, None where it does nothing.
         channels_last: whether the weight is in that format.
-        made: shape, strides and dtype of what is allocated for each output.
+        made: what is allocated for each output.
         after: indices of outputs that torch copies then, and their strides.
     """
 
     program: Program
     fits: list[Fit | None]
     channels_last: bool
-    made: list[tuple[Any, Any, torch.dtype]]
+    made: list[Made]
     after: list[tuple[int, Any]]
 
 
@@ -170,7 +171,7 @@ def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) ->
     return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
 
 
-def returned(program: Program) -> tuple[Program, list[tuple[Any, Any, torch.dtype]], list[tuple[int, Any]]]:
+def returned(program: Program) -> tuple[Program, list[Made], list[tuple[int, Any]]]:
     """The program with transpositions of outputs; what is allocated for them; what torch copies then."""
     made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
     for i, output in enumerate(program.outputs):

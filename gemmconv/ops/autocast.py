@@ -7,9 +7,8 @@ others. But torch keeps its cast of a witness there, and our casts are freed wit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +35,7 @@ def casting(operator: Callable[..., Tensor], device_type: str) -> Callable[..., 
         dtype = torch.get_autocast_dtype(device_type)
 
         def lower(tensor: Tensor | None) -> Any:
-            if tensor is None or tensor.device.type != device_type or not tensor.is_floating_point():
-                return tensor
-            return tensor if tensor.dtype == torch.float64 else to_autocast_dtype(tensor, dtype)
+            return lowered(tensor, dtype) if tensor is not None and tensor.device.type == device_type else tensor
 
         tensors = lower(input), lower(weight), lower(bias)  # while operators autocast
         with torch._C._ExcludeDispatchKeyGuard(key):
@@ -86,12 +83,24 @@ def kept(device: torch.device, dtype: torch.dtype) -> Kept:
         with ThreadPoolExecutor(1) as fresh:  # a thread in no mode
             _witnesses[key] = fresh.submit(_made_for, device, dtype).result()
     witness, operand = _witnesses[key]
-    with _recording(), torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
+    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
         result: Any = torch.addmm(witness, operand, operand)  # saves nothing, so calls no hook of saved tensors
     of_node: dict[Any, Any] = result.grad_fn.next_functions[0][0].metadata  # of the node that torch's cast owns
     region = of_node.setdefault("gemmconv", _Region())
     _regions[key] = weakref.ref(region)
     return region.casts
+
+
+def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor of autocast's device has under autocast with this dtype."""
+    return dtype if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
+
+
+def lowered(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    """The tensor as autocast, with this dtype, has it; to be called under it."""
+    if tensor is None or tensor.dtype == dtype_of(tensor, dtype):
+        return tensor
+    return to_autocast_dtype(tensor, dtype)
 
 
 def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,21 +110,10 @@ def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     casts = kept(tensor.device, dtype)
     if (found := casts.get(id(tensor))) is not None and found.cast.requires_grad:
         return found.cast
-    with _recording():  # one cast serves calls with and without gradients
+    with torch.enable_grad():  # one cast serves calls with and without gradients
         cast = tensor.to(dtype)
     casts[id(tensor)] = Cast(tensor, cast, tensor._version)
     return cast
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """torch.enable_grad, which function modes are not shown."""
-    recorded = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(True)
-    try:
-        yield
-    finally:
-        torch._C._set_grad_enabled(recorded)
 
 
 def is_kept(tensor: Tensor) -> bool:

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from gemmconv.kernels.base import strides_of, why_no_kernels
-from gemmconv.ops.autocast import casts
+from gemmconv.ops.autocast import casts, dtype_of
 from gemmconv.ops.autograd import compile_ahead
-from gemmconv.ops.implementation import compile_forward_ahead
+from gemmconv.ops.implementation import compile_forward_ahead, without_data
 from gemmconv.ops.schemas import Arguments, Options, Tensors, WithoutData, checked_problem, memory_format
 
 Call = tuple[Tensors, Arguments]  # of the operator
@@ -116,6 +116,5 @@ def _without_data(tensor: Any, recorded: bool, cast: torch.dtype | None) -> Any:
     """A tensor as a call has it after autocast."""
     if tensor is None:
         return None
-    dtype = cast if cast is not None and tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
-    alike = WithoutData.of(tensor.shape, tensor.stride(), dtype, tensor.device)
-    return alike.requires_grad_(recorded and tensor.requires_grad)
+    made = without_data(tensor, None if cast is None else dtype_of(tensor, cast))
+    return made if recorded else made.requires_grad_(False)

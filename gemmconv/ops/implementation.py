@@ -199,7 +199,7 @@ def _given(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
     """A forward call's tensors, of which weight and bias have this dtype, if any is said."""
     if dtype is None:
         return tensors
-    return tensors[0], *(alike(one, dtype) for one in tensors[1:])
+    return tensors[0], *(without_data(one, dtype) for one in tensors[1:])
 
 
 def _with_casts(program: Program, tensors: Tensors, form: Form) -> Program:
@@ -309,16 +309,12 @@ def layer_programs(config: Config, backward: bool) -> list[Program]:
     return programs
 
 
-def without_data(tensor: Tensor | None) -> Any:
-    """A tensor of the same shape, strides, dtype and device."""
-    return None if tensor is None else alike(tensor, tensor.dtype)
-
-
-def alike(tensor: Tensor | None, dtype: torch.dtype) -> Any:
-    """The same of another dtype, which requires a gradient where this one does."""
+def without_data(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Any:
+    """A tensor of the same shape, strides and device, of its dtype or this one; gradients are wanted alike."""
     if tensor is None:
         return None
-    return WithoutData.of(tensor.shape, tensor.stride(), dtype, tensor.device).requires_grad_(tensor.requires_grad)
+    made = WithoutData.of(tensor.shape, tensor.stride(), dtype or tensor.dtype, tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 # Prepared calls.

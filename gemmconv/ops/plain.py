@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from torch.nn import Parameter
 
 from gemmconv.dispatch import are_dense, as_plain, in_a_mode
 from gemmconv.ops import implementation
-from gemmconv.ops.autocast import Cast, casts, is_kept, kept, to_autocast_dtype
+from gemmconv.ops.autocast import Cast, casts, is_kept, kept, lowered
 from gemmconv.ops.autograd import Asked, Backward, Gradients, compile_ahead
-from gemmconv.ops.implementation import Form, alike, planned, prepared
+from gemmconv.ops.implementation import Form, planned, prepared, without_data
 from gemmconv.ops.schemas import Arguments, Tensors
 
 Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -95,14 +96,9 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
     if not casts(input.device.type):
         return _recording(tensors, arguments)
     dtype = torch.get_autocast_dtype(input.device.type)
-
-    def cast(tensor: Tensor | None) -> Any:
-        if tensor is None or tensor.dtype in (dtype, torch.float64) or not tensor.is_floating_point():
-            return tensor
-        return to_autocast_dtype(tensor, dtype)
-
+    cast = partial(lowered, dtype=dtype)
     if _casts_itself(tensors, dtype):
-        of_cast = _recording((cast(input), *(alike(one, dtype) for one in tensors[1:])), arguments, tensors[1:])
+        of_cast = _recording((cast(input), *(without_data(one, dtype) for one in tensors[1:])), arguments, tensors[1:])
         return lambda input, weight, bias: of_cast(cast(input), weight, bias)
     of_cast = _recording(tuple(map(cast, tensors)), arguments)
     return lambda input, weight, bias: of_cast(cast(input), cast(weight), cast(bias))
@@ -264,11 +260,9 @@ class _Recorded(torch.autograd.Function):
                 weight = _cast_anew(ctx, weight.dtype)
             return *recipe.backward(*as_plain((grad,)), input, weight, asked), None
         precision = _precision("cuda", "conv") if recipe.is_float32 else None
-        saved = (
-            None if input is None else input.stride(),
-            None if weight is None else weight.stride(),
-        )  # as hooks have it
-        key = grad.stride(), grad.is_neg(), asked, precision, saved
+        # Saved tensors, too: hooks may give them back in another format.
+        strides = tuple([None if one is None else one.stride() for one in (grad, input, weight)])
+        key = strides, grad.is_neg(), asked, precision
         known = recipe.gradients.get(key)
         if known is None:
             if not are_dense(grad):
@@ -284,9 +278,7 @@ class _RecordedWithCasts(_Recorded):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: _Recipe) -> Tensor:
         output, cast = recipe.forward(input, weight, bias)
         ctx.recipe, ctx.cast = recipe, cast and (cast.leaf, cast.version)
-        ctx.save_for_backward(
-            input if recipe.of_weight else None, cast.cast if cast is not None and recipe.of_input else None
-        )
+        ctx.save_for_backward(input if recipe.of_weight else None, cast.cast if recipe.of_input else None)
         return output
 
 
