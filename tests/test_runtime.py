@@ -329,6 +329,8 @@ def gradient_variants():
             variants[f"wgrad_nhwc-{name}-{kind}"] = ("sm90/wgrad_nhwc.cu", macros)
         macros = reduce.wgrad_macros(problems[name], dtype, 132)
         variants[f"reduce-{name}-{kind}"] = ("splits/reduce.cu", macros)
+        last = {**macros, "CHANNELS_LAST": 1, "SUM_T": "float", "WRITE": 1}
+        variants[f"reduce-{name}-{kind}-last"] = ("splits/reduce.cu", last)
     return variants
 
 

@@ -7,8 +7,8 @@
  * vectors of channels, and its threads take pixels in turns. Either has one slice of what is to be added up, and adds up
  * what its threads have in one order.
  *
- * Macros: ELEMENT_T, CHANNELS_LAST, VECTOR (elements that are loaded together), LANES (a power of
- * two, in channels_last).
+ * Macros: ELEMENT_T, SUM_T (of grad_bias: as in splits/reduce.cu), CHANNELS_LAST, VECTOR (elements that are loaded together),
+ * LANES (a power of two, in channels_last).
  */
 #include "numeric/divide.cuh"
 #include "numeric/types.cuh"
@@ -18,7 +18,7 @@ using accumulate_t = accumulator_t<ELEMENT_T>;
 struct bias_grad_params {
     const ELEMENT_T* __restrict__ grad_output;
     accumulate_t* __restrict__ sums;
-    ELEMENT_T* __restrict__ grad_bias;  // null where there are several slices
+    SUM_T* __restrict__ grad_bias;  // null where there are several slices
     unsigned long long by_units;  // 2^63 / units: see numeric/divide.cuh
     int channels, units, items, share;  // units of an image, in NCHW; items to add up in all, and of a slice
 };
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) splits_bias_grad_kernel(c
     #pragma unroll
     for (int c = 0; c < kOwn; ++c) {
         const accumulate_t total = totals[threadIdx.x][c];
-        if (p.grad_bias != nullptr) p.grad_bias[first_channel + c] = narrow<ELEMENT_T>(total);
+        if (p.grad_bias != nullptr) p.grad_bias[first_channel + c] = narrow<SUM_T>(widen(narrow<ELEMENT_T>(total)));
         else p.sums[static_cast<long long>(blockIdx.y) * p.channels + first_channel + c] = total;
     }
 }

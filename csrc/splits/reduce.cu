@@ -1,6 +1,7 @@
 /* Adds up the partial sums of split K: the last step of weight gradients, and of bias gradients.
  *
- *   partials [slices, groups, TAPS, rows, columns] -> sums [groups, rows, columns, TAPS]
+ *   partials [slices, groups, TAPS, rows, columns] -> sums [groups, rows, columns, TAPS], or [groups, rows, TAPS, columns]
+ *                                                    of a weight in channels_last
  *
  * fused's weight gradients have input channels in rows and output channels in columns. Where TAPS is 1, partials lie as the sums
  * do, and all elements are columns of one row.
@@ -11,9 +12,10 @@
  *
  * Sum by sum, 16 bits at a time, it took as long as the products: 34 us of 72 (SimpleBaseline 1, fp16).
  *
- * Macros: ELEMENT_T; PARTIAL_T (of partial sums: what sums are kept in, or ELEMENT_T where there is one slice); TAPS, RUN,
- * SHARES; READ, WRITE (elements of a piece: divide RUN and columns, and TAPS times these). Chosen by
- * gemmconv/kernels/splits/reduce.py.
+ * Macros: ELEMENT_T; SUM_T (what sums are written as: ELEMENT_T, or float, to which autocast's gradients are widened once they
+ * are rounded); PARTIAL_T (of partial sums: what sums are kept in, or ELEMENT_T where there is one slice); CHANNELS_LAST (of the
+ * sums); TAPS, RUN, SHARES; READ, WRITE (elements of a piece: divide RUN and columns, WRITE in NCHW TAPS times these). Chosen
+ * by gemmconv/kernels/splits/reduce.py.
  */
 #include "ptx/pdl.cuh"
 #include "numeric/divide.cuh"
@@ -21,7 +23,7 @@
 
 struct reduce_params {
     const PARTIAL_T* partials;  // written by the launch before, which may still run
-    ELEMENT_T* __restrict__ sums;
+    SUM_T* __restrict__ sums;
     long long elements, columns;          // of a slice; of a row
     unsigned long long by_rows, by_runs;  // 2^63 / rows of a group, / runs of a row: see numeric/divide.cuh
     int slices, rows, runs;
@@ -31,8 +33,8 @@ constexpr int kThreads = 256, kLanes = kThreads / SHARES, kOwn = TAPS * RUN;
 constexpr int kPitch = RUN + 1, kTotals = TAPS * kPitch;  // taps of a column lie in different banks
 using accumulate_t = accumulator_t<ELEMENT_T>;
 using read_t = vector_of<PARTIAL_T, READ>;
-using written_t = vector_of<ELEMENT_T, WRITE>;
-static_assert(RUN % READ == 0 && kOwn % WRITE == 0, "pieces are of one run");
+using written_t = vector_of<SUM_T, WRITE>;
+static_assert(RUN % READ == 0 && (CHANNELS_LAST ? RUN : kOwn) % WRITE == 0, "pieces are of one run");
 
 extern "C" __global__ void __launch_bounds__(kThreads) splits_reduce_kernel(const __grid_constant__ reduce_params p) {
     __shared__ accumulate_t totals[SHARES][kTotals];
@@ -58,18 +60,21 @@ extern "C" __global__ void __launch_bounds__(kThreads) splits_reduce_kernel(cons
         for (int i = 0; i < READ; ++i) totals[share][tap * kPitch + column + i] = total[i];
     }
     __syncthreads();
-    written_t* sums = reinterpret_cast<written_t*>(p.sums + (row * p.columns + first) * TAPS);
+    SUM_T* sums = p.sums + (row * p.columns * TAPS + (CHANNELS_LAST ? first : first * TAPS));
     for (int i = threadIdx.x; i < kOwn / WRITE; i += kThreads) {
-        if (i * WRITE >= columns * TAPS) break;
+        const int place = i * WRITE;  // among the block's sums
+        if (CHANNELS_LAST ? place % RUN >= columns : place >= columns * TAPS) continue;
         written_t piece;
         #pragma unroll
         for (int j = 0; j < WRITE; ++j) {
-            const int place = i * WRITE + j, own = place % TAPS * kPitch + place / TAPS;
+            const int tap = CHANNELS_LAST ? place / RUN : (place + j) % TAPS;
+            const int column = CHANNELS_LAST ? place % RUN + j : (place + j) / TAPS, own = tap * kPitch + column;
             accumulate_t total = totals[0][own];
             #pragma unroll 8
             for (int other = 1; other < SHARES; ++other) total += totals[other][own];
-            piece.value[j] = narrow<ELEMENT_T>(total);
+            piece.value[j] = narrow<SUM_T>(widen(narrow<ELEMENT_T>(total)));
         }
-        sums[i] = piece;
+        const long long to = CHANNELS_LAST ? place / RUN * p.columns + place % RUN : place;
+        *reinterpret_cast<written_t*>(sums + to) = piece;
     }
 }

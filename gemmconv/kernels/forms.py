@@ -19,6 +19,7 @@ from gemmconv.kernels.base import strides_of
 from gemmconv.kernels.layout import cast
 from gemmconv.kernels.layout.transpose import is_same_memory, other_format, takes_the_kernel, transposition
 from gemmconv.kernels.program import Launch, Operand, Output, Program, Step
+from gemmconv.kernels.splits import reduce
 
 Fit = Callable[[torch.Tensor], torch.Tensor]
 Prepare = Callable[[Program, torch.device], Fit]
@@ -105,10 +106,14 @@ def _of_casts(program: Program, tensors: Tensors) -> Program:
 
 
 def _with_casts_behind(program: Program) -> Program:
-    """The program with its outputs cast to the dtype that they are returned in."""
+    """The program with its outputs cast to the dtype that they are returned in, by what writes them where it can."""
     casts, dtype = [], program.dtype
     for output in program.outputs:
         if output.dtype is not None and output.dtype != program.dtype:
+            wide = partial(reduce.widened, dtype=output.dtype)
+            if (written := _written(program, output.name, wide)) is not None:
+                program = written
+                continue
             casts.append((f"{output.name} computed", output.name, math.prod(output.shape)))
             dtype = output.dtype
     if not casts:
@@ -117,6 +122,14 @@ def _with_casts_behind(program: Program) -> Program:
     steps = *(step.renamed(names) for step in program.steps), *cast.casts(casts, program.dtype, dtype)
     scratch = {source: elements * program.dtype.itemsize for source, _, elements in casts}
     return replace(program, steps=steps, scratch={**program.scratch, **scratch})
+
+
+def _written(program: Program, output: str, change: Callable[[Step], Launch | None]) -> Program | None:
+    """The program whose one step that writes an output is changed; None where there are several, or it cannot be."""
+    writing = [i for i, step in enumerate(program.steps) if output in step.tensors]
+    if len(writing) != 1 or (changed := change(program.steps[writing[0]])) is None:
+        return None
+    return replace(program, steps=(*program.steps[: writing[0]], changed, *program.steps[writing[0] + 1 :]))
 
 
 def brought_to_form(
@@ -159,10 +172,10 @@ def brought_to_form(
 
 
 def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) -> Program | None:
-    """A program that brings an operand to its form, None where torch is to: of weights, which are small."""
+    """A program that brings an operand to its form, None where torch is to."""
     assert operand.form is not None
     given = other_format(operand.form)
-    if operand.given_as == "weight" or device.type != "cuda" or tensor.dim() != 4 or not takes_the_kernel(tensor.shape):
+    if device.type != "cuda" or tensor.dim() != 4 or not takes_the_kernel(tensor.shape):
         return None
     if not tensor.is_contiguous(memory_format=given):
         return None
@@ -177,8 +190,13 @@ def returned(program: Program) -> tuple[Program, list[Made], list[tuple[int, Any
     for i, output in enumerate(program.outputs):
         strides, written = output.strides, output.written
         if written is not None and (other := strides_of(output.shape, written)) != strides:
+            in_form = partial(reduce.in_channels_last, itemsize=program.dtype.itemsize)
             if is_same_memory(output.shape):
                 pass
+            elif (
+                written is torch.contiguous_format and (changed := _written(program, output.name, in_form)) is not None
+            ):
+                program = changed
             elif takes_the_kernel(output.shape):
                 names[output.name] = f"{output.name} written"
                 wanted = other_format(written)

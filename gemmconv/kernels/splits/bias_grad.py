@@ -36,6 +36,7 @@ def bias_grad_macros(config: Config) -> Macros:
     vector, channels_last = vector_of(config), config.memory_format is torch.channels_last
     return {
         "ELEMENT_T": ELEMENT_TYPES[config.dtype],
+        "SUM_T": ELEMENT_TYPES[config.dtype],
         "CHANNELS_LAST": int(channels_last),
         "VECTOR": vector,
         "LANES": min(32, power_of_two(config.problem.out_channels // vector)) if channels_last else 1,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -14,9 +15,9 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, accumulator_dtype, strides_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
-from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, reciprocal
+from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, Step, reciprocal
 
-_THREADS = 256
+_SOURCE, _THREADS = "splits/reduce.cu", 256
 # Of a block: sums at most, of one slice or of several; shared memory that keeps them, columns at least; and blocks of a
 # multiprocessor at least.
 _OF_ONE, _OF_SEVERAL, _BYTES, _LEAST_RUN, _BLOCKS = 2048, 1024, 32 << 10, 8, 4
@@ -42,8 +43,28 @@ def sums(dtype: torch.dtype, elements: int, slices: int, partials: str, target: 
 
 def sum_macros(dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/splits/reduce.cu for partial sums that lie as the sums do, however many there are."""
-    of = {"ELEMENT_T": ELEMENT_TYPES[dtype], "PARTIAL_T": ELEMENT_TYPES[accumulator_dtype(dtype)]}
+    element, partial = ELEMENT_TYPES[dtype], ELEMENT_TYPES[accumulator_dtype(dtype)]
+    of: Macros = {"ELEMENT_T": element, "SUM_T": element, "PARTIAL_T": partial, "CHANNELS_LAST": 0}
     return {**of, "TAPS": 1, "RUN": 32, "SHARES": 8, "READ": 1, "WRITE": 1}
+
+
+def widened(step: Step, dtype: torch.dtype) -> Launch | None:
+    """The launch that writes its sums in a wider dtype, once they are rounded; None of a step that cannot."""
+    if not isinstance(step, Launch) or "SUM_T" not in step.macros:
+        return None
+    macros = {**step.macros, "SUM_T": ELEMENT_TYPES[dtype]}
+    if "WRITE" in macros:
+        macros["WRITE"] = math.gcd(int(macros["WRITE"]), _PIECE_BYTES // dtype.itemsize)
+    return replace(step, macros=macros)
+
+
+def in_channels_last(step: Step, itemsize: int) -> Launch | None:
+    """The launch that writes a weight's gradient in channels_last, of so many bytes; None of a step that cannot."""
+    if not isinstance(step, Launch) or step.source != _SOURCE or step.macros["TAPS"] == 1:
+        return None
+    _, columns = cast(tuple[int, int], step.params["elements, columns"])
+    write = math.gcd(_PIECE_BYTES // itemsize, int(step.macros["RUN"]), columns)
+    return replace(step, macros={**step.macros, "CHANNELS_LAST": 1, "WRITE": write})
 
 
 def result_params(slices: int) -> Params:
@@ -136,7 +157,7 @@ def _launch(macros: Macros, shape: tuple[int, int, int], slices: int, partials: 
         "by_rows, by_runs": (reciprocal(rows), reciprocal(max(1, runs))),
         "slices, rows, runs": (slices, rows, runs),
     }
-    return Launch("splits/reduce.cu", macros, (groups * rows * runs, 1, 1), (_THREADS, 1, 1), params)
+    return Launch(_SOURCE, macros, (groups * rows * runs, 1, 1), (_THREADS, 1, 1), params)
 
 
 def _grad_weight(problem: Problem) -> Output:
