@@ -128,7 +128,9 @@ def test_emulator_notices_a_mistake_in_turn(builder, shape, mistake, poison):
 def test_nothing_is_compiled_where_there_is_nothing_to_turn(device, memory_format, shape, monkeypatch):
     monkeypatch.setattr(launch, "load", None)
     config = config_of(torch.float32, device, memory_format)
-    check(transpose.from_nchw(config, shape), torch.ones(shape), memory_format)
+    if memory_format is torch.channels_last:
+        made = torch.ones(shape).contiguous(memory_format=torch.channels_last)
+        check(transpose.from_channels_last(config, shape), made, memory_format)
     slices = torch.ones(shape[0], 2 * shape[1], *shape[2:])[:, : shape[1]]
     assert transpose.to_nchw(config, shape)(slices).is_contiguous()
 
@@ -146,7 +148,7 @@ def test_planes_that_the_kernels_integers_do_not_reach_are_left_to_torch(monkeyp
     config = config_of(torch.float16, "cuda:0")
     for shape in ((1, 2, 46342, 46342), (1, 2, 2**31 - 2048, 1), (1, 2**31 - 2048, 2, 1)):
         assert transpose.to_nchw(config, shape) is torch.Tensor.contiguous
-        transpose.from_nchw(config, shape)
+        transpose.from_channels_last(config_of(torch.float16, "cuda:0", torch.contiguous_format), shape)
     with pytest.raises(TypeError):  # which would load the kernel
         transpose.to_nchw(config, (1, 2, 2**31 - 2049, 1))
 

@@ -101,14 +101,12 @@ def to_channels_last(config: Config, shape: Shape4) -> Fit:
     return _fit(config, shape, torch.channels_last)
 
 
-def from_nchw(config: Config, shape: Shape4) -> Fit:
-    """Prepare what gives a result of this shape, made in NCHW, the strides of the configuration's memory format."""
-    return _with_strides_of(config, shape, torch.contiguous_format)
-
-
 def from_channels_last(config: Config, shape: Shape4) -> Fit:
-    """As :func:`from_nchw`, of a result that was made in channels_last."""
-    return _with_strides_of(config, shape, torch.channels_last)
+    """Prepare what gives a result of this shape, made in channels_last, the strides of the configuration's format."""
+    strides, wanted = strides_of(shape, config.memory_format), config.memory_format
+    if wanted is torch.channels_last or config.device.type != "cuda" or not takes_the_kernel(shape):
+        return partial(with_strides, strides=strides)
+    return prepare_turn(config, shape, wanted)
 
 
 def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -> BothGradients:
@@ -141,13 +139,6 @@ def _fit(config: Config, shape: Shape4, memory_format: torch.memory_format) -> F
     if memory_format is torch.contiguous_format:
         return contiguous
     return partial(contiguous, memory_format=memory_format)
-
-
-def _with_strides_of(config: Config, shape: Shape4, made: torch.memory_format) -> Fit:
-    strides, wanted = strides_of(shape, config.memory_format), config.memory_format
-    if wanted is made or config.device.type != "cuda" or not takes_the_kernel(shape):
-        return partial(with_strides, strides=strides)
-    return prepare_turn(config, shape, wanted)
 
 
 def is_same_memory(shape: Sequence[int]) -> bool:
