@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INPUTS := pyproject.toml constraints.txt CMakeLists.txt csrc/executor.c
+INPUTS := pyproject.toml constraints.txt CMakeLists.txt csrc/executor.c csrc/signature.c csrc/tensors.h
 EMULATED := $(filter-out tests/test_bias_grad.py tests/test_columns_cuda.py, \
     $(shell grep -lE "import.*emulator|tests\.test_kernels" tests/test_*.py))
 
@@ -23,7 +23,7 @@ export PLAIN_PATH
 help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
 	@echo "make bench   measure every algorithm beside torch's settings: all suites on a GPU, a few small layers on a CPU"
-	@echo "make executor  build csrc/executor.c in place, for use without an install"
+	@echo "make executor  build the extension in C in place, for use without an install"
 	@echo "make test    run the tests but slow ones, in two processes; those marked gpu are skipped without a CUDA device"
 	@echo "make test-slow  the rest: all runs of kernels and mistakes in them, every variant for every architecture"
 	@echo "make lint    ruff check, ruff format --check, mypy"
@@ -42,7 +42,7 @@ bench: $(VENV)/.installed-demo
 # For use without an install; `pip install` builds the same by CMakeLists.txt.
 executor:
 	$(CC) -std=c11 -O2 -Wall -Wextra -fPIC -shared -I"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
-	    csrc/executor.c -o gemmconv/runtime/_executor.abi3.so -ldl
+	    csrc/executor.c csrc/signature.c -o gemmconv/_extension.abi3.so -ldl
 
 # In two processes that take as long, each with the output of its own in one piece: most kernels in the emulator, and all
 # else.
@@ -66,7 +66,7 @@ lint: $(VENV)/.installed-dev
 dev: $(VENV)/.installed-dev
 
 clean:
-	rm -rf $(VENV) build dist gemmconv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis gemmconv/runtime/_executor*.so
+	rm -rf $(VENV) build dist gemmconv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis gemmconv/_extension*.so
 	find benchmarks gemmconv tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -34,7 +34,7 @@ from gemmconv import dispatch, functional
 from gemmconv.algorithms import ALGORITHMS, KERNELS
 from gemmconv.device import named
 from gemmconv.kernels.base import Config, Kernel, Pass
-from gemmconv.ops import implementation
+from gemmconv.ops import implementation, plain
 from gemmconv.runtime import sources
 
 PACKAGE = Path(gemmconv.__file__).parent
@@ -181,6 +181,7 @@ def _as_on_a_gpu() -> Iterator[_Driver]:
             (torch.cuda, "is_available", lambda: False),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
             (executor, "extension", lambda: None),  # in C as in Python
+            (plain, "signature", plain._signature),
             (launch, "driver", driver),
             (launch, "Device", mock.MagicMock()),
             (launch, "ObjectCode", code),

@@ -2,6 +2,11 @@
  *
  *   program = Program(device, (gemm, set_math_mode), alignments, steps)
  *   program.run(stream, blas_handle, address, ...) -> 0, or 1 + the index of an address that is not aligned
+ *   call = Call(program, exchange, index, allocate, outputs, operands, scratch, (device_of, blas_of), otherwise)
+ *   call.run(tensor or None, ...) -> the outputs
+ *
+ * A call allocates outputs and scratch memory, takes the addresses of all and runs the program: what a small layer waits
+ * for. Where the device is not current or a tensor is not aligned, ``otherwise`` does it, before anything was enqueued.
  *
  * A program is made once and not changed afterwards, so any number of threads may run it. Params are copied to the
  * stack, pointers and tensor maps put into them, and the interpreter's lock is not held while the driver works.
@@ -9,11 +14,9 @@
  * It takes Python's limited API, so that one build serves Python 3.10 and later, and needs neither torch nor CUDA's
  * headers: what it calls of the driver is declared below, as cuda.h has it, and found in libcuda when first needed.
  */
-#define Py_LIMITED_API 0x030a0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "tensors.h"
+
 #include <dlfcn.h>
-#include <stdint.h>
 #include <string.h>
 
 enum { kMostAddresses = 32, kMostAlignment = 1 << 20, kMostParams = 4096, kMapBytes = 128 };
@@ -217,23 +220,32 @@ static PyObject* raise_failure(failure_t failure) {
         step->of.launch.name, failure.call, name, s[0], s[1], s[2], s[3], s[4], s[5], s[6]);
 }
 
+static int read_number(PyObject* from, uint64_t* number) {
+    const unsigned long long value = PyLong_AsUnsignedLongLong(from);
+    *number = value;
+    return value == (unsigned long long)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* 1 + the index of the first address that is not aligned, else 0. */
+static int misaligned(const program_t* program, const uint64_t* addresses) {
+    for (int i = 0; i < program->alignment_count; ++i)
+        if (addresses[i] % program->alignments[i]) return i + 1;
+    return 0;
+}
+
 static PyObject* program_run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     const program_t* program = (const program_t*)self;
-    uint64_t addresses[kMostAddresses];
+    uint64_t values[2 + kMostAddresses];
     if (count < 2 + program->address_count || count > 2 + kMostAddresses)
         return PyErr_Format(PyExc_TypeError, "run takes a stream, a cuBLAS handle and %d to %d addresses, got %zd values",
                             program->address_count, kMostAddresses, count);
-    void* handles[2];
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        const unsigned long long value = PyLong_AsUnsignedLongLong(arguments[i]);
-        if (value == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
-        if (i < 2) handles[i] = (void*)(uintptr_t)value;
-        else addresses[i - 2] = value;
-    }
-    for (int i = 0; i < program->alignment_count; ++i)
-        if (addresses[i] % program->alignments[i]) return PyLong_FromLong(i + 1);
+    for (Py_ssize_t i = 0; i < count; ++i)
+        if (read_number(arguments[i], &values[i])) return NULL;
+    const uint64_t* addresses = values + 2;
+    const int wrong = misaligned(program, addresses);
+    if (wrong) return PyLong_FromLong(wrong);
     PyThreadState* state = PyEval_SaveThread();
-    const failure_t failure = run_on_device(program, handles[0], handles[1], addresses);
+    const failure_t failure = run_on_device(program, (void*)(uintptr_t)values[0], (void*)(uintptr_t)values[1], addresses);
     PyEval_RestoreThread(state);
     return failure.status ? raise_failure(failure) : PyLong_FromLong(0);
 }
@@ -420,22 +432,187 @@ static void program_dealloc(PyObject* self) {
     Py_DecRef((PyObject*)type);
 }
 
-static PyMethodDef methods[] = {
+/* Calls with tensors. */
+
+typedef struct {
+    PyObject_HEAD
+    program_t* program;
+    const exchange_t* exchange;
+    int index;                               /* torch's, of the program's device */
+    int output_count, operand_count, tensor_count;  /* the last as many as operands name at least */
+    unsigned char operands[kMostAddresses];         /* which tensor of the call each of them is */
+    PyObject *allocate, *outputs, *scratch;  /* a function, tuples of its arguments, one of them or None */
+    PyObject *device_of, *blas_of;           /* torch's current device, and its cuBLAS handle or None */
+    PyObject* otherwise;
+} call_t;
+
+enum { kCuda = 2 };  /* DLPack's */
+
+static PyObject* program_type;
+
+/* The number that a function of torch's returns. */
+static int ask(PyObject* function, uint64_t* number) {
+    PyObject* value = PyObject_CallFunctionObjArgs(function, NULL);
+    const int failed = !value || read_number(value, number);
+    Py_XDECREF(value);
+    return failed ? -1 : 0;
+}
+
+/* After a function of DLPack's has failed, which is to say why itself. */
+static int refused(const char* what) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, what);
+    return -1;
+}
+
+static int address_of(const call_t* call, PyObject* object, uint64_t* address) {
+    tensor_t tensor;
+    if (call->exchange->tensor_of(object, &tensor)) return refused("a tensor could not be read");
+    *address = (uint64_t)(uintptr_t)tensor.data + tensor.byte_offset;
+    return 0;
+}
+
+static PyObject* run_otherwise(const call_t* call, PyObject* const* tensors, Py_ssize_t count) {
+    PyObject* arguments = PyTuple_New(count);
+    if (!arguments) return NULL;
+    for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SetItem(arguments, i, Py_NewRef(tensors[i]));
+    PyObject* result = PyObject_Call(call->otherwise, arguments, NULL);
+    Py_DecRef(arguments);
+    return result;
+}
+
+/* Allocates, takes addresses and enqueues; ``made`` are the outputs and scratch memory. 1 where another way has to. */
+static int run_call(const call_t* call, PyObject* const* tensors, PyObject** made) {
+    const program_t* program = call->program;
+    const int outputs = call->output_count, operands = call->operand_count;
+    uint64_t addresses[kMostAddresses] = {0}, device, blas = 0;
+    context_t current = NULL;
+    void* stream = NULL;
+    if (ask(call->device_of, &device)) return -1;
+    if (device != (uint64_t)call->index || cuda.get_current(&current) || current != program->context) return 1;
+    for (int i = 0; i < operands; ++i) {
+        PyObject* tensor = tensors[call->operands[i]];
+        if (tensor != Py_None && address_of(call, tensor, &addresses[outputs + i])) return -1;
+    }
+    if (misaligned(program, addresses)) return 1;  /* outputs may begin anywhere, and do at multiples of 256 */
+    for (int i = 0; i < outputs; ++i) {
+        made[i] = PyObject_Call(call->allocate, PyTuple_GetItem(call->outputs, i), NULL);
+        if (!made[i] || address_of(call, made[i], &addresses[i])) return -1;
+    }
+    if (call->scratch != Py_None) {
+        made[outputs] = PyObject_Call(call->allocate, call->scratch, NULL);
+        if (!made[outputs] || address_of(call, made[outputs], &addresses[outputs + operands])) return -1;
+    }
+    if (call->exchange->current_stream(kCuda, call->index, &stream)) return refused("torch named no stream");
+    if (call->blas_of != Py_None && ask(call->blas_of, &blas)) return -1;
+    PyThreadState* state = PyEval_SaveThread();
+    const failure_t failure = run_steps(program, stream, (void*)(uintptr_t)blas, addresses);
+    PyEval_RestoreThread(state);
+    if (failure.status) raise_failure(failure);
+    return failure.status ? -1 : 0;
+}
+
+static PyObject* call_run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {
+    const call_t* call = (const call_t*)self;
+    const int outputs = call->output_count;
+    if (count < call->tensor_count)
+        return PyErr_Format(PyExc_TypeError, "run takes %d tensors or None, got %zd", call->tensor_count, count);
+    PyObject *made[kMostAddresses] = {NULL}, *result = NULL;
+    const int status = run_call(call, tensors, made);
+    if (status == 0) {
+        result = outputs == 1 ? Py_NewRef(made[0]) : PyTuple_New(outputs);
+        for (int i = 0; result && outputs != 1 && i < outputs; ++i) PyTuple_SetItem(result, i, Py_NewRef(made[i]));
+    }
+    for (int i = 0; i <= outputs; ++i) Py_XDECREF(made[i]);
+    return status == 1 ? run_otherwise(call, tensors, count) : result;
+}
+
+static PyObject* takes(PyObject* module, PyObject* capsule) {
+    (void)module;
+    const exchange_t* exchange = exchange_of(capsule);
+    PyErr_Clear();
+    return Py_NewRef(exchange ? Py_True : Py_False);
+}
+
+static PyObject* call_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+    PyObject *program, *capsule, *allocate, *outputs, *scratch, *device_of, *blas_of, *otherwise;
+    const unsigned char* operands;
+    Py_ssize_t operand_count;
+    int index;
+    (void)keywords;
+    if (!PyArg_ParseTuple(arguments, "O!OiOO!y#O(OO)O", program_type, &program, &capsule, &index, &allocate,
+                          &PyTuple_Type, &outputs, (const char**)&operands, &operand_count, &scratch, &device_of,
+                          &blas_of, &otherwise))
+        return NULL;
+    const exchange_t* exchange = exchange_of(capsule);
+    if (!exchange) return NULL;
+    const Py_ssize_t output_count = PyTuple_Size(outputs), made = output_count + (scratch != Py_None);
+    const int least = ((program_t*)program)->address_count;
+    if (made + operand_count < least || made + operand_count >= kMostAddresses)
+        return PyErr_Format(PyExc_ValueError, "outputs, operands and scratch memory must be %d to %d, got %zd", least,
+                            kMostAddresses - 1, made + operand_count);
+    allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    call_t* call = (call_t*)make(type, 0);
+    if (!call) return NULL;
+    call->program = (program_t*)Py_NewRef(program);
+    call->exchange = exchange;
+    call->index = index;
+    call->output_count = (int)output_count;
+    call->operand_count = (int)operand_count;
+    for (Py_ssize_t i = 0; i < operand_count; ++i) {
+        call->operands[i] = operands[i];
+        if (call->tensor_count <= operands[i]) call->tensor_count = operands[i] + 1;
+    }
+    call->allocate = Py_NewRef(allocate);
+    call->outputs = Py_NewRef(outputs);
+    call->scratch = Py_NewRef(scratch);
+    call->device_of = Py_NewRef(device_of);
+    call->blas_of = Py_NewRef(blas_of);
+    call->otherwise = Py_NewRef(otherwise);
+    return (PyObject*)call;
+}
+
+static void call_dealloc(PyObject* self) {
+    call_t* call = (call_t*)self;
+    PyObject* held[] = {(PyObject*)call->program, call->allocate, call->outputs, call->scratch,
+                        call->device_of, call->blas_of, call->otherwise};
+    for (size_t i = 0; i < sizeof held / sizeof held[0]; ++i) Py_XDECREF(held[i]);
+    PyTypeObject* type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DecRef((PyObject*)type);
+}
+
+static PyMethodDef program_methods[] = {
     {"run", (PyCFunction)(void (*)(void))program_run, METH_FASTCALL,
      "Enqueue the steps on a stream, with a cuBLAS handle (or 0), for these addresses."},
     {NULL, NULL, 0, NULL}};
-static PyType_Slot slots[] = {{Py_tp_new, program_new}, {Py_tp_dealloc, program_dealloc}, {Py_tp_methods, methods}, {0, NULL}};
-static PyType_Spec spec = {"gemmconv.runtime._executor.Program", sizeof(program_t), 0, Py_TPFLAGS_DEFAULT, slots};
+static PyMethodDef call_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))call_run, METH_FASTCALL, "The program's outputs for these tensors."},
+    {NULL, NULL, 0, NULL}};
+static PyType_Slot program_slots[] = {
+    {Py_tp_new, program_new}, {Py_tp_dealloc, program_dealloc}, {Py_tp_methods, program_methods}, {0, NULL}};
+static PyType_Slot call_slots[] = {
+    {Py_tp_new, call_new}, {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {0, NULL}};
+static PyType_Spec program_spec = {
+    "gemmconv._extension.Program", sizeof(program_t), 0, Py_TPFLAGS_DEFAULT, program_slots};
+static PyType_Spec call_spec = {"gemmconv._extension.Call", sizeof(call_t), 0, Py_TPFLAGS_DEFAULT, call_slots};
 
-static int add_type(PyObject* module) {
-    PyObject* type = PyType_FromSpec(&spec);
-    if (!type) return -1;
-    const int failed = PyModule_AddObjectRef(module, "Program", type);
-    Py_DecRef(type);
-    return failed;
+PyObject* make_signatures_type(void);  /* of signature.c */
+
+static int add_types(PyObject* module) {
+    if (!program_type && !(program_type = PyType_FromSpec(&program_spec))) return -1;
+    PyObject* call_type = PyType_FromSpec(&call_spec);
+    PyObject* signatures_type = call_type ? make_signatures_type() : NULL;
+    const int failed = !signatures_type || PyModule_AddObjectRef(module, "Program", program_type) ||
+                       PyModule_AddObjectRef(module, "Call", call_type) ||
+                       PyModule_AddObjectRef(module, "Signatures", signatures_type);
+    Py_XDECREF(call_type);
+    Py_XDECREF(signatures_type);
+    return failed ? -1 : 0;
 }
 
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_type}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_executor", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+static PyMethodDef functions[] = {
+    {"takes", takes, METH_O, "Whether tensors can be read by these functions of DLPack's."}, {NULL, NULL, 0, NULL}};
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_extension", NULL, 0, functions, module_slots, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__executor(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__extension(void) { return PyModuleDef_Init(&definition); }

@@ -11,6 +11,7 @@ gradients, however deep, are served as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,9 +21,14 @@ from torch._C._functorch import TransformType, get_dynamic_layer_stack_depth, ge
 from torch.autograd import forward_ad
 
 _keys_of = torch._C._dispatch_keys
-_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_functorch, _tracing = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
-_profiled = torch._C._autograd._profiler_enabled
+# What says that a thread is in a mode, beside the level of forward-mode gradients; the last tells of a profiler.
+MODES: tuple[Callable[[], Any], ...] = (
+    torch._C._len_torch_function_stack,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._are_functorch_transforms_active,
+    torch._C._get_tracing_state,
+    torch._C._autograd._profiler_enabled,
+)
 
 
 def _keys_of_dense(device_type: str) -> set[int]:
@@ -45,13 +51,10 @@ def in_a_mode(or_profiled: bool = True) -> bool:
 
     The keys that a thread adds and removes would not tell: a backward pass's differ between versions and devices.
     """
-    return bool(
-        _function_modes()
-        or _dispatch_modes()
-        or _functorch()
-        or (or_profiled and _profiled())
-        or forward_ad._current_level >= 0
-    ) or (_tracing() is not None)
+    for is_on in MODES if or_profiled else MODES[:-1]:
+        if is_on():
+            return True
+    return forward_ad._current_level >= 0
 
 
 def are_dense(*tensors: Tensor | None) -> bool:

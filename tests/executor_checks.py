@@ -34,7 +34,7 @@ def check(function):
 
 
 def executor():
-    spec = importlib.util.spec_from_file_location("_executor", FOLDER / "_executor.so")
+    spec = importlib.util.spec_from_file_location("_extension", FOLDER / "_extension.so")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -393,7 +393,7 @@ def threads_run_one_program_at_once():
 
 @check
 def modules_and_types_can_go():
-    """A module that is loaded again has a type of its own, whose programs outlive it."""
+    """A module may be loaded again; its programs outlive it."""
     for _ in range(100):
         again = executor()
         one = again.Program(0, (0, 0), (), ((2, 0, 0, 1),))
@@ -402,6 +402,170 @@ def modules_and_types_can_go():
         assert run(0, 0, 64) == 0
     del run
     assert DRIVER.contexts_retained() == 0
+
+
+# Calls, of tensors that are only addresses
+
+
+class Array:
+    def __init__(self, address):
+        self.address = address
+
+
+NO_STREAM = []
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_uint64), ("kind", ctypes.c_uint64 * 4), ("offset", ctypes.c_uint64)]
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Tensor))
+def tensor_of(array, tensor):
+    if array.address is None:
+        return -1
+    tensor[0].data, tensor[0].offset = array.address - 4, 4
+    return 0
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64))
+def current_stream(device_type, device, stream):
+    if NO_STREAM:
+        return -1
+    stream[0] = 100 * device_type + device
+    return 0
+
+
+def exchange(major=1, minor=3, whole=True):
+    """A capsule, and what has to live as long."""
+    addresses = [ctypes.cast(one, ctypes.c_void_p).value * whole for one in (tensor_of, current_stream)]
+    data = (ctypes.c_uint64 * 7)(minor << 32 | major, 0, 0, 0, 0, *addresses)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(ctypes.addressof(data), b"dlpack_exchange_api", None), data
+
+
+EXCHANGE, _data = exchange()
+
+
+def call(
+    one, outputs=(), operands=b"\0", scratch=None, device_of=lambda: 5, blas_of=None, otherwise=None, allocate=None
+):
+    places = itertools.count(1024, 1024)
+    allocate = allocate or (lambda *arguments: Array(next(places)))
+    return MODULE.Call(one, EXCHANGE, 5, allocate, outputs, operands, scratch, (device_of, blas_of), otherwise).run
+
+
+@check
+def a_call_allocates_and_runs():
+    asked = []
+
+    def allocate(*arguments):
+        asked.append(arguments)
+        return Array(1024 * len(asked))
+
+    pointers = tuple((8 * i, i, 0) for i in range(6))
+    one = program(launch(bytes(48), pointers), product(indices=(0, 1, 5)))
+    outputs, scratch = (((2,), (1,), "a"), ((3,), (1,), "b")), ((7,), (1,), "c")
+    run = call(one, outputs, bytes((2, 1, 2)), scratch, blas_of=lambda: 9, allocate=allocate)
+    DRIVER.set_context(1043)
+    said()
+    results = run(Array(32), None, Array(64))
+    assert [type(results), *(array.address for array in results)] == [tuple, 1024, 2048]
+    assert asked == [((2,), (1,), "a"), ((3,), (1,), "b"), ((7,), (1,), "c")]
+    of_run = said()
+    assert one.run(205, 9, 1024, 2048, 64, 0, 64, 3072) == 0
+    assert said() == of_run
+    assert of_run
+    assert call(program((2, 1, 0, 8)), (((2,), (1,), "a"),))(Array(64)).address == 1024
+    assert call(program((2, 0, 0, 8)))(Array(64)) == ()
+    assert call(program((2, 0, 0, 8)), (((2,), (1,), "a"),), b"")().address == 1024
+
+
+@check
+def a_call_that_cannot_is_anothers():
+    """Where another device or context is current, or an address is not aligned, before anything was enqueued."""
+    one, left, right = program((2, 1, 0, 8), alignments=(1, 16)), Array(64), Array(72)
+    output = (((2,), (1,), "a"),)
+    for device, context, array in ((5, 1043, right), (5, 1041, left), (5, 0, left), (4, 1043, left)):
+        DRIVER.set_context(context)
+        said()
+        run = call(one, output, device_of=lambda device=device: device, otherwise=lambda *of: ("another", *of))
+        assert run(array, None) == ("another", array, None)
+        assert said() == []
+    DRIVER.set_context(1043)
+    assert call(one, output)(left).address == 1024
+
+
+@check
+def calls_that_fail_raise():
+    DRIVER.set_context(1043)
+    one, output = program((2, 1, 0, 8)), (((2,), (1,), "a"),)
+
+    def fail(*arguments):
+        raise MemoryError("no more")
+
+    with refused(MemoryError, "no more"):
+        call(one, output, allocate=fail)(Array(64))
+    with refused(MemoryError, "no more"):
+        call(one, output, device_of=fail)(Array(64))
+    with refused(MemoryError, "no more"):
+        call(one, output, blas_of=fail)(Array(64))
+    with refused(TypeError):
+        call(one, output, device_of=lambda: "5")(Array(64))
+    with refused(TypeError, "4 tensors", "got 3"):
+        call(one, output, bytes((0, 3)))(*[Array(64)] * 3)
+    for operands in (b"", bytes(31)):
+        with refused(ValueError, "2 to 31", f"got {1 + len(operands)}"):
+            call(one, output, operands)
+    said()
+    for bad in (0, 1, 2):  # an operand, an output, scratch memory
+        places = [64, 1024, 2048]
+        places[bad] = None
+        made = iter(places[1:])
+        with refused(RuntimeError, "a tensor could not be read"):
+            run = call(one, output, scratch=((7,), (1,), "c"), allocate=lambda *_, made=made: Array(next(made)))
+            run(Array(places[0]))
+    NO_STREAM.append(1)
+    with refused(RuntimeError, "torch named no stream"):
+        call(one, output)(Array(64))
+    NO_STREAM.clear()
+    assert said() == []
+    DRIVER.fail(b"cuMemsetD8Async", FAKE)
+    with refused(RuntimeError, "CUDA_ERROR_FAKE"):
+        call(one, output)(Array(64))
+    DRIVER.fail(b"", 0)
+    with refused(ValueError, "version 1.2 or later, and whole, got 2.3"):
+        another, _kept = exchange(2)
+        MODULE.Call(one, another, 5, fail, output, b"\0", None, (fail, None), None)
+    with refused((TypeError, ValueError)):
+        MODULE.Call(one, object(), 5, fail, output, b"\0", None, (fail, None), None)
+    with refused(TypeError):
+        MODULE.Call(object(), EXCHANGE, 5, fail, output, b"\0", None, (fail, None), None)
+    with refused(TypeError):
+        MODULE.Call(one, EXCHANGE, 5, fail, [], b"\0", None, (fail, None), None)
+
+
+@check
+def calls_keep_no_memory():
+    DRIVER.set_context(1043)
+    DRIVER.be_quiet(1)
+    one, arguments, array = program(*EVERY_STEP, alignments=(64,)), ((2,), (1,), "a"), Array(64)
+    held = [one, arguments, array, EXCHANGE, MODULE.Call]
+
+    def work(runs):
+        run = call(one, (arguments, arguments), b"\0", arguments, blas_of=lambda: 9, otherwise=lambda *of: of)
+        for _ in range(runs):
+            assert len(run(array)) == 2
+        for _ in range(runs // 10):
+            other = call(one, (arguments,), b"\0\1", otherwise=lambda *of: of, device_of=lambda: 6)
+            assert len(other(array, array)) == 2
+        gc.collect()
+
+    work(500)
+    counts, before = [sys.getrefcount(of) for of in held], rss()
+    work(50_000)
+    assert [sys.getrefcount(of) for of in held] == counts
+    assert rss() - before < 1 << 20, f"{rss() - before} bytes more"
 
 
 def python_asks_for_the_same(path):

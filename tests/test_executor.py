@@ -22,16 +22,18 @@ pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core pac
 from cuda.bindings import driver
 
 import gemmconv
-from gemmconv import runtime
+from gemmconv import extension
 from gemmconv.algorithms.direct import Direct
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.errors import KernelError
+from gemmconv.extension import exchange_of_tensors
+from gemmconv.kernels import bind
 from gemmconv.kernels.base import Config
 from gemmconv.ops import implementation
 from gemmconv.runtime import cublas, executor, launch, tensor_map
-from tests import executor_checks
+from tests import executor_checks, reference
 from tests.cases import Case
-from tests.samples import Sample, channels_last, problem_of, sample
+from tests.samples import Sample, channels_last, expected, problem_of, sample
 from tests.test_kernels import PASSES, RUNS, usual
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,8 +53,10 @@ def checked(tmp_path_factory):
     """checked(name, ...) runs one of tests/executor_checks.py."""
     folder = tmp_path_factory.mktemp("executor")
     common = [COMPILER, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    for source, target in (("csrc/executor.c", "_executor.so"), ("tests/fake_driver.c", "libcuda.so.1")):
-        command = [*common, f"-I{HEADERS}", ROOT / source, "-o", folder / target, "-ldl", "-lpthread"]
+    of_executor = "csrc/executor.c", "csrc/signature.c"
+    for sources, target in ((of_executor, "_extension.so"), (("tests/fake_driver.c",), "libcuda.so.1")):
+        sources = [ROOT / source for source in sources]
+        command = [*common, f"-I{HEADERS}", *sources, "-o", folder / target, "-ldl", "-lpthread"]
         subprocess.run(command, check=True)
 
     def check(*arguments):
@@ -72,17 +76,15 @@ def test_executor_in_c(name, checked):
 
 
 def test_a_variable_says_which_executor_runs(monkeypatch):
-    found = executor.extension.__wrapped__
-    monkeypatch.setitem(sys.modules, "gemmconv.runtime._executor", there := SimpleNamespace())
-    monkeypatch.setattr(runtime, "_executor", there, raising=False)
+    found = extension.extension.__wrapped__
+    monkeypatch.setitem(sys.modules, "gemmconv._extension", there := SimpleNamespace())
     for value, wanted in (("", there), ("c", there), ("python", None)):
         monkeypatch.setenv("GEMMCONV_EXECUTOR", value)
         assert found() is wanted
     monkeypatch.setenv("GEMMCONV_EXECUTOR", "cuda")
     with pytest.raises(KernelError, match='GEMMCONV_EXECUTOR must be "c" or "python", got \'cuda\''):
         found()
-    monkeypatch.delattr(runtime, "_executor")
-    monkeypatch.setitem(sys.modules, "gemmconv.runtime._executor", None)
+    monkeypatch.setitem(sys.modules, "gemmconv._extension", None)
     monkeypatch.setenv("GEMMCONV_EXECUTOR", "c")
     with pytest.raises(KernelError, match=r"GEMMCONV_EXECUTOR=c needs the extension, got .*; run `make executor`"):
         found()
@@ -144,7 +146,7 @@ def programs(monkeypatch):
             kept.append((tuple(alignments), described, addresses, answer, [*lines]))
             return answer
 
-        return run_and_keep
+        return executor.Prepared(run_and_keep, None)
 
     monkeypatch.setattr(executor, "prepare", prepare)
     monkeypatch.setattr(launch, "load", lambda source, *_: SimpleNamespace(name=launch.kernel_name(source)))
@@ -241,7 +243,7 @@ def step(data, algorithm, precision="ieee"):
 
 def sample_of(algorithm, kind="ieee", device="cuda", arrange=torch.Tensor.contiguous):
     data = sample(CASES[algorithm], KINDS[kind][0], device)
-    return Sample(arrange(data.input), data.weight, data.bias, arrange(data.grad_output))
+    return Sample(arrange(data.input), arrange(data.weight), data.bias, arrange(data.grad_output))
 
 
 def assert_same_bits(actual, wanted):
@@ -251,7 +253,30 @@ def assert_same_bits(actual, wanted):
 
 @pytest.mark.gpu
 def test_the_extension_is_there():
-    assert executor.extension() is not None
+    assert extension.extension() is not None
+
+
+@pytest.mark.gpu
+@by_algorithm
+def test_calls_run_in_c(algorithm, in_c, monkeypatch):
+    """A forward pass of aligned tensors of the current device takes no other way."""
+
+    def another(*_):
+        def refuse(*tensors):
+            raise AssertionError("not in C")
+
+        return refuse
+
+    data, case = sample_of(algorithm), CASES[algorithm]
+    torch.zeros(1, device="cuda").add_(1)  # this thread has a context
+    monkeypatch.setattr(bind, "_of_any", another)
+    if exchange_of_tensors() is None:
+        pytest.skip("torch has no exchange of DLPack's, or not this one")
+    with torch.no_grad():
+        output = gemmconv.conv_transpose2d(
+            data.input, data.weight, data.bias, **case.parameters, algorithm=algorithm, precision="ieee"
+        )
+    reference.assert_close(output, expected(case, torch.float32).output, torch.float32, "ieee")
 
 
 @pytest.mark.gpu
@@ -356,7 +381,8 @@ def test_a_launch_that_fails_says_which(in_c):
     """Blocks have 1024 threads at most. What runs next runs."""
     config = Config(problem_of(CASES["direct"]), torch.float32, GPU)
     kernel = Direct().forward(config).kernels[0]
-    run = executor.prepare(GPU, [], [executor.Launch(kernel, (3, 2, 1), (2048, 1, 1), 0, False, bytes(1024), [], [])])
+    too_many = executor.Launch(kernel, (3, 2, 1), (2048, 1, 1), 0, False, bytes(1024), [], [])
+    run, _ = executor.prepare(GPU, [], [too_many])
     shape = r"grid \(3, 2, 1\), block \(2048, 1, 1\), 0 bytes"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"{kernel.name}: launch failed with CUDA_ERROR_INVALID_VALUE; {shape}"):

@@ -28,6 +28,7 @@ LEAVES = {
     "arrays": {"dispatch", "validation"},
     "flops": set(),
     "device": {"hashing"},
+    "extension": {"errors"},
 }
 
 
@@ -36,7 +37,7 @@ def allowed_imports(part: str) -> set[str]:
     if part in LEAVES:
         return LEAVES[part]
     if part == "runtime":
-        return {"errors"}
+        return {"errors", "extension"}
     below = set(LAYERS[LAYERS.index(part) + 1 :]) | set(LEAVES)
     return below if part == "kernels" else below - {"runtime"}
 

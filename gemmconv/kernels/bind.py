@@ -59,16 +59,19 @@ def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[
     index_of |= {name: (len(names), offset) for name, offset in offsets.items()}
     alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
     steps = [_lowered(step, index_of, channels_last, kernels) for step in program.steps]
-    run = executor.prepare(device, alignments, steps)
+    ready = executor.prepare(device, alignments, steps)
     scratch, given_as = -(-scratch_bytes // program.dtype.itemsize), program.arguments
     arguments = [given_as.index(one.given_as) for one in program.operands]
+    call = _of_any(program.dtype, ready.run, made, scratch, arguments, fits, after)
     same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
-    as_they_are = same_type and arguments == [*range(len(tensors))] and not (any(fits) or after)
-    call = _of_any(program.dtype, run, made, scratch, arguments, fits, after)
-    if not as_they_are:
+    if not same_type or any(fits) or after:
         return call
-    forward = len(tensors) == 3 and [dtype for *_, dtype in made] == [program.dtype]
-    return (_forward if forward else _several)(run, made, scratch, call)
+    if ready.call is not None:
+        outputs = [(tuple(shape), tuple(strides), dtype) for shape, strides, dtype in made]
+        return ready.call(outputs, arguments, ((scratch,), (1,), program.dtype) if scratch else None, call)
+    if arguments != [*range(len(tensors))]:
+        return call
+    return _as_they_are(ready.run, made, scratch, call)
 
 
 def _loaded(steps: Iterable[Step], device: torch.device) -> list[launch.Kernel]:
@@ -153,41 +156,21 @@ def _of_any(
     return call
 
 
-# The same where torch does nothing to the tensors, without a loop: what a call of a small layer waits for.
-
-
-def _forward(
+def _as_they_are(
     run: executor.Run, made: Sequence[Made], scratch_elements: int, of_any: Callable[..., Any]
 ) -> Callable[..., Any]:
-    ((shape, strides, _),) = made
-
-    def call(first: Any, second: Any, third: Any) -> Any:
-        result = first.new_empty_strided(shape, strides)
-        scratch = first.new_empty(scratch_elements) if scratch_elements else result
-        addresses = result.data_ptr(), first.data_ptr(), second.data_ptr(), 0 if third is None else third.data_ptr()
-        return of_any(first, second, third) if run(*addresses, scratch.data_ptr()) else result
-
-    return call
-
-
-def _several(
-    run: executor.Run, made: Sequence[Made], scratch_elements: int, of_any: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Of gradients, and of forward passes that return casts too."""
-    single = len(made) == 1
+    """The same where torch does nothing to the tensors, which the executor in C does by itself."""
 
     def call(*tensors: Any) -> Any:
         first = tensors[0]
         results = [first.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in made]
-        addresses = [result.data_ptr() for result in results]
-        for tensor in tensors:
-            addresses.append(0 if tensor is None else tensor.data_ptr())
+        addresses = [0 if one is None else one.data_ptr() for one in (*results, *tensors)]
         if scratch_elements:
             scratch = first.new_empty(scratch_elements)
             addresses.append(scratch.data_ptr())
         if run(*addresses):
             return of_any(*tensors)
-        return results[0] if single else tuple(results)
+        return results[0] if len(results) == 1 else tuple(results)
 
     return call
 

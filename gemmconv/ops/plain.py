@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from gemmconv.dispatch import are_dense, as_plain, in_a_mode
+from gemmconv.dispatch import MODES, are_dense, as_plain, in_a_mode
+from gemmconv.errors import KernelError
+from gemmconv.extension import exchange_of_tensors, extension
 from gemmconv.ops import implementation
 from gemmconv.ops.autocast import Cast, casts, is_kept, kept, lowered
 from gemmconv.ops.autograd import Asked, Backward, Gradients, compile_ahead
@@ -35,8 +38,8 @@ _ASKED_ANEW = 64  # calls
 _ALL_IN_A_ROW, _ASKED_ONE_IN = 8, 8  # backward passes that wanted all gradients; then one in so many is asked
 
 
-def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -> Hashable:
-    """What a call is known by, None in a mode that is the dispatcher's.
+def _signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -> Hashable:
+    """What a call is known by, None in a mode that is the dispatcher's. csrc/signature.c has the same faster.
 
     Args:
         input, weight, bias: torch's own tensors, or parameters.
@@ -47,7 +50,7 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
     """
     if in_a_mode():
         return None
-    cast_to = _cast_to(input, weight, bias) if _has_autocast() else None
+    cast_to = (_cast_to(input), _kept_by(weight), _kept_by(bias)) if _has_autocast() else None
     dtype, of_bias, tracked = input.dtype, None, None
     if bias is not None:
         of_bias = bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.is_neg()
@@ -62,14 +65,44 @@ def signature(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -
     )
 
 
-def _cast_to(input: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
-    """What autocast makes of a call's tensors, and what decides which casts it keeps; see :func:`is_kept`."""
+def _signature_of_gradient(grad: Tensor, input: Tensor | None, weight: Tensor | None, asked: Asked) -> Hashable:
+    """What a backward pass is known by, None where the dispatcher is to serve it: a second one may follow."""
+    if torch.is_grad_enabled() or type(grad) is not Tensor or in_a_mode():
+        return None
+    # Saved tensors, too: hooks may give them back in another format.
+    tensors = tuple(
+        [one if one is None else (implementation.signature(one), one.is_neg()) for one in (grad, input, weight)]
+    )
+    return tensors, asked, _precision("cuda", "conv") if grad.dtype is torch.float32 else None
+
+
+def _cast_to(input: Tensor) -> Hashable:
+    """What autocast makes of a call's tensors, and how; see :func:`is_kept`."""
     device_type = "cuda" if input.is_cuda else input.device.type
     if not casts(device_type):
         return None
-    of_bias = None if bias is None else (bias.requires_grad, bias.is_leaf, bias._is_view(), bias.is_inference())
-    of_weight = weight.requires_grad, weight.is_leaf, weight._is_view(), weight.is_inference()
-    return torch.get_autocast_dtype(device_type), _has_autocast_cache(), _is_inference(), of_weight, of_bias
+    return torch.get_autocast_dtype(device_type), _has_autocast_cache(), _is_inference()
+
+
+def _kept_by(one: Tensor | None) -> Hashable:
+    """What decides whether its cast is kept; see :func:`is_kept`."""
+    return None if one is None else (one.requires_grad, one.is_leaf, one._is_view(), one.is_inference())
+
+
+def _signatures() -> tuple[Callable[..., Hashable], Callable[..., Hashable]]:
+    """What makes signatures, of calls and of gradients: in C where that is there."""
+    try:
+        in_c, exchange = extension(), exchange_of_tensors()
+    except KernelError:  # which a call on a GPU raises
+        in_c = exchange = None
+    if in_c is None or exchange is None:
+        return _signature, _signature_of_gradient
+    torchs = MODES, forward_ad, _has_grad, _has_autocast, _cast_to, (_precision, ("cuda", "conv"))
+    found = in_c.Signatures(exchange, *torchs, Tensor)
+    return found.of_call, found.of_gradient
+
+
+signature, signature_of_gradient = _signatures()
 
 
 def as_said(arguments: Arguments) -> bytes | None:
@@ -143,8 +176,7 @@ def _recording(tensors: Tensors, arguments: Arguments, given: Tensors | None = N
         forward = _forward_with_casts(tensors, arguments, dtype, is_kept(given[0]), recorded and wanted[0])
     if not recorded:
         return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
-    of_float32 = tensors[0].dtype is torch.float32
-    recipe = _Recipe(forward, Backward.of(tensors, arguments), (wanted[0], wanted[1], wanted[2]), of_float32, dtype)
+    recipe = _Recipe(forward, Backward.of(tensors, arguments), (wanted[0], wanted[1], wanted[2]), dtype)
     kind = _Recorded if dtype is None else _RecordedWithCasts
     apply: Any = super(torch.autograd.Function, kind).apply  # torch's own looks for transforms, of which are none
     return lambda input, weight, bias: apply(input, weight, bias, recipe)
@@ -192,7 +224,6 @@ class _Recipe:
         forward: the prepared call.
         backward: the gradients by operators, and how to prepare them.
         wanted: of which tensors gradients can be asked for.
-        is_float32: whether what a gradient does depends on torch's precision.
         dtype: of weight and bias, where the forward pass casts them.
     """
 
@@ -201,12 +232,11 @@ class _Recipe:
         forward: Callable[..., Any],
         backward: Backward,
         wanted: Asked,
-        is_float32: bool,
         dtype: torch.dtype | None,
     ) -> None:
         self.forward, self.backward, self.wanted = forward, backward, wanted
         self.of_input, self.of_weight, _ = wanted
-        self.is_float32, self.dtype = is_float32, dtype
+        self.dtype = dtype
         self.gradients: dict[Hashable, Callable[..., Gradients]] = {}
         self.unasked, self.all_in_a_row = [0, 0, 0], 0
 
@@ -255,14 +285,11 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         recipe, (input, weight) = ctx.recipe, ctx.saved_tensors
         asked = recipe.asked(ctx)
-        if torch.is_grad_enabled() or type(grad) is not Tensor or in_a_mode():  # a second backward pass may follow
+        key = signature_of_gradient(grad, input, weight, asked)
+        if key is None:
             if recipe.dtype is not None and weight is not None and torch.is_grad_enabled():
                 weight = _cast_anew(ctx, weight.dtype)
             return *recipe.backward(*as_plain((grad,)), input, weight, asked), None
-        precision = _precision("cuda", "conv") if recipe.is_float32 else None
-        # Saved tensors, too: hooks may give them back in another format.
-        strides = tuple([None if one is None else one.stride() for one in (grad, input, weight)])
-        key = strides, grad.is_neg(), asked, precision
         known = recipe.gradients.get(key)
         if known is None:
             if not are_dense(grad):

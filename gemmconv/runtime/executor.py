@@ -1,27 +1,27 @@
 """Runs the steps of a call, whose operands are addresses: in C where the extension is there, else in Python.
 
-Both take the same steps and make the same calls of the driver in the same order. The environment variable
-GEMMCONV_EXECUTOR ("c" or "python") asks for one of them, and for an error where that one is not there.
+Both take the same steps and make the same calls of the driver in the same order.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from gemmconv.errors import KernelError
+from gemmconv.extension import exchange_of_tensors, extension
 from gemmconv.runtime import cublas, launch, tensor_map
 
 Extent3 = tuple[int, int, int]
 Place = tuple[int, int]  # index of an address, and bytes behind it
 Run = Callable[..., int]  # addresses -> 0, or 1 + the index of one that is not aligned, and then nothing was done
 
-_ENVIRONMENT = "GEMMCONV_EXECUTOR"
+Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
+
+# torch.empty_strided on the current device, as what torch.compile generates calls it, in a third of the time.
+_allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class Launch(NamedTuple):
@@ -72,49 +72,50 @@ class Zero(NamedTuple):
 Step = Launch | Gemm | Zero
 
 
-@cache
-def extension() -> Any | None:
-    """The executor in C, None where it was not built or is not wanted.
+class Prepared(NamedTuple):
+    """Steps that are ready.
 
-    Raises:
-        KernelError: it is asked for and not there.
+    Attributes:
+        run: takes addresses, the first of which are multiples of the alignments, and enqueues the steps on torch's
+            current stream of the device.
+        call: makes a call with tensors in C; None where there is no such thing. Takes what is allocated for outputs,
+            which tensor of the call each operand is, what is allocated for scratch memory, and the call that serves
+            where another device is current, or a tensor is not aligned.
     """
-    wanted = os.environ.get(_ENVIRONMENT, "")
-    if wanted not in ("", "c", "python"):
-        raise KernelError(f'{_ENVIRONMENT} must be "c" or "python", got {wanted!r}')
-    if wanted == "python":
-        return None
-    try:
-        from gemmconv.runtime import _executor  # type: ignore[attr-defined]
-    except ImportError as error:
-        if wanted == "c":
-            way_out = "run `make executor`, or install gemmconv where there is a C compiler"
-            raise KernelError(f"{_ENVIRONMENT}=c needs the extension, got {error}; {way_out}") from error
-        return None
-    return _executor
+
+    run: Run
+    call: Callable[..., Callable[..., Any]] | None
 
 
-def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Step]) -> Run:
-    """What takes addresses, the first of which are multiples of ``alignments``, and enqueues the steps on torch's
-    current stream of a device."""
+def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Step]) -> Prepared:
+    """Prepare steps on a device, for addresses of which the first are multiples of ``alignments``."""
     in_c = extension()
     if in_c is None or device.type != "cuda":
-        return _prepare_in_python(device, alignments, steps)
+        return Prepared(_prepare_in_python(device, alignments, steps), None)
     products = any(isinstance(step, Gemm) for step in steps)
     functions = cublas.addresses() if products else (0, 0)
-    run = in_c.Program(device.index, functions, tuple(alignments), tuple(_described(step) for step in steps)).run
-    index, stream_of = device.index, torch._C._cuda_getCurrentRawStream
-    if not products:
-        return lambda *addresses: run(stream_of(index), 0, *addresses)
+    program = in_c.Program(device.index, functions, tuple(alignments), tuple(_described(step) for step in steps))
+    index, device_of, stream_of = device.index, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    blas_of, exchange = torch._C._cuda_getCurrentBlasHandle, exchange_of_tensors()
 
-    def call(*addresses: int) -> int:
-        if torch._C._cuda_getDevice() == index:
-            launch.make_current(index)  # for torch's handle
-            return run(stream_of(index), torch._C._cuda_getCurrentBlasHandle(), *addresses)
-        with torch.cuda.device(index):
-            return run(stream_of(index), torch._C._cuda_getCurrentBlasHandle(), *addresses)
+    def run(*addresses: int) -> int:
+        if device_of() != index:
+            with torch.cuda.device(index):
+                return run(*addresses)
+        launch.make_current(index)  # for torch's handle, and calls to come
+        answer: int = program.run(stream_of(index), blas_of() if products else 0, *addresses)
+        return answer
 
-    return call
+    def call(
+        outputs: Sequence[Allocation],
+        operands: Sequence[int],
+        scratch: Allocation | None,
+        otherwise: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        of_call = _allocate, tuple(outputs), bytes(operands), scratch
+        return in_c.Call(program, exchange, index, *of_call, (device_of, blas_of if products else None), otherwise).run
+
+    return Prepared(run, None if exchange is None or _allocate is None else call)
 
 
 def _described(step: Step) -> tuple[Any, ...]:

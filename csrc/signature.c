@@ -1,0 +1,177 @@
+/* What a plain call, and the gradients of one, are known by. gemmconv/ops/plain.py says in Python what counts.
+ *
+ *   signatures = Signatures(exchange, modes, levels, has_grad, has_autocast, cast_to, (precision, arguments), Tensor)
+ *   signatures.of_call(input, weight, bias, said) -> a tuple, or None of a call that Python has to look at
+ *   signatures.of_gradient(grad, input, weight, asked) -> the same, also None while gradients are recorded
+ *
+ * Kinds, devices, shapes and strides are the bytes of one object. Of torch it knows DLPack's functions, functions
+ * without arguments, of which one that is true says that this thread is in a mode, a module whose ``_current_level`` is
+ * below zero outside forward-mode gradients, and names of attributes. A tensor without data (sparse, a wrapper, of no
+ * device, empty) is none that it knows, nor is a complex one.
+ */
+#include "tensors.h"
+
+#include <string.h>
+
+enum { kIsNegative, kNeedsGrad, kIsLeaf, kIsView, kIsInference, kLevel, kNames };
+static const char* const texts[kNames] = {"is_neg", "requires_grad", "is_leaf", "_is_view", "is_inference",
+                                          "_current_level"};
+static PyObject* names[kNames];
+
+enum { kModes, kLevels, kHasGrad, kHasAutocast, kCastTo, kPrecision, kArguments, kTensor, kHeld };
+typedef struct {
+    PyObject_HEAD
+    const exchange_t* exchange;
+    PyObject* held[kHeld];
+} signatures_t;
+
+enum { kComplex = 5, kFloat32 = 1 << 16 | 32 << 8 | 2 };  /* DLPack's codes; the latter with bits and lanes */
+enum { kMostRank = 8, kTensors = 3, kMostWords = kTensors * (2 + 2 * kMostRank) };
+typedef struct { int count; uint64_t words[kMostWords]; } packed_t;
+
+static PyObject* call(PyObject* function) { return PyObject_CallFunctionObjArgs(function, NULL); }
+
+/* Whether what was made is true, -1 where it was not made. */
+static int is_true(PyObject* made) {
+    const int found = made ? PyObject_IsTrue(made) : -1;
+    Py_XDECREF(made);
+    return found;
+}
+
+static int is_in_a_mode(const signatures_t* self) {
+    const Py_ssize_t count = PyTuple_Size(self->held[kModes]);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const int found = is_true(call(PyTuple_GetItem(self->held[kModes], i)));
+        if (found) return found;
+    }
+    PyObject* level = PyObject_GetAttr(self->held[kLevels], names[kLevel]);
+    if (!level) return -1;
+    const long value = PyLong_AsLong(level);
+    Py_DecRef(level);
+    return value == -1 && PyErr_Occurred() ? -1 : value >= 0;
+}
+
+static int says(PyObject* object, int name) { return is_true(PyObject_CallMethodObjArgs(object, names[name], NULL)); }
+static int has(PyObject* object, int name) { return is_true(PyObject_GetAttr(object, names[name])); }
+
+enum { kTracks = 1, kCasts = 2 };  /* what counts of a tensor: whether it needs a gradient; what autocast keeps a cast by */
+
+/* Adds a tensor, None as nothing. 1 where it is none that is known, -1 with an error. */
+static int pack(const signatures_t* self, packed_t* packed, PyObject* object, int counts) {
+    uint64_t* words = packed->words + packed->count;
+    if (object == Py_None) {
+        words[0] = UINT64_MAX;
+        packed->count += 1;
+        return 0;
+    }
+    tensor_t tensor;
+    if (self->exchange->tensor_of(object, &tensor)) {
+        PyErr_Clear();
+        return 1;
+    }
+    if (tensor.rank > kMostRank || !tensor.data || tensor.type.code == kComplex) return 1;
+    const struct { int name, counts, is_method; } flags[] = {{kIsNegative, 0, 1}, {kNeedsGrad, kTracks | kCasts, 0},
+        {kIsLeaf, kCasts, 0}, {kIsView, kCasts, 1}, {kIsInference, kCasts, 1}};
+    uint64_t all = 0;
+    for (size_t i = 0; i < sizeof flags / sizeof flags[0]; ++i) {
+        if (flags[i].counts && !(flags[i].counts & counts)) continue;
+        const int found = (flags[i].is_method ? says : has)(object, flags[i].name);
+        if (found < 0) return -1;
+        all |= (uint64_t)found << i;
+    }
+    memcpy(words, &tensor.type, sizeof tensor.type);
+    words[0] = (words[0] & UINT32_MAX) | (uint64_t)tensor.rank << 32 | all << 40;
+    words[1] = (uint64_t)(uint32_t)tensor.device_type << 32 | (uint32_t)tensor.device;
+    memcpy(words + 2, tensor.shape, (size_t)tensor.rank * sizeof *words);
+    memcpy(words + 2 + tensor.rank, tensor.strides, (size_t)tensor.rank * sizeof *words);
+    packed->count += 2 + 2 * tensor.rank;
+    return 0;
+}
+
+/* The tuple of what tensors were packed to and of objects, the second of which it takes. */
+static PyObject* key_of(const packed_t* packed, PyObject* first, PyObject* second, PyObject* precision) {
+    PyObject* bytes =
+        second ? PyBytes_FromStringAndSize((const char*)packed->words, packed->count * (Py_ssize_t)sizeof(uint64_t)) : NULL;
+    PyObject* key = bytes ? PyTuple_Pack(4, bytes, first, second, precision) : NULL;
+    Py_XDECREF(bytes);
+    Py_XDECREF(second);
+    return key;
+}
+
+/* torch's precision of float32, which nothing else depends on. */
+static PyObject* precision_of(const signatures_t* self, const packed_t* packed) {
+    const int is_float32 = (uint32_t)packed->words[0] == kFloat32;
+    return is_float32 ? PyObject_Call(self->held[kPrecision], self->held[kArguments], NULL) : Py_NewRef(Py_None);
+}
+
+static PyObject* of_call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+    const signatures_t* self = (const signatures_t*)object;
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "of_call takes 4 arguments, got %zd", count);
+    packed_t packed;
+    packed.count = 0;
+    int other = is_in_a_mode(self);
+    const int tracks = other ? 0 : is_true(call(self->held[kHasGrad]));
+    const int casts = other || tracks < 0 ? tracks : is_true(call(self->held[kHasAutocast]));
+    if (casts < 0) return NULL;
+    for (int i = 0; i < kTensors && !other; ++i)
+        other = pack(self, &packed, arguments[i], tracks * kTracks | (i ? casts * kCasts : 0));
+    if (other) return other > 0 ? Py_NewRef(Py_None) : NULL;
+    packed.words[0] |= (uint64_t)tracks << 48;
+    PyObject* precision = precision_of(self, &packed);
+    if (!precision) return NULL;
+    PyObject* cast_to = casts ? PyObject_CallFunctionObjArgs(self->held[kCastTo], arguments[0], NULL) : Py_NewRef(Py_None);
+    PyObject* key = key_of(&packed, arguments[3], cast_to, precision);
+    Py_DecRef(precision);
+    return key;
+}
+
+static PyObject* of_gradient(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+    const signatures_t* self = (const signatures_t*)object;
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "of_gradient takes 4 arguments, got %zd", count);
+    packed_t packed;
+    packed.count = 0;
+    int other = (PyObject*)Py_TYPE(arguments[0]) != self->held[kTensor];
+    if (!other) other = is_true(call(self->held[kHasGrad]));  /* a second backward pass may follow */
+    if (!other) other = is_in_a_mode(self);
+    for (int i = 0; i < kTensors && !other; ++i) other = pack(self, &packed, arguments[i], 0);
+    if (other) return other > 0 ? Py_NewRef(Py_None) : NULL;
+    return key_of(&packed, arguments[3], precision_of(self, &packed), Py_None);
+}
+
+static PyObject* signatures_new(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+    PyObject *capsule, *held[kHeld];
+    (void)keywords;
+    if (!PyArg_ParseTuple(arguments, "OO!OOOO(OO!)O", &capsule, &PyTuple_Type, &held[kModes], &held[kLevels],
+                          &held[kHasGrad], &held[kHasAutocast], &held[kCastTo], &held[kPrecision], &PyTuple_Type,
+                          &held[kArguments], &held[kTensor]))
+        return NULL;
+    const exchange_t* exchange = exchange_of(capsule);
+    if (!exchange) return NULL;
+    allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    signatures_t* self = (signatures_t*)make(type, 0);
+    if (!self) return NULL;
+    self->exchange = exchange;
+    for (int i = 0; i < kHeld; ++i) self->held[i] = Py_NewRef(held[i]);
+    return (PyObject*)self;
+}
+
+static void signatures_dealloc(PyObject* object) {
+    PyTypeObject* type = Py_TYPE(object);
+    for (int i = 0; i < kHeld; ++i) Py_XDECREF(((signatures_t*)object)->held[i]);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DecRef((PyObject*)type);
+}
+
+static PyMethodDef methods[] = {
+    {"of_call", (PyCFunction)(void (*)(void))of_call, METH_FASTCALL, "What a call is known by, None in a mode."},
+    {"of_gradient", (PyCFunction)(void (*)(void))of_gradient, METH_FASTCALL, "What its gradients are known by."},
+    {NULL, NULL, 0, NULL}};
+static PyType_Slot slots[] = {
+    {Py_tp_new, signatures_new}, {Py_tp_dealloc, signatures_dealloc}, {Py_tp_methods, methods}, {0, NULL}};
+static PyType_Spec spec = {"gemmconv._extension.Signatures", sizeof(signatures_t), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyObject* make_signatures_type(void) {
+    for (int i = 0; i < kNames; ++i)
+        if (!names[i] && !(names[i] = PyUnicode_InternFromString(texts[i]))) return NULL;
+    return PyType_FromSpec(&spec);
+}

@@ -1,0 +1,40 @@
+/* What the executor reads of tensors: DLPack's C exchange API, which torch has from 2.11 on, so that neither its headers
+ * nor the interpreter are needed. Declared as https://github.com/dmlc/dlpack has it, version 1.3. */
+#pragma once
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030a0000
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+typedef struct {
+    void* data;
+    int32_t device_type, device;
+    int32_t rank;
+    struct { uint8_t code, bits; uint16_t lanes; } type;
+    int64_t *shape, *strides;  /* in elements, and the tensor's own */
+    uint64_t byte_offset;
+} tensor_t;
+
+typedef struct {
+    struct { uint32_t major, minor; } version;
+    void* before;
+    void *allocate, *to_managed, *from_managed;
+    int (*tensor_of)(void* object, tensor_t* tensor);
+    int (*current_stream)(int device_type, int32_t device, void** stream);
+} exchange_t;
+
+_Static_assert(sizeof(tensor_t) == 48 && sizeof(exchange_t) == 56, "as in dlpack.h");
+
+/* torch.Tensor.__dlpack_c_exchange_api__, NULL with an error where it is of another version, or lacks what is used. */
+static inline const exchange_t* exchange_of(PyObject* capsule) {
+    const exchange_t* exchange = (const exchange_t*)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (exchange && (exchange->version.major != 1 || exchange->version.minor < 2 || !exchange->tensor_of ||
+                     !exchange->current_stream)) {
+        PyErr_Format(PyExc_ValueError, "DLPack's exchange must be of version 1.2 or later, and whole, got %u.%u",
+                     exchange->version.major, exchange->version.minor);
+        return NULL;
+    }
+    return exchange;
+}

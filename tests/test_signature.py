@@ -1,0 +1,213 @@
+"""What plain calls and their gradients are known by: in C and in Python, the same calls are one."""
+
+import contextlib
+import gc
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from gemmconv.extension import exchange_of_tensors, extension
+from gemmconv.ops import plain
+from tests.executor_checks import exchange, rss
+
+needs_the_extension = pytest.mark.skipif(
+    extension() is None or exchange_of_tensors() is None, reason="no extension in C (`make executor`), or an old torch"
+)
+
+
+def tensor(*shape, **options):
+    return torch.zeros(shape, **options)
+
+
+@contextlib.contextmanager
+def float32_precision(value):
+    conv = torch.backends.cudnn.conv
+    before, conv.fp32_precision = conv.fp32_precision, value
+    try:
+        yield
+    finally:
+        conv.fp32_precision = before
+
+
+INPUT, WEIGHT, BIAS = tensor(2, 3, 4, 5), Parameter(tensor(3, 6, 2, 2)), Parameter(tensor(6))
+LAST = torch.channels_last
+CALLS = {
+    "usual": (INPUT, WEIGHT, BIAS),
+    "other arguments": (INPUT, WEIGHT, BIAS, b"b"),
+    "no bias": (INPUT, WEIGHT, None),
+    "other images": (tensor(3, 3, 4, 5), WEIGHT, BIAS),
+    "other width": (tensor(2, 3, 5, 4), WEIGHT, BIAS),
+    "no batch": (tensor(3, 4, 5), WEIGHT, BIAS),
+    "channels_last": (INPUT.contiguous(memory_format=LAST), WEIGHT, BIAS),
+    "strides of one": (tensor(999).as_strided((2, 3, 1, 5), (60, 20, 5, 1)), WEIGHT, BIAS),
+    "other strides of one": (tensor(999).as_strided((2, 3, 1, 5), (60, 20, 7, 1)), WEIGHT, BIAS),
+    "double": (INPUT.double(), WEIGHT, BIAS),
+    "half": (INPUT.half(), WEIGHT, BIAS),
+    "bfloat16": (INPUT.bfloat16(), WEIGHT, BIAS),
+    "negative input": (torch._neg_view(INPUT), WEIGHT, BIAS),
+    "tracked input": (tensor(2, 3, 4, 5, requires_grad=True), WEIGHT, BIAS),
+    "frozen weight": (INPUT, Parameter(WEIGHT.detach(), False), BIAS),
+    "other weight": (INPUT, Parameter(tensor(3, 6, 2, 3)), BIAS),
+    "weight in channels_last": (INPUT, Parameter(WEIGHT.detach().contiguous(memory_format=LAST)), BIAS),
+    "half weight": (INPUT, Parameter(WEIGHT.detach().half()), BIAS),
+    "frozen bias": (INPUT, WEIGHT, Parameter(BIAS.detach(), False)),
+    "half bias": (INPUT, WEIGHT, Parameter(BIAS.detach().half())),
+    "bias with steps": (INPUT, WEIGHT, Parameter(tensor(12)[::2])),
+    "negative bias": (INPUT, WEIGHT, torch._neg_view(BIAS.detach()).requires_grad_()),
+}
+STATES = {
+    "usual": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to half": lambda: torch.autocast("cpu", torch.float16),
+    "autocast without its cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "ieee": lambda: float32_precision("ieee"),
+}
+
+
+def signatures(make):
+    """Of all calls in all states."""
+    found = {}
+    for (call, given), (state, enter) in itertools.product(CALLS.items(), STATES.items()):
+        tensors, said = given[:3], (*given, b"a")[3]
+        with enter():
+            found[call, state] = make(*tensors, said)
+    return found
+
+
+@needs_the_extension
+def test_both_tell_the_same_calls_apart():
+    in_c, in_python = signatures(plain.signature), signatures(plain._signature)
+    assert plain.signature is not plain._signature
+    assert None not in (*in_c.values(), *in_python.values())
+    for one, other in itertools.combinations(in_c, 2):
+        assert (in_c[one] == in_c[other]) == (in_python[one] == in_python[other]), (one, other)
+    assert signatures(plain.signature) == in_c
+
+
+@needs_the_extension
+def test_both_tell_the_same_gradients_apart():
+    grads = [
+        tensor(2, 6, 5, 6),
+        tensor(2, 6, 5, 6).contiguous(memory_format=LAST),
+        tensor(1, 1, 1, 1).expand(2, 6, 5, 6),
+        torch._neg_view(tensor(2, 6, 5, 6)),
+    ]
+    inputs = None, INPUT, INPUT.contiguous(memory_format=LAST)
+    asked = (True, True, True), (True, False, False)
+    weights = None, WEIGHT, WEIGHT.detach().half()
+    calls = [*itertools.product([*grads, grads[0].half()], inputs, weights, asked)]
+    with torch.no_grad():
+        in_c = [plain.signature_of_gradient(*call) for call in calls]
+        in_python = [plain._signature_of_gradient(*call) for call in calls]
+    for i, j in itertools.combinations(range(len(calls)), 2):
+        assert (in_c[i] == in_c[j]) == (in_python[i] == in_python[j])
+    for make in (plain.signature_of_gradient, plain._signature_of_gradient):
+        assert make(*calls[0]) is None  # gradients are recorded
+        with torch.no_grad():
+            assert make(BIAS, *calls[0][1:]) is None  # of another class
+
+
+@needs_the_extension
+@pytest.mark.parametrize("make", [plain.signature, plain._signature])
+def test_calls_in_a_mode_have_none(make):
+    found = []
+
+    def ask(input):
+        found.append(make(input, WEIGHT, BIAS, b"a"))
+        return input
+
+    with torch.overrides.BaseTorchFunctionMode():
+        ask(INPUT)
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        ask(INPUT)
+    torch.func.vmap(ask)(INPUT)
+    torch.func.grad(lambda input: ask(input).sum())(INPUT)
+    torch.jit.trace(ask, INPUT, check_trace=False)
+    with torch.autograd.forward_ad.dual_level():
+        ask(INPUT)
+    with torch.autograd.profiler.profile(use_kineto=False):
+        ask(INPUT)
+    assert len(found) >= 7
+    assert found == [None] * len(found)
+    ask(INPUT)
+    assert found[-1] is not None
+
+
+@needs_the_extension
+def test_tensors_without_data_are_not_known():
+    empty = tensor(0, 3, 4, 5)
+    functional = [torch._to_functional_tensor(one) for one in (INPUT, empty)]
+    zeros = [torch._efficientzerotensor(one.shape) for one in (INPUT, empty)]
+    for odd in (INPUT.to_sparse(), INPUT.to("meta"), INPUT.cfloat().conj(), empty, *functional, *zeros):
+        assert plain.signature(odd, WEIGHT, BIAS, b"a") is None
+        assert plain.signature(INPUT, WEIGHT, odd, b"a") is None
+        with torch.no_grad():
+            assert plain.signature_of_gradient(odd, INPUT, WEIGHT, (True,) * 3) is None
+
+
+@needs_the_extension
+def test_signatures_keep_no_memory():
+    held = [INPUT, WEIGHT, BIAS, (asked := (True, True, True)), (said := b"unlike all others")]
+
+    def work(rounds):
+        for _ in range(rounds):
+            plain.signature(INPUT, WEIGHT, BIAS, said)
+            plain.signature(INPUT.to_sparse(), WEIGHT, None, said)
+            with torch.no_grad():
+                plain.signature_of_gradient(INPUT, None, WEIGHT, asked)
+            with torch.autocast("cpu", torch.bfloat16):
+                plain.signature(INPUT, WEIGHT, BIAS, said)
+            with pytest.raises(TypeError, match="takes 4 arguments, got 1"):
+                plain.signature(INPUT)
+        gc.collect()
+
+    work(500)
+    counts, before = [sys.getrefcount(one) for one in held], rss()
+    work(5000)
+    assert [sys.getrefcount(one) for one in held] == counts
+    assert rss() - before < 1 << 20, f"{rss() - before} bytes more"
+
+
+@needs_the_extension
+def test_what_is_raised_while_a_signature_is_made_is_raised():
+    """Not what comes after it."""
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    def make(of_call=True, **changed):
+        parts = {name: (lambda: False) for name in ("has_grad", "precision", "mode")}
+        parts |= {"has_autocast": lambda: True, "cast_to": lambda input: None} | changed
+        modes, levels = (parts["mode"],), SimpleNamespace(_current_level=-1)
+        states = parts["has_grad"], parts["has_autocast"], parts["cast_to"], (parts["precision"], ())
+        made = extension().Signatures(exchange_of_tensors(), modes, levels, *states, torch.Tensor)
+        return made.of_call(INPUT, WEIGHT, BIAS, b"a") if of_call else made.of_gradient(INPUT, INPUT, WEIGHT, (True,))
+
+    assert make() is not None
+    for name in ("mode", "has_grad", "has_autocast", "cast_to", "precision"):
+        with pytest.raises(KeyboardInterrupt):
+            make(**{name: fail})
+    for name in ("mode", "has_grad", "precision"):
+        with pytest.raises(KeyboardInterrupt):
+            make(of_call=False, **{name: fail})
+
+
+def test_other_functions_of_dlpack_are_not_taken(monkeypatch):
+    """Of another version, of none, or of no extension: gemmconv does without."""
+    in_c = extension()
+    if in_c is not None:
+        for version, whole in (((1, 3), True), ((1, 1), True), ((2, 0), True), ((1, 3), False)):
+            capsule, _kept = exchange(*version, whole=whole)
+            assert in_c.takes(capsule) == (version == (1, 3) and whole)
+        assert not in_c.takes(object())
+    find = exchange_of_tensors.__wrapped__
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", object(), raising=False)
+    assert find() is None
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert find() is None
