@@ -91,10 +91,15 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         Raises:
             ValueError: an output_size that no output_padding below the stride gives.
         """
-        weight, bias, output_padding = self.weight, self.bias, self.output_padding
+        compiling = torch.compiler.is_compiling()
+        # As attributes they are found last, after a microsecond; parametrizations and FSDP put them elsewhere.
+        parameters: dict[str, Any] = {} if compiling else self._parameters
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        output_padding = self.output_padding
         if (
             output_size is None
-            and not torch.compiler.is_compiling()
+            and not compiling
             and plain.are_usual(input, weight, bias)
             and (said := self._arguments_said()) is not None
         ):

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import gemmconv
 from tests.samples import conv_precision
@@ -380,3 +381,41 @@ def test_module_of_torch_whose_class_is_changed_has_the_defaults():
     layer.__class__ = gemmconv.ConvTranspose2d
     assert "algorithm=auto" in repr(layer)
     assert layer(torch.randn(1, 4, 5, 6)).shape == (1, 6, 7, 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: torch.nn.utils.spectral_norm(layer, n_power_iterations=1),
+        lambda layer: torch.nn.utils.parametrizations.spectral_norm(layer),
+        lambda layer: torch.nn.utils.parametrizations.weight_norm(layer),
+        lambda layer: torch.nn.utils.parametrizations.weight_norm(layer, "bias"),
+        lambda layer: prune.l1_unstructured(layer, "weight", 5),
+        lambda layer: prune.l1_unstructured(layer, "bias", 1),
+        lambda layer: layer.register_parameter("bias", None),
+        lambda layer: setattr(layer, "weight", torch.nn.Parameter(torch.ones_like(layer.weight))),
+        lambda layer: layer.weight.data.fill_(2.0),
+        lambda layer: setattr(layer.weight, "data", torch.ones(2, 3, 2, 2)),
+    ],
+    ids=range(10),
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_known_layer_that_changes_is_computed_with_what_it_has_then(change):
+    """As torch's, wherever its weight and bias are kept."""
+    torch.manual_seed(0)
+    theirs = torch.nn.ConvTranspose2d(2, 3, 2, 2)
+    ours = gemmconv.convert(copy.deepcopy(theirs))
+    image = torch.randn(1, 2, 4, 4)
+    for layer in (ours, ours, theirs):
+        layer(image)
+    results = []
+    for layer in (theirs, ours):
+        torch.manual_seed(1)
+        change(layer)
+        layer.eval()
+        results.append([layer(image) for _ in range(3)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    weight = torch.randn(2, 3, 2, 2)
+    called = [torch.func.functional_call(layer, {"weight": weight}, (image,)) for layer in (theirs, ours)]
+    torch.testing.assert_close(*called, rtol=0, atol=0)
