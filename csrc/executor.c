@@ -438,11 +438,11 @@ typedef struct {
     PyObject_HEAD
     program_t* program;
     const exchange_t* exchange;
-    int index;                               /* torch's, of the program's device */
+    int index;  /* torch's, of the program's device */
     int output_count, operand_count, tensor_count;  /* the last as many as operands name at least */
-    unsigned char operands[kMostAddresses];         /* which tensor of the call each of them is */
+    unsigned char operands[kMostAddresses];  /* which tensor of the call each of them is */
     PyObject *allocate, *outputs, *scratch;  /* a function, tuples of its arguments, one of them or None */
-    PyObject *device_of, *blas_of;           /* torch's current device, and its cuBLAS handle or None */
+    PyObject *device_of, *blas_of;  /* functions: torch's current device, and its cuBLAS handle, or None */
     PyObject* otherwise;
 } call_t;
 
