@@ -13,6 +13,9 @@
  *
  * It takes Python's limited API, so that one build serves Python 3.10 and later, and needs neither torch nor CUDA's
  * headers: what it calls of the driver is declared below, as cuda.h has it, and found in libcuda when first needed.
+ *
+ * A launch takes the host 4 to 6 us in a training step, a product of cuBLAS 12 to 31, all else here 1 or 2. Launches that
+ * overlap take no longer than others; a CUfunction in place of a CUkernel, and keeping the lock, gained nothing.
  */
 #include "tensors.h"
 

@@ -8,6 +8,9 @@
  * without arguments, of which one that is true says that this thread is in a mode, a module whose ``_current_level`` is
  * below zero outside forward-mode gradients, and names of attributes. A tensor without data (sparse, a wrapper, of no
  * device, empty) is none that it knows, nor is a complex one.
+ *
+ * On an H100's host a key took Python 9 us in a loop, but 17 to 35 us in a training step, whose operators leave little of
+ * it in the processor's caches; here 9 to 13 us there.
  */
 #include "tensors.h"
 
