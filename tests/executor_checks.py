@@ -92,7 +92,18 @@ def refused(kind, *words):
     assert all(word in said for word in words), f"{words} are not all in {said!r}"
 
 
-def rss():
+def keeps_no_memory(held, work, few, many):
+    """That work, after a few rounds, leaves no references to what is held, and takes no memory, in many."""
+    work(*few)
+    gc.collect()
+    counts, before = [sys.getrefcount(of) for of in held], _rss()
+    work(*many)
+    gc.collect()
+    assert [sys.getrefcount(of) for of in held] == counts
+    assert _rss() - before < 1 << 20, f"{_rss() - before} bytes more"
+
+
+def _rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -350,13 +361,8 @@ def memory_does_not_grow():
             program(*EVERY_STEP, *(launch(bytes(4096), ((0, 0, 0),) * 50),) * 4)
             with refused(REFUSALS):
                 program(*EVERY_STEP, bad[i % 3])
-        gc.collect()
 
-    work(2000, 200)
-    counts, before = [sys.getrefcount(of) for of in held], rss()
-    work(100_000, 2000)
-    assert [sys.getrefcount(of) for of in held] == counts
-    assert rss() - before < 1 << 20, f"{rss() - before} bytes more"
+    keeps_no_memory(held, work, (2000, 200), (100_000, 2000))
     assert DRIVER.contexts_retained() == 2
 
 
@@ -559,13 +565,8 @@ def calls_keep_no_memory():
         for _ in range(runs // 10):
             other = call(one, (arguments,), b"\0\1", otherwise=lambda *of: of, device_of=lambda: 6)
             assert len(other(array, array)) == 2
-        gc.collect()
 
-    work(500)
-    counts, before = [sys.getrefcount(of) for of in held], rss()
-    work(50_000)
-    assert [sys.getrefcount(of) for of in held] == counts
-    assert rss() - before < 1 << 20, f"{rss() - before} bytes more"
+    keeps_no_memory(held, work, (500,), (50_000,))
 
 
 def python_asks_for_the_same(path):

@@ -1,9 +1,7 @@
 """What plain calls and their gradients are known by: in C and in Python, the same calls are one."""
 
 import contextlib
-import gc
 import itertools
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +10,10 @@ from torch.nn import Parameter
 
 from gemmconv.extension import exchange_of_tensors, extension
 from gemmconv.ops import plain
-from tests.executor_checks import exchange, rss
+from tests.executor_checks import exchange, keeps_no_memory
 
 needs_the_extension = pytest.mark.skipif(
-    extension() is None or exchange_of_tensors() is None, reason="no extension in C (`make executor`), or an old torch"
+    exchange_of_tensors() is None, reason="no extension in C (`make executor`), or an old torch"
 )
 
 
@@ -165,13 +163,8 @@ def test_signatures_keep_no_memory():
                 plain.signature(INPUT, WEIGHT, BIAS, said)
             with pytest.raises(TypeError, match="takes 4 arguments, got 1"):
                 plain.signature(INPUT)
-        gc.collect()
 
-    work(500)
-    counts, before = [sys.getrefcount(one) for one in held], rss()
-    work(5000)
-    assert [sys.getrefcount(one) for one in held] == counts
-    assert rss() - before < 1 << 20, f"{rss() - before} bytes more"
+    keeps_no_memory(held, work, (500,), (5000,))
 
 
 @needs_the_extension

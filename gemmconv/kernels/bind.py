@@ -64,14 +64,10 @@ def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[
     arguments = [given_as.index(one.given_as) for one in program.operands]
     call = _of_any(program.dtype, ready.run, made, scratch, arguments, fits, after)
     same_type = tensors[0] is not None and tensors[0].dtype == program.dtype
-    if not same_type or any(fits) or after:
+    if ready.call is None or not same_type or any(fits) or after:
         return call
-    if ready.call is not None:
-        outputs = [(tuple(shape), tuple(strides), dtype) for shape, strides, dtype in made]
-        return ready.call(outputs, arguments, ((scratch,), (1,), program.dtype) if scratch else None, call)
-    if arguments != [*range(len(tensors))]:
-        return call
-    return _as_they_are(ready.run, made, scratch, call)
+    outputs = [(tuple(shape), tuple(strides), dtype) for shape, strides, dtype in made]
+    return ready.call(outputs, arguments, ((scratch,), (1,), program.dtype) if scratch else None, call)
 
 
 def _loaded(steps: Iterable[Step], device: torch.device) -> list[launch.Kernel]:
@@ -141,8 +137,8 @@ def _of_any(
         for i, fit in enumerate(fits):
             if fit is not None and (operand := operands[i]) is not None:
                 operands[i] = fit(operand)
-        scratch = first.new_empty(scratch_elements, dtype=dtype)
-        addresses = [0 if one is None else one.data_ptr() for one in (*results, *operands, scratch)]
+        scratch = [first.new_empty(scratch_elements, dtype=dtype)] if scratch_elements else []
+        addresses = [0 if one is None else one.data_ptr() for one in (*results, *operands, *scratch)]
         while misaligned := run(*addresses):
             i = misaligned - 1 - len(results)
             operand = operands[i]
@@ -151,25 +147,6 @@ def _of_any(
             addresses[misaligned - 1] = copy.data_ptr()
         for i, strides in after:
             results[i] = restrided(results[i], strides)
-        return results[0] if len(results) == 1 else tuple(results)
-
-    return call
-
-
-def _as_they_are(
-    run: executor.Run, made: Sequence[Made], scratch_elements: int, of_any: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The same where torch does nothing to the tensors, which the executor in C does by itself."""
-
-    def call(*tensors: Any) -> Any:
-        first = tensors[0]
-        results = [first.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in made]
-        addresses = [0 if one is None else one.data_ptr() for one in (*results, *tensors)]
-        if scratch_elements:
-            scratch = first.new_empty(scratch_elements)
-            addresses.append(scratch.data_ptr())
-        if run(*addresses):
-            return of_any(*tensors)
         return results[0] if len(results) == 1 else tuple(results)
 
     return call

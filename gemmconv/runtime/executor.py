@@ -18,7 +18,7 @@ Extent3 = tuple[int, int, int]
 Place = tuple[int, int]  # index of an address, and bytes behind it
 Run = Callable[..., int]  # addresses -> 0, or 1 + the index of one that is not aligned, and then nothing was done
 
-Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
+Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, and the dtype
 
 # torch.empty_strided on the current device, as what torch.compile generates calls it, in a third of the time.
 _allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
