@@ -217,6 +217,8 @@ def executed(language):
     with pytest.MonkeyPatch.context() as patch:
         if language == "python":
             patch.setattr(executor, "extension", lambda: None)
+        elif os.environ.get("GEMMCONV_EXECUTOR") == "python":
+            pytest.skip("GEMMCONV_EXECUTOR asks for Python")
         assert (executor.extension() is not None) == (language == "c"), "run `make executor`"
         implementation.plans.clear()
         yield
@@ -227,6 +229,12 @@ def executed(language):
 def in_c():
     with executed("c"):
         yield
+
+
+@pytest.fixture(params=["c", "python"])
+def in_both(request):
+    with executed(request.param):
+        yield request.param
 
 
 def step(data, algorithm, precision="ieee"):
@@ -253,7 +261,19 @@ def assert_same_bits(actual, wanted):
 
 @pytest.mark.gpu
 def test_the_extension_is_there():
-    assert extension.extension() is not None
+    assert (extension.extension() is None) == (os.environ.get("GEMMCONV_EXECUTOR") == "python")
+
+
+@pytest.mark.gpu
+def test_zeros_come_first_in_a_thread_that_has_called_nothing_of_cuda(in_both):
+    """As in a backward pass's."""
+    memory, answers = torch.ones(1024, dtype=torch.uint8, device="cuda"), []
+    run, address = executor.prepare(GPU, [1], [executor.Zero((0, 0), 1024)]).run, memory.data_ptr()
+    thread = threading.Thread(target=lambda: answers.append(run(address)))
+    thread.start()
+    thread.join()
+    assert answers == [0]
+    assert not memory.any()
 
 
 @pytest.mark.gpu
@@ -293,7 +313,7 @@ def test_both_executors_compute_the_same_bits(algorithm, kind, arrange):
 
 @pytest.mark.gpu
 @by_algorithm
-def test_threads_run_one_program_on_their_streams(algorithm, in_c):
+def test_threads_run_one_program_on_their_streams(algorithm, in_both):
     data = [sample_of(algorithm) for _ in range(2)]
     data[1].input.neg_()
     wanted = [step(one, algorithm) for one in data]
@@ -319,7 +339,7 @@ def test_threads_run_one_program_on_their_streams(algorithm, in_c):
 
 @pytest.mark.gpu
 @by_algorithm
-def test_programs_run_on_the_current_stream_and_in_graphs(algorithm, in_c):
+def test_programs_run_on_the_current_stream_and_in_graphs(algorithm, in_both):
     data = sample_of(algorithm)
     wanted, stream, late = step(data, algorithm), torch.cuda.Stream(), torch.full_like(data.input, torch.nan)
     other = Sample(late, data.weight, data.bias, data.grad_output)
@@ -342,7 +362,7 @@ def test_programs_run_on_the_current_stream_and_in_graphs(algorithm, in_c):
 @pytest.mark.gpu
 @by_algorithm
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_programs_run_on_a_device_that_is_not_current_and_on_two_at_once(algorithm, in_c):
+def test_programs_run_on_a_device_that_is_not_current_and_on_two_at_once(algorithm, in_both):
     data = [sample_of(algorithm, device=f"cuda:{i}") for i in range(2)]
     assert torch.cuda.current_device() == 0
     wanted, there = (step(one, algorithm) for one in data)
@@ -360,7 +380,7 @@ def resident_bytes():
 
 @pytest.mark.gpu
 @by_algorithm
-def test_calls_keep_no_memory(algorithm, in_c):
+def test_calls_keep_no_memory(algorithm, in_both):
     data, more = sample_of(algorithm), CASES[algorithm].parameters | {"algorithm": algorithm, "precision": "ieee"}
 
     def call(times):
@@ -377,7 +397,7 @@ def test_calls_keep_no_memory(algorithm, in_c):
 
 
 @pytest.mark.gpu
-def test_a_launch_that_fails_says_which(in_c):
+def test_a_launch_that_fails_says_which(in_both):
     """Blocks have 1024 threads at most. What runs next runs."""
     config = Config(problem_of(CASES["direct"]), torch.float32, GPU)
     kernel = Direct().forward(config).kernels[0]

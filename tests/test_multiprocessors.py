@@ -41,9 +41,6 @@ class Launches(list):
         launches = self
 
         class Kernel:
-            def make_current(self):
-                pass
-
             def launch(self, grid, block, params, shared_bytes=0, overlaps=False):
                 launches.append((source.removesuffix(".cu"), math.prod(grid)))
 

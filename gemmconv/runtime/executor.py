@@ -145,13 +145,14 @@ def _prepare_in_python(device: torch.device, alignments: Sequence[int], steps: S
             do(addresses)
         return 0
 
-    def elsewhere(*addresses: int) -> int:
-        if torch.cuda.current_device() == index:
-            return run(*addresses)
-        with torch.cuda.device(index):
-            return run(*addresses)
+    def run_on_device(*addresses: int) -> int:
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                return run_on_device(*addresses)
+        launch.make_current(index)
+        return run(*addresses)
 
-    return run if index is None else elsewhere
+    return run if index is None else run_on_device
 
 
 def _prepare_launch(step: Launch, device: torch.device) -> Callable[[Sequence[int]], None]:
@@ -165,7 +166,6 @@ def _prepare_launch(step: Launch, device: torch.device) -> Callable[[Sequence[in
             address = addresses[index]
             ctypes.c_ulonglong.from_buffer(params, offset).value = address + more if address else 0
         for offset, index, more, described in step.maps:
-            kernel.make_current()
             ctypes.memmove(ctypes.byref(params, offset), tensor_map.encode(addresses[index] + more, *described), 128)
         kernel.launch(*shape, params, *last)
 

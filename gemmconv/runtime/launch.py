@@ -67,10 +67,6 @@ class Kernel:
                 raise KernelError(f"{self.name}: {shared_bytes} bytes of shared memory refused with {status.name}")
             self._shared_bytes = shared_bytes
 
-    def make_current(self) -> None:
-        """See :func:`make_current`."""
-        make_current(self._device_index)
-
     def launch(
         self,
         grid: Extent3,
@@ -79,13 +75,12 @@ class Kernel:
         shared_bytes: int = 0,
         overlaps: bool = False,
     ) -> None:
-        """Enqueue one launch on torch's current stream; ``params`` is copied before this returns.
+        """Enqueue one launch on torch's current stream, where the device is current; ``params`` is copied at once.
 
         With ``overlaps`` it may begin before the launch before it has ended, where that allows it; see
         csrc/include/ptx/pdl.cuh. What it reads before it waits must have been there when that launch began: this must
         be an ordinary one, and nothing may be enqueued between the two that it reads.
         """
-        self.make_current()
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = self._current_stream(self._device_index)
         address = ctypes.addressof(argument)
@@ -103,7 +98,7 @@ class Kernel:
 
 
 def make_current(device_index: int) -> None:
-    """Give this thread the device's context, for what calls the driver before the first launch.
+    """Give this thread the device's context, for what calls the driver.
 
     A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has none.
     """

@@ -81,9 +81,6 @@ class Kernel:
         loaded = ctypes.CDLL(str(library.result()))
         return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(loaded, f"emulated_{self.name}")))
 
-    def make_current(self) -> None:
-        """There is nothing to do."""
-
     def launch(
         self,
         grid: tuple[int, int, int],
