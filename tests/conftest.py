@@ -34,6 +34,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
 from gemmconv.device import spec_of
 from gemmconv.kernels import kept
 from gemmconv.kernels.base import missing
+from gemmconv.ops import autocast
 from tests import emulator
 from tests.samples import DEVICES
 
@@ -89,6 +90,12 @@ def _devices_are_asked_anew() -> None:
     """No test's GEMMCONV_CAPABILITY is another's."""
     spec_of.cache_clear()
     missing.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known_of_regions_of_autocast() -> None:
+    """Whether regions use casts again decides how often tensors are cast."""
+    autocast._regions.clear()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Autocast, as torch does it for conv_transpose2d: tensors no more precise than float32 take its dtype.
 
-One cast of a leaf is kept until torch clears its cache, for our operators as for torch's own. That cache is not open to
-others. But torch keeps its cast of a witness there, and our casts are freed with it: they hang on its graph's node.
+One cast of a leaf serves all calls until torch clears its cache, as torch's own does. That cache is not open to others.
+But torch keeps its cast of a witness there, and our casts are freed with it: they hang on its graph's node. A witness
+takes a step 60 us, so where regions call no layer twice, most have none, and each call casts for itself.
 """
 
 from __future__ import annotations
@@ -52,43 +53,80 @@ class Cast(NamedTuple):
     version: int
 
 
-Kept = dict[int, Cast]  # by the ids of leaves
+class Kept:
+    """Casts of leaves, which serve until torch clears its cache. It is to hold those of what :func:`is_kept` alone."""
+
+    def __init__(self, regions: _Regions) -> None:
+        self._regions, self._casts = regions, dict[int, Cast]()  # by the ids of leaves
+
+    def of(self, leaf: Tensor) -> Cast | None:
+        """The cast of a leaf, if it has one of what it is now."""
+        found = self._casts.get(id(leaf))
+        if found is None or found.version != leaf._version:
+            return None
+        self._regions.share = True
+        return found
+
+    def add(self, leaf: Tensor, cast: Tensor) -> Cast:
+        """Keep a cast of a leaf."""
+        made = self._casts[id(leaf)] = Cast(leaf, cast, leaf._version)
+        return made
 
 
 class _Region:
     """What lives as long as torch's cache: no frame of a call holds it, as it may hold what is in it."""
 
-    def __init__(self) -> None:
-        self.casts: Kept = {}
+    def __init__(self, regions: _Regions) -> None:
+        self.kept = Kept(regions)
 
 
-_regions: dict[tuple[str, torch.dtype], weakref.ref[_Region]] = {}  # by device type and autocast's dtype
-_witnesses: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}  # each with an operand
+class _Regions:
+    """What is known of regions of autocast to a dtype, of one device type."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        with ThreadPoolExecutor(1) as fresh:  # a thread in no mode
+            self._witness, self._operand = fresh.submit(self._made, device, dtype).result()
+        self._current: Callable[[], _Region | None] = lambda: None
+        self._unwitnessed = 0  # calls
+        self.share = True  # whether the last that had a witness used a cast again
+
+    @staticmethod
+    def _made(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        witness = torch.empty(0, 0, dtype=torch.float32, device=device, requires_grad=True)
+        return witness, torch.empty(0, 0, dtype=dtype, device=device)
+
+    def kept(self) -> Kept | None:
+        """See :func:`kept`."""
+        if (region := self._current()) is not None:
+            return region.kept
+        if not self.share:
+            self._unwitnessed += 1
+            if self._unwitnessed % _WITNESSED_ONE_IN:
+                return None
+        self.share = False
+        with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
+            # Saves nothing, so calls no hook of saved tensors.
+            result: Any = torch.addmm(self._witness, self._operand, self._operand)
+        of_node: dict[Any, Any] = result.grad_fn.next_functions[0][0].metadata  # of the node that torch's cast owns
+        region = of_node.setdefault("gemmconv", _Region(self))
+        self._current = weakref.ref(region)
+        return region.kept
 
 
-def _made_for(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    witness = torch.empty(0, 0, dtype=torch.float32, device=device, requires_grad=True)
-    return witness, torch.empty(0, 0, dtype=dtype, device=device)
+_WITNESSED_ONE_IN = 64  # calls, where regions use no cast again
+_regions: dict[tuple[str, torch.dtype], _Regions] = {}  # by device type and autocast's dtype
 
 
-def kept(device: torch.device, dtype: torch.dtype) -> Kept:
+def kept(device: torch.device, dtype: torch.dtype) -> Kept | None:
     """What holds casts until torch clears its cache, to be called under autocast with its dtype.
 
-    It is to hold casts of what :func:`is_kept` alone.
+    None where calls are to cast for themselves.
     """
     key = device.type, dtype
-    if (found := _regions.get(key)) is not None and (region := found()) is not None:
-        return region.casts
-    if key not in _witnesses:
-        with ThreadPoolExecutor(1) as fresh:  # a thread in no mode
-            _witnesses[key] = fresh.submit(_made_for, device, dtype).result()
-    witness, operand = _witnesses[key]
-    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
-        result: Any = torch.addmm(witness, operand, operand)  # saves nothing, so calls no hook of saved tensors
-    of_node: dict[Any, Any] = result.grad_fn.next_functions[0][0].metadata  # of the node that torch's cast owns
-    region = of_node.setdefault("gemmconv", _Region())
-    _regions[key] = weakref.ref(region)
-    return region.casts
+    regions = _regions.get(key)
+    if regions is None:
+        regions = _regions[key] = _Regions(device, dtype)
+    return regions.kept()
 
 
 def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -107,13 +145,12 @@ def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, to be called under autocast with autocast's dtype."""
     if not is_kept(tensor):
         return tensor.to(dtype)
-    casts = kept(tensor.device, dtype)
-    if (found := casts.get(id(tensor))) is not None and found.cast.requires_grad:
+    if (casts := kept(tensor.device, dtype)) is None:
+        return tensor.to(dtype)
+    if (found := casts.of(tensor)) is not None and found.cast.requires_grad:
         return found.cast
     with torch.enable_grad():  # one cast serves calls with and without gradients
-        cast = tensor.to(dtype)
-    casts[id(tensor)] = Cast(tensor, cast, tensor._version)
-    return cast
+        return casts.add(tensor, tensor.to(dtype)).cast
 
 
 def is_kept(tensor: Tensor) -> bool:

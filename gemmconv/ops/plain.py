@@ -194,27 +194,27 @@ def _forward_with_casts(
         saved: whether the weight's is wanted.
     """
     dtype = tensors[0].dtype
-    casting = prepared("forward", tensors, None, arguments, Form(dtype=given, keeps_casts=keeps or saved))
-
-    def kept_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Cast]:
-        known = kept(input.device, dtype)
-        of_weight, of_bias = known.get(id(weight)), known.get(id(bias))
-        if of_weight is not None and (bias is None or of_bias is not None):
-            low = input, of_weight.cast, None if of_bias is None else of_bias.cast  # with the format of then
-            return prepared("forward", low, None, arguments)(*low), of_weight
-        output, cast, *of_biases = casting(input, weight, bias)
-        known[id(weight)] = made = Cast(weight, cast, weight._version)
-        if bias is not None:
-            known[id(bias)] = Cast(bias, of_biases[0], bias._version)
-        return output, made
+    alone, keeping = (
+        prepared("forward", tensors, None, arguments, Form(dtype=given, keeps_casts=keeping))
+        for keeping in (saved, saved or keeps)
+    )
 
     def call(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Cast | None]:
+        if keeps and (known := kept(input.device, dtype)) is not None:
+            of_weight, of_bias = known.of(weight), None if bias is None else known.of(bias)
+            if of_weight is not None and (bias is None or of_bias is not None):
+                low = input, of_weight.cast, None if of_bias is None else of_bias.cast  # with the format of then
+                return prepared("forward", low, None, arguments)(*low), of_weight
+            output, cast, *of_biases = keeping(input, weight, bias)
+            if bias is not None:
+                known.add(bias, of_biases[0])
+            return output, known.add(weight, cast)
         if not saved:
-            return casting(input, weight, bias), None
-        output, cast, *_ = casting(input, weight, bias)
+            return alone(input, weight, bias), None
+        output, cast, *_ = alone(input, weight, bias)
         return output, Cast(weight, cast, weight._version)
 
-    return kept_call if keeps else call
+    return call
 
 
 class _Recipe:
