@@ -268,13 +268,7 @@ class Native(AlgorithmOfOne):
         return call
 
     def weight_grad(self, config: Config) -> Gradient:
-        strides = strides_of(config.problem.weight_shape, torch.contiguous_format)
-        backward, shaped = _prepare_backward(config, False, True), _OfShape(config.problem.weight_shape)
-
-        def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-            return restrided(backward(grad_output, input, shaped(grad_output))[1], strides)
-
-        return call
+        return _WeightGradient(config)
 
     def grads(self, config: Config, weight_config: Config) -> BothGradients:
         if config.memory_format is not weight_config.memory_format:
@@ -287,6 +281,28 @@ class Native(AlgorithmOfOne):
         if config.spec.is_hopper and config.device.type == "cuda":
             return math.inf
         return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+
+
+class _WeightGradient:
+    """The gradient of a weight.
+
+    Args:
+        config: in the format of all tensors.
+        strides: of the gradient, if they are not those of a contiguous tensor. torch's own have the format of the
+            others, and to give it other strides is to copy it.
+    """
+
+    def __init__(self, config: Config, strides: tuple[int, ...] | None = None) -> None:
+        shape = config.problem.weight_shape
+        self._config, self._backward, self._shaped = config, _prepare_backward(config, False, True), _OfShape(shape)
+        self._strides = strides or strides_of(shape, torch.contiguous_format)
+
+    def returning(self, strides: tuple[int, ...]) -> _WeightGradient:
+        """The same with other strides."""
+        return _WeightGradient(self._config, strides)
+
+    def __call__(self, grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        return restrided(self._backward(grad_output, input, self._shaped(grad_output))[1], self._strides)
 
 
 class _BothGradients:
