@@ -35,25 +35,45 @@ def on_cpu(builder):
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("limit", [None, 4096, 1], ids=["whole", "images_or_rows", "least"])
 @pytest.mark.parametrize("case", [*CASES, MANY_PIXELS], ids=lambda case: case.id)
-def test_products_and_kernels_matches_reference(case, limit):
-    check(case, torch.float32, limit, lambda tensor: tensor)
+def test_products_and_kernels_matches_reference(case, limit, last):
+    check(case, torch.float32, limit, last)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("groups", [1, 2])
+def test_tensors_in_channels_last_are_multiplied_as_they_are(groups):
+    """But where a group's channels are no whole units of 16 bytes."""
+    few, many = (Case(2, size * groups, 6, (5, 4), (3, 2), (2, 1), groups=groups) for size in (6, 8))
+    for case in (few, many):
+        config = Config(problem_of(case), torch.float32, GPU, memory_format=torch.channels_last)
+        for direction, names in (("forward", ["input"]), ("grads", ["input", "grad_input"])):
+            program = gemm_col2im.GemmCol2im().program(config, direction)
+            formats = {one.name: one.form for one in program.operands} | {
+                one.name: one.written for one in program.outputs
+            }
+            last = {name for name, form in formats.items() if form is torch.channels_last}
+            assert last == (set() if case is few else set(names))
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [*CASES[:6], MANY_PIXELS], ids=lambda case: case.id)
 def test_products_and_kernels_matches_reference_in_other_types(case, dtype):
-    check(case, dtype, 4096, channels_last)
+    for last in (False, True):
+        check(case, dtype, 4096, last)
 
 
-def check(case, dtype, limit, layout):
+def check(case, dtype, limit, last):
     data, exact = sample(case, dtype, "cpu"), expected(case, dtype)
-    config = Config(problem_of(case), dtype, GPU)
+    config = Config(
+        problem_of(case), dtype, GPU, memory_format=torch.channels_last if last else torch.contiguous_format
+    )
     if limit is not None:
         config = dataclasses.replace(config, workspace_limit=limit)
-    algorithm = gemm_col2im.GemmCol2im()
+    algorithm, layout = gemm_col2im.GemmCol2im(), channels_last if last else torch.Tensor.contiguous
     input, weight, grad_output = layout(data.input), layout(data.weight), layout(data.grad_output)
     both = algorithm.grads(config, config)(grad_output, input, weight)
     results = (
@@ -69,12 +89,12 @@ def check(case, dtype, limit, layout):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_emulated_products_see_a_wrong_stride(monkeypatch):
-    original = products.Columns._input
+    original = products.Columns._images
 
     def of_the_first_image(self, *where):
         return dataclasses.replace(original(self, *where), image_stride=0)
 
-    monkeypatch.setattr(products.Columns, "_input", of_the_first_image)
+    monkeypatch.setattr(products.Columns, "_images", of_the_first_image)
     case = CASES[0]
     data = sample(case, torch.float32, "cpu")
     output = gemm_col2im.GemmCol2im().forward(Config(problem_of(case), torch.float32, GPU))(

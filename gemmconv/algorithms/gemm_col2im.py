@@ -10,10 +10,11 @@ The backward passes go the other way, from columns = im2col(grad_output):
     grad_input[n, g]  [K, H_in*W_in] = weight[g] [K, M] . columns[n, g] [M, H_in*W_in]
     grad_weight[g]    [K, M]         = sum over n of input[n, g] [K, H_in*W_in] . columns[n, g]^T
 
-Both gradients at once take the same columns. A contiguous NCHW tensor already is those row-major matrices, so nothing
-is rearranged before a product. The columns of a chunk (see ``chunking``) share one workspace. Sums stay in
-float32 (float64 for float64) until the result is written, so 16-bit results are rounded once, and every sum has one
-order, so results repeat to the bit.
+Both gradients at once take the same columns. A contiguous NCHW tensor already is those row-major matrices, and one in
+channels_last their transposes, so nothing is rearranged before a product; outputs are folded, and grad_output is laid
+out, in NCHW. The columns of a chunk (see ``chunking``) share one workspace. Sums stay in float32 (float64 for float64)
+until the result is written, so 16-bit results are rounded once, and every sum has one order, so results repeat to the
+bit.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from gemmconv.algorithms.base import AlgorithmOfOne
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Pass, accumulator_dtype, strides_of, why_no_kernels
 from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward_chunks, longest_sum
-from gemmconv.kernels.columns.products import Columns
+from gemmconv.kernels.columns.products import Columns, image_format
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.layout.transpose import grads_turning_seconds, turning_seconds
+from gemmconv.kernels.layout.transpose import grad_turning_seconds, grads_turning_seconds, turning_seconds
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
 from gemmconv.kernels.splits.reduce import sum_partials
@@ -107,7 +108,7 @@ class GemmCol2im(AlgorithmOfOne):
         forward, of_input, of_weight = (direction in ways for ways in (("forward",), _OF_INPUT, _OF_WEIGHT))
         bytes_each = accumulator_dtype(config.dtype).itemsize if forward else config.dtype.itemsize
         scratch = {"columns": _column_elements(p, chunks) * bytes_each}
-        input, weight = Operand("input", nchw), Operand("weight", nchw)
+        input, weight = Operand("input", image_format(config.of_weight)), Operand("weight", nchw)
         if forward:
             for chunk in chunks:
                 steps += [*columns.from_input(chunk), *columns.fold(chunk)]
@@ -125,7 +126,7 @@ class GemmCol2im(AlgorithmOfOne):
         if of_input:
             operands.append(weight)
             strides = strides_of(p.input_shape, config.memory_format)
-            outputs.append(Output("grad_input", p.input_shape, strides, nchw))
+            outputs.append(Output("grad_input", p.input_shape, strides, image_format(config)))
         for chunk in chunks:
             steps += columns.unfold(chunk)
             if of_input:
@@ -146,9 +147,9 @@ class GemmCol2im(AlgorithmOfOne):
         Chunks are the weight gradient's then: of many weights they are smaller, and there are more of them.
         """
         chunks = _backward_chunks(weight_config, "weight_grad")
-        seconds = self.estimate(weight_config, "weight_grad") - turning_seconds(weight_config)
+        seconds = self.estimate(weight_config, "weight_grad") - _turning_seconds(weight_config)
         seconds += _product_seconds(config, "input_grad", chunks, config.dtype.itemsize)
-        seconds += grads_turning_seconds(config, weight_config)
+        seconds += _turning_seconds(config, weight_config)
         if seconds >= self.one_by_one_seconds(config, weight_config):
             return math.inf
         return _COST.at_once_factor * seconds
@@ -163,7 +164,15 @@ def _seconds(config: Config, direction: Direction) -> float:
         chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
     columns = chunks.count * _LAUNCH_SECONDS[direction]
     columns += config.problem.column_bytes(itemsize) / (_COST.copy_rate * config.spec.ratio("bandwidth"))
-    return columns + _product_seconds(config, direction, chunks, itemsize) + turning_seconds(config)
+    return columns + _product_seconds(config, direction, chunks, itemsize) + _turning_seconds(config)
+
+
+def _turning_seconds(config: Config, weight_config: Config | None = None) -> float:
+    """What transpositions take of a pass, or of both gradients: of what is folded or laid out, and not multiplied."""
+    if image_format(config) is not config.memory_format:
+        return turning_seconds(config) if weight_config is None else grads_turning_seconds(config, weight_config)
+    both = weight_config if weight_config is not None and config.memory_format is torch.channels_last else config
+    return grad_turning_seconds(both)
 
 
 def _product_seconds(config: Config, direction: Direction, chunks: Chunking, itemsize: int) -> float:

@@ -7,6 +7,11 @@ M = C_out/groups * K_h * K_w and K = C_in/groups:
     forward      columns^T [P, M]    = input^T [P, K] . weight [K, M]         weight is seen as [M, K]: transposed
     input_grad   grad_input^T [P, K] = columns^T [P, M] . weight^T [M, K]     nothing is transposed
     weight_grad  grad_weight^T [M, K] += columns [M, P] . input^T [P, K]      columns are seen as [P, M]: transposed
+
+Images in channels_last, rows of pixels [P, C_in], are seen as [K, P]: transposed where they are read. Where they are
+written, it is the transpose that is computed:
+
+    input_grad   grad_input [K, P] = weight [K, M] . columns [M, P]           both are transposed
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.columns.chunking import Chunk, longest_sum
 from gemmconv.kernels.program import At, Extent3, Gemm, Matrices, Step
 
+_UNIT = 16  # bytes that cuBLAS's kernels copy at once
+
 
 @dataclass(frozen=True)
 class _Matrices:
@@ -32,6 +39,7 @@ class _Matrices:
     leading: int
     image_stride: int
     group_stride: int
+    pixel_stride: int = 1  # of images and columns
 
     def of_call(self, call: int, over_images: bool) -> Matrices:
         """Those of a call that covers the images of one group, or the groups of one image."""
@@ -43,6 +51,17 @@ class _Matrices:
     def further(self, elements: int) -> _Matrices:
         """The same, so many elements further on."""
         return replace(self, at=At(self.at.tensor, self.at.offset + elements * self.dtype.itemsize))
+
+    def slices(self, first: int, call: int, pixels: int, over_slices: bool) -> _Matrices:
+        """Slices of so many pixels of each image, from the first on: those of a call.
+
+        A call covers the slices of one image, which take the place of images, or one slice of all images.
+        """
+        stride = pixels * self.pixel_stride
+        step = self.image_stride if over_slices else stride
+        return replace(
+            self.further(first * stride + call * step), image_stride=stride if over_slices else self.image_stride
+        )
 
 
 def _products(
@@ -65,11 +84,25 @@ def _products(
         yield Gemm(extents, (a, b, c), images if over_images else groups, transposed, tf32, accumulates)
 
 
+def image_format(config: Config) -> torch.memory_format:
+    """The format in which products take the input, or make its gradient: of tensors in channels_last theirs.
+
+    But where the channels of a group are no whole units: cuBLAS takes up to five times as long for these.
+    """
+    last = config.problem.gemm_k * config.dtype.itemsize % _UNIT == 0
+    return config.memory_format if last else torch.contiguous_format
+
+
 class Columns:
-    """The steps of one configuration. Tensors are contiguous, and called as in a program; chunks say which part."""
+    """The steps of one configuration. Tensors are called as in a program, and are dense; chunks say which part.
+
+    Args:
+        config: see :class:`Config`; of both gradients at once, too.
+    """
 
     def __init__(self, config: Config) -> None:
         self._problem, self._dtype = config.problem, config.dtype
+        self._input_in, self._grad_input_in = image_format(config.of_weight), image_format(config)
         self._sums = accumulator_dtype(config.dtype)
         self._tf32 = config.precision == "tf32" and config.dtype == torch.float32
         self._longest_sum = longest_sum(config)
@@ -78,9 +111,10 @@ class Columns:
         """columns = weight^T . input"""
         p, pixels = self._problem, self._pixels(chunk)
         if pixels:
-            operands = self._input("input", chunk), self._weight, self._columns(self._sums, pixels)
+            input, last = self._images("input", chunk, self._input_in), self._input_in is torch.channels_last
+            operands = input, self._weight, self._columns(self._sums, pixels)
             extents = pixels, p.gemm_m, p.gemm_k
-            yield from _products(extents, operands, chunk.count, p.groups, transposed=(False, True), tf32=self._tf32)
+            yield from _products(extents, operands, chunk.count, p.groups, transposed=(last, True), tf32=self._tf32)
 
     def fold(self, chunk: Chunk) -> Iterator[Step]:
         """output = col2im(columns) + bias"""
@@ -96,9 +130,11 @@ class Columns:
     def input_grad(self, chunk: Chunk) -> Iterator[Step]:
         """grad_input = weight . columns"""
         p, pixels = self._problem, self._pixels(chunk)
-        operands = self._columns(self._dtype, pixels), self._weight, self._input("grad_input", chunk)
-        extents = pixels, p.gemm_k, p.gemm_m
-        yield from _products(extents, operands, chunk.count, p.groups, transposed=(False, False), tf32=self._tf32)
+        columns, grad_input = self._columns(self._dtype, pixels), self._images("grad_input", chunk, self._grad_input_in)
+        last = self._grad_input_in is torch.channels_last
+        operands = (self._weight, columns, grad_input) if last else (columns, self._weight, grad_input)
+        extents = (p.gemm_k, pixels, p.gemm_m) if last else (pixels, p.gemm_k, p.gemm_m)
+        yield from _products(extents, operands, chunk.count, p.groups, transposed=(last, last), tf32=self._tf32)
 
     def weight_grad(self, chunk: Chunk, slots: int) -> Iterator[Step]:
         """partials += columns . input^T, over each image or each slice of its pixels; so many partials are added to.
@@ -114,18 +150,12 @@ class Columns:
         partials = _Matrices(At("partials"), self._sums, p.gemm_m, p.groups * group, group)  # [M, K]
         for first, slices, length in parts:
             over_slices = slices > images
-            columns, input = self._columns(self._dtype, pixels), self._input("input", chunk)
-            steps = (columns.image_stride, input.image_stride) if over_slices else (longest, longest)
-            if over_slices:
-                columns, input = (replace(one, image_stride=longest) for one in (columns, input))
+            operands = self._columns(self._dtype, pixels), self._images("input", chunk, self._input_in)
             for call in range(images if over_slices else slices):
-                a, b = (
-                    one.further(first * longest + call * step)
-                    for one, step in zip((columns, input), steps, strict=True)
-                )
+                a, b = (one.slices(first, call, longest, over_slices) for one in operands)
                 yield from _products(
                     *((p.gemm_m, p.gemm_k, length), (a, b, partials), slices if over_slices else images, p.groups),
-                    transposed=(True, False),
+                    transposed=(True, self._input_in is torch.channels_last),
                     tf32=self._tf32,
                     accumulates=True,
                 )
@@ -140,11 +170,14 @@ class Columns:
 
     # The operands, as column-major matrices of the shapes that the module's table calls "seen as".
 
-    def _input(self, name: str, chunk: Chunk) -> _Matrices:  # [P, K], in rows of all the image's pixels
+    def _images(self, name: str, chunk: Chunk, memory_format: torch.memory_format) -> _Matrices:
+        """[P, K], in rows of all the image's pixels; in channels_last [K, P], in rows of all channels."""
         pixels, p = self._problem.in_pixels, self._problem
-        first = chunk.images[0] * p.in_channels * pixels + chunk.in_rows[0] * p.input_size[1]
+        last = memory_format is torch.channels_last
+        leading, pixel, channel = (p.in_channels, p.in_channels, 1) if last else (pixels, 1, pixels)
+        first = chunk.images[0] * p.in_channels * pixels + chunk.in_rows[0] * p.input_size[1] * pixel
         at = At(name, first * self._dtype.itemsize)
-        return _Matrices(at, self._dtype, pixels, p.in_channels * pixels, p.gemm_k * pixels)
+        return _Matrices(at, self._dtype, leading, p.in_channels * pixels, p.gemm_k * channel, pixel)
 
     @property
     def _weight(self) -> _Matrices:  # [M, K], shared by the images

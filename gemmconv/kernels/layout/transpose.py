@@ -80,7 +80,7 @@ def turned_seconds(config: Config, turns_weight: bool) -> float:
 
 
 def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = torch.contiguous_format) -> float:
-    if config.memory_format is computed_in:
+    if config.memory_format is computed_in or is_same_memory(shape):
         return 0.0
     itemsize = config.dtype.itemsize
     macros = macros_of(shape[1], math.prod(shape[2:]), computed_in is torch.channels_last, itemsize)
