@@ -30,6 +30,7 @@ _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_
 _FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
 _MOST_TIMES = 2.0  # torch's time on the device, of what ours may take where the host waits less for them
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
+_AS_FAST = 1.1  # of an estimate: what another may be where both are as fast, as far as estimates tell
 # On GPUs other than Hopper: of torch's estimate, which may be 1.4 times the least that it was seen to take, while ours
 # are 1.3 times too low for some layers; and what the host may take longer for a call of ours.
 _CLEARLY_LESS, _HOST_SECONDS = 0.56, 10e-6
@@ -68,7 +69,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
     large tiles, for arithmetic: it comes first where there are more channels. native pays for turning tensors in NCHW
-    round, and for tensor cores that few channels leave empty.
+    round, and for tensor cores that few channels leave empty. It comes behind what saves the host more than it costs
+    the device: see :func:`_behind_for_the_host`.
 
     Estimates were fitted to Hopper. On other GPUs ``native`` comes first but where another is estimated to be clearly
     faster, since what ours gain there is an estimate and what torch takes is what users have today.
@@ -80,7 +82,7 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
         estimates = _estimates(config, direction)
         reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
         if config.spec.is_hopper:
-            return _behind_for_the_host(direction, estimates, reasons)
+            return _behind_for_the_host(config, direction, estimates, reasons)
         taken, why = _first_elsewhere(config, direction, estimates)
         return [(taken, why), *((a, reason) for a, reason in reasons if a is not taken)]
     if direction == "forward" and is_faster_than_torch(config):
@@ -96,28 +98,31 @@ def _estimate_text(seconds: float) -> str:
 
 
 def _behind_for_the_host(
-    direction: Direction, estimates: Sequence[tuple[float, Algorithm]], reasons: list[tuple[Algorithm, str]]
+    config: Config,
+    direction: Direction,
+    estimates: Sequence[tuple[float, Algorithm]],
+    reasons: list[tuple[Algorithm, str]],
 ) -> list[tuple[Algorithm, str]]:
     """The order on Hopper, where torch's operator comes behind what saves the host more than it costs the device.
 
-    A weight's gradient has to be called from Python. A forward pass keeps the host no longer than torch's own layer
-    does, nor does the gradient of an input, which is a convolution.
+    Forward passes that are as fast are enqueued sooner by ours. A weight's gradient of torch's has to be called from
+    Python, which small ones wait for; in float32 ours would be more kernels for other sizes.
     """
-    (seconds, native), (ours_seconds, ours) = estimates[:2]
-    passes = 1 if direction == "weight_grad" else 0
-    if native.name != "native" or not _saves_the_host(ours_seconds, seconds, passes):
+    (torchs, native), (seconds, ours) = estimates[:2]
+    if native.name != "native":
         return reasons
-    why = f"{_estimate_text(ours_seconds)}, and keeps the host less long than torch's operator"
-    return [(ours, why), reasons[0], *reasons[2:]]
+    if direction == "forward" and seconds < min(torchs + _CLEARLY, _AS_FAST * torchs):
+        why = "no clearly slower than torch's operator"
+    elif direction == "weight_grad" and config.dtype.itemsize == 2 and seconds < _worth_the_host(torchs, 1):
+        why = "while torch's operator keeps the host longer"
+    else:
+        return reasons
+    return [(ours, f"{_estimate_text(seconds)}, {why}"), reasons[0], *reasons[2:]]
 
 
-def _saves_the_host(ours: float, torchs: float, passes: int = 2) -> bool:
-    """Whether ours, at so many seconds of the device, is to be taken before torch's operator at so many.
-
-    Where it takes less time than torch's calls for so many gradients take the host, or torch's gains no more than
-    launches vary.
-    """
-    return ours < max(min(passes / 2 * HOST_SECONDS, _MOST_TIMES * torchs), torchs + _CLEARLY)
+def _worth_the_host(torchs: float, gradients: int) -> float:
+    """Seconds of the device that ours may take where torch's operator takes so many for one gradient, or for both."""
+    return min(gradients / 2 * HOST_SECONDS, _MOST_TIMES * torchs)
 
 
 def _first_elsewhere(
@@ -252,7 +257,7 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if not ours:
         return gradients
     ours_seconds, others = _fastest_of(config, weight_config, ours)
-    return others if _saves_the_host(ours_seconds, seconds) else gradients
+    return others if ours_seconds < max(_worth_the_host(seconds, 2), seconds + _CLEARLY) else gradients
 
 
 def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:

@@ -169,12 +169,21 @@ def test_a_call_without_gradients_leaves_the_next_its_gradient(images, weight, d
     assert casts.count == 1
 
 
-def test_a_change_inside_a_region_is_seen(images, weight, device):
+def doubled(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def replaced(weight):
+    weight.data = 2 * weight.data
+
+
+@pytest.mark.parametrize("change", [doubled, replaced])
+def test_a_change_inside_a_region_is_seen(change, images, weight, device):
     """By torch's own operator only after the region, which trains nothing that one region holds whole."""
     with torch.autocast(device, torch.bfloat16):
         before = ours(images, weight)
-        with torch.no_grad():
-            weight.mul_(2)
+        change(weight)
         for _ in range(2):
             assert torch.equal(ours(images, weight), 2 * before)
 
@@ -190,6 +199,10 @@ def test_regions_that_use_no_cast_again_have_no_witness_but_now_and_then(images,
     assert region(1) == (True, 1)
     found = [region(1) for _ in range(2 * autocast._WITNESSED_ONE_IN)]
     assert found.count((False, 1)) > 1.9 * autocast._WITNESSED_ONE_IN
+    found = [region(2)[1] for _ in range(4 * autocast._WITNESSED_ONE_IN)]
+    assert found[-2 * autocast._WITNESSED_ONE_IN :] == [1] * 2 * autocast._WITNESSED_ONE_IN
+    for _ in range(2):
+        region(1)
     calls = 2 * autocast._WITNESSED_ONE_IN
     witnessed, casts = region(calls)
     assert witnessed

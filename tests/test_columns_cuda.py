@@ -25,6 +25,13 @@ pytestmark = [
 
 GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the memory of the CPU
 MANY_PIXELS = Case(2, 3, 2, (61, 83), (2, 3), (2, 1), (1, 0), groups=1)  # sums longer than one stage
+# Channels that are whole units in every type: products take them in channels_last as they are.
+UNITS = [
+    Case(2, 8, 2, (61, 83), (2, 3), (2, 1), (1, 0)),
+    Case(2, 16, 6, (5, 4), (3, 2), (2, 1), groups=2),
+    Case(1, 24, 6, (5, 4), (3, 2), (2, 1), groups=3),
+    Case(2, 16, 2, (37, 41), (2, 3), (2, 1), (1, 0), groups=2),
+]
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def on_cpu(builder):
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("limit", [None, 4096, 1], ids=["whole", "images_or_rows", "least"])
-@pytest.mark.parametrize("case", [*CASES, MANY_PIXELS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, MANY_PIXELS, *UNITS], ids=lambda case: case.id)
 def test_products_and_kernels_matches_reference(case, limit, last):
     check(case, torch.float32, limit, last)
 
@@ -60,7 +67,7 @@ def test_tensors_in_channels_last_are_multiplied_as_they_are(groups):
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [*CASES[:6], MANY_PIXELS], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES[:6], MANY_PIXELS, *UNITS], ids=lambda case: case.id)
 def test_products_and_kernels_matches_reference_in_other_types(case, dtype):
     for last in (False, True):
         check(case, dtype, 4096, last)

@@ -34,7 +34,7 @@ from gemmconv.kernels.base import Config, Direction, Pass, accumulator_dtype, st
 from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward_chunks, longest_sum
 from gemmconv.kernels.columns.products import Columns, image_format
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.layout.transpose import grad_turning_seconds, grads_turning_seconds, turning_seconds
+from gemmconv.kernels.layout.transpose import grad_turning_seconds, input_turning_seconds
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
 from gemmconv.kernels.splits.reduce import sum_partials
@@ -87,7 +87,7 @@ class GemmCol2im(AlgorithmOfOne):
     def estimate(self, config: Config, direction: Direction) -> float:
         """The columns written and read, the product, the weights read anew for each image, two launches a chunk.
 
-        In channels_last, turning what is there too.
+        In channels_last, turning what is folded or laid out too.
         """
         return _seconds(config, direction)
 
@@ -169,10 +169,10 @@ def _seconds(config: Config, direction: Direction) -> float:
 
 def _turning_seconds(config: Config, weight_config: Config | None = None) -> float:
     """What transpositions take of a pass, or of both gradients: of what is folded or laid out, and not multiplied."""
-    if image_format(config) is not config.memory_format:
-        return turning_seconds(config) if weight_config is None else grads_turning_seconds(config, weight_config)
-    both = weight_config if weight_config is not None and config.memory_format is torch.channels_last else config
-    return grad_turning_seconds(both)
+    both = config if weight_config is None or config.memory_format is torch.channels_last else weight_config
+    multiplied = (config,) if weight_config is None else (config, weight_config)
+    turned = (one for one in multiplied if image_format(one) is not one.memory_format)
+    return grad_turning_seconds(both) + sum(map(input_turning_seconds, turned))
 
 
 def _product_seconds(config: Config, direction: Direction, chunks: Chunking, itemsize: int) -> float:

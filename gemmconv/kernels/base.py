@@ -79,7 +79,8 @@ class Kernel(ABC):
         features: what a device must have, of :attr:`gemmconv.device.DeviceSpec.features`.
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
-        computed_in: the format that tensors are transposed to before it begins, None where it takes either.
+        computed_in: the format that grad_output is transposed to before it begins, and mostly all others; None where it
+            takes either.
         searched: whether to find a tile for some sizes may take longer than to look it up.
     """
 

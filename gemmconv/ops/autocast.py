@@ -1,8 +1,9 @@
 """Autocast, as torch does it for conv_transpose2d: tensors no more precise than float32 take its dtype.
 
-One cast of a leaf serves all calls until torch clears its cache, as torch's own does. That cache is not open to others.
-But torch keeps its cast of a witness there, and our casts are freed with it: they hang on its graph's node. A witness
-takes a step 60 us, so where regions call no layer twice, most have none, and each call casts for itself.
+One cast of a leaf serves all calls of a region that find the leaf as it was; torch's own does, whatever happens to it.
+torch's cache is not open to others. But torch keeps its cast of a witness there, and our casts are freed with it: they
+hang on its graph's node. A witness takes a step 60 us, so where regions use no cast again, most have none, and each
+call casts for itself.
 """
 
 from __future__ import annotations
@@ -57,19 +58,20 @@ class Kept:
     """Casts of leaves, which serve until torch clears its cache. It is to hold those of what :func:`is_kept` alone."""
 
     def __init__(self, regions: _Regions) -> None:
-        self._regions, self._casts = regions, dict[int, Cast]()  # by the ids of leaves
+        self._regions, self._casts = regions, dict[int, tuple[Cast, int]]()  # and where leaves lie, by their ids
 
     def of(self, leaf: Tensor) -> Cast | None:
-        """The cast of a leaf, if it has one of what it is now."""
-        found = self._casts.get(id(leaf))
-        if found is None or found.version != leaf._version:
+        """The cast of a leaf, if it has one of what it is now, as far as its version and its place tell."""
+        found, place = self._casts.get(id(leaf), (None, 0))
+        if found is None or found.version != leaf._version or place != leaf.data_ptr():
             return None
         self._regions.share = True
         return found
 
     def add(self, leaf: Tensor, cast: Tensor) -> Cast:
         """Keep a cast of a leaf."""
-        made = self._casts[id(leaf)] = Cast(leaf, cast, leaf._version)
+        made = Cast(leaf, cast, leaf._version)
+        self._casts[id(leaf)] = made, leaf.data_ptr()
         return made
 
 
@@ -113,7 +115,7 @@ class _Regions:
         return region.kept
 
 
-_WITNESSED_ONE_IN = 64  # calls, where regions use no cast again
+_WITNESSED_ONE_IN = 61  # calls, where regions use no cast again; a prime, so that it is any call of a region by turns
 _regions: dict[tuple[str, torch.dtype], _Regions] = {}  # by device type and autocast's dtype
 
 

@@ -41,8 +41,12 @@ def turning_seconds(config: Config, computed_in: torch.memory_format = torch.con
     >>> turning_seconds(config, torch.channels_last) > 0
     True
     """
-    shapes = config.problem.input_shape, config.problem.output_shape
-    return sum(_seconds(config, shape, computed_in) for shape in shapes)
+    return input_turning_seconds(config, computed_in) + _seconds(config, config.problem.output_shape, computed_in)
+
+
+def input_turning_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
+    """What turning the input alone takes, or its gradient."""
+    return _seconds(config, config.problem.input_shape, computed_in)
 
 
 def grad_turning_seconds(config: Config) -> float:
@@ -61,10 +65,9 @@ def grads_turning_seconds(
     config: Config, weight_config: Config, computed_in: torch.memory_format = torch.contiguous_format
 ) -> float:
     """What turning takes where one format alone has both gradients: grad_output, the input, and its gradient."""
-    p = config.problem
     both = weight_config if config.memory_format is torch.channels_last else config
-    turned = (both, p.output_shape), (weight_config, p.input_shape), (config, p.input_shape)
-    return sum(_seconds(of, shape, computed_in) for of, shape in turned)
+    inputs = (input_turning_seconds(one, computed_in) for one in (config, weight_config))
+    return _seconds(both, config.problem.output_shape, computed_in) + sum(inputs)
 
 
 def turned_seconds(config: Config, turns_weight: bool) -> float:
