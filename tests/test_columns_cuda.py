@@ -17,6 +17,7 @@ pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core pac
 from gemmconv.algorithms import gemm_col2im
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.columns import products
+from gemmconv.kernels.program import Zero
 
 pytestmark = [
     pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with"),
@@ -45,8 +46,8 @@ def on_cpu(builder):
 @pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("limit", [None, 4096, 1], ids=["whole", "images_or_rows", "least"])
 @pytest.mark.parametrize("case", [*CASES, MANY_PIXELS, *UNITS], ids=lambda case: case.id)
-def test_products_and_kernels_matches_reference(case, limit, last):
-    check(case, torch.float32, limit, last)
+def test_products_and_kernels_matches_reference(case, limit, last, poison):
+    check(case, torch.float32, limit, last, poison)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -68,12 +69,12 @@ def test_tensors_in_channels_last_are_multiplied_as_they_are(groups):
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [*CASES[:6], MANY_PIXELS, *UNITS], ids=lambda case: case.id)
-def test_products_and_kernels_matches_reference_in_other_types(case, dtype):
+def test_products_and_kernels_matches_reference_in_other_types(case, dtype, poison):
     for last in (False, True):
-        check(case, dtype, 4096, last)
+        check(case, dtype, 4096, last, poison)
 
 
-def check(case, dtype, limit, last):
+def check(case, dtype, limit, last, poison):
     data, exact = sample(case, dtype, "cpu"), expected(case, dtype)
     config = Config(
         problem_of(case), dtype, GPU, memory_format=torch.channels_last if last else torch.contiguous_format
@@ -82,16 +83,28 @@ def check(case, dtype, limit, last):
         config = dataclasses.replace(config, workspace_limit=limit)
     algorithm, layout = gemm_col2im.GemmCol2im(), channels_last if last else torch.Tensor.contiguous
     input, weight, grad_output = layout(data.input), layout(data.weight), layout(data.grad_output)
-    both = algorithm.grads(config, config)(grad_output, input, weight)
-    results = (
-        *zip(both, (exact.input_grad, exact.weight_grad), strict=True),
-        (algorithm.forward(config)(input, weight, data.bias), exact.output),
-        (algorithm.forward(config)(input, weight, None), exact.output_without_bias),
-        (algorithm.input_grad(config)(grad_output, weight), exact.input_grad),
-        (algorithm.weight_grad(config)(grad_output, input), exact.weight_grad),
-    )
-    for actual, wanted in results:
-        reference.assert_close(actual, wanted, dtype, "ieee")
+    for call, tensors, wanted in (
+        (algorithm.grads(config, config), (grad_output, input, weight), (exact.input_grad, exact.weight_grad)),
+        (algorithm.forward(config), (input, weight, data.bias), (exact.output,)),
+        (algorithm.forward(config), (input, weight, None), (exact.output_without_bias,)),
+        (algorithm.input_grad(config), (grad_output, weight), (exact.input_grad,)),
+        (algorithm.weight_grad(config), (grad_output, input), (exact.weight_grad,)),
+    ):
+        poison("cpu")
+        found = call(*tensors)
+        for one, other in zip(found if isinstance(found, tuple) else (found,), wanted, strict=True):
+            reference.assert_close(one, other, dtype, "ieee")
+
+
+@pytest.mark.parametrize(("case", "precision", "zeros"), [(CASES[0], "tf32", 0), (MANY_PIXELS, "ieee", 1)], ids=str)
+def test_partial_sums_are_cleared_where_the_first_product_does_not_write_them(case, precision, zeros):
+    """As of many slices of pixels, or of no images."""
+    config = Config(problem_of(case), torch.float32, GPU, precision)
+    for direction in ("weight_grad", "grads"):
+        for batch, wanted in ((case.batch, zeros), (0, 1)):
+            one = dataclasses.replace(config, problem=dataclasses.replace(config.problem, batch=batch))
+            steps = gemm_col2im.GemmCol2im().program(one, direction).steps
+            assert sum(isinstance(step, Zero) for step in steps) == wanted
 
 
 @pytest.mark.usefixtures("on_cpu")

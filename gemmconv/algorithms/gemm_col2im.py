@@ -118,9 +118,13 @@ class GemmCol2im(AlgorithmOfOne):
         sum_bytes = slots * math.prod(p.weight_shape) * accumulator_dtype(config.dtype).itemsize
         in_place = slots == 1 and accumulator_dtype(config.dtype) == config.dtype
         operands, outputs = [Operand("grad_output", nchw)], list[Output]()
+        first = next(iter(chunks), None)
+        if first is None or not columns.fills(first, slots):
+            first = None  # no chunk alone writes all partial sums
         if of_weight:
             operands.append(input)
-            steps.append(Zero("partials", sum_bytes))
+            if first is None:
+                steps.append(Zero("partials", sum_bytes))
             if not in_place:
                 scratch["partials"] = sum_bytes
         if of_input:
@@ -132,7 +136,7 @@ class GemmCol2im(AlgorithmOfOne):
             if of_input:
                 steps += columns.input_grad(chunk)
             if of_weight:
-                steps += columns.weight_grad(chunk, slots)
+                steps += columns.weight_grad(chunk, slots, accumulates=chunk != first)
         if of_weight:
             outputs.append(Output("grad_weight", p.weight_shape, strides_of(p.weight_shape, nchw)))
             if in_place:

@@ -136,10 +136,15 @@ class Columns:
         extents = (p.gemm_k, pixels, p.gemm_m) if last else (pixels, p.gemm_k, p.gemm_m)
         yield from _products(extents, operands, chunk.count, p.groups, transposed=(last, last), tf32=self._tf32)
 
-    def weight_grad(self, chunk: Chunk, slots: int) -> Iterator[Step]:
+    def fills(self, chunk: Chunk, slots: int) -> bool:
+        """Whether the weight gradient of a chunk has one product for each of so many partials, of an image's pixels."""
+        return chunk.count == slots and 0 < self._pixels(chunk) <= self._longest_sum
+
+    def weight_grad(self, chunk: Chunk, slots: int, accumulates: bool = True) -> Iterator[Step]:
         """partials += columns . input^T, over each image or each slice of its pixels; so many partials are added to.
 
-        One call sums many images or many slices, each into a partial of its own; the calls follow each other.
+        One call sums many images or many slices, each into a partial of its own; the calls follow each other. Where the
+        chunk :meth:`fills` them, partials may be written and not added to.
         """
         p, pixels, images, longest = self._problem, self._pixels(chunk), chunk.count, self._longest_sum
         whole, rest = divmod(pixels, longest)
@@ -157,7 +162,7 @@ class Columns:
                     *((p.gemm_m, p.gemm_k, length), (a, b, partials), slices if over_slices else images, p.groups),
                     transposed=(True, self._input_in is torch.channels_last),
                     tf32=self._tf32,
-                    accumulates=True,
+                    accumulates=accumulates,
                 )
 
     def _pixels(self, chunk: Chunk) -> int:
