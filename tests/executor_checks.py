@@ -43,7 +43,8 @@ def executor():
 def driver():
     library = ctypes.CDLL("libcuda.so.1")
     library.said.restype = ctypes.c_char_p
-    for name in ("calls_with_lock", "contexts_retained", "contexts_pushed", "kernels_launched", "most_at_once"):
+    counts = "calls_with_lock", "contexts_retained", "contexts_pushed", "kernels_launched", "most_at_once"
+    for name in (*counts, "streams_there", "graphs_there", "replays_there"):
         getattr(library, name).restype = ctypes.c_long
     return library
 
@@ -551,6 +552,143 @@ def calls_that_fail_raise():
         MODULE.Call(one, EXCHANGE, 5, fail, [], b"\0", None, (fail, None), None)
 
 
+# What is called with the same addresses again
+
+
+REPEATED = launch(bytes(16), ((0, 0, 0), (8, 1, 0))), (2, 0, 0, 8)
+BUILDING = "mode of capture 2", "stream 1", "begin 77 2", "launch", "clear", "end 77", "instantiate 88 0"
+BUILT = "destroy 88", "destroy 77", "mode of capture 0"
+
+
+def repeated(places, steps=REPEATED, **more):
+    """A call with one output, which lies at the next of some places."""
+    return call(program(*steps), (((2,), (1,), "a"),), allocate=lambda *_: Array(next(places)), **more)
+
+
+def words(lines, streams):
+    """Lines with launches and what is cleared by their names alone, which are of these streams."""
+    short = [line.split()[0] if line.split()[0] in ("launch", "clear") else line for line in lines]
+    of = [line for line in lines if line.split()[0] in ("launch", "clear")]
+    assert [f" {stream:x}" in line for line, stream in zip(of, streams, strict=True)] == [True] * len(of)
+    return tuple(short)
+
+
+@check
+def calls_with_the_same_addresses_are_replayed():
+    DRIVER.set_context(1043)
+    run, array = repeated(itertools.repeat(1024)), Array(64)
+    said()
+    for _ in range(2):
+        assert run(array).address == 1024
+        assert words(said(), (205, 205)) == ("launch", "clear")
+    assert run(array).address == 1024
+    assert words(said(), (77, 77)) == (*BUILDING, *BUILT, "replay 991 205")
+    for _ in range(3):
+        assert run(array).address == 1024
+        assert said() == ["replay 991 205"]
+    run(Array(128))
+    assert words(said(), (205, 205)) == ("launch", "clear")
+    DRIVER.set_capturing(1)  # a graph cannot be launched there
+    run(array)
+    assert words(said(), (205, 205)) == ("launch", "clear")
+    DRIVER.set_capturing(0)
+    run(array)
+    assert said() == ["replay 991 205"]
+    assert (DRIVER.streams_there(), DRIVER.graphs_there(), DRIVER.replays_there()) == (0, 0, 1)
+    del run
+    assert said()[0] == "destroy replay"
+    assert DRIVER.replays_there() == 0
+
+
+@check
+def one_step_and_products_are_not_replayed():
+    DRIVER.set_context(1043)
+    for steps in (REPEATED[:1], (*REPEATED, product(indices=(0, 1, 1)))):
+        run = repeated(itertools.repeat(1024), steps, blas_of=lambda: 9)
+        for _ in range(9):
+            run(Array(64))
+    assert not any(line.startswith("replay") for line in said())
+
+
+@check
+def few_addresses_are_replayed_and_those_that_come_no_longer_make_room():
+    DRIVER.set_context(1043)
+    run = repeated(itertools.repeat(1024))
+
+    def replays(run, addresses, times):
+        said()
+        for address in [*addresses] * times:
+            run(Array(address))
+        return sum(line.startswith("replay") for line in said())
+
+    assert replays(run, range(64, 64 * 17, 64), 3) == 0  # too many, of which each is forgotten before it comes again
+    assert replays(run, (64, 128, 192, 256), 10) == 4 * 8
+    assert replays(run, (320,), 100) == 0  # no room
+    assert replays(run, (64,), 10) == 10
+    assert replays(run, (320,), 200) > 0
+    assert DRIVER.replays_there() == MODULE.replays() == 4
+    del run
+    assert DRIVER.replays_there() == MODULE.replays() == 0
+
+
+@check
+def where_no_graph_can_be_made_calls_run_step_by_step():
+    DRIVER.set_context(1043)
+    names = "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamEndCapture"
+    for name in (*names, "cuGraphInstantiateWithFlags", "cuStreamIsCapturing"):
+        for attempts in (3, 4):
+            run = repeated(itertools.repeat(1024))
+            DRIVER.fail(name.encode(), FAKE)
+            for _ in range(3 * attempts):
+                said()
+                assert run(Array(64)).address == 1024
+                assert words(said()[-2:], (205, 205)) == ("launch", "clear")
+            DRIVER.fail(b"", 0)
+            assert (DRIVER.streams_there(), DRIVER.graphs_there(), DRIVER.replays_there()) == (0, 0, 0)
+            for _ in range(3):
+                run(Array(64))
+            comes_later = attempts == 3 or name == "cuStreamIsCapturing"
+            assert (said()[-1] == "replay 991 205") == comes_later
+            del run
+    run = repeated(itertools.repeat(1024))
+    for _ in range(3):
+        run(Array(64))
+    DRIVER.fail(b"cuGraphLaunch", FAKE)
+    with refused(RuntimeError, "the launch of a graph failed with CUDA_ERROR_FAKE"):
+        run(Array(64))
+    DRIVER.fail(b"", 0)
+    assert run(Array(64)).address == 1024
+
+
+@check
+def threads_launch_no_graph_at_once():
+    DRIVER.set_context(1043)
+    run, array, together = repeated(itertools.repeat(1024)), Array(64), 100
+    for _ in range(3):
+        run(array)
+    said()
+
+    def work():
+        DRIVER.set_context(1043)
+        for _ in range(together):
+            run(array)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    DRIVER.be_quiet(2)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    DRIVER.be_quiet(0)
+    assert DRIVER.most_at_once() == 2  # a graph and a launch
+    assert DRIVER.kernels_launched() > 3
+    run(array)
+    assert said() == ["replay 991 205"]
+    held = DRIVER.calls_with_lock()
+    run(array)
+    assert DRIVER.calls_with_lock() == held + 1  # the current context, which takes no time
+
+
 @check
 def calls_keep_no_memory():
     DRIVER.set_context(1043)
@@ -559,6 +697,9 @@ def calls_keep_no_memory():
     held = [one, arguments, array, EXCHANGE, MODULE.Call]
 
     def work(runs):
+        again = repeated(itertools.cycle((*[1024] * 4, *range(2048, 2048 * 9, 2048))))
+        for _ in range(runs):
+            again(array)
         run = call(one, (arguments, arguments), b"\0", arguments, blas_of=lambda: 9, otherwise=lambda *of: of)
         for _ in range(runs):
             assert len(run(array)) == 2

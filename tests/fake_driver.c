@@ -19,7 +19,8 @@ static size_t length;
 static int failing_with, quiet;
 static _Thread_local uintptr_t contexts[8];
 static _Thread_local int depth;
-static long with_lock, retained, pushed, launched, together, most_together;
+static long with_lock, retained, pushed, launched, together, most_together, streams, graphs, replays;
+static int capturing;
 
 /* For the tests. */
 const char* said(void) { return text; }
@@ -33,6 +34,10 @@ long contexts_retained(void) { return retained; }
 long contexts_pushed(void) { return pushed; }
 long kernels_launched(void) { return launched; }
 long most_at_once(void) { return most_together; }
+long streams_there(void) { return streams; }
+long graphs_there(void) { return graphs; }
+long replays_there(void) { return replays; }
+void set_capturing(int whether) { capturing = whether; }
 
 static void say(const char* format, ...) {
     va_list values;
@@ -74,6 +79,17 @@ CALL(cuCtxGetCurrent, (uintptr_t* current), *current = context();)
 CALL(cuCtxPushCurrent_v2, (uintptr_t context), say("push %d\n", (int)context);
      if (!status) contexts[depth++] = context, ++pushed;)
 CALL(cuCtxPopCurrent_v2, (uintptr_t* context), say("pop\n"); *context = contexts[--depth]; --pushed;)
+CALL(cuThreadExchangeStreamCaptureMode, (int* mode), say("mode of capture %d\n", *mode); *mode = 2 - *mode;)
+CALL(cuStreamCreate, (uintptr_t* stream, unsigned flags), say("stream %u\n", flags); if (!status) *stream = 77, ++streams;)
+CALL(cuStreamDestroy_v2, (uintptr_t stream), say("destroy %d\n", (int)stream); --streams;)
+CALL(cuStreamBeginCapture_v2, (uintptr_t stream, int mode), say("begin %d %d\n", (int)stream, mode);)
+CALL(cuStreamEndCapture, (uintptr_t stream, uintptr_t* graph), say("end %d\n", (int)stream);
+     if (!status) *graph = 88, ++graphs;)
+CALL(cuStreamIsCapturing, (uintptr_t stream, int* answer), (void)stream; *answer = capturing;)
+CALL(cuGraphInstantiateWithFlags, (uintptr_t* replay, uintptr_t graph, unsigned long long flags),
+     say("instantiate %d %d\n", (int)graph, (int)flags); if (!status) *replay = 990 + ++replays;)
+CALL(cuGraphDestroy, (uintptr_t graph), say("destroy %d\n", (int)graph); --graphs;)
+CALL(cuGraphExecDestroy, (uintptr_t replay), say("destroy replay\n"); (void)replay; --replays;)
 CALL(cuMemsetD8Async, (uint64_t address, unsigned char value, size_t size, void* stream),
      say("clear %llx %d %zu %llx\n", (unsigned long long)address, value, size, (unsigned long long)(uintptr_t)stream);)
 
@@ -104,6 +120,22 @@ int cuLaunchKernelEx(const config_t* config, void* function, void** params, void
     if (++together > most_together) most_together = together;
     pthread_mutex_unlock(&mutex);
     if (quiet > 1) {  /* wait a little, for another thread to be here too */
+        const struct timespec little = {0, 1000000};
+        nanosleep(&little, NULL);
+    }
+    pthread_mutex_lock(&mutex);
+    --together;
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
+int cuGraphLaunch(uintptr_t replay, uintptr_t stream) {
+    pthread_mutex_lock(&mutex);
+    const int status = status_of(__func__);
+    say("replay %d %d\n", (int)replay, (int)stream);
+    if (++together > most_together) most_together = together;
+    pthread_mutex_unlock(&mutex);
+    if (quiet > 1) {
         const struct timespec little = {0, 1000000};
         nanosleep(&little, NULL);
     }

@@ -302,6 +302,29 @@ def test_calls_run_in_c(algorithm, in_c, monkeypatch):
 @pytest.mark.gpu
 @by_algorithm
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_with_the_same_addresses_again_is_replayed(algorithm, kind, in_c, poison):
+    """With the same bits, and of whatever lies there then; not products of cuBLAS."""
+    if exchange_of_tensors() is None:
+        pytest.skip("torch has no exchange of DLPack's, or not this one")
+    data, precision = sample_of(algorithm, kind), KINDS[kind][1]
+    before = extension.extension().replays()
+    results = [[one.cpu() for one in step(data, algorithm, precision)] for _ in range(6)]
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    assert (extension.extension().replays() > before) == (algorithm != "gemm_col2im")
+    for one in (data.input, data.weight, data.bias, data.grad_output):
+        one.mul_(2)
+    poison("cuda")
+    output, grad_input, grad_weight, grad_bias = (one.cpu() for one in step(data, algorithm, precision))
+    first = results[0]
+    for found, wanted in ((grad_input, 4 * first[1]), (grad_weight, 4 * first[2]), (grad_bias, 2 * first[3])):
+        assert torch.equal(found, wanted)
+    assert not torch.equal(output, first[0])
+
+
+@pytest.mark.gpu
+@by_algorithm
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arrange", [torch.Tensor.contiguous, channels_last], ids=["nchw", "channels_last"])
 def test_both_executors_compute_the_same_bits(algorithm, kind, arrange):
     data, results = sample_of(algorithm, kind, arrange=arrange), {}

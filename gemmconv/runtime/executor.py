@@ -1,6 +1,7 @@
 """Runs the steps of a call, whose operands are addresses: in C where the extension is there, else in Python.
 
-Both take the same steps and make the same calls of the driver in the same order.
+Both take the same steps and make the same calls of the driver in the same order; but calls that come with the same
+addresses again are one launch of a graph in C.
 """
 
 from __future__ import annotations
