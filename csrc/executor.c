@@ -40,6 +40,18 @@ typedef struct {
 _Static_assert(sizeof(launch_attribute_t) == 72 && sizeof(launch_config_t) == 56, "as in cuda.h");
 enum { kProgrammaticStreamSerialization = 6 };
 
+typedef struct {
+    void* function;  /* NULL: it is a kernel of a library */
+    unsigned grid[3], block[3], shared_bytes;
+    void **params, **more;
+    void* kernel;
+    context_t context;
+} kernel_node_t;
+typedef struct { uint64_t address; size_t pitch; unsigned value, unit; size_t width, height; } clear_node_t;
+typedef struct { unsigned char from_port, to_port, type, reserved[5]; } edge_t;
+_Static_assert(sizeof(kernel_node_t) == 72 && sizeof(clear_node_t) == 40 && sizeof(edge_t) == 8, "as in cuda.h");
+enum { kProgrammatic = 1 };  /* port and type of an edge to a launch that may begin before the one before has ended */
+
 static struct {
     status_t (*init)(unsigned);
     status_t (*get_error_name)(status_t, const char**);
@@ -54,17 +66,18 @@ static struct {
     status_t (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
                        int, int, int, int);
     status_t (*exchange_capture_mode)(int*);
-    status_t (*stream_create)(void**, unsigned);
-    status_t (*stream_destroy)(void*);
-    status_t (*begin_capture)(void*, int);
-    status_t (*end_capture)(void*, void**);
     status_t (*is_capturing)(void*, int*);
-    status_t (*instantiate)(void**, void*, unsigned long long);
+    status_t (*context_of_stream)(void*, context_t*);
+    status_t (*graph_create)(void**, unsigned);
     status_t (*graph_destroy)(void*);
-    status_t (*graph_launch)(void*, void*);
+    status_t (*add_kernel)(void**, void*, void* const*, size_t, const kernel_node_t*);
+    status_t (*add_clear)(void**, void*, void* const*, size_t, const clear_node_t*, context_t);
+    status_t (*add_edges)(void*, void* const*, void* const*, const edge_t*, size_t);  /* NULL before CUDA 12.3 */
+    status_t (*instantiate)(void**, void*, unsigned long long);
+    status_t (*replay)(void*, void*);
     status_t (*replay_destroy)(void*);
 } cuda;
-enum { kRelaxed = 2, kNonBlocking = 1 };
+enum { kRelaxed = 2 };
 
 static int load_driver(void) {
     static const struct { void** function; const char* name; } functions[] = {
@@ -79,14 +92,15 @@ static int load_driver(void) {
         {(void**)&cuda.clear, "cuMemsetD8Async"},
         {(void**)&cuda.encode, "cuTensorMapEncodeTiled"},
         {(void**)&cuda.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode"},
-        {(void**)&cuda.stream_create, "cuStreamCreate"},
-        {(void**)&cuda.stream_destroy, "cuStreamDestroy_v2"},
-        {(void**)&cuda.begin_capture, "cuStreamBeginCapture_v2"},
-        {(void**)&cuda.end_capture, "cuStreamEndCapture"},
         {(void**)&cuda.is_capturing, "cuStreamIsCapturing"},
-        {(void**)&cuda.instantiate, "cuGraphInstantiateWithFlags"},
+        {(void**)&cuda.context_of_stream, "cuStreamGetCtx"},
+        {(void**)&cuda.graph_create, "cuGraphCreate"},
         {(void**)&cuda.graph_destroy, "cuGraphDestroy"},
-        {(void**)&cuda.graph_launch, "cuGraphLaunch"},
+        {(void**)&cuda.add_kernel, "cuGraphAddKernelNode_v2"},
+        {(void**)&cuda.add_clear, "cuGraphAddMemsetNode"},
+        {(void**)&cuda.add_edges, "cuGraphAddDependencies_v2"},
+        {(void**)&cuda.instantiate, "cuGraphInstantiateWithFlags"},
+        {(void**)&cuda.replay, "cuGraphLaunch"},
         {(void**)&cuda.replay_destroy, "cuGraphExecDestroy"},
         {(void**)&cuda.launch, "cuLaunchKernelEx"},
     };
@@ -99,7 +113,7 @@ static int load_driver(void) {
     }
     for (int i = 0; i < count; ++i) {
         void* function = dlsym(library, functions[i].name);
-        if (!function) {
+        if (!function && functions[i].function != (void**)&cuda.add_edges) {
             PyErr_Format(PyExc_RuntimeError, "the CUDA driver has no %s; update it", functions[i].name);
             return -1;
         }
@@ -163,9 +177,9 @@ typedef struct {
 /* What went wrong, found without the interpreter's lock. */
 typedef struct { const char* call; const step_t* step; int status, of_cublas; } failure_t;
 
-static failure_t run_launch(const step_t* step, void* stream, const uint64_t* addresses) {
+/* The params of a launch, in memory that is aligned to 64. */
+static failure_t fill_params(const step_t* step, const uint64_t* addresses, unsigned char* params) {
     const launch_t* one = &step->of.launch;
-    _Alignas(64) unsigned char params[kMostParams];
     memcpy(params, one->params, one->size);
     for (unsigned i = 0; i < one->pointer_count; ++i) {
         const pointer_t* pointer = &one->pointers[i];
@@ -180,6 +194,14 @@ static failure_t run_launch(const step_t* step, void* stream, const uint64_t* ad
                                             map->steps, 0, map->swizzle, map->promotion, 0);
         if (status) return (failure_t){"a tensor map was refused", step, status, 0};
     }
+    return (failure_t){NULL, NULL, 0, 0};
+}
+
+static failure_t run_launch(const step_t* step, void* stream, const uint64_t* addresses) {
+    const launch_t* one = &step->of.launch;
+    _Alignas(64) unsigned char params[kMostParams];
+    const failure_t failure = fill_params(step, addresses, params);
+    if (failure.status) return failure;
     launch_attribute_t overlapping = {.id = kProgrammaticStreamSerialization, .value.value = 1};
     const unsigned* shape = one->shape;
     const launch_config_t config = {{shape[0], shape[1], shape[2]}, {shape[3], shape[4], shape[5]}, shape[6], stream,
@@ -460,18 +482,22 @@ static void program_dealloc(PyObject* self) {
 
 /* Calls with tensors. */
 
-enum { kReplays = 4, kUsesBefore = 2, kPatience = 256, kMostReplays = 256, kAttempts = 4 };
+/* Addresses that a call had, and, once it had them more than kUsesBefore times, the graph of its launches with them.
+ * A call forgets those that it did not have for kYoung of its runs, with a graph for kPatience, when it has others. There
+ * are at most kMostReplays graphs; then the one that was not used for the longest time makes room, if that is kIdle calls. */
+enum { kReplays = 8, kUsesBefore = 2, kYoung = 64, kPatience = 256, kMostReplays = 256, kIdle = 4096, kAttempts = 4 };
 
-/* Addresses that a call had, and, once it had them more than kUsesBefore times, the graph of its launches with them. */
 typedef struct {
     uint64_t addresses[kMostAddresses];
     void* graph;
     unsigned uses;
     unsigned long long last;  /* of the call's runs, the one that had them last */
-    int busy;  /* a thread is launching it: nobody else may, nor forget it */
+    unsigned long long used;  /* of all runs, the last by the graph */
+    int busy;  /* a thread is launching or making it: nobody else may, nor forget it */
 } replay_t;
 
-static int replay_count;  /* of all calls; changed with the interpreter's lock alone, as what follows is */
+/* Of all calls; changed with the interpreter's lock alone, as what follows is. */
+static struct { replay_t* of[kMostReplays]; int count; unsigned long long runs; } replays;
 
 typedef struct {
     PyObject_HEAD
@@ -483,7 +509,8 @@ typedef struct {
     PyObject *allocate, *outputs, *scratch;  /* a function, tuples of its arguments, one of them or None */
     PyObject *device_of, *blas_of;  /* functions: torch's current device, and its cuBLAS handle, or None */
     PyObject* otherwise;
-    int attempts;  /* to make a graph, before no other is made; none of one step, or of cuBLAS's, which has memory of its own */
+    int replayable;  /* several steps, of which none is cuBLAS's: that has memory for each stream */
+    int attempts;  /* to make a graph, before no other is made */
     unsigned long long runs;
     replay_t replays[kReplays];
 } call_t;
@@ -522,61 +549,111 @@ static PyObject* run_otherwise(const call_t* call, PyObject* const* tensors, Py_
     return result;
 }
 
-/* The replay of a call with these addresses, busy from now on; NULL where it is to be run step by step. Addresses that
- * come again and again take the place of those that come no longer, whose graph is ``stale`` then. */
-static replay_t* replay_of(call_t* call, const uint64_t* addresses, void** stale) {
+/* Empties a slot; whoever does destroys the graph that was there. */
+static void* forget(replay_t* one) {
+    void* graph = one->graph;
+    for (int i = 0; i < replays.count; ++i)
+        if (replays.of[i] == one) replays.of[i--] = replays.of[--replays.count];
+    *one = (replay_t){.busy = one->busy, .last = one->last};
+    return graph;
+}
+
+/* What may not be called while any thread captures, but in this mode; what it captures is not affected. */
+static void destroy_graphs(void* const* graphs, int count) {
+    int mode = kRelaxed;
+    if (!count || cuda.exchange_capture_mode(&mode)) return;  /* it could spoil a capture: rather a leak */
+    for (int i = 0; i < count; ++i) cuda.replay_destroy(graphs[i]);
+    cuda.exchange_capture_mode(&mode);
+}
+
+/* Room for one graph more; what is taken out for it is ``stale``. */
+static int make_room(void** stale) {
+    if (replays.count < kMostReplays) return 1;
     replay_t* oldest = NULL;
-    ++call->runs;
+    for (int i = 0; i < replays.count; ++i)
+        if (!replays.of[i]->busy && (!oldest || replays.of[i]->used < oldest->used)) oldest = replays.of[i];
+    if (!oldest || replays.runs - oldest->used < kIdle) return 0;
+    *stale = forget(oldest);
+    return 1;
+}
+
+/* The replay of a call with these addresses, busy from now on; NULL where it is to be run step by step. */
+static replay_t* replay_of(call_t* call, const uint64_t* addresses, int count, void** stale) {
+    replay_t* oldest = NULL;
+    ++call->runs, ++replays.runs;
     for (int i = 0; i < kReplays; ++i) {
         replay_t* one = &call->replays[i];
-        if (one->uses && memcmp(one->addresses, addresses, sizeof one->addresses) == 0) {
+        if (one->uses && memcmp(one->addresses, addresses, (size_t)count * sizeof *addresses) == 0) {
             one->last = call->runs;
             if (one->busy) return NULL;
-            if (!one->graph && (++one->uses <= kUsesBefore || replay_count >= kMostReplays)) return NULL;
+            if (!one->graph && (++one->uses <= kUsesBefore || !call->attempts || !make_room(stale))) return NULL;
+            if (!one->graph) replays.of[replays.count++] = one;
+            one->used = replays.runs;
             one->busy = 1;
             return one;
         }
-        if (one->busy || (one->graph && call->runs - one->last < kPatience)) continue;
+        if (one->busy || (one->uses && call->runs - one->last < (one->graph ? kPatience : kYoung))) continue;
         if (!oldest || one->last < oldest->last) oldest = one;
     }
     if (oldest) {
-        *stale = oldest->graph;
-        replay_count -= oldest->graph != NULL;
-        *oldest = (replay_t){.uses = 1, .last = call->runs};
-        memcpy(oldest->addresses, addresses, sizeof oldest->addresses);
+        *stale = forget(oldest);
+        oldest->uses = 1, oldest->last = call->runs;
+        memcpy(oldest->addresses, addresses, (size_t)count * sizeof *addresses);
     }
     return NULL;
 }
 
-/* The graph of a program's steps, from a stream of its own that takes them down. */
+static status_t add_step(const program_t* program, const step_t* step, const uint64_t* addresses, void* graph,
+                         void** before) {
+    void* node = NULL;
+    const size_t after = *before != NULL;
+    status_t status = 0;
+    if (step->kind == kClear) {
+        const clear_t* one = &step->of.clear;
+        const clear_node_t clear = {addresses[one->place.index] + one->place.offset, 0, 0, 1, one->size, 1};
+        if (!one->size) return 0;
+        status = cuda.add_clear(&node, graph, before, after, &clear, program->context);
+    } else {
+        _Alignas(64) unsigned char params[kMostParams];
+        const failure_t failure = fill_params(step, addresses, params);
+        const launch_t* one = &step->of.launch;
+        const unsigned* s = one->shape;
+        void* arguments[1] = {params};
+        const kernel_node_t kernel = {NULL, {s[0], s[1], s[2]}, {s[3], s[4], s[5]}, s[6], arguments, NULL,
+                                      one->function, program->context};
+        const edge_t overlapping = {kProgrammatic, 0, kProgrammatic, {0}};
+        const int early = after && s[7] && cuda.add_edges;
+        if (failure.status) return failure.status;
+        status = cuda.add_kernel(&node, graph, before, early ? 0 : after, &kernel);
+        if (!status && early) status = cuda.add_edges(graph, before, &node, &overlapping, 1);
+    }
+    *before = node;
+    return status;
+}
+
+/* The graph of a program's steps, one after the other. Nothing is captured for it: while a stream captures, other threads
+ * could not wait for the device. */
 static status_t make_graph(const program_t* program, const uint64_t* addresses, void** made) {
-    void *stream = NULL, *graph = NULL;
-    int mode = kRelaxed;  /* what another thread takes down meanwhile is not affected */
+    void *graph = NULL, *node = NULL, *ready = NULL;
+    int mode = kRelaxed;
     status_t status = cuda.exchange_capture_mode(&mode);
     if (status) return status;
-    status = cuda.stream_create(&stream, kNonBlocking);
-    if (!status) status = cuda.begin_capture(stream, kRelaxed);
-    if (!status) {
-        const failure_t failure = run_steps(program, stream, NULL, addresses);
-        status = cuda.end_capture(stream, &graph);
-        if (failure.status) status = failure.status;
-    }
-    if (!status) status = cuda.instantiate(made, graph, 0);
+    status = cuda.graph_create(&graph, 0);
+    for (int i = 0; i < program->step_count && !status; ++i)
+        status = add_step(program, &program->steps[i], addresses, graph, &node);
+    if (!status) status = cuda.instantiate(&ready, graph, 0);
+    if (!status) *made = ready;
     if (graph) cuda.graph_destroy(graph);
-    if (stream) cuda.stream_destroy(stream);
     cuda.exchange_capture_mode(&mode);
     return status;
 }
 
-/* Runs a program's steps by a graph, which is made if need be. 0 where that cannot be, -1 where the graph could not be
- * made; nothing was done then. */
-static int run_replay(const program_t* program, replay_t* replay, void* stream, const uint64_t* addresses,
-                      failure_t* failure) {
+/* Whether a graph may be launched there: not into a capture, nor where a part of the device alone is to be used. */
+static int takes_graphs(const program_t* program, void* stream) {
     int capturing = 0;
-    if (cuda.is_capturing(stream, &capturing) || capturing) return 0;
-    if (!replay->graph && make_graph(program, addresses, &replay->graph)) return -1;
-    *failure = (failure_t){"the launch of a graph failed", NULL, cuda.graph_launch(replay->graph, stream), 0};
-    return 1;
+    context_t context = NULL;
+    return !cuda.is_capturing(stream, &capturing) && !capturing && !cuda.context_of_stream(stream, &context) &&
+           context == program->context;
 }
 
 /* Allocates, takes addresses and enqueues; ``made`` are the outputs and scratch memory. 1 where another way has to. */
@@ -603,21 +680,25 @@ static int run_call(call_t* call, PyObject* const* tensors, PyObject** made) {
     }
     if (call->exchange->current_stream(kCuda, call->index, &stream)) return refused("torch named no stream");
     if (call->blas_of != Py_None && ask(call->blas_of, &blas)) return -1;
-    void* stale = NULL;
-    replay_t* replay = call->attempts ? replay_of(call, addresses, &stale) : NULL;
-    const int was_there = replay && replay->graph;
+    void *graph = NULL, *stale[2] = {NULL, NULL};
+    const int count = outputs + operands + (call->scratch != Py_None);
+    replay_t* replay = NULL;
+    if (call->replayable && takes_graphs(program, stream)) replay = replay_of(call, addresses, count, &stale[0]);
+    if (replay) graph = replay->graph;
+    const int is_new = replay && !graph;
     int replayed = 0;
     failure_t failure = {NULL, NULL, 0, 0};
     PyThreadState* state = PyEval_SaveThread();
-    if (replay) replayed = run_replay(program, replay, stream, addresses, &failure);
-    if (replayed != 1) failure = run_steps(program, stream, (void*)(uintptr_t)blas, addresses);
-    if (stale) cuda.replay_destroy(stale);
+    if (is_new) make_graph(program, addresses, &graph);
+    if (graph) replayed = cuda.replay(graph, stream) == 0;
+    if (!replayed) failure = run_steps(program, stream, (void*)(uintptr_t)blas, addresses);  /* which says what is wrong */
+    if (graph && !replayed) stale[1] = graph;
+    for (int i = 0; i < 2; ++i) destroy_graphs(&stale[i], stale[i] != NULL);
     PyEval_RestoreThread(state);
     if (replay) {
         replay->busy = 0;
-        replay_count += !was_there && replay->graph;
-        if (!replay->graph) *replay = (replay_t){.last = call->runs};  /* it may be asked for again */
-        if (replayed < 0 && call->attempts) --call->attempts;
+        if (!replayed) forget(replay), call->attempts -= call->attempts > 0;
+        else replay->graph = graph;
     }
     if (failure.status) raise_failure(failure);
     return failure.status ? -1 : 0;
@@ -638,9 +719,9 @@ static PyObject* call_run(PyObject* self, PyObject* const* tensors, Py_ssize_t c
     return status == 1 ? run_otherwise(call, tensors, count) : result;
 }
 
-static PyObject* replays(PyObject* module, PyObject* nothing) {
+static PyObject* count_replays(PyObject* module, PyObject* nothing) {
     (void)module, (void)nothing;
-    return PyLong_FromLong(replay_count);
+    return PyLong_FromLong(replays.count);
 }
 
 static PyObject* takes(PyObject* module, PyObject* capsule) {
@@ -686,19 +767,21 @@ static PyObject* call_new(PyTypeObject* type, PyObject* arguments, PyObject* key
     call->blas_of = Py_NewRef(blas_of);
     call->otherwise = Py_NewRef(otherwise);
     const program_t* of = call->program;
-    call->attempts = of->step_count > 1 ? kAttempts : 0;
-    for (int i = 0; i < of->step_count; ++i)
-        if (of->steps[i].kind == kProduct) call->attempts = 0;
+    call->attempts = kAttempts;
+    call->replayable = of->step_count > 1;
+    for (int i = 0; i < of->step_count; ++i) call->replayable &= of->steps[i].kind != kProduct;
     return (PyObject*)call;
 }
 
 static void call_dealloc(PyObject* self) {
     call_t* call = (call_t*)self;
-    for (int i = 0; i < kReplays; ++i) {
-        if (!call->replays[i].graph) continue;
-        cuda.replay_destroy(call->replays[i].graph);
-        --replay_count;
-    }
+    void* graphs[kReplays];
+    int count = 0;
+    for (int i = 0; i < kReplays; ++i)
+        if ((graphs[count] = forget(&call->replays[i]))) ++count;
+    PyThreadState* state = PyEval_SaveThread();  /* what the driver waits for may want it */
+    destroy_graphs(graphs, count);
+    PyEval_RestoreThread(state);
     PyObject* held[] = {(PyObject*)call->program, call->allocate, call->outputs, call->scratch,
                         call->device_of, call->blas_of, call->otherwise};
     for (size_t i = 0; i < sizeof held / sizeof held[0]; ++i) Py_XDECREF(held[i]);
@@ -738,7 +821,7 @@ static int add_types(PyObject* module) {
 
 static PyMethodDef functions[] = {
     {"takes", takes, METH_O, "Whether tensors can be read by these functions of DLPack's."},
-    {"replays", replays, METH_NOARGS, "How many graphs there are of calls that came with the same addresses again."},
+    {"replays", count_replays, METH_NOARGS, "How many graphs there are of calls that came with the same addresses again."},
     {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_extension", NULL, 0, functions, module_slots, NULL, NULL, NULL};

@@ -44,7 +44,7 @@ def driver():
     library = ctypes.CDLL("libcuda.so.1")
     library.said.restype = ctypes.c_char_p
     counts = "calls_with_lock", "contexts_retained", "contexts_pushed", "kernels_launched", "most_at_once"
-    for name in (*counts, "streams_there", "graphs_there", "replays_there"):
+    for name in (*counts, "graphs_there", "replays_there", "graphs_at_once", "asked_of_stream"):
         getattr(library, name).restype = ctypes.c_long
     return library
 
@@ -554,139 +554,215 @@ def calls_that_fail_raise():
 
 # What is called with the same addresses again
 
-
-REPEATED = launch(bytes(16), ((0, 0, 0), (8, 1, 0))), (2, 0, 0, 8)
-BUILDING = "mode of capture 2", "stream 1", "begin 77 2", "launch", "clear", "end 77", "instantiate 88 0"
-BUILT = "destroy 88", "destroy 77", "mode of capture 0"
-
-
-def repeated(places, steps=REPEATED, **more):
-    """A call with one output, which lies at the next of some places."""
-    return call(program(*steps), (((2,), (1,), "a"),), allocate=lambda *_: Array(next(places)), **more)
+REPEATED = (
+    launch(bytes(32), ((0, 0, 0), (8, 1, 0), (16, 2, 4))),
+    (2, 3, 0, 8),
+    (2, 0, 0, 0),
+    launch(bytes(256), ((0, 1, 0),), ((128, 2, 16, *MAP),), overlaps=1),
+)
+OUTPUTS, SCRATCH = (((2,), (1,), "a"),), ((7,), (1,), "c")
 
 
-def words(lines, streams):
-    """Lines with launches and what is cleared by their names alone, which are of these streams."""
-    short = [line.split()[0] if line.split()[0] in ("launch", "clear") else line for line in lines]
-    of = [line for line in lines if line.split()[0] in ("launch", "clear")]
-    assert [f" {stream:x}" in line for line, stream in zip(of, streams, strict=True)] == [True] * len(of)
-    return tuple(short)
+class Repeated:
+    """A call with one output, two operands and scratch memory, whose places are given at each."""
+
+    def __init__(self, steps=REPEATED, **more):
+        self.places = places = []
+        self.run = call(program(*steps), OUTPUTS, b"\0\1", SCRATCH, allocate=lambda *_: Array(places.pop(0)), **more)
+
+    def __call__(self, first=64, second=128, output=1024, scratch=2048):
+        """What the driver was asked for, but for graphs that were made."""
+        self.places[:] = output, scratch
+        said()
+        arrays = Array(first), None if second is None else Array(second)
+        assert self.run(*arrays).address == output
+        return [line for line in said() if not line.startswith("make")]
+
+
+def is_replay(lines, step_by_step):
+    """Whether lines are of a replay, of what these were, word by word."""
+    if not lines[0].startswith("replay"):
+        assert lines == step_by_step
+        return False
+    assert lines.pop().startswith("early")  # the last launch may begin before what is before it has ended
+    words = [line.replace(" in 1043", "").split() for line in lines[1:]]
+    wanted = [[word for word in line.split() if word != "6=1"] for line in step_by_step]
+    assert words == wanted
+    return True
 
 
 @check
 def calls_with_the_same_addresses_are_replayed():
     DRIVER.set_context(1043)
-    run, array = repeated(itertools.repeat(1024)), Array(64)
-    said()
-    for _ in range(2):
-        assert run(array).address == 1024
-        assert words(said(), (205, 205)) == ("launch", "clear")
-    assert run(array).address == 1024
-    assert words(said(), (77, 77)) == (*BUILDING, *BUILT, "replay 991 205")
+    one = Repeated()
+    places = (64, 128, 1024, 2048), (80, 128, 1024, 2048), (64, None, 1024, 2048), (64, 128, 1040, 2048)
+    places = *places, (64, 128, 1024, 4096)
+    plain = [one(*each) for each in places]
+    assert [lines[0].split()[0] for lines in plain] == ["launch"] * len(places)
+    assert [is_replay(one(*each), lines) for each, lines in zip(places, plain, strict=True)] == [False] * len(places)
     for _ in range(3):
-        assert run(array).address == 1024
-        assert said() == ["replay 991 205"]
-    run(Array(128))
-    assert words(said(), (205, 205)) == ("launch", "clear")
-    DRIVER.set_capturing(1)  # a graph cannot be launched there
-    run(array)
-    assert words(said(), (205, 205)) == ("launch", "clear")
+        for each, lines in zip(places, plain, strict=True):
+            assert is_replay(one(*each), lines)
+    assert DRIVER.asked_of_stream() == 205
+    assert (DRIVER.graphs_there(), DRIVER.replays_there(), MODULE.replays()) == (0, 5, 5)
+    assert DRIVER.mode_of_capture() == 0
+    del one
+    assert {line.split()[-1] for line in said() if line.startswith("forget")} == {"2"}  # in relaxed mode
+    assert (DRIVER.replays_there(), MODULE.replays(), DRIVER.mode_of_capture()) == (0, 0, 0)
+
+
+@check
+def captures_and_parts_of_the_device_have_no_graphs():
+    DRIVER.set_context(1043)
+    one = Repeated()
+    plain = one()
+    for set_to in ((DRIVER.set_capturing, 1), (DRIVER.set_capturing, 2), (DRIVER.set_stream_context, 1044)):
+        set_to[0](set_to[1])
+        for i in range(20):
+            assert one(64 * (1 + i % 2)) == (plain if i % 2 == 0 else one(128))
+        set_to[0](0)
+    assert not is_replay(one(), plain)  # the second of its kind
+    assert is_replay(one(), plain)
+    DRIVER.set_capturing(1)
+    assert one() == plain
     DRIVER.set_capturing(0)
-    run(array)
-    assert said() == ["replay 991 205"]
-    assert (DRIVER.streams_there(), DRIVER.graphs_there(), DRIVER.replays_there()) == (0, 0, 1)
-    del run
-    assert said()[0] == "destroy replay"
-    assert DRIVER.replays_there() == 0
+    assert is_replay(one(), plain)
 
 
 @check
 def one_step_and_products_are_not_replayed():
     DRIVER.set_context(1043)
     for steps in (REPEATED[:1], (*REPEATED, product(indices=(0, 1, 1)))):
-        run = repeated(itertools.repeat(1024), steps, blas_of=lambda: 9)
+        one = Repeated(steps, blas_of=lambda: 9)
         for _ in range(9):
-            run(Array(64))
-    assert not any(line.startswith("replay") for line in said())
+            assert not any(line.startswith("replay") for line in one())
+
+
+def replays(one, firsts):
+    return sum(one(first)[0].startswith("replay") for first in firsts)
 
 
 @check
 def few_addresses_are_replayed_and_those_that_come_no_longer_make_room():
     DRIVER.set_context(1043)
-    run = repeated(itertools.repeat(1024))
+    one, many = Repeated(), [*range(64, 64 * 13, 64)]
+    assert replays(one, many * 10) == 8 * 8  # of twelve by turns eight have a place
+    assert MODULE.replays() == 8
+    assert replays(one, [9999] * 100) == 0  # no room
+    assert replays(one, many[:8]) == 8
+    assert replays(one, [9999] * 242) == 0
+    assert replays(one, many[1:8]) == 7  # used again
+    assert replays(one, [9999] * 20) == 18  # in place of the first
+    assert replays(one, many[1:8]) == 7
+    assert replays(one, many[:1]) == 0
+    assert DRIVER.replays_there() == MODULE.replays() == 8
+    for first in range(4096, 4096 + 64 * 100, 64):  # all young, of which each is forgotten before it comes again
+        one(first)
+    del one
+    assert DRIVER.replays_there() == MODULE.replays() == 0
 
-    def replays(run, addresses, times):
-        said()
-        for address in [*addresses] * times:
-            run(Array(address))
-        return sum(line.startswith("replay") for line in said())
 
-    assert replays(run, range(64, 64 * 17, 64), 3) == 0  # too many, of which each is forgotten before it comes again
-    assert replays(run, (64, 128, 192, 256), 10) == 4 * 8
-    assert replays(run, (320,), 100) == 0  # no room
-    assert replays(run, (64,), 10) == 10
-    assert replays(run, (320,), 200) > 0
-    assert DRIVER.replays_there() == MODULE.replays() == 4
-    del run
+@check
+def graphs_of_calls_that_rest_make_room_for_others():
+    DRIVER.set_context(1043)
+    calls = [Repeated() for _ in range(32)]
+    for one in calls:
+        assert replays(one, [*range(64, 64 * 9, 64)] * 3) == 8
+    assert MODULE.replays() == 256
+    another = Repeated()
+    assert replays(another, [64] * 100) == 0
+    used = calls[0]
+    for _ in range(4096 // 8):
+        assert replays(used, range(64, 64 * 9, 64)) == 8
+    assert replays(another, [64] * 10) == 10
+    assert replays(used, range(64, 64 * 9, 64)) == 8
+    assert DRIVER.replays_there() == MODULE.replays() == 256
+    del used, another, one
+    calls.clear()
     assert DRIVER.replays_there() == MODULE.replays() == 0
 
 
 @check
 def where_no_graph_can_be_made_calls_run_step_by_step():
     DRIVER.set_context(1043)
-    names = "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamEndCapture"
-    for name in (*names, "cuGraphInstantiateWithFlags", "cuStreamIsCapturing"):
+    making = "cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphAddMemsetNode", "cuGraphAddDependencies_v2"
+    making = *making, "cuGraphInstantiateWithFlags", "cuThreadExchangeStreamCaptureMode"
+    asking = "cuStreamIsCapturing", "cuStreamGetCtx"
+    for name in (*making, *asking):
         for attempts in (3, 4):
-            run = repeated(itertools.repeat(1024))
+            one = Repeated()
+            plain = one()
+            assert [is_replay(one(), plain) for _ in range(2)] == [False, True]
             DRIVER.fail(name.encode(), FAKE)
             for _ in range(3 * attempts):
-                said()
-                assert run(Array(64)).address == 1024
-                assert words(said()[-2:], (205, 205)) == ("launch", "clear")
+                assert one(80)[0].startswith("launch")
             DRIVER.fail(b"", 0)
-            assert (DRIVER.streams_there(), DRIVER.graphs_there(), DRIVER.replays_there()) == (0, 0, 0)
-            for _ in range(3):
-                run(Array(64))
-            comes_later = attempts == 3 or name == "cuStreamIsCapturing"
-            assert (said()[-1] == "replay 991 205") == comes_later
-            del run
-    run = repeated(itertools.repeat(1024))
-    for _ in range(3):
-        run(Array(64))
+            assert (DRIVER.graphs_there(), DRIVER.replays_there(), MODULE.replays()) == (0, 1, 1)
+            assert is_replay(one(), plain)  # what there is, is used
+            comes_later = attempts == 3 or name in asking
+            assert (replays(one, [80] * 4) > 0) == comes_later
+            del one
+            assert DRIVER.replays_there() == MODULE.replays() == 0
+    one = Repeated()
+    plain = one()
+    assert [is_replay(one(), plain) for _ in range(2)] == [False, True]
     DRIVER.fail(b"cuGraphLaunch", FAKE)
-    with refused(RuntimeError, "the launch of a graph failed with CUDA_ERROR_FAKE"):
-        run(Array(64))
+    lines = one()
+    assert [lines[0].split()[0], lines[-1].split()[0]] == ["replay", "forget"]
+    assert lines[1:-1] == plain  # the steps after all, and the graph is gone
     DRIVER.fail(b"", 0)
-    assert run(Array(64)).address == 1024
+    assert DRIVER.replays_there() == MODULE.replays() == 0
+    assert [is_replay(one(), plain) for _ in range(3)] == [False, False, True]
 
 
 @check
 def threads_launch_no_graph_at_once():
+    """Nor forget one that another launches; a call that finds it busy runs step by step."""
     DRIVER.set_context(1043)
-    run, array, together = repeated(itertools.repeat(1024)), Array(64), 100
+    each = 100
+    array, other = Array(64), Array(128)
+    run = call(program(*REPEATED), OUTPUTS, b"\0\1", SCRATCH, allocate=lambda *_: Array(1024))
     for _ in range(3):
-        run(array)
-    said()
+        run(array, other)
+    assert MODULE.replays() == 1
+    launched = DRIVER.kernels_launched()
 
-    def work():
+    def work(change):
         DRIVER.set_context(1043)
-        for _ in range(together):
-            run(array)
+        for i in range(each):
+            run(Array(256 * (2 + i)) if change else array, other)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=(change,)) for change in (0, 0, 1)]
     DRIVER.be_quiet(2)
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     DRIVER.be_quiet(0)
-    assert DRIVER.most_at_once() == 2  # a graph and a launch
-    assert DRIVER.kernels_launched() > 3
-    run(array)
-    assert said() == ["replay 991 205"]
+    assert DRIVER.graphs_at_once() == 0
+    assert DRIVER.kernels_launched() > launched + 2 * each
+    said()
+    run(array, other)
+    assert said()[0].startswith("replay")
+
+
+@check
+def the_lock_is_not_held_while_graphs_are_made_launched_and_forgotten():
+    DRIVER.set_context(1043)
+    one = Repeated()
+    one()
     held = DRIVER.calls_with_lock()
-    run(array)
-    assert DRIVER.calls_with_lock() == held + 1  # the current context, which takes no time
+    one()
+    asked = DRIVER.calls_with_lock() - held  # what is asked of a stream takes no time
+    assert asked <= 3
+    for _ in range(2):
+        held = DRIVER.calls_with_lock()
+        one()
+        assert DRIVER.calls_with_lock() == held + asked
+    held = DRIVER.calls_with_lock()
+    del one
+    assert DRIVER.calls_with_lock() <= held + 1  # the context's release
+    assert DRIVER.replays_there() == 0
 
 
 @check
@@ -697,9 +773,9 @@ def calls_keep_no_memory():
     held = [one, arguments, array, EXCHANGE, MODULE.Call]
 
     def work(runs):
-        again = repeated(itertools.cycle((*[1024] * 4, *range(2048, 2048 * 9, 2048))))
-        for _ in range(runs):
-            again(array)
+        again = call(program(*REPEATED), (arguments,), b"\0\1", SCRATCH, allocate=lambda *_: Array(1024))
+        for i in range(runs):
+            again(Array(64 * (1 + i // 5 % 99)), array)
         run = call(one, (arguments, arguments), b"\0", arguments, blas_of=lambda: 9, otherwise=lambda *of: of)
         for _ in range(runs):
             assert len(run(array)) == 2

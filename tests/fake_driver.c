@@ -13,14 +13,26 @@
 typedef struct { unsigned id, unused; int value; char more[60]; } attribute_t;
 typedef struct { unsigned grid[3], block[3], shared; void* stream; attribute_t* attributes; unsigned count; } config_t;
 
+typedef struct {
+    void* function;
+    unsigned grid[3], block[3], shared;
+    void **params, **more;
+    uintptr_t kernel, context;
+} kernel_node_t;
+typedef struct { uint64_t address; size_t pitch; unsigned value, unit; size_t width, height; } clear_node_t;
+
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char text[1 << 20], failing[64];
 static size_t length;
 static int failing_with, quiet;
 static _Thread_local uintptr_t contexts[8];
 static _Thread_local int depth;
-static long with_lock, retained, pushed, launched, together, most_together, streams, graphs, replays;
-static int capturing;
+static long with_lock, retained, pushed, launched, together, most_together, graphs, replays, in_replay, replays_together;
+static int capturing, loose, there[512];
+static uintptr_t nodes;
+static uintptr_t capturing_stream, stream_context;
+static char written[4096], texts[512][4096];
+static _Thread_local int capture_mode;  /* global, as a thread begins with */
 
 /* For the tests. */
 const char* said(void) { return text; }
@@ -34,7 +46,10 @@ long contexts_retained(void) { return retained; }
 long contexts_pushed(void) { return pushed; }
 long kernels_launched(void) { return launched; }
 long most_at_once(void) { return most_together; }
-long streams_there(void) { return streams; }
+long graphs_at_once(void) { return replays_together; }
+long asked_of_stream(void) { return (long)capturing_stream; }
+int mode_of_capture(void) { return capture_mode; }
+void set_stream_context(uintptr_t context) { stream_context = context; }
 long graphs_there(void) { return graphs; }
 long replays_there(void) { return replays; }
 void set_capturing(int whether) { capturing = whether; }
@@ -79,17 +94,76 @@ CALL(cuCtxGetCurrent, (uintptr_t* current), *current = context();)
 CALL(cuCtxPushCurrent_v2, (uintptr_t context), say("push %d\n", (int)context);
      if (!status) contexts[depth++] = context, ++pushed;)
 CALL(cuCtxPopCurrent_v2, (uintptr_t* context), say("pop\n"); *context = contexts[--depth]; --pushed;)
-CALL(cuThreadExchangeStreamCaptureMode, (int* mode), say("mode of capture %d\n", *mode); *mode = 2 - *mode;)
-CALL(cuStreamCreate, (uintptr_t* stream, unsigned flags), say("stream %u\n", flags); if (!status) *stream = 77, ++streams;)
-CALL(cuStreamDestroy_v2, (uintptr_t stream), say("destroy %d\n", (int)stream); --streams;)
-CALL(cuStreamBeginCapture_v2, (uintptr_t stream, int mode), say("begin %d %d\n", (int)stream, mode);)
-CALL(cuStreamEndCapture, (uintptr_t stream, uintptr_t* graph), say("end %d\n", (int)stream);
-     if (!status) *graph = 88, ++graphs;)
-CALL(cuStreamIsCapturing, (uintptr_t stream, int* answer), (void)stream; *answer = capturing;)
-CALL(cuGraphInstantiateWithFlags, (uintptr_t* replay, uintptr_t graph, unsigned long long flags),
-     say("instantiate %d %d\n", (int)graph, (int)flags); if (!status) *replay = 990 + ++replays;)
-CALL(cuGraphDestroy, (uintptr_t graph), say("destroy %d\n", (int)graph); --graphs;)
-CALL(cuGraphExecDestroy, (uintptr_t replay), say("destroy replay\n"); (void)replay; --replays;)
+CALL(cuThreadExchangeStreamCaptureMode, (int* mode), if (!status) { int other = *mode; *mode = capture_mode, capture_mode = other; })
+CALL(cuStreamIsCapturing, (uintptr_t stream, int* answer), capturing_stream = stream; *answer = capturing;)
+CALL(cuStreamGetCtx, (uintptr_t stream, uintptr_t* of), (void)stream; *of = stream_context ? stream_context : context();)
+CALL(cuGraphCreate, (uintptr_t* graph, unsigned flags), (void)flags; if (!status) *graph = 88, ++graphs, nodes = 0, written[0] = 0;)
+CALL(cuGraphDestroy, (uintptr_t graph), (void)graph; --graphs;)
+CALL(cuGraphExecDestroy, (uintptr_t replay), say("forget %d %d\n", (int)replay, capture_mode); there[replay - 991] = 0; --replays;)
+
+/* Nodes follow each other; what they would do is written down, for when their graph is launched. */
+static int add_node(int status, uintptr_t* node, const uintptr_t* before, size_t count, const char* format, ...) {
+    const size_t length = strlen(written);
+    va_list values;
+    if (status) return status;
+    if (count > 1 || (count && before[0] != 5000 + nodes)) return 1;
+    loose = nodes && !count;  /* an edge has to follow */
+    *node = 5000 + ++nodes;
+    va_start(values, format);
+    vsnprintf(written + length, sizeof written - length, format, values);
+    va_end(values);
+    return 0;
+}
+
+int cuGraphAddKernelNode_v2(uintptr_t* node, uintptr_t graph, const uintptr_t* before, size_t count, const kernel_node_t* of) {
+    const unsigned* s = of->grid;
+    char params[8193] = "";
+    pthread_mutex_lock(&mutex);
+    const uintptr_t kernel = of->kernel;
+    for (unsigned i = 0; i < (kernel & 0xffff); ++i) sprintf(params + 2 * i, "%02x", ((const unsigned char*)of->params[0])[i]);
+    const int status = add_node(of->function || of->more || graph != 88 ? 1 : status_of(__func__), node, before, count,
+                                "launch %llx (%u, %u, %u) (%u, %u, %u) %u %%llx in %d %s\n", (unsigned long long)kernel,
+                                s[0], s[1], s[2], s[3], s[4], s[5], of->shared, (int)of->context, params);
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
+int cuGraphAddMemsetNode(uintptr_t* node, uintptr_t graph, const uintptr_t* before, size_t count, const clear_node_t* of,
+                         uintptr_t in) {
+    pthread_mutex_lock(&mutex);
+    const int status = add_node(graph != 88 || of->unit != 1 || of->height != 1 ? 1 : status_of(__func__), node, before,
+                                count, "clear %llx %u %zu %%llx in %d\n", (unsigned long long)of->address, of->value,
+                                of->width, (int)in);
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
+int cuGraphAddDependencies_v2(uintptr_t graph, const uintptr_t* from, const uintptr_t* to, const unsigned char* edge, size_t count) {
+    pthread_mutex_lock(&mutex);
+    int status = status_of(__func__);
+    if (graph != 88 || count != 1 || from[0] + 1 != to[0] || to[0] != 5000 + nodes || !loose) status = 1;
+    if (edge[0] != 1 || edge[1] || edge[2] != 1) status = 1;
+    loose = 0;
+    strcat(written, "early\n");
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
+int cuGraphInstantiateWithFlags(uintptr_t* replay, uintptr_t graph, unsigned long long flags) {
+    pthread_mutex_lock(&mutex);
+    int status = status_of(__func__), free = 0;
+    while (there[free]) ++free;
+    *replay = 991 + free;  /* whatever the answer */
+    if (graph != 88 || flags || loose || capture_mode != 2) status = 1;
+    if (!status) {
+        snprintf(texts[free], sizeof texts[free], "%s", written);
+        there[free] = 1, ++replays;
+        say("make %d\n", (int)*replay);
+    }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
 CALL(cuMemsetD8Async, (uint64_t address, unsigned char value, size_t size, void* stream),
      say("clear %llx %d %zu %llx\n", (unsigned long long)address, value, size, (unsigned long long)(uintptr_t)stream);)
 
@@ -131,16 +205,18 @@ int cuLaunchKernelEx(const config_t* config, void* function, void** params, void
 
 int cuGraphLaunch(uintptr_t replay, uintptr_t stream) {
     pthread_mutex_lock(&mutex);
-    const int status = status_of(__func__);
-    say("replay %d %d\n", (int)replay, (int)stream);
-    if (++together > most_together) most_together = together;
+    int status = status_of(__func__);
+    if (!there[replay - 991]) status = 1;
+    say("replay %d\n", (int)replay);
+    if (!status) say(texts[replay - 991], (unsigned long long)stream, (unsigned long long)stream, (unsigned long long)stream);
+    if (in_replay++) ++replays_together;
     pthread_mutex_unlock(&mutex);
     if (quiet > 1) {
         const struct timespec little = {0, 1000000};
         nanosleep(&little, NULL);
     }
     pthread_mutex_lock(&mutex);
-    --together;
+    --in_replay;
     pthread_mutex_unlock(&mutex);
     return status;
 }

@@ -259,6 +259,11 @@ def assert_same_bits(actual, wanted):
         assert torch.equal(one.cpu(), other.cpu())
 
 
+def needs_exchange():
+    if exchange_of_tensors() is None:
+        pytest.skip("torch has no exchange of DLPack's, or not this one")
+
+
 @pytest.mark.gpu
 def test_the_extension_is_there():
     assert (extension.extension() is None) == (os.environ.get("GEMMCONV_EXECUTOR") == "python")
@@ -290,8 +295,7 @@ def test_calls_run_in_c(algorithm, in_c, monkeypatch):
     data, case = sample_of(algorithm), CASES[algorithm]
     torch.zeros(1, device="cuda").add_(1)  # this thread has a context
     monkeypatch.setattr(bind, "_of_any", another)
-    if exchange_of_tensors() is None:
-        pytest.skip("torch has no exchange of DLPack's, or not this one")
+    needs_exchange()
     with torch.no_grad():
         output = gemmconv.conv_transpose2d(
             data.input, data.weight, data.bias, **case.parameters, algorithm=algorithm, precision="ieee"
@@ -302,24 +306,58 @@ def test_calls_run_in_c(algorithm, in_c, monkeypatch):
 @pytest.mark.gpu
 @by_algorithm
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_with_the_same_addresses_again_is_replayed(algorithm, kind, in_c, poison):
+def test_what_comes_with_the_same_addresses_again_is_replayed(algorithm, kind, in_c):
     """With the same bits, and of whatever lies there then; not products of cuBLAS."""
-    if exchange_of_tensors() is None:
-        pytest.skip("torch has no exchange of DLPack's, or not this one")
+    needs_exchange()
     data, precision = sample_of(algorithm, kind), KINDS[kind][1]
-    before = extension.extension().replays()
     results = [[one.cpu() for one in step(data, algorithm, precision)] for _ in range(6)]
     for result in results[1:]:
         assert_same_bits(result, results[0])
-    assert (extension.extension().replays() > before) == (algorithm != "gemm_col2im")
+    assert (extension.extension().replays() > 0) == (algorithm != "gemm_col2im")
     for one in (data.input, data.weight, data.bias, data.grad_output):
         one.mul_(2)
-    poison("cuda")
-    output, grad_input, grad_weight, grad_bias = (one.cpu() for one in step(data, algorithm, precision))
-    first = results[0]
-    for found, wanted in ((grad_input, 4 * first[1]), (grad_weight, 4 * first[2]), (grad_bias, 2 * first[3])):
-        assert torch.equal(found, wanted)
-    assert not torch.equal(output, first[0])
+    output, *grads = (one.cpu() for one in step(data, algorithm, precision))
+    assert not torch.equal(output, results[0][0])
+    for found, before, times in zip(grads, results[0][1:], (4, 4, 2), strict=True):
+        assert torch.equal(found, times * before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another"])
+def test_graphs_may_be_made_and_forgotten_while_another_is_captured(elsewhere, in_c):
+    needs_exchange()
+    data, stream, graph = sample_of("direct"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+
+    def work(times):
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                results = step(data, "direct")
+                results = [one.cpu() for one in results]  # so that the next ones lie where these did
+        return results
+
+    wanted = work(6)
+    there = extension.extension().replays()
+    assert there > 0
+    implementation.plans.clear()
+    work(2)  # their addresses are known, and no graph is made of them yet
+    left = extension.extension().replays()
+    assert left < there
+    torch.cuda.synchronize()
+    ones = torch.ones(8, device="cuda")
+    with torch.cuda.graph(graph):  # which no thread may spoil
+        twice = ones + 1
+        if elsewhere:
+            thread = threading.Thread(target=work, args=(2,))
+            thread.start()
+            thread.join()
+            assert extension.extension().replays() > left
+        implementation.plans.clear()
+        twice = twice * 2
+    assert extension.extension().replays() <= left
+    graph.replay()
+    assert twice.tolist() == [4.0] * 8
+    assert_same_bits(work(1), wanted)
 
 
 @pytest.mark.gpu
