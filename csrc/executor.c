@@ -635,16 +635,12 @@ static status_t add_step(const program_t* program, const step_t* step, const uin
  * could not wait for the device. */
 static status_t make_graph(const program_t* program, const uint64_t* addresses, void** made) {
     void *graph = NULL, *node = NULL, *ready = NULL;
-    int mode = kRelaxed;
-    status_t status = cuda.exchange_capture_mode(&mode);
-    if (status) return status;
-    status = cuda.graph_create(&graph, 0);
+    status_t status = cuda.graph_create(&graph, 0);
     for (int i = 0; i < program->step_count && !status; ++i)
         status = add_step(program, &program->steps[i], addresses, graph, &node);
     if (!status) status = cuda.instantiate(&ready, graph, 0);
     if (!status) *made = ready;
     if (graph) cuda.graph_destroy(graph);
-    cuda.exchange_capture_mode(&mode);
     return status;
 }
 
@@ -689,8 +685,11 @@ static int run_call(call_t* call, PyObject* const* tensors, PyObject** made) {
     int replayed = 0;
     failure_t failure = {NULL, NULL, 0, 0};
     PyThreadState* state = PyEval_SaveThread();
-    if (is_new) make_graph(program, addresses, &graph);
+    int mode = kRelaxed;
+    const int relaxed = is_new && cuda.exchange_capture_mode(&mode) == 0;  /* what is new may take memory */
+    if (relaxed) make_graph(program, addresses, &graph);
     if (graph) replayed = cuda.replay(graph, stream) == 0;
+    if (relaxed) cuda.exchange_capture_mode(&mode);
     if (!replayed) failure = run_steps(program, stream, (void*)(uintptr_t)blas, addresses);  /* which says what is wrong */
     if (graph && !replayed) stale[1] = graph;
     for (int i = 0; i < 2; ++i) destroy_graphs(&stale[i], stale[i] != NULL);
