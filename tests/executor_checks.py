@@ -747,6 +747,34 @@ def threads_launch_no_graph_at_once():
 
 
 @check
+def a_graph_that_is_being_launched_is_not_forgotten():
+    DRIVER.set_context(1043)
+    run = call(program(*REPEATED), OUTPUTS, b"\0\1", SCRATCH, allocate=lambda *_: Array(1024))
+    array, other = Array(64), Array(128)
+    for _ in range(3):
+        run(array, other)
+
+    def work():
+        DRIVER.set_context(1043)
+        run(array, other)
+
+    DRIVER.hold_replays(500)
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not any(line.startswith("replay") for line in said()):
+        pass
+    for i in range(2000):  # all of them other addresses
+        run(Array(256 * (2 + i)), other)
+    assert thread.is_alive()
+    assert DRIVER.replays_there() == 1
+    thread.join()
+    DRIVER.hold_replays(0)
+    said()
+    run(array, other)
+    assert said()[0].split()[0] in ("replay", "launch")  # by now it may make room
+
+
+@check
 def the_lock_is_not_held_while_graphs_are_made_launched_and_forgotten():
     DRIVER.set_context(1043)
     one = Repeated()

@@ -28,7 +28,7 @@ static int failing_with, quiet;
 static _Thread_local uintptr_t contexts[8];
 static _Thread_local int depth;
 static long with_lock, retained, pushed, launched, together, most_together, graphs, replays, in_replay, replays_together;
-static int capturing, loose, there[512];
+static int capturing, loose, held, there[512];
 static uintptr_t nodes;
 static uintptr_t capturing_stream, stream_context;
 static char written[4096], texts[512][4096];
@@ -48,6 +48,7 @@ long kernels_launched(void) { return launched; }
 long most_at_once(void) { return most_together; }
 long graphs_at_once(void) { return replays_together; }
 long asked_of_stream(void) { return (long)capturing_stream; }
+void hold_replays(int milliseconds) { held = milliseconds; }
 int mode_of_capture(void) { return capture_mode; }
 void set_stream_context(uintptr_t context) { stream_context = context; }
 long graphs_there(void) { return graphs; }
@@ -211,10 +212,8 @@ int cuGraphLaunch(uintptr_t replay, uintptr_t stream) {
     if (!status) say(texts[replay - 991], (unsigned long long)stream, (unsigned long long)stream, (unsigned long long)stream);
     if (in_replay++) ++replays_together;
     pthread_mutex_unlock(&mutex);
-    if (quiet > 1) {
-        const struct timespec little = {0, 1000000};
-        nanosleep(&little, NULL);
-    }
+    const struct timespec while_held = {0, 1000000 * (quiet > 1 ? 1 : held)};
+    nanosleep(&while_held, NULL);
     pthread_mutex_lock(&mutex);
     --in_replay;
     pthread_mutex_unlock(&mutex);
