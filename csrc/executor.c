@@ -554,7 +554,7 @@ static void* forget(replay_t* one) {
     void* graph = one->graph;
     for (int i = 0; i < replays.count; ++i)
         if (replays.of[i] == one) replays.of[i--] = replays.of[--replays.count];
-    *one = (replay_t){.busy = one->busy, .last = one->last};
+    *one = (replay_t){.busy = one->busy};
     return graph;
 }
 
@@ -603,16 +603,18 @@ static replay_t* replay_of(call_t* call, const uint64_t* addresses, int count, v
     return NULL;
 }
 
+typedef struct { void* node; int is_kernel; } before_t;  /* the last node of a graph */
+
 static status_t add_step(const program_t* program, const step_t* step, const uint64_t* addresses, void* graph,
-                         void** before) {
+                         before_t* before) {
     void* node = NULL;
-    const size_t after = *before != NULL;
+    const size_t after = before->node != NULL;
     status_t status = 0;
     if (step->kind == kClear) {
         const clear_t* one = &step->of.clear;
         const clear_node_t clear = {addresses[one->place.index] + one->place.offset, 0, 0, 1, one->size, 1};
         if (!one->size) return 0;
-        status = cuda.add_clear(&node, graph, before, after, &clear, program->context);
+        status = cuda.add_clear(&node, graph, &before->node, after, &clear, program->context);
     } else {
         _Alignas(64) unsigned char params[kMostParams];
         const failure_t failure = fill_params(step, addresses, params);
@@ -622,22 +624,23 @@ static status_t add_step(const program_t* program, const step_t* step, const uin
         const kernel_node_t kernel = {NULL, {s[0], s[1], s[2]}, {s[3], s[4], s[5]}, s[6], arguments, NULL,
                                       one->function, program->context};
         const edge_t overlapping = {kProgrammatic, 0, kProgrammatic, {0}};
-        const int early = after && s[7] && cuda.add_edges;
+        const int early = s[7] && before->is_kernel && cuda.add_edges;
         if (failure.status) return failure.status;
-        status = cuda.add_kernel(&node, graph, before, early ? 0 : after, &kernel);
-        if (!status && early) status = cuda.add_edges(graph, before, &node, &overlapping, 1);
+        status = cuda.add_kernel(&node, graph, &before->node, early ? 0 : after, &kernel);
+        if (!status && early) status = cuda.add_edges(graph, &before->node, &node, &overlapping, 1);
     }
-    *before = node;
+    *before = (before_t){node, step->kind == kLaunch};
     return status;
 }
 
 /* The graph of a program's steps, one after the other. Nothing is captured for it: while a stream captures, other threads
  * could not wait for the device. */
 static status_t make_graph(const program_t* program, const uint64_t* addresses, void** made) {
-    void *graph = NULL, *node = NULL, *ready = NULL;
+    void *graph = NULL, *ready = NULL;
+    before_t before = {NULL, 0};
     status_t status = cuda.graph_create(&graph, 0);
     for (int i = 0; i < program->step_count && !status; ++i)
-        status = add_step(program, &program->steps[i], addresses, graph, &node);
+        status = add_step(program, &program->steps[i], addresses, graph, &before);
     if (!status) status = cuda.instantiate(&ready, graph, 0);
     if (!status) *made = ready;
     if (graph) cuda.graph_destroy(graph);
@@ -778,9 +781,11 @@ static void call_dealloc(PyObject* self) {
     int count = 0;
     for (int i = 0; i < kReplays; ++i)
         if ((graphs[count] = forget(&call->replays[i]))) ++count;
-    PyThreadState* state = PyEval_SaveThread();  /* what the driver waits for may want it */
-    destroy_graphs(graphs, count);
-    PyEval_RestoreThread(state);
+    if (count) {
+        PyThreadState* state = PyEval_SaveThread();  /* what the driver waits for may want it */
+        destroy_graphs(graphs, count);
+        PyEval_RestoreThread(state);
+    }
     PyObject* held[] = {(PyObject*)call->program, call->allocate, call->outputs, call->scratch,
                         call->device_of, call->blas_of, call->otherwise};
     for (size_t i = 0; i < sizeof held / sizeof held[0]; ++i) Py_XDECREF(held[i]);

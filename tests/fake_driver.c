@@ -28,7 +28,8 @@ static int failing_with, quiet;
 static _Thread_local uintptr_t contexts[8];
 static _Thread_local int depth;
 static long with_lock, retained, pushed, launched, together, most_together, graphs, replays, in_replay, replays_together;
-static int capturing, loose, held, there[512];
+static int capturing, loose, after_kernel, newest_is_kernel, there[512];
+static volatile int held;
 static uintptr_t nodes;
 static uintptr_t capturing_stream, stream_context;
 static char written[4096], texts[512][4096];
@@ -36,7 +37,11 @@ static _Thread_local int capture_mode;  /* global, as a thread begins with */
 
 /* For the tests. */
 const char* said(void) { return text; }
-void forget(void) { length = 0, text[0] = 0; }
+void forget(void) {
+    pthread_mutex_lock(&mutex);
+    length = 0, text[0] = 0;
+    pthread_mutex_unlock(&mutex);
+}
 void be_quiet(int whether) { quiet = whether; }
 void fail(const char* function, int status) { snprintf(failing, sizeof failing, "%s", function), failing_with = status; }
 void set_context(uintptr_t context) { contexts[0] = context, depth = context != 0; }
@@ -48,7 +53,8 @@ long kernels_launched(void) { return launched; }
 long most_at_once(void) { return most_together; }
 long graphs_at_once(void) { return replays_together; }
 long asked_of_stream(void) { return (long)capturing_stream; }
-void hold_replays(int milliseconds) { held = milliseconds; }
+void hold_replays(int whether) { held = whether; }
+long replays_in_flight(void) { return in_replay; }
 int mode_of_capture(void) { return capture_mode; }
 void set_stream_context(uintptr_t context) { stream_context = context; }
 long graphs_there(void) { return graphs; }
@@ -98,7 +104,7 @@ CALL(cuCtxPopCurrent_v2, (uintptr_t* context), say("pop\n"); *context = contexts
 CALL(cuThreadExchangeStreamCaptureMode, (int* mode), if (!status) { int other = *mode; *mode = capture_mode, capture_mode = other; })
 CALL(cuStreamIsCapturing, (uintptr_t stream, int* answer), capturing_stream = stream; *answer = capturing;)
 CALL(cuStreamGetCtx, (uintptr_t stream, uintptr_t* of), (void)stream; *of = stream_context ? stream_context : context();)
-CALL(cuGraphCreate, (uintptr_t* graph, unsigned flags), (void)flags; if (!status) *graph = 88, ++graphs, nodes = 0, written[0] = 0;)
+CALL(cuGraphCreate, (uintptr_t* graph, unsigned flags), (void)flags; if (!status) *graph = 88, ++graphs, nodes = 0, written[0] = 0, newest_is_kernel = 0;)
 CALL(cuGraphDestroy, (uintptr_t graph), (void)graph; --graphs;)
 CALL(cuGraphExecDestroy, (uintptr_t replay), say("forget %d %d\n", (int)replay, capture_mode); there[replay - 991] = 0; --replays;)
 
@@ -109,6 +115,7 @@ static int add_node(int status, uintptr_t* node, const uintptr_t* before, size_t
     if (status) return status;
     if (count > 1 || (count && before[0] != 5000 + nodes)) return 1;
     loose = nodes && !count;  /* an edge has to follow */
+    after_kernel = newest_is_kernel, newest_is_kernel = format[0] == 'l';
     *node = 5000 + ++nodes;
     va_start(values, format);
     vsnprintf(written + length, sizeof written - length, format, values);
@@ -142,7 +149,7 @@ int cuGraphAddMemsetNode(uintptr_t* node, uintptr_t graph, const uintptr_t* befo
 int cuGraphAddDependencies_v2(uintptr_t graph, const uintptr_t* from, const uintptr_t* to, const unsigned char* edge, size_t count) {
     pthread_mutex_lock(&mutex);
     int status = status_of(__func__);
-    if (graph != 88 || count != 1 || from[0] + 1 != to[0] || to[0] != 5000 + nodes || !loose) status = 1;
+    if (graph != 88 || count != 1 || from[0] + 1 != to[0] || to[0] != 5000 + nodes || !loose || !after_kernel) status = 1;
     if (edge[0] != 1 || edge[1] || edge[2] != 1) status = 1;
     loose = 0;
     strcat(written, "early\n");
@@ -209,11 +216,13 @@ int cuGraphLaunch(uintptr_t replay, uintptr_t stream) {
     int status = status_of(__func__);
     if (!there[replay - 991]) status = 1;
     say("replay %d\n", (int)replay);
-    if (!status) say(texts[replay - 991], (unsigned long long)stream, (unsigned long long)stream, (unsigned long long)stream);
+    const unsigned long long on = stream;  /* of four nodes at most */
+    if (!status) say(texts[replay - 991], on, on, on, on);
     if (in_replay++) ++replays_together;
     pthread_mutex_unlock(&mutex);
-    const struct timespec while_held = {0, 1000000 * (quiet > 1 ? 1 : held)};
-    nanosleep(&while_held, NULL);
+    const struct timespec little = {0, 1000000};
+    if (quiet > 1) nanosleep(&little, NULL);
+    while (held) nanosleep(&little, NULL);
     pthread_mutex_lock(&mutex);
     --in_replay;
     pthread_mutex_unlock(&mutex);
