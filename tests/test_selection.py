@@ -255,6 +255,21 @@ def test_auto_takes_what_saves_the_host_more_than_it_costs_the_device():
         assert taken(layer, dtype, precision, direction, memory_format=torch.channels_last) == name
 
 
+def test_auto_takes_gradients_without_products_of_cublas_where_they_are_as_fast():
+    """Then a backward pass is one launch of a graph."""
+    tiny = Problem(1, 64, 64, 1, (16, 16), (4, 4), stride=(2, 2), padding=(1, 1))
+    fsrcnn = Problem(16, 56, 1, 1, (128, 128), (9, 9), stride=(3, 3), padding=(4, 4), output_padding=(2, 2))
+    for layer, name in ((tiny, "fused"), (fsrcnn, "gemm_col2im")):
+        config = config_of(layer, torch.float32, "tf32", memory_format=torch.channels_last)
+        gradients = choose_gradients(config, config, "auto", "test")
+        assert gradients.input_grad.name == gradients.weight_grad.name == name
+    fastest = min(
+        GemmCol2im().estimate(config_of(tiny, torch.float32, "tf32", memory_format=one), "input_grad")
+        for one in FORMATS
+    )
+    assert fastest < Fused().estimate(config_of(tiny, torch.float32, "tf32"), "input_grad")
+
+
 def test_auto_takes_input_gradients_of_few_channels_in_tf32_from_others():
     for out_channels, name in ((32, "fused"), (64, "native")):
         layer = Problem(256, 256, out_channels, 1, (14, 14), (2, 2), stride=(2, 2))  # Mask R-CNN has 256

@@ -43,6 +43,7 @@ from gemmconv.kernels.splits.reduce import sum_partials
 _COST = costs_of("gemm_col2im")
 _LAUNCH_SECONDS, _WEIGHTS_RATE = _COST.table("launch_seconds"), _COST.table("weights_rate")
 _FFMA_RATE, _TF32_RATE = _COST.table("ffma_rate"), _COST.table("tf32_rate")
+HOST_SECONDS = _COST.host_seconds
 
 ahead = ContextVar("ahead", default=False)  # whether calls are thought of that nobody has made yet
 
