@@ -633,18 +633,17 @@ static status_t add_step(const program_t* program, const step_t* step, const uin
     return status;
 }
 
-/* The graph of a program's steps, one after the other. Nothing is captured for it: while a stream captures, other threads
- * could not wait for the device. */
-static status_t make_graph(const program_t* program, const uint64_t* addresses, void** made) {
+/* The graph of a program's steps, one after the other, NULL where it cannot be made. Nothing is captured for it: while a
+ * stream captures, other threads could not wait for the device. */
+static void* make_graph(const program_t* program, const uint64_t* addresses) {
     void *graph = NULL, *ready = NULL;
     before_t before = {NULL, 0};
     status_t status = cuda.graph_create(&graph, 0);
     for (int i = 0; i < program->step_count && !status; ++i)
         status = add_step(program, &program->steps[i], addresses, graph, &before);
     if (!status) status = cuda.instantiate(&ready, graph, 0);
-    if (!status) *made = ready;
     if (graph) cuda.graph_destroy(graph);
-    return status;
+    return status ? NULL : ready;
 }
 
 /* Whether a graph may be launched there: not into a capture, nor where a part of the device alone is to be used. */
@@ -653,6 +652,35 @@ static int takes_graphs(const program_t* program, void* stream) {
     context_t context = NULL;
     return !cuda.is_capturing(stream, &capturing) && !capturing && !cuda.context_of_stream(stream, &context) &&
            context == program->context;
+}
+
+/* Enqueues a call's steps, by a graph where its addresses came before. */
+static int enqueue(call_t* call, const uint64_t* addresses, int count, void* stream, void* blas) {
+    const program_t* program = call->program;
+    void *graph = NULL, *stale[2] = {NULL, NULL};
+    replay_t* replay = NULL;
+    if (call->replayable && takes_graphs(program, stream)) replay = replay_of(call, addresses, count, &stale[0]);
+    if (replay) graph = replay->graph;
+    const int is_new = replay && !graph;
+    int replayed = 0;
+    failure_t failure = {NULL, NULL, 0, 0};
+    PyThreadState* state = PyEval_SaveThread();
+    int mode = kRelaxed;
+    const int relaxed = is_new && cuda.exchange_capture_mode(&mode) == 0;  /* what is new may take memory */
+    if (relaxed) graph = make_graph(program, addresses);
+    if (graph) replayed = cuda.replay(graph, stream) == 0;
+    if (relaxed) cuda.exchange_capture_mode(&mode);
+    if (!replayed) failure = run_steps(program, stream, blas, addresses);  /* which says what is wrong */
+    if (graph && !replayed) stale[1] = graph;
+    for (int i = 0; i < 2; ++i) destroy_graphs(&stale[i], stale[i] != NULL);
+    PyEval_RestoreThread(state);
+    if (replay) {
+        replay->busy = 0;
+        if (!replayed) forget(replay), call->attempts -= call->attempts > 0;
+        else replay->graph = graph;
+    }
+    if (failure.status) raise_failure(failure);
+    return failure.status ? -1 : 0;
 }
 
 /* Allocates, takes addresses and enqueues; ``made`` are the outputs and scratch memory. 1 where another way has to. */
@@ -679,31 +707,8 @@ static int run_call(call_t* call, PyObject* const* tensors, PyObject** made) {
     }
     if (call->exchange->current_stream(kCuda, call->index, &stream)) return refused("torch named no stream");
     if (call->blas_of != Py_None && ask(call->blas_of, &blas)) return -1;
-    void *graph = NULL, *stale[2] = {NULL, NULL};
     const int count = outputs + operands + (call->scratch != Py_None);
-    replay_t* replay = NULL;
-    if (call->replayable && takes_graphs(program, stream)) replay = replay_of(call, addresses, count, &stale[0]);
-    if (replay) graph = replay->graph;
-    const int is_new = replay && !graph;
-    int replayed = 0;
-    failure_t failure = {NULL, NULL, 0, 0};
-    PyThreadState* state = PyEval_SaveThread();
-    int mode = kRelaxed;
-    const int relaxed = is_new && cuda.exchange_capture_mode(&mode) == 0;  /* what is new may take memory */
-    if (relaxed) make_graph(program, addresses, &graph);
-    if (graph) replayed = cuda.replay(graph, stream) == 0;
-    if (relaxed) cuda.exchange_capture_mode(&mode);
-    if (!replayed) failure = run_steps(program, stream, (void*)(uintptr_t)blas, addresses);  /* which says what is wrong */
-    if (graph && !replayed) stale[1] = graph;
-    for (int i = 0; i < 2; ++i) destroy_graphs(&stale[i], stale[i] != NULL);
-    PyEval_RestoreThread(state);
-    if (replay) {
-        replay->busy = 0;
-        if (!replayed) forget(replay), call->attempts -= call->attempts > 0;
-        else replay->graph = graph;
-    }
-    if (failure.status) raise_failure(failure);
-    return failure.status ? -1 : 0;
+    return enqueue(call, addresses, count, stream, (void*)(uintptr_t)blas);
 }
 
 static PyObject* call_run(PyObject* self, PyObject* const* tensors, Py_ssize_t count) {

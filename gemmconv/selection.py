@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gemmconv.algorithms import ALGORITHMS, Algorithm, Config, gemm_col2im
-from gemmconv.algorithms.native import HOST_SECONDS
+from gemmconv.algorithms import ALGORITHMS, Algorithm, Config, gemm_col2im, native
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
@@ -30,7 +29,7 @@ _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_
 _FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
 # What keeps the host in a backward pass, where kernels alone are one launch of a graph: for how many seconds, and how
 # many times as long others may take on the device. Estimates of products are up to 1.23 times off.
-_KEEP_THE_HOST = {"native": (HOST_SECONDS, 2.0), "gemm_col2im": (gemm_col2im.HOST_SECONDS, 1.2)}
+_KEEP_THE_HOST = {"native": (native.HOST_SECONDS, 2.0), "gemm_col2im": (gemm_col2im.HOST_SECONDS, 1.2)}
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
 _AS_FAST = 1.1  # of an estimate: what another may be where both are as fast, as far as estimates tell
 # On GPUs other than Hopper: of torch's estimate, which may be 1.4 times the least that it was seen to take, while ours
@@ -113,22 +112,18 @@ def _behind_for_the_host(
     (torchs, native), (seconds, ours) = estimates[:2]
     if native.name != "native":
         return reasons
+    host_seconds, most_times = _KEEP_THE_HOST[native.name]
     if direction == "forward" and seconds < min(torchs + _CLEARLY, _AS_FAST * torchs):
         why = "no clearly slower than torch's operator"
     elif (
         direction == "weight_grad"
         and config.dtype.itemsize == 2
-        and seconds < _worth_the_host(torchs, HOST_SECONDS / 2, 2.0)
+        and seconds < min(host_seconds / 2, most_times * torchs)
     ):
         why = "while torch's operator keeps the host longer"
     else:
         return reasons
     return [(ours, f"{_estimate_text(seconds)}, {why}"), reasons[0], *reasons[2:]]
-
-
-def _worth_the_host(seconds: float, host_seconds: float, most_times: float) -> float:
-    """Seconds of the device that another may take where one takes so many, and keeps the host for so many."""
-    return min(host_seconds, most_times * seconds)
 
 
 def _first_elsewhere(
@@ -257,11 +252,11 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if not able:
         choose(config, requested, where)  # raises
     seconds, gradients = _fastest_of(config, weight_config, able)
-    for busy, host in _KEEP_THE_HOST.items():
+    for busy, (host_seconds, most_times) in _KEEP_THE_HOST.items():
         able = tuple(a for a in able if a.name != busy)
         if able and busy in (gradients.input_grad.name, gradients.weight_grad.name):
             other_seconds, others = _fastest_of(config, weight_config, able)
-            if other_seconds < max(_worth_the_host(seconds, *host), seconds + _CLEARLY):
+            if other_seconds < max(min(host_seconds, most_times * seconds), seconds + _CLEARLY):
                 seconds, gradients = other_seconds, others
     return gradients
 

@@ -274,7 +274,7 @@ class Native(AlgorithmOfOne):
         if config.memory_format is not weight_config.memory_format:
             first, second = self.input_grad(config), self.weight_grad(weight_config)
             return lambda grad_output, input, weight: (first(grad_output, weight), second(grad_output, input))
-        return _BothGradients(config)
+        return _WeightGradient(config, with_input=True)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
         """Of one call of torch's, which does one after the other: where nothing else would be as good."""
@@ -284,49 +284,31 @@ class Native(AlgorithmOfOne):
 
 
 class _WeightGradient:
-    """The gradient of a weight.
+    """The gradient of a weight, alone or with the input's before it, in one call of torch's.
 
     Args:
         config: in the format of all tensors.
-        strides: of the gradient, if they are not those of a contiguous tensor. torch's own have the format of the
-            others, and to give it other strides is to copy it.
+        with_input: whether it takes the weight too, and gives both gradients.
+        strides: of the weight's gradient, if they are not those of a contiguous tensor. torch's own have the format of
+            the others, and to give it other strides is to copy it.
     """
 
-    def __init__(self, config: Config, strides: tuple[int, ...] | None = None) -> None:
-        shape = config.problem.weight_shape
-        self._config, self._backward, self._shaped = config, _prepare_backward(config, False, True), _OfShape(shape)
-        self._strides = strides or strides_of(shape, torch.contiguous_format)
+    def __init__(self, config: Config, with_input: bool = False, strides: tuple[int, ...] | None = None) -> None:
+        p = config.problem
+        self._config, self._with_input = config, with_input
+        self._backward, self._shaped = _prepare_backward(config, with_input, True), _OfShape(p.weight_shape)
+        self._input_strides = strides_of(p.input_shape, config.memory_format)
+        self._strides = strides or strides_of(p.weight_shape, torch.contiguous_format)
 
     def returning(self, strides: tuple[int, ...]) -> _WeightGradient:
-        """The same with other strides."""
-        return _WeightGradient(self._config, strides)
-
-    def __call__(self, grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-        return restrided(self._backward(grad_output, input, self._shaped(grad_output))[1], self._strides)
-
-
-class _BothGradients:
-    """The gradients of input and weight in one call of torch's.
-
-    Args:
-        config: in the format of all tensors.
-        weight_strides: of the weight's gradient, if they are not those of a contiguous tensor.
-    """
-
-    def __init__(self, config: Config, weight_strides: tuple[int, ...] | None = None) -> None:
-        self._config, self._backward = config, _prepare_backward(config, True, True)
-        self._strides = strides_of(config.problem.input_shape, config.memory_format)
-        self._weight_strides = weight_strides or strides_of(config.problem.weight_shape, torch.contiguous_format)
-
-    def returning(self, weight_strides: tuple[int, ...]) -> _BothGradients:
         """The same with other strides of the weight's gradient."""
-        return _BothGradients(self._config, weight_strides)
+        return _WeightGradient(self._config, self._with_input, strides)
 
-    def __call__(
-        self, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None = None) -> Any:
+        weight = self._shaped(grad_output) if weight is None else weight
         of_input, of_weight, _ = self._backward(grad_output, input, weight)
-        return restrided(of_input, self._strides), restrided(of_weight, self._weight_strides)
+        of_weight = restrided(of_weight, self._strides)
+        return (restrided(of_input, self._input_strides), of_weight) if self._with_input else of_weight
 
 
 class _OfShape:

@@ -19,6 +19,7 @@ from torch import Tensor
 KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}  # by device type
 EVERY_KEY = torch._C.DispatchKeySet(KEYS["cpu"]) | torch._C.DispatchKeySet(KEYS["cuda"])
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_WITNESSED_ONE_IN = 61  # calls, where regions use no cast again; a prime, so that it is any call of a region by turns
 
 
 def casts(device_type: str) -> bool:
@@ -115,7 +116,6 @@ class _Regions:
         return region.kept
 
 
-_WITNESSED_ONE_IN = 61  # calls, where regions use no cast again; a prime, so that it is any call of a region by turns
 _regions: dict[tuple[str, torch.dtype], _Regions] = {}  # by device type and autocast's dtype
 
 

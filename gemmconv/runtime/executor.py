@@ -100,10 +100,6 @@ def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Ste
     blas_of, exchange = torch._C._cuda_getCurrentBlasHandle, exchange_of_tensors()
 
     def run(*addresses: int) -> int:
-        if device_of() != index:
-            with torch.cuda.device(index):
-                return run(*addresses)
-        launch.make_current(index)  # for torch's handle, and calls to come
         answer: int = program.run(stream_of(index), blas_of() if products else 0, *addresses)
         return answer
 
@@ -116,7 +112,21 @@ def prepare(device: torch.device, alignments: Sequence[int], steps: Sequence[Ste
         of_call = _allocate, tuple(outputs), bytes(operands), scratch
         return in_c.Call(program, exchange, index, *of_call, (device_of, blas_of if products else None), otherwise).run
 
-    return Prepared(run, None if exchange is None or _allocate is None else call)
+    return Prepared(_on_device(index, run), None if exchange is None or _allocate is None else call)
+
+
+def _on_device(index: int, run: Run) -> Run:
+    """The same with the device current, and its context this thread's: for torch's handle, and calls to come."""
+    device_of = torch._C._cuda_getDevice
+
+    def run_on_device(*addresses: int) -> int:
+        if device_of() != index:
+            with torch.cuda.device(index):
+                return run_on_device(*addresses)
+        launch.make_current(index)
+        return run(*addresses)
+
+    return run_on_device
 
 
 def _described(step: Step) -> tuple[Any, ...]:
@@ -146,14 +156,7 @@ def _prepare_in_python(device: torch.device, alignments: Sequence[int], steps: S
             do(addresses)
         return 0
 
-    def run_on_device(*addresses: int) -> int:
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                return run_on_device(*addresses)
-        launch.make_current(index)
-        return run(*addresses)
-
-    return run if index is None else run_on_device
+    return run if index is None else _on_device(index, run)
 
 
 def _prepare_launch(step: Launch, device: torch.device) -> Callable[[Sequence[int]], None]:

@@ -102,7 +102,9 @@ class Columns:
 
     def __init__(self, config: Config) -> None:
         self._problem, self._dtype = config.problem, config.dtype
-        self._input_in, self._grad_input_in = image_format(config.of_weight), image_format(config)
+        self._input_last, self._grad_input_last = (
+            image_format(one) is torch.channels_last for one in (config.of_weight, config)
+        )
         self._sums = accumulator_dtype(config.dtype)
         self._tf32 = config.precision == "tf32" and config.dtype == torch.float32
         self._longest_sum = longest_sum(config)
@@ -111,10 +113,10 @@ class Columns:
         """columns = weight^T . input"""
         p, pixels = self._problem, self._pixels(chunk)
         if pixels:
-            input, last = self._images("input", chunk, self._input_in), self._input_in is torch.channels_last
+            input, transposed = self._images("input", chunk, self._input_last), (self._input_last, True)
             operands = input, self._weight, self._columns(self._sums, pixels)
             extents = pixels, p.gemm_m, p.gemm_k
-            yield from _products(extents, operands, chunk.count, p.groups, transposed=(last, True), tf32=self._tf32)
+            yield from _products(extents, operands, chunk.count, p.groups, transposed=transposed, tf32=self._tf32)
 
     def fold(self, chunk: Chunk) -> Iterator[Step]:
         """output = col2im(columns) + bias"""
@@ -130,8 +132,8 @@ class Columns:
     def input_grad(self, chunk: Chunk) -> Iterator[Step]:
         """grad_input = weight . columns"""
         p, pixels = self._problem, self._pixels(chunk)
-        columns, grad_input = self._columns(self._dtype, pixels), self._images("grad_input", chunk, self._grad_input_in)
-        last = self._grad_input_in is torch.channels_last
+        last = self._grad_input_last
+        columns, grad_input = self._columns(self._dtype, pixels), self._images("grad_input", chunk, last)
         operands = (self._weight, columns, grad_input) if last else (columns, self._weight, grad_input)
         extents = (p.gemm_k, pixels, p.gemm_m) if last else (pixels, p.gemm_k, p.gemm_m)
         yield from _products(extents, operands, chunk.count, p.groups, transposed=(last, last), tf32=self._tf32)
@@ -155,12 +157,12 @@ class Columns:
         partials = _Matrices(At("partials"), self._sums, p.gemm_m, p.groups * group, group)  # [M, K]
         for first, slices, length in parts:
             over_slices = slices > images
-            operands = self._columns(self._dtype, pixels), self._images("input", chunk, self._input_in)
+            operands = self._columns(self._dtype, pixels), self._images("input", chunk, self._input_last)
             for call in range(images if over_slices else slices):
                 a, b = (one.slices(first, call, longest, over_slices) for one in operands)
                 yield from _products(
                     *((p.gemm_m, p.gemm_k, length), (a, b, partials), slices if over_slices else images, p.groups),
-                    transposed=(True, self._input_in is torch.channels_last),
+                    transposed=(True, self._input_last),
                     tf32=self._tf32,
                     accumulates=accumulates,
                 )
@@ -175,10 +177,9 @@ class Columns:
 
     # The operands, as column-major matrices of the shapes that the module's table calls "seen as".
 
-    def _images(self, name: str, chunk: Chunk, memory_format: torch.memory_format) -> _Matrices:
+    def _images(self, name: str, chunk: Chunk, last: bool) -> _Matrices:
         """[P, K], in rows of all the image's pixels; in channels_last [K, P], in rows of all channels."""
         pixels, p = self._problem.in_pixels, self._problem
-        last = memory_format is torch.channels_last
         leading, pixel, channel = (p.in_channels, p.in_channels, 1) if last else (pixels, 1, pixels)
         first = chunk.images[0] * p.in_channels * pixels + chunk.in_rows[0] * p.input_size[1] * pixel
         at = At(name, first * self._dtype.itemsize)
