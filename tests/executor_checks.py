@@ -763,7 +763,7 @@ def a_graph_that_is_being_launched_is_not_forgotten():
     thread = threading.Thread(target=work)
     thread.start()
     while not DRIVER.replays_in_flight():
-        pass
+        assert thread.is_alive(), "no graph was launched"
     for i in range(2000):  # all of them other addresses
         run(Array(256 * (2 + i)), other)
     assert DRIVER.replays_in_flight() == DRIVER.replays_there() == 1
