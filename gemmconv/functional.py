@@ -16,6 +16,7 @@ from gemmconv import arrays, ops, validation
 from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
+from gemmconv.ops import compiled as compiled  # which torch.compile meets
 from gemmconv.ops import plain
 from gemmconv.selection import NAMES, torch_precision
 

@@ -1,12 +1,9 @@
-"""Gradients of first and second order, operator registrations, torch.compile and autocast."""
+"""Gradients of first and second order, operator registrations and autocast."""
 
-import copy
 import weakref
 
 import pytest
 import torch
-import torch._dynamo.testing
-import torch._inductor.config
 
 import gemmconv
 from gemmconv import ops, selection
@@ -301,99 +298,6 @@ def test_conv_transpose2d_runs_on_meta_tensors():
     assert (output.shape, output.dtype) == (data.grad_output.shape, torch.float16)
 
 
-# torch.compile
-
-
-def small_network(device):
-    torch.manual_seed(3)
-    network = torch.nn.Sequential(
-        gemmconv.ConvTranspose2d(3, 8, 4, stride=2, padding=1),
-        torch.nn.ReLU(),
-        gemmconv.ConvTranspose2d(8, 4, 3, stride=2, groups=2, output_padding=1, dilation=2, bias=False),
-    )
-    return network.to(device)
-
-
-def outcome(network, images):
-    """Return the output, the input's gradient and the parameters' gradients of one step."""
-    images = images.detach().requires_grad_()
-    output = network(images)
-    output.square().mean().backward()
-    gradients = [parameter.grad for parameter in network.parameters()]
-    for parameter in network.parameters():
-        parameter.grad = None
-    return [output.detach(), images.grad, *gradients]
-
-
-@pytest.fixture
-def _fresh_compiler():
-    """One that neither starts processes nor asks a C++ compiler for vectors, either of which takes long."""
-    torch.compiler.reset()
-    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}):
-        yield
-    torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize(
-    ("backend", "dynamic"),
-    [
-        ("aot_eager", False),
-        ("aot_eager", True),
-        ("inductor", True),
-        pytest.param("inductor", False, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_network_matches_eager(backend, dynamic, device):
-    network = small_network(device)
-    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, dynamic=dynamic, backend=backend)
-    sizes = [(2, 3, 5, 6), (3, 3, 7, 4)] if dynamic else [(2, 3, 5, 6)]
-    for size in sizes:
-        images = torch.randn(size, device=device)
-        for actual, wanted in zip(outcome(compiled, images), outcome(network, images), strict=True):
-            torch.testing.assert_close(actual, wanted)
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_network_with_dynamic_sizes_compiles_once(device):
-    network = small_network(device)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(network, fullgraph=True, dynamic=True, backend=counter)
-    for size in [(2, 3, 5, 6), (3, 3, 7, 4), (4, 3, 6, 9)]:
-        compiled(torch.randn(size, device=device))
-    assert counter.frame_count == 1
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_network_accepts_channels_last(device):
-    network = small_network(device).to(memory_format=torch.channels_last)
-    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
-    images = channels_last(torch.randn(2, 3, 5, 6, device=device))
-    results = zip(outcome(compiled, images), outcome(network, images), strict=True)
-    for actual, wanted in results:
-        torch.testing.assert_close(actual, wanted)
-        assert actual.stride() == wanted.stride()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_folds_match_eager(device):
-    def unfold_and_fold(images):
-        columns = gemmconv.im2col(images, 3, padding=1)
-        return gemmconv.col2im(columns.sin(), images.shape[2:], 3, padding=1)
-
-    compiled = torch.compile(unfold_and_fold, fullgraph=True, backend="aot_eager")
-    images = torch.randn(2, 3, 5, 6, device=device)
-    torch.testing.assert_close(compiled(images), unfold_and_fold(images))
-
-
-def test_export_keeps_the_operator(device):
-    network = small_network(device)
-    images = torch.randn(2, 3, 5, 6, device=device)
-    program = torch.export.export(network, (images,))
-    torch.testing.assert_close(program.module()(images), network(images))
-    assert "gemmconv.conv_transpose2d" in str(program.graph)
-
-
 # Autocast
 
 
@@ -450,17 +354,6 @@ def test_autocast_around_the_gradient_of_a_gradient_leaves_its_dtypes_alone(want
     expected = gradients(torch.nn.functional.conv_transpose2d, torch.float64, autocast=False)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_autocast_inside_a_compiled_network(device):
-    network = small_network(device)
-    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
-    images = torch.randn(2, 3, 5, 6, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        actual, wanted = compiled(images), network(images)
-    assert actual.dtype == wanted.dtype == torch.bfloat16
-    torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)
 
 
 # What a backward pass computes and keeps.

@@ -16,7 +16,7 @@ PACKAGE = Path(gemmconv.__file__).parent
 LAYERS = ["module", "functional", "ops", "selection", "algorithms", "kernels", "runtime"]
 
 # The modules of ops, from the top down. One may import those below it.
-OPS = ["plain", "__init__", "followers", "autograd", "transforms", "autocast", "implementation", "schemas"]
+OPS = ["compiled", "plain", "__init__", "followers", "autograd", "transforms", "autocast", "implementation", "schemas"]
 
 # What every part may import, because these import no part that does anything.
 LEAVES = {

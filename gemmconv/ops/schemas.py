@@ -193,7 +193,7 @@ def _col2im_fake(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
 # Registration.
 
 _library = torch.library.Library("gemmconv", "DEF")
-_FAKES: dict[str, Callable[..., Any]] = {
+FAKES: dict[str, Callable[..., Any]] = {
     "conv_transpose2d": _conv_transpose2d_fake,
     "conv_transpose2d_input_grad": _input_grad_fake,
     "conv_transpose2d_weight_grad": _weight_grad_fake,
@@ -202,8 +202,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "col2im": _col2im_fake,
 }
 for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    torch.library.register_fake(f"gemmconv::{_name}", _FAKES[_name], lib=_library)
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
 OPERATORS: dict[str, Any] = {name: getattr(torch.ops.gemmconv, name).default for name in _SCHEMAS}
 ARGUMENT_NAMES = {name: [one.name for one in operator._schema.arguments] for name, operator in OPERATORS.items()}
 

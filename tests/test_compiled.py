@@ -1,0 +1,241 @@
+"""torch.compile: compiled networks compute what they do without it, and call the operators as little as that takes."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch._functorch.config
+import torch._inductor.config
+from torch._inductor import lowering
+from torch._inductor.utils import run_and_get_code
+
+import gemmconv
+from gemmconv.ops import compiled
+from gemmconv.ops.schemas import OPERATORS
+from tests.samples import channels_last
+
+# From torch's own compiler.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+SERVED = "torch.ops.gemmconv.conv_transpose2d{}.default.served("
+
+
+def small_network(device):
+    torch.manual_seed(3)
+    network = torch.nn.Sequential(
+        gemmconv.ConvTranspose2d(3, 8, 4, stride=2, padding=1),
+        torch.nn.ReLU(),
+        gemmconv.ConvTranspose2d(8, 4, 3, stride=2, groups=2, output_padding=1, dilation=2, bias=False),
+    )
+    return network.to(device)
+
+
+def outcome(network, images):
+    """Return the output, the input's gradient and the parameters' gradients of one step."""
+    images = images.detach().requires_grad_()
+    output = network(images)
+    output.square().mean().backward()
+    gradients = [parameter.grad for parameter in network.parameters()]
+    for parameter in network.parameters():
+        parameter.grad = None
+    return [output.detach(), images.grad, *gradients]
+
+
+@pytest.fixture
+def _fresh_compiler():
+    """One that neither starts processes nor asks a C++ compiler for vectors, either of which takes long.
+
+    Nor does it keep code, which would be that of another lowering.
+    """
+    torch.compiler.reset()
+    settings = {"compile_threads": 1, "cpp.vec_isa_ok": False, "fx_graph_cache": False}
+    with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        ("inductor", True),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_network_matches_eager(backend, dynamic, device):
+    network = small_network(device)
+    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, dynamic=dynamic, backend=backend)
+    sizes = [(2, 3, 5, 6), (3, 3, 7, 4)] if dynamic else [(2, 3, 5, 6)]
+    for size in sizes:
+        images = torch.randn(size, device=device)
+        for actual, wanted in zip(outcome(compiled, images), outcome(network, images), strict=True):
+            torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_network_with_dynamic_sizes_compiles_once(device):
+    network = small_network(device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(network, fullgraph=True, dynamic=True, backend=counter)
+    for size in [(2, 3, 5, 6), (3, 3, 7, 4), (4, 3, 6, 9)]:
+        compiled(torch.randn(size, device=device))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_network_accepts_channels_last(device):
+    network = small_network(device).to(memory_format=torch.channels_last)
+    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
+    images = channels_last(torch.randn(2, 3, 5, 6, device=device))
+    results = zip(outcome(compiled, images), outcome(network, images), strict=True)
+    for actual, wanted in results:
+        torch.testing.assert_close(actual, wanted)
+        assert actual.stride() == wanted.stride()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_folds_match_eager(device):
+    def unfold_and_fold(images):
+        columns = gemmconv.im2col(images, 3, padding=1)
+        return gemmconv.col2im(columns.sin(), images.shape[2:], 3, padding=1)
+
+    compiled = torch.compile(unfold_and_fold, fullgraph=True, backend="aot_eager")
+    images = torch.randn(2, 3, 5, 6, device=device)
+    torch.testing.assert_close(compiled(images), unfold_and_fold(images))
+
+
+def test_export_keeps_the_operator(device):
+    network = small_network(device)
+    images = torch.randn(2, 3, 5, 6, device=device)
+    program = torch.export.export(network, (images,))
+    torch.testing.assert_close(program.module()(images), network(images))
+    assert "gemmconv.conv_transpose2d" in str(program.graph)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_autocast_inside_a_compiled_network(device):
+    network = small_network(device)
+    compiled = torch.compile(copy.deepcopy(network), fullgraph=True, backend="aot_eager")
+    images = torch.randn(2, 3, 5, 6, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        actual, wanted = compiled(images), network(images)
+    assert actual.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)
+
+
+# What inductor makes of the operators.
+
+LAYER = {"stride": 2, "padding": 1, "algorithm": "gemm_col2im"}
+SHAPES = {"input": (2, 6, 4, 5), "weight": (6, 4, 4, 3), "bias": (4,), "grad_output": (2, 4, 8, 9)}
+
+
+def leaves(device, wanted=()):
+    """A layer's tensors, of which those named want gradients."""
+    torch.manual_seed(4)
+    return {name: torch.randn(shape, device=device, requires_grad=name in wanted) for name, shape in SHAPES.items()}
+
+
+def step(input, weight, bias, grad_output, wanted):
+    """The output, and the gradients that are wanted of it."""
+    output = gemmconv.conv_transpose2d(input, weight, bias, **LAYER)
+    return [output, *torch.autograd.grad(output, wanted, grad_output)] if wanted else [output]
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [((), ""), (("input",), "_input_grad"), (("weight",), "_weight_grad"), (("input", "weight"), "_grads")],
+    ids=str,
+)
+def test_generated_code_calls_past_the_dispatcher(wanted, name, device):
+    data = leaves(device, wanted)
+    tensors = data["input"], data["weight"], data["bias"], data["grad_output"]
+    function = torch.compile(lambda *given: gemmconv.conv_transpose2d(*given, **LAYER), fullgraph=True)
+
+    def compute():
+        output = function(*tensors[:3])
+        given = [data[one] for one in wanted]
+        return [output, *torch.autograd.grad(output, given, tensors[3])] if wanted else [output]
+
+    results, code = run_and_get_code(compute)
+    for which in {"", name}:
+        assert sum(one.count(SERVED.format(which)) for one in code) == 1
+    expected = step(*tensors, [data[one] for one in wanted])
+    for actual, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual, right, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
+    """Where inductor brings those to channels_last, no copy turns the images round for the layer between them."""
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 6, 3), gemmconv.ConvTranspose2d(6, 4, 4, algorithm="gemm_col2im"), torch.nn.Conv2d(4, 2, 3)
+    ).to(device)
+    operator, formats = OPERATORS["conv_transpose2d"], []
+    served = operator.served
+
+    def seen(input, *others):
+        output = served(input, *others)
+        formats.extend(one.is_contiguous(memory_format=torch.channels_last) for one in (input, output))
+        return output
+
+    monkeypatch.setattr(operator, "served", seen)
+    images = torch.randn(2, 3, 6, 5, device=device)
+    with torch.no_grad(), torch._inductor.config.patch(force_layout_optimization=True):
+        actual = torch.compile(network)(images)
+        torch.testing.assert_close(actual, network(images))
+    assert formats == [True, True]
+    assert actual.is_contiguous()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_arguments_by_name_are_lowered(device):
+    data = leaves(device)
+
+    def function(input, weight):
+        return torch.ops.gemmconv.conv_transpose2d(input, weight=weight, dilation=[1, 2], algorithm="gemm_col2im")
+
+    actual, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), data["input"], data["weight"])
+    torch.testing.assert_close(actual, function(data["input"], data["weight"]), rtol=0, atol=0)
+    assert SERVED.format("") in code
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_inductor_does_without_the_lowering(device, monkeypatch):
+    """As where torch has nothing of what it takes."""
+    compiled._lower()
+    monkeypatch.setattr(compiled, "_lower", lambda: None)
+    for name in compiled._SERVED:
+        monkeypatch.delitem(lowering.lowerings, OPERATORS[name])
+    network, images = small_network(device), torch.randn(2, 3, 5, 6, device=device)
+    other, codes = run_and_get_code(torch.compile(copy.deepcopy(network), fullgraph=True), images)
+    torch.testing.assert_close(other, network(images))
+    assert not any(SERVED.format("") in code for code in codes)
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_what_is_served_has_gradients_where_they_are_recorded(profiled, device):
+    wanted = ("input", "weight", "grad_output")
+    data = leaves(device, wanted)
+    tensors, options = [data[one] for one in wanted], ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
+
+    def compute(of):
+        input, weight, grad_output = tensors
+        found = (
+            of("conv_transpose2d")(input, weight, None, *options),
+            *of("conv_transpose2d_grads")(grad_output, input, weight, *options),
+        )
+        alone = (
+            of("conv_transpose2d_input_grad")(grad_output, weight, SHAPES["input"][2:], *options),
+            of("conv_transpose2d_weight_grad")(grad_output, input, SHAPES["weight"][2:], *options),
+        )
+        results = [*found, *alone]
+        return [*results, *torch.autograd.grad(sum(one.square().sum() for one in results), tensors)]
+
+    expected = compute(OPERATORS.__getitem__)
+    with torch.profiler.profile() if profiled else torch.enable_grad():
+        actual = compute(lambda name: OPERATORS[name].served)
+    for one, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=0)
