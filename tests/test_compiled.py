@@ -12,12 +12,15 @@ from torch._inductor.utils import run_and_get_code
 
 import gemmconv
 from gemmconv.ops import compiled
+from gemmconv.ops.implementation import name_of, signature
 from gemmconv.ops.schemas import OPERATORS
 from tests.samples import channels_last
 
 # From torch's own compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-SERVED = "torch.ops.gemmconv.conv_transpose2d{}.default.served("
+SERVED = (
+    "getattr(torch.ops.gemmconv.conv_transpose2d{0}.default, 'served', torch.ops.gemmconv.conv_transpose2d{0}.default)("
+)
 
 
 def small_network(device):
@@ -130,6 +133,8 @@ def test_autocast_inside_a_compiled_network(device):
 LAYER = {"stride": 2, "padding": 1, "algorithm": "gemm_col2im"}
 SHAPES = {"input": (2, 6, 4, 5), "weight": (6, 4, 4, 3), "bias": (4,), "grad_output": (2, 4, 8, 9)}
 
+ROUNDED = {"rtol": 1e-3, "atol": 1e-3}  # of torch's convolutions, in TF32 on a GPU
+
 
 def leaves(device, wanted=()):
     """A layer's tensors, of which those named want gradients."""
@@ -167,12 +172,15 @@ def test_generated_code_calls_past_the_dispatcher(wanted, name, device):
         torch.testing.assert_close(actual, right, rtol=0, atol=0)
 
 
+def between_convolutions(device):
+    layer = gemmconv.ConvTranspose2d(6, 4, 4, algorithm="gemm_col2im")
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), layer, torch.nn.Conv2d(4, 2, 3)).to(device)
+
+
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
     """Where inductor brings those to channels_last, no copy turns the images round for the layer between them."""
-    network = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 6, 3), gemmconv.ConvTranspose2d(6, 4, 4, algorithm="gemm_col2im"), torch.nn.Conv2d(4, 2, 3)
-    ).to(device)
+    network = between_convolutions(device)
     operator, formats = OPERATORS["conv_transpose2d"], []
     served = operator.served
 
@@ -185,9 +193,75 @@ def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
     images = torch.randn(2, 3, 6, 5, device=device)
     with torch.no_grad(), torch._inductor.config.patch(force_layout_optimization=True):
         actual = torch.compile(network)(images)
-        torch.testing.assert_close(actual, network(images))
+        torch.testing.assert_close(actual, network(images), **ROUNDED)
     assert formats == [True, True]
     assert actual.is_contiguous()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_sizes_change_between_training_steps_where_formats_do(device):
+    """Inductor compiles anew, as for torch's convolutions, and has no format wrong that it saves for the gradients."""
+    convolution, layer, _ = between_convolutions(device)
+    network = torch.nn.Sequential(convolution, torch.nn.ReLU(), layer)
+    with torch._inductor.config.patch(force_layout_optimization=True):
+        compiled_network = torch.compile(copy.deepcopy(network), dynamic=True)
+        for size in [(2, 3, 6, 5), (2, 3, 6, 4), (3, 3, 9, 9)]:
+            images = torch.randn(size, device=device)
+            for actual, right in zip(outcome(compiled_network, images), outcome(network, images), strict=True):
+                torch.testing.assert_close(actual, right, **ROUNDED)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_batch_that_data_decide_is_compiled(device):
+    network, kept = between_convolutions(device)[:2], torch.tensor([True, False, True], device=device)
+
+    def function(images, kept):
+        return network[1](network[0](images)[kept])
+
+    images = torch.randn(3, 3, 6, 5, device=device)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        actual = torch.compile(function, fullgraph=True)(images, kept)
+    torch.testing.assert_close(actual, function(images, kept), **ROUNDED)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_what_was_generated_runs_where_nothing_is_served(device, monkeypatch):
+    """As another process may have generated it, with another gemmconv."""
+    data = leaves(device)
+    tensors = data["input"], data["weight"], data["bias"]
+    function = torch.compile(lambda *given: gemmconv.conv_transpose2d(*given, **LAYER), fullgraph=True)
+    expected = function(*tensors)
+    monkeypatch.delattr(OPERATORS["conv_transpose2d"], "served")
+    torch.testing.assert_close(function(*tensors), expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
+    """From the shapes, strides and arguments that they have, unless sizes are known at the call alone."""
+    ahead, called = [], []
+
+    def seen(direction, count, served):
+        def call(*inputs):
+            tensors, (sizes, options) = inputs[:count], compiled._sizes_and_options(direction, inputs[count:])
+            called.append((direction, *map(signature, tensors), repr((sizes, options))))
+            return served(*inputs)
+
+        return call
+
+    monkeypatch.setattr(compiled, "ahead_of", lambda key, device, launches_of: ahead.append(key))
+    for direction, count in compiled._TENSORS.items():
+        operator = OPERATORS[name_of(direction)]
+        monkeypatch.setattr(operator, "served", seen(direction, count, operator.served))
+    network = between_convolutions(device)
+    if dynamic:
+        network, images = network[1], torch.randn(2, 6, 4, 3, device=device, requires_grad=True)
+    else:
+        images = torch.randn(2, 3, 6, 5, device=device)
+    with torch._inductor.config.patch(force_layout_optimization=not dynamic):
+        torch.compile(network, dynamic=dynamic)(images).sum().backward()
+    assert [direction for direction, *_ in called] == ["forward", "grads"]
+    assert ahead == ([] if dynamic else called)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -207,7 +281,7 @@ def test_inductor_does_without_the_lowering(device, monkeypatch):
     """As where torch has nothing of what it takes."""
     compiled._lower()
     monkeypatch.setattr(compiled, "_lower", lambda: None)
-    for name in compiled._SERVED:
+    for name in compiled._served:
         monkeypatch.delitem(lowering.lowerings, OPERATORS[name])
     network, images = small_network(device), torch.randn(2, 3, 5, 6, device=device)
     other, codes = run_and_get_code(torch.compile(copy.deepcopy(network), fullgraph=True), images)

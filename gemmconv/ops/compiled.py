@@ -3,7 +3,8 @@
 Inductor knows nothing of a library's operator. It would hand it tensors as they were traced: where it has brought a
 network's convolutions to channels_last, copies turn them round on both sides of ours. And it would call the dispatcher,
 two of whose keys Python serves: 13 us before anything is done. Convolutions of torch's it lowers, and so, here, ours:
-images come in channels_last where those do, and a call is known as a plain one is, in 2 us.
+images come in channels_last where those do, and a call is known as a plain one is, in 2 us. Kernels are compiled while
+inductor goes on.
 
 Where torch lacks what that takes, inductor does with the operators as it would.
 """
@@ -15,69 +16,53 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemmconv.dispatch import are_dense
+from gemmconv.kernels.base import Pass
 from gemmconv.ops import plain
-from gemmconv.ops.implementation import planned, plans, prepared
-from gemmconv.ops.schemas import FAKES, OPERATORS, Arguments, Tensors
+from gemmconv.ops.implementation import ahead_of, launches_of, name_of, planned, plans, prepared, signature
+from gemmconv.ops.schemas import FAKES, OPERATORS, Arguments, Tensors, WithoutData
+
+# How many of an operator's first arguments are tensors, and how many of those are images.
+_TENSORS: dict[Pass, int] = {"forward": 3, "input_grad": 2, "weight_grad": 2, "grads": 3}
+_IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "grads": 2}
 
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     call, key = plain.known(input, weight, bias, marshal.dumps(arguments, 2))
     if call is None and (call := plain.prepare(input, weight, bias, arguments)) is not None:
         plain.keep(key, call)
-    return (call or _dispatched("", arguments))(input, weight, bias)
+    output: Tensor = (call or _dispatched("forward", arguments))(input, weight, bias)
+    return output
 
 
-def _input_grad(grad_output: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    input_grad: Tensor = _gradient("input_grad", (grad_output, None, weight), arguments)
-    return input_grad
+def _gradient(direction: Pass) -> Callable[..., Any]:
+    count = _TENSORS[direction]
+    missing = [None] * (3 - count)
+
+    def gradient(*inputs: Any) -> Any:
+        tensors, arguments = inputs[:count], inputs[count:]
+        key = plain.signature_of_gradient(*tensors, *missing, (direction, marshal.dumps(arguments, 2)))
+        call: Callable[..., Any] | None = plans.get(key)
+        if call is None and key is not None and are_dense(*tensors):
+            call = planned(key, lambda: prepared(direction, tensors, *_sizes_and_options(direction, arguments)))
+        return (call or _dispatched(direction, arguments))(*tensors)
+
+    return gradient
 
 
-def _weight_grad(grad_output: Tensor, input: Tensor, *arguments: Any) -> Tensor:
-    weight_grad: Tensor = _gradient("weight_grad", (grad_output, input, None), arguments)
-    return weight_grad
-
-
-def _grads(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    grads: tuple[Tensor, Tensor] = _gradient("grads", (grad_output, input, weight), arguments)
-    return grads
-
-
-def _gradient(direction: Literal["input_grad", "weight_grad", "grads"], tensors: Tensors, arguments: Arguments) -> Any:
-    """What an operator of gradients returns.
-
-    Args:
-        direction: which operator.
-        tensors: grad_output, input and weight, None for what it does not take.
-        arguments: those after them.
-    """
-    key = plain.signature_of_gradient(*tensors, (direction, marshal.dumps(arguments, 2)))
-    given = tuple(one for one in tensors if one is not None)
-    call: Callable[..., Any] | None = plans.get(key)
-    if call is None and key is not None and are_dense(*given):
-        sizes, options = (None, arguments) if direction == "grads" else (tuple(arguments[0]), arguments[1:])
-        call = planned(key, lambda: prepared(direction, given, sizes, options))
-    return (call or _dispatched(f"_{direction}", arguments))(*given)
-
-
-def _dispatched(name: str, arguments: Arguments) -> Callable[..., Any]:
+def _dispatched(direction: Pass, arguments: Arguments) -> Callable[..., Any]:
     """The operator, for what is no plain call: a profiler or a mode is on, gradients are recorded."""
-    operator = OPERATORS[f"conv_transpose2d{name}"]
-    return lambda *tensors: operator(*tensors, *arguments)
+    return lambda *tensors: OPERATORS[name_of(direction)](*tensors, *arguments)
 
 
-# By operator: what serves it, and how many of its first tensors are images.
-_SERVED: dict[str, tuple[Callable[..., Any], int]] = {
-    "conv_transpose2d": (_forward, 1),
-    "conv_transpose2d_input_grad": (_input_grad, 1),
-    "conv_transpose2d_weight_grad": (_weight_grad, 2),
-    "conv_transpose2d_grads": (_grads, 2),
-}
+def _sizes_and_options(direction: Pass, arguments: Arguments) -> tuple[Any, Arguments]:
+    """What follows an operator's tensors."""
+    return (tuple(arguments[0]), arguments[1:]) if direction in ("input_grad", "weight_grad") else (None, arguments)
 
 
 @lru_cache(maxsize=1)
@@ -92,23 +77,60 @@ def _lower() -> None:
 
             def __init__(self, *arguments: Any, **more: Any) -> None:
                 super().__init__(*arguments, **more)
-                if not V.graph.cpp_wrapper:
-                    self.python_kernel_name = f"{self.python_kernel_name}.served"
+                name = self.python_kernel_name
+                if not V.graph.cpp_wrapper:  # what is generated is kept, and may be run with another gemmconv
+                    self.python_kernel_name = f"getattr({name}, 'served', {name})"
 
-        def lowered(operator: Any, images: int) -> Callable[..., Any]:
+        def lowered(direction: Pass) -> Callable[..., Any]:
+            operator, images = OPERATORS[name_of(direction)], _IMAGES[direction]
+
             def lower(*inputs: Any) -> Any:
-                in_last = images if V.graph.layout_opt else 0  # which brings torch's convolutions to channels_last
-                last = [ir.ExternKernel.require_channels_last(one) for one in inputs[:in_last]]
                 node = V.graph.current_node
+                in_last = images if V.graph.layout_opt and _are_known(node.args[:images]) else 0
+                last = [ir.ExternKernel.require_channels_last(one) for one in inputs[:in_last]]
                 others, _ = lowering.constrain_to_fx_strides(node, *[None] * in_last, *inputs[in_last:])
                 defaults = [one.default_value for one in operator._schema.arguments[len(inputs) :]]
-                made = Served.create(operator, *last, *others[in_last:], *defaults)
+                inputs = *last, *others[in_last:], *defaults
+                made = Served.create(operator, *inputs)
+                if not V.graph.cpp_wrapper:  # whose code is for another process
+                    _compile_ahead(direction, inputs)
                 return torch.utils._pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
             return lower
 
-        for name, (_, images) in _SERVED.items():
-            lowering.register_lowering(OPERATORS[name], type_promotion_kind=None)(lowered(OPERATORS[name], images))
+        for direction in _TENSORS:
+            lowering.register_lowering(OPERATORS[name_of(direction)], type_promotion_kind=None)(lowered(direction))
+
+
+def _are_known(images: Arguments) -> bool:
+    """Whether all sizes are, or are from now on: a graph of torch's convolutions is for these alone, too.
+
+    Args:
+        images: nodes of the graph.
+    """
+    with suppress(Exception):  # of one that data decide
+        return all(int(size) >= 0 for one in images for size in one.meta["val"].shape)
+    return False
+
+
+def _compile_ahead(direction: Pass, inputs: Arguments) -> None:
+    """Have what a call will launch compiled in the background, if all its sizes are known.
+
+    Args:
+        direction: which operator.
+        inputs: inductor's of it, whose formats are decided.
+    """
+    count = _TENSORS[direction]
+    with suppress(Exception):  # of what is no integer yet; the call tells what is wrong with it
+        tensors: Tensors = tuple(None if one is None else _without_data(one) for one in inputs[:count])
+        sizes, options = _sizes_and_options(direction, inputs[count:])
+        key = direction, *map(signature, tensors), repr((sizes, options))
+        ahead_of(key, tensors[0].device, lambda: lambda: launches_of(direction, tensors, sizes, options))
+
+
+def _without_data(node: Any) -> WithoutData:
+    shape, strides = (tuple(map(int, of)) for of in (node.get_size(), node.get_stride()))
+    return WithoutData.of(shape, strides, node.get_dtype(), node.get_device())
 
 
 def _faked(fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +144,10 @@ def _faked(fake: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_served: dict[str, Callable[..., Any]] = {
+    name_of(one): _forward if one == "forward" else _gradient(one) for one in _TENSORS
+}
 for _name, _fake in FAKES.items():
-    torch.library.register_fake(f"gemmconv::{_name}", _faked(_fake) if _name in _SERVED else _fake)
-for _name, (_served, _) in _SERVED.items():
-    OPERATORS[_name].served = _served  # generated code names it so, also what another process generated
+    torch.library.register_fake(f"gemmconv::{_name}", _faked(_fake) if _name in _served else _fake)
+for _name, _call in _served.items():
+    OPERATORS[_name].served = _call  # generated code names it so, also what another process generated

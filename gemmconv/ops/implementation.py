@@ -134,7 +134,7 @@ def prepared(
 
     def make() -> Callable[..., Any]:
         options = Options(*hashable(arguments))
-        where = _operator(direction)
+        where = name_of(direction)
         problem = checked_problem(where, tensors, sizes, options)
 
         def prepare(options: Options) -> Callable[..., Any]:
@@ -168,7 +168,7 @@ def prepared(
     return call
 
 
-def _operator(direction: Pass) -> str:
+def name_of(direction: Pass) -> str:
     return "conv_transpose2d" if direction == "forward" else f"conv_transpose2d_{direction}"
 
 
@@ -232,7 +232,7 @@ def launches_of(
     direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form = _USUAL
 ) -> list[Launch]:
     """The launches of what :func:`prepared` prepares, from tensors that may be without data."""
-    options, where, first = Options(*hashable(arguments)), _operator(direction), tensors[0]
+    options, where, first = Options(*hashable(arguments)), name_of(direction), tensors[0]
     current = selection.torch_precision(first.dtype, first.device)
     problem = checked_problem(where, tensors, sizes, options)
     config, weight_config = _configs(direction, problem, tensors, options, current)
