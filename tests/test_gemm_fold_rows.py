@@ -20,7 +20,7 @@ WIDE = Problem(8, 64, 64, 1, (1024, 1024), (3, 3))
 
 
 @st.composite
-def tiles(draw, *itemsizes):
+def tiles(draw, *itemsizes, having=lambda tile: True):
     """Any tile that a problem may have, of elements of so many bytes; of 16 bits and TF32 by default."""
     itemsize = draw(st.sampled_from(itemsizes or (2, 4)))
     kernel_size = draw(st.tuples(st.integers(1, 5), st.integers(1, 9)))
@@ -28,20 +28,18 @@ def tiles(draw, *itemsizes):
     # Where stride and dilation have no factor in common, every phase has a tap.
     dilation = tuple(draw(st.sampled_from((1, 2, 3, 4) if step == 1 else (1, step + 1))) for step in stride)
     input_size = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 40))
-    padding = tuple(draw(st.integers(0, dilation[axis] * (kernel_size[axis] - 1) + 9)) for axis in (0, 1))
     more = tuple(draw(st.integers(0, max(stride[axis], dilation[axis]) - 1)) for axis in (0, 1))
+    reach = [dilation[axis] * (kernel_size[axis] - 1) for axis in (0, 1)]
+    most = [((input_size[axis] - 1) * stride[axis] + reach[axis] + more[axis]) // 2 for axis in (0, 1)]
+    padding = tuple(draw(st.integers(0, min(most[axis], reach[axis] + 9))) for axis in (0, 1))
     groups, batch = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     in_channels = draw(st.integers(1, 8)) * 16 * groups if groups > 1 else draw(st.integers(1, 130))
     out_channels = draw(st.integers(1, 80)) * groups
-    sizes = [
-        (input_size[i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel_size[i] - 1) + more[i] + 1
-        for i in (0, 1)
-    ]
-    assume(min(sizes) > 0)
     problem = Problem(
         batch, in_channels, out_channels, groups, input_size, kernel_size, stride, padding, more, dilation
     )
-    found = [*gemm_fold_rows.tiles_of(problem, draw(st.sampled_from(("forward", "input_grad"))), itemsize)]
+    direction = draw(st.sampled_from(("forward", "input_grad")))
+    found = [tile for tile in gemm_fold_rows.tiles_of(problem, direction, itemsize) if having(tile)]
     assume(found)
     return found[draw(st.integers(0, 10_000)) % len(found)]
 
@@ -146,10 +144,9 @@ def test_lines_of_whole_sectors_begin_early_and_end_early(tile):
             assert stored == {*range(width)}
 
 
-@given(tiles(2))
+@given(tiles(2, having=lambda tile: tile.whole_sectors))
 def test_lines_of_16_bits_are_stored_as_sectors_lie_and_leave_nothing_over(tile):
     """Whatever a row begins with: what lies behind a line's last sector waits for the next line."""
-    assume(tile.whole_sectors)
     width, line = tile.output_size[1], tile.line_cells * tile.span[1]
     for begin in range(0, 16, tile.vector):  # of the row, in a sector
         early = (begin - tile.delayed * tile.span[1]) % 16
@@ -185,7 +182,7 @@ def test_tiles_fit_a_multiprocessor(tile):
     else:
         assert tile.stages > tile.chunks
         assert tile.lines <= 256
-        assert tile.registers <= 240
+        assert tile.registers <= 250  # of 24 at 221 to 230, at 231 to 240 and at 241 to 250, ptxas has one each spill
     assert tile.blocks_on(132) * tile.sets <= max(132, tile.sets)
 
 
