@@ -72,6 +72,8 @@ def _lower() -> None:
         from torch._inductor import ir, lowering
         from torch._inductor.virtualized import V
 
+        as_traced, as_channels_last = lowering.constrain_to_fx_strides, ir.ExternKernel.require_channels_last
+
         class Served(ir.FallbackKernel):
             """An operator's call, past the dispatcher where the code is Python."""
 
@@ -87,12 +89,12 @@ def _lower() -> None:
             def lower(*inputs: Any) -> Any:
                 node = V.graph.current_node
                 in_last = images if V.graph.layout_opt and _are_known(node.args[:images]) else 0
-                last = [ir.ExternKernel.require_channels_last(one) for one in inputs[:in_last]]
-                others, _ = lowering.constrain_to_fx_strides(node, *[None] * in_last, *inputs[in_last:])
+                last = [as_channels_last(one) for one in inputs[:in_last]]
+                others, _ = as_traced(node, *[None] * in_last, *inputs[in_last:])
                 defaults = [one.default_value for one in operator._schema.arguments[len(inputs) :]]
                 inputs = *last, *others[in_last:], *defaults
                 made = Served.create(operator, *inputs)
-                if not V.graph.cpp_wrapper:  # whose code is for another process
+                if not V.graph.cpp_wrapper:  # whose code may be for another process
                     _compile_ahead(direction, inputs)
                 return torch.utils._pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
