@@ -1,6 +1,7 @@
 """torch.compile: compiled networks compute what they do without it, and call the operators as little as that takes."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -142,10 +143,11 @@ def leaves(device, wanted=()):
     return {name: torch.randn(shape, device=device, requires_grad=name in wanted) for name, shape in SHAPES.items()}
 
 
-def step(input, weight, bias, grad_output, wanted):
-    """The output, and the gradients that are wanted of it."""
-    output = gemmconv.conv_transpose2d(input, weight, bias, **LAYER)
-    return [output, *torch.autograd.grad(output, wanted, grad_output)] if wanted else [output]
+def step(function, data, wanted):
+    """The output of a function of a layer's tensors, and the gradients that are wanted of it."""
+    output = function(data["input"], data["weight"], data["bias"])
+    given = [data[name] for name in wanted]
+    return [output, *torch.autograd.grad(output, given, data["grad_output"])] if wanted else [output]
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -155,20 +157,11 @@ def step(input, weight, bias, grad_output, wanted):
     ids=str,
 )
 def test_generated_code_calls_past_the_dispatcher(wanted, name, device):
-    data = leaves(device, wanted)
-    tensors = data["input"], data["weight"], data["bias"], data["grad_output"]
-    function = torch.compile(lambda *given: gemmconv.conv_transpose2d(*given, **LAYER), fullgraph=True)
-
-    def compute():
-        output = function(*tensors[:3])
-        given = [data[one] for one in wanted]
-        return [output, *torch.autograd.grad(output, given, tensors[3])] if wanted else [output]
-
-    results, code = run_and_get_code(compute)
+    data, function = leaves(device, wanted), functools.partial(gemmconv.conv_transpose2d, **LAYER)
+    results, code = run_and_get_code(step, torch.compile(lambda *given: function(*given), fullgraph=True), data, wanted)
     for which in {"", name}:
         assert sum(one.count(SERVED.format(which)) for one in code) == 1
-    expected = step(*tensors, [data[one] for one in wanted])
-    for actual, right in zip(results, expected, strict=True):
+    for actual, right in zip(results, step(function, data, wanted), strict=True):
         torch.testing.assert_close(actual, right, rtol=0, atol=0)
 
 

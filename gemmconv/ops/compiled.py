@@ -150,6 +150,6 @@ _served: dict[str, Callable[..., Any]] = {
     name_of(one): _forward if one == "forward" else _gradient(one) for one in _TENSORS
 }
 for _name, _fake in FAKES.items():
-    torch.library.register_fake(f"gemmconv::{_name}", _faked(_fake) if _name in _served else _fake)
+    torch.library.register_fake(f"gemmconv::{_name}", _faked(_fake))
 for _name, _call in _served.items():
     OPERATORS[_name].served = _call  # generated code names it so, also what another process generated
