@@ -59,9 +59,10 @@ def shown_results(readme: Path) -> Path | None:
 
 
 def made_with(rows: Sequence[Row] | Sequence[Turn], runs: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each environment that made a row, with the suites it made rows of."""
+    """A line for each environment that made a row, with the suites it made rows of, and by turns with the modes."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
-    for suite, index in dict.fromkeys((row.suite, row.run) for row in rows):
+    names = ((row.suite if isinstance(row, Row) else f"{row.suite} {row.mode}", row.run) for row in rows)
+    for suite, index in dict.fromkeys(names):
         run = runs[index]
         parts = [run["gpu"], f"gemmconv {run['gemmconv']} ({run['commit']})", f"torch {run['torch']}"]
         if run["cuda"]:

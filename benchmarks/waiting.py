@@ -32,11 +32,12 @@ NOT_MEASURED = (
 
 
 def current(rows: Sequence[Turn], runs: Sequence[dict[str, Any]]) -> list[Turn]:
-    """The rows of each suite that its newest sources made."""
-    newest: dict[str, dict[str, Any]] = {}
+    """The rows of each suite, in each mode, that the newest sources made of those measured."""
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
-        newest[row.suite] = max(newest.get(row.suite, runs[row.run]), runs[row.run], key=lambda run: run["date"])
-    return [row for row in rows if runs[row.run]["source"] == newest[row.suite]["source"]]
+        run, key = runs[row.run], (row.suite, row.mode)
+        newest[key] = max(newest.get(key, run), run, key=lambda run: run["date"])
+    return [row for row in rows if runs[row.run]["source"] == newest[row.suite, row.mode]["source"]]
 
 
 def parts(turns: Sequence[Turn], rows: Sequence[Row], link: str = "") -> list[str]:

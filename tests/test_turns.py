@@ -325,7 +325,7 @@ def test_report_shows_first_what_a_user_waits_for(tmp_path):
     about = {**ABOUT, "ceilings": {}}
     text = report.section(losing_and_winning(), [about], "results", [], (a_table(), [about]))
     assert text.startswith("### What you wait for\n\nNVIDIA H200, gemmconv 0.1 (def)")
-    assert "(networks, host)." in text.splitlines()[2]
+    assert "(networks eager, networks compile, host eager)." in text.splitlines()[2]
     device = text.index("### Device time, layer by layer")
     slower = text.index("**Slower than torch in 2 of 4 rows**, in 1 by more than torch differs from itself.")
     worst = text.index("| dcgan | tf32 | nchw | eager | training | 2.000 | 1.000 | 0.50x | 1.00x |")
@@ -371,10 +371,12 @@ def test_report_leaves_turns_of_older_sources_out():
     older, newer = (
         {**ABOUT, "source": source, "date": f"2026-01-0{day}", "ceilings": {}} for source, day in ("a1", "b2")
     )
-    rows = [turn_of(), turn_of(step=TRAINING, run=1), turn_of(suite="host")]
-    assert waiting.current(rows, [older, newer]) == rows[1:]
+    rows = [turn_of(), turn_of(step=TRAINING, run=1), turn_of(suite="host"), turn_of(mode="compile")]
+    assert waiting.current(rows, [older, newer]) == rows[1:]  # a mode of its own, however old
     text = report.section([], [], "results", [], (rows, [older, newer]))
     assert "Not here: 1 rows of an older gemmconv." in text
+    assert "2026-01-02 (networks eager); " in text
+    assert "2026-01-01 (host eager, networks compile)." in text
     assert "Device time" not in text
 
 
