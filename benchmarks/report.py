@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import summary, waiting
 from benchmarks.environment import is_sustained
-from benchmarks.results import RESULTS, Row, load_all
+from benchmarks.results import RESULTS, Row, load_all, newest_runs
 from benchmarks.turns import Turn, load_turns
 
 _RESULTS = RESULTS
@@ -78,9 +78,7 @@ def current_and_older(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> tu
     those of another suite are more than a day newer.
     """
     own = [row for row in rows if not row.is_torch]
-    newest: dict[str, dict[str, Any]] = {}
-    for row in own:
-        newest[row.suite] = max(newest.get(row.suite, runs[row.run]), runs[row.run], key=lambda run: run["date"])
+    newest = newest_runs(own, runs, lambda row: row.suite)
     last = max(map(_when, newest.values()), default=None)
     stale = {suite for suite, run in newest.items() if last is not None and last - _when(run) > _ONE_STATE}
     older = [row for row in own if row.suite in stale or runs[row.run]["source"] != newest[row.suite]["source"]]

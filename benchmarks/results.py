@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -327,6 +327,17 @@ class Results(File[Row]):
     def finished(self) -> list[Row]:
         """The rows, with the ratios to torch's."""
         return with_ratios(self.rows.values(), self.runs)
+
+
+def newest_runs(
+    rows: Iterable[R], runs: Sequence[dict[str, Any]], kind: Callable[[R], Hashable]
+) -> dict[Hashable, dict[str, Any]]:
+    """Of each kind of rows the newest run that made one."""
+    newest: dict[Hashable, dict[str, Any]] = {}
+    for row in rows:
+        run = runs[row.run]
+        newest[kind(row)] = max(newest.get(kind(row), run), run, key=lambda run: run["date"])
+    return newest
 
 
 def load_all(folder: Path) -> tuple[list[Row], list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import summary
 from benchmarks.networks import RUNS
-from benchmarks.results import Row
+from benchmarks.results import Row, newest_runs
 from benchmarks.summary import markdown_table, milliseconds
 from benchmarks.turns import STEPS, Turn, title
 
@@ -32,11 +32,8 @@ NOT_MEASURED = (
 
 
 def current(rows: Sequence[Turn], runs: Sequence[dict[str, Any]]) -> list[Turn]:
-    """The rows of each suite, in each mode, that the newest sources made of those measured."""
-    newest: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        run, key = runs[row.run], (row.suite, row.mode)
-        newest[key] = max(newest.get(key, run), run, key=lambda run: run["date"])
+    """Of each suite and mode the rows of the newest sources that it was measured with."""
+    newest = newest_runs(rows, runs, lambda row: (row.suite, row.mode))
     return [row for row in rows if runs[row.run]["source"] == newest[row.suite, row.mode]["source"]]
 
 
