@@ -12,9 +12,10 @@ from torch._inductor import lowering
 from torch._inductor.utils import run_and_get_code
 
 import gemmconv
+from gemmconv.kernels.base import PASSES
 from gemmconv.ops import compiled
 from gemmconv.ops.implementation import name_of, signature
-from gemmconv.ops.schemas import OPERATORS
+from gemmconv.ops.schemas import OPERATORS, taken_apart
 from tests.samples import channels_last
 
 # From torch's own compiler.
@@ -234,18 +235,18 @@ def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
     """From the shapes, strides and arguments that they have, unless sizes are known at the call alone."""
     ahead, called = [], []
 
-    def seen(direction, count, served):
+    def seen(direction, served):
         def call(*inputs):
-            tensors, (sizes, options) = inputs[:count], compiled._sizes_and_options(direction, inputs[count:])
+            tensors, sizes, options = taken_apart(name_of(direction), inputs)
             called.append((direction, *map(signature, tensors), repr((sizes, options))))
             return served(*inputs)
 
         return call
 
     monkeypatch.setattr(compiled, "ahead_of", lambda key, device, launches_of: ahead.append(key))
-    for direction, count in compiled._TENSORS.items():
+    for direction in PASSES:
         operator = OPERATORS[name_of(direction)]
-        monkeypatch.setattr(operator, "served", seen(direction, count, operator.served))
+        monkeypatch.setattr(operator, "served", seen(direction, operator.served))
     network = between_convolutions(device)
     if dynamic:
         network, images = network[1], torch.randn(2, 6, 4, 3, device=device, requires_grad=True)

@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
 Pass = Literal["forward", "input_grad", "weight_grad", "grads"]  # the last: both gradients at once
+PASSES: tuple[Pass, ...] = get_args(Pass)
 Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from gemmconv.dispatch import are_dense
-from gemmconv.kernels.base import Pass
+from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops import plain
 from gemmconv.ops.implementation import ahead_of, launches_of, name_of, planned, plans, prepared, signature
-from gemmconv.ops.schemas import FAKES, OPERATORS, Arguments, Tensors, WithoutData
+from gemmconv.ops.schemas import FAKES, OPERATORS, TENSOR_COUNTS, Arguments, Tensors, WithoutData, taken_apart
 
-# How many of an operator's first arguments are tensors, and how many of those are images.
-_TENSORS: dict[Pass, int] = {"forward": 3, "input_grad": 2, "weight_grad": 2, "grads": 3}
+# How many of an operator's first arguments are images.
 _IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "grads": 2}
 
 
@@ -41,7 +40,8 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
 
 
 def _gradient(direction: Pass) -> Callable[..., Any]:
-    count = _TENSORS[direction]
+    where = name_of(direction)
+    count = TENSOR_COUNTS[where]
     missing = [None] * (3 - count)
 
     def gradient(*inputs: Any) -> Any:
@@ -49,7 +49,7 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
         key = plain.signature_of_gradient(*tensors, *missing, (direction, marshal.dumps(arguments, 2)))
         call: Callable[..., Any] | None = plans.get(key)
         if call is None and key is not None and are_dense(*tensors):
-            call = planned(key, lambda: prepared(direction, tensors, *_sizes_and_options(direction, arguments)))
+            call = planned(key, lambda: prepared(direction, *taken_apart(where, inputs)))
         return (call or _dispatched(direction, arguments))(*tensors)
 
     return gradient
@@ -58,11 +58,6 @@ def _gradient(direction: Pass) -> Callable[..., Any]:
 def _dispatched(direction: Pass, arguments: Arguments) -> Callable[..., Any]:
     """The operator, for what is no plain call: a profiler or a mode is on, gradients are recorded."""
     return lambda *tensors: OPERATORS[name_of(direction)](*tensors, *arguments)
-
-
-def _sizes_and_options(direction: Pass, arguments: Arguments) -> tuple[Any, Arguments]:
-    """What follows an operator's tensors."""
-    return (tuple(arguments[0]), arguments[1:]) if direction in ("input_grad", "weight_grad") else (None, arguments)
 
 
 @lru_cache(maxsize=1)
@@ -100,7 +95,7 @@ def _lower() -> None:
 
             return lower
 
-        for direction in _TENSORS:
+        for direction in PASSES:
             lowering.register_lowering(OPERATORS[name_of(direction)], type_promotion_kind=None)(lowered(direction))
 
 
@@ -122,10 +117,9 @@ def _compile_ahead(direction: Pass, inputs: Arguments) -> None:
         direction: which operator.
         inputs: inductor's of it, whose formats are decided.
     """
-    count = _TENSORS[direction]
     with suppress(Exception):  # of what is no integer yet; the call tells what is wrong with it
-        tensors: Tensors = tuple(None if one is None else _without_data(one) for one in inputs[:count])
-        sizes, options = _sizes_and_options(direction, inputs[count:])
+        nodes, sizes, options = taken_apart(name_of(direction), inputs)
+        tensors: Tensors = tuple(None if one is None else _without_data(one) for one in nodes)
         key = direction, *map(signature, tensors), repr((sizes, options))
         ahead_of(key, tensors[0].device, lambda: lambda: launches_of(direction, tensors, sizes, options))
 
@@ -147,7 +141,7 @@ def _faked(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _served: dict[str, Callable[..., Any]] = {
-    name_of(one): _forward if one == "forward" else _gradient(one) for one in _TENSORS
+    name_of(one): _forward if one == "forward" else _gradient(one) for one in PASSES
 }
 for _name, _fake in FAKES.items():
     torch.library.register_fake(f"gemmconv::{_name}", _faked(_fake))

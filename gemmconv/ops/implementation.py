@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import (
     DEFAULT_WORKSPACE_LIMIT,
+    PASSES,
     Config,
     Pass,
     Precision,
@@ -46,6 +48,7 @@ from gemmconv.ops.schemas import (
     im2col_problem,
     memory_format,
     register,
+    taken_apart,
 )
 
 # Plans: prepared calls by the signature of a call, and answers to questions about one.
@@ -96,7 +99,8 @@ def _config(
     )
 
 
-def _compute(direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments) -> Any:
+def _compute(direction: Pass, *inputs: Any) -> Any:
+    tensors, sizes, arguments = taken_apart(name_of(direction), inputs)
     with _on(tensors[0].device):
         return prepared(direction, tensors, sizes, arguments)(*tensors)
 
@@ -501,22 +505,6 @@ def both_gradients(
     return call
 
 
-def compute_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
-    return _compute("forward", (input, weight, bias), None, arguments)
-
-
-def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Any, *arguments: Any) -> Tensor:
-    return _compute("input_grad", (grad_output, weight), tuple(input_size), arguments)
-
-
-def _weight_grad(grad_output: Tensor, input: Tensor, kernel_size: Any, *arguments: Any) -> Tensor:
-    return _compute("weight_grad", (grad_output, input), tuple(kernel_size), arguments)
-
-
-def _grads(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _compute("grads", (grad_output, input, weight), None, arguments)
-
-
 def _im2col(input: Tensor, *arguments: Any) -> Tensor:
     window = Window(*hashable(arguments))
     key = "im2col", signature(input), window
@@ -533,10 +521,8 @@ def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
         return plan(columns)
 
 
-register("conv_transpose2d", compute_conv_transpose2d, "CompositeExplicitAutograd")
-register("conv_transpose2d_input_grad", _input_grad, "CompositeExplicitAutograd")
-register("conv_transpose2d_weight_grad", _weight_grad, "CompositeExplicitAutograd")
-register("conv_transpose2d_grads", _grads, "CompositeExplicitAutograd")
+for _direction in PASSES:
+    register(name_of(_direction), partial(_compute, _direction), "CompositeExplicitAutograd")
 register("im2col", _im2col, "CompositeExplicitAutograd")
 register("col2im", _col2im, "CompositeExplicitAutograd")
 

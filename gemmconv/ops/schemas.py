@@ -205,6 +205,22 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
 OPERATORS: dict[str, Any] = {name: getattr(torch.ops.gemmconv, name).default for name in _SCHEMAS}
 ARGUMENT_NAMES = {name: [one.name for one in operator._schema.arguments] for name, operator in OPERATORS.items()}
+TENSOR_COUNTS = {  # its first arguments
+    name: sum("Tensor" in str(one.type) for one in operator._schema.arguments) for name, operator in OPERATORS.items()
+}
+
+
+def taken_apart(where: str, inputs: Arguments) -> tuple[Tensors, Any, Arguments]:
+    """What a convolution operator is called with: its tensors, the sizes of one that it gives, or None, and the rest.
+
+    >>> taken_apart("conv_transpose2d_input_grad", ("grad_output", "weight", [5, 7], [2, 2]))
+    (('grad_output', 'weight'), (5, 7), ([2, 2],))
+    """
+    count = TENSOR_COUNTS[where]
+    tensors, others = (*inputs[:count], *[None] * (count - len(inputs))), inputs[count:]
+    if ARGUMENT_NAMES[where][count].endswith("_size"):
+        return tensors, tuple(others[0]), others[1:]
+    return tensors, None, others
 
 
 def register(name: str, call: Callable[..., Any], key: str) -> None:

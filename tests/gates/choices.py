@@ -29,11 +29,11 @@ from benchmarks.workloads import SUITES, Workload, select
 from gemmconv import selection
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.device import MEASURED
-from gemmconv.kernels.base import Config, Direction
+from gemmconv.kernels.base import PASSES, Config, Direction
 from gemmconv.ops import both_gradients, both_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
-PASSES = ("forward", "input_grad", "weight_grad", "grads")
+
 KEY, VALUES = ("workload", "precision", "layout", "pass"), ("algorithm", "kernels", "digest", "estimate_us")
 NUMERICS = ("fp32", "tf32", "fp16")  # bf16 is chosen for as fp16
 Row = dict[str, str]
