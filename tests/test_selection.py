@@ -186,6 +186,27 @@ def test_auto_takes_the_gradients_that_are_clearly_the_fastest_together(fused_se
     assert choose(config, "auto", "test", "input_grad").name == "fused"
 
 
+@pytest.mark.parametrize(
+    ("microseconds", "expected"),
+    [
+        ({"native": 20, "fused": 21, "direct": 30}, "fused"),
+        ({"native": 20, "fused": 23}, "native"),
+        ({"gemm_col2im": 20, "direct": 21, "fused": 22}, "direct"),
+        ({"gemm_col2im": 20, "direct": 23}, "gemm_col2im"),
+        ({"gemm_col2im": 100, "direct": 106}, "gemm_col2im"),
+        ({"gemm_col2im": 20, "native": 21, "direct": 21.5}, "gemm_col2im"),
+        ({"direct": 20, "fused": 20.5}, "direct"),
+    ],
+    ids=str,
+)
+def test_forward_passes_that_are_as_fast_are_left_to_kernels_alone(microseconds, expected, monkeypatch):
+    """What calls torch's operator, or cuBLAS, takes the host longer."""
+    for algorithm in ALGORITHMS:
+        seconds = 1e-6 * microseconds.get(algorithm.name, math.inf)
+        monkeypatch.setattr(type(algorithm), "estimate", lambda self, config, direction, seconds=seconds: seconds)
+    assert taken(GROUPED, torch.float16, "ieee", "forward") == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_auto_takes_forward_passes_of_cudnns_own_format_from_native(dtype):
     wide = Problem(32, 2048, 256, 1, (8, 6), (4, 4), stride=(2, 2), padding=(1, 1))  # SimpleBaseline 1
