@@ -512,6 +512,14 @@ def test_compile_error_carries_options_log_and_numbered_source():
     assert f"{number}  {line}" in text
 
 
+@pytest.mark.parametrize(("version", "asked"), [((12, 8), False), ((12, 9), True), ((13, 0), True)], ids=str)
+def test_nvrtc_is_asked_to_keep_nothing_where_it_would(version, asked, monkeypatch):
+    """Since 12.9 it has a cache; before, it would refuse the option."""
+    monkeypatch.setattr(compiler.nvrtc, "nvrtcVersion", lambda: (compiler.nvrtc.nvrtcResult.NVRTC_SUCCESS, *version))
+    monkeypatch.setattr(compiler, "_keeps_code", compiler._keeps_code.__wrapped__)
+    assert compiler._options(*SMALL, "sm_90a").no_cache is asked
+
+
 def test_compile_error_survives_pickling():
     with pytest.raises(gemmconv.CompileError) as caught:
         compiler.compile(*broken_macros(), "sm_90a")

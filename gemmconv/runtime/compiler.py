@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import logging
 import re
@@ -124,8 +125,16 @@ def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:
         define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
         device_as_default_execution_space=True,  # of lambdas
         minimal=True,  # without declarations of textures and the like, which take time to read
+        no_cache=_keeps_code(),
         ptxas_options=["-v"],
     )
+
+
+@functools.cache
+def _keeps_code() -> bool:
+    """Whether NVRTC has the driver's cache: code would be kept twice, and what is found there has no log."""
+    status, *version = nvrtc.nvrtcVersion()
+    return not status and version >= [12, 9]
 
 
 def _key(source: str, options: ProgramOptions) -> bytes:
