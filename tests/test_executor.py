@@ -347,14 +347,14 @@ def test_graphs_may_be_made_and_forgotten_while_another_is_captured(elsewhere, i
         implementation.plans.clear()
         work(1)  # compiled, and chosen
         there = replays()
-    with torch.cuda.stream(stream):  # memory for all steps: torch can allocate none while another thread captures
+    with torch.cuda.stream(stream):
         spare = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in 16 * [2**19] + 2 * [10 * 2**20]]
-    del spare
     torch.cuda.synchronize()
     ones = torch.ones(8, device="cuda")
     with torch.cuda.graph(graph):  # in the mode in which no other thread may call what could spoil it
         twice = ones + 1
         if elsewhere:
+            del spare  # for the steps: torch has given back what was free, and allocates nothing while another captures
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(work, 6).result()
             assert replays() > there
