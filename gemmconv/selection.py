@@ -27,8 +27,8 @@ _MOST_STEPS = 12  # of a program, in a report of explain
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
-# What keeps the host in a backward pass, where kernels alone are one launch of a graph: for how many seconds, and how
-# many times as long others may take on the device. Estimates of products are up to 1.23 times off.
+# What keeps the host, where kernels alone are one launch of a graph: for how many seconds in a backward pass, and how
+# many times as long others may take on the device then. Estimates of products are up to 1.23 times off.
 _KEEP_THE_HOST = {"native": (native.HOST_SECONDS, 2.0), "gemm_col2im": (gemm_col2im.HOST_SECONDS, 1.2)}
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
 # Of an estimate: what another may be where both are as fast, as far as estimates tell. 30 random layers whose forward
@@ -72,8 +72,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
     large tiles, for arithmetic: it comes first where there are more channels. native pays for turning tensors in NCHW
-    round, and for tensor cores that few channels leave empty. It comes behind what saves the host more than it costs
-    the device: see :func:`_behind_for_the_host`.
+    round, and for tensor cores that few channels leave empty. It, and gemm_col2im, come behind what saves the host more
+    than it costs the device: see :func:`_behind_for_the_host`.
 
     Estimates were fitted to Hopper. On other GPUs ``native`` comes first but where another is estimated to be clearly
     faster, since what ours gain there is an estimate and what torch takes is what users have today.
@@ -106,17 +106,21 @@ def _behind_for_the_host(
     estimates: Sequence[tuple[float, Algorithm]],
     reasons: list[tuple[Algorithm, str]],
 ) -> list[tuple[Algorithm, str]]:
-    """The order on Hopper: what keeps the host comes behind what saves it more than it costs the device.
+    """The order on Hopper: what keeps the host comes behind what is expected to save it more than it costs the device.
 
-    Forward passes that are as fast are enqueued sooner by kernels alone. A weight's gradient of torch's has to be
-    called from Python, which small ones wait for; in float32 ours would be more kernels for other sizes.
+    Forward passes that are as fast, as far as estimates tell, are enqueued sooner by kernels alone. A weight's gradient
+    of torch's has to be called from Python, which small ones wait for; in float32 ours would be more kernels for other
+    sizes.
     """
-    (least, first), (seconds, ours) = estimates[:2]
-    if first.name not in _KEEP_THE_HOST or ours.name == "native":
+    least, first = estimates[0]
+    if first.name not in _KEEP_THE_HOST:
         return reasons
     host_seconds, most_times = _KEEP_THE_HOST[first.name]
+    keeping = _KEEP_THE_HOST if direction == "forward" else (first.name,)
+    place = next(i for i, (_, algorithm) in enumerate(estimates) if algorithm.name not in keeping)
+    seconds, ours = estimates[place]
     if direction == "forward" and seconds < min(least + _CLEARLY, _AS_FAST * least):
-        why = f"no clearly slower than {first.name}, which keeps the host longer"
+        why = f"not clearly slower than {first.name}, which keeps the host longer"
     elif (
         first.name == "native"
         and direction == "weight_grad"
@@ -126,7 +130,8 @@ def _behind_for_the_host(
         why = "while torch's operator keeps the host longer"
     else:
         return reasons
-    return [(ours, f"{_estimate_text(seconds)}, {why}"), reasons[0], *reasons[2:]]
+    del reasons[place]
+    return [(ours, f"{_estimate_text(seconds)}, {why}"), *reasons]
 
 
 def _first_elsewhere(

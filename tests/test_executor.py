@@ -328,7 +328,8 @@ def test_what_comes_with_the_same_addresses_again_is_replayed(algorithm, kind, i
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another"])
 def test_graphs_may_be_made_and_forgotten_while_another_is_captured(elsewhere, in_c):
     needs_exchange()
-    data, stream, graph = sample_of("direct"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    data, graph = sample_of("direct"), torch.cuda.CUDAGraph()
+    stream, captured = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
 
     def work(times):
@@ -347,11 +348,11 @@ def test_graphs_may_be_made_and_forgotten_while_another_is_captured(elsewhere, i
         implementation.plans.clear()
         work(1)  # compiled, and chosen
         there = replays()
-    with torch.cuda.stream(stream):
-        spare = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in 16 * [2**19] + 2 * [10 * 2**20]]
+        with torch.cuda.stream(stream):
+            spare = [torch.empty(2**19, dtype=torch.uint8, device="cuda") for _ in range(16)]
     torch.cuda.synchronize()
     ones = torch.ones(8, device="cuda")
-    with torch.cuda.graph(graph):  # in the mode in which no other thread may call what could spoil it
+    with torch.cuda.graph(graph, stream=captured):  # in the mode in which no other thread may call what could spoil it
         twice = ones + 1
         if elsewhere:
             del spare  # for the steps: torch has given back what was free, and allocates nothing while another captures

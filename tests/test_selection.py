@@ -194,7 +194,9 @@ def test_auto_takes_the_gradients_that_are_clearly_the_fastest_together(fused_se
         ({"gemm_col2im": 20, "direct": 21, "fused": 22}, "direct"),
         ({"gemm_col2im": 20, "direct": 23}, "gemm_col2im"),
         ({"gemm_col2im": 100, "direct": 106}, "gemm_col2im"),
-        ({"gemm_col2im": 20, "native": 21, "direct": 21.5}, "gemm_col2im"),
+        ({"gemm_col2im": 20, "native": 21, "direct": 21.5}, "direct"),
+        ({"native": 20, "gemm_col2im": 20.5, "fused": 21}, "fused"),
+        ({"gemm_col2im": 20, "native": 21}, "gemm_col2im"),
         ({"direct": 20, "fused": 20.5}, "direct"),
     ],
     ids=str,
@@ -205,6 +207,7 @@ def test_forward_passes_that_are_as_fast_are_left_to_kernels_alone(microseconds,
         seconds = 1e-6 * microseconds.get(algorithm.name, math.inf)
         monkeypatch.setattr(type(algorithm), "estimate", lambda self, config, direction, seconds=seconds: seconds)
     assert taken(GROUPED, torch.float16, "ieee", "forward") == expected
+    assert taken(GROUPED, torch.float16, "ieee", "input_grad") == min(microseconds, key=microseconds.__getitem__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

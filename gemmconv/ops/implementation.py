@@ -99,8 +99,8 @@ def _config(
     )
 
 
-def _compute(direction: Pass, *inputs: Any) -> Any:
-    tensors, sizes, arguments = taken_apart(name_of(direction), inputs)
+def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
+    tensors, sizes, arguments = taken_apart(where, inputs)
     with _on(tensors[0].device):
         return prepared(direction, tensors, sizes, arguments)(*tensors)
 
@@ -522,7 +522,8 @@ def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
 
 
 for _direction in PASSES:
-    register(name_of(_direction), partial(_compute, _direction), "CompositeExplicitAutograd")
+    _where = name_of(_direction)
+    register(_where, partial(_compute, _direction, _where), "CompositeExplicitAutograd")
 register("im2col", _im2col, "CompositeExplicitAutograd")
 register("col2im", _col2im, "CompositeExplicitAutograd")
 

@@ -208,19 +208,23 @@ ARGUMENT_NAMES = {name: [one.name for one in operator._schema.arguments] for nam
 TENSOR_COUNTS = {  # its first arguments
     name: sum("Tensor" in str(one.type) for one in operator._schema.arguments) for name, operator in OPERATORS.items()
 }
+_WITH_SIZES = {name for name, count in TENSOR_COUNTS.items() if ARGUMENT_NAMES[name][count].endswith("_size")}
 
 
 def taken_apart(where: str, inputs: Arguments) -> tuple[Tensors, Any, Arguments]:
     """What a convolution operator is called with: its tensors, the sizes of one that it gives, or None, and the rest.
 
+    >>> taken_apart("conv_transpose2d", ("input", "weight"))
+    (('input', 'weight', None), None, ())
     >>> taken_apart("conv_transpose2d_input_grad", ("grad_output", "weight", [5, 7], [2, 2]))
     (('grad_output', 'weight'), (5, 7), ([2, 2],))
     """
     count = TENSOR_COUNTS[where]
-    tensors, others = (*inputs[:count], *[None] * (count - len(inputs))), inputs[count:]
-    if ARGUMENT_NAMES[where][count].endswith("_size"):
-        return tensors, tuple(others[0]), others[1:]
-    return tensors, None, others
+    if len(inputs) < count:
+        inputs = *inputs, None  # the bias
+    if where in _WITH_SIZES:
+        return inputs[:count], tuple(inputs[count]), inputs[count + 1 :]
+    return inputs[:count], None, inputs[count:]
 
 
 def register(name: str, call: Callable[..., Any], key: str) -> None:

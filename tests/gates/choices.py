@@ -33,7 +33,6 @@ from gemmconv.kernels.base import PASSES, Config, Direction
 from gemmconv.ops import both_gradients, both_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
-
 KEY, VALUES = ("workload", "precision", "layout", "pass"), ("algorithm", "kernels", "digest", "estimate_us")
 NUMERICS = ("fp32", "tf32", "fp16")  # bf16 is chosen for as fp16
 Row = dict[str, str]
