@@ -113,25 +113,20 @@ def _behind_for_the_host(
     sizes.
     """
     least, first = estimates[0]
-    if first.name not in _KEEP_THE_HOST:
-        return reasons
-    host_seconds, most_times = _KEEP_THE_HOST[first.name]
-    keeping = _KEEP_THE_HOST if direction == "forward" else (first.name,)
-    place = next(i for i, (_, algorithm) in enumerate(estimates) if algorithm.name not in keeping)
-    seconds, ours = estimates[place]
-    if direction == "forward" and seconds < min(least + _CLEARLY, _AS_FAST * least):
-        why = f"not clearly slower than {first.name}, which keeps the host longer"
-    elif (
-        first.name == "native"
-        and direction == "weight_grad"
-        and config.dtype.itemsize == 2
-        and seconds < min(host_seconds / 2, most_times * least)
-    ):
-        why = "while torch's operator keeps the host longer"
+    if direction == "forward":
+        keeping, why = tuple(_KEEP_THE_HOST), f"not clearly slower than {first.name}, which keeps the host longer"
+        most = min(least + _CLEARLY, _AS_FAST * least)
+    elif direction == "weight_grad" and config.dtype.itemsize == 2:
+        keeping, why = ("native",), "while torch's operator keeps the host longer"
+        host_seconds, most_times = _KEEP_THE_HOST["native"]
+        most = min(host_seconds / 2, most_times * least)
     else:
         return reasons
-    del reasons[place]
-    return [(ours, f"{_estimate_text(seconds)}, {why}"), *reasons]
+    place = next(i for i, (_, algorithm) in enumerate(estimates) if algorithm.name not in keeping)
+    seconds, ours = estimates[place]
+    if place == 0 or seconds >= most:
+        return reasons
+    return [(ours, f"{_estimate_text(seconds)}, {why}"), *reasons[:place], *reasons[place + 1 :]]
 
 
 def _first_elsewhere(
