@@ -27,9 +27,8 @@ from benchmarks.contenders import LAYOUTS, PRECISIONS
 from benchmarks.precompile import load
 from benchmarks.workloads import SUITES, Workload, select
 from gemmconv import selection
-from gemmconv.algorithms import ALGORITHMS
 from gemmconv.device import MEASURED
-from gemmconv.kernels.base import PASSES, Config, Direction
+from gemmconv.kernels.base import PASSES, Config, Direction, Precision
 from gemmconv.ops import both_gradients, both_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
@@ -51,11 +50,13 @@ def rows_of(workload: Workload) -> list[Row]:
 def configs_of(workload: Workload) -> Iterator[tuple[str, str, Config]]:
     """Precision, layout and what a call asks for."""
     for precision, layout in itertools.product(NUMERICS, LAYOUTS):
+        numerics: Precision = "tf32" if precision == "tf32" else "ieee"
         config = Config(
             workload.problem,
             PRECISIONS[precision],
             torch.device("cuda", 0),
-            "tf32" if precision == "tf32" else "ieee",
+            numerics,
+            torch_precision=numerics,
             memory_format=LAYOUTS[layout],
             bias=workload.bias,
             spec=MEASURED,
@@ -83,10 +84,10 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
             load(program.prepare(config.device), config, "grads")
         else:
             both_gradients(gradients, inner, inner)
-        able = tuple(algorithm for algorithm in ALGORITHMS if algorithm.why_not(config) is None)
-        names = gradients.input_grad.name, gradients.weight_grad.name
+        taken = gradients.input_grad, gradients.weight_grad
+        names = [algorithm.name for algorithm in taken]
         how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]
-        return "+".join([*dict.fromkeys(names), *how]), selection._fastest(inner, inner, able)[0], loads
+        return "+".join([*dict.fromkeys(names), *how]), selection._fastest(inner, inner, taken)[0], loads
 
 
 def _taken(config: Config, one: str) -> Row:
