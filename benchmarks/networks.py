@@ -27,6 +27,7 @@ import gemmconv
 from benchmarks import environment
 from benchmarks.contenders import LAYOUTS
 from benchmarks.flags import chosen, separated
+from benchmarks.measure import first_line
 from benchmarks.timing import Run, captured, synchronize
 from benchmarks.turns import INFERENCE, TRAINING, Group, Pace, Turn, add_flags, judged, kernels_of, measure, timed
 from benchmarks.workloads import Workload
@@ -244,7 +245,7 @@ class _Networks:
                     torch.compiler.reset()
 
     def _measured(self, row: Turn) -> Turn:
-        runs, found = zip(*(self._run(network, row) for network in self._networks), strict=True)
+        runs, found = zip(*self._prepared(row), strict=True)
         of_torch, _, of_ours = (_errors(results(), self._exact[row.step]) for results in found)
         bars = {name: max(_BARS[self._precision], _TIMES_TORCH * error) for name, error in of_torch.items()}
         row = judged(row, of_ours, bars)
@@ -255,6 +256,20 @@ class _Networks:
             theirs, _, ours = (self._peak_bytes(run) for run in runs)
             row = replace(row, torch_peak_bytes=theirs, ours_peak_bytes=ours, peak_ratio=ours / max(1, theirs))
         return timed(row, runs, self._device, self._pace, after=self._forget)
+
+    def _prepared(self, row: Turn) -> list[tuple[Run, Callable[[], Results]]]:
+        """Of each network what :meth:`_run` gives; if torch's own fails, its error says what the converted one does."""
+        *torchs, ours = self._networks
+        try:
+            found = [self._run(network, row) for network in torchs]
+        except Exception as error:
+            try:
+                self._run(ours, row)
+                then = "runs"
+            except Exception as another:
+                then = first_line(another)
+            raise RuntimeError(f"torch's own network: {first_line(error)}; the converted one: {then}") from error
+        return [*found, self._run(ours, row)]
 
     def _run(self, network: nn.Module, row: Turn) -> tuple[Run, Callable[[], Results]]:
         """What to time of a network, warmed up, and what gives the results of one more call."""

@@ -1,6 +1,7 @@
 """Suites by turns: whole networks and the host alone, their files, and what the report makes of them."""
 
 import csv
+import re
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -180,7 +181,19 @@ def test_networks_are_compiled_and_a_failure_of_that_is_a_row(quick, monkeypatch
         *[("compile", "ok")] * 2,
         *[("reduce-overhead", "failed")] * 2,
     ]
-    assert "none" in rows[-1].reason
+    assert re.fullmatch("RuntimeError: torch's own network: .*none.*; the converted one: .*none.*", rows[-1].reason)
+
+
+def test_a_row_says_whose_network_fails(quick, monkeypatch):
+    def compiled(network, **options):
+        if any(type(module) is torch.nn.ConvTranspose2d for module in network.modules()):
+            raise AssertionError("torch's strides")
+        return network
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    rows = quick(networks, "--networks", "fsrcnn", "--modes", "fp32", "--run", "compile")[1]
+    expected = "RuntimeError: torch's own network: AssertionError: torch's strides; the converted one: runs"
+    assert [(row.status, row.reason) for row in rows] == [("failed", expected)] * 2
 
 
 def test_settings_come_back():
