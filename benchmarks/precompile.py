@@ -21,7 +21,7 @@ from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.bind import Call
 from gemmconv.kernels.layout.transpose import prepare_turned
 from gemmconv.ops import both_programs
-from gemmconv.selection import choose, choose_gradients
+from gemmconv.selection import choose, choose_gradients, is_deterministic
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -72,13 +72,28 @@ def only_compile(arch: str) -> None:
     launch.load = load  # type: ignore[assignment]
 
 
+def asked(problem: Problem, precision: str, layout: str, spec: DeviceSpec, bias: bool = False) -> Config:
+    """What ``auto`` is asked for on a GPU, where torch's convolutions round as a benchmark's precision says."""
+    rounding: Precision = "tf32" if precision == "tf32" else "ieee"
+    where = torch.device("cuda", 0)
+    return Config(
+        problem,
+        PRECISIONS[precision],
+        where,
+        rounding,
+        torch_precision=rounding,
+        memory_format=LAYOUTS[layout],
+        bias=bias,
+        spec=spec,
+        deterministic=is_deterministic("auto", where, spec),
+    )
+
+
 def _compile(job: Job) -> None:
     """Prepare every algorithm for one problem, or those that ``auto`` takes."""
     problem, precision, layout, passes, spec, arch, only_auto = job
     only_compile(arch)
-    rounding: Precision = "tf32" if precision == "tf32" else "ieee"
-    where, memory_format = torch.device("cuda", 0), LAYOUTS[layout]
-    config = Config(problem, PRECISIONS[precision], where, rounding, memory_format=memory_format, spec=spec)
+    config = asked(problem, precision, layout, spec)
     gradients = choose_gradients(config, config, "auto", "benchmarks") if "weight_grad" in passes else None
     taken = [choose(config, "auto", "benchmarks")] if "forward" in passes else []
     taken += [gradients.input_grad, gradients.weight_grad] if gradients else []
@@ -89,7 +104,7 @@ def _compile(job: Job) -> None:
             if "weight_grad" in passes and algorithm.grads_estimate(config, config) < math.inf:
                 load(algorithm.grads(config, config), config, "grads")
     if gradients and (both := both_programs(gradients, config, config)) is not None:
-        load(both.prepare(where), config, "grads")
+        load(both.prepare(config.device), config, "grads")
     elif gradients and gradients.turned:
         prepare_turned(config, lambda *tensors: tensors[:2], gradients.turns_weight)  # of which the turns are loaded
 

@@ -23,12 +23,12 @@ from unittest import mock
 
 import torch
 
-from benchmarks.contenders import LAYOUTS, PRECISIONS
-from benchmarks.precompile import load
+from benchmarks.contenders import LAYOUTS
+from benchmarks.precompile import asked, load
 from benchmarks.workloads import SUITES, Workload, select
 from gemmconv import selection
 from gemmconv.device import MEASURED
-from gemmconv.kernels.base import PASSES, Config, Direction, Precision
+from gemmconv.kernels.base import PASSES, Config, Direction
 from gemmconv.ops import both_gradients, both_programs
 
 FILE = Path(__file__).parents[1] / "data" / "choices.csv"
@@ -50,19 +50,7 @@ def rows_of(workload: Workload) -> list[Row]:
 def configs_of(workload: Workload) -> Iterator[tuple[str, str, Config]]:
     """Precision, layout and what a call asks for."""
     for precision, layout in itertools.product(NUMERICS, LAYOUTS):
-        numerics: Precision = "tf32" if precision == "tf32" else "ieee"
-        config = Config(
-            workload.problem,
-            PRECISIONS[precision],
-            torch.device("cuda", 0),
-            numerics,
-            torch_precision=numerics,
-            memory_format=LAYOUTS[layout],
-            bias=workload.bias,
-            spec=MEASURED,
-            deterministic=True,
-        )
-        yield precision, layout, config
+        yield precision, layout, asked(workload.problem, precision, layout, MEASURED, workload.bias)
 
 
 def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
