@@ -161,7 +161,7 @@ IMAGE_CASES = [
 ]
 
 # For csrc/sm90/gemm_fold_pixels.cu beside those: nine taps, images of one block of rows and of two, and signals in
-# windows, with neighbours on either side and on one.
+# windows, with neighbours on either side and on one; of many channels, in an even and an odd number of slots.
 IMAGE_ROW_CASES = [
     Case(3, 40, 24, (6, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
     Case(3, 24, 16, (8, 6), (3, 3), (2, 2), (1, 1)),
@@ -172,6 +172,8 @@ IMAGE_ROW_CASES = [
     Case(3, 24, 16, (1, 264), (1, 2), (1, 1), (0, 6)),
     Case(2, 24, 16, (1, 1000), (1, 9), (1, 1), (0, 2), dilation=(1, 3)),
     Case(2, 24, 16, (1, 260), (1, 2), (1, 1), (0, 16)),
+    Case(2, 256, 16, (4, 4), (3, 3), (2, 2), (1, 1)),
+    Case(2, 264, 16, (4, 4), (3, 3), (2, 2), (1, 1)),
 ]
 
 # Taps that neither overlap nor leave gaps, for sm90/gemm_depth_to_space.cu: rows of even and odd widths; pieces of 8

@@ -594,7 +594,9 @@ def runs_in_two_types(operation, cases, stays):
 
 
 IMAGE_ROW_RUNS = runs_in_two_types(
-    "gemm_fold_pixels", (*IMAGE_CASES, *IMAGE_ROW_CASES), lambda tile: tile.problem.batch % tile.images > 0
+    "gemm_fold_pixels",
+    (*IMAGE_CASES, *IMAGE_ROW_CASES),
+    lambda tile: tile.problem.batch % tile.images > 0 or tile.chunks > 3,
 )
 # Many items of two blocks of rows, with more passes than there is room for; and of windows.
 IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
@@ -608,7 +610,7 @@ IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
 
 
 SHUFFLE_RUNS = runs_in_two_types(
-    "gemm_depth_to_space", SHUFFLE_CASES, lambda tile: tile.chunks > 8 or tile.lines % 64 > 0
+    "gemm_depth_to_space", SHUFFLE_CASES, lambda tile: tile.chunks > 3 or tile.lines % 64 > 0
 )
 # Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
 SHUFFLE, SHUFFLE_TF32 = (
@@ -1118,7 +1120,8 @@ TILE_PATHS = {
         lambda tile: tile.sets > 1, lambda tile: tile.line_blocks % tile.sets == 0, lambda tile: tile.blocks > 1,
         lambda tile: tile.chunks > 1,
         # Those before are unrolled.
-        lambda tile: tile.chunks > 8, lambda tile: tile.ring_sizes[0] > tile.chunks, lambda tile: tile.lines % 64 == 0,
+        lambda tile: tile.chunks > 3, lambda tile: tile.chunks % 2 == 0,
+        lambda tile: tile.ring_sizes[0] > tile.chunks, lambda tile: tile.lines % 64 == 0,
         lambda tile: tile.piece * tile.itemsize == 16, lambda tile: tile.problem.kernel_size[1] == 1,
         lambda tile: tile.problem.kernel_size[1] > 2, lambda tile: tile.problem.in_channels * tile.itemsize % 128 == 0,
         lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
@@ -1134,7 +1137,7 @@ TILE_PATHS = {
         lambda tile: tile.problem.out_channels % tile.lines == 0,
         lambda tile: tile.problem.in_channels % tile.channels == 0, lambda tile: tile.ring_sizes[0] > 2,
         # More than are unrolled.
-        lambda tile: (tile.chunks * tile.problem.taps > 24 * math.prod(tile.problem.stride)),
+        lambda tile: (tile.chunks * tile.problem.taps > 2 * math.prod(tile.problem.stride)),
         lambda tile: not any(map(operator.mod, tile.problem.kernel_size, tile.problem.stride)),
     ]),
     "gemm_fold_pixels": (IMAGE_ROW_RUNS, [
@@ -1142,7 +1145,11 @@ TILE_PATHS = {
         lambda tile: tile.windows[0] > 1, lambda tile: tile.windows[2] > 0, lambda tile: tile.item_positions % 128 == 0,
         lambda tile: tile.images > 1, lambda tile: tile.problem.batch % tile.images > 0, lambda tile: tile.sets > 1,
         lambda tile: tile.blocks > 1, lambda tile: tile.chunks > 1,
+        # A loop of two products that runs more than once, behind none or one.
+        *(lambda tile, item=item, odd=odd: (tile.row_blocks, tile.itemsize) == (1, item) and tile.chunks > 3
+          and tile.chunks % 2 == odd for item in (2, 4) for odd in (0, 1)),
         lambda tile: tile.lines // tile.problem.taps // tile.fold_outs % 2 == 1,
+        lambda tile: tile.problem.out_channels % tile.fold_outs == 0,
         lambda tile: tile.lines // tile.problem.taps // tile.fold_outs > 2,
         # All threads gather the same output channels.
         lambda tile: tile.cells > 128, lambda tile: tile.parts > 1,
@@ -1608,7 +1615,7 @@ EDITS = {
     "sm90/gemm_fold_pixels.cu": {
         "image_rows_columns_read_too_early":
             (IMAGE_ROWS, r"named_barrier_sync<1, kConsumers>\(\);(\s*const int out)", r"\1"),
-        "image_rows_columns_of_one_pass": (IMAGE_ROWS, r"kPass % 2 \* kPassFloats", "0"),
+        "image_rows_columns_of_one_pass": (IMAGE_ROWS, r"pass % 2 \* kPassFloats", "0"),
     },
     "pipeline/pixels_on_m.cuh": {
         "image_rows_window_without_its_left": (IMAGE_ROW_WINDOWS, r" - p\.left :", " :"),

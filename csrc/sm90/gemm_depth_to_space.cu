@@ -15,13 +15,14 @@
  *
  * Macros: those of pipeline/pixels_on_m.cuh, with one block of rows, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
  * LINES a multiple of 4 * KERNEL_W where PACKED; images have one row where KERNEL_H is 1; PAIRED_ROWS (1 where KERNEL_W <= 2 and
- * rows of images are even); DEFERRED_STORES (1 or 0). Chosen by gemmconv/kernels/sm90/gemm_depth_to_space.py.
+ * rows of images are even); DEFERRED_STORES (1 or 0); WHOLE_OUTS (1 where output
+ * channels are whole blocks of lines). Chosen by gemmconv/kernels/sm90/gemm_depth_to_space.py.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "ptx/store.cuh"
 
 static_assert(ROW_BLOCKS == 1 && !WINDOWED && 16 % kTaps == 0, "see there");
-constexpr int kShares = least(kChunks, 8);  // that stores are divided into
+constexpr int kShares = LEAST_CHUNKS;  // that stores are divided into
 
 // Rows g and g + 8 of a warp's 16 are positions 2g and 2g + 1, or g and g + 8.
 constexpr bool kPaired = PAIRED_ROWS;
@@ -53,7 +54,7 @@ struct places_t {
             const int image = divided(here, p.of_pixels), pixel = here - image * pixels;
             const int row = KERNEL_H == 1 ? 0 : divided(pixel, p.of_width);  // KERNEL_W outputs further with each row
             inside[h] = here < p.positions;
-            to[h] = p.output + (static_cast<long long>(image) * (OUT_CHANNELS * static_cast<long long>(out_plane(p))) +
+            to[h] = p.output + (static_cast<long long>(image) * (p.out_channels * static_cast<long long>(out_plane(p))) +
                                 (row * ((KERNEL_H - 1) * out_width(p)) + pixel * KERNEL_W + column));
         }
     }
@@ -78,7 +79,7 @@ struct outputs_t {
     /* Takes sums and biases from output channel `first` on. */
     __device__ __forceinline__ outputs_t(
         const pixels_on_m_params& p, const places_t& item, int first, const float (&sums)[LINES / 2], const float* biases)
-        : places(item.from(p, first)), outs(OUT_CHANNELS - first - lane_line() / kTaps) {
+        : places(item.from(p, first)), outs(p.out_channels - first - lane_line() / kTaps) {
         each<kTurns>([&](auto turn) {
             constexpr int kTurn = decltype(turn)::value, kTile = kTurn * kTiles, kOut = kTile * 8 / kTaps;
             ELEMENT_T values[4 * kTiles];  // neighbours in a row one after the other
@@ -102,7 +103,7 @@ struct outputs_t {
             constexpr int kRuns = KERNEL_W == 1 ? 2 : 1, kRunWords = kWords / kRuns;  // of lines that are no neighbours
             #pragma unroll
             for (int e = 0; e < kRuns; ++e) {
-                const bool is = kAllLines % LINES == 0 || kOut + (kTaps == 1 ? e : 0) < outs;
+                const bool is = WHOLE_OUTS || kOut + (kTaps == 1 ? e : 0) < outs;
                 const int there = at + e * (KERNEL_H > 1 ? out_width(p) : out_plane(p));
                 const unsigned* run = words[kTurn] + e * kRunWords;
                 if constexpr (kPaired) {

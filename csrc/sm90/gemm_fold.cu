@@ -47,6 +47,7 @@ __device__ __forceinline__ cell_t cell_of(const gemm_fold_params& p, int image, 
 
 /* A warpgroup's lines of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
 __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& barriers, int warpgroup) {
+    constexpr int kLanes = 32 * FOLD_WARPS, kTurns = ceil_div(kPassCells * kParts, kLanes);  // that gather
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = warp / FOLD_WARPS;  // of a block of lines
     float* columns = reinterpret_cast<float*>(shared + STAGES * kStageBytes) +
                      (warpgroup * (4 / FOLD_WARPS) + group) * kGroupFloats;
@@ -85,8 +86,8 @@ __device__ __forceinline__ void consume(const gemm_fold_params& p, barriers_t& b
                     }
                 }
                 meet_group();
-                gather<ceil_div(kPassCells * kParts, 32 * FOLD_WARPS), 32 * FOLD_WARPS, kGroupOuts>(
-                    kImage, p.output, columns, biases + out, item.out + out, threadIdx.x % (32 * FOLD_WARPS), kPassCells,
+                gather<kTurns, kLanes, kGroupOuts, OUT_CHANNELS % kGroupOuts == 0>(
+                    kImage, p.output, OUT_CHANNELS, columns, biases + out, item.out + out, threadIdx.x % kLanes, kPassCells,
                     [&](int, int i) { return cell_of(p, item.image, pass, i); });
                 meet_group();
             }

@@ -9,14 +9,16 @@
  * gather them (epilogue/fold_smem.cuh), and go on with the next; what they write meanwhile lies elsewhere.
  *
  * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; FOLD_OUTS (a divisor of a
- * block's output channels, their lines a multiple of 8), FOLD_TURNS (cells of a thread, or parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
+ * block's output channels, their lines a multiple of 8), WHOLE_OUTS (1 where it divides all of them), FOLD_TURNS (cells of a
+ * thread, or parts of them, at most). Chosen by gemmconv/kernels/sm90/gemm_fold_pixels.py.
  */
 #include "epilogue/fold_smem.cuh"
 #include "ptx/named_barrier.cuh"
 #include "pipeline/pixels_on_m.cuh"
 
 constexpr int kPassLines = FOLD_OUTS * kTaps, kPasses = LINES / kPassLines, kPassFloats = kPassLines * FOLD_PITCH;
-constexpr int kShares = least(kChunks, 2);  // of unrolled products: more take longer to compile, no less to run
+// Products before the loop, which takes two in turn: an odd one. More take longer to compile, and no less to run.
+constexpr int kShares = ROW_BLOCKS == 1 ? LEAST_CHUNKS % 2 : 0;
 static_assert(kPassLines % 8 == 0 && LINES % kPassLines == 0, "a pass is columns of each thread");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
 static_assert(2 * kPassFloats * 4 <= OWN_BYTES, "columns of two passes fit");
@@ -86,17 +88,18 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             multiply<true, kShares>(p, sums, ring, here, warp, frees, [](auto) {});
             if (frees) slots = here;
             of_block.share(p, warp);
-            each<kPasses>([&](auto pass) {
-                constexpr int kPass = decltype(pass)::value;
-                float* columns = both + kPass % 2 * kPassFloats;
-                write_columns<kPass>(columns, sums, warp);
+            #pragma unroll 1
+            for (int pass = 0; pass < kPasses; ++pass) {
+                float* columns = both + pass % 2 * kPassFloats;
+                only<kPasses>(pass, [&](auto known) { write_columns<decltype(known)::value>(columns, sums, warp); });
                 named_barrier_sync<1, kConsumers>();
-                const int out = first + kPass * FOLD_OUTS + group * kGroupOuts;
-                if (out < OUT_CHANNELS)
-                    gather<FOLD_TURNS, kLanes, kGroupOuts>(
-                        image, p.output, columns + group * (kGroupOuts * kTaps * FOLD_PITCH), biases + kPass * FOLD_OUTS,
-                        out, lane, cells, [&](int turn, int i) { return turn < kOwnCells ? own[turn % kOwnCells] : cell_of(p, item, i); });
-            });
+                const int out = first + pass * FOLD_OUTS + group * kGroupOuts;
+                if (out < p.out_channels)
+                    gather<FOLD_TURNS, kLanes, kGroupOuts, WHOLE_OUTS>(
+                        image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),
+                        biases + pass * FOLD_OUTS, out, lane, cells,
+                        [&](int turn, int i) { return turn < kOwnCells ? own[turn % kOwnCells] : cell_of(p, item, i); });
+            }
             if constexpr (kPasses % 2 == 1) named_barrier_sync<1, kConsumers>();  // the next block begins with the same columns
         }
     });

@@ -272,7 +272,7 @@ __device__ __forceinline__ int before(const ring_t& ring, int count) {
 __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barriers_t& barriers, int warp) {
     // Steps that every item has: outputs of the item before are stored in equal shares meanwhile.
     constexpr int kLeastTaps = (KERNEL_H / axis_h::kStep) * (KERNEL_W / axis_w::kStep);
-    constexpr int kShares = DENSE ? least(ceil_div(kLeastTaps * kChunks, 2), 4) : least(kLeastTaps * kChunks, 6);
+    constexpr int kShares = least(DENSE ? ceil_div(kLeastTaps * kChunks, 2) : kLeastTaps * kChunks, 2);
     constexpr int kTogether = DENSE ? 2 : 4, kGroups = 4 / kTogether;  // products that are begun together; of a line
     const int lane = threadIdx.x % 32;
     [[maybe_unused]] const int piece = lane / 16;

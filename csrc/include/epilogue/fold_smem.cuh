@@ -2,9 +2,9 @@
  *
  *   output [co, cell, phase] = bias [co] + sum over the taps of the phase of columns [(co, tap), cell + shift of the tap]
  *
- * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; OUT_CHANNELS;
- * OUT_MORE_H, OUT_MORE_W (rows and columns of outputs beyond STRIDE for each of the inputs, whatever their number; may be
- * negative); FOLD_PITCH (floats from a line of columns to the next); VECTOR (outputs that are stored together).
+ * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; OUT_MORE_H,
+ * OUT_MORE_W (rows and columns of outputs beyond STRIDE for each of the inputs, whatever their number; may be negative);
+ * FOLD_PITCH (floats from a line of columns to the next); VECTOR (outputs that are stored together).
  */
 #pragma once
 
@@ -41,12 +41,13 @@ struct alignas(8) pair_t { float value[2]; };  // columns of neighbours, as they
 /* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */
 struct cell_t { bool is; int image, row, column, at; };
 
-/* Gather OUTS output channels, from `out` on, of so many cells, and store the outputs. LANES threads call it, the `lane`-th of
- * them this one, and have TURNS cells each, or parts of them, at most; cell_of(turn, i) says where the i-th is.
+/* Gather OUTS output channels of `channels`, from `out` on, of so many cells, and store the outputs; WHOLE if there are as many.
+ * LANES threads call it, the `lane`-th of them this one, and have TURNS cells each, or parts of them, at most; cell_of(turn, i)
+ * says where the i-th is.
  */
-template <int TURNS, int LANES, int OUTS, typename CELL_OF>
+template <int TURNS, int LANES, int OUTS, bool WHOLE, typename CELL_OF>
 __device__ __forceinline__ void gather(
-    const image_t& image, ELEMENT_T* output, const float* columns, const float* biases, int out, int lane, int cells,
+    const image_t& image, ELEMENT_T* output, int channels, const float* columns, const float* biases, int out, int lane, int cells,
     const CELL_OF& cell_of) {
     const int out_h = image.out_h(), out_w = image.out_w();
     #pragma unroll (TURNS * OUTS * kTaps <= 64 ? TURNS : 1)
@@ -57,11 +58,11 @@ __device__ __forceinline__ void gather(
         const int cell_h = cell.row, cell_w = cell.column;
         const int first_w = cell_w * STRIDE_W + i % kParts * kRun;
         if (!cell.is || (OUT_MORE_W % STRIDE_W != 0 && kParts > 1 && first_w >= out_w)) continue;
-        const long long plane = static_cast<long long>(cell.image) * OUT_CHANNELS + out;
+        const long long plane = static_cast<long long>(cell.image) * channels + out;
         ELEMENT_T* target = output + (plane * (out_h * out_w) + (cell_h * STRIDE_H * out_w + first_w));
         #pragma unroll (kTaps <= 16 ? least(OUTS, 4) : 1)
         for (int channel = 0; channel < OUTS; ++channel) {
-            if (OUT_CHANNELS % OUTS != 0 && out + channel >= OUT_CHANNELS) continue;
+            if (!WHOLE && out + channel >= channels) continue;
             const float* from = columns + (channel * (kTaps * FOLD_PITCH) + cell.at);
             float sums[STRIDE_H][kRun];
             #pragma unroll

@@ -3,10 +3,22 @@
 
 template <int VALUE> struct constant { static constexpr int value = VALUE; };
 
-/* Calls body(constant<0>()), body(constant<1>()), ... */
-template <int COUNT, int NEXT = 0, typename BODY> __device__ __forceinline__ void each(const BODY& body) {
-    if constexpr (NEXT < COUNT) {
-        body(constant<NEXT>());
-        each<COUNT, NEXT + 1>(body);
-    }
+template <int... ALL> struct indices {};
+template <int COUNT, int... ALL> struct indices_below : indices_below<COUNT - 1, COUNT - 1, ALL...> {};
+template <int... ALL> struct indices_below<0, ALL...> { using type = indices<ALL...>; };
+
+template <typename BODY, int... ALL> __device__ __forceinline__ void each_of(const BODY& body, indices<ALL...>) {
+    (body(constant<ALL>()), ...);
+}
+
+/* Calls body(constant<0>()), body(constant<1>()), ... By a pack: one call within the other takes longer to compile. */
+template <int COUNT, typename BODY> __device__ __forceinline__ void each(const BODY& body) {
+    each_of(body, typename indices_below<COUNT>::type());
+}
+
+/* Calls body(constant<i>()) for an i below COUNT that is known when running: for what names registers, where all else is once. */
+template <int COUNT, typename BODY> __device__ __forceinline__ void only(int i, const BODY& body) {
+    each<COUNT>([&](auto one) {
+        if (i == decltype(one)::value) body(one);
+    });
 }

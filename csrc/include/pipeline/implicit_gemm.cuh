@@ -109,8 +109,8 @@ __device__ constexpr int most_steps() {
     return most;
 }
 constexpr int kMostSteps = most_steps();
-// Long ones would fill the instruction cache.
-constexpr int kUnrolledSteps = SPLIT ? CHAIN : kMostSteps * BLOCKS <= 28 ? kMostSteps : 1;
+// More would take longer to compile, and long ones would fill the instruction cache.
+constexpr int kUnrolledSteps = SPLIT ? CHAIN : kMostSteps * BLOCKS <= 28 ? least(kMostSteps, 4) : 1;
 
 // How inputs land; see load/landing.cuh.
 constexpr int kPiece = kElements;  // elements of 16 bytes

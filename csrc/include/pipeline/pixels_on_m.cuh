@@ -11,11 +11,11 @@
  * to stages, each of 128 bytes of channels. Slots are kept for all lines of an item where it has more than one block of them
  * and all fit, else both come together.
  *
- * Macros, none of which depends on sizes but for PIECE: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W;
- * IN_CHANNELS, OUT_CHANNELS; ROW_BLOCKS (of 128 positions); WINDOWED (1 where items are windows, 0 where they go across
- * images); LINES (a multiple of 16 up to 256, with all taps of its output channels); PRODUCERS; CONSUMER_REGISTERS,
- * PRODUCER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied together); OWN_BYTES (of shared
- * memory that the kernel has for itself, a multiple of 16).
+ * Macros, of which PIECE alone depends on sizes: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W;
+ * WHOLE_CHANNELS (1 where channels are whole slots); LEAST_CHUNKS (1 for one slot of channels, 2 for an even number, 3 for any
+ * other; 1 for all where ROW_BLOCKS is 2); ROW_BLOCKS (of 128 positions); WINDOWED (1 where items are windows, 0 where they go across images); LINES (a multiple of 16 up to 256, with all
+ * taps of its output channels); PRODUCERS; CONSUMER_REGISTERS, PRODUCER_REGISTERS (of a thread that multiplies or does not);
+ * PIECE (inputs that are copied together); OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16).
  */
 #pragma once
 
@@ -42,6 +42,7 @@ struct pixels_on_m_params {
     ELEMENT_T* __restrict__ output;
     int positions;  // of all images
     int items;
+    int in_channels, out_channels, chunks, line_blocks;  // of slots of channels; of LINES, that there are
     // Reciprocals (numeric/divide.cuh) of sets, pixels, windows, the width of images; of cells of an image, and in its rows.
     unsigned long long of_sets, of_pixels, of_windows, of_width, of_cells, of_cells_w;
     int in_h, in_w, images;           // images of an item
@@ -52,15 +53,14 @@ struct pixels_on_m_params {
 };
 
 constexpr int kItem = sizeof(ELEMENT_T);
-constexpr int kBlockPositions = 128, kPositions = ROW_BLOCKS * kBlockPositions, kAllLines = OUT_CHANNELS * kTaps;
-constexpr int kBlocks = ceil_div(kAllLines, LINES), kBlockOuts = LINES / kTaps;  // of all lines; of a block
+constexpr int kBlockPositions = 128, kPositions = ROW_BLOCKS * kBlockPositions, kBlockOuts = LINES / kTaps;
 static_assert(LINES % 16 == 0 && LINES % kTaps == 0, "a block has all taps of its output channels");
 
 // Shared memory: inputs [slots][kChannels][kPositions], whose pieces of 16 bytes are swapped; weights [stages], either
 // [64 lines][kChannels] of 128 bytes, swizzled, or [kSteps][2][LINES] of 16; the kernel's own; biases [warps][kBlockOuts];
 // barriers.
 constexpr int kChannels = 128 / kItem, kSteps = 4;  // of a slot; products of them
-constexpr int kChunks = ceil_div(IN_CHANNELS, kChannels), kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
+constexpr int kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
 constexpr int kConsumers = 256, kProducers = PRODUCERS + 32, kThreads = kConsumers + kProducers;
 constexpr int kBiasBytes = ceil_div(kConsumers / 32 * kBlockOuts, 4) * 16;
@@ -86,7 +86,7 @@ struct item_t {
     __device__ __forceinline__ item_t(const pixels_on_m_params& p, int index) {
         const int window = divided(index, p.of_sets);
         image = WINDOWED ? divided(window, p.of_windows) : window * p.images;
-        block = (index - window * p.sets) * p.blocks, blocks = least(p.blocks, kBlocks - block);
+        block = (index - window * p.sets) * p.blocks, blocks = least(p.blocks, p.line_blocks - block);
         position = WINDOWED ? (window - image * p.windows) * p.step - p.left : window * p.item_positions;
     }
 };
@@ -103,21 +103,22 @@ __device__ __forceinline__ void produce_weights(const pixels_on_m_params& p) {
     ring_t ring;
     if (PACKED) grid_dependency_wait();
     each_item<item_t>(p, [&](const item_t& item) {
+        int block = item.block, chunk = 0;
         #pragma unroll 1
-        for (int i = 0; i < item.blocks * kChunks; ++i, ring.advance(p.stages)) {
-            const int block = item.block + i / kChunks, chunk = i % kChunks;
+        for (int i = 0; i < item.blocks * p.chunks; ++i, ring.advance(p.stages)) {
             unsigned char* stage = stage_of(p, ring.stage);
             barrier_t& full = barriers_of_stage(p, ring.stage).full;
             barrier_wait(barriers_of_stage(p, ring.stage).empty, ring.parity ^ 1);
             barrier_arrive_expecting(full, kStageBytes);
 #if PACKED
-            const long long first = (static_cast<long long>(block) * kChunks + chunk) * (LINES * 8);
+            const long long first = (static_cast<long long>(block) * p.chunks + chunk) * (LINES * 8);
             bulk_copy(stage, p.weights + first, kStageBytes, full);
 #else
             #pragma unroll
             for (int box = 0; box < kStageBytes / kBoxBytes; ++box)
                 tma_load(stage + box * kBoxBytes, p.weights, block * LINES + box * 64, chunk * kChannels, 0, 0, full);
 #endif
+            if (++chunk == p.chunks) chunk = 0, ++block;
         }
     });
 }
@@ -140,12 +141,14 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
             source[row] = p.input;
             // Before the channels of an image, so many pixels.
             if (inside[row])
-                source[row] += static_cast<long long>(image) * (IN_CHANNELS - !WINDOWED) * pixels + position;
+                source[row] += static_cast<long long>(image) * (p.in_channels - !WINDOWED) * pixels + position;
         }
-        const int chunks = p.held ? kChunks : item.blocks * kChunks;
+        const int chunks = p.held ? p.chunks : item.blocks * p.chunks;
+        int chunk = 0;
         #pragma unroll 1
         for (int i = 0; i < chunks; ++i, ring.advance(p.slots)) {
-            const int before = i % kChunks * kChannels;  // channels
+            const int before = chunk * kChannels;  // channels
+            if (++chunk == p.chunks) chunk = 0;
             unsigned char* slot = slot_of(ring.stage);
             barrier_wait(barriers_of_slot(p, ring.stage).empty, ring.parity ^ 1);
             #pragma unroll
@@ -153,7 +156,7 @@ __device__ __forceinline__ void produce_inputs(const pixels_on_m_params& p) {
                 const ELEMENT_T* from = source[row] + static_cast<long long>(before + first) * pixels;
                 #pragma unroll 4
                 for (int channel = first; channel < kChannels; channel += kAtOnce) {
-                    const bool is = inside[row] && (IN_CHANNELS % kChannels == 0 || before + channel < IN_CHANNELS);
+                    const bool is = inside[row] && (WHOLE_CHANNELS || before + channel < p.in_channels);
                     const int there = swapped((row * kBlockPositions + piece) * kItem, channel);
                     unsigned char* target = slot + (channel * kRowBytes + there);
                     const ELEMENT_T* here = is ? from : p.input;
@@ -211,13 +214,15 @@ template <bool PAIRED> __device__ __forceinline__ void load_inputs(inputs_t& wor
 }
 
 /* The sums of a block of lines, for 16 positions of every 128. The item's slots begin at `slots`, which goes on; they are free
- * behind this block if `frees`. `meanwhile` is called while products run, for each of SHARES, of kChunks at most.
+ * behind this block if `frees`. `meanwhile` is called while products run, for each of SHARES, of p.chunks at most.
  */
 template <bool PAIRED, int SHARES, typename MEANWHILE>
 __device__ __forceinline__ void multiply(
     const pixels_on_m_params& p, float (&sums)[ROW_BLOCKS][LINES / 2], ring_t& ring, ring_t& slots,
     int warp, bool frees, const MEANWHILE& meanwhile) {
     static_assert(ROW_BLOCKS <= 2, "words of two groups of products take turns");
+    constexpr int kHalves = 2 / ROW_BLOCKS;      // chunks after which the same words are in turn
+    static_assert((LEAST_CHUNKS - SHARES) % kHalves == 0, "what is left is even");
     const bool speaker = threadIdx.x % 32 == 0;  // arrives at barriers for its warp
     int held = 0;                                // stage that products in flight may still read
     inputs_t words[2];
@@ -250,10 +255,13 @@ __device__ __forceinline__ void multiply(
     each<SHARES>([&](auto share) {
         step(constant<decltype(share)::value % 2>(), decltype(share)::value, [&] { meanwhile(share); });
     });
-    #pragma unroll 1
-    for (int chunk = SHARES; chunk < kChunks; chunk += 2) {
-        step(constant<SHARES % 2>(), chunk, [] {});
-        if (chunk + 1 < kChunks) step(constant<(SHARES + 1) % 2>(), chunk + 1, [] {});
+    if constexpr (LEAST_CHUNKS > 1 || SHARES == 0) {
+        #pragma unroll 1
+        for (int chunk = SHARES; chunk < p.chunks; chunk += kHalves)
+            each<kHalves>([&](auto half) {
+                constexpr int kHalf = decltype(half)::value;
+                step(constant<(SHARES + kHalf) % 2>(), chunk + kHalf, [] {});
+            });
     }
     #pragma unroll
     for (int row = 0; row < ROW_BLOCKS; ++row) wgmma_finish_rows(sums[row]);
@@ -277,7 +285,7 @@ struct biases_t {
         #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const int at = i * 32 + static_cast<int>(threadIdx.x % 32);
-            if (at < kBlockOuts && first + at < OUT_CHANNELS) own[i] = widen(load_once(p.bias + (first + at)));
+            if (at < kBlockOuts && first + at < p.out_channels) own[i] = widen(load_once(p.bias + (first + at)));
         }
     }
     /* For the `warp`-th warp that multiplies. */

@@ -101,7 +101,8 @@ def _tiles_in_sets(problem: Problem, itemsize: int, lines: int, multiprocessors:
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/gemm_depth_to_space.cu."""
-    own = {"PAIRED_ROWS": int(tile.paired), "DEFERRED_STORES": int(tile.kept)}
+    whole = tile.problem.out_channels * tile.problem.taps % tile.lines == 0
+    own = {"PAIRED_ROWS": int(tile.paired), "DEFERRED_STORES": int(tile.kept), "WHOLE_OUTS": int(whole)}
     return {**pixels_on_m.macros_of(tile, dtype), **own}
 
 

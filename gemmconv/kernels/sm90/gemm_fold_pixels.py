@@ -298,6 +298,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         **out_more(p),
         "FOLD_PITCH": tile.fold_pitch,
         "FOLD_OUTS": tile.fold_outs,
+        "WHOLE_OUTS": int(p.out_channels % tile.fold_outs == 0),
         "FOLD_TURNS": tile.fold_turns,
         "VECTOR": tile.vector,
         **geometry_macros(p),
