@@ -130,8 +130,9 @@ def _waiting_parts(
     """What a user waits for; where it was not measured, a sentence about that."""
     turns = waiting.current(*waited)
     made = ["; ".join(made_with(turns, waited[1])) + "."] if turns else [waiting.NOT_MEASURED]
-    if left_out := len(waited[0]) - len(turns):
-        made[0] += f" Not here: {left_out} rows of an older gemmconv."
+    if left_out := [row for row in waited[0] if row not in turns]:
+        losing = sum(row.loses for row in left_out)
+        made[0] += f" Not here: {len(left_out)} rows of an older gemmconv, {losing} of them slower than torch."
     return made + waiting.parts(turns, rows, link)
 
 

@@ -384,10 +384,11 @@ def test_report_leaves_turns_of_older_sources_out():
     older, newer = (
         {**ABOUT, "source": source, "date": f"2026-01-0{day}", "ceilings": {}} for source, day in ("a1", "b2")
     )
-    rows = [turn_of(), turn_of(step=TRAINING, run=1), turn_of(suite="host"), turn_of(mode="compile")]
-    assert waiting.current(rows, [older, newer]) == rows[1:]  # a mode of its own, however old
+    rows = [turn_of(), turn_of(ratio=0.5), turn_of(step=TRAINING, run=1)]
+    rows += [turn_of(suite="host"), turn_of(mode="compile")]
+    assert waiting.current(rows, [older, newer]) == rows[2:]  # a mode of its own, however old
     text = report.section([], [], "results", [], (rows, [older, newer]))
-    assert "Not here: 1 rows of an older gemmconv." in text
+    assert "Not here: 2 rows of an older gemmconv, 1 of them slower than torch." in text
     assert "2026-01-02 (networks eager); " in text
     assert "2026-01-01 (host eager, networks compile)." in text
     assert "Device time" not in text
