@@ -161,12 +161,11 @@ class _Driver:
 @contextmanager
 def _as_on_a_gpu() -> Iterator[_Driver]:
     """Tensors of device "meta" are served as those of a GPU are: choices, kernels, launches. Nothing is computed."""
-    from gemmconv.runtime import compiler, executor, launch, tensor_map
+    from gemmconv.runtime import executor, launch, nvrtc, tensor_map
 
     real = implementation._config
-    driver, code, program = _Driver(), mock.MagicMock(), mock.MagicMock()
+    driver, code = _Driver(), mock.MagicMock()
     code.from_cubin.return_value.get_kernel.return_value.handle = 0
-    program.return_value.compile.return_value.code = b""
 
     def config(*arguments: Any, **named_arguments: Any) -> Config:
         made = real(*arguments, **named_arguments)
@@ -186,7 +185,7 @@ def _as_on_a_gpu() -> Iterator[_Driver]:
             (launch, "Device", mock.MagicMock()),
             (launch, "ObjectCode", code),
             (launch, "architecture", lambda index: "sm_90a"),
-            (compiler, "Program", program),
+            (nvrtc, "compiled", lambda *_: nvrtc.Result("", "", b"")),
             (tensor_map, "encode", lambda *_: (tensor_map._Opaque)()),
         ):
             stack.enter_context(mock.patch.object(owner, name, value, create=name.startswith("_cuda")))

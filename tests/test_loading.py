@@ -359,6 +359,7 @@ import atexit, time
 atexit.register(lambda: print(time.monotonic() - ended))  # called after those that are registered later
 from gemmconv.runtime import compiler, pool
 from tests.test_loading import SMALL
+pool.cores = lambda: CORES
 for i in range(100):
     pool.submit(lambda i=i: compiler.compile(SMALL[0], {**SMALL[1], "X": i}, "sm_90a"), urgent=False)
 time.sleep(WAIT)
@@ -366,9 +367,10 @@ ended = time.monotonic()
 """
 
 
+@pytest.mark.parametrize("cores", [2, 8])  # 8 compile in processes of their own, too
 @pytest.mark.parametrize("wait", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 0.4])
-def test_interpreter_that_exits_while_it_compiles_neither_hangs_nor_crashes(wait):
-    command = [sys.executable, "-c", EXITING.replace("WAIT", str(wait))]
+def test_interpreter_that_exits_while_it_compiles_neither_hangs_nor_crashes(wait, cores):
+    command = [sys.executable, "-c", EXITING.replace("WAIT", str(wait)).replace("CORES", str(cores))]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert float(result.stdout) < 3

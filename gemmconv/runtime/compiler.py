@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import io
 import logging
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 
 from cuda.bindings import nvrtc
-from cuda.core import Program, ProgramOptions
+from cuda.core import ProgramOptions
 from cuda.core.utils import make_program_cache_key
 
 from gemmconv.errors import CompileError
-from gemmconv.runtime import sources
+from gemmconv.runtime import sources, worker
 from gemmconv.runtime.cache import KernelCache
 
 Macros = Mapping[str, str | int]
@@ -65,26 +63,23 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
     if cache is not None and (cubin := cache.get(key := _key(source, options))) is not None:
         return Compiled(cubin)
 
-    log, start = io.StringIO(), time.perf_counter()
-    try:
-        program = Program(source, "c++", replace(options, include_path=str(sources.directory() / "include")))
-        _let_cancel(program)
-        cubin = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core has one exception type per CUDA library
+    start = time.perf_counter()
+    flags = replace(options, include_path=str(sources.directory() / "include")).as_bytes("nvrtc")
+    error, log, cubin = worker.compiled(source, source_name, flags, _cancelled)
+    if error:
         if _cancelled.value != b"0":
-            raise CancelledError from error
-        flags = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
-        raise CompileError(source_name, flags, f"{log.getvalue()}{error}", source) from error
+            raise CancelledError
+        said = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+        raise CompileError(source_name, said, f"{log}{error}", source)
     seconds = time.perf_counter() - start
     _log.info("%s compiled for %s in %.0f ms", source_name, arch, 1e3 * seconds)
     if cache is not None and key is not None:
         cache.put(key, cubin)
-    text = log.getvalue()
     return Compiled(
         cubin,
-        text,
-        registers=max(map(int, re.findall(r"Used (\d+) registers", text)), default=None),
-        spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", text))),
+        log,
+        registers=max(map(int, re.findall(r"Used (\d+) registers", log)), default=None),
+        spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         seconds=seconds,
     )
 
@@ -99,22 +94,11 @@ def cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> C
 def cancelling() -> Iterator[None]:
     """For a while, end all compilations of this process as soon as NVRTC asks, every tenth of a second or so."""
     _cancelled.value = b"1"
+    worker.end_all()
     try:
         yield
     finally:
         _cancelled.value = b"0"
-
-
-def _let_cancel(program: Program) -> None:
-    """Have NVRTC ask, while it compiles, whether to go on; a version that cannot compiles to the end.
-
-    It calls ``int callback(void* payload, void*)`` without the interpreter's lock: atoi, which reads "0" or "1".
-    """
-    with contextlib.suppress(Exception):
-        library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
-        callback = ctypes.cast(library.atoi, ctypes.c_void_p).value
-        if isinstance(handle := program.handle, nvrtc.nvrtcProgram):
-            nvrtc.nvrtcSetFlowCallback(handle, callback, ctypes.addressof(_cancelled))
 
 
 def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:

@@ -1,0 +1,129 @@
+"""Processes that compile for threads of this one, where those would wait for NVRTC's lock: see :mod:`.nvrtc`."""
+
+from __future__ import annotations
+
+import functools
+import marshal
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from ctypes import Array, addressof, c_char
+from typing import Any
+
+from cuda.pathfinder import load_nvidia_dynamic_lib
+
+from gemmconv.runtime import nvrtc
+
+_MOST_HERE = 4  # compilations at a time of this process; so few wait for the lock 3% of their time
+_MOST_PROCESSES = 12  # each of up to 150 MB
+_here = threading.BoundedSemaphore(_MOST_HERE)
+_elsewhere = threading.BoundedSemaphore(_MOST_PROCESSES)
+_processes: set[subprocess.Popen[bytes]] = set()  # added and taken out in one step each
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_processes.clear)  # they are another's
+
+
+class _Thread(threading.local):
+    """What is known of the current thread."""
+
+    may_have_one = False
+    process: subprocess.Popen[bytes] | None = None
+
+
+_thread = _Thread()
+
+
+def compiled(source: str, name: str, flags: Sequence[bytes], cancelled: Array[c_char]) -> nvrtc.Result:
+    """Compile a source in this process, or, while that compiles several, in one of this thread's own if it may have it.
+
+    What another process fails at, this one says.
+
+    Args:
+        source, name, flags: what NVRTC is given.
+        cancelled: "1" once compilations are to end.
+    """
+    here = _here.acquire(blocking=False)
+    try:
+        if not here and _thread.may_have_one and cancelled.value == b"0":
+            result = _compiled_elsewhere(cancelled, source, name, flags)
+            if result is not None and not result.error:
+                return result
+        return nvrtc.compiled(_library(), source, name, flags, addressof(cancelled))
+    finally:
+        if here:
+            _here.release()
+
+
+def allow() -> None:
+    """Let this thread have a process from now on; it is to :func:`end` it."""
+    name = os.path.basename(sys.executable or "")
+    _thread.may_have_one = name.startswith("python")  # not a program that Python is built into
+
+
+def has_one() -> bool:
+    """Whether this thread has a process, which takes as much memory as its largest compilation did."""
+    return _thread.process is not None
+
+
+def end() -> None:
+    """End this thread's process, if it has one."""
+    process, _thread.process = _thread.process, None
+    if process is not None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # of what it was not sent whole
+                pipe and pipe.close()
+        _processes.discard(process)
+        _elsewhere.release()
+
+
+def end_all() -> None:
+    """End the processes of all threads, which then find theirs gone."""
+    for process in tuple(_processes):
+        process.kill()
+
+
+def _compiled_elsewhere(cancelled: Array[c_char], *request: Any) -> nvrtc.Result | None:
+    """What this thread's process, started now if it has none, makes of a request; None if it cannot be had."""
+    process = _thread.process or _started()
+    if process is None:
+        return None
+    try:
+        if cancelled.value != b"0":  # since processes were ended
+            process.kill()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        marshal.dump(request, process.stdin)
+        process.stdin.flush()
+        return nvrtc.Result(*marshal.load(process.stdout))
+    except (OSError, EOFError, ValueError, TypeError):  # of one that was ended
+        end()
+        return None
+
+
+def _started() -> subprocess.Popen[bytes] | None:
+    """A process for this thread; None where there are so many already, or it cannot be started."""
+    if not _elsewhere.acquire(blocking=False):
+        return None
+    command = [sys.executable, "-I", "-S", nvrtc.__file__, _library()]
+    try:  # in a session of its own, where an interrupt from the terminal does not end it
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True)
+    except OSError:
+        _elsewhere.release()
+        _thread.may_have_one = False
+        return None
+    _thread.process = process
+    _processes.add(process)
+    return process
+
+
+@functools.cache
+def _library() -> str:
+    path = load_nvidia_dynamic_lib("nvrtc").abs_path
+    assert path is not None
+    return path
