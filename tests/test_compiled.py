@@ -12,10 +12,11 @@ from torch._inductor import lowering
 from torch._inductor.utils import run_and_get_code
 
 import gemmconv
+from gemmconv.device import MEASURED
 from gemmconv.kernels.base import PASSES
-from gemmconv.ops import compiled
+from gemmconv.ops import compiled, implementation
 from gemmconv.ops.implementation import name_of, signature
-from gemmconv.ops.schemas import OPERATORS, taken_apart
+from gemmconv.ops.schemas import OPERATORS, WithoutData, taken_apart
 from tests.samples import channels_last
 
 # From torch's own compiler.
@@ -136,6 +137,7 @@ LAYER = {"stride": 2, "padding": 1, "algorithm": "gemm_col2im"}
 SHAPES = {"input": (2, 6, 4, 5), "weight": (6, 4, 4, 3), "bias": (4,), "grad_output": (2, 4, 8, 9)}
 
 ROUNDED = {"rtol": 1e-3, "atol": 1e-3}  # of torch's convolutions, in TF32 on a GPU
+HALF = {"rtol": 2e-2, "atol": 2e-2}
 
 
 def leaves(device, wanted=()):
@@ -193,6 +195,108 @@ def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_is_cast_for_a_call_alone_is_cast_by_it(biased, cast, recorded, device):
+    """What gradients need is cast before; then a bias, which would take a kernel of its own, is added behind."""
+    layer = gemmconv.ConvTranspose2d(3, 4, 4, bias=biased, algorithm="gemm_col2im").to(device)
+    network = torch.nn.Sequential(layer, torch.nn.ReLU())
+    images = torch.randn(2, 3, 5, 6, device=device, requires_grad=recorded)
+    with torch.set_grad_enabled(recorded), torch.autocast(device, torch.bfloat16, enabled=cast):
+        actual, codes = run_and_get_code(torch.compile(network, fullgraph=True), images)
+        torch.testing.assert_close(actual, network(images), **(HALF if cast else ROUNDED))
+    served = SERVED.format("_casting" if cast and not recorded else "")
+    call = next(line for line in codes[0].splitlines() if served in line)
+    _, weight, bias, *_ = call.partition(served)[2].split(", ")
+    assert weight.startswith("buf" if cast and recorded else ("primals", "arg"))
+    assert (bias == "None") is (not biased or (cast and recorded))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_computed_bias_is_left_to_the_call_where_nothing_adds_it_in_passing(device):
+    data = leaves(device)
+    function = torch.compile(lambda x, weight, bias: gemmconv.conv_transpose2d(x, weight, 2 * bias, **LAYER))
+    _, (code,) = run_and_get_code(function, data["input"], data["weight"], data["bias"])
+    assert code.partition(SERVED.format(""))[2].split(", ")[2].startswith("buf")
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("reordered", [True, False])
+def test_a_weight_that_changes_between_its_cast_and_the_call(reordered, device):
+    data, indices = leaves(device), (torch.tensor([0], device=device),)
+
+    def function(input, weight):
+        cast = weight.bfloat16()
+        weight.index_put_(indices, torch.full((), 99.0, device=device))
+        return gemmconv.conv_transpose2d(input, cast, **LAYER)
+
+    input = data["input"].bfloat16()
+    expected = function(input, data["weight"].clone())
+    with torch._inductor.config.patch(reorder_for_locality=reordered):
+        actual = torch.compile(function)(input, data["weight"].clone())
+    torch.testing.assert_close(actual, expected, **HALF)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_what_a_call_that_casts_launches_is_compiled_ahead(device, monkeypatch):
+    """With its casts, which its tensors have not: they are those of the call after them."""
+    ahead = []
+    monkeypatch.setattr(compiled, "launches_of", lambda *arguments: ahead.append(arguments))
+    monkeypatch.setattr(compiled, "ahead_of", lambda key, device, launches_of: launches_of()())
+    layer = gemmconv.ConvTranspose2d(3, 4, 4, algorithm="gemm_col2im").to(device)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        torch.compile(layer)(torch.randn(2, 3, 5, 6, device=device))
+    ((direction, tensors, sizes, _, form),) = ahead
+    assert (direction, sizes, form) == ("forward", None, implementation.Form(dtype=torch.float32))
+    assert [one.dtype for one in tensors] == [torch.bfloat16] * 3
+
+
+def test_launches_of_a_call_that_casts_have_the_cast(monkeypatch):
+    monkeypatch.setattr(implementation, "spec_of", lambda device: MEASURED)
+    monkeypatch.setattr(implementation.selection, "torch_precision", lambda dtype, device: "ieee")
+    low = [
+        WithoutData.of(SHAPES[name], torch.empty(SHAPES[name]).stride(), torch.float16, torch.device("cuda", 0))
+        for name in ("input", "weight", "bias")
+    ]
+    config = low, None, ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
+    with_casts = implementation.launches_of("forward", *config, implementation.Form(dtype=torch.float32))
+    assert [step.source for step in with_casts if step.source == "layout/cast.cu"]
+    assert not [step for step in implementation.launches_of("forward", *config) if step.source == "layout/cast.cu"]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_call_that_casts_is_one_of_what_was_cast(transposed, recorded, device):
+    data = leaves(device, ("weight", "bias") if recorded else ())
+    input, weight, bias = data["input"].half(), data["weight"], data["bias"]
+    if transposed:  # strides of neither format
+        weight = weight.transpose(2, 3).contiguous().transpose(2, 3).detach().requires_grad_(recorded)
+    options = [2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None
+    expected = OPERATORS["conv_transpose2d"](input, weight.half(), bias.half(), *options)
+    casting = OPERATORS["conv_transpose2d_casting"]
+    for call in (casting, casting.served, casting.served):
+        output = call(input, weight, bias, *options)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+        assert output.requires_grad is recorded
+    if recorded:
+        output.sum().backward()
+        assert weight.grad.dtype == bias.grad.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="weight must have the dtype of input"):
+        OPERATORS["conv_transpose2d"].served(input, weight, bias, *options)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_gradients_of_weights_in_channels_last_are_not_copied(device):
+    network = between_convolutions(device).to(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 6, 5, device=device)
+    _, codes = run_and_get_code(lambda: torch.compile(network)(images).sum().backward())
+    weight = network[1].weight
+    assert weight.grad.stride() == weight.stride()
+    assert "fused_copy" not in "".join(codes)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
 def test_sizes_change_between_training_steps_where_formats_do(device):
     """Inductor compiles anew, as for torch's convolutions, and has no format wrong that it saves for the gradients."""
     convolution, layer, _ = between_convolutions(device)
@@ -238,7 +342,7 @@ def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
     def seen(direction, served):
         def call(*inputs):
             tensors, sizes, options = taken_apart(name_of(direction), inputs)
-            called.append((direction, *map(signature, tensors), repr((sizes, options))))
+            called.append((direction, *map(signature, tensors), repr((sizes, options)), None))
             return served(*inputs)
 
         return call

@@ -15,8 +15,8 @@
  *
  * Macros: those of pipeline/pixels_on_m.cuh, with one block of rows, no memory of its own, kernels of 1, 2, 4, 8 or 16 taps,
  * LINES a multiple of 4 * KERNEL_W where PACKED; images have one row where KERNEL_H is 1; PAIRED_ROWS (1 where KERNEL_W <= 2 and
- * rows of images are even); DEFERRED_STORES (1 or 0); WHOLE_OUTS (1 where output
- * channels are whole blocks of lines). Chosen by gemmconv/kernels/sm90/gemm_depth_to_space.py.
+ * rows of images are even); DEFERRED_STORES (1 or 0); WHOLE_OUTS (1 where output channels are whole blocks of lines). Chosen by
+ * gemmconv/kernels/sm90/gemm_depth_to_space.py.
  */
 #include "pipeline/pixels_on_m.cuh"
 #include "ptx/store.cuh"

@@ -37,6 +37,7 @@ from gemmconv.kernels.program import Launch, Output, Program, Strides, one_after
 from gemmconv.kernels.splits import bias_grad
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
+    OPERATORS,
     Arguments,
     Options,
     Tensors,
@@ -106,7 +107,7 @@ def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
 
 
 class Form(NamedTuple):
-    """How a plain call has weights, biases and gradients, where it is not as the operator has them.
+    """How a call has weights, biases and gradients, where they are not contiguous and of one dtype.
 
     Attributes:
         weight_format: strides of the weight's gradient, None for those of a contiguous tensor.
@@ -124,16 +125,23 @@ class Form(NamedTuple):
 _USUAL = Form()
 
 
+def _form_of(direction: Pass, tensors: Tensors) -> Form:
+    """How an operator returns a weight's gradient: like the weight, where it has that and it is in channels_last."""
+    if direction != "grads" or memory_format(tensors[2], tensors[2]) is torch.contiguous_format:
+        return _USUAL
+    return Form(strides_of(tensors[2].shape, torch.channels_last))
+
+
 def prepared(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form = _USUAL
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, asked: Form | None = None
 ) -> Callable[..., Any]:
     """The prepared call of an operator on tensors of such shapes and strides.
 
     Args:
         direction, tensors, sizes, arguments: the operator, and what it is called with, all of one dtype.
-        form: see :class:`Form`.
+        asked: see :class:`Form`; None for the operator's own.
     """
-    first = tensors[0]
+    first, form = tensors[0], asked or _form_of(direction, tensors)
     current = selection.torch_precision(first.dtype, first.device)
 
     def make() -> Callable[..., Any]:
@@ -233,17 +241,21 @@ def _in_form(program: Program, form: Form) -> Program:
 
 
 def launches_of(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form = _USUAL
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, asked: Form | None = None
 ) -> list[Launch]:
     """The launches of what :func:`prepared` prepares, from tensors that may be without data."""
     options, where, first = Options(*hashable(arguments)), name_of(direction), tensors[0]
+    form = asked or _form_of(direction, tensors)
     current = selection.torch_precision(first.dtype, first.device)
     problem = checked_problem(where, tensors, sizes, options)
     config, weight_config = _configs(direction, problem, tensors, options, current)
     programs = programs_of(direction, config, weight_config, options.algorithm, where)
     if form.with_bias and (of_bias := _bias_grad_program(_config_of_gradient(first))) is not None:
         programs.append(of_bias)
-    programs = [_in_form(program, form) for program in programs]
+    if direction == "forward":
+        tensors = _given(tensors, form.dtype)
+    else:
+        programs = [_in_form(program, form) for program in programs]
     given = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
     named = [(program, tuple(given[name] for name in program.arguments)) for program in programs]
     return [launch for program, operands in named for launch in launches(program, operands, config.device)]
@@ -505,6 +517,13 @@ def both_gradients(
     return call
 
 
+def _casting(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
+    """conv_transpose2d of float32 that it casts to the input's dtype: what casts in compiled code come to."""
+    cast = [one.to(input.dtype) if one is not None and one.dtype is torch.float32 else one for one in (weight, bias)]
+    output: Tensor = OPERATORS["conv_transpose2d"](input, *cast, *arguments)
+    return output
+
+
 def _im2col(input: Tensor, *arguments: Any) -> Tensor:
     window = Window(*hashable(arguments))
     key = "im2col", signature(input), window
@@ -524,6 +543,7 @@ def _col2im(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
 for _direction in PASSES:
     _where = name_of(_direction)
     register(_where, partial(_compute, _direction, _where), "CompositeExplicitAutograd")
+register("conv_transpose2d_casting", _casting, "CompositeImplicitAutograd")
 register("im2col", _im2col, "CompositeExplicitAutograd")
 register("col2im", _col2im, "CompositeExplicitAutograd")
 

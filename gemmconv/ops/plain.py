@@ -152,9 +152,17 @@ def _casts_itself(tensors: Tensors, dtype: torch.dtype) -> bool:
             one.dtype == torch.float32
             and (is_kept(one) or not (one.requires_grad and torch.is_grad_enabled()))
             and not one.is_inference()
-            and (one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last)))
             for one in parameters
         )
+        and are_packed(tensors[1:])
+    )
+
+
+def are_packed(parameters: Tensors) -> bool:
+    """Whether a cast that goes through their memory as it lies keeps their strides."""
+    return all(
+        one is None or one.is_contiguous() or (one.dim() == 4 and one.is_contiguous(memory_format=torch.channels_last))
+        for one in parameters
     )
 
 

@@ -21,6 +21,7 @@ _OPTIONS = (
 _WINDOW = "SymInt[2] kernel_size, SymInt[2] dilation=1, SymInt[2] padding=0, SymInt[2] stride=1"
 _SCHEMAS = {
     "conv_transpose2d": f"(Tensor input, Tensor weight, Tensor? bias=None, {_OPTIONS}) -> Tensor",
+    "conv_transpose2d_casting": f"(Tensor input, Tensor weight, Tensor? bias=None, {_OPTIONS}) -> Tensor",
     "conv_transpose2d_input_grad": f"(Tensor grad_output, Tensor weight, SymInt[2] input_size, {_OPTIONS}) -> Tensor",
     "conv_transpose2d_weight_grad": f"(Tensor grad_output, Tensor input, SymInt[2] kernel_size, {_OPTIONS}) -> Tensor",
     "conv_transpose2d_grads": f"(Tensor grad_output, Tensor input, Tensor weight, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -177,7 +178,7 @@ def _weight_grad_fake(grad_output: Tensor, input: Tensor, kernel_size: Any, *arg
 def _grads_fake(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     problem = checked_problem("conv_transpose2d_grads", (grad_output, input, weight), None, arguments)
     grad_input = _empty(problem.input_shape, grad_output, memory_format(grad_output, weight))
-    return grad_input, _empty(problem.weight_shape, grad_output)
+    return grad_input, _empty(problem.weight_shape, grad_output, memory_format(weight, weight))
 
 
 def _im2col_fake(input: Tensor, *arguments: Any) -> Tensor:

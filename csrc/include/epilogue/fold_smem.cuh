@@ -41,7 +41,7 @@ struct alignas(8) pair_t { float value[2]; };  // columns of neighbours, as they
 /* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */
 struct cell_t { bool is; int image, row, column, at; };
 
-/* Gather OUTS output channels of `channels`, from `out` on, of so many cells, and store the outputs; WHOLE if there are as many.
+/* Gather OUTS output channels of `channels`, from `out` on, of so many cells, and store the outputs; WHOLE if all OUTS are there.
  * LANES threads call it, the `lane`-th of them this one, and have TURNS cells each, or parts of them, at most; cell_of(turn, i)
  * says where the i-th is.
  */

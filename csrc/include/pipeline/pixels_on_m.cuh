@@ -13,9 +13,10 @@
  *
  * Macros, of which PIECE alone depends on sizes: ELEMENT_T, PACKED (1 for float32, 0 for 16 bits); KERNEL_H, KERNEL_W;
  * WHOLE_CHANNELS (1 where channels are whole slots); LEAST_CHUNKS (1 for one slot of channels, 2 for an even number, 3 for any
- * other; 1 for all where ROW_BLOCKS is 2); ROW_BLOCKS (of 128 positions); WINDOWED (1 where items are windows, 0 where they go across images); LINES (a multiple of 16 up to 256, with all
- * taps of its output channels); PRODUCERS; CONSUMER_REGISTERS, PRODUCER_REGISTERS (of a thread that multiplies or does not);
- * PIECE (inputs that are copied together); OWN_BYTES (of shared memory that the kernel has for itself, a multiple of 16).
+ * other; 1 for all where ROW_BLOCKS is 2); ROW_BLOCKS (of 128 positions); WINDOWED (1 where items are windows, 0 where they go
+ * across images); LINES (a multiple of 16 up to 256, with all taps of its output channels); PRODUCERS; CONSUMER_REGISTERS,
+ * PRODUCER_REGISTERS (of a thread that multiplies or does not); PIECE (inputs that are copied together); OWN_BYTES (of shared
+ * memory that the kernel has for itself, a multiple of 16).
  */
 #pragma once
 
