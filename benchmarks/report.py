@@ -8,6 +8,7 @@ Without FOLDER it is of the results that README.md shows, or of the newest where
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks import summary, waiting
 from benchmarks.environment import is_sustained
-from benchmarks.results import RESULTS, Row, load_all, newest_runs
+from benchmarks.results import BY_TURNS, RESULTS, Row, load_all, newest_runs
 from benchmarks.turns import Turn, load_turns
 
 _RESULTS = RESULTS
@@ -28,6 +29,8 @@ _README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- results: start -->", "<!-- results: end -->"
 _MOST_LOSING = 10
 _ONE_STATE = timedelta(days=1)  # between runs of suites that are shown together
+
+Waited = tuple[Sequence[Turn], Sequence[dict[str, Any]]]  # rows by turns, and their runs
 
 
 def newest_results() -> Path:
@@ -45,6 +48,21 @@ def newest_results() -> Path:
         return not folder.name.startswith("cpu"), not is_sustained(folder.name), newest
 
     return max(folders, key=age)
+
+
+def newer_elsewhere(folder: Path) -> dict[Path, list[str]]:
+    """The suites by turns that another GPU has newer rows of, in benchmarks/results as this folder, by its folder."""
+    found: dict[Path, list[str]] = {}
+    for suite in BY_TURNS if folder.parent == _RESULTS.resolve() else ():
+        dates = {
+            path.parent: max(run["date"] for run in load_turns(path.parent, [suite])[1])
+            for path in folder.parent.glob(f"*/{suite}.json")
+            if not path.parent.name.startswith("cpu") and not is_sustained(path.parent.name)
+        }
+        newest = max(dates, key=lambda path: (dates[path], path == folder), default=folder)
+        if newest != folder:
+            found.setdefault(newest, []).append(suite)
+    return found
 
 
 def shown_results(readme: Path) -> Path | None:
@@ -102,7 +120,8 @@ def section(
     runs: Sequence[dict[str, Any]],
     link: str,
     charts: Sequence[str],
-    waited: tuple[Sequence[Turn], Sequence[dict[str, Any]]] = ((), ()),
+    waited: Waited = ((), ()),
+    elsewhere: Sequence[tuple[str, Waited]] = (),
 ) -> str:
     """The results section in Markdown: first what a user waits for, then device time.
 
@@ -112,9 +131,14 @@ def section(
         link: path of the result folder, as the README links to it.
         charts: names of charts in its folder ``plots`` that are shown.
         waited: rows of the suites by turns, and their runs.
+        elsewhere: the same of other folders, with their links.
     """
     current, older = current_and_older(rows, runs)
-    parts = ["### What you wait for", *_waiting_parts(current, waited, link)]
+    parts = ["### What you wait for"]
+    for other, newer in elsewhere:
+        parts += _waiting_parts((), newer, other)
+    if waited[0] or not elsewhere:
+        parts += _waiting_parts(current, waited, link)
     if rows:
         parts += ["### Device time, layer by layer", *_device_parts(current, older, runs, link, charts)]
     parts.append(
@@ -124,9 +148,7 @@ def section(
     return "\n\n".join(parts)
 
 
-def _waiting_parts(
-    rows: Sequence[Row], waited: tuple[Sequence[Turn], Sequence[dict[str, Any]]], link: str = ""
-) -> list[str]:
+def _waiting_parts(rows: Sequence[Row], waited: Waited, link: str = "") -> list[str]:
     """What a user waits for; where it was not measured, a sentence about that."""
     turns = waiting.current(*waited)
     made = ["; ".join(made_with(turns, waited[1])) + "."] if turns else [waiting.NOT_MEASURED]
@@ -189,7 +211,7 @@ def _span(values: Sequence[float], digits: int) -> str:
 def full(
     rows: Sequence[Row],
     runs: Sequence[dict[str, Any]],
-    waited: tuple[Sequence[Turn], Sequence[dict[str, Any]]] = ((), ()),
+    waited: Waited = ((), ()),
 ) -> str:
     """summary.md: what a user waits for, then every losing row, everything wrong or refused, every line of every
     algorithm and layout.
@@ -263,7 +285,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             link = os.path.relpath(folder, arguments.readme.resolve().parent)
             shown = [f"speedup_{suite}_forward.png" for suite in ("public", "models")]
             names = [name for name in shown if name in charts]
-            write_between(arguments.readme, section(rows, runs, link, names, load_turns(folder)))
+            newer = newer_elsewhere(folder)
+            others = [
+                (os.path.join(os.path.dirname(link), path.name), load_turns(path, suites))
+                for path, suites in newer.items()
+            ]
+            own = load_turns(folder, [suite for suite in BY_TURNS if suite not in itertools.chain(*newer.values())])
+            write_between(arguments.readme, section(rows, runs, link, names, own, others))
             print(arguments.readme)
     except ValueError as error:
         parser.error(str(error))

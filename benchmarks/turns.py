@@ -128,9 +128,9 @@ class Turns(File[Turn]):
         return row is not None and self.made_by(row, about)
 
 
-def load_turns(folder: Path) -> tuple[list[Turn], list[dict[str, Any]]]:
+def load_turns(folder: Path, suites: Iterable[str] = BY_TURNS) -> tuple[list[Turn], list[dict[str, Any]]]:
     """All rows by turns in a folder, none where it has no such files; a row's ``run`` counts over all files."""
-    paths = (folder / f"{suite}.json" for suite in BY_TURNS)
+    paths = (folder / f"{suite}.json" for suite in suites)
     return joined(Turns, [path for path in paths if path.is_file()])
 
 

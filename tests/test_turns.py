@@ -394,6 +394,32 @@ def test_report_leaves_turns_of_older_sources_out():
     assert "Device time" not in text
 
 
+def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
+    """Of GPUs that rested; another's come first, and the folder's own no more."""
+    monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.START}\n{report.END}\n")
+
+    def measured(name, suite, day, ratio):
+        path = tmp_path / "results" / name / f"{suite}.json"
+        about = {**ABOUT, "gpu": name, "date": f"2026-01-0{day}"}
+        turns_of(turn_of(suite=suite, ratio=ratio), about=about).save(path)
+
+    measured("shown", "networks", 2, 0.52)
+    measured("shown", "host", 3, 0.53)
+    measured("other", "networks", 4, 0.54)
+    measured("other", "host", 1, 0.51)
+    measured("cpu-x", "networks", 5, 0.55)
+    measured("other-sustained-load", "networks", 6, 0.56)
+    shown = tmp_path / "results" / "shown"
+    assert report.newer_elsewhere(shown) == {tmp_path / "results" / "other": ["networks"]}
+    assert report.main([str(shown), "--readme", str(readme)]) == 0
+    text = readme.read_text()
+    assert text.index("2026-01-04 (networks eager)") < text.index("0.54x") < text.index("2026-01-03 (host eager)")
+    assert not [one for one in ("0.51x", "0.52x", "0.55x", "0.56x") if one in text]
+    assert report.shown_results(readme) == shown
+
+
 def test_report_of_turns_alone(tmp_path):
     turns_of(turn_of()).save(tmp_path / "networks.json")
     readme = tmp_path / "README.md"
