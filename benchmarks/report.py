@@ -44,10 +44,14 @@ def newest_results() -> Path:
         raise ValueError(f"{_RESULTS} holds no result files; run: python -m benchmarks.compare")
 
     def age(folder: Path) -> tuple[bool, bool, float]:
-        newest = max(path.stat().st_mtime for path in folder.glob("*.json"))
-        return not folder.name.startswith("cpu"), not is_sustained(folder.name), newest
+        return *_kind(folder), max(path.stat().st_mtime for path in folder.glob("*.json"))
 
     return max(folders, key=age)
+
+
+def _kind(folder: Path) -> tuple[bool, bool]:
+    """Whether a folder's results are a GPU's, and whether it rested."""
+    return not folder.name.startswith("cpu"), not is_sustained(folder.name)
 
 
 def newer_elsewhere(folder: Path) -> dict[Path, list[str]]:
@@ -57,7 +61,7 @@ def newer_elsewhere(folder: Path) -> dict[Path, list[str]]:
         dates = {
             path.parent: max(run["date"] for run in load_turns(path.parent, [suite])[1])
             for path in folder.parent.glob(f"*/{suite}.json")
-            if not path.parent.name.startswith("cpu") and not is_sustained(path.parent.name)
+            if all(_kind(path.parent))
         }
         newest = max(dates, key=lambda path: (dates[path], path == folder), default=folder)
         if newest != folder:
@@ -208,11 +212,7 @@ def _span(values: Sequence[float], digits: int) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def full(
-    rows: Sequence[Row],
-    runs: Sequence[dict[str, Any]],
-    waited: Waited = ((), ()),
-) -> str:
+def full(rows: Sequence[Row], runs: Sequence[dict[str, Any]], waited: Waited = ((), ())) -> str:
     """summary.md: what a user waits for, then every losing row, everything wrong or refused, every line of every
     algorithm and layout.
 
@@ -285,13 +285,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             link = os.path.relpath(folder, arguments.readme.resolve().parent)
             shown = [f"speedup_{suite}_forward.png" for suite in ("public", "models")]
             names = [name for name in shown if name in charts]
-            newer = newer_elsewhere(folder)
-            others = [
-                (os.path.join(os.path.dirname(link), path.name), load_turns(path, suites))
-                for path, suites in newer.items()
-            ]
+            newer, beside = newer_elsewhere(folder), Path(link).parent
+            elsewhere = [(str(beside / path.name), load_turns(path, suites)) for path, suites in newer.items()]
             own = load_turns(folder, [suite for suite in BY_TURNS if suite not in itertools.chain(*newer.values())])
-            write_between(arguments.readme, section(rows, runs, link, names, own, others))
+            write_between(arguments.readme, section(rows, runs, link, names, own, elsewhere))
             print(arguments.readme)
     except ValueError as error:
         parser.error(str(error))

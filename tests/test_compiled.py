@@ -259,10 +259,10 @@ def test_launches_of_a_call_that_casts_have_the_cast(monkeypatch):
         WithoutData.of(SHAPES[name], torch.empty(SHAPES[name]).stride(), torch.float16, torch.device("cuda", 0))
         for name in ("input", "weight", "bias")
     ]
-    config = low, None, ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
-    with_casts = implementation.launches_of("forward", *config, implementation.Form(dtype=torch.float32))
+    call = low, None, ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
+    with_casts = implementation.launches_of("forward", *call, implementation.Form(dtype=torch.float32))
     assert [step.source for step in with_casts if step.source == "layout/cast.cu"]
-    assert not [step for step in implementation.launches_of("forward", *config) if step.source == "layout/cast.cu"]
+    assert not [step for step in implementation.launches_of("forward", *call) if step.source == "layout/cast.cu"]
 
 
 @pytest.mark.parametrize("recorded", [False, True])
