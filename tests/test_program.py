@@ -102,13 +102,35 @@ def test_regions_that_are_never_needed_together_share_memory():
         return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (reads, writes)}, overlaps=overlaps)
 
     def offsets(*steps):
-        program = Program(torch.float32, (), (), steps, {"a": 1000, "b": 300, "c": 300})
-        return bind._laid_out(program)
+        places, total = bind._laid_out(Program(torch.float32, (), (), steps, {"a": 1000, "b": 300, "c": 300}), ())
+        return {name: offset for name, (_, offset) in places.items()}, total
 
     waits = offsets(step("x", "a"), step("a", "y"), step("y", "b"), step("b", "c"), step("c", "y"))
     assert waits == ({"a": 0, "b": 0, "c": 512}, 1024)
     overlapping = offsets(step("x", "a"), step("a", "y"), step("y", "b", True), step("b", "c"), step("c", "y"))
     assert overlapping == ({"a": 0, "b": 1024, "c": 0}, 1536)
+
+
+def test_regions_lie_where_an_output_will_be_as_long_as_it_is_not_written():
+    """Of b and c the output has room for one; a step that may begin early may write it while c is still read."""
+
+    def laid_out(*steps, elements=128):
+        outputs, made = (Output("y", (elements,), (1,)),), (((elements,), (1,), torch.float32),)
+        operands = (Operand("x", None),)
+        return bind._laid_out(Program(torch.float32, operands, outputs, steps, {"a": 600, "b": 300, "c": 300}), made)
+
+    def step(reads, writes, overlaps=False):
+        return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (reads, writes)}, overlaps=overlaps)
+
+    before = step("x", "a"), step("a", "b"), step("b", "c")
+    assert laid_out(*before, step("c", "y")) == ({"a": (2, 0), "b": (0, 0), "c": (2, 0)}, 768)
+    assert laid_out(*before, step("c", "y"), elements=75)[0]["b"] == (0, 0)
+    assert laid_out(*before, step("c", "y"), elements=74)[0]["b"] == (2, 768)
+    assert laid_out(*before, step("c", "x"), step("c", "y", True))[0]["c"] == (2, 0)
+    waits = laid_out(step("x", "c"), step("c", "x"), step("x", "y"))
+    early = laid_out(step("x", "c"), step("c", "x"), step("x", "y", True))
+    behind = laid_out(step("x", "y"), step("x", "c"), step("c", "x"))
+    assert [places["c"][0] for places, _ in (waits, early, behind)] == [0, 2, 2]
 
 
 def test_programs_one_after_the_other_share_operands_of_one_form_alone():

@@ -7,9 +7,11 @@ bytes with slots, and regions of scratch memory offsets in one allocation. An ex
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,10 +55,9 @@ def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[
     """The call of a program for tensors of the strides that these have, with its kernels loaded."""
     program, fits, channels_last, made, after = completed(program, tensors, device)
     kernels = iter(_loaded(program.steps, device))
-    offsets, scratch_bytes = _laid_out(program)
+    places, scratch_bytes = _laid_out(program, made)
     names = [one.name for one in program.outputs] + [one.name for one in program.operands]
-    index_of = {name: (i, 0) for i, name in enumerate(names)}
-    index_of |= {name: (len(names), offset) for name, offset in offsets.items()}
+    index_of = {name: (i, 0) for i, name in enumerate(names)} | places
     alignments = [1] * len(program.outputs) + [one.alignment for one in program.operands]
     steps = [_lowered(step, index_of, channels_last, kernels) for step in program.steps]
     ready = executor.prepare(device, alignments, steps)
@@ -152,15 +153,39 @@ def _of_any(
     return call
 
 
-def _laid_out(program: Program) -> tuple[dict[str, int], int]:
-    """Where each region of the scratch memory begins, and bytes in all.
+class _Memory(NamedTuple):
+    """What regions of scratch memory may lie in.
 
-    Regions that are never needed at the same time share memory. One is needed until what reads it has ended, which the
-    next step that does not overlap waits for.
+    Attributes:
+        place: among outputs, operands and scratch memory.
+        size: bytes.
+        taken: begin and end of what lies there, and the steps from which and until which it is needed.
     """
-    sizes = {name: -(-size // _REGION_BYTES) * _REGION_BYTES for name, size in program.scratch.items()}
-    if len(sizes) < 2:
-        return dict.fromkeys(sizes, 0), sum(sizes.values())
+
+    place: int
+    size: int
+    taken: list[tuple[int, int, int, int]]
+
+    def offset(self, size: int, first: int, end: int) -> int:
+        """Where so many bytes may lie that are needed in steps from ``first`` to ``end``."""
+        offset = 0
+        for low, high, begin, until in sorted(self.taken):
+            if begin < end and first < until and offset + size > low:
+                offset = max(offset, high)
+        return offset
+
+
+def _laid_out(program: Program, made: Sequence[Made]) -> tuple[dict[str, executor.Place], int]:
+    """Where each region of scratch memory begins, and bytes of scratch memory in all.
+
+    Regions that are never needed at the same time share memory, and one that is needed until an output is written lies
+    where that will be: it takes none of its own. One is needed until what reads it has ended, which the next step that
+    does not overlap waits for.
+
+    Args:
+        program: with all its steps.
+        made: what is allocated for each output.
+    """
     needed: dict[str, tuple[int, int]] = {}
     for i, step in enumerate(program.steps):
         end = i + 1
@@ -168,20 +193,18 @@ def _laid_out(program: Program) -> tuple[dict[str, int], int]:
             end += 1
         for name in step.tensors:
             needed[name] = min(i, needed.get(name, (i, i))[0]), end
-    offsets: dict[str, int] = {}
-    total = 0
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        begin, end = needed.get(name, (0, len(program.steps)))
-        alive = [
-            (offsets[other], offsets[other] + sizes[other])
-            for other in offsets
-            if needed[other][0] < end and begin < needed[other][1]
-        ]
-        offset = 0
-        for low, high in sorted(alive):
-            if offset + sizes[name] > low:
-                offset = max(offset, high)
-        needed.setdefault(name, (begin, end))
-        offsets[name] = offset
-        total = max(total, offset + sizes[name])
-    return offsets, total
+    always = 0, len(program.steps)
+    memories = list[_Memory]()
+    for i, (output, (shape, _, dtype)) in enumerate(zip(program.outputs, made, strict=True)):
+        size, first = math.prod(shape) * dtype.itemsize, needed.get(output.name, always)[0]
+        memories.append(_Memory(i, size, [(0, size, first, len(program.steps))]))
+    scratch = _Memory(len(program.outputs) + len(program.operands), sys.maxsize, [])
+    memories.append(scratch)
+    places: dict[str, executor.Place] = {}
+    for name, size in sorted(program.scratch.items(), key=lambda item: -item[1]):
+        steps = needed.get(name, always)
+        offsets = ((memory, memory.offset(size, *steps)) for memory in memories)
+        memory, offset = next((one, at) for one, at in offsets if at + size <= one.size)
+        places[name] = memory.place, offset
+        memory.taken.append((offset, offset + -(-size // _REGION_BYTES) * _REGION_BYTES, *steps))
+    return places, max((high for _, high, *_ in scratch.taken), default=0)

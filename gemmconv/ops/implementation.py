@@ -470,16 +470,18 @@ def _mixed_grads(
 def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:
     """Both gradients as one program, None where torch's operator or the CPU computes either.
 
-    What is transposed for both is transposed once.
+    What is transposed for both is transposed once. The weight's comes first: what is transposed for it, and its partial
+    sums, then lie where the input's gradient will be (see bind.py).
     """
     if config.device.type != "cuda":
         return None
     programs = _gradient_programs(gradients, config, weight_config)
     if any(program is None for program in programs):
         return None
-    both, *others = programs
+    *others, both = programs
     for other in others:
-        both = one_after_the_other(("grad_output", "input", "weight"), both, other)
+        outputs = *other.outputs, *both.outputs
+        both = replace(one_after_the_other(("grad_output", "input", "weight"), both, other), outputs=outputs)
     if not gradients.turned:
         return both
     strides = strides_of(config.problem.input_shape, config.memory_format)
