@@ -27,10 +27,13 @@ _MOST_STEPS = 12  # of a program, in a report of explain
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
-# What keeps the host, where kernels alone are one launch of a graph: for how many seconds in a backward pass, and how
-# many times as long others may take on the device then. Estimates of products are up to 1.23 times off.
-_KEEP_THE_HOST = {"native": (native.HOST_SECONDS, 2.0), "gemm_col2im": (gemm_col2im.HOST_SECONDS, 1.2)}
 _CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
+# What keeps the host, where kernels alone are one launch of a graph: for how many seconds in a backward pass, how many
+# times as long others may take on the device then, and how much longer at least, for each gradient.
+_KEEP_THE_HOST = {
+    "native": (native.HOST_SECONDS, 2.0, _CLEARLY),
+    "gemm_col2im": (gemm_col2im.HOST_SECONDS, 1.2, gemm_col2im.PRODUCT_HOST_SECONDS),
+}
 # Of an estimate: what another may be where both are as fast, as far as estimates tell. 30 random layers whose forward
 # passes so go from products to kernels alone took 0.3 to 2.3 times as long on an H100, 1.003 times in the mean.
 _AS_FAST = 1.1
@@ -118,7 +121,7 @@ def _behind_for_the_host(
         most = min(least + _CLEARLY, _AS_FAST * least)
     elif direction == "weight_grad" and config.dtype.itemsize == 2:
         keeping, why = ("native",), "while torch's operator keeps the host longer"
-        host_seconds, most_times = _KEEP_THE_HOST["native"]
+        host_seconds, most_times, _ = _KEEP_THE_HOST["native"]
         most = min(host_seconds / 2, most_times * least)
     else:
         return reasons
@@ -255,11 +258,12 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     if not able:
         choose(config, requested, where)  # raises
     seconds, gradients = _fastest_of(config, weight_config, able)
-    for busy, (host_seconds, most_times) in _KEEP_THE_HOST.items():
+    for busy, (host_seconds, most_times, longer) in _KEEP_THE_HOST.items():
         able = tuple(a for a in able if a.name != busy)
-        if able and busy in (gradients.input_grad.name, gradients.weight_grad.name):
+        count = (gradients.input_grad.name, gradients.weight_grad.name).count(busy)
+        if able and count:
             other_seconds, others = _fastest_of(config, weight_config, able)
-            if other_seconds < max(min(host_seconds, most_times * seconds), seconds + _CLEARLY):
+            if other_seconds < max(min(host_seconds, most_times * seconds), seconds + count * longer):
                 seconds, gradients = other_seconds, others
     return gradients
 

@@ -140,7 +140,7 @@ def test_direct_computes_both_gradients_at_once_where_that_is_faster(requested, 
 
 
 def test_gemm_col2im_writes_columns_once_for_both_gradients():
-    few_outputs = Problem(128, 64, 3, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
+    few_outputs = Problem(128, 64, 3, 1, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
     algorithm = GemmCol2im()
     for memory_format in (torch.contiguous_format, torch.channels_last):
         config = config_of(few_outputs, torch.float16, "ieee", memory_format=memory_format)
@@ -280,11 +280,16 @@ def test_auto_takes_what_saves_the_host_more_than_it_costs_the_device():
 
 
 def test_auto_takes_gradients_without_products_of_cublas_where_they_are_as_fast():
-    """Then a backward pass is one launch of a graph."""
+    """Then a backward pass is one launch of a graph. What the device saves must be worth the calls of cuBLAS."""
     tiny = Problem(1, 64, 64, 1, (16, 16), (4, 4), stride=(2, 2), padding=(1, 1))
+    few_outputs = Problem(128, 64, 3, 1, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
     fsrcnn = Problem(16, 56, 1, 1, (128, 128), (9, 9), stride=(3, 3), padding=(4, 4), output_padding=(2, 2))
-    for layer, name in ((tiny, "fused"), (fsrcnn, "gemm_col2im")):
-        config = config_of(layer, torch.float32, "tf32", memory_format=torch.channels_last)
+    for layer, dtype, name in (
+        (tiny, torch.float32, "fused"),
+        (fsrcnn, torch.float32, "direct"),
+        (few_outputs, torch.float16, "gemm_col2im"),
+    ):
+        config = config_of(layer, dtype, "tf32" if dtype == torch.float32 else "ieee")
         gradients = choose_gradients(config, config, "auto", "test")
         assert gradients.input_grad.name == gradients.weight_grad.name == name
     fastest = min(
@@ -292,6 +297,31 @@ def test_auto_takes_gradients_without_products_of_cublas_where_they_are_as_fast(
         for one in FORMATS
     )
     assert fastest < Fused().estimate(config_of(tiny, torch.float32, "tf32"), "input_grad")
+
+
+def test_products_are_estimated_by_the_longest_sums_of_a_block():
+    """Of few images, blocks sum many terms; as many images share as many terms; one alone is cut."""
+
+    def seconds(batch, size, direction="weight_grad"):
+        layer = Problem(batch, 56, 1, 1, (size, size), (9, 9), stride=(3, 3), padding=(4, 4), output_padding=(2, 2))
+        return GemmCol2im().estimate(config_of(layer, torch.bfloat16, "ieee"), direction)
+
+    assert seconds(1, 512) < seconds(64, 64) < seconds(16, 128) < seconds(4, 256)
+    assert seconds(4, 256, "input_grad") == pytest.approx(seconds(16, 128, "input_grad"), rel=0.1)
+
+
+def test_products_whose_rows_are_no_whole_units_take_longer():
+    """But in float32, which tensor cores do not multiply."""
+
+    def ratio(precision, dtype):
+        aligned, odd = (
+            GemmCol2im().estimate(config_of(layer, dtype, precision), "input_grad")
+            for layer in (Problem(8, 512, out, 1, (32, 32), (3, 3), padding=(1, 1)) for out in (64, 65))
+        )
+        return odd / aligned
+
+    assert ratio("ieee", torch.float32) < 1.1 < 2 < ratio("tf32", torch.float32)
+    assert ratio("ieee", torch.bfloat16) > 2
 
 
 def test_auto_takes_input_gradients_of_few_channels_in_tf32_from_others():

@@ -39,16 +39,18 @@ from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
 from gemmconv.kernels.splits.reduce import sum_partials
 
-# What the kernels here reach on an H200. On other GPUs than Hopper rates are in proportion to the device's.
+# What is reached on Hopper. On other GPUs rates are in proportion to the device's.
 _COST = costs_of("gemm_col2im")
-_LAUNCH_SECONDS, _WEIGHTS_RATE = _COST.table("launch_seconds"), _COST.table("weights_rate")
-_FFMA_RATE, _TF32_RATE = _COST.table("ffma_rate"), _COST.table("tf32_rate")
-HOST_SECONDS = _COST.host_seconds
+_GRADIENTS = costs_of("gemm_col2im/gradients")
+_RATE, _TERM_SECONDS = _GRADIENTS.table("rate"), _GRADIENTS.table("term_seconds")
+HOST_SECONDS, PRODUCT_HOST_SECONDS = _COST.host_seconds, _COST.product_host_seconds
 
 ahead = ContextVar("ahead", default=False)  # whether calls are thought of that nobody has made yet
 
 _INT32_MAX = 2**31 - 1
 _OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
+_BLOCK = 64  # rows and columns of a product's results that one block has, about
+_UNIT = 16  # bytes that cuBLAS's kernels copy at once
 _PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
 
 
@@ -86,7 +88,7 @@ class GemmCol2im(AlgorithmOfOne):
         return columns + (_partials(config, chunks) * _partial_bytes(config) if direction != "input_grad" else 0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """The columns written and read, the product, the weights read anew for each image, two launches a chunk.
+        """The columns written and read, the product, the weights read or summed anew for each image, launches.
 
         In channels_last, turning what is folded or laid out too.
         """
@@ -152,8 +154,9 @@ class GemmCol2im(AlgorithmOfOne):
         Chunks are the weight gradient's then: of many weights they are smaller, and there are more of them.
         """
         chunks = _backward_chunks(weight_config, "weight_grad")
-        seconds = self.estimate(weight_config, "weight_grad") - _turning_seconds(weight_config)
-        seconds += _product_seconds(config, "input_grad", chunks, config.dtype.itemsize)
+        seconds = _unfolding_seconds(config, chunks)
+        seconds += _gradient_seconds(weight_config, "weight_grad", chunks)
+        seconds += _gradient_seconds(config, "input_grad", chunks)
         seconds += _turning_seconds(config, weight_config)
         if seconds >= self.one_by_one_seconds(config, weight_config):
             return math.inf
@@ -164,12 +167,10 @@ class GemmCol2im(AlgorithmOfOne):
 def _seconds(config: Config, direction: Direction) -> float:
     """See :meth:`GemmCol2im.estimate`, which choosing both gradients asks for again and again."""
     if direction == "forward":
-        chunks, itemsize = _forward_chunks(config), accumulator_dtype(config.dtype).itemsize
-    else:
-        chunks, itemsize = _backward_chunks(config, direction), config.dtype.itemsize
-    columns = chunks.count * _LAUNCH_SECONDS[direction]
-    columns += config.problem.column_bytes(itemsize) / (_COST.copy_rate * config.spec.ratio("bandwidth"))
-    return columns + _product_seconds(config, direction, chunks, itemsize) + _turning_seconds(config)
+        return _forward_seconds(config) + _turning_seconds(config)
+    chunks = _backward_chunks(config, direction)
+    seconds = _unfolding_seconds(config, chunks) + _gradient_seconds(config, direction, chunks)
+    return seconds + _turning_seconds(config)
 
 
 def _turning_seconds(config: Config, weight_config: Config | None = None) -> float:
@@ -180,25 +181,63 @@ def _turning_seconds(config: Config, weight_config: Config | None = None) -> flo
     return grad_turning_seconds(both) + sum(map(input_turning_seconds, turned))
 
 
-def _product_seconds(config: Config, direction: Direction, chunks: Chunking, itemsize: int) -> float:
-    """What the products of a pass take: columns of ``itemsize`` bytes an element, flops, weights, launches."""
-    problem, half, tf32 = config.problem, config.dtype.itemsize == 2, config.precision == "tf32"
-    traffic = problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)
+def _forward_seconds(config: Config) -> float:
+    """What products take, their columns and weights, launches."""
+    chunks, problem, itemsize = _forward_chunks(config), config.problem, accumulator_dtype(config.dtype).itemsize
+    half, tf32 = config.dtype.itemsize == 2, config.precision == "tf32"
     if half:
         rate = _COST.half_rate * config.spec.ratio("half")
     elif tf32:
-        rate = _TF32_RATE[direction] * config.spec.ratio("tf32")
+        rate = _COST.tf32_rate * config.spec.ratio("tf32")
     else:
-        rate = _FFMA_RATE[direction] * config.spec.ratio("fp32")
-    if direction == "weight_grad":
-        rate *= min(1.0, problem.gemm_m * problem.gemm_k / _COST.many_weights) ** 0.5
-    if (half or tf32) and problem.in_pixels * config.dtype.itemsize % 16:
+        rate = _COST.ffma_rate * config.spec.ratio("fp32")
+    if (half or tf32) and problem.in_pixels * config.dtype.itemsize % _UNIT:
         rate /= _COST.unaligned_factor
-    moved = traffic / _COST.copy_rate
-    moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _WEIGHTS_RATE[direction]
+    moved = (2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)) / _COST.copy_rate
+    moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _COST.weights_rate
     moved /= config.spec.ratio("bandwidth")
-    launches = chunks.count * min(chunks.images, problem.groups)  # of the images of a group, or the groups of one
-    return launches * _LAUNCH_SECONDS[direction] + moved + problem.useful_flops / rate
+    launches = chunks.count * (1 + min(chunks.images, problem.groups))  # of the images of a group, or the groups of one
+    return launches * _COST.launch_seconds + moved + problem.useful_flops / rate
+
+
+def _unfolding_seconds(config: Config, chunks: Chunking) -> float:
+    """What im2col takes."""
+    moved = config.problem.column_bytes(config.dtype.itemsize) / config.spec.ratio("bandwidth")
+    return chunks.count * _GRADIENTS.launch_seconds + moved / _GRADIENTS.copy_rate
+
+
+def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) -> float:
+    """What the products of a gradient take, and the sum of its partials.
+
+    A block of a product sums all terms of its results one after the other, however few blocks there are. But a product
+    that is alone in its call is cut, so that several blocks share its sums.
+    """
+    p, spec, itemsize = config.problem, config.spec, config.dtype.itemsize
+    kind = "half" if itemsize == 2 else "tf32" if config.precision == "tf32" else "fp32"
+    pixels, images, rounds = chunks.in_rows * p.input_size[1], min(chunks.images, p.batch), 1
+    if direction == "weight_grad":
+        terms, slots = min(pixels, longest_sum(config)), _partials(config, chunks)
+        slices = min(slots, max(1, pixels // terms))  # of a call, as many as there are partials for
+        rounds, results = -(-pixels // (slices * terms)), (p.gemm_m, p.gemm_k)
+        weights_row = p.gemm_m * accumulator_dtype(config.dtype).itemsize
+        partials = p.batch * -(-p.in_pixels // pixels) * -(-pixels // terms)
+        of_weights = 2 * partials * _partial_bytes(config) / _GRADIENTS.partials_rate
+    else:
+        terms, slices, results, weights_row = p.gemm_m, 1, (p.gemm_k, pixels), p.gemm_m * itemsize
+        of_weights = p.batch * math.prod(p.weight_shape) * itemsize / _GRADIENTS.weights_rate
+    calls, batch = sorted((slices, images))  # as Columns.weight_grad has them
+    products, batch = chunks.count * rounds * calls * min(batch, p.groups), max(batch, p.groups)
+    if batch == 1:
+        terms = min(terms, int(_GRADIENTS.most_terms))
+    blocks = batch * math.prod(-(-extent // _BLOCK) for extent in results)
+    summed = products * terms * -(-blocks // spec.multiprocessors) * _TERM_SECONDS[kind] / spec.ratio("clock")
+    work = max(p.useful_flops / (_RATE[kind] * spec.ratio(kind)), summed)
+    images_row = p.in_channels if image_format(config) is torch.channels_last else p.in_pixels
+    if kind != "fp32" and (pixels * itemsize % _UNIT or images_row * itemsize % _UNIT or weights_row % _UNIT):
+        work *= _GRADIENTS.unaligned_factor
+    moved = of_weights + (p.column_bytes(itemsize) + p.least_bytes(itemsize)) / _GRADIENTS.copy_rate
+    launches = products + (direction == "weight_grad")
+    return launches * _GRADIENTS.launch_seconds + moved / spec.ratio("bandwidth") + work
 
 
 def _forward_chunks(config: Config) -> Chunking:
