@@ -23,7 +23,7 @@ from gemmconv.kernels.program import (
     Zero,
     one_after_the_other,
 )
-from gemmconv.ops.implementation import both_programs
+from gemmconv.ops import both_programs, implementation
 from gemmconv.selection import Gradients
 from tests import emulator, reference
 from tests.cases import Case
@@ -131,6 +131,26 @@ def test_regions_lie_where_an_output_will_be_as_long_as_it_is_not_written():
     early = laid_out(step("x", "c"), step("c", "x"), step("x", "y", True))
     behind = laid_out(step("x", "y"), step("x", "c"), step("c", "x"))
     assert [places["c"][0] for places, _ in (waits, early, behind)] == [0, 2, 2]
+
+
+def test_what_a_gradient_keeps_aside_lies_where_the_next_ones_will_be():
+    """And outputs stay in the order that they are returned in."""
+
+    def of(reads, writes):
+        return Launch("x.cu", {}, (1, 1, 1), (1, 1, 1), {"a, b": (reads, writes)})
+
+    operands = (Operand("grad_output", None),)
+    of_bias = Program(
+        *(torch.float32, operands, (Output("grad_bias", (4,), (1,)),)),
+        *((of("grad_output", "sums"), of("sums", "grad_bias")), {"sums": 1000}),
+    )
+    of_input = Program(
+        torch.float32, operands, (Output("grad_input", (300,), (1,)),), (of("grad_output", "grad_input"),)
+    )
+    both = implementation._after(of_bias, of_input, ("grad_output",))
+    assert [output.name for output in both.outputs] == ["grad_input", "grad_bias"]
+    made = [(output.shape, output.strides, torch.float32) for output in both.outputs]
+    assert bind._laid_out(both, made) == ({"sums": (0, 0)}, 0)
 
 
 def test_programs_one_after_the_other_share_operands_of_one_form_alone():

@@ -310,6 +310,16 @@ def test_products_are_estimated_by_the_longest_sums_of_a_block():
     assert seconds(4, 256, "input_grad") == pytest.approx(seconds(16, 128, "input_grad"), rel=0.1)
 
 
+def test_a_last_slice_is_as_long_as_it_is():
+    """In float32 a weight's gradient sums 1024 pixels at a time, by a call for what is left."""
+
+    def seconds(height):
+        layer = Problem(1, 64, 32, 1, (height, 32), (3, 3), padding=(1, 1))
+        return GemmCol2im().estimate(config_of(layer, torch.float32, "ieee"), "weight_grad")
+
+    assert seconds(32) < seconds(33) < 1.3 * seconds(32)
+
+
 def test_products_whose_rows_are_no_whole_units_take_longer():
     """But in float32, which tensor cores do not multiply."""
 

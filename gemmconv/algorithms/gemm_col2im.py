@@ -29,10 +29,11 @@ from typing import Any
 import torch
 
 from gemmconv.algorithms.base import AlgorithmOfOne
+from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Pass, accumulator_dtype, strides_of, why_no_kernels
 from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward_chunks, longest_sum
-from gemmconv.kernels.columns.products import Columns, image_format
+from gemmconv.kernels.columns.products import UNIT, Columns, image_format
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import grad_turning_seconds, input_turning_seconds
 from gemmconv.kernels.macros import why_not_dtype
@@ -43,14 +44,13 @@ from gemmconv.kernels.splits.reduce import sum_partials
 _COST = costs_of("gemm_col2im")
 _GRADIENTS = costs_of("gemm_col2im/gradients")
 _RATE, _TERM_SECONDS = _GRADIENTS.table("rate"), _GRADIENTS.table("term_seconds")
-HOST_SECONDS, PRODUCT_HOST_SECONDS = _COST.host_seconds, _COST.product_host_seconds
+HOST_SECONDS, PRODUCTS_HOST_SECONDS = _COST.host_seconds, _COST.products_host_seconds
 
 ahead = ContextVar("ahead", default=False)  # whether calls are thought of that nobody has made yet
 
 _INT32_MAX = 2**31 - 1
 _OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
 _BLOCK = 64  # rows and columns of a product's results that one block has, about
-_UNIT = 16  # bytes that cuBLAS's kernels copy at once
 _PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
 
 
@@ -191,7 +191,7 @@ def _forward_seconds(config: Config) -> float:
         rate = _COST.tf32_rate * config.spec.ratio("tf32")
     else:
         rate = _COST.ffma_rate * config.spec.ratio("fp32")
-    if (half or tf32) and problem.in_pixels * config.dtype.itemsize % _UNIT:
+    if (half or tf32) and problem.in_pixels * config.dtype.itemsize % UNIT:
         rate /= _COST.unaligned_factor
     moved = (2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)) / _COST.copy_rate
     moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _COST.weights_rate
@@ -213,27 +213,30 @@ def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) ->
     that is alone in its call is cut, so that several blocks share its sums.
     """
     p, spec, itemsize = config.problem, config.spec, config.dtype.itemsize
-    kind = "half" if itemsize == 2 else "tf32" if config.precision == "tf32" else "fp32"
-    pixels, images, rounds = chunks.in_rows * p.input_size[1], min(chunks.images, p.batch), 1
+    kind = "half" if itemsize == 2 else "tf32" if itemsize == 4 and config.precision == "tf32" else "fp32"
+    pixels, images = chunks.in_rows * p.input_size[1], min(chunks.images, p.batch)
+    # How often so many slices of an image are multiplied, of so many terms: as Columns.weight_grad has them.
     if direction == "weight_grad":
-        terms, slots = min(pixels, longest_sum(config)), _partials(config, chunks)
-        slices = min(slots, max(1, pixels // terms))  # of a call, as many as there are partials for
-        rounds, results = -(-pixels // (slices * terms)), (p.gemm_m, p.gemm_k)
+        slots, results = _partials(config, chunks), (p.gemm_m, p.gemm_k)
+        whole, rest = divmod(pixels, longest := longest_sum(config))
+        parts = [(-(-whole // slots), min(slots, whole), longest), (min(rest, 1), 1, rest)]
         weights_row = p.gemm_m * accumulator_dtype(config.dtype).itemsize
-        partials = p.batch * -(-p.in_pixels // pixels) * -(-pixels // terms)
+        partials = p.batch * -(-p.in_pixels // pixels) * (whole + min(rest, 1))
         of_weights = 2 * partials * _partial_bytes(config) / _GRADIENTS.partials_rate
     else:
-        terms, slices, results, weights_row = p.gemm_m, 1, (p.gemm_k, pixels), p.gemm_m * itemsize
+        parts, results, weights_row = [(1, 1, p.gemm_m)], (p.gemm_k, pixels), p.gemm_m * itemsize
         of_weights = p.batch * math.prod(p.weight_shape) * itemsize / _GRADIENTS.weights_rate
-    calls, batch = sorted((slices, images))  # as Columns.weight_grad has them
-    products, batch = chunks.count * rounds * calls * min(batch, p.groups), max(batch, p.groups)
-    if batch == 1:
-        terms = min(terms, int(_GRADIENTS.most_terms))
-    blocks = batch * math.prod(-(-extent // _BLOCK) for extent in results)
-    summed = products * terms * -(-blocks // spec.multiprocessors) * _TERM_SECONDS[kind] / spec.ratio("clock")
-    work = max(p.useful_flops / (_RATE[kind] * spec.ratio(kind)), summed)
+    products = terms = 0
+    for count, slices, length in parts:
+        calls, covered = sorted((slices, images))
+        calls, batch = chunks.count * count * calls * min(covered, p.groups), max(covered, p.groups)
+        blocks = batch * math.prod(-(-extent // _BLOCK) for extent in results)
+        summed = length if batch > 1 else min(length, int(_GRADIENTS.most_terms))
+        products, terms = products + calls, terms + calls * summed * -(-blocks // spec.multiprocessors)
+    a_block = spec.ratio(kind) * REFERENCE.multiprocessors / spec.multiprocessors  # of its rate on the reference
+    work = max(p.useful_flops / (_RATE[kind] * spec.ratio(kind)), terms * _TERM_SECONDS[kind] / a_block)
     images_row = p.in_channels if image_format(config) is torch.channels_last else p.in_pixels
-    if kind != "fp32" and (pixels * itemsize % _UNIT or images_row * itemsize % _UNIT or weights_row % _UNIT):
+    if kind != "fp32" and (pixels * itemsize % UNIT or images_row * itemsize % UNIT or weights_row % UNIT):
         work *= _GRADIENTS.unaligned_factor
     moved = of_weights + (p.column_bytes(itemsize) + p.least_bytes(itemsize)) / _GRADIENTS.copy_rate
     launches = products + (direction == "weight_grad")

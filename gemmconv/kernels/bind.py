@@ -1,8 +1,8 @@
 """From a :class:`Program` to calls: what is prepared once for tensors of some strides, and done at every call.
 
 :mod:`gemmconv.kernels.forms` completes the program for the strides at hand. Names become indices of addresses, params
-bytes with slots, and regions of scratch memory offsets in one allocation. An executor of
-:mod:`gemmconv.runtime.executor` does the rest.
+bytes with slots, and regions of scratch memory offsets in one allocation, or in outputs that are written later. An
+executor of :mod:`gemmconv.runtime.executor` does the rest.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class Program:
         operands: in the order of the call; the one that is called bias may be None.
         outputs: in the order in which they are returned.
         steps: in order.
-        scratch: bytes of the regions of one allocation, by name; they hold anything at first.
+        scratch: bytes of regions of memory that steps need, by name; they hold anything at first.
     """
 
     dtype: torch.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -354,9 +354,17 @@ def _bound(program: Program, tensors: Tensors, form: Form) -> Callable[..., Any]
     grad_output = tensors[0]
     of_bias = _bias_grad_program(_config_of_gradient(grad_output)) if form.with_bias else None
     if of_bias is not None:
-        program = one_after_the_other(program.arguments, program, of_bias)
+        program = _after(of_bias, program, program.arguments)
     call = _in_form(program, form).bound(grad_output.device, tensors)
     return call if of_bias is not None else _with_bias(call, grad_output, form)
+
+
+def _after(earlier: Program, program: Program, arguments: Sequence[str]) -> Program:
+    """A program behind another, whose outputs are returned behind its own.
+
+    What the earlier one keeps aside lies where the outputs of this one will be: see gemmconv/kernels/bind.py.
+    """
+    return replace(one_after_the_other(arguments, earlier, program), outputs=(*program.outputs, *earlier.outputs))
 
 
 def _returning(direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: Form) -> Callable[..., Any]:
@@ -470,8 +478,7 @@ def _mixed_grads(
 def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:
     """Both gradients as one program, None where torch's operator or the CPU computes either.
 
-    What is transposed for both is transposed once. The weight's comes first: what is transposed for it, and its partial
-    sums, then lie where the input's gradient will be (see bind.py).
+    What is transposed for both is transposed once. The weight's is computed first.
     """
     if config.device.type != "cuda":
         return None
@@ -480,8 +487,7 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
         return None
     *others, both = programs
     for other in others:
-        outputs = *other.outputs, *both.outputs
-        both = replace(one_after_the_other(("grad_output", "input", "weight"), both, other), outputs=outputs)
+        both = _after(both, other, ("grad_output", "input", "weight"))
     if not gradients.turned:
         return both
     strides = strides_of(config.problem.input_shape, config.memory_format)

@@ -27,7 +27,7 @@ from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.columns.chunking import Chunk, longest_sum
 from gemmconv.kernels.program import At, Extent3, Gemm, Matrices, Step
 
-_UNIT = 16  # bytes that cuBLAS's kernels copy at once
+UNIT = 16  # bytes that cuBLAS's kernels copy at once
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def image_format(config: Config) -> torch.memory_format:
 
     But where the channels of a group are no whole units: cuBLAS takes up to five times as long for these.
     """
-    last = config.problem.gemm_k * config.dtype.itemsize % _UNIT == 0
+    last = config.problem.gemm_k * config.dtype.itemsize % UNIT == 0
     return config.memory_format if last else torch.contiguous_format
 
 
