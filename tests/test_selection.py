@@ -140,7 +140,7 @@ def test_direct_computes_both_gradients_at_once_where_that_is_faster(requested, 
 
 
 def test_gemm_col2im_writes_columns_once_for_both_gradients():
-    few_outputs = Problem(128, 64, 3, 1, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
+    few_outputs = Problem(128, 64, 3, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     algorithm = GemmCol2im()
     for memory_format in (torch.contiguous_format, torch.channels_last):
         config = config_of(few_outputs, torch.float16, "ieee", memory_format=memory_format)
@@ -148,7 +148,8 @@ def test_gemm_col2im_writes_columns_once_for_both_gradients():
         assert 0.5 * one_by_one < algorithm.grads_estimate(config, config) < one_by_one
         found = gradients_taken(few_outputs, torch.float16, "ieee", "gemm_col2im", memory_format)
         assert found.at_once
-    found = gradients_taken(few_outputs, torch.float16, "ieee", memory_format=torch.contiguous_format)
+    larger = replace(few_outputs, input_size=(64, 64))
+    found = gradients_taken(larger, torch.float16, "ieee", memory_format=torch.contiguous_format)
     assert (found.input_grad.name, found.weight_grad.name, found.at_once) == ("gemm_col2im", "gemm_col2im", True)
     assert not gradients_taken(DENSE, torch.float16, "ieee").at_once
     # Its weight gradient takes a row of pixels a chunk, beside partials of 67 MB; its input gradient all of an image.
@@ -289,9 +290,11 @@ def test_auto_takes_gradients_without_products_of_cublas_where_they_are_as_fast(
         (fsrcnn, torch.float32, "direct"),
         (few_outputs, torch.float16, "gemm_col2im"),
     ):
-        config = config_of(layer, dtype, "tf32" if dtype == torch.float32 else "ieee")
-        gradients = choose_gradients(config, config, "auto", "test")
-        assert gradients.input_grad.name == gradients.weight_grad.name == name
+        for memory_format in FORMATS:
+            precision = "tf32" if dtype == torch.float32 else "ieee"
+            config = config_of(layer, dtype, precision, memory_format=memory_format)
+            gradients = choose_gradients(config, config, "auto", "test")
+            assert gradients.input_grad.name == gradients.weight_grad.name == name
     fastest = min(
         GemmCol2im().estimate(config_of(tiny, torch.float32, "tf32", memory_format=one), "input_grad")
         for one in FORMATS

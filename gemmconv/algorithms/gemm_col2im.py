@@ -33,7 +33,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Pass, accumulator_dtype, strides_of, why_no_kernels
 from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward_chunks, longest_sum
-from gemmconv.kernels.columns.products import UNIT, Columns, image_format
+from gemmconv.kernels.columns.products import UNIT, Columns, image_format, slices_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import grad_turning_seconds, input_turning_seconds
 from gemmconv.kernels.macros import why_not_dtype
@@ -43,7 +43,8 @@ from gemmconv.kernels.splits.reduce import sum_partials
 # What is reached on Hopper. On other GPUs rates are in proportion to the device's.
 _COST = costs_of("gemm_col2im")
 _GRADIENTS = costs_of("gemm_col2im/gradients")
-_RATE, _TERM_SECONDS = _GRADIENTS.table("rate"), _GRADIENTS.table("term_seconds")
+_FORWARD_RATE, _GRADIENT_RATE = _COST.table("rate"), _GRADIENTS.table("rate")
+_TERM_SECONDS = _GRADIENTS.table("term_seconds")
 HOST_SECONDS, PRODUCTS_HOST_SECONDS = _COST.host_seconds, _COST.products_host_seconds
 
 ahead = ContextVar("ahead", default=False)  # whether calls are thought of that nobody has made yet
@@ -181,17 +182,19 @@ def _turning_seconds(config: Config, weight_config: Config | None = None) -> flo
     return grad_turning_seconds(both) + sum(map(input_turning_seconds, turned))
 
 
+def _kind(config: Config) -> str:
+    """The rate of a GPU that products go by: float64 by that of float32, in proportion."""
+    if config.dtype.itemsize == 2:
+        return "half"
+    return "tf32" if config.dtype == torch.float32 and config.precision == "tf32" else "fp32"
+
+
 def _forward_seconds(config: Config) -> float:
     """What products take, their columns and weights, launches."""
     chunks, problem, itemsize = _forward_chunks(config), config.problem, accumulator_dtype(config.dtype).itemsize
-    half, tf32 = config.dtype.itemsize == 2, config.precision == "tf32"
-    if half:
-        rate = _COST.half_rate * config.spec.ratio("half")
-    elif tf32:
-        rate = _COST.tf32_rate * config.spec.ratio("tf32")
-    else:
-        rate = _COST.ffma_rate * config.spec.ratio("fp32")
-    if (half or tf32) and problem.in_pixels * config.dtype.itemsize % UNIT:
+    kind = _kind(config)
+    rate = _FORWARD_RATE[kind] * config.spec.ratio(kind)
+    if kind != "fp32" and problem.in_pixels * config.dtype.itemsize % UNIT:
         rate /= _COST.unaligned_factor
     moved = (2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)) / _COST.copy_rate
     moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _COST.weights_rate
@@ -212,29 +215,25 @@ def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) ->
     A block of a product sums all terms of its results one after the other, however few blocks there are. But a product
     that is alone in its call is cut, so that several blocks share its sums.
     """
-    p, spec, itemsize = config.problem, config.spec, config.dtype.itemsize
-    kind = "half" if itemsize == 2 else "tf32" if itemsize == 4 and config.precision == "tf32" else "fp32"
+    p, spec, itemsize, kind = config.problem, config.spec, config.dtype.itemsize, _kind(config)
     pixels, images = chunks.in_rows * p.input_size[1], min(chunks.images, p.batch)
-    # How often so many slices of an image are multiplied, of so many terms: as Columns.weight_grad has them.
     if direction == "weight_grad":
-        slots, results = _partials(config, chunks), (p.gemm_m, p.gemm_k)
-        whole, rest = divmod(pixels, longest := longest_sum(config))
-        parts = [(-(-whole // slots), min(slots, whole), longest), (min(rest, 1), 1, rest)]
-        weights_row = p.gemm_m * accumulator_dtype(config.dtype).itemsize
-        partials = p.batch * -(-p.in_pixels // pixels) * (whole + min(rest, 1))
+        parts = [part[1:] for part in slices_of(pixels, longest_sum(config), _partials(config, chunks))]
+        results, weights_row = (p.gemm_m, p.gemm_k), p.gemm_m * accumulator_dtype(config.dtype).itemsize
+        partials = p.batch * -(-p.in_pixels // pixels) * sum(slices for slices, _ in parts)
         of_weights = 2 * partials * _partial_bytes(config) / _GRADIENTS.partials_rate
     else:
-        parts, results, weights_row = [(1, 1, p.gemm_m)], (p.gemm_k, pixels), p.gemm_m * itemsize
+        parts, results, weights_row = [(1, p.gemm_m)], (p.gemm_k, pixels), p.gemm_m * itemsize
         of_weights = p.batch * math.prod(p.weight_shape) * itemsize / _GRADIENTS.weights_rate
     products = terms = 0
-    for count, slices, length in parts:
+    for slices, length in parts:
         calls, covered = sorted((slices, images))
-        calls, batch = chunks.count * count * calls * min(covered, p.groups), max(covered, p.groups)
+        calls, batch = chunks.count * calls * min(covered, p.groups), max(covered, p.groups)
         blocks = batch * math.prod(-(-extent // _BLOCK) for extent in results)
         summed = length if batch > 1 else min(length, int(_GRADIENTS.most_terms))
         products, terms = products + calls, terms + calls * summed * -(-blocks // spec.multiprocessors)
     a_block = spec.ratio(kind) * REFERENCE.multiprocessors / spec.multiprocessors  # of its rate on the reference
-    work = max(p.useful_flops / (_RATE[kind] * spec.ratio(kind)), terms * _TERM_SECONDS[kind] / a_block)
+    work = max(p.useful_flops / (_GRADIENT_RATE[kind] * spec.ratio(kind)), terms * _TERM_SECONDS[kind] / a_block)
     images_row = p.in_channels if image_format(config) is torch.channels_last else p.in_pixels
     if kind != "fp32" and (pixels * itemsize % UNIT or images_row * itemsize % UNIT or weights_row % UNIT):
         work *= _GRADIENTS.unaligned_factor

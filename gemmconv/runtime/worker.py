@@ -58,7 +58,7 @@ def compiled(source: str, name: str, flags: Sequence[bytes], cancelled: Array[c_
 
 
 def allow() -> None:
-    """Let this thread have a process from now on; it is to :func:`end` it."""
+    """Let this thread have a process from now on, which it is to :func:`end`, if :func:`end_all` does not."""
     name = os.path.basename(sys.executable or "")
     _thread.may_have_one = name.startswith("python")  # not a program that Python is built into
 

@@ -84,6 +84,20 @@ def _products(
         yield Gemm(extents, (a, b, c), images if over_images else groups, transposed, tf32, accumulates)
 
 
+def slices_of(pixels: int, longest: int, slots: int) -> list[tuple[int, int, int]]:
+    """Pixels cut into slices of at most the longest sum, and these into as many as there are partials for.
+
+    Returns:
+        The first slice of each part, how many these are, and pixels of a slice.
+
+    >>> slices_of(3500, 1024, 2)
+    [(0, 2, 1024), (2, 1, 1024), (3, 1, 428)]
+    """
+    whole, rest = divmod(pixels, longest)
+    parts = [(first, min(slots, whole - first), longest) for first in range(0, whole, slots)]
+    return [*parts, (whole, 1, rest)] if rest else parts
+
+
 def image_format(config: Config) -> torch.memory_format:
     """The format in which products take the input, or make its gradient: of tensors in channels_last theirs.
 
@@ -149,13 +163,9 @@ class Columns:
         chunk :meth:`fills` them, partials may be written and not added to.
         """
         p, pixels, images, longest = self._problem, self._pixels(chunk), chunk.count, self._longest_sum
-        whole, rest = divmod(pixels, longest)
-        parts = [(first, min(slots, whole - first), longest) for first in range(0, whole, slots)]
-        if rest:
-            parts.append((whole, 1, rest))
         group = p.gemm_k * p.gemm_m
         partials = _Matrices(At("partials"), self._sums, p.gemm_m, p.groups * group, group)  # [M, K]
-        for first, slices, length in parts:
+        for first, slices, length in slices_of(pixels, longest, slots):
             over_slices = slices > images
             operands = self._columns(self._dtype, pixels), self._images("input", chunk, self._input_last)
             for call in range(images if over_slices else slices):
