@@ -115,8 +115,7 @@ def conv_transpose2d(
     ):
         plain.keep(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
         return torch.conv_transpose2d(input, weight, bias, *options)
-    if key is not None and (call := plain.prepare(input, weight, bias, arguments)) is not None:
-        plain.keep(key, call)
+    if key is not None and (call := plain.keep(key, plain.prepare(input, weight, bias, arguments))) is not None:
         return call(input, weight, bias)
     if torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
         algorithm in ("auto", "native")

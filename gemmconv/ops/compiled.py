@@ -15,7 +15,7 @@ import marshal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ _IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "gr
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     call, key = plain.known(input, weight, bias, marshal.dumps(arguments, 2))
-    if call is None and (call := plain.prepare(input, weight, bias, arguments)) is not None:
-        plain.keep(key, call)
+    if call is None:
+        call = plain.keep(key, plain.prepare(input, weight, bias, arguments))
     output: Tensor = (call or _dispatched("forward", arguments))(input, weight, bias)
     return output
 
@@ -59,8 +59,7 @@ def _casting(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
         recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         if not recorded and all(one is None or one.dtype is torch.float32 for one in parameters):
             low = input, *(without_data(one, input.dtype) for one in parameters)
-            call = prepared("forward", low, None, arguments, _CASTS)
-            plain.keep(key, call)
+            call = plain.keep(key, prepared("forward", low, None, arguments, _CASTS))
     output: Tensor = call(*tensors) if call else OPERATORS[_CASTING](*tensors, *arguments)
     return output
 
@@ -110,31 +109,31 @@ def _lower() -> None:
                 if not V.graph.cpp_wrapper:  # what is generated is kept, and may be run with another gemmconv
                     self.python_kernel_name = f"getattr({name}, 'served', {name})"
 
-        def lowered(direction: Pass) -> Callable[..., Any]:
-            operator, images = OPERATORS[name_of(direction)], _IMAGES[direction]
+        def lower(direction: Pass, *inputs: Any, operator: Any = None, form: Form | None = None) -> Any:
+            node, images = V.graph.current_node, _IMAGES[direction]
+            operator = operator or OPERATORS[name_of(direction)]
+            in_last = images if V.graph.layout_opt and _are_known(node.args[:images]) else 0
+            last = [as_channels_last(one) for one in inputs[:in_last]]
+            others, _ = as_traced(node, *[None] * in_last, *inputs[in_last:])
+            defaults = [one.default_value for one in operator._schema.arguments[len(inputs) :]]
+            inputs = *last, *others[in_last:], *defaults
+            made = Served.create(operator, *inputs)
+            if not V.graph.cpp_wrapper:  # whose code may be for another process
+                _compile_ahead(direction, inputs, form)
+            return torch.utils._pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, made)
 
-            def lower(*inputs: Any) -> Any:
-                node, served, form = V.graph.current_node, operator, None
-                if direction == "forward" and (uncast := _all_uncast(node.args[1:3], V.graph)):
-                    served, form, inputs = OPERATORS[_CASTING], _CASTS, (inputs[0], *uncast, *inputs[3:])
-                in_last = images if V.graph.layout_opt and _are_known(node.args[:images]) else 0
-                last = [as_channels_last(one) for one in inputs[:in_last]]
-                bias = None
-                if direction == "forward" and len(inputs) > 2 and is_better_behind(inputs[2], node.users):
-                    bias, inputs = inputs[2], (*inputs[:2], None, *inputs[3:])
-                others, _ = as_traced(node, *[None] * in_last, *inputs[in_last:])
-                defaults = [one.default_value for one in operator._schema.arguments[len(inputs) :]]
-                inputs = *last, *others[in_last:], *defaults
-                made = Served.create(served, *inputs)
-                if not V.graph.cpp_wrapper:  # whose code may be for another process
-                    _compile_ahead(direction, inputs, form)
-                results = torch.utils._pytree.tree_map_only(ir.IRNode, ir.TensorBox.create, made)
-                return results if bias is None else add(results, view(bias, [-1, 1, 1]))
-
-            return lower
+        def lower_forward(*inputs: Any) -> Any:
+            node = V.graph.current_node
+            if uncast := _all_uncast(node.args[1:3], V.graph):
+                casting = {"operator": OPERATORS[_CASTING], "form": _CASTS}
+                return lower("forward", inputs[0], *uncast, *inputs[3:], **casting)
+            if len(inputs) < 3 or not is_better_behind(inputs[2], node.users):
+                return lower("forward", *inputs)
+            return add(lower("forward", *inputs[:2], None, *inputs[3:]), view(inputs[2], [-1, 1, 1]))
 
         for direction in PASSES:
-            lowering.register_lowering(OPERATORS[name_of(direction)], type_promotion_kind=None)(lowered(direction))
+            lowered = lower_forward if direction == "forward" else partial(lower, direction)
+            lowering.register_lowering(OPERATORS[name_of(direction)], type_promotion_kind=None)(lowered)
 
 
 def _are_known(images: Arguments) -> bool:

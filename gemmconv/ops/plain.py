@@ -346,7 +346,8 @@ def known(input: Tensor, weight: Tensor, bias: Tensor | None, said: bytes) -> tu
     return implementation.plans.get(key), key
 
 
-def keep(key: Hashable, call: Call) -> None:
-    """Keep what a call of this signature was found to do."""
-    if key is not None:
+def keep(key: Hashable, call: Call | None) -> Call | None:
+    """Keep what a call of this signature was found to do, and return it."""
+    if key is not None and call is not None:
         planned(key, lambda: call)
+    return call
