@@ -226,6 +226,35 @@ def test_auto_takes_forward_passes_of_cudnns_own_format_from_native(dtype):
         assert taken(few, dtype, "ieee", "forward", memory_format=torch.channels_last) == "fused"
 
 
+@pytest.mark.parametrize(
+    ("layer", "dtype", "least"),
+    [  # random ones, which took cuDNN 2003 us, both gradients, and 517, where 29 and 50 were estimated (H200)
+        (Problem(5, 176, 303, 1, (5, 8), (7, 7), stride=(5, 5)), torch.bfloat16, 100e-6),
+        (Problem(18, 3, 241, 1, (5, 20), (8, 8), stride=(3, 3)), torch.float32, 300e-6),
+    ],
+    ids=["bf16", "tf32"],
+)
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+def test_input_gradients_of_many_taps_take_native_as_long_as_their_sums_are(layer, dtype, least, memory_format):
+    precision = "ieee" if dtype == torch.bfloat16 else "tf32"
+    config = config_of(layer, dtype, precision, memory_format=memory_format)
+    assert Native().estimate(config, "input_grad") > least > Native().estimate(config, "weight_grad")
+    assert taken(layer, dtype, precision, "input_grad", memory_format=memory_format) != "native"
+    fewer_taps = replace(config, problem=replace(layer, kernel_size=(4, 8), stride=(3, 3)))
+    assert Native().estimate(fewer_taps, "input_grad") < least / 2
+
+
+@pytest.mark.parametrize("direction", ["input_grad", "weight_grad"])
+def test_gradients_of_dilation_without_strides_are_not_left_to_deterministic_products_of_torch(direction):
+    dilated = Problem(27, 120, 16, 1, (5, 47), (2, 2), dilation=(2, 2))
+    config = replace(config_of(dilated, torch.bfloat16, "ieee"), deterministic=True)
+    assert Native().estimate(config, direction) == math.inf
+    strided = replace(dilated, stride=(2, 2))
+    for problem, deterministic in ((strided, True), (dilated, False), (replace(dilated, dilation=(1, 1)), True)):
+        other = replace(config, problem=problem, deterministic=deterministic)
+        assert Native().estimate(other, direction) < math.inf
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_native_is_deterministic_where_a_config_says_so(monkeypatch, deterministic):
     seen = []

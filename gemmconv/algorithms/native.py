@@ -76,6 +76,9 @@ _COSTS = {key: _Cost(*(field[key] for field in _FIELDS)) for key in _FIELDS[0]}
 HOST_SECONDS = _COST.host_seconds
 # Input gradients take several times as long of fewer output channels, in TF32 in channels_last, and of smaller images.
 _LEAST_OUT_CHANNELS_TF32, _LEAST_GRADIENT_PIXELS = 64, 16
+# For those of more taps no kernel of Hopper's was seen. The others' blocks sum all terms of an output one after the
+# other, and hardly ever in less than this for each; of fewer taps a quarter take a third of it.
+_MOST_TAPS, _TERM_SECONDS = 32, _COST.table("term_seconds")
 
 # Forward passes in 16 bits of fewer channels or pixels, or longer strides, take up to twice as long.
 _LEAST_CHANNELS, _LEAST_PIXELS, _LARGEST_STRIDE_AREA = 64, 32, 4
@@ -98,8 +101,11 @@ def _fitted_seconds(config: Config, direction: Direction) -> float | None:
             return None
     if direction != "forward":
         odd = any(count * config.dtype.itemsize % 16 for count in (p.in_channels, p.out_channels))
-        layout = "channels_last" if turns_nothing and not odd else "nchw"
-        return _COSTS[layout, direction, "half" if half else "tf32"].seconds(config)
+        layout, kind = "channels_last" if turns_nothing and not odd else "nchw", "half" if half else "tf32"
+        seconds = _COSTS[layout, direction, kind].seconds(config)
+        if direction == "input_grad" and p.taps > _MOST_TAPS:
+            seconds += _TERM_SECONDS[kind] * p.out_channels * p.taps
+        return seconds
     if not (turns_nothing and half) or p.in_pixels < _LEAST_PIXELS:
         return None
     channels = p.in_channels, p.out_channels
@@ -215,6 +221,9 @@ class Native(AlgorithmOfOne):
         Infinite where nothing is known of it. On Hopper, whose kernels are known better, what was not fitted there is
         taken for as much as it was seen to be, so that ``auto`` leaves torch only what it is far faster for.
         """
+        p = config.problem
+        if config.deterministic and direction != "forward" and max(p.dilation) > 1 and max(p.stride) == 1:
+            return math.inf  # products of torch's own, one image after the other
         if config.spec.is_hopper and (seconds := _fitted_seconds(config, direction)) is not None:
             return seconds
         if config.device.type != "cuda" or (least := _least_seconds(config, direction)) is None:
