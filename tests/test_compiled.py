@@ -17,10 +17,14 @@ from gemmconv.kernels.base import PASSES
 from gemmconv.ops import compiled, implementation
 from gemmconv.ops.implementation import name_of, signature
 from gemmconv.ops.schemas import OPERATORS, WithoutData, taken_apart
+from tests.emulator import compiler
 from tests.samples import channels_last
 
 # From torch's own compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+compiles_cpp = pytest.mark.skipif(
+    compiler() is None and not torch.cuda.is_available(), reason="inductor needs a C++ compiler for the CPU"
+)
 SERVED = (
     "getattr(torch.ops.gemmconv.conv_transpose2d{0}.default, 'served', torch.ops.gemmconv.conv_transpose2d{0}.default)("
 )
@@ -66,8 +70,8 @@ def _fresh_compiler():
     [
         ("aot_eager", False),
         ("aot_eager", True),
-        ("inductor", True),
-        pytest.param("inductor", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=compiles_cpp),
+        pytest.param("inductor", False, marks=[compiles_cpp, pytest.mark.slow]),
     ],
 )
 def test_compiled_network_matches_eager(backend, dynamic, device):
@@ -174,6 +178,7 @@ def between_convolutions(device):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@compiles_cpp
 def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
     """Where inductor brings those to channels_last, no copy turns the images round for the layer between them."""
     network = between_convolutions(device)
@@ -198,6 +203,7 @@ def test_images_come_in_the_format_of_torchs_convolutions(device, monkeypatch):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
+@compiles_cpp
 def test_what_is_cast_for_a_call_alone_is_cast_by_it(biased, cast, recorded, device):
     """What gradients need is cast before; then a bias, which would take a kernel of its own, is added behind."""
     layer = gemmconv.ConvTranspose2d(3, 4, 4, bias=biased, algorithm="gemm_col2im").to(device)
@@ -214,6 +220,7 @@ def test_what_is_cast_for_a_call_alone_is_cast_by_it(biased, cast, recorded, dev
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@compiles_cpp
 def test_a_computed_bias_is_left_to_the_call_where_nothing_adds_it_in_passing(device):
     data = leaves(device)
     function = torch.compile(lambda x, weight, bias: gemmconv.conv_transpose2d(x, weight, 2 * bias, **LAYER))
@@ -223,6 +230,7 @@ def test_a_computed_bias_is_left_to_the_call_where_nothing_adds_it_in_passing(de
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("reordered", [True, False])
+@compiles_cpp
 def test_a_weight_that_changes_between_its_cast_and_the_call(reordered, device):
     data, indices = leaves(device), (torch.tensor([0], device=device),)
 
@@ -239,6 +247,7 @@ def test_a_weight_that_changes_between_its_cast_and_the_call(reordered, device):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@compiles_cpp
 def test_what_a_call_that_casts_launches_is_compiled_ahead(device, monkeypatch):
     """With its casts, which its tensors have not: they are those of the call after them."""
     ahead = []
@@ -287,6 +296,7 @@ def test_a_call_that_casts_is_one_of_what_was_cast(transposed, recorded, device)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@compiles_cpp
 def test_gradients_of_weights_in_channels_last_are_not_copied(device):
     network = between_convolutions(device).to(memory_format=torch.channels_last)
     images = torch.randn(2, 3, 6, 5, device=device)
@@ -297,6 +307,7 @@ def test_gradients_of_weights_in_channels_last_are_not_copied(device):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@compiles_cpp
 def test_sizes_change_between_training_steps_where_formats_do(device):
     """Inductor compiles anew, as for torch's convolutions, and has no format wrong that it saves for the gradients."""
     convolution, layer, _ = between_convolutions(device)
@@ -310,6 +321,7 @@ def test_sizes_change_between_training_steps_where_formats_do(device):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@compiles_cpp
 def test_a_batch_that_data_decide_is_compiled(device):
     network, kept = between_convolutions(device)[:2], torch.tensor([True, False, True], device=device)
 
@@ -335,6 +347,7 @@ def test_what_was_generated_runs_where_nothing_is_served(device, monkeypatch):
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("dynamic", [False, True])
+@compiles_cpp
 def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
     """From the shapes, strides and arguments that they have, unless sizes are known at the call alone."""
     ahead, called = [], []
@@ -375,6 +388,7 @@ def test_arguments_by_name_are_lowered(device):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@compiles_cpp
 def test_inductor_does_without_the_lowering(device, monkeypatch):
     """As where torch has nothing of what it takes."""
     compiled._lower()
