@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INPUTS := pyproject.toml constraints.txt CMakeLists.txt csrc/executor.c csrc/signature.c csrc/tensors.h
+INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.[ch] csrc/cpu/*.[ch])
 EMULATED := $(filter-out tests/test_bias_grad.py tests/test_columns_cuda.py, \
     $(shell grep -lE "import.*emulator|tests\.test_kernels" tests/test_*.py))
 
@@ -41,8 +41,8 @@ bench: $(VENV)/.installed-demo
 
 # For use without an install; `pip install` builds the same by CMakeLists.txt.
 executor:
-	$(CC) -std=c11 -O2 -Wall -Wextra -fPIC -shared -I"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
-	    csrc/executor.c csrc/signature.c -o gemmconv/_extension.abi3.so -ldl
+	$(CC) -std=c11 -O3 -ffp-contract=fast -Wall -Wextra -Wno-unused-parameter -fPIC -fvisibility=hidden -shared -I"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
+	    csrc/*.c csrc/cpu/*.c -o gemmconv/_extension.abi3.so -ldl
 
 # In two processes that take as long, each with the output of its own in one piece: most kernels in the emulator, and all
 # else.

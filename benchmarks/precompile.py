@@ -18,7 +18,6 @@ from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Pass, Precision
-from gemmconv.kernels.bind import Call
 from gemmconv.kernels.layout.transpose import prepare_turned
 from gemmconv.ops import both_programs
 from gemmconv.selection import choose, choose_gradients, is_deterministic
@@ -111,6 +110,8 @@ def _compile(job: Job) -> None:
 
 def load(call: Callable[..., object], config: Config, one: Pass) -> None:
     """Load what a prepared call loads when it is first called, with tensors in the configuration's format."""
+    from gemmconv.kernels.bind import Call  # which needs the CUDA packages
+
     p = config.problem
     input, weight, grad_output = (
         torch.empty(shape, dtype=config.dtype, device="meta", memory_format=config.memory_format)

@@ -98,21 +98,18 @@ def conv_transpose2d(
         groups,
         validation.pair(where, "dilation", dilation),
     )
-    if input.is_cpu and _is_left_to_torch_on_the_cpu(weight, algorithm):
-        output = ops.torchs_conv_transpose2d(input, weight, bias, *options)
-        plain.keep(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
-        return output
+    is_eager = (
+        type(input) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None  # torch.jit.trace has tensors for sizes
+    )
+    if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, algorithm):
+        return ops.torchs_conv_transpose2d(input, weight, bias, *options)
     if input.is_complex() and algorithm in ("auto", "native"):
         # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
         return torch.conv_transpose2d(input, weight, bias, *options)
     arguments = (*options, algorithm, precision, workspace_limit)
-    if (
-        input.is_cuda
-        and type(input) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None  # torch.jit.trace has tensors for sizes
-        and ops.is_left_to_torch(input, weight, bias, arguments)
-    ):
+    if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
         plain.keep(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
         return torch.conv_transpose2d(input, weight, bias, *options)
     if key is not None and (call := plain.keep(key, plain.prepare(input, weight, bias, arguments))) is not None:
@@ -129,7 +126,7 @@ def conv_transpose2d(
 
 
 def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
-    """Whether torch's operator serves a layer on the CPU, whatever the size of its input, in any mode of torch's.
+    """Whether torch's operator serves a layer on the CPU whose size may not be known: traced, compiled, of a subclass.
 
     Not where it is exported: what torch.export makes may be moved to a GPU.
     """

@@ -15,6 +15,8 @@ from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
+from gemmconv.kernels.cpu import estimate
+from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.layout.transpose import grad_turning_seconds, turned_seconds
 from gemmconv.kernels.program import Program
@@ -81,9 +83,16 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     Estimates were fitted to Hopper. On other GPUs ``native`` comes first but where another is estimated to be clearly
     faster, since what ours gain there is an estimate and what torch takes is what users have today.
 
-    Elsewhere ``native`` first, since oneDNN, which forms no columns, has fewer bytes to move; but for forward passes on
-    the CPU where :func:`kernels.columns.cpu.is_faster_than_torch` says otherwise: layers of few output channels.
+    On the CPU by a rule, which :mod:`gemmconv.kernels.cpu.estimate` has. Without the extension in C ``native`` comes
+    first, but for forward passes where :func:`kernels.columns.cpu.is_faster_than_torch` says otherwise.
     """
+    if config.device.type == "cpu" and (isa := isa_name()) is not None:
+        ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
+        fused = (
+            f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
+        )
+        said = {"fused": f"{fused}; auto takes it from {estimate.LEAST_SPEEDUP:.2f} on", "native": "torch's operator"}
+        return [(a, said.get(a.name, "to compare: slower than fused")) for _, a in _estimates(config, direction)]
     if config.device.type == "cuda":
         estimates = _estimates(config, direction)
         reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
@@ -511,10 +520,10 @@ def compilations_of(program: Program, config: Config) -> Compilations:
 
 def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:
     """Of an algorithm of several kernels, each that may compute the pass: its tile and estimate, or why it cannot."""
-    if config.device.type != "cuda" or len(algorithm.kernels) == 1:
+    if len(algorithm.kernels) == 1:
         return
     refusal = algorithm.why_not(config, direction)
-    for kernel in algorithm.kernels:
+    for kernel in algorithm.kernels_for(config):
         if direction not in kernel.directions:
             continue
         if (made := algorithm.choice_of(kernel, config, direction)) is not None:

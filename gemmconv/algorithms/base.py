@@ -45,7 +45,11 @@ class Algorithm(ABC):
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """The kernel of the least estimate and its tile, for the class of sizes; None where none computes the pass."""
-        return _fitted(self.kernels, config, direction, missing(config.device))
+        return _fitted(self.kernels_for(config), config, direction, missing(config.device))
+
+    def kernels_for(self, config: Config) -> tuple[Kernel, ...]:
+        """Its kernels for the configuration's type of device; all where it has none for that."""
+        return tuple(one for one in self.kernels if one.device_type == config.device.type) or self.kernels
 
     def choice_of(self, kernel: Kernel, config: Config, direction: Pass) -> Choice | None:
         """The same of one of its kernels."""
@@ -55,7 +59,8 @@ class Algorithm(ABC):
         """Why it cannot serve a pass, as a clause after its name; None where it can."""
         if self.choice(config, direction) is not None:
             return None
-        return next(kernel for kernel in self.kernels if direction in kernel.directions).why_not(config, direction)
+        kernels = self.kernels_for(config)
+        return next(kernel for kernel in kernels if direction in kernel.directions).why_not(config, direction)
 
     def can_serve(self, config: Config) -> bool:
         """Whether it can serve forward passes: of the classes of sizes, which is known at once, or of these alone."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from gemmconv.algorithms.base import Algorithm
 from gemmconv.kernels.base import Choice, Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.cpu import direct as on_cpu
 from gemmconv.kernels.direct import forward, forward_mma, grads_mma, input_grad, weight_grad
 
 _COST = costs_of("direct")
@@ -20,7 +21,14 @@ class Direct(Algorithm):
 
     name = "direct"
     summary = "one gather kernel, no workspace, specialised for the layer"
-    kernels = (forward.KERNEL, forward_mma.KERNEL, input_grad.KERNEL, weight_grad.KERNEL, grads_mma.KERNEL)
+    kernels = (
+        forward.KERNEL,
+        forward_mma.KERNEL,
+        input_grad.KERNEL,
+        weight_grad.KERNEL,
+        grads_mma.KERNEL,
+        on_cpu.KERNEL,
+    )
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """As of every algorithm, but that estimates of both forward kernels are compared in cycles of their own."""

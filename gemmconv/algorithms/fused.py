@@ -1,4 +1,6 @@
-"""``fused``: weights times columns, and their fold, in one kernel on Hopper's tensor cores; columns are never written.
+"""``fused``: weights times columns, and their fold, in one kernel, on Hopper's tensor cores or a CPU's vectors.
+
+Columns are never written.
 
 A gradient that none of its kernels takes goes to gemm_col2im.
 """
@@ -6,6 +8,7 @@ A gradient that none of its kernels takes goes to gemm_col2im.
 from __future__ import annotations
 
 from gemmconv.algorithms.base import Algorithm
+from gemmconv.kernels.cpu import implicit_product
 from gemmconv.kernels.sm90 import (
     gemm_depth_to_space,
     gemm_fold,
@@ -23,7 +26,7 @@ class Fused(Algorithm):
     """See the module."""
 
     name = "fused"
-    summary = "product and col2im in one kernel on Hopper's tensor cores; no columns"
+    summary = "product and col2im in one kernel, on Hopper's tensor cores or a CPU; no columns"
     kernels = (
         implicit_gemm.KERNEL,
         gemm_fold_rows.KERNEL,
@@ -34,4 +37,5 @@ class Fused(Algorithm):
         implicit_gemm_nhwc.KERNEL,
         wgrad_nchw.KERNEL,
         wgrad_nhwc.KERNEL,
+        implicit_product.KERNEL,
     )

@@ -23,6 +23,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,9 +33,12 @@ from gemmconv.algorithms.base import AlgorithmOfOne
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Pass, accumulator_dtype, strides_of, why_no_kernels
+from gemmconv.kernels.columns import cpu
 from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward_chunks, longest_sum
 from gemmconv.kernels.columns.products import UNIT, Columns, image_format, slices_of
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.cpu import estimate
+from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.layout.transpose import grad_turning_seconds, input_turning_seconds
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
@@ -81,11 +85,14 @@ class GemmCol2im(AlgorithmOfOne):
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: object = None) -> int:
         problem = config.problem
+        if direction == "forward" and _is_in_c(config):
+            return cpu.ring_bytes(config)
         if direction == "forward":
             chunks = _forward_chunks(config)
             return _column_elements(problem, chunks) * accumulator_dtype(config.dtype).itemsize
         chunks = _backward_chunks(config, direction)
-        columns = _column_elements(problem, chunks) * config.dtype.itemsize
+        itemsize = accumulator_dtype(config.dtype).itemsize if _is_in_c(config) else config.dtype.itemsize
+        columns = _column_elements(problem, chunks) * itemsize
         return columns + (_partials(config, chunks) * _partial_bytes(config) if direction != "input_grad" else 0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
@@ -93,13 +100,13 @@ class GemmCol2im(AlgorithmOfOne):
 
         In channels_last, turning what is folded or laid out too.
         """
+        if config.device.type == "cpu":
+            return estimate.columns_seconds(config, direction)
         return _seconds(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
         if config.device.type == "cuda":
             return self.program(config, direction).prepare(config.device)
-        from gemmconv.kernels.columns import cpu
-
         _say_if_over_limit(self, config, direction)
         (chunks,) = self.tiles(config, direction)
         slots = _partials(config, chunks) if direction in ("weight_grad", "grads") else 0
@@ -154,6 +161,8 @@ class GemmCol2im(AlgorithmOfOne):
 
         Chunks are the weight gradient's then: of many weights they are smaller, and there are more of them.
         """
+        if config.device.type == "cpu" and isa_name() is not None:
+            return math.inf
         chunks = _backward_chunks(weight_config, "weight_grad")
         seconds = _unfolding_seconds(config, chunks)
         seconds += _gradient_seconds(weight_config, "weight_grad", chunks)
@@ -246,13 +255,23 @@ def _forward_chunks(config: Config) -> Chunking:
     return forward_chunks(config.problem, accumulator_dtype(config.dtype).itemsize, config.workspace_limit)
 
 
+def _is_in_c(config: Config) -> bool:
+    """Whether the kernels in C for a CPU fold and lay out the columns, in a buffer that fits the cache."""
+    return config.device.type == "cpu" and isa_name() is not None
+
+
 def _backward_chunks(config: Config, direction: Pass) -> Chunking:
+    itemsize, limit = config.dtype.itemsize, config.workspace_limit
+    if _is_in_c(config):
+        itemsize, cached = accumulator_dtype(config.dtype).itemsize, min(limit, cpu.CACHED_BYTES)
+        chunks = backward_chunks(config.problem, itemsize, cached)
+        partials = limit // _PARTIALS_SHARE // max(1, _partial_bytes(config))
+        return chunks if direction == "input_grad" else replace(chunks, images=max(1, min(chunks.images, partials)))
     if direction == "input_grad":
-        return backward_chunks(config.problem, config.dtype.itemsize, config.workspace_limit)
-    limit = config.workspace_limit
+        return backward_chunks(config.problem, itemsize, limit)
     if longest_sum(config) < config.problem.in_pixels:
         limit -= limit // _PARTIALS_SHARE
-    return backward_chunks(config.problem, config.dtype.itemsize, limit, _partial_bytes(config))
+    return backward_chunks(config.problem, itemsize, limit, _partial_bytes(config))
 
 
 def _partials(config: Config, chunks: Chunking) -> int:

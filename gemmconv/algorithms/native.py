@@ -30,6 +30,7 @@ from gemmconv.kernels.base import (
     strides_of,
 )
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.cpu import estimate
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -224,6 +225,8 @@ class Native(AlgorithmOfOne):
         what it is far faster for.
         """
         p = config.problem
+        if config.device.type == "cpu":
+            return estimate.native_seconds(config, direction)
         if config.spec.is_hopper and any(more >= step for more, step in zip(p.output_padding, p.stride, strict=True)):
             return math.inf  # columns and products of torch's own, one image after the other
         if config.spec.is_hopper and (seconds := _fitted_seconds(config, direction)) is not None:

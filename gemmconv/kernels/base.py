@@ -51,6 +51,7 @@ class Config:
         spec: the properties of a CUDA device.
         deterministic: whether torch's operator may take none but cuDNN's deterministic kernels.
         weight_format: of both gradients at once, ``memory_format`` of the weight's; None where it is the input's.
+        trained: whether the next call is expected to have another weight: on a CPU, where gradients are recorded.
     """
 
     problem: Problem
@@ -64,6 +65,7 @@ class Config:
     spec: DeviceSpec = REFERENCE
     deterministic: bool = False
     weight_format: torch.memory_format | None = None
+    trained: bool = False
 
     @property
     def of_weight(self) -> Config:
@@ -72,10 +74,11 @@ class Config:
 
 
 class Kernel(ABC):
-    """One way to compute some passes on a GPU: what it is for, the tiles that it may take, what each costs, its launch.
+    """One way to compute some passes: what it is for, the tiles that it may take, what each costs, its launch.
 
     Attributes:
         name: its folder and file under csrc/, without the ending.
+        device_type: ``"cuda"`` or ``"cpu"``.
         directions: the passes that it may compute; ``"grads"`` is both gradients at once.
         features: what a device must have, of :attr:`gemmconv.device.DeviceSpec.features`.
         dtypes: element types.
@@ -86,6 +89,7 @@ class Kernel(ABC):
     """
 
     name: ClassVar[str]
+    device_type: ClassVar[str] = "cuda"
     directions: ClassVar[tuple[Pass, ...]] = ("forward",)
     features: ClassVar[frozenset[str]] = frozenset()
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(ELEMENT_TYPES)
@@ -105,7 +109,7 @@ class Kernel(ABC):
     def program(self, config: Config, direction: Pass, tile: Any) -> Program | None:
         """What it does: from input, weight and bias; grad_output and weight; grad_output and input; or all of those.
 
-        None where it is torch's operator.
+        None where it is torch's operator, and on a CPU.
         """
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:

@@ -114,12 +114,14 @@ class Form(NamedTuple):
         with_bias: whether the bias's gradient is returned too, as the last.
         dtype: of weight and bias as they are given, and of their gradients; None where that is all others'.
         keeps_casts: whether a forward call returns weight and bias as they were cast, behind the output.
+        trained: see :class:`Config`.
     """
 
     weight_format: Strides | None = None
     with_bias: bool = False
     dtype: torch.dtype | None = None
     keeps_casts: bool = False
+    trained: bool = False
 
 
 _USUAL = Form()
@@ -151,6 +153,7 @@ def prepared(
 
         def prepare(options: Options) -> Callable[..., Any]:
             config, weight_config = _configs(direction, problem, tensors, options, current)
+            config = replace(config, trained=True) if form.trained else config
             program = _program(direction, config, weight_config, options.algorithm, where)
             if direction == "forward":
                 if program is not None:
@@ -587,7 +590,7 @@ def _batched(tensors: Tensors, cast: torch.dtype | None) -> Tensors:
 
 
 def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
-    """Whether a call on CUDA, with the gradients that it may be asked for, is torch's own with torch's settings.
+    """Whether a call, with the gradients that it may be asked for, is torch's own with torch's settings.
 
     torch's operator then serves it in any mode. Raises what is wrong with the call.
     """
@@ -596,7 +599,8 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
         return False
     tracked = torch.is_grad_enabled()
     wanted = tracked and input.requires_grad, tracked and weight.requires_grad
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    kind = device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     dtype = input.dtype if cast is None or input.dtype == torch.float64 else cast
     current = selection.torch_precision(dtype, device)
 
@@ -604,7 +608,7 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
         options, tensors = Options(*arguments), _batched((input, weight, bias), cast)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
         config = _config(problem, tensors[0], tensors[1], options, current, bias is not None)
-        config = replace(config, device=device, spec=spec_of(device))
+        config = replace(config, device=device, spec=spec_of(device), trained=wanted[1] and input.is_cpu)
         left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *wanted)
         if left and algorithm == "auto" and (cause := missing(device)) is not None:
             warn_once(cause)

@@ -179,7 +179,8 @@ def _recording(tensors: Tensors, arguments: Arguments, given: Tensors | None = N
     if recorded and tensors[0].is_cuda:
         compile_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
     if dtype is None or given is None:
-        forward: Callable[..., Any] = prepared("forward", tensors, None, arguments)
+        form = Form(trained=True) if recorded and wanted[1] and tensors[0].is_cpu else None
+        forward: Callable[..., Any] = prepared("forward", tensors, None, arguments, form)
     else:
         forward = _forward_with_casts(tensors, arguments, dtype, is_kept(given[0]), recorded and wanted[0])
     if not recorded:

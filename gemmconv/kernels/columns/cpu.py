@@ -1,22 +1,35 @@
-"""The steps of ``gemm_col2im`` on the CPU: torch's product, a fold of slices, torch's unfold, in the chunks of CUDA."""
+"""``gemm_col2im`` on the CPU: torch's product, and the fold and the unfold of csrc/cpu/columns.h.
+
+Forward, columns of some rows of an image at a time go to a buffer that stays in the cache, a ring of rows: those that
+later outputs read are still there when the next rows are multiplied. Without the extension in C, a fold of slices and
+torch's unfold take the place of its kernels, in the chunks that a GPU takes.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of, with_strides
 from gemmconv.kernels.columns.chunking import Chunk, Chunking, Span
+from gemmconv.kernels.cpu.direct import layer_of
+from gemmconv.kernels.cpu.library import address, integers, isa_name, kernels_for
 
 # Of 290 layers with one to eight output channels and 1 or 2 threads on two cores of an x86 CPU, those that the rule
 # takes are 1.06 to 6 times as fast as torch's operator (oneDNN 3.11), 3.1 times in the geometric mean.
 _INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
 
-_matmul = torch.matmul  # bound before ptflops replaces it, which would count a layer's products beside the layer
+CACHED_BYTES = 2 << 20  # of columns, where the kernels in C fold them: as much as a core's cache has, about
+
+_matmul, _mm = (
+    torch.matmul,
+    torch.mm,
+)  # bound before ptflops replaces it, which would count a layer's products beside the layer
 
 
 def is_few_outputs(in_channels: int, out_channels: int) -> bool:
@@ -45,8 +58,70 @@ def is_faster_than_torch(config: Config) -> bool:
     )
 
 
+class Ring(NamedTuple):
+    """Rows of columns of one image and group: how many are multiplied at once, and how many the ring holds."""
+
+    step: int
+    rows: int
+
+
+def ring_of(config: Config) -> Ring:
+    """The ring that fits the cache and the workspace's limit, if one does, else the least."""
+    p = config.problem
+    row_bytes = p.gemm_m * p.input_size[1] * accumulator_dtype(config.dtype).itemsize
+    halo = p.dilation[0] * (p.kernel_size[0] - 1) // p.stride[0]
+    step = max(1, min(CACHED_BYTES, config.workspace_limit) // max(1, row_bytes) - halo)
+    if step >= p.input_size[0]:
+        return Ring(p.input_size[0], p.input_size[0])
+    return Ring(step, -(-(halo + step) // step) * step)
+
+
+def ring_bytes(config: Config) -> int:
+    """Bytes of the columns in the ring."""
+    p = config.problem
+    return ring_of(config).rows * p.gemm_m * p.input_size[1] * accumulator_dtype(config.dtype).itemsize
+
+
+def prepare_forward(config: Config) -> Callable[..., torch.Tensor]:
+    """Prepare a forward pass by products into a ring of rows, each folded when all that it is a sum of is there."""
+    p, ring, kernels, wide = config.problem, ring_of(config), kernels_for(config.dtype), accumulator_dtype(config.dtype)
+    (height, width), (stride, _), (padding, _) = p.input_size, p.stride, p.padding
+    layer, strides = layer_of(config, config.dtype), strides_of(p.output_shape, config.memory_format)
+    chunks, done = list[tuple[int, int, Any]](), 0
+    for begin in range(0, height, ring.step):
+        end = min(height, begin + ring.step)
+        upto = p.output_size[0] if end == height else min(p.output_size[0], max(done, end * stride - padding))
+        chunks.append((begin, end, integers((done, upto))))
+        done = upto
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = input.new_empty(p.output_shape)
+        columns = input.new_empty((p.gemm_m, ring.rows * width), dtype=wide)
+        images = input.contiguous().to(wide).view(p.batch, p.groups, p.gemm_k, height * width)
+        weights = weight.contiguous().to(wide).view(p.groups, p.gemm_k, p.gemm_m).mT
+        output_bytes = p.gemm_m // max(1, p.taps) * p.out_pixels * output.element_size()
+        biases = None if bias is None else bias.contiguous().view(p.groups, -1)
+        for n in range(p.batch if output.numel() else 0):
+            for group in range(p.groups):
+                image = output.data_ptr() + (n * p.groups + group) * output_bytes
+                added = None if biases is None else biases[group].data_ptr()
+                for begin, end, rows in chunks:
+                    at = begin % ring.rows * width
+                    part = images[n, group, :, begin * width : end * width]
+                    _mm(weights[group], part, out=columns[:, at : at + (end - begin) * width])
+                    kernels.col2im(
+                        *(ctypes.addressof(layer), columns.data_ptr(), added, image, ring.rows),
+                        *(rows.ctypes.data, torch.get_num_threads()),
+                    )
+        return with_strides(output, strides)
+
+    return forward
+
+
 def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int) -> Callable[..., Any]:
     """Prepare a pass in chunks, of columns of so many elements; a weight gradient adds to so many partial sums."""
+    if direction == "forward" and isa_name() is not None:
+        return prepare_forward(config)
     p, steps, accumulator = config.problem, _Steps(config), accumulator_dtype(config.dtype)
     strides = {shape: strides_of(shape, config.memory_format) for shape in (p.input_shape, p.output_shape)}
 
@@ -60,7 +135,8 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
         return with_strides(output, strides[p.output_shape])
 
     def gradients(grad_output: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None) -> list[Any]:
-        columns, grad_output = grad_output.new_empty(elements), grad_output.contiguous()
+        dtype = config.dtype if isa_name() is None else accumulator
+        columns, grad_output = grad_output.new_empty(elements, dtype=dtype), grad_output.contiguous()
         grad_input = None if weight is None else grad_output.new_empty(p.input_shape)
         partials = None if input is None else grad_output.new_zeros((slots, *p.weight_shape), dtype=accumulator)
         input, weight = (None if tensor is None else tensor.contiguous() for tensor in (input, weight))
@@ -92,6 +168,9 @@ class _Steps:
     def __init__(self, config: Config) -> None:
         self._problem = config.problem
         self._accumulator = accumulator_dtype(config.dtype)
+        self._layer: Any = None
+        if isa_name() is not None:
+            self._layer, self._kernels = layer_of(config, config.dtype, in_groups=False), kernels_for(config.dtype)
 
     def columns_from_input(
         self, input: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, chunk: Chunk
@@ -144,6 +223,9 @@ class _Steps:
         return rows_and_columns.reshape(*columns.shape[:2], cells_h * stride_h, cells_w * stride_w)
 
     def unfold(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
+        if self._layer is not None:
+            self._unfold_in_c(grad_output, columns, chunk)
+            return
         p = self._problem
         rows = chunk.in_rows[1] - chunk.in_rows[0]
         reached = (self._reach(0, rows), self._reach(1, p.input_size[1]))
@@ -156,6 +238,14 @@ class _Steps:
         unfolded = F.unfold(area, p.kernel_size, dilation=p.dilation, stride=p.stride)
         target = self._columns(columns, chunk)
         target.copy_(unfolded.view(target.shape))
+
+    def _unfold_in_c(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
+        rows, target = integers(chunk.in_rows), self._columns(columns, chunk)
+        for n in range(*chunk.images):
+            self._kernels.im2col(
+                *(ctypes.addressof(self._layer), address(grad_output[n]), address(target[n - chunk.images[0]])),
+                *(rows.ctypes.data, torch.get_num_threads()),
+            )
 
     def input_grad(self, columns: torch.Tensor, weight: torch.Tensor, grad_input: torch.Tensor, chunk: Chunk) -> None:
         product = self._weight(weight) @ self._columns(columns, chunk).to(self._accumulator)

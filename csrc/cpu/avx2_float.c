@@ -1,0 +1,6 @@
+#ifdef __x86_64__
+#define AVX2
+#define REAL float
+#define KERNELS avx2_float
+#include "kernels.h"
+#endif

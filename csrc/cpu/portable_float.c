@@ -1,0 +1,3 @@
+#define REAL float
+#define KERNELS portable_float
+#include "kernels.h"

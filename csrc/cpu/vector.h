@@ -1,0 +1,132 @@
+/* Vectors of one instruction set, and what moves values between memory and them.
+ *
+ * Functions carry TARGET, so that one build holds several instruction sets; small ones are inlined into those that do.
+ */
+#pragma once
+#include "cpu.h"
+
+#include <string.h>
+
+#if defined(AVX512)
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+enum { kVectorBytes = 64, kRows = 8, kDotColumns = 6 };  /* tiles of 24 sums in 32 registers */
+#elif defined(AVX2)
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+enum { kVectorBytes = 32, kRows = 4, kDotColumns = 3 };  /* tiles of 12 sums in 16 registers */
+#elif defined(__aarch64__)
+#define TARGET
+enum { kVectorBytes = 16, kRows = 8, kDotColumns = 6 };  /* NEON: 32 registers */
+#else
+#define TARGET
+enum { kVectorBytes = 16, kRows = 4, kDotColumns = 3 };
+#endif
+#define INLINE TARGET static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+typedef REAL real;
+#ifdef REAL_IS_DOUBLE
+typedef i64 lane_t;
+#else
+typedef int32_t lane_t;
+#endif
+enum { kVectors = 3, kDotRows = 4, kLanes = kVectorBytes / sizeof(real), kTile = kVectors * kLanes, kLongestSum = 256 };
+typedef real vec __attribute__((vector_size(kVectorBytes), aligned(sizeof(real)), may_alias));
+typedef lane_t lanes __attribute__((vector_size(kVectorBytes)));
+
+INLINE vec load(const real* from) { return *(const vec*)from; }
+INLINE void store(real* to, vec value) { *(vec*)to = value; }
+
+/* Element i of memory of a type. */
+INLINE const void* element(i64 kind, const void* from, i64 i) {
+    return (const char*)from + i * (kind ? 2 : (i64)sizeof(real));
+}
+
+INLINE real widened(i64 kind, const void* from, i64 i) {
+    if (kind == kWide) return ((const real*)from)[i];
+    uint32_t bits = ((const uint16_t*)from)[i];
+    float value;
+    _Float16 half;
+    if (kind == kFloat16) return (real)(float)*(_Float16*)memcpy(&half, (const uint16_t*)from + i, sizeof half);
+    bits <<= 16;
+    return (real) * (float*)memcpy(&value, &bits, sizeof value);
+}
+
+/* To 16 bits values are rounded to nearest, ties to even. */
+INLINE void narrow(i64 kind, void* to, i64 i, real value) {
+    const float single = (float)value;
+    const _Float16 half = (_Float16)single;
+    uint32_t bits;
+    if (kind == kWide) ((real*)to)[i] = value;
+    else if (kind == kFloat16) memcpy((uint16_t*)to + i, &half, sizeof half);
+    else {
+        memcpy(&bits, &single, sizeof bits);
+        ((uint16_t*)to)[i] = single != single ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+INLINE void narrow_row(i64 kind, void* to, i64 at, const real* values, i64 first, i64 last) {
+    if (kind == kFloat16) for (i64 i = first; i < last; ++i) narrow(kFloat16, to, at + i, values[i]);
+    else for (i64 i = first; i < last; ++i) narrow(kBfloat16, to, at + i, values[i]);
+}
+
+INLINE void gather_by(i64 kind, const void* from, i64 stride, i64 count, real* to) {
+    for (i64 i = 0; i < count; ++i) to[i] = widened(kind, from, i * stride);
+}
+
+/* to[i] = from[i * stride], widened: loops for each type, and for the strides that vectors can take. */
+INLINE void gather_row(i64 kind, const void* from, i64 stride, i64 count, real* to) {
+    if (kind == kBfloat16 && stride == 1) gather_by(kBfloat16, from, 1, count, to);
+    else if (kind == kFloat16 && stride == 1) gather_by(kFloat16, from, 1, count, to);
+    else if (kind) gather_by(kind, from, stride, count, to);
+    else if (stride == 1) gather_by(kWide, from, 1, count, to);
+    else if (stride == 2) gather_by(kWide, from, 2, count, to);
+    else if (stride == 3) gather_by(kWide, from, 3, count, to);
+    else if (stride == 4) gather_by(kWide, from, 4, count, to);
+    else gather_by(kWide, from, stride, count, to);
+}
+
+/* Vector w of those in which the values of `stride` rows alternate: value i is rows[i % stride][i / stride]. What it
+ * begins with is overwritten. It is not the first row: GCC 12 compiles a shuffle of eight doubles with themselves to
+ * another. */
+INLINE vec interleaved(const real* rows, i64 step, const int stride, const int w) {
+    vec made = load(rows + (stride - 1) * step);
+    UNROLL
+    for (int c = 0; c < stride; ++c) {
+        lanes from = {0};
+        UNROLL
+        for (int l = 0; l < kLanes; ++l) {
+            const int i = w * kLanes + l;
+            from[l] = i % stride == c ? kLanes + i / stride : l;
+        }
+        made = __builtin_shuffle(made, load(rows + c * step), from);
+    }
+    return made;
+}
+
+INLINE void interleave_by(const int stride, const real* rows, i64 step, real bias, i64 from, i64 to, real* target) {
+    const i64 whole = to / stride;  /* cells, all of whose classes are wanted */
+    i64 i = from;
+    for (; i % stride && i < to; ++i) target[i] = rows[i % stride * step + i / stride] + bias;
+    for (i64 cell = i / stride; whole - i / stride >= kLanes && cell < whole; cell += kLanes) {
+        cell = MIN(cell, whole - kLanes);  /* the last cells perhaps twice */
+        UNROLL
+        for (int w = 0; w < stride; ++w)
+            store(target + cell * stride + w * kLanes, interleaved(rows + cell, step, stride, w) + bias);
+    }
+    if (whole - i / stride >= kLanes) i = whole * stride;
+    for (; i < to; ++i) target[i] = rows[i % stride * step + i / stride] + bias;
+}
+
+/* target[i] = rows[i % stride][i / stride] + bias for i in [from, to): rows of classes become a row of the image. */
+TARGET static void interleave(i64 stride, const real* rows, i64 step, real bias, i64 from, i64 to, real* target) {
+#define STRIDE(S) case S: interleave_by(S, rows, step, bias, from, to, target); break;
+    switch (stride) {
+        STRIDE(1) STRIDE(2) STRIDE(3) STRIDE(4) STRIDE(5) STRIDE(6) STRIDE(7) STRIDE(8)
+        default: for (i64 first = from; first < MIN(to, from + stride); ++first) {  /* the first value of each row */
+            const real* row = rows + first % stride * step + first / stride;
+            for (i64 i = first; i < to; i += stride) target[i] = *row++ + bias;
+        }
+    }
+}

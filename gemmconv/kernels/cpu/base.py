@@ -1,0 +1,59 @@
+"""What the kernels for a CPU have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gemmconv.kernels.base import Config, Kernel, Pass
+from gemmconv.kernels.cpu.library import KINDS, isa_name
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a kernel for a CPU is specialised by: its instruction set. Its register tile follows from that."""
+
+    isa: str
+
+
+class CpuKernel(Kernel):
+    """A kernel of csrc/cpu/. It has one tile, and no program: it is called as it is."""
+
+    device_type = "cpu"
+
+    def tiles(self, config: Config, direction: Pass) -> tuple[Tile, ...]:
+        name = isa_name()
+        return () if name is None else (Tile(name),)
+
+    def program(self, config: Config, direction: Pass, tile: Any) -> None:
+        """None: it runs on the CPU."""
+
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        if config.device.type != "cpu":
+            return f"the device must be cpu, got {config.device.type}"
+        if direction not in self.directions:
+            return f"it computes {' and '.join(self.directions)} alone, got {direction}"
+        if isa_name() is None:
+            return "it needs the extension in C, which is not there; install gemmconv where there is a C compiler"
+        if config.dtype not in KINDS:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
+            return f"dtype must be {known}, got {str(config.dtype).removeprefix('torch.')}"
+        p = config.problem
+        if (most := max(map(_elements, (p.input_shape, p.weight_shape, p.output_shape)))) > _INT32_MAX:
+            return f"tensors must have fewer than 2**31 elements, got {most}"
+        return None
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def dense(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    """A tensor in one of the two formats, and where it is in neither a copy in the given one."""
+    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
+        return tensor
+    return tensor.contiguous(memory_format=memory_format)

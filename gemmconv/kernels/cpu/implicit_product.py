@@ -1,0 +1,384 @@
+"""``fused`` on a CPU: products without columns, in csrc/cpu/conv.h and wgrad.h.
+
+Work is cut into bands of cells whose source stays in a core's cache, and bands, where they are few, into blocks of
+channels. No cut changes the order of a sum, so that bits are the same whatever the threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of
+from gemmconv.kernels.cpu import estimate
+from gemmconv.kernels.cpu.base import CpuKernel, dense
+from gemmconv.kernels.cpu.correlation import Axis, Table, axes_of, table_of
+from gemmconv.kernels.cpu.direct import prepare as prepare_directly
+from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
+
+_BAND_BYTES, _LARGE_BAND_BYTES = 256 << 10, 1 << 20  # of staged planes; the latter where weights are many
+_MANY_WEIGHTS = 300_000  # of a group: then they are read anew for each band
+_STRIP, _SUMS_BYTES = 384, 96 << 10  # cells of a strip at most, and its sums
+_LEAST_BAND = 48  # cells
+_STAGED_SECONDS, _WEIGHT_SECONDS, _ITEM_SECONDS = 4e-10, 1.5e-10, 2e-6  # of a value that is staged or read, of an item
+_CYCLES = 2.5e9  # a second
+_GRADIENT_CHANNELS = 32  # of a weight gradient's item, of input and of grad_output
+_GRADIENT_ITEMS = 32  # that a weight gradient is cut into at least, where it has the cells
+_LINE = 64  # bytes
+
+
+class ImplicitProduct(CpuKernel):
+    """Implicit products for every layer: forward, input gradient and weight gradient."""
+
+    name = "cpu/conv"
+    directions = ("forward", "input_grad", "weight_grad")
+    serves = "every layer"
+
+    def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
+        return estimate.fused_seconds(config, direction)
+
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
+        """Bytes of scratch memory; packed weights, which are kept beside a weight in forward passes, come on top."""
+        threads = torch.get_num_threads()
+        if direction == "weight_grad":
+            made = _Gradient(config)
+            return made.partial_bytes + threads * made.scratch_bytes
+        return _Correlation(config, direction == "input_grad", threads).scratch_bytes * threads
+
+    def kept_bytes(self, config: Config) -> int:
+        """Bytes of packed weights that a forward pass keeps beside the weight."""
+        return _Correlation(config, False, 1).packed_bytes
+
+    def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
+        if direction == "weight_grad":
+            return _prepare_weight_grad(config)
+        return _prepare_correlation(config, direction == "input_grad")
+
+
+class _Correlation:
+    """The arguments of ``conv`` for one number of threads; see csrc/cpu/cpu.h.
+
+    Args:
+        config: the configuration; both tensors may be in either memory format.
+        is_gradient: whether it is the input's gradient, in place of the forward pass.
+        threads: how many threads there are.
+        source_last: whether the source is in channels_last.
+    """
+
+    def __init__(self, config: Config, is_gradient: bool, threads: int, source_last: bool = False) -> None:
+        p, kernels = config.problem, kernels_for(config.dtype)
+        itemsize = accumulator_dtype(config.dtype).itemsize
+        of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
+        channels, targets = (of_output, of_input) if is_gradient else (of_input, of_output)
+        together = not is_gradient and estimate.is_together(config)
+        table = table_of(p, is_gradient, together)
+        low, high = table.shift_range()
+        tile_cells, block = kernels.lanes * kernels.vectors, -(-targets // -(-targets // kernels.rows))
+        products = 1 if together else table.axes[2].target_step
+        jobs, rows = len(table.products) // products, block * (table.classes if together else 1)
+        blocks, planes = -(-targets // block), math.prod(axis.source_step for axis in table.axes)
+        padded_rows = -(-rows // kernels.rows) * kernels.rows
+        entries = sum(map(len, table.products))
+        many = channels * planes * targets * max(map(len, table.products)) > _MANY_WEIGHTS
+        room = min(_LARGE_BAND_BYTES if many else _BAND_BYTES, max(0, config.workspace_limit // threads - _SUMS_BYTES))
+        work = table, p.batch, p.groups, channels * planes, targets, jobs * blocks
+        band, bands, splits = _cut(*work, threads, room // itemsize, tile_cells, 2 * kernels.lanes * _CYCLES)
+        strip = (
+            max(
+                1,
+                min(
+                    -(-band // tile_cells),
+                    _STRIP // tile_cells,
+                    _SUMS_BYTES // itemsize // (rows * products * tile_cells),
+                ),
+            )
+            * tile_cells
+        )
+        at_once = max(1, min(blocks, _SUMS_BYTES // itemsize // (rows * products * strip)))
+        plane = _odd_lines(band + high - low + tile_cells, itemsize)
+        weight_source, weight_target = of_output * p.taps, p.taps
+        if is_gradient:
+            weight_source, weight_target = weight_target, weight_source
+        taps = [
+            -1 if tap < 0 else tap + channel * weight_target
+            for product in table.products
+            for _, _, of_classes in product
+            for tap in of_classes
+            for channel in range(block)
+        ]
+        starts = [sum(map(len, table.products[:i])) for i in range(len(table.products) + 1)]
+        pairs = [axis.target_step for axis in table.axes[:2]]
+        job_class = [0, 0] if together else [divmod(job, pairs[1])[i] for job in range(jobs) for i in (0, 1)]
+        self._arrays = [
+            integers(one)
+            for one in (
+                starts,
+                [shift for product in table.products for _, shift, _ in product],
+                [of for product in table.products for of, _, _ in product],
+                taps,
+                job_class,
+            )
+        ]
+        shapes = (p.output_shape, p.input_shape) if is_gradient else (p.input_shape, p.output_shape)
+        target_last = config.memory_format is torch.channels_last
+        self.packed_values = blocks * padded_rows * channels * entries
+        self.packed_bytes = self.packed_values * p.groups * itemsize
+        values = channels * planes * plane + at_once * products * rows * (strip + tile_cells)
+        if KINDS[config.dtype]:
+            values += strip * table.axes[2].target_step
+        self.scratch_bytes = _whole_lines(values * itemsize + 8 * entries)
+        self.threads_bytes = _whole_lines(8 * threads) + threads * self.scratch_bytes
+        self.struct = Conv(
+            _view(config, shapes[0], channels, table.axes, False, source_last),
+            _view(config, shapes[1], targets, table.axes, True, target_last),
+            p.groups,
+            tuple(axis.cells for axis in table.axes),
+            *(low, high, jobs, products, block, rows, blocks, splits, bands),
+            *(band, strip, at_once, planes),
+            plane,
+            of_input * of_output * p.taps,
+            weight_source,
+            weight_target,
+            self.packed_values,
+            *(one.ctypes.data for one in self._arrays),
+            tuple(pairs) if together else (1, 1),
+            table.has_gaps,
+        )
+        self.address = ctypes.addressof(self.struct)
+
+
+def _cut(
+    table: Table,
+    batch: int,
+    groups: int,
+    planes: int,
+    targets: int,
+    units: int,
+    threads: int,
+    room: int,
+    tile: int,
+    rate: float,
+) -> tuple[int, int, int]:
+    """Cells of a band, bands, and the parts that each band's units are shared out in: what is estimated to end first.
+
+    Args:
+        table, batch, groups: the pass.
+        planes: values that are staged of a cell.
+        targets: channels of the target.
+        units: of a band, which each of its parts has some of, after staging all of it.
+        threads: how many share the work.
+        room: values that a band's planes may have.
+        tile: cells of a register tile.
+        rate: multiplications a second of a thread.
+    """
+    low, high = table.shift_range()
+    total, span = batch * table.cells, high - low
+    terms = table.terms * planes * targets  # of a cell, and weights that an item reads
+    most = max(span, _LEAST_BAND, room // planes - span)
+    fewest = -(-total // most)
+    best = (math.inf, 1, 1)
+    for bands in {min(max(1, total // _LEAST_BAND), fewest * factor) for factor in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}:
+        band = -(-total // bands)
+        for splits in {min(units, one) for one in (1, 2, 3, 4, 6, 8, 16, 32)}:
+            computed = (-(-band // tile) * tile / rate + _WEIGHT_SECONDS) * terms / splits
+            item = (band + span) * planes * _STAGED_SECONDS + computed + _ITEM_SECONDS
+            best = min(best, (-(-bands * groups * splits // threads) * item, bands, splits))
+    band = -(-total // best[1])
+    return band, -(-total // band), best[2]
+
+
+def _view(
+    config: Config, shape: tuple[int, ...], channels: int, axes: tuple[Axis, ...], is_target: bool, last: bool
+) -> tuple[int, ...]:
+    """A ``view_t``: the images of a tensor of this shape, cut into cells as source or as target."""
+    strides = strides_of(shape, torch.channels_last if last else torch.contiguous_format)
+    return (
+        *(KINDS[config.dtype], shape[0], channels),
+        *(axis.extent if is_target else axis.size for axis in axes),
+        *(axis.target_step if is_target else axis.source_step for axis in axes),
+        *(axis.base if is_target else 0 for axis in axes),
+        *(axis.pitch for axis in axes),
+        *(*strides[:2], *[0] * (5 - len(shape)), *strides[2:]),
+    )
+
+
+def _whole_lines(count: int) -> int:
+    return -(-count // _LINE) * _LINE
+
+
+def _odd_lines(values: int, itemsize: int) -> int:
+    """So many values that they are an odd number of cache lines: planes then lie in different sets of a cache."""
+    lines = -(-values * itemsize // _LINE)
+    return (lines | 1) * _LINE // itemsize
+
+
+def _is_last(tensor: torch.Tensor) -> bool:
+    return not tensor.is_contiguous()
+
+
+_of_thread = threading.local()
+
+
+def _scratch(size: int, what: str = "scratch") -> int:
+    """The address of scratch memory, which a thread keeps from call to call: new memory costs a fault for each page."""
+    kept: torch.Tensor | None = getattr(_of_thread, what, None)
+    if kept is None or kept.numel() < size + _LINE:
+        kept = torch.empty(size + _LINE, dtype=torch.uint8)
+        setattr(_of_thread, what, kept)
+    return _whole_lines(kept.data_ptr())
+
+
+def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., torch.Tensor]:
+    p, kernels, made = config.problem, kernels_for(config.dtype), dict[tuple[int, bool], _Correlation]()
+    shape = p.input_shape if is_gradient else p.output_shape
+    strides = strides_of(shape, config.memory_format)
+    directly = prepare_directly(config, "input_grad" if is_gradient else "forward")
+    key = is_gradient, p.groups, p.kernel_size, p.stride, p.padding, p.dilation, estimate.is_together(config)
+
+    def call(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        given = source, weight
+        source, weight, threads = dense(source), weight.contiguous(), torch.get_num_threads()
+        arguments = made.get((threads, _is_last(source)))
+        if arguments is None:
+            arguments = made[threads, _is_last(source)] = _Correlation(config, is_gradient, threads, _is_last(source))
+        target = torch.empty_strided(shape, strides, dtype=source.dtype)
+        if target.numel() == 0:
+            return target
+
+        def pack(packed: int) -> bool:
+            return not kernels.pack(arguments.address, weight.data_ptr(), packed, threads)
+
+        kept = None  # for as long as the call takes
+        if is_gradient or config.trained:
+            packed = _scratch(arguments.packed_bytes, "packed")
+            finite = pack(packed)
+        else:
+            kept, finite = _kept(given[1], key, arguments.packed_bytes, pack)
+            packed = kept.data_ptr()
+        if finite:
+            values = None if bias is None else bias.contiguous()
+            finite = not kernels.conv(
+                *(arguments.address, source.data_ptr(), packed, address(values), target.data_ptr()),
+                *(_scratch(arguments.threads_bytes), arguments.scratch_bytes, threads),
+            )
+        if finite:
+            return target
+        return directly(*given) if is_gradient else directly(*given, bias)
+
+    return call
+
+
+class _Packed:
+    """A weight's packed forms, and what they were packed from."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.state = weakref.ref(weight), tuple[int, ...]()
+        self.forms: dict[Any, tuple[torch.Tensor, bool]] = {}
+
+
+_packed: dict[int, _Packed] = {}
+
+
+def _kept(weight: torch.Tensor, key: Any, size: int, pack: Callable[[int], bool]) -> tuple[torch.Tensor, bool]:
+    """A weight's packed form and whether it is finite, kept as long as the weight has the contents it was packed from.
+
+    torch counts a tensor's versions, but not what is written through ``weight.data``: contents are summed up each time.
+    """
+
+    def made() -> tuple[torch.Tensor, bool]:
+        packed = torch.empty(size, dtype=torch.uint8)
+        return packed, pack(packed.data_ptr())
+
+    if not weight.is_leaf or weight.is_inference() or not weight.is_contiguous():
+        return made()
+    state, sum_, number = (weight._version, weight.data_ptr()), checksum(weight), id(weight)
+    known = _packed.get(number)
+    if known is None or known.weight() is not weight:
+        known = _packed[number] = _Packed(weight)
+        weakref.finalize(weight, _forget, number, known)
+    if known.state != (*state, sum_):
+        known.state, known.forms = (*state, sum_), {}
+    if (found := known.forms.get(key)) is None:
+        found = known.forms[key] = made()
+    return found
+
+
+def _forget(number: int, known: _Packed) -> None:
+    if _packed.get(number) is known:
+        del _packed[number]
+
+
+class _Gradient:
+    """The arguments of ``wgrad``; see csrc/cpu/cpu.h. They do not depend on the number of threads."""
+
+    def __init__(self, config: Config, input_last: bool = False, grad_last: bool = False) -> None:
+        p, kernels = config.problem, kernels_for(config.dtype)
+        itemsize = accumulator_dtype(config.dtype).itemsize
+        table, axes = table_of(p, True, False), axes_of(p, True, False)
+        (low, high), (entries,) = table.shift_range(), table.products
+        by_tap = sorted((tap, of, shift) for of, shift, (tap,) in entries)
+        planes = math.prod(axis.source_step for axis in axes)
+        of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
+        input_block, grad_block = (
+            min(of_input, _GRADIENT_CHANNELS),
+            min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes)),
+        )
+        total, lanes = p.batch * table.cells, kernels.lanes
+        room = _BAND_BYTES // itemsize // (input_block + grad_block * planes) - (high - low)
+        band = -(-max(min(total, room), min(total, 8 * lanes), min(total, (high - low) // 2)) // lanes) * lanes
+        bands = -(-total // band)
+        blocks = p.groups * -(-of_input // input_block) * -(-of_output // grad_block)
+        self.partial_values = math.prod(p.weight_shape)
+        slices = min(
+            bands, -(-_GRADIENT_ITEMS // blocks), max(1, (16 << 20) // (itemsize * max(1, self.partial_values)))
+        )
+        self.in_place = slices == 1 and config.dtype == accumulator_dtype(config.dtype)
+        self.partial_values *= 0 if self.in_place else slices
+        self.partial_bytes = self.partial_values * itemsize
+        input_plane, grad_plane = (_odd_lines(one, itemsize) for one in (band, band + high - low + lanes))
+        self.scratch_bytes = _whole_lines((input_block * input_plane + grad_block * planes * grad_plane) * itemsize)
+        self._arrays = [integers([one[i] for one in by_tap]) for i in (2, 1)]
+        self.struct = WeightGrad(
+            _view(config, p.input_shape, of_input, axes, True, input_last),
+            _view(config, p.output_shape, of_output, axes, False, grad_last),
+            *(p.groups, p.taps, low, high, input_block, grad_block),
+            *(band, bands, slices, planes),
+            *(input_plane, grad_plane),
+            *(one.ctypes.data for one in self._arrays),
+        )
+        self.address = ctypes.addressof(self.struct)
+
+
+def _prepare_weight_grad(config: Config) -> Callable[..., torch.Tensor]:
+    p, kernels, made = config.problem, kernels_for(config.dtype), dict[tuple[bool, bool], _Gradient]()
+    directly = prepare_directly(config, "weight_grad")
+
+    def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        grad, given = dense(grad_output), dense(input)
+        formats = _is_last(given), _is_last(grad)
+        arguments = made.get(formats)
+        if arguments is None:
+            arguments = made[formats] = _Gradient(config, *formats)
+        gradient, threads = torch.empty(p.weight_shape, dtype=grad.dtype), torch.get_num_threads()
+        if gradient.numel() == 0 or p.batch == 0:
+            return gradient.zero_()
+        partials = gradient
+        if not arguments.in_place:
+            partials = torch.empty(arguments.partial_values, dtype=accumulator_dtype(config.dtype))
+        scratch = _scratch(threads * arguments.scratch_bytes)
+        bad = kernels.wgrad(
+            *(arguments.address, given.data_ptr(), grad.data_ptr(), gradient.data_ptr(), partials.data_ptr()),
+            *(scratch, arguments.scratch_bytes, threads),
+        )
+        return directly(grad_output, input) if bad else gradient
+
+    return call
+
+
+KERNEL = ImplicitProduct()
