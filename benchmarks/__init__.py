@@ -29,4 +29,6 @@ precompile    kernels compiled ahead, in processes
 choices       what the estimates choose, measured: tiles and plans beside those chosen
 fit           fitted numbers of estimates, by the times that choices keeps
 fold          col2im and im2col alone
+cpu           layers and networks on a CPU: every algorithm beside torch, as calls of modules
+cpu_fit       the rule by which auto chooses on a CPU, fitted to rows of cpu
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_fit            # from all files of random layers under benchmarks/results/cpu
 
-Rows of `fused` beside torch, each pass apart, are sorted by instruction set, pass, memory format and width of the type.
+Rows of `fused` beside torch, each pass apart, are sorted by instruction set, pass, memory format and type.
 For each group the logarithm of torch's time over ours is fitted by a ridge regression in the logarithms of the layer's
 sizes (gemmconv/kernels/cpu/estimate.py, beside which the file lies). Ten-fold cross-validation says what choosing by it
 is worth on layers that it was not fitted to. The instruction set is that of the rows: any machine can fit another's.
@@ -29,6 +29,7 @@ _TARGET = Path(estimate.__file__).with_name("speedup.json")
 _RIDGE = 3.0  # rows' worth of belief that a size does not matter
 _MOST = 1.7  # logarithm to base 2 beyond which a row counts no more: by how much a choice is right does not matter
 _FEWEST = 60  # rows of a group
+_WORTH, _MOST_LOST = 1.02, 1 / 6  # what choosing must gain on average, and the share of what it takes that may lose
 _LANES = {"avx512": (8, 16, 3), "avx2": (4, 8, 3)}  # rows, lanes and vectors of float32's register tile
 
 
@@ -105,6 +106,9 @@ def main() -> None:
             f"{2 ** best.mean():.3f}x, {taken.sum()} taken, {len(lost)} of them below 0.97x"
             + (f": {', '.join(f'{one:.2f}' for one in lost[:4])}" if len(lost) else "")
         )
+        if 2 ** chosen.mean() < _WORTH or len(lost) > taken.sum() * _MOST_LOST:
+            print("  which is left to torch")
+            continue
         coefficients[key] = {name: round(float(one), 4) for name, one in zip(names, _fit(values, ratios), strict=True)}
     _TARGET.write_text(json.dumps(coefficients, indent=1) + "\n")
 

@@ -400,8 +400,9 @@ class Explanation:
             f"{p.gemm_m} x {p.gemm_n} x {p.gemm_k}",
             f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {self._backward}",
         ]
-        if c.device.type == "cuda":
-            lines.append(f"  kernel   {self.kernel} {self.tile}".rstrip() + f", for an {c.spec.name}")
+        if c.device.type == "cuda" or "/" in self.kernel:
+            gpu = f", for an {c.spec.name}" if c.device.type == "cuda" else ""
+            lines.append(f"  kernel   {self.kernel} {self.tile}".rstrip() + gpu)
         if self.program is not None:
             head, *steps = str(self.program).splitlines()
             if len(steps) > _MOST_STEPS:
@@ -527,6 +528,8 @@ def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> I
         if direction not in kernel.directions:
             continue
         if (made := algorithm.choice_of(kernel, config, direction)) is not None:
-            yield kernel.name, f"{_estimate_text(made.seconds)}; {made.tile_text}"
+            kept = kernel.kept_bytes(config, direction)
+            kept_text = f"; keeps {kept:,} bytes of packed weights" if kept else ""
+            yield kernel.name, f"{_estimate_text(made.seconds)}; {made.tile_text}{kept_text}"
         elif (reason := kernel.why_not(config, direction)) != refusal:  # which the algorithm has said
             yield kernel.name, f"not for it: {reason}"

@@ -134,6 +134,10 @@ class Kernel(ABC):
         """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors."""
         return 0
 
+    def kept_bytes(self, config: Config, direction: Pass) -> int:
+        """Bytes that stay with a weight from call to call."""
+        return 0
+
     def why_not(self, config: Config, direction: Pass) -> str | None:
         """Why it cannot compute a pass, as a clause after its name; None where it can."""
         return self.refuses(config, direction) or self.declines(config, direction)

@@ -10,8 +10,6 @@ import torch
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.cpu.library import KINDS, isa_name
 
-_INT32_MAX = 2**31 - 1
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -42,18 +40,11 @@ class CpuKernel(Kernel):
         if config.dtype not in KINDS:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
             return f"dtype must be {known}, got {str(config.dtype).removeprefix('torch.')}"
-        p = config.problem
-        if (most := max(map(_elements, (p.input_shape, p.weight_shape, p.output_shape)))) > _INT32_MAX:
-            return f"tensors must have fewer than 2**31 elements, got {most}"
         return None
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def dense(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
-    """A tensor in one of the two formats, and where it is in neither a copy in the given one."""
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in NCHW or channels_last, and where it is in neither a copy in NCHW."""
     if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
         return tensor
-    return tensor.contiguous(memory_format=memory_format)
+    return tensor.contiguous()

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gemmconv.geometry import Problem
 
-Tap = tuple[int, int, int]  # tap, class of the source, shift in cells
-Triple = tuple[int, int, int]
+Read = tuple[int, int]  # class of the source, shift in cells
+Entry = tuple[int, int, tuple[int, ...]]  # class of the source, shift in cells, tap of each class or -1
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Axis:
     Attributes:
         size, extent: positions of source and target.
         source_step, target_step: positions of a cell.
-        base: the target's position ``step * cell + class - base``.
-        classes: for each class of the target, its taps.
+        base: the target's position is ``target_step * cell + class - base``.
+        classes: for each class of the target what its cells read, and by which tap.
     """
 
     size: int
@@ -39,13 +40,7 @@ class Axis:
     source_step: int
     target_step: int
     base: int
-    classes: tuple[tuple[Tap, ...], ...]
-
-    @property
-    def shifts(self) -> tuple[int, int]:
-        """The least and the greatest shift, 0 between them."""
-        shifts = [shift for taps in self.classes for _, _, shift in taps]
-        return min(0, *shifts, 0), max(0, *shifts, 0)
+    classes: tuple[dict[Read, int], ...]
 
     @property
     def cells(self) -> int:
@@ -55,8 +50,8 @@ class Axis:
     @property
     def pitch(self) -> int:
         """Cells from one row to the next, so many that no tap reaches from one row into another's values."""
-        low, high = self.shifts
-        return max(-(-self.size // self.source_step) - low, self.cells + high)
+        shifts = [0, *(shift for reads in self.classes for _, shift in reads)]
+        return max(-(-self.size // self.source_step) - min(shifts), self.cells + max(shifts))
 
 
 @lru_cache(maxsize=1024)
@@ -69,46 +64,34 @@ def axes_of(problem: Problem, is_gradient: bool, together: bool) -> tuple[Axis, 
         together: whether all classes of a cell are computed together: bases are then such that they share shifts.
 
     >>> axes_of(Problem(1, 8, 8, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1)), False, True)[2].classes
-    (((0, 0, 0), (2, 0, -1)), ((1, 0, 0), (3, 0, -1)))
+    ({(0, 0): 0, (0, -1): 2}, {(0, 0): 1, (0, -1): 3})
     """
-    p = _flattened(problem)
+    p = problem
+    if p.taps == 1 and max(p.stride) == 1 and max(p.padding) == 0 and p.output_size == p.input_size:
+        p = replace(p, input_size=(1, p.in_pixels))  # the same work on one row, which is not as short
     pairs = zip(p.input_size, p.output_size, p.kernel_size, p.stride, p.padding, p.dilation, strict=True)
-    rows = [(1, 1, 1, 1, 0, 1)] * (3 - len(p.input_size)) + list(pairs)
     made = []
-    for size, extent, kernel, stride, padding, dilation in rows:
-        base = padding % stride if together and not is_gradient else 0
+    for size, extent, kernel, stride, padding, dilation in [(1, 1, 1, 1, 0, 1)] * (3 - len(p.input_size)) + list(pairs):
         if is_gradient:
-            reached = [divmod(k * dilation - padding, stride) for k in range(kernel)]
-            taps = tuple((k, source_class, shift) for k, (shift, source_class) in enumerate(reached))
-            made.append(Axis(extent, size, stride, 1, 0, (taps,)))
+            reached = (divmod(k * dilation - padding, stride) for k in range(kernel))
+            reads = {(source_class, shift): k for k, (shift, source_class) in enumerate(reached)}
+            made.append(Axis(extent, size, stride, 1, 0, (reads,)))
             continue
+        base = padding % stride if together else 0
         offsets = [[c + padding - base - k * dilation for k in range(kernel)] for c in range(stride)]
-        classes = [[(k, 0, e // stride) for k, e in enumerate(of_class) if e % stride == 0] for of_class in offsets]
-        made.append(Axis(size, extent, 1, stride, base, tuple(map(tuple, classes))))
+        classes = [{(0, e // stride): k for k, e in enumerate(row) if e % stride == 0} for row in offsets]
+        made.append(Axis(size, extent, 1, stride, base, tuple(classes)))
     depth, height, width = made
     return depth, height, width
 
 
-def _flattened(p: Problem) -> Problem:
-    """The layer with images of one row, where a kernel of one tap leaves them as they are: rows may be short."""
-    if p.taps == 1 and max(p.stride) == 1 and max(p.padding) == 0 and p.output_size == p.input_size:
-        return replace(p, input_size=(1, p.in_pixels))
-    return p
-
-
 @dataclass(frozen=True)
 class Table:
-    """The tap table of a pass: the entries of each product, with the tap of each of its classes.
-
-    Attributes:
-        axes: see :class:`Axis`.
-        together: whether one product has all classes as its rows; else there is one for each class.
-        products: for each product its entries: (class of the source, shift in cells, tap of each class or -1).
-    """
+    """The tap table of a pass: for each product its entries. A product has one class of the target, or all together."""
 
     axes: tuple[Axis, Axis, Axis]
     together: bool
-    products: tuple[tuple[tuple[int, int, tuple[int, ...]], ...], ...]
+    products: tuple[tuple[Entry, ...], ...]
 
     @property
     def classes(self) -> int:
@@ -117,53 +100,40 @@ class Table:
 
     @property
     def cells(self) -> int:
-        """Cells of the row of numbers that an image takes, those between its rows too."""
+        """Cells of an image, those between its rows too."""
         return math.prod(axis.pitch for axis in self.axes)
 
     @property
-    def has_gaps(self) -> bool:
-        """Whether some class lacks a tap that others of its product have: a weight of zero stands in."""
-        return any(-1 in taps for product in self.products for _, _, taps in product)
+    def entries(self) -> list[Entry]:
+        """The entries of all products."""
+        return [entry for product in self.products for entry in product]
 
     @property
-    def terms(self) -> int:
-        """Multiplications of a cell for each pair of channels, zeros among them."""
-        return sum(len(product) for product in self.products) * (self.classes if self.together else 1)
-
     def shift_range(self) -> tuple[int, int]:
-        """The least and the greatest shift."""
-        shifts = [shift for product in self.products for _, shift, _ in product]
-        return min([0, *shifts]), max([0, *shifts])
+        """The least and the greatest shift, 0 between them."""
+        shifts = [0, *(shift for _, shift, _ in self.entries)]
+        return min(shifts), max(shifts)
 
 
 @lru_cache(maxsize=1024)
 def table_of(problem: Problem, is_gradient: bool, together: bool) -> Table:
     """The tap table of a forward pass or an input gradient, with classes together or one by one."""
     axes = axes_of(problem, is_gradient, together)
-    pitches = [axis.pitch for axis in axes]
-    kernel = (*[1] * (3 - len(problem.kernel_size)), *problem.kernel_size)
-
-    def flat(numbers: tuple[int, ...], extents: list[int]) -> int:
-        found = 0
-        for number, extent in zip(numbers, extents, strict=True):
-            found = found * extent + number
-        return found
-
-    kernels, steps = list(kernel), [axis.source_step for axis in axes]
-    classes = list(itertools.product(*(range(axis.target_step) for axis in axes)))
-    products = []
+    kernel = [1] * (3 - len(problem.kernel_size)) + list(problem.kernel_size)
+    pitches, steps = [axis.pitch for axis in axes], [axis.source_step for axis in axes]
+    classes, products = list(itertools.product(*(range(axis.target_step) for axis in axes))), []
     for of_product in [classes] if together else [[one] for one in classes]:
-        joined = [sorted({tap[1:] for c in of_product for tap in axis.classes[c[i]]}) for i, axis in enumerate(axes)]
-        known = [
-            {(c[i], *tap[1:]): tap[0] for c in of_product for tap in axis.classes[c[i]]} for i, axis in enumerate(axes)
-        ]
+        reads = [sorted({read for c in of_product for read in axis.classes[c[i]]}) for i, axis in enumerate(axes)]
         entries = []
-        for triple in itertools.product(*joined):
-            taps = []
-            for c in of_product:
-                each = tuple(known[i].get((c[i], *triple[i]), -1) for i in range(3))
-                taps.append(-1 if -1 in each else flat(each, kernels))
-            source_class = flat(tuple(one[0] for one in triple), steps)
-            entries.append((source_class, flat(tuple(one[1] for one in triple), pitches), tuple(taps)))
+        for triple in itertools.product(*reads):
+            taps = [[axis.classes[c[i]].get(triple[i], -1) for i, axis in enumerate(axes)] for c in of_product]
+            flat = tuple(-1 if -1 in each else _flat(each, kernel) for each in taps)
+            entries.append((_flat((c for c, _ in triple), steps), _flat((s for _, s in triple), pitches), flat))
         products.append(tuple(entries))
     return Table(axes, together, tuple(products))
+
+
+def _flat(numbers: Iterable[int], extents: list[int]) -> int:
+    """The place of three numbers in an array of such extents; of shifts how far it moves."""
+    first, second, third = numbers
+    return (first * extents[1] + second) * extents[2] + third

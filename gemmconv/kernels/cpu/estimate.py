@@ -1,7 +1,7 @@
 """Which is faster on a CPU, torch's operator or the implicit product: a rule that is fitted to measured rows.
 
 The logarithm of torch's time over ours is taken to be linear in the logarithms of a layer's sizes (:func:`sizes`). Its
-coefficients are in speedup.json, a row of them for each instruction set, pass, memory format and width of the
+coefficients are in speedup.json, a row of them for each instruction set, pass, memory format and element
 type; ``python -m benchmarks.cpu_fit`` writes them, from the rows of ``python -m benchmarks.cpu`` in the tree.
 What has no row is left to torch.
 """
@@ -21,8 +21,9 @@ from gemmconv.kernels.cpu.correlation import table_of
 from gemmconv.kernels.cpu.library import isa_name, kernels_for
 
 _ROWS = Path(__file__).with_name("speedup.json")
-LEAST_SPEEDUP = 1.25  # that is expected before the implicit product is taken: the rule may be off by more than that
-_CYCLES = 2.5e9  # a second
+LEAST_SPEEDUP = 1.4  # that is expected before the implicit product is taken: the rule may be off by more than that
+MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs
+CYCLES = 2.5e9  # a second
 _PACK_SECONDS = 1.8e-9  # of a weight that is packed, for one thread (AVX2 and AVX-512, layers of 2 million weights)
 _COLUMNS, _DIRECT = 2.0, 8.0  # times as long as an implicit product, about: never chosen, but compared
 
@@ -76,7 +77,7 @@ def sizes(config: Config, direction: Pass) -> dict[str, float]:
 def key_of(config: Config, direction: Pass) -> str:
     """The name of the row of coefficients."""
     layout = "channels_last" if config.memory_format is torch.channels_last else "nchw"
-    return f"{isa_name()} {direction} {layout} {8 * config.dtype.itemsize} bits"
+    return f"{isa_name()} {direction} {layout} {str(config.dtype).removeprefix('torch.')}"
 
 
 @cache
@@ -89,7 +90,8 @@ def _coefficients() -> dict[str, dict[str, float]]:
 def speedup(config: Config, direction: Pass) -> float:
     """How many times as fast as torch's operator the implicit product is expected to be; 0 where nothing is known."""
     coefficients = _coefficients().get(key_of(config, direction))
-    if coefficients is None or config.problem.useful_flops == 0 or not math.prod(config.problem.output_shape):
+    p = config.problem
+    if coefficients is None or not p.useful_flops or min(p.output_shape) < 1 or math.prod(p.stride) > MOST_CLASSES:
         return 0.0
     values = sizes(config, direction)
     return float(2 ** sum(values[name] * coefficients[name] for name in coefficients))
@@ -97,12 +99,13 @@ def speedup(config: Config, direction: Pass) -> float:
 
 def fused_seconds(config: Config, direction: Pass) -> float:
     """Roughly the seconds of an implicit product, and of packing the weight where it is another one each time."""
-    if config.problem.useful_flops == 0:
+    p = config.problem
+    if p.useful_flops == 0 or math.prod(p.stride) > MOST_CLASSES:
         return 0.0
     is_gradient = direction != "forward"
-    seconds = 2 * cycles(config, is_gradient, not is_gradient and is_together(config)) / _CYCLES
+    seconds = 2 * cycles(config, is_gradient, not is_gradient and is_together(config)) / CYCLES
     if config.trained and direction == "forward":
-        seconds += math.prod(config.problem.weight_shape) * _PACK_SECONDS
+        seconds += math.prod(p.weight_shape) * _PACK_SECONDS
     return seconds / torch.get_num_threads()
 
 

@@ -7,6 +7,7 @@ channels. No cut changes the order of a sum, so that bits are the same whatever 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 import weakref
@@ -18,7 +19,7 @@ import torch
 from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.base import CpuKernel, dense
-from gemmconv.kernels.cpu.correlation import Axis, Table, axes_of, table_of
+from gemmconv.kernels.cpu.correlation import Axis, Table, table_of
 from gemmconv.kernels.cpu.direct import prepare as prepare_directly
 from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
 
@@ -27,8 +28,8 @@ _MANY_WEIGHTS = 300_000  # of a group: then they are read anew for each band
 _STRIP, _SUMS_BYTES = 384, 96 << 10  # cells of a strip at most, and its sums
 _LEAST_BAND = 48  # cells
 _STAGED_SECONDS, _WEIGHT_SECONDS, _ITEM_SECONDS = 4e-10, 1.5e-10, 2e-6  # of a value that is staged or read, of an item
-_CYCLES = 2.5e9  # a second
 _GRADIENT_CHANNELS = 32  # of a weight gradient's item, of input and of grad_output
+_PARTIALS_SHARE = 4  # of the workspace, that part holds the sums of slices
 _GRADIENT_ITEMS = 32  # that a weight gradient is cut into at least, where it has the cells
 _LINE = 64  # bytes
 
@@ -44,16 +45,22 @@ class ImplicitProduct(CpuKernel):
         return estimate.fused_seconds(config, direction)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
-        """Bytes of scratch memory; packed weights, which are kept beside a weight in forward passes, come on top."""
+        """Bytes of scratch memory, which a thread keeps from call to call; packed weights come on top."""
         threads = torch.get_num_threads()
         if direction == "weight_grad":
             made = _Gradient(config)
             return made.partial_bytes + threads * made.scratch_bytes
         return _Correlation(config, direction == "input_grad", threads).scratch_bytes * threads
 
-    def kept_bytes(self, config: Config) -> int:
-        """Bytes of packed weights that a forward pass keeps beside the weight."""
-        return _Correlation(config, False, 1).packed_bytes
+    def kept_bytes(self, config: Config, direction: Pass) -> int:
+        """Bytes of packed weights that forward passes keep beside the weight, but where that is trained."""
+        is_kept = direction == "forward" and not config.trained
+        return _Correlation(config, False, 1).packed_bytes if is_kept else 0
+
+    def refuses(self, config: Config, direction: Pass) -> str | None:
+        if math.prod(config.problem.stride) > estimate.MOST_CLASSES:
+            return f"the product of strides must be at most {estimate.MOST_CLASSES}, got {config.problem.stride}"
+        return super().refuses(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
         if direction == "weight_grad":
@@ -72,116 +79,73 @@ class _Correlation:
     """
 
     def __init__(self, config: Config, is_gradient: bool, threads: int, source_last: bool = False) -> None:
-        p, kernels = config.problem, kernels_for(config.dtype)
-        itemsize = accumulator_dtype(config.dtype).itemsize
-        of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
-        channels, targets = (of_output, of_input) if is_gradient else (of_input, of_output)
+        p, kernels, itemsize = config.problem, kernels_for(config.dtype), accumulator_dtype(config.dtype).itemsize
         together = not is_gradient and estimate.is_together(config)
         table = table_of(p, is_gradient, together)
-        low, high = table.shift_range()
-        tile_cells, block = kernels.lanes * kernels.vectors, -(-targets // -(-targets // kernels.rows))
-        products = 1 if together else table.axes[2].target_step
+        axes, entries, (low, high) = table.axes, table.entries, table.shift_range
+        sizes = [(p.in_channels // p.groups, p.input_shape), (p.out_channels // p.groups, p.output_shape)]
+        (channels, source_shape), (targets, target_shape) = reversed(sizes) if is_gradient else sizes
+        block = -(-targets // -(-targets // kernels.rows))
+        blocks, planes = -(-targets // block), math.prod(axis.source_step for axis in axes)
+        products, pairs = (1, (axes[0].target_step, axes[1].target_step)) if together else (axes[2].target_step, (1, 1))
         jobs, rows = len(table.products) // products, block * (table.classes if together else 1)
-        blocks, planes = -(-targets // block), math.prod(axis.source_step for axis in table.axes)
-        padded_rows = -(-rows // kernels.rows) * kernels.rows
-        entries = sum(map(len, table.products))
-        many = channels * planes * targets * max(map(len, table.products)) > _MANY_WEIGHTS
-        room = min(_LARGE_BAND_BYTES if many else _BAND_BYTES, max(0, config.workspace_limit // threads - _SUMS_BYTES))
-        work = table, p.batch, p.groups, channels * planes, targets, jobs * blocks
-        band, bands, splits = _cut(*work, threads, room // itemsize, tile_cells, 2 * kernels.lanes * _CYCLES)
-        strip = (
-            max(
-                1,
-                min(
-                    -(-band // tile_cells),
-                    _STRIP // tile_cells,
-                    _SUMS_BYTES // itemsize // (rows * products * tile_cells),
-                ),
-            )
-            * tile_cells
-        )
+        first_classes = [0, 0] if together else [c for job in range(jobs) for c in divmod(job, axes[1].target_step)]
+        weight_strides = [sizes[1][0] * p.taps, p.taps]  # of input and of output channels
+        weight_source, weight_target = reversed(weight_strides) if is_gradient else weight_strides
+        tile = kernels.lanes * kernels.vectors
+        band, bands, splits = _cut(config, table, channels * planes, targets, jobs * blocks, threads, tile)
+        fitting = _SUMS_BYTES // itemsize // (rows * products * tile)
+        strip = max(1, min(-(-band // tile), _STRIP // tile, fitting)) * tile
         at_once = max(1, min(blocks, _SUMS_BYTES // itemsize // (rows * products * strip)))
-        plane = _odd_lines(band + high - low + tile_cells, itemsize)
-        weight_source, weight_target = of_output * p.taps, p.taps
-        if is_gradient:
-            weight_source, weight_target = weight_target, weight_source
-        taps = [
-            -1 if tap < 0 else tap + channel * weight_target
-            for product in table.products
-            for _, _, of_classes in product
-            for tap in of_classes
-            for channel in range(block)
-        ]
-        starts = [sum(map(len, table.products[:i])) for i in range(len(table.products) + 1)]
-        pairs = [axis.target_step for axis in table.axes[:2]]
-        job_class = [0, 0] if together else [divmod(job, pairs[1])[i] for job in range(jobs) for i in (0, 1)]
-        self._arrays = [
-            integers(one)
-            for one in (
-                starts,
-                [shift for product in table.products for _, shift, _ in product],
-                [of for product in table.products for of, _, _ in product],
-                taps,
-                job_class,
-            )
-        ]
-        shapes = (p.output_shape, p.input_shape) if is_gradient else (p.input_shape, p.output_shape)
-        target_last = config.memory_format is torch.channels_last
-        self.packed_values = blocks * padded_rows * channels * entries
-        self.packed_bytes = self.packed_values * p.groups * itemsize
-        values = channels * planes * plane + at_once * products * rows * (strip + tile_cells)
-        if KINDS[config.dtype]:
-            values += strip * table.axes[2].target_step
-        self.scratch_bytes = _whole_lines(values * itemsize + 8 * entries)
+        plane = _odd_lines(band + high - low + tile, itemsize)
+        packed_values = blocks * -(-rows // kernels.rows) * kernels.rows * channels * len(entries)
+        values = channels * planes * plane + at_once * products * rows * (strip + tile)
+        values += strip * axes[2].target_step if KINDS[config.dtype] else 0
+        self.packed_bytes = packed_values * p.groups * itemsize
+        self.scratch_bytes = _whole_lines(values * itemsize + 8 * len(entries))
         self.threads_bytes = _whole_lines(8 * threads) + threads * self.scratch_bytes
+        steps = [weight_target * channel for channel in range(block)]
+        self._arrays = [
+            integers(itertools.accumulate(map(len, table.products), initial=0)),
+            integers(shift for _, shift, _ in entries),
+            integers(source_class for source_class, _, _ in entries),
+            integers(-1 if tap < 0 else tap + step for _, _, taps in entries for tap in taps for step in steps),
+            integers(first_classes),
+        ]
         self.struct = Conv(
-            _view(config, shapes[0], channels, table.axes, False, source_last),
-            _view(config, shapes[1], targets, table.axes, True, target_last),
+            _view(config, source_shape, channels, axes, False, source_last),
+            _view(config, target_shape, targets, axes, True, config.memory_format is torch.channels_last),
             p.groups,
-            tuple(axis.cells for axis in table.axes),
-            *(low, high, jobs, products, block, rows, blocks, splits, bands),
-            *(band, strip, at_once, planes),
-            plane,
-            of_input * of_output * p.taps,
-            weight_source,
-            weight_target,
-            self.packed_values,
+            tuple(axis.cells for axis in axes),
+            *(low, high, jobs, products, block, rows, blocks, splits, bands, band, strip, at_once, planes, plane),
+            *(channels * targets * p.taps, weight_source, weight_target, packed_values),
             *(one.ctypes.data for one in self._arrays),
-            tuple(pairs) if together else (1, 1),
-            table.has_gaps,
+            pairs,
+            any(-1 in taps for _, _, taps in entries),
         )
         self.address = ctypes.addressof(self.struct)
 
 
 def _cut(
-    table: Table,
-    batch: int,
-    groups: int,
-    planes: int,
-    targets: int,
-    units: int,
-    threads: int,
-    room: int,
-    tile: int,
-    rate: float,
+    config: Config, table: Table, planes: int, targets: int, units: int, threads: int, tile: int
 ) -> tuple[int, int, int]:
     """Cells of a band, bands, and the parts that each band's units are shared out in: what is estimated to end first.
 
     Args:
-        table, batch, groups: the pass.
+        config, table: the pass.
         planes: values that are staged of a cell.
         targets: channels of the target.
         units: of a band, which each of its parts has some of, after staging all of it.
         threads: how many share the work.
-        room: values that a band's planes may have.
         tile: cells of a register tile.
-        rate: multiplications a second of a thread.
     """
-    low, high = table.shift_range()
-    total, span = batch * table.cells, high - low
-    terms = table.terms * planes * targets  # of a cell, and weights that an item reads
-    most = max(span, _LEAST_BAND, room // planes - span)
-    fewest = -(-total // most)
+    low, high = table.shift_range
+    total, span, groups = config.problem.batch * table.cells, high - low, config.problem.groups
+    terms = sum(map(len, table.products)) * (table.classes if table.together else 1) * planes * targets
+    many = planes * targets * max(map(len, table.products)) > _MANY_WEIGHTS
+    room = min(_LARGE_BAND_BYTES if many else _BAND_BYTES, config.workspace_limit // threads - _SUMS_BYTES)
+    most = max(span, _LEAST_BAND, room // accumulator_dtype(config.dtype).itemsize // planes - span)
+    fewest, rate = -(-total // most), 2 * kernels_for(config.dtype).lanes * estimate.CYCLES
     best = (math.inf, 1, 1)
     for bands in {min(max(1, total // _LEAST_BAND), fewest * factor) for factor in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}:
         band = -(-total // bands)
@@ -320,35 +284,30 @@ class _Gradient:
     def __init__(self, config: Config, input_last: bool = False, grad_last: bool = False) -> None:
         p, kernels = config.problem, kernels_for(config.dtype)
         itemsize = accumulator_dtype(config.dtype).itemsize
-        table, axes = table_of(p, True, False), axes_of(p, True, False)
-        (low, high), (entries,) = table.shift_range(), table.products
-        by_tap = sorted((tap, of, shift) for of, shift, (tap,) in entries)
+        table = table_of(p, True, False)
+        axes, (low, high) = table.axes, table.shift_range
+        by_tap = sorted((tap, source_class, shift) for source_class, shift, (tap,) in table.entries)
         planes = math.prod(axis.source_step for axis in axes)
         of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
-        input_block, grad_block = (
-            min(of_input, _GRADIENT_CHANNELS),
-            min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes)),
-        )
+        input_block = min(of_input, _GRADIENT_CHANNELS)
+        grad_block = min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes))
         total, lanes = p.batch * table.cells, kernels.lanes
         room = _BAND_BYTES // itemsize // (input_block + grad_block * planes) - (high - low)
         band = -(-max(min(total, room), min(total, 8 * lanes), min(total, (high - low) // 2)) // lanes) * lanes
         bands = -(-total // band)
         blocks = p.groups * -(-of_input // input_block) * -(-of_output // grad_block)
-        self.partial_values = math.prod(p.weight_shape)
-        slices = min(
-            bands, -(-_GRADIENT_ITEMS // blocks), max(1, (16 << 20) // (itemsize * max(1, self.partial_values)))
-        )
-        self.in_place = slices == 1 and config.dtype == accumulator_dtype(config.dtype)
-        self.partial_values *= 0 if self.in_place else slices
-        self.partial_bytes = self.partial_values * itemsize
+        sum_bytes = math.prod(p.weight_shape) * itemsize
+        fitting = config.workspace_limit // _PARTIALS_SHARE // sum_bytes
+        slices = max(1, min(bands, -(-_GRADIENT_ITEMS // blocks), fitting))
+        in_place = slices == 1 and not KINDS[config.dtype]
+        self.partial_bytes = 0 if in_place else slices * sum_bytes
         input_plane, grad_plane = (_odd_lines(one, itemsize) for one in (band, band + high - low + lanes))
         self.scratch_bytes = _whole_lines((input_block * input_plane + grad_block * planes * grad_plane) * itemsize)
         self._arrays = [integers([one[i] for one in by_tap]) for i in (2, 1)]
         self.struct = WeightGrad(
             _view(config, p.input_shape, of_input, axes, True, input_last),
             _view(config, p.output_shape, of_output, axes, False, grad_last),
-            *(p.groups, p.taps, low, high, input_block, grad_block),
-            *(band, bands, slices, planes),
+            *(p.groups, p.taps, low, high, input_block, grad_block, band, bands, slices, planes),
             *(input_plane, grad_plane),
             *(one.ctypes.data for one in self._arrays),
         )
@@ -368,12 +327,10 @@ def _prepare_weight_grad(config: Config) -> Callable[..., torch.Tensor]:
         gradient, threads = torch.empty(p.weight_shape, dtype=grad.dtype), torch.get_num_threads()
         if gradient.numel() == 0 or p.batch == 0:
             return gradient.zero_()
-        partials = gradient
-        if not arguments.in_place:
-            partials = torch.empty(arguments.partial_values, dtype=accumulator_dtype(config.dtype))
-        scratch = _scratch(threads * arguments.scratch_bytes)
+        scratch = _scratch(threads * arguments.scratch_bytes + arguments.partial_bytes)
+        partials = scratch + threads * arguments.scratch_bytes if arguments.partial_bytes else gradient.data_ptr()
         bad = kernels.wgrad(
-            *(arguments.address, given.data_ptr(), grad.data_ptr(), gradient.data_ptr(), partials.data_ptr()),
+            *(arguments.address, given.data_ptr(), grad.data_ptr(), gradient.data_ptr(), partials),
             *(scratch, arguments.scratch_bytes, threads),
         )
         return directly(grad_output, input) if bad else gradient
