@@ -220,10 +220,11 @@ def _compare(
             console.print(report.table(rows))
             for line in report.notes(rows):
                 console.print(f"  {line}", style="red" if "is wrong" in line else "dim", highlight=False, markup=False)
-    console.print(report.LEGEND, style="dim", highlight=False, markup=False)
+    console.print(report.legend(device.type), style="dim", highlight=False, markup=False)
+    console.print(f"\n{report.summary(results)}", style="bold", highlight=False, markup=False, soft_wrap=True)
     path = out / "times.png"
     report.chart(results, path, heading)
-    console.print(f"\nchart: {path}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"chart: {path}", highlight=False, markup=False, soft_wrap=True)
     return int(any(row.wrong for rows in results for row in rows))
 
 

@@ -16,10 +16,11 @@ import gemmconv.__main__ as command_line
 from gemmconv import compare
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native
-from gemmconv.compare import layers, measure, photo, timing
+from gemmconv.compare import layers, measure, photo, report, timing
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config
 from gemmconv.ops import implementation
-from tests.samples import CUDA_ONLY
+from gemmconv.selection import explain
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
 pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")
@@ -87,11 +88,11 @@ def test_layer_refuses_with_flag_and_value(flags, message):
 def test_shrink_says_by_how_much():
     notes = [layers.shrink(layer).shrink_note() for layer in layers.DEMO_LAYERS]
     assert notes == [
-        "batch 64 -> 1, image 128x256 -> 64x128",
-        "batch 64 -> 1, image 128x256 -> 64x128",
-        "batch 8 -> 1, image 512x512 -> 128x128",
-        "batch 16 -> 2",
-        "batch 16 -> 2",
+        "batch 64 -> 1, image 128x256 -> 32x64",
+        "batch 64 -> 1, image 128x256 -> 32x64",
+        "batch 8 -> 1, image 512x512 -> 32x64",
+        "batch 16 -> 1, image 64x128 -> 64x64",
+        "batch 16 -> 1, image 64x128 -> 64x64",
     ]
 
 
@@ -129,22 +130,28 @@ def test_windows_all_differ(shape):
 # Rows.
 
 
-def test_measure_gives_a_row_for_torch_and_each_algorithm():
+def test_measure_gives_a_row_for_torch_auto_and_each_algorithm():
     steps = []
     rows = measure.measure_layer(SMALL, CPU, torch.float32, None, steps.append)
-    assert [row.algorithm for row in rows] == [measure.BASELINE, *(a.name for a in measure.ALGORITHMS)]
+    assert [row.algorithm for row in rows] == [measure.BASELINE, measure.AUTO, *(a.name for a in measure.ALGORITHMS)]
     assert len(steps) == measure.steps_per_layer()
-    assert sum(row.chosen for row in rows) == 1
-    for row in rows:
-        if row.algorithm in CUDA_ONLY:
-            assert row.skipped == "the device must be cuda, got cpu"
-            continue
-        assert row.skipped is None
+    (chosen,) = [row.algorithm for row in rows if row.chosen]
+    backward = explain(SMALL.problem, bias=True).gradients
+    assert [row.taken for row in rows if row.taken] == [rows[1].taken] == [(chosen, *backward)]
+    config = Config(SMALL.problem, torch.float32, CPU, bias=True)
+    assert [row.skipped for row in rows] == [None, None, *(a.why_not(config) for a in measure.ALGORITHMS)]
+    for row in (row for row in rows if row.skipped is None):
         assert not row.wrong
         assert 0 < row.error < 1e-6
         assert row.forward_ms == row.both_ms == row.forward_ratio == row.both_ratio == 1.0 or (
             row.algorithm == measure.BASELINE
         )
+
+
+def test_workspace_leaves_out_what_torch_manages():
+    config, gemm, native = Config(SMALL.problem, torch.float32, CPU), GemmCol2im(), Native()
+    assert measure._workspace_bytes((native, gemm, native), config) == gemm.workspace_bytes(config, "input_grad")
+    assert measure._workspace_bytes((native, native, native), config) is None
 
 
 def test_measure_puts_the_benchmark_flag_back(monkeypatch):
@@ -158,10 +165,10 @@ def test_measure_puts_the_benchmark_flag_back(monkeypatch):
         return [1.0] * len(runs)
 
     monkeypatch.setattr(measure, "medians_ms", record)
-    measure.measure_layer(SMALL, CPU, torch.float32, None)
+    rows = measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert not torch.backends.cudnn.benchmark
-    able = [algorithm for algorithm in measure.ALGORITHMS if algorithm.name not in CUDA_ONLY]
-    assert seen == [True, *[False] * len(able)] * 2
+    others = [row for row in rows[1:] if row.skipped is None]
+    assert seen == [True, *[False] * len(others)] * 2
 
 
 class Wrong(GemmCol2im):
@@ -189,14 +196,13 @@ class Wrong(GemmCol2im):
 
 @pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
 def test_wrong_result_is_red_and_has_no_times(monkeypatch, direction):
-    from gemmconv.compare import report
-
     fake = Wrong(direction)
-    monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
+    monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])
     monkeypatch.setattr(measure, "ALGORITHMS", (fake,))
     monkeypatch.setattr(implementation, "plans", {})  # no plan of another test fits
-    right, wrong = measure.measure_layer(SMALL, CPU, torch.float32, None)
+    right, auto, wrong = measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert not right.wrong
+    assert auto.wrong
     assert wrong.wrong
     assert wrong.error_is_wrong == (direction == "forward")
     assert wrong.forward_ms is wrong.both_ms is wrong.forward_ratio is wrong.both_ratio is None
@@ -212,8 +218,6 @@ def test_not_a_number_is_wrong():
 
 
 def test_refused_algorithm_is_skipped_with_its_reason(monkeypatch):
-    from gemmconv.compare import report
-
     class Refuses(Native):
         name = "refuses"
 
@@ -222,13 +226,33 @@ def test_refused_algorithm_is_skipped_with_its_reason(monkeypatch):
 
     monkeypatch.setattr(measure, "ALGORITHMS", (Refuses(),))
     rows = measure.measure_layer(SMALL, CPU, torch.float32, None)
-    assert rows[1].forward_ms is None
-    assert report.notes(rows) == ["refuses was not run: kernel must be 1x1, got 3x5"]
+    assert rows[2].forward_ms is None
+    assert report.notes(rows)[1:] == ["refuses was not run: kernel must be 1x1, got 3x5"]
+
+
+def auto_row(forward, both):
+    taken = "fused", "fused", "native"
+    return measure.Row(SMALL, measure.AUTO, "ieee", taken=taken, forward_ratio=forward, both_ratio=both)
+
+
+def test_summary_counts_layers_that_are_slower_and_that_have_no_ratio():
+    assert report.summary([[auto_row(4.0, 1.0)], [auto_row(0.25, 1.0)], [auto_row(None, None)]]) == (
+        "auto: 1.00x torch's speed forward (geometric mean of 2 of 3 layers; least 0.25x), "
+        "1.00x with gradients (least 1.00x)"
+    )
+    assert report.summary([[auto_row(None, None)]]) == "auto: no ratio to torch, as noted above"
+
+
+def test_table_colours_what_auto_gains_and_notes_what_it_takes():
+    row = auto_row(1.02, 0.96)
+    auto, fused = text_of(report.table([row, replace(row, algorithm="fused", chosen=True)])).rstrip().splitlines()[-2:]
+    assert re.search(r"\x1b\[1;32m *1\.02x\x1b\[0m.*\x1b\[31m *0\.96x\x1b\[0m", auto)
+    assert fused.startswith(" fused * ")
+    assert "\x1b" not in fused
+    assert report.notes([row]) == ["auto takes fused forward, fused (input) and native (weight) for gradients"]
 
 
 def test_table_says_what_was_made_smaller():
-    from gemmconv.compare import report
-
     layer = layers.shrink(replace(SMALL, problem=replace(SMALL.problem, batch=64)), flops=SMALL.problem.useful_flops)
     text = text_of(report.table([measure.Row(layer, measure.BASELINE, "ieee")]))
     assert "made smaller for the CPU: batch 64 -> 2" in text
@@ -237,7 +261,6 @@ def test_table_says_what_was_made_smaller():
 def test_times_are_medians_of_runs_that_take_turns(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(timing, "_WARM_UPS", 1)
     turns = []
 
     def slow():
@@ -245,8 +268,20 @@ def test_times_are_medians_of_runs_that_take_turns(monkeypatch):
         next(clock)
 
     assert timing.medians_ms([lambda: turns.append("fast"), slow], CPU) == [1000, 2000]
-    assert turns == ["fast", "slow"] * 6
+    assert turns == ["fast", "slow"] * 4  # such long rounds are three, after one that is not counted
     assert timing.medians_ms([], CPU) == []
+
+
+@pytest.mark.parametrize(("milliseconds", "rounds"), [(1, 50), (110, 9), (350, 5), (510, 3), (3000, 3)])
+def test_rounds_on_a_cpu_are_bounded(monkeypatch, milliseconds, rounds):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def run():
+        now[0] += milliseconds * 1e-3
+
+    assert timing.medians_ms([run], CPU) == [pytest.approx(milliseconds)]
+    assert round(now[0] / (milliseconds * 1e-3)) == 1 + rounds
 
 
 def test_estimates_say_how_long_a_gpu_rests(monkeypatch):
@@ -297,6 +332,8 @@ def test_compare_writes_table_and_chart(tmp_path, capsys):
     assert (out / "times.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("torch", *(a.name for a in measure.ALGORITHMS), "times.png"))
+    assert "auto: 1.00x torch's speed forward, 1.00x with gradients\n" in printed
+    assert "cuDNN" not in printed
 
 
 @pytest.mark.parametrize(

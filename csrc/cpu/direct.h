@@ -28,20 +28,20 @@ TARGET static void direct_forward_row(void* context, i64 item, int worker) {
     const layer_t* p = call->p;
     const i64 oh = item % p->out[0], plane = item / p->out[0], group = plane / p->c_out, co = plane % p->c_out;
     const i64 stride = p->stride[1], taps = p->kernel[0] * p->kernel[1];  /* group: of all images */
-    real* output = call->result + item * p->out[1];
+    real* restrict output = call->result + item * p->out[1];
     for (i64 ow = 0; ow < p->out[1]; ++ow) output[ow] = call->bias ? call->bias[plane % (p->c_out * p->groups)] : 0;
     for (i64 kh = 0; kh < p->kernel[0]; ++kh) {
         const i64 reach = oh + p->padding[0] - kh * p->dilation[0], ih = reach / p->stride[0];
         if (reach < 0 || reach % p->stride[0] || ih >= p->size[0]) continue;
         for (i64 ci = 0; ci < p->c_in; ++ci) {
-            const real* input = call->a + ((group * p->c_in + ci) * p->size[0] + ih) * p->size[1];
+            const real* restrict input = call->a + ((group * p->c_in + ci) * p->size[0] + ih) * p->size[1];
             const real* weight = call->b + ((group % p->groups * p->c_in + ci) * p->c_out + co) * taps;
             weight += kh * p->kernel[1];
             for (i64 kw = 0; kw < p->kernel[1]; ++kw) {
                 const reach_t w = reach_of(p, 1, kw);
-                real* at = output + w.origin;
-                if (stride == 1) for (i64 iw = w.first; iw < w.last; ++iw) at[iw] += weight[kw] * input[iw];
-                else for (i64 iw = w.first; iw < w.last; ++iw) at[iw * stride] += weight[kw] * input[iw];
+                const real value = weight[kw];
+                if (stride == 1) for (i64 iw = w.first; iw < w.last; ++iw) output[iw + w.origin] += value * input[iw];
+                else for (i64 iw = w.first; iw < w.last; ++iw) output[iw * stride + w.origin] += value * input[iw];
             }
         }
     }
@@ -53,17 +53,19 @@ TARGET static void direct_input_grad_row(void* context, i64 item, int worker) {
     const layer_t* p = call->p;
     const i64 ih = item % p->size[0], plane = item / p->size[0], group = plane / p->c_in;
     const i64 taps = p->kernel[0] * p->kernel[1], stride = p->stride[1];
-    real* gradient = call->result + item * p->size[1];
+    real* restrict gradient = call->result + item * p->size[1];
     memset(gradient, 0, sizeof(real) * (size_t)p->size[1]);
     for (i64 kh = 0; kh < p->kernel[0]; ++kh) {
         const i64 oh = ih * p->stride[0] - p->padding[0] + kh * p->dilation[0];
         if (oh < 0 || oh >= p->out[0]) continue;
         for (i64 co = 0; co < p->c_out; ++co) {
-            const real* grad = call->a + ((group * p->c_out + co) * p->out[0] + oh) * p->out[1];
+            const real* restrict grad = call->a + ((group * p->c_out + co) * p->out[0] + oh) * p->out[1];
             const real* weight = call->b + (plane % (p->c_in * p->groups) * p->c_out + co) * taps + kh * p->kernel[1];
             for (i64 kw = 0; kw < p->kernel[1]; ++kw) {
                 const reach_t w = reach_of(p, 1, kw);
-                for (i64 iw = w.first; iw < w.last; ++iw) gradient[iw] += weight[kw] * grad[iw * stride + w.origin];
+                const real value = weight[kw];
+                if (stride == 1) for (i64 iw = w.first; iw < w.last; ++iw) gradient[iw] += value * grad[iw + w.origin];
+                else for (i64 iw = w.first; iw < w.last; ++iw) gradient[iw] += value * grad[iw * stride + w.origin];
             }
         }
     }

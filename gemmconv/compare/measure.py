@@ -1,4 +1,4 @@
-"""One row per layer and algorithm: errors first, times only where the result is right."""
+"""One row per layer and algorithm, and one for ``auto``: errors first, times only where the result is right."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gemmconv.compare.timing import medians_ms
 from gemmconv.device import spec_of
 from gemmconv.kernels.base import Config, Direction, Precision
 from gemmconv.module import ConvTranspose2d
-from gemmconv.selection import choose, torch_precision
+from gemmconv.selection import choose, choose_gradients, is_deterministic, torch_precision
 
-BASELINE = "torch"
+BASELINE, AUTO = "torch", "auto"
 
 # Largest error against float64 that counts as right: ||out - reference|| / ||reference||.
 _BARS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -37,9 +37,10 @@ class Row:
 
     Attributes:
         layer: the layer, at the size that was measured.
-        algorithm: its name; ``BASELINE`` is ``torch.nn.ConvTranspose2d`` with cuDNN's benchmark mode on.
+        algorithm: its name, or ``AUTO``; ``BASELINE`` is ``torch.nn.ConvTranspose2d`` with cuDNN's benchmark mode on.
         precision: how float32 products are rounded.
-        chosen: whether ``auto`` takes this algorithm here.
+        chosen: whether ``auto`` takes this algorithm for the forward pass.
+        taken: in the row of ``AUTO``, the algorithms of the forward pass, the input's and the weight's gradient.
         skipped: why it was not run; everything below is then empty.
         error: of the output, relative to float64.
         gradient_error: the largest of the gradients of input, weight and bias, relative to float64.
@@ -53,6 +54,7 @@ class Row:
     algorithm: str
     precision: Precision
     chosen: bool = False
+    taken: tuple[str, ...] = ()
     skipped: str | None = None
     error: float | None = None
     gradient_error: float | None = None
@@ -125,7 +127,7 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
 
 def steps_per_layer() -> int:
     """How many steps :func:`measure_layer` reports."""
-    return 4 + len(ALGORITHMS)
+    return 5 + len(ALGORITHMS)
 
 
 def measure_layer(
@@ -135,10 +137,10 @@ def measure_layer(
     precision: Precision | None,
     step: Step = lambda name: None,
 ) -> list[Row]:
-    """Measure torch and every algorithm on one layer.
+    """Measure torch, ``auto`` and every algorithm on one layer.
 
     Torch's layer runs first, with cuDNN's benchmark mode on. torch keeps what that finds, so ``native`` is timed
-    with the same cuDNN kernels, but for forward passes that take deterministic ones.
+    with the same cuDNN kernels. On Hopper ``auto`` has torch's operator take deterministic ones.
 
     Args:
         layer: the layer, at the size to measure.
@@ -148,12 +150,14 @@ def measure_layer(
         step: called with the name of each step as it begins, ``steps_per_layer()`` times.
 
     Returns:
-        A row for torch, then one for each entry of ``ALGORITHMS``, in their order.
+        A row for torch, one for ``auto``, then one for each entry of ``ALGORITHMS``, in their order.
     """
     current = torch_precision(dtype, device)
     rounding, spec = precision or current, spec_of(device)
     config = Config(layer.problem, dtype, device, rounding, torch_precision=current, bias=layer.bias, spec=spec)
-    chosen = choose(config, "auto", "compare").name
+    auto = replace(config, deterministic=is_deterministic(AUTO, device, spec))
+    gradients = choose_gradients(auto, auto, AUTO, "compare")
+    taken = choose(auto, AUTO, "compare"), gradients.input_grad, gradients.weight_grad
     with _restored_benchmark_flag():
         step("input and reference")
         # In float64 the reference may be the first to run torch's layer at this size, and the first call decides.
@@ -171,20 +175,21 @@ def measure_layer(
         bar = gradient_bar = error_bar(dtype, config.precision)
         if rows[0].gradient_error is not None and not rows[0].wrong:
             gradient_bar = max(bar, 2 * rows[0].gradient_error)
-        for algorithm in ALGORITHMS:
-            step(algorithm.name)
+        for name, passes in ((AUTO, taken), *((a.name, (a, a, a)) for a in ALGORITHMS)):
+            step(name)
             row = Row(
                 layer,
-                algorithm.name,
+                name,
                 config.precision,
-                chosen=algorithm.name == chosen,
-                skipped=algorithm.why_not(config),
+                chosen=name == taken[0].name,
+                taken=tuple(algorithm.name for algorithm in taken) if name == AUTO else (),
+                skipped=passes[0].why_not(config),
                 bar=bar,
                 gradient_bar=gradient_bar,
             )
             if row.skipped is None:
-                module = modules[len(rows)] = _module(layer, data, algorithm.name, precision)
-                row = _check(replace(row, workspace_bytes=_workspace_bytes(algorithm, config)), module, data)
+                module = modules[len(rows)] = _module(layer, data, name, precision)
+                row = _check(replace(row, workspace_bytes=_workspace_bytes(passes, config)), module, data)
             rows.append(row)
         return _with_times(rows, modules, data, device, step)
 
@@ -351,8 +356,7 @@ def _with_times(
     ]
 
 
-def _workspace_bytes(algorithm: Algorithm, config: Config) -> int | None:
-    """The most of any direction; None where torch manages it."""
-    if algorithm.name == "native":
-        return None
-    return max(algorithm.workspace_bytes(config, direction) for direction in get_args(Direction))
+def _workspace_bytes(passes: Sequence[Algorithm], config: Config) -> int | None:
+    """The most that any direction's algorithm takes; None where torch manages all of it."""
+    ours = [pair for pair in zip(passes, get_args(Direction), strict=True) if pair[0].name != "native"]
+    return max((algorithm.workspace_bytes(config, direction) for algorithm, direction in ours), default=None)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import geometric_mean
+from typing import TYPE_CHECKING
 
-from gemmconv.compare.measure import BASELINE, Row
+from gemmconv.compare.measure import AUTO, BASELINE, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Group
     from rich.text import Text
 
-# Okabe and Ito's palette, told apart with any colour vision; grey is the baseline.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-_BASELINE_COLOUR = "#7F7F7F"
+_COLOURS = {AUTO: "#0072B2", BASELINE: "#8C8C8C"}  # Okabe and Ito's blue, told apart from grey with any colour vision
+_OTHER_COLOUR = "#BFD4E2"
 _WRONG_COLOUR = "#B00020"
 _EMPTY = "-"
+_GAP_LINES = 1.8  # of the chart, between layers: the next one's heading
+_FASTER, _SLOWER = 1.02, 0.97  # times torch's speed: ratios between them are noise
 
 _HEADINGS = (
     "algorithm",
@@ -56,13 +58,13 @@ def _cells(row: Row) -> list[Text]:
     from rich.text import Text
 
     return [
-        Text(row.algorithm + (" *" if row.chosen else "")),
+        Text(row.algorithm + (" *" if row.chosen else ""), style="bold" if row.algorithm == AUTO else ""),
         _error(row.error, row.error_is_wrong),
         _error(row.gradient_error, row.gradient_is_wrong),
         Text(_milliseconds(row.forward_ms)),
-        Text(_times(row.forward_ratio)),
+        _ratio(row, row.forward_ratio),
         Text(_milliseconds(row.both_ms)),
-        Text(_times(row.both_ratio)),
+        _ratio(row, row.both_ratio),
         Text(_EMPTY if row.workspace_bytes is None else f"{row.workspace_bytes / 2**20:.1f}"),
     ]
 
@@ -71,6 +73,15 @@ def _error(value: float | None, wrong: bool) -> Text:
     from rich.text import Text
 
     return Text(_EMPTY if value is None else f"{value:.1e}", style="bold red" if wrong else "")
+
+
+def _ratio(row: Row, ratio: float | None) -> Text:
+    """The ratio; that of ``auto`` is green where it is faster than torch, and red where it is slower."""
+    from rich.text import Text
+
+    if row.algorithm != AUTO or ratio is None:
+        return Text(_times(ratio))
+    return Text(_times(ratio), style="bold green" if ratio >= _FASTER else "red" if ratio < _SLOWER else "")
 
 
 def _milliseconds(value: float | None) -> str:
@@ -82,8 +93,9 @@ def _times(value: float | None) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the rows of one layer leave to say: what was skipped, what is wrong, what has no ratio."""
-    lines = [f"{row.algorithm} was not run: {row.skipped}" for row in rows if row.skipped]
+    """What the rows of one layer leave to say: what ``auto`` takes, what was skipped, is wrong, or has no ratio."""
+    lines = [f"auto takes {row.taken[0]} forward, {_gradients(row)} for gradients" for row in rows if row.taken]
+    lines += [f"{row.algorithm} was not run: {row.skipped}" for row in rows if row.skipped]
     for row in rows:
         if row.error_is_wrong:
             lines.append(f"{row.algorithm} is wrong: error {row.error:.1e} is over {row.bar:.0e}; no times")
@@ -102,86 +114,114 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-LEGEND = (
-    "torch      torch.nn.ConvTranspose2d, cuDNN's benchmark mode on, in the same run\n"
-    "native     torch's operator, called by gemmconv; cuDNN's deterministic kernels where auto may take it\n"
-    "*          what algorithm='auto' takes for a forward pass\n"
-    "error      against float64: |result - reference| / |reference|\n"
-    "gradient   the largest such error of the input, weight and bias gradients\n"
-    "ms         median time; fwd+bwd is a forward pass with all gradients\n"
-    "vs torch   torch's time / this time: above 1x is faster than torch\n"
-    "workspace  temporary memory, the most of any direction; - where torch manages it"
-)
+def _gradients(row: Row) -> str:
+    """What ``auto`` takes for gradients: one name, or ``fused (input) and native (weight)``."""
+    _, of_input, of_weight = row.taken
+    return of_input if of_input == of_weight else f"{of_input} (input) and {of_weight} (weight)"
+
+
+def summary(results: Sequence[Sequence[Row]]) -> str:
+    """Say in one sentence what ``auto`` gains over all layers; slower ones count too."""
+    autos = [row for rows in results for row in rows if row.algorithm == AUTO]
+    parts: list[str] = []
+    for name, ratios in (
+        ("torch's speed forward", [row.forward_ratio for row in autos]),
+        ("with gradients", [row.both_ratio for row in autos]),
+    ):
+        known = [ratio for ratio in ratios if ratio is not None]
+        if known:
+            of = f"{len(known)} layers" if len(known) == len(results) else f"{len(known)} of {len(results)} layers"
+            mean = f"geometric mean of {of}; " if not parts else ""
+            detail = f" ({mean}least {_times(min(known))})" if len(results) > 1 else ""
+            parts.append(f"{_times(geometric_mean(known))} {name}{detail}")
+    return f"auto: {', '.join(parts) or 'no ratio to torch, as noted above'}"
+
+
+def legend(device_type: str) -> str:
+    """Explain the names and columns of the table."""
+    torch, native = "", ""
+    if device_type == "cuda":
+        torch, native = ", with cuDNN's benchmark mode on", ", with torch's settings for cuDNN"
+    return (
+        f"torch      torch.nn.ConvTranspose2d in the same run{torch}\n"
+        "auto       gemmconv.ConvTranspose2d, which picks an algorithm for each pass\n"
+        f"native     torch's operator, called by gemmconv{native}\n"
+        "*          the algorithm that auto takes for the forward pass\n"
+        "error      against float64: |result - reference| / |reference|\n"
+        "gradient   the largest such error of the input, weight and bias gradients\n"
+        "ms         median time; fwd+bwd is a forward pass with all gradients\n"
+        "vs torch   torch's time / this time: above 1x is faster than torch\n"
+        "workspace  temporary memory, the most of any pass; - where torch manages it"
+    )
 
 
 def chart(results: Sequence[Sequence[Row]], path: Path, heading: str) -> None:
-    """Draw the times of all layers, one panel for the forward pass and one for forward and backward together.
+    """Draw the speed of all layers relative to torch: one panel for the forward pass, one with the backward pass.
 
     Args:
-        results: for each layer its rows, torch's first.
+        results: for each layer its rows.
         path: the PNG file to write.
         heading: where and how the times were measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    names = list(dict.fromkeys(row.algorithm for rows in results for row in rows))
-    colours = dict(zip((n for n in names if n != BASELINE), _COLOURS * len(names), strict=False))
-    colours[BASELINE] = _BASELINE_COLOUR
-    bars = sum(len(rows) + 1 for rows in results)
-
-    figure = Figure(figsize=(13, 1.7 + 0.33 * bars), dpi=150, layout="constrained")
+    groups = [sorted(rows, key=lambda row: row.algorithm != AUTO) for rows in results]
+    lines = sum(len(rows) + _GAP_LINES for rows in groups)
+    figure = Figure(figsize=(13, 1.7 + 0.25 * lines), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True)
-    _panel(left, results, colours, "forward", lambda row: row.forward_ms, lambda row: row.forward_ratio)
-    _panel(right, results, colours, "forward + backward", lambda row: row.both_ms, lambda row: row.both_ratio)
-    figure.suptitle(heading, fontsize=12)
-    figure.legend(
-        handles=[Patch(color=colours[name], label=name) for name in names],
-        loc="outside lower center",
-        ncols=len(names),
-        frameon=False,
-    )
+    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
+    _panel(left, groups, "forward pass", lambda row: (row.forward_ms, row.forward_ratio))
+    _panel(right, groups, "forward and backward pass", lambda row: (row.both_ms, row.both_ratio))
+    position, names = 0.0, {}
+    for rows in groups:
+        layer, note = rows[0].layer, rows[0].layer.shrink_note()
+        name = left.text(0, position - 0.6, layer.name, fontsize=9.5, weight="bold")
+        text = f":  {layer.describe()}" + (f" (made smaller: {note})" if note else "")
+        left.annotate(text, (1, 0), xycoords=name, fontsize=8.5, va="bottom").set_in_layout(False)  # over both panels
+        names.update({position + index: row.algorithm + " *" * row.chosen for index, row in enumerate(rows)})
+        position += len(rows) + _GAP_LINES
+    left.set_yticks(list(names), list(names.values()), fontsize=9)
+    ratios = [ratio or 0.0 for rows in groups for row in rows for ratio in (row.forward_ratio, row.both_ratio)]
+    left.set_xlim(0, 1.35 * max(1.0, *ratios))  # room for the text at the end of the longest bar
+    left.set_ylim(position - _GAP_LINES - 0.4, -1.4)
+    for label in left.get_yticklabels():
+        label.set_weight("bold" if label.get_text() == AUTO else "normal")
+    figure.suptitle(summary(results), fontsize=13, weight="bold")
+    figure.supxlabel(f"{heading}\n* the algorithm that auto takes for the forward pass", fontsize=9)
     figure.savefig(path)
 
 
 def _panel(
-    axes: Axes, results: Sequence[Sequence[Row]], colours: dict[str, str], title: str, time: Any, ratio: Any
+    axes: Axes,
+    groups: Sequence[Sequence[Row]],
+    title: str,
+    measured: Callable[[Row], tuple[float | None, float | None]],
 ) -> None:
-    longest = max((time(row) or 0.0 for rows in results for row in rows), default=0.0) or 1.0
+    """One bar for each row, with its ratio and time; torch's bars have the length 1."""
     position = 0.0
-    centres, labels = [], []
-    for rows in results:
-        layer = rows[0].layer
-        centres.append(position + (len(rows) - 1) / 2)
-        labels.append(_label(layer.describe(), layer.shrink_note()))
+    for rows in groups:
+        axes.vlines(1, position - 0.5, position + len(rows) - 0.5, color="black", linewidth=1, zorder=3)
         for row in rows:
-            value, faster = time(row), ratio(row)
-            text, colour = f" {_milliseconds(value)} ms", "black"
+            time, ratio = measured(row)
+            length, text, colour = ratio or 0.0, f"{_times(ratio)}  ({_milliseconds(time)} ms)", "black"
             if row.skipped:
-                text, colour = f" {row.algorithm} not run", "dimgrey"
+                text, colour = "not run", "dimgrey"
             elif row.wrong:
-                text, colour = f" {row.algorithm} is wrong, no time", _WRONG_COLOUR
-            elif faster is not None and row.algorithm != BASELINE:
-                text += f"  ({_times(faster)})"
-            axes.barh(position, value or 0.0, height=0.84, color=colours[row.algorithm])
-            axes.text(value or 0.0, position, text, va="center", fontsize=8.5, color=colour)
+                text, colour = "wrong result, no time", _WRONG_COLOUR
+            elif row.algorithm == BASELINE:
+                length, text = 1.0, f"{_milliseconds(time)} ms"
+            elif ratio is None:
+                text = f"{_milliseconds(time)} ms, not in torch's precision"
+            elif row.algorithm == AUTO and ratio < _SLOWER:
+                colour = _WRONG_COLOUR
+            axes.barh(position, length, height=0.84, color=_COLOURS.get(row.algorithm, _OTHER_COLOUR))
+            weight = "bold" if row.algorithm == AUTO else "normal"
+            axes.text(max(length, 1.0), position, f" {text}", va="center", fontsize=9, color=colour, weight=weight)
             position += 1
-        position += 1
-    axes.set_yticks(centres, labels, fontsize=8.5)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(position - 1.3, -0.7)
-    axes.set_xlim(0, longest * 1.32)  # room for the text at the end of the longest bar
-    axes.set_xlabel("median time, ms (shorter is better; in brackets: torch's time / this time)", fontsize=9)
+        position += _GAP_LINES
+    axes.set_xlabel("times torch's speed (longer is faster; the line is torch)", fontsize=9)
     axes.set_title(title, fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#DDDDDD")
-    axes.set_axisbelow(True)
-
-
-def _label(description: str, note: str | None) -> str:
-    """The layer's line, broken after every third part."""
-    parts = description.split(", ")
-    lines = [", ".join(parts[i : i + 3]) for i in range(0, len(parts), 3)]
-    return "\n".join(lines + ([f"({note})"] if note else []))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.patch.set_visible(False)  # it would hide the end of a layer's heading

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 
 import torch
@@ -21,7 +20,10 @@ _HOST_MARGIN = 1.5
 _MOST_REST_MS = 10.0
 _WARM_UPS = 3
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
-_SECONDS_EACH = 0.5
+_SECONDS_EACH = 0.5  # on CUDA: for each run, in all of its rounds
+# On a CPU, for all runs and rounds: 5 rounds or more end after the former, fewer where another would pass the latter.
+_CPU_SECONDS, _CPU_MOST_SECONDS = 1.0, 2.5
+_CPU_LEAST_ROUNDS = 3  # which may take longer
 
 Run = Callable[[], object]
 
@@ -32,8 +34,9 @@ def medians_ms(
     """Median time of a call of each run, in milliseconds.
 
     The runs take turns, so that a machine that slows down slows all of them: 5 to 50 rounds, fewer when a round
-    is long, after some that are not counted. On CUDA the time is that of the device, between two events, with
-    the L2 cache overwritten before the first, after a rest as long as the run itself, 10 ms at most.
+    is long, after some that are not counted. On a CPU a round of more than 0.4 s makes that 3 or 4. On CUDA the time
+    is that of the device, between two events, with the L2 cache overwritten before the first, after a rest as long as
+    the run itself, 10 ms at most.
 
     Args:
         runs: what to time.
@@ -45,25 +48,30 @@ def medians_ms(
     """
     if not runs:
         return []
-    rounds: Callable[..., list[list[float]]] = cuda_rounds if device.type == "cuda" else _cpu_rounds
-    estimates = [min(times) for times in rounds(runs, device, before, _WARM_UPS)]
+    if device.type != "cuda":
+        return [median(times) for times in _cpu_rounds(runs, before)]
+    estimates = [min(times) for times in cuda_rounds(runs, device, before, _WARM_UPS)]
     count = int(_SECONDS_EACH * len(runs) / max(sum(estimates) * 1e-3, 1e-9))
     count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
-    if device.type == "cuda":
-        rounds = partial(cuda_rounds, estimates_ms=estimates)
-    return [median(times) for times in rounds(runs, device, before, count)]
+    return [median(times) for times in cuda_rounds(runs, device, before, count, estimates)]
 
 
-def _cpu_rounds(
-    runs: Sequence[Run], device: torch.device, before: Callable[[int], None], count: int
-) -> list[list[float]]:
+def _cpu_rounds(runs: Sequence[Run], before: Callable[[int], None]) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(count):
+    began = time.perf_counter()
+    for count in range(_MOST_ROUNDS + 1):
+        round_began = time.perf_counter()
         for index, run in enumerate(runs):
             before(index)
             start = time.perf_counter()
             run()
-            times[index].append(1e3 * (time.perf_counter() - start))
+            if count:  # the first round is a warm-up
+                times[index].append(1e3 * (time.perf_counter() - start))
+        now = time.perf_counter()
+        passes_the_limit = now - began + now - round_began > _CPU_MOST_SECONDS
+        is_enough = count >= _LEAST_ROUNDS and now - began > _CPU_SECONDS
+        if is_enough or (count >= _CPU_LEAST_ROUNDS and passes_the_limit):
+            break
     return times
 
 
