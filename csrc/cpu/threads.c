@@ -28,7 +28,7 @@ static void run(void* argument) {
 void parallel_for(i64 items, int threads, work_t work, void* context) {
     loop_t loop = {.work = work, .context = context, .items = items};
     const gomp_parallel_t parallel = threads > 1 && items > 1 ? torchs_parallel() : NULL;
-    if (parallel) parallel(run, &loop, (unsigned)(items < threads ? items : threads), 0);
+    if (parallel) parallel(run, &loop, (unsigned)threads, 0);  /* all: of a smaller team GNU's lets the others end */
     else run(&loop);
 }
 
@@ -50,8 +50,7 @@ __attribute__((visibility("default"))) const kernels_t* gemmconv_cpu_kernels(con
     if (!strcmp(isa, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return is_double ? &avx512_double : &avx512_float;
-    if (!strcmp(isa, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))
+    if (!strcmp(isa, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return is_double ? &avx2_double : &avx2_float;
 #endif
 #ifdef __aarch64__

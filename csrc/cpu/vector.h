@@ -8,10 +8,10 @@
 #include <string.h>
 
 #if defined(AVX512)
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
 enum { kVectorBytes = 64, kRows = 8, kDotColumns = 6 };  /* tiles of 24 sums in 32 registers */
 #elif defined(AVX2)
-#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx2,fma")))
 enum { kVectorBytes = 32, kRows = 4, kDotColumns = 3 };  /* tiles of 12 sums in 16 registers */
 #elif defined(__aarch64__)
 #define TARGET
@@ -43,27 +43,27 @@ INLINE const void* element(i64 kind, const void* from, i64 i) {
     return (const char*)from + i * (kind ? 2 : (i64)sizeof(real));
 }
 
+INLINE float float_of(uint32_t bits) { float value; return *(float*)memcpy(&value, &bits, sizeof value); }
+INLINE uint32_t bits_of(float value) { uint32_t bits; return *(uint32_t*)memcpy(&bits, &value, sizeof bits); }
+
 INLINE real widened(i64 kind, const void* from, i64 i) {
     if (kind == kWide) return ((const real*)from)[i];
-    uint32_t bits = ((const uint16_t*)from)[i];
-    float value;
-    _Float16 half;
-    if (kind == kFloat16) return (real)(float)*(_Float16*)memcpy(&half, (const uint16_t*)from + i, sizeof half);
-    bits <<= 16;
-    return (real) * (float*)memcpy(&value, &bits, sizeof value);
+    const uint32_t bits = ((const uint16_t*)from)[i], magnitude = (bits & 0x7fff) << 13;
+    if (kind == kBfloat16) return (real)float_of(bits << 16);
+    /* float16: another bias of the exponent, of which all ones are infinity and NaN */
+    const float value = magnitude >= 0x0f800000 ? float_of(magnitude | 0x7f800000) : float_of(magnitude) * 0x1p112f;
+    return (real)(bits & 0x8000 ? -value : value);
 }
 
 /* To 16 bits values are rounded to nearest, ties to even. */
 INLINE void narrow(i64 kind, void* to, i64 i, real value) {
-    const float single = (float)value;
-    const _Float16 half = (_Float16)single;
-    uint32_t bits;
+    const uint32_t bits = bits_of((float)value), magnitude = bits & 0x7fffffff;
+    uint32_t half = (magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13;  /* float16: the bias less 112, rounded */
+    if (magnitude < 113u << 23) half = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);  /* steps of 2^-24 */
+    if (magnitude >= 143u << 23) half = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
     if (kind == kWide) ((real*)to)[i] = value;
-    else if (kind == kFloat16) memcpy((uint16_t*)to + i, &half, sizeof half);
-    else {
-        memcpy(&bits, &single, sizeof bits);
-        ((uint16_t*)to)[i] = single != single ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
+    else if (kind == kFloat16) ((uint16_t*)to)[i] = (uint16_t)(half | (bits >> 16 & 0x8000));
+    else ((uint16_t*)to)[i] = magnitude > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 INLINE void narrow_row(i64 kind, void* to, i64 at, const real* values, i64 first, i64 last) {
@@ -94,6 +94,10 @@ INLINE vec interleaved(const real* rows, i64 step, const int stride, const int w
     vec made = load(rows + (stride - 1) * step);
     UNROLL
     for (int c = 0; c < stride; ++c) {
+#ifdef __clang__  /* which has shuffles of constants alone */
+        for (int l = 0; l < kLanes; ++l)
+            if ((w * kLanes + l) % stride == c) made[l] = rows[c * step + (w * kLanes + l) / stride];
+#else
         lanes from = {0};
         UNROLL
         for (int l = 0; l < kLanes; ++l) {
@@ -101,6 +105,7 @@ INLINE vec interleaved(const real* rows, i64 step, const int stride, const int w
             from[l] = i % stride == c ? kLanes + i / stride : l;
         }
         made = __builtin_shuffle(made, load(rows + c * step), from);
+#endif
     }
     return made;
 }

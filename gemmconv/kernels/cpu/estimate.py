@@ -22,6 +22,9 @@ from gemmconv.kernels.cpu.library import isa_name, kernels_for
 
 _ROWS = Path(__file__).with_name("speedup.json")
 LEAST_SPEEDUP = 1.4  # that is expected before the implicit product is taken: the rule may be off by more than that
+# What the rule was wrong about most: depthwise layers of few taps or short rows, whose planes are little work each, and
+# layers without strides that compute much more between rows than in them.
+_LEAST_TAPS, _MOST_WASTE = 16, 0.8  # taps, and inputs of a row; logarithm to base 2
 MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs
 CYCLES = 2.5e9  # a second
 _PACK_SECONDS = 1.8e-9  # of a weight that is packed, for one thread (AVX2 and AVX-512, layers of 2 million weights)
@@ -94,6 +97,9 @@ def speedup(config: Config, direction: Pass) -> float:
     if coefficients is None or not p.useful_flops or min(p.output_shape) < 1 or math.prod(p.stride) > MOST_CLASSES:
         return 0.0
     values = sizes(config, direction)
+    short, wasteful = p.taps < _LEAST_TAPS or p.input_size[1] < _LEAST_TAPS, values["waste"] > _MOST_WASTE
+    if (values["is_depthwise"] and short) or (max(p.stride) == 1 and wasteful):
+        return 0.0
     return float(2 ** sum(values[name] * coefficients[name] for name in coefficients))
 
 
