@@ -37,8 +37,12 @@ _STAYING = 0.1 / 0.5  # estimates are 10% off, and numbers 50%, before rows say 
 _STEP, _TURNS = 1e-3, 30
 _THRESHOLDS = ("cells", "stages")  # units of numbers where estimates jump; they stay
 
-# Those that have tiles.
-KERNELS = {name: kernel for name, kernel in algorithms.KERNELS.items() if not isinstance(kernel, Algorithm)}
+# Those of GPUs that have tiles.
+KERNELS = {
+    name: kernel
+    for name, kernel in algorithms.KERNELS.items()
+    if not isinstance(kernel, Algorithm) and kernel.device_type == "cuda"
+}
 
 Number = tuple[str, str]  # a cost by name, and the key where it is a table
 Numbers = dict[Number, float]

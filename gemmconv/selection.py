@@ -456,8 +456,8 @@ def explain(
         NotImplementedError: an integer dtype, or the algorithm cannot serve the problem.
 
     >>> problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
-    >>> explain(problem).algorithm
-    'native'
+    >>> explain(problem, algorithm="gemm_col2im").algorithm
+    'gemm_col2im'
     >>> explain(problem, device="cuda").algorithm
     'fused'
     >>> explain(problem, gpu="H100", dtype=torch.float16, direction="weight_grad").kernel

@@ -91,8 +91,8 @@ def test_shrink_says_by_how_much():
         "batch 64 -> 1, image 128x256 -> 32x64",
         "batch 64 -> 1, image 128x256 -> 32x64",
         "batch 8 -> 1, image 512x512 -> 32x64",
-        "batch 16 -> 1, image 64x128 -> 64x64",
-        "batch 16 -> 1, image 64x128 -> 64x64",
+        "batch 16 -> 1",
+        "batch 16 -> 1",
     ]
 
 

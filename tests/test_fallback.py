@@ -364,7 +364,8 @@ def test_a_named_algorithm_raises_what_does_not_compile(broken):
 
 
 def test_a_kernel_that_does_not_compile_is_raised_where_torch_would_round_otherwise(broken, monkeypatch):
-    monkeypatch.setattr(selection.ALGORITHMS[-1].__class__, "why_not", lambda self, config: "it rounds otherwise")
+    native = selection.ALGORITHMS[-1].__class__
+    monkeypatch.setattr(native, "why_not", lambda self, config, direction="forward": "it rounds otherwise")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(CompileError, match="nope"):

@@ -130,7 +130,8 @@ def test_every_branch_of_a_kernel_is_taken_by_a_layer_or_is_a_fallback():
 
 def test_tiles_to_watch_are_of_every_kernel_and_pass():
     found = [(pick.kernel.name, pick.direction) for pick in tiles.picks(1)]
-    every = [(one.name, way) for one in KERNELS.values() if one.name != "native" for way in one.directions]
+    on_gpus = [one for one in KERNELS.values() if one.name != "native" and one.device_type == "cuda"]
+    every = [(one.name, way) for one in on_gpus for way in one.directions]
     assert found == every
     assert [*map(str, tiles.picks(1, 5))] == [*map(str, tiles.picks(1, 5))] != [*map(str, tiles.picks(1))]
 

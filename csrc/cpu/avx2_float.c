@@ -1,6 +1,4 @@
-#ifdef __x86_64__
 #define AVX2
 #define REAL float
 #define KERNELS avx2_float
 #include "kernels.h"
-#endif

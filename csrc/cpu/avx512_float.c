@@ -1,6 +1,4 @@
-#ifdef __x86_64__
 #define AVX512
 #define REAL float
 #define KERNELS avx512_float
 #include "kernels.h"
-#endif

@@ -60,16 +60,19 @@ __attribute__((visibility("default"))) const kernels_t* gemmconv_cpu_kernels(con
 }
 
 enum { kChecked = 8192 };  /* words of an item */
-typedef struct { const uint64_t* words; i64 count; _Atomic uint64_t sum; } checksum_t;
+typedef uint64_t word_t __attribute__((aligned(1), may_alias));
+typedef struct { const word_t* words; i64 count; _Atomic uint64_t sum; } checksum_t;
 
 static void checksum_item(void* context, i64 item, int worker) {
     checksum_t* call = context;
-    const uint64_t* words = call->words + item * kChecked;
+    const word_t* words = call->words + item * kChecked;
     const i64 left = call->count - item * kChecked, count = left < kChecked ? left : kChecked;
     uint64_t sums[8] = {0}, sums_of_sums[8] = {0}, all = 0;  /* as Fletcher's: what is moved changes it too */
-    for (i64 i = 0; i + 8 <= count; i += 8)
-        for (int l = 0; l < 8; ++l) sums_of_sums[l] += sums[l] += words[i + l];
-    for (i64 i = count / 8 * 8; i < count; ++i) all = all * 31 + words[i];
+    for (i64 i = 0; i < count; ++i) {  /* a product of a word's halves: signs alone, of two values, do not cancel */
+        const uint64_t word = words[i] ^ (0x9e3779b97f4a7c15u * (uint64_t)(i % 8 + 1));
+        sums[i % 8] += words[i] + (word & 0xffffffff) * (word >> 32);
+        sums_of_sums[i % 8] += sums[i % 8];
+    }
     for (int l = 0; l < 8; ++l) all = (all * 0x9e3779b97f4a7c15u + sums[l]) * 0xbf58476d1ce4e5b9u + sums_of_sums[l];
     atomic_fetch_add(&call->sum, (all ^ all >> 29) * (2 * (uint64_t)item + 0x94d049bb133111ebu));
 }

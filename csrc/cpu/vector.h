@@ -5,6 +5,7 @@
 #pragma once
 #include "cpu.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(AVX512)

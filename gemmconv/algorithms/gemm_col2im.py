@@ -93,6 +93,8 @@ class GemmCol2im(AlgorithmOfOne):
         chunks = _backward_chunks(config, direction)
         itemsize = accumulator_dtype(config.dtype).itemsize if _is_in_c(config) else config.dtype.itemsize
         columns = _column_elements(problem, chunks) * itemsize
+        if direction == "input_grad" and _is_in_c(config):  # the product, before it goes to its rows
+            columns += columns * problem.gemm_k // max(1, problem.gemm_m)
         return columns + (_partials(config, chunks) * _partial_bytes(config) if direction != "input_grad" else 0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
@@ -100,7 +102,7 @@ class GemmCol2im(AlgorithmOfOne):
 
         In channels_last, turning what is folded or laid out too.
         """
-        if config.device.type == "cpu":
+        if _is_in_c(config):
             return estimate.columns_seconds(config, direction)
         return _seconds(config, direction)
 
@@ -161,7 +163,7 @@ class GemmCol2im(AlgorithmOfOne):
 
         Chunks are the weight gradient's then: of many weights they are smaller, and there are more of them.
         """
-        if config.device.type == "cpu" and isa_name() is not None:
+        if _is_in_c(config):
             return math.inf
         chunks = _backward_chunks(weight_config, "weight_grad")
         seconds = _unfolding_seconds(config, chunks)
@@ -263,10 +265,13 @@ def _is_in_c(config: Config) -> bool:
 def _backward_chunks(config: Config, direction: Pass) -> Chunking:
     itemsize, limit = config.dtype.itemsize, config.workspace_limit
     if _is_in_c(config):
-        itemsize, cached = accumulator_dtype(config.dtype).itemsize, min(limit, cpu.CACHED_BYTES)
-        chunks = backward_chunks(config.problem, itemsize, cached)
-        partials = limit // _PARTIALS_SHARE // max(1, _partial_bytes(config))
-        return chunks if direction == "input_grad" else replace(chunks, images=max(1, min(chunks.images, partials)))
+        p, itemsize = config.problem, accumulator_dtype(config.dtype).itemsize
+        if direction == "input_grad":
+            return backward_chunks(p, itemsize, min(limit, cpu.CACHED_BYTES) * p.gemm_m // (p.gemm_m + p.gemm_k))
+        partial = max(1, _partial_bytes(config))
+        cached = max(1, min(cpu.CACHED_BYTES, limit - partial))
+        chunks = backward_chunks(p, itemsize, cached)
+        return replace(chunks, images=max(1, min(chunks.images, (limit - cached) // partial)))
     if direction == "input_grad":
         return backward_chunks(config.problem, itemsize, limit)
     if longest_sum(config) < config.problem.in_pixels:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gemmconv import validation
 from gemmconv.geometry import Problem
 
-# Below both limits, two cores of a CPU check and time all algorithms on a layer of the demo in 2 to 5 seconds.
+# Below both limits, two cores of a CPU check and time all algorithms on a layer of the demo in 3 to 8 seconds.
 CPU_FLOPS = 600_000_000
 CPU_BYTES = 128 * 2**20
 

@@ -70,10 +70,11 @@ def ring_of(config: Config) -> Ring:
     p = config.problem
     row_bytes = p.gemm_m * p.input_size[1] * accumulator_dtype(config.dtype).itemsize
     halo = p.dilation[0] * (p.kernel_size[0] - 1) // p.stride[0]
-    step = max(1, min(CACHED_BYTES, config.workspace_limit) // max(1, row_bytes) - halo)
-    if step >= p.input_size[0]:
+    fitting = min(CACHED_BYTES, config.workspace_limit) // max(1, row_bytes)
+    if fitting >= p.input_size[0]:
         return Ring(p.input_size[0], p.input_size[0])
-    return Ring(step, -(-(halo + step) // step) * step)
+    rings = (Ring(step, -(-(halo + step) // step) * step) for step in range(fitting - halo, 0, -1))
+    return next((ring for ring in rings if ring.rows <= fitting), Ring(1, halo + 1))
 
 
 def ring_bytes(config: Config) -> int:

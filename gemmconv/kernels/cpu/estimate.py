@@ -117,6 +117,8 @@ def fused_seconds(config: Config, direction: Pass) -> float:
 
 def native_seconds(config: Config, direction: Pass) -> float:
     """Seconds of torch's operator, to compare with :func:`fused_seconds`: by the rule, less what that may be off."""
+    if isa_name() is None:
+        return math.inf
     config = replace(config, trained=False)
     return fused_seconds(config, direction) * speedup(config, direction) / LEAST_SPEEDUP
 

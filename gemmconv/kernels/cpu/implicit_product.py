@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gemmconv.kernels.base import Config, Pass, accumulator_dtype, strides_of
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, accumulator_dtype, strides_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.base import CpuKernel, dense
 from gemmconv.kernels.cpu.correlation import Axis, Table, table_of
@@ -49,8 +49,8 @@ class ImplicitProduct(CpuKernel):
         threads = torch.get_num_threads()
         if direction == "weight_grad":
             made = _Gradient(config)
-            return made.partial_bytes + threads * made.scratch_bytes
-        return _Correlation(config, direction == "input_grad", threads).scratch_bytes * threads
+            return made.partial_bytes + threads * made.scratch_bytes + _LINE
+        return _Correlation(config, direction == "input_grad", threads).threads_bytes + 2 * _LINE
 
     def kept_bytes(self, config: Config, direction: Pass) -> int:
         """Bytes of packed weights that forward passes keep beside the weight, but where that is trained."""
@@ -60,6 +60,10 @@ class ImplicitProduct(CpuKernel):
     def refuses(self, config: Config, direction: Pass) -> str | None:
         if math.prod(config.problem.stride) > estimate.MOST_CLASSES:
             return f"the product of strides must be at most {estimate.MOST_CLASSES}, got {config.problem.stride}"
+        p, most = config.problem, max(config.workspace_limit, DEFAULT_WORKSPACE_LIMIT)
+        low, high = table_of(p, direction != "forward", False).shift_range
+        if (least := 8 * (high - low) * max(p.in_channels, p.out_channels * math.prod(p.stride)) // p.groups) > most:
+            return f"rows that a kernel reaches over must fit {most} bytes, got {least} for this kernel and dilation"
         return super().refuses(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
@@ -140,7 +144,7 @@ def _cut(
         tile: cells of a register tile.
     """
     low, high = table.shift_range
-    total, span, groups = config.problem.batch * table.cells, high - low, config.problem.groups
+    total, span, groups = max(1, config.problem.batch * table.cells), high - low, config.problem.groups
     terms = sum(map(len, table.products)) * (table.classes if table.together else 1) * planes * targets
     many = planes * targets * max(map(len, table.products)) > _MANY_WEIGHTS
     room = min(_LARGE_BAND_BYTES if many else _BAND_BYTES, config.workspace_limit // threads - _SUMS_BYTES)
@@ -291,7 +295,7 @@ class _Gradient:
         of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
         input_block = min(of_input, _GRADIENT_CHANNELS)
         grad_block = min(of_output, max(kernels.dot_columns, _GRADIENT_CHANNELS // planes))
-        total, lanes = p.batch * table.cells, kernels.lanes
+        total, lanes = max(1, p.batch * table.cells), kernels.lanes
         room = _BAND_BYTES // itemsize // (input_block + grad_block * planes) - (high - low)
         band = -(-max(min(total, room), min(total, 8 * lanes), min(total, (high - low) // 2)) // lanes) * lanes
         bands = -(-total // band)
