@@ -395,7 +395,7 @@ def _kernels(picture: _Picture, y: float) -> float:
     picture.text(names, y, "Kernels", "title")
     text = (
         "By algorithm, in the order of ALGORITHMS (gemmconv/algorithms/__init__.py). A kernel FOLDER/NAME is "
-        "gemmconv/kernels/FOLDER/NAME.py on the host and csrc/FOLDER/NAME.cu on the GPU."
+        "gemmconv/kernels/FOLDER/NAME.py on the host and csrc/FOLDER/NAME.cu on the GPU; those for a CPU are headers in C."
     )
     y = picture.lines(names, y + 20, _WIDTH - 2 * _MARGIN, text, "note") + 8
     for name, x in columns.items():
@@ -410,7 +410,7 @@ def _kernels(picture: _Picture, y: float) -> float:
         summary = algorithm.summary + (f"; needs {' and '.join(features)}" if features else "")
         y = picture.lines(names + 100, y + 17, _WIDTH - 2 * _MARGIN - 100, summary) + 2
         for kernel in algorithm.kernels:
-            has_source = (sources.directory() / f"{kernel.name}.cu").exists()
+            has_source = any((sources.directory() / f"{kernel.name}.{end}").exists() for end in ("cu", "h"))
             host = host_of(kernel).relative_to(PACKAGE).as_posix()
             picture.text(names + 10, y, kernel.name if has_source else host, "code")
             for direction in kernel.directions:
