@@ -395,7 +395,7 @@ def _kernels(picture: _Picture, y: float) -> float:
     picture.text(names, y, "Kernels", "title")
     text = (
         "By algorithm, in the order of ALGORITHMS (gemmconv/algorithms/__init__.py). A kernel FOLDER/NAME is "
-        "gemmconv/kernels/FOLDER/NAME.py on the host and csrc/FOLDER/NAME.cu on the GPU; those for a CPU are headers in C."
+        "gemmconv/kernels/FOLDER/NAME.py on the host and csrc/FOLDER/NAME.cu on the GPU, or NAME.h in C."
     )
     y = picture.lines(names, y + 20, _WIDTH - 2 * _MARGIN, text, "note") + 8
     for name, x in columns.items():

@@ -24,7 +24,7 @@ _ROWS = Path(__file__).with_name("speedup.json")
 LEAST_SPEEDUP = 1.4  # that is expected before the implicit product is taken: the rule may be off by more than that
 # What the rule was wrong about most: depthwise layers of few taps or short rows, whose planes are little work each, and
 # layers without strides that compute much more between rows than in them.
-_LEAST_TAPS, _MOST_WASTE = 16, 0.8  # taps, and inputs of a row; logarithm to base 2
+_LEAST_TAPS, _MOST_WASTE = 16, 0.5  # taps, and inputs of a row; logarithm to base 2
 MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs
 CYCLES = 2.5e9  # a second
 _PACK_SECONDS = 1.8e-9  # of a weight that is packed, for one thread (AVX2 and AVX-512, layers of 2 million weights)
