@@ -37,7 +37,7 @@ _STAYING = 0.1 / 0.5  # estimates are 10% off, and numbers 50%, before rows say 
 _STEP, _TURNS = 1e-3, 30
 _THRESHOLDS = ("cells", "stages")  # units of numbers where estimates jump; they stay
 
-# Those of GPUs that have tiles.
+# The kernels for GPUs that have tiles.
 KERNELS = {
     name: kernel
     for name, kernel in algorithms.KERNELS.items()
