@@ -26,10 +26,8 @@ _INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
 
 CACHED_BYTES = 2 << 20  # of columns, where the kernels in C fold them: as much as a core's cache has, about
 
-_matmul, _mm = (
-    torch.matmul,
-    torch.mm,
-)  # bound before ptflops replaces it, which would count a layer's products beside the layer
+# Bound before ptflops replaces them, which would count a layer's products beside the layer.
+_matmul, _mm = torch.matmul, torch.mm
 
 
 def is_few_outputs(in_channels: int, out_channels: int) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.cpu.library import KINDS, isa_name
+from gemmconv.kernels.macros import why_not_dtype
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class CpuKernel(Kernel):
     """A kernel of csrc/cpu/. It has one tile, and no program: it is called as it is."""
 
     device_type = "cpu"
+    directions = ("forward", "input_grad", "weight_grad")
+    dtypes = tuple(KINDS)
+    serves = "every layer"
 
     def tiles(self, config: Config, direction: Pass) -> tuple[Tile, ...]:
         name = isa_name()
@@ -37,10 +41,7 @@ class CpuKernel(Kernel):
             return f"it computes {' and '.join(self.directions)} alone, got {direction}"
         if isa_name() is None:
             return "it needs the extension in C, which is not there; install gemmconv where there is a C compiler"
-        if config.dtype not in KINDS:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
-            return f"dtype must be {known}, got {str(config.dtype).removeprefix('torch.')}"
-        return None
+        return why_not_dtype(config.dtype, self.dtypes)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,6 @@ class Direct(CpuKernel):
     """One gather, written to be read."""
 
     name = "cpu/direct"
-    directions = ("forward", "input_grad", "weight_grad")
-    serves = "every layer"
 
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
         return estimate.direct_seconds(config, direction)

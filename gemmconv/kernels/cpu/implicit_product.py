@@ -38,8 +38,6 @@ class ImplicitProduct(CpuKernel):
     """Implicit products for every layer: forward, input gradient and weight gradient."""
 
     name = "cpu/conv"
-    directions = ("forward", "input_grad", "weight_grad")
-    serves = "every layer"
 
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
         return estimate.fused_seconds(config, direction)
