@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_OPTIONS := --no-compile -c constraints.txt  # Python compiles what it imports; all of torch takes it 20 s
 INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.[ch] csrc/cpu/*.[ch])
 EMULATED := $(filter-out tests/test_bias_grad.py tests/test_columns_cuda.py, \
     $(shell grep -lE "import.*emulator|tests\.test_kernels" tests/test_*.py))
@@ -77,11 +78,11 @@ $(VENV)/.installed-demo: EXTRAS := demo
 $(VENV)/.installed-test: EXTRAS := demo,test
 $(VENV)/.installed-dev: EXTRAS := dev
 $(VENV)/.installed-%: $(INPUTS) | $(BIN)/python
-	$(BIN)/pip install -c constraints.txt -e ".[$(EXTRAS)]"
+	$(BIN)/pip install $(PIP_OPTIONS) -e ".[$(EXTRAS)]"
 	@if nvidia-smi >/dev/null 2>&1; then \
 	    cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "none").split(".")[0])'); \
 	    case $$cuda in \
-	        12|13) $(BIN)/pip install -c constraints.txt -e ".[$(EXTRAS),cuda$$cuda]" ;; \
+	        12|13) $(BIN)/pip install $(PIP_OPTIONS) -e ".[$(EXTRAS),cuda$$cuda]" ;; \
 	        *) echo "note: a GPU is present, but torch is built without CUDA 12 or 13; no CUDA extra is installed" ;; \
 	    esac; \
 	fi

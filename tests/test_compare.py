@@ -1,4 +1,4 @@
-"""The comparison: layers, photographs, and that a wrong result is never timed."""
+"""The comparison: layers, the photograph, and that a wrong result is never timed."""
 
 import argparse
 import io
@@ -24,7 +24,7 @@ from gemmconv.selection import explain
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
 pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")
-pytest.importorskip("sklearn", reason="the comparison needs the extra demo")
+pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")
 
 CPU = torch.device("cpu")
 SMALL = layers.Layer("small", Problem(2, 4, 6, 2, (16, 24), (3, 5), stride=(2, 1)), bias=True)
@@ -107,7 +107,7 @@ def test_shrink_ends_when_nothing_can_get_smaller():
     assert min(problem.output_size) >= 1
 
 
-# Photographs.
+# The photograph.
 
 
 def test_windows_are_normalised_and_deterministic():
@@ -363,7 +363,7 @@ def test_missing_package_names_the_extra(monkeypatch):
 
 def test_command_line_help_needs_no_extra():
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'sklearn', 'PIL']))\n"
+        "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'PIL']))\n"
         "from gemmconv.__main__ import main; main(['demo', '--help'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -33,7 +33,7 @@ def test_readme_snippet_runs(snippet, capsys):
 def test_readme_command_runs(tmp_path, capsys):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
     (command,) = [line for block in blocks("sh") for line in block.splitlines() if "gemmconv compare" in line]
     _, arguments = command.split("-m gemmconv ")
     small = ("--batch", "1", "--height", "8", "--width", "8")  # the last of each counts

@@ -1,7 +1,7 @@
-"""Compare the algorithms with torch on real photographs. Run as ``python -m gemmconv``.
+"""Compare the algorithms with torch on a real photograph. Run as ``python -m gemmconv``.
 
 layers   which layers, and how they shrink on a CPU
-photo    the input: windows of photographs
+photo    the input: windows of a photograph
 timing   median times on CUDA and CPU
 measure  one row per layer and algorithm; a wrong result is never timed
 report   the table and the chart
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-_DEMO_MODULES = ("rich", "matplotlib", "sklearn", "PIL")
+_DEMO_MODULES = ("rich", "matplotlib", "PIL")
 
 
 def require_demo_extra() -> None:

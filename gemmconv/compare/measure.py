@@ -205,7 +205,7 @@ def _restored_benchmark_flag() -> Iterator[None]:
 
 
 def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:
-    """Photographs as input, fixed random parameters and output gradient, and their results in float64."""
+    """A photograph as input, fixed random parameters and output gradient, and their results in float64."""
     problem = layer.problem
     generator = torch.Generator().manual_seed(0)
 

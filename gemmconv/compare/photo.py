@@ -1,4 +1,4 @@
-"""Input made of photographs: windows of the two sample images that scikit-learn carries."""
+"""Input made of a photograph: windows of the portrait of Grace Hopper that matplotlib carries."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from numpy.typing import NDArray
 
 # Steps of a two-dimensional sequence that spreads its points evenly (1/p and 1/p^2 with p^3 = p + 1).
 _STEP_ROW, _STEP_COLUMN = 0.7548776662466927, 0.5698402909980532
-_MARGIN = 64  # room for windows to differ in, where an image is as large as the photographs
+_MARGIN = 64  # room for windows to differ in, where an image is as large as the photograph
 
 
 @cache
 def _planes() -> NDArray[np.uint8]:
-    """The colour planes of both photographs, one below the other: [3, 854, 640]."""
-    from sklearn.datasets import load_sample_images
+    """The colour planes of the photograph: [3, 600, 512]."""
+    from matplotlib import cbook, image
 
-    stacked = np.concatenate(load_sample_images().images, axis=0)
-    return np.ascontiguousarray(stacked.transpose(2, 0, 1))
+    return np.ascontiguousarray(image.imread(cbook.get_sample_data("grace_hopper.jpg")).transpose(2, 0, 1))
 
 
 def windows(shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """Cut an input of the given shape out of the photographs.
+    """Cut an input of the given shape out of the photograph.
 
     Every channel of every image is a window of its own: colour plane, flip and offset change from one to the
-    next, always in the same way. Images larger than the photographs (854x640) continue them by reflection.
+    next, always in the same way. Images larger than the photograph (600x512) continue it by reflection.
 
     Args:
         shape: ``(N, C, H, W)``.
