@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from benchmarks import environment
-from benchmarks.contenders import LAYOUTS, PRECISIONS
+from benchmarks.contenders import LAYOUTS, PRECISIONS, torch_settings
 from benchmarks.measure import bar_of
 from benchmarks.precompile import asked, load, only_compile
 from benchmarks.progress import Progress
@@ -242,7 +242,7 @@ class Bench:
         self, case: Case, candidates: Iterable[tuple[Candidate, str]], known: set[tuple[str, ...]]
     ) -> Iterator[Row]:
         """The rows of a case that are not known yet."""
-        workload, direction = case[0], case[3]
+        workload = case[0]
         config = config_of(case, spec_of(self.device))
         right = []
         for (name, tile, role, estimate), reason in candidates:
@@ -251,7 +251,7 @@ class Bench:
             row = Row(workload.layer, workload.suite, *case[1:], name, text, role, math.nan, estimate)
             if row.key in known:
                 continue
-            call, why = self._checked(kernel, config, case, tile) if not reason else (None, reason)
+            call, why = (None, reason) if reason else self._checked(kernel, config, case, tile)
             if call is None:
                 self.complaints.append(f"{' '.join(row.key)}: {' '.join(why.split())[:300]}")
                 print(f"wrong or failed: {self.complaints[-1]}", flush=True)
@@ -322,25 +322,24 @@ def measure(cases: Sequence[Case], near: int, drawn: int, seconds: float, path: 
     jobs = [(case, spec, arch, *level) for level in levels for case in cases]
     with (
         multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool,
-        torch.backends.cudnn.flags(enabled=True, benchmark=False),
         Progress(len(jobs)) as progress,
     ):
         saved = time.monotonic()
         for (case, *_), candidates in zip(jobs, pool.imap(_compiled, jobs), strict=True):
-            torch.backends.cudnn.conv.fp32_precision = "tf32" if case[1] == "tf32" else "ieee"
-            for row in bench.rows(case, candidates, known):
-                if (earlier := before.get(row.key)) is not None and not math.isnan(earlier + row.seconds):
-                    drifts.append(row.seconds / earlier)
-                rows.append(row)
-                known.add(row.key)
+            with torch_settings(case[1]):
+                found = list(bench.rows(case, candidates, known))
+            rows += found
+            known.update(row.key for row in found)
+            drifts += [row.seconds / before[row.key] for row in found if before.get(row.key, math.nan) > 0]
             progress.step(f"{case[0].name} {' '.join(case[1:])}")
             if time.monotonic() - began > seconds:
                 break
             if time.monotonic() - saved > 60:
                 write(path, about, rows)
+                progress.say(f"{len(rows)} rows, {case[0].name}")
                 saved = time.monotonic()
         pool.terminate()
-    if drifts:
+    if drifts := [one for one in drifts if not math.isnan(one)]:
         about["drift of anchors"] = f"{geometric_mean(drifts):.3f} (of {len(drifts)} rows, against the run before)"
     write(path, about, {row.key: row for row in rows}.values())
     print(f"{len(rows)} rows in {path.name}; {len(bench.complaints)} wrong or failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ _MARGIN = 64  # room for windows to differ in, where an image is as large as the
 @cache
 def _planes() -> NDArray[np.uint8]:
     """The colour planes of the photograph: [3, 600, 512]."""
-    from matplotlib import cbook, image
+    from matplotlib import get_data_path, image
 
-    return np.ascontiguousarray(image.imread(cbook.get_sample_data("grace_hopper.jpg")).transpose(2, 0, 1))
+    path = Path(get_data_path()) / "sample_data" / "grace_hopper.jpg"
+    return np.ascontiguousarray(image.imread(path).transpose(2, 0, 1))
 
 
 def windows(shape: tuple[int, int, int, int]) -> torch.Tensor:
