@@ -11,6 +11,7 @@
 #pragma once
 #include "vector.h"
 
+enum { kChannels = 16, kParts = 16 };  /* channels summed apart, to round less; sums of a row that vectors keep apart */
 typedef struct { const layer_t* p; const real *a, *b, *bias; real* result; } direct_call_t;
 
 /* Inputs [first, last) of an axis that tap k joins with outputs, which are i*S + origin. */
@@ -22,17 +23,15 @@ INLINE reach_t reach_of(const layer_t* p, int axis, i64 k) {
     return (reach_t){first, left > 0 ? MIN(p->size[axis], (left + stride - 1) / stride) : 0, origin};
 }
 
-/* output[o] = bias + sum over channels and taps of weight * input[i], some channels at a time, to round less */
+/* output[o] = bias + sum over channels and taps of weight * input[i] */
 TARGET static void direct_forward_row(void* context, i64 item, int worker) {
-    enum { kChannels = 16 };
     const direct_call_t* call = context;
     const layer_t* p = call->p;
     const i64 oh = item % p->out[0], plane = item / p->out[0], group = plane / p->c_out, co = plane % p->c_out;
     const i64 stride = p->stride[1], taps = p->kernel[0] * p->kernel[1];  /* group: of all images */
-    real *restrict output = call->result + item * p->out[1], *restrict part = malloc((size_t)p->out[1] * sizeof(real));
+    real *restrict output = call->result + item * p->out[1], *restrict sum = calloc(p->out[1], sizeof(real));
     for (i64 ow = 0; ow < p->out[1]; ++ow) output[ow] = call->bias ? call->bias[plane % (p->c_out * p->groups)] : 0;
     for (i64 first = 0; first < p->c_in; first += kChannels) {
-        memset(part, 0, sizeof(real) * (size_t)p->out[1]);
         for (i64 kh = 0; kh < p->kernel[0]; ++kh) {
             const i64 reach = oh + p->padding[0] - kh * p->dilation[0], ih = reach / p->stride[0];
             if (reach < 0 || reach % p->stride[0] || ih >= p->size[0]) continue;
@@ -41,15 +40,14 @@ TARGET static void direct_forward_row(void* context, i64 item, int worker) {
                 const real* weight = call->b + (ci % (p->groups * p->c_in) * p->c_out + co) * taps + kh * p->kernel[1];
                 for (i64 kw = 0; kw < p->kernel[1]; ++kw) {
                     const reach_t w = reach_of(p, 1, kw);
-                    const real value = weight[kw];
-                    if (stride == 1) for (i64 iw = w.first; iw < w.last; ++iw) part[iw + w.origin] += value * input[iw];
-                    else for (i64 iw = w.first; iw < w.last; ++iw) part[iw * stride + w.origin] += value * input[iw];
+                    if (stride == 1) for (i64 i = w.first; i < w.last; ++i) sum[i + w.origin] += weight[kw] * input[i];
+                    else for (i64 i = w.first; i < w.last; ++i) sum[i * stride + w.origin] += weight[kw] * input[i];
                 }
             }
         }
-        for (i64 ow = 0; ow < p->out[1]; ++ow) output[ow] += part[ow];
+        for (i64 ow = 0; ow < p->out[1]; ++ow) output[ow] += sum[ow], sum[ow] = 0;
     }
-    free(part);
+    free(sum);
 }
 
 /* grad_input[i] = sum over channels and taps of weight * grad_output[o] */
@@ -57,28 +55,30 @@ TARGET static void direct_input_grad_row(void* context, i64 item, int worker) {
     const direct_call_t* call = context;
     const layer_t* p = call->p;
     const i64 ih = item % p->size[0], plane = item / p->size[0], group = plane / p->c_in;
-    const i64 taps = p->kernel[0] * p->kernel[1], stride = p->stride[1];
-    real* restrict gradient = call->result + item * p->size[1];
+    const i64 taps = p->kernel[0] * p->kernel[1], stride = p->stride[1], ci = plane % (p->c_in * p->groups);
+    real *restrict gradient = call->result + item * p->size[1], *restrict sum = calloc(p->size[1], sizeof(real));
     memset(gradient, 0, sizeof(real) * (size_t)p->size[1]);
-    for (i64 kh = 0; kh < p->kernel[0]; ++kh) {
-        const i64 oh = ih * p->stride[0] - p->padding[0] + kh * p->dilation[0];
-        if (oh < 0 || oh >= p->out[0]) continue;
-        for (i64 co = 0; co < p->c_out; ++co) {
-            const real* restrict grad = call->a + ((group * p->c_out + co) * p->out[0] + oh) * p->out[1];
-            const real* weight = call->b + (plane % (p->c_in * p->groups) * p->c_out + co) * taps + kh * p->kernel[1];
-            for (i64 kw = 0; kw < p->kernel[1]; ++kw) {
-                const reach_t w = reach_of(p, 1, kw);
-                const real value = weight[kw];
-                if (stride == 1) for (i64 iw = w.first; iw < w.last; ++iw) gradient[iw] += value * grad[iw + w.origin];
-                else for (i64 iw = w.first; iw < w.last; ++iw) gradient[iw] += value * grad[iw * stride + w.origin];
+    for (i64 first = 0; first < p->c_out; first += kChannels) {
+        for (i64 kh = 0; kh < p->kernel[0]; ++kh) {
+            const i64 oh = ih * p->stride[0] - p->padding[0] + kh * p->dilation[0];
+            if (oh < 0 || oh >= p->out[0]) continue;
+            for (i64 co = first; co < MIN(p->c_out, first + kChannels); ++co) {
+                const real* restrict grad = call->a + ((group * p->c_out + co) * p->out[0] + oh) * p->out[1];
+                const real* weight = call->b + (ci * p->c_out + co) * taps + kh * p->kernel[1];
+                for (i64 kw = 0; kw < p->kernel[1]; ++kw) {
+                    const reach_t w = reach_of(p, 1, kw);
+                    if (stride == 1) for (i64 i = w.first; i < w.last; ++i) sum[i] += weight[kw] * grad[i + w.origin];
+                    else for (i64 i = w.first; i < w.last; ++i) sum[i] += weight[kw] * grad[i * stride + w.origin];
+                }
             }
         }
+        for (i64 iw = 0; iw < p->size[1]; ++iw) gradient[iw] += sum[iw], sum[iw] = 0;
     }
+    free(sum);
 }
 
 /* grad_weight[k] = sum over images and pixels of input[i] * grad_output[o], for an input and an output channel */
 TARGET static void direct_weight_grad_pair(void* context, i64 item, int worker) {
-    enum { kParts = 16 };  /* sums of a row that vectors keep apart */
     const direct_call_t* call = context;
     const layer_t* p = call->p;
     const i64 co = item % p->c_out, ci = item / p->c_out % p->c_in, group = item / p->c_out / p->c_in;
