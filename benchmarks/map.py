@@ -163,7 +163,7 @@ def _as_on_a_gpu() -> Iterator[_Driver]:
     """Tensors of device "meta" are served as those of a GPU are: choices, kernels, launches. Nothing is computed."""
     from gemmconv.runtime import executor, launch, nvrtc, tensor_map
 
-    real = implementation._config
+    real = implementation.config_of
     driver, code = _Driver(), mock.MagicMock()
     code.from_cubin.return_value.get_kernel.return_value.handle = 0
 

@@ -60,8 +60,7 @@ from gemmconv.selection import choose
 RESULTS = Path(__file__).parent / "results"
 ROLES = AUTO, OWN, NEAR, DRAWN = ("auto", "own", "near", "drawn")
 ANCHORS = ("seed2", "dcgan2", "hifigan3")  # layers that every run measures
-_SEEDS = ("random-1", "random-2")  # to fit with, and to judge by
-_COUNTS = {"random-1": 100, "random-2": 50}
+_SUITES = "public,models,random-1,random-2:50"  # the last to judge by, all others to fit with
 _ROUNDS = 7
 _GRADIENTS = {
     "forward": ("output",),
@@ -167,10 +166,11 @@ def cases_of(suites: Sequence[str], precisions: Sequence[str], layouts: Sequence
 
 
 def workloads_of(suite: str) -> Sequence[Workload]:
-    """The layers of a suite, or of ``random-SEED``."""
+    """The layers of a suite, or of ``random-SEED``, 100 of them, or of ``random-SEED:COUNT``."""
     if not suite.startswith("random-"):
         return select([suite])
-    return random_layers(int(suite.removeprefix("random-")), _COUNTS.get(suite, 100))
+    seed, _, count = suite.removeprefix("random-").partition(":")
+    return random_layers(int(seed), int(count or 100))
 
 
 def config_of(case: Case, spec: DeviceSpec) -> Config:
@@ -180,13 +180,15 @@ def config_of(case: Case, spec: DeviceSpec) -> Config:
     return replace(config, weight_format=config.memory_format) if direction == "grads" else config
 
 
-def candidates_of(config: Config, direction: Pass, near: int, drawn: int) -> list[Candidate]:
+def candidates_of(
+    config: Config, direction: Pass, near: int, drawn: int, kernels: Iterable[str] = KERNELS
+) -> list[Candidate]:
     """What takes part in a case: own tiles of all kernels first."""
     chosen = None
     if direction != "grads":
         chosen = choose(config, "auto", "benchmarks", direction).choice(config, direction)
     own, others = list[Candidate](), list[Candidate]()
-    for kernel in KERNELS.values():
+    for kernel in map(KERNELS.__getitem__, kernels):
         if direction not in kernel.directions or kernel.why_not(config, direction) is not None:
             continue
         if isinstance(kernel, Algorithm):
@@ -211,12 +213,12 @@ def candidates_of(config: Config, direction: Pass, near: int, drawn: int) -> lis
     return own + others
 
 
-def _compiled(job: tuple[Case, DeviceSpec, str, int, int]) -> list[tuple[Candidate, str]]:
+def _compiled(job: tuple[Case, DeviceSpec, str, tuple[str, ...], int, int]) -> list[tuple[Candidate, str]]:
     """The candidates of a case, their kernels in the cache; with each why that failed, or nothing."""
-    case, spec, arch, near, drawn = job
+    case, spec, arch, kernels, near, drawn = job
     only_compile(arch)
     config, direction, found = config_of(case, spec), case[3], []
-    for candidate in candidates_of(config, direction, near, drawn):
+    for candidate in candidates_of(config, direction, near, drawn, kernels):
         reason = ""
         try:
             load(KERNELS[candidate[0]].prepare(config, direction, candidate[1]), config, direction)
@@ -305,7 +307,7 @@ class Bench:
         return self._tensors[layout], self._reference
 
 
-def measure(cases: Sequence[Case], near: int, drawn: int, seconds: float, path: Path) -> int:
+def measure(cases: Sequence[Case], kernels: tuple[str, ...], near: int, drawn: int, seconds: float, path: Path) -> int:
     """Compile on all cores, measure, and write the file now and then. The exit status: 1 where something was wrong."""
     from gemmconv.runtime.launch import architecture
 
@@ -319,7 +321,7 @@ def measure(cases: Sequence[Case], near: int, drawn: int, seconds: float, path: 
     known, bench = {row.key for row in rows} - set(before), Bench(device)
     spec, arch, began, drifts = spec_of(device), architecture(0), time.monotonic(), list[float]()
     levels = [(0, 0), (near, drawn)] if near or drawn else [(0, 0)]
-    jobs = [(case, spec, arch, *level) for level in levels for case in cases]
+    jobs = [(case, spec, arch, kernels, *level) for level in levels for case in cases]
     with (
         multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool,
         Progress(len(jobs)) as progress,
@@ -352,10 +354,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.rows", description="Measure every kernel for every pass of many layers."
     )
     add = parser.add_argument
-    add("--suite", default=f"public,models,{','.join(_SEEDS)}", help="suites, and random-SEED (default: %(default)s)")
+    add("--suite", default=_SUITES, help="suites, and random-SEED:COUNT (default: %(default)s)")
     add("--layer", action="append", default=[], metavar="L", help='in place of suites, like "n64 c64x128 k3x5 h128"')
     add("--precision", default="tf32,fp32,bf16", help=f"of {', '.join(PRECISIONS)} (default: %(default)s)")
     add("--layout", default=",".join(LAYOUTS), help="default: %(default)s")
+    add("--kernel", default=",".join(KERNELS), metavar="K", help="of those alone, with commas between")
     add("--near", type=int, default=0, metavar="N", help="tiles of a kernel beside its own, by estimate (default: 0)")
     add("--drawn", type=int, default=0, metavar="N", help="tiles drawn from the others (default: 0)")
     add("--seconds", type=float, default=math.inf, help="stop after so many")
@@ -383,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = {layer for i, layer in enumerate(dict.fromkeys(case[0].layer for case in cases)) if i % count == index}
     anchored = [case for case in cases_of(list(SUITES), precisions, layouts) if case[0].name in ANCHORS]
     wanted = [*anchored, *(case for case in cases if case[0].layer in layers and case[0].name not in ANCHORS)]
-    return measure(wanted, options.near, options.drawn, options.seconds, out)
+    return measure(wanted, tuple(options.kernel.split(",")), options.near, options.drawn, options.seconds, out)
 
 
 def _on_each(gpus: int, arguments: list[str], out: Path) -> int:

@@ -12,6 +12,7 @@ from gemmconv.functional import col2im, conv_transpose2d, im2col
 from gemmconv.geometry import Problem
 from gemmconv.module import ConvTranspose2d, convert
 from gemmconv.selection import explain
+from gemmconv.tune import forget_tuned, load_tuned, tune
 from gemmconv.warmup import warmup
 
 __version__ = "0.1.0"
@@ -24,6 +25,9 @@ __all__ = [
     "conv_transpose2d",
     "convert",
     "explain",
+    "forget_tuned",
     "im2col",
+    "load_tuned",
+    "tune",
     "warmup",
 ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gemmconv import tuned
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config, gemm_col2im, native
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
@@ -184,13 +185,17 @@ def _estimates(
 
 
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
-    """The algorithm for a configuration: the requested one, or with ``"auto"`` the first that can serve it.
+    """The algorithm for a configuration: the requested one, or with ``"auto"`` the tuned one, or the first that can.
 
     A gradient that no kernel of the requested one takes goes to ``gemm_col2im``.
 
     Raises:
         NotImplementedError: no algorithm, or not the requested one, can serve it; the message says why.
     """
+    if requested == "auto" and (entry := tuned.entry_of(config, direction)) is not None:
+        measured = next((a for a in ALGORITHMS if entry.algorithms == (a.name,)), None)
+        if measured is not None and measured.why_not(config, direction) is None:
+            return measured
     for algorithm, _ in preference(config, direction):
         if requested in ("auto", algorithm.name):
             reason = algorithm.why_not(config)
@@ -254,6 +259,8 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     Raises:
         NotImplementedError: as :func:`choose`.
     """
+    if requested == "auto" and (measured := _tuned_gradients(config, weight_config)) is not None:
+        return measured
     if requested != "auto" or config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
         first = choose(config, requested, where, "input_grad")
         second = choose(weight_config, requested, where, "weight_grad")
@@ -276,6 +283,23 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
             if other_seconds < max(min(host_seconds, most_times * seconds), seconds + more):
                 seconds, gradients = other_seconds, others
     return gradients
+
+
+def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
+    """What was measured of both gradients together; None where nothing was, or it can no longer be had."""
+    entry = tuned.entry_of(config, "grads")
+    if entry is None or config.memory_format is not weight_config.memory_format:
+        return None
+    by_name = {algorithm.name: algorithm for algorithm in ALGORITHMS}
+    first, second = (by_name[name] for name in entry.algorithms)
+    if first.why_not(config, "input_grad") is not None or second.why_not(config, "weight_grad") is not None:
+        return None
+    return Gradients(first, second, **entry.how)
+
+
+def paired(first: Algorithm, second: Algorithm, config: Config) -> Gradients:
+    """Two algorithms of one memory format one after the other, with the work that they share."""
+    return Gradients(first, second, _share(first, second, config, config))
 
 
 def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:
@@ -488,12 +512,14 @@ def explain(
     )
     chosen = choose(config, algorithm, "explain", direction)
     gradients = choose_gradients(config, config, algorithm, "explain")
-    reasons = {}
+    reasons, entry = {}, tuned.entry_of(config, direction)
     for candidate, rule in preference(config, direction):
         refusal = candidate.why_not(config)
         if refusal:
             reasons[candidate.name] = f"cannot serve it: {refusal}"
         else:
+            if entry is not None and candidate.name in entry.microseconds:
+                rule = f"measured: {entry.microseconds[candidate.name]:,.1f} us with {list(entry.size)}; {rule}"
             if candidate.name == "native" and where.type == "cuda":
                 rule += "; cuDNN's deterministic kernels" if config.deterministic else "; torch's own settings"
             reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule

@@ -49,11 +49,11 @@ def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> Non
         torch.inference_mode(False),
         torch.set_grad_enabled(backward),
         torch.random.fork_rng(gpus),
-        _left_as_it_is(model),
+        left_as_it_is(model),
     ):
         if gpus:
             _compile(_calls_of(model, example_inputs), backward)
-        _run(model, example_inputs, backward)
+        run_step(model, example_inputs, backward, "warmup")
 
 
 def _state(model: nn.Module) -> list[Tensor]:
@@ -61,7 +61,7 @@ def _state(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+def left_as_it_is(model: nn.Module) -> Iterator[None]:
     """Keep what a step may change of a model, and put it back."""
     modules = [(one, one.training, one._parameters.copy(), one._buffers.copy()) for one in model.modules()]
     kept = [(tensor, tensor.detach().clone()) for tensor in _state(model)]
@@ -131,14 +131,19 @@ def show_progress(compilations: Sequence[Future[Any]]) -> None:
         pass
 
 
-def _run(model: nn.Module, inputs: Any, backward: bool) -> None:
+def run_step(model: nn.Module, inputs: Any, backward: bool, where: str) -> None:
+    """Call a model, and take the gradients of its outputs with respect to all that requires them.
+
+    Raises:
+        ValueError: ``backward`` is True, and no output requires gradients; the message begins with ``where``.
+    """
     outputs = model(*inputs)
     if not backward:
         return
     outputs = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
     if not outputs:
         rule = "be False where no output of the model requires gradients"
-        validation.fail(ValueError, "warmup", "backward", rule, True, "pass backward=False, or unfreeze a parameter")
+        validation.fail(ValueError, where, "backward", rule, True, "pass backward=False, or unfreeze a parameter")
     leaves = [one for one in (*model.parameters(), *tree_leaves(inputs)) if isinstance(one, Tensor)]
     wanted = [one for one in leaves if one.requires_grad]
     torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)

@@ -43,7 +43,7 @@ from gemmconv.kernels.sm90 import (
 )
 from gemmconv.kernels.splits import bias_grad, reduce
 from gemmconv.kernels.weights import pack
-from gemmconv.runtime import cache as cache_module
+from gemmconv.runtime.folder import cache_folder
 from gemmconv.runtime import compiler, sources, worker
 from gemmconv.runtime.cache import KernelCache
 
@@ -611,22 +611,22 @@ def test_cache_folder_is_private(tmp_path):
 
 def test_cache_directory_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("GEMMCONV_CACHE_DIR", str(tmp_path / "mine"))
-    assert cache_module.directory() == tmp_path / "mine"
+    assert cache_folder() == tmp_path / "mine"
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GEMMCONV_CACHE_DIR", "mine")
-    assert cache_module.directory() == tmp_path / "mine"
+    assert cache_folder() == tmp_path / "mine"
     monkeypatch.setenv("GEMMCONV_CACHE_DIR", "~/kernels")
-    assert cache_module.directory() == tmp_path / "kernels"
+    assert cache_folder() == tmp_path / "kernels"
     for unset in ("", None):
         if unset is None:
             monkeypatch.delenv("GEMMCONV_CACHE_DIR")
         else:
             monkeypatch.setenv("GEMMCONV_CACHE_DIR", unset)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert cache_module.directory() == tmp_path / "xdg" / "gemmconv"
+        assert cache_folder() == tmp_path / "xdg" / "gemmconv"
     monkeypatch.setenv("GEMMCONV_CACHE_DIR", "~nobody-of-that-name/kernels")
-    assert cache_module.directory() is None
+    assert cache_folder() is None
 
 
 def test_cache_does_without_a_folder_and_says_so():

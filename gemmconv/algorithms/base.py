@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from gemmconv import tuned
 from gemmconv.kernels.base import (
     BothGradients,
     Choice,
@@ -44,8 +45,11 @@ class Algorithm(ABC):
     kernels: tuple[Kernel, ...]
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
-        """The kernel of the least estimate and its tile, for the class of sizes; None where none computes the pass."""
-        return _fitted(self.kernels_for(config), config, direction, missing(config.device))
+        """The kernel and tile that were tuned, else those of the least estimate; None where none computes the pass."""
+        kernels = self.kernels_for(config)
+        if (measured := tuned.choice_of(self.name, kernels, config, direction)) is not None:
+            return measured
+        return _fitted(kernels, config, direction, missing(config.device))
 
     def kernels_for(self, config: Config) -> tuple[Kernel, ...]:
         """Its kernels for the configuration's type of device; all where it has none for that."""

@@ -7,6 +7,7 @@ those of tensor cores where that is faster. Gradients take tensor cores where bo
 
 from __future__ import annotations
 
+from gemmconv import tuned
 from gemmconv.algorithms.base import Algorithm
 from gemmconv.kernels.base import Choice, Config, Pass
 from gemmconv.kernels.costs import costs_of
@@ -32,7 +33,9 @@ class Direct(Algorithm):
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """As of every algorithm, but that estimates of both forward kernels are compared in cycles of their own."""
-        if direction != "forward" or (of_cores := self.choice_of(forward.KERNEL, config, direction)) is None:
+        if direction != "forward" or tuned.entry_of(config, direction) is not None:
+            return super().choice(config, direction)
+        if (of_cores := self.choice_of(forward.KERNEL, config, direction)) is None:
             return super().choice(config, direction)
         of_tensor_cores = self.choice_of(forward_mma.KERNEL, config, direction)
         cycles = _COST.tensor_core_margin * forward.KERNEL.cycles(config, of_cores.tile)

@@ -82,7 +82,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return _ALREADY_THERE
 
 
-def _config(
+def config_of(
     problem: Problem, first: Tensor, second: Tensor, options: Options, current: Precision, bias: bool = False
 ) -> Config:
     spec = spec_of(first.device)
@@ -154,6 +154,9 @@ def prepared(
         def prepare(options: Options) -> Callable[..., Any]:
             config, weight_config = _configs(direction, problem, tensors, options, current)
             config = replace(config, trained=True) if form.trained else config
+            if direction == "grads":
+                gradients = selection.choose_gradients(config, weight_config, options.algorithm, where)
+                return gradients_call(gradients, config, weight_config, tensors, form)
             program = _program(direction, config, weight_config, options.algorithm, where)
             if direction == "forward":
                 if program is not None:
@@ -162,10 +165,6 @@ def prepared(
                 return _torchs_with_casts(torchs, first.dtype, form)
             if program is not None:
                 return _bound(program, tensors, form)
-            if direction == "grads":
-                gradients = selection.choose_gradients(config, weight_config, options.algorithm, where)
-                mixed = _mixed_grads(gradients, config, weight_config, tensors, form)
-                return mixed or _returning(direction, _prepared_grads(gradients, config, weight_config), first, form)
             algorithm = selection.choose(config, options.algorithm, where, direction)
             return _returning(direction, getattr(algorithm, direction)(config), first, form)
 
@@ -193,10 +192,10 @@ def _configs(
     """The configuration of a pass, of both gradients the input's and the weight's."""
     first, second = tensors[:2]
     if direction == "grads":
-        by_weight = _config(problem, first, tensors[2], options, current)
-        return by_weight, _config(problem, first, second, options, current)
+        by_weight = config_of(problem, first, tensors[2], options, current)
+        return by_weight, config_of(problem, first, second, options, current)
     bias = len(tensors) > 2 and tensors[2] is not None
-    return (_config(problem, first, second, options, current, bias),) * 2
+    return (config_of(problem, first, second, options, current, bias),) * 2
 
 
 def _program(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> Program | None:
@@ -430,7 +429,7 @@ def _config_of_gradient(grad_output: Tensor) -> Config:
     """What a bias's gradient depends on, in the format of the gradient that it is of."""
     images, channels, height, width = grad_output.shape
     problem = Problem(images, 1, channels, 1, (height, width), (1, 1))
-    return _config(problem, grad_output, grad_output, Options(), "ieee")
+    return config_of(problem, grad_output, grad_output, Options(), "ieee")
 
 
 def _bias_grad_program(config: Config) -> Program | None:
@@ -438,6 +437,16 @@ def _bias_grad_program(config: Config) -> Program | None:
     if config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
         return None
     return bias_grad.program(config)
+
+
+def gradients_call(
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: Form = _USUAL
+) -> Callable[..., Any]:
+    """Prepare both gradients as they were chosen, from (grad_output, input, weight)."""
+    if (program := both_programs(gradients, config, weight_config)) is not None:
+        return _bound(program, tensors, form)
+    mixed = _mixed_grads(gradients, config, weight_config, tensors, form)
+    return mixed or _returning("grads", _prepared_grads(gradients, config, weight_config), tensors[0], form)
 
 
 def _prepared_grads(
@@ -607,7 +616,7 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
     def make() -> bool:
         options, tensors = Options(*arguments), _batched((input, weight, bias), cast)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
-        config = _config(problem, tensors[0], tensors[1], options, current, bias is not None)
+        config = config_of(problem, tensors[0], tensors[1], options, current, bias is not None)
         config = replace(config, device=device, spec=spec_of(device), trained=wanted[1] and input.is_cpu)
         left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *wanted)
         if left and algorithm == "auto" and (cause := missing(device)) is not None:

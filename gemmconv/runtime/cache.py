@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
 
 from cuda.core.utils import FileStreamProgramCache
 
+from gemmconv.runtime.folder import cache_folder
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_BYTES = 1 << 30
 _FOR_READING_ALONE = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-def directory() -> Path | None:
-    """``$GEMMCONV_CACHE_DIR``, else ``gemmconv`` in the platform's user cache directory; None where none is known."""
-    try:
-        if configured := os.environ.get("GEMMCONV_CACHE_DIR"):
-            return Path(configured).expanduser().absolute()  # the process may change its directory
-        if sys.platform == "win32":
-            base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-        else:
-            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # the user has no home directory
-        return None
-    return Path(base) / "gemmconv"
 
 
 class KernelCache:
@@ -94,4 +80,4 @@ class KernelCache:
 @cache
 def default_cache() -> KernelCache:
     """The cache of this process, opened once."""
-    return KernelCache(directory())
+    return KernelCache(cache_folder())

@@ -1,0 +1,314 @@
+"""Measures which algorithm, kernel and tile is fastest for each layer of a model, on the user's own device."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemmconv import selection, tuned, validation
+from gemmconv.algorithms import ALGORITHMS
+from gemmconv.compare.timing import cuda_rounds, medians_ms
+from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
+from gemmconv.module import ConvTranspose2d
+from gemmconv.ops.implementation import config_of, gradients_call, without_data
+from gemmconv.ops.schemas import Options, checked_problem
+from gemmconv.tuned import Entry
+from gemmconv.warmup import left_as_it_is, run_step, show_progress
+
+_MOST = 6  # kernels' tiles that are measured beside torch's operator, those of the least estimates
+_NEAR = 3  # tiles of one kernel
+_ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls of the host in a row
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A layer's call, as it is configured, and the gradients that follow it."""
+
+    config: Config
+    of_input: bool
+    of_weight: bool
+
+    @property
+    def passes(self) -> tuple[Direction, ...]:
+        wanted: tuple[tuple[Direction, bool], ...] = ("input_grad", self.of_input), ("weight_grad", self.of_weight)
+        return ("forward", *(direction for direction, asked in wanted if asked))
+
+
+def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: str | Path | None = None) -> list[Entry]:
+    """Measure what is fastest for each layer of a model, and let ``auto`` choose it from now on.
+
+    The model is run once, to see what its layers are called with. For each layer, each pass of it, and both gradients
+    together, the few candidates that are estimated to be fastest are timed beside torch's operator, on the device where
+    the model is: a second or two a layer, and the time to compile them. The choices are written to a file, which any
+    process may load (:func:`load_tuned`) and which another call adds to. They hold for their layers on the same kind of
+    device, with images of half to twice as many pixels in all. The model is afterwards what it was.
+
+    Args:
+        model: any module, converted, on its device. Layers with another ``algorithm`` than ``"auto"`` are left out.
+        example_inputs: what it is called with.
+        backward: whether it is trained: gradients are measured too.
+        path: of the file; None for ``tuned.json`` in the cache's folder.
+
+    Returns:
+        What was measured: an entry for each pass, with the microseconds of every algorithm.
+
+    Raises:
+        TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
+        ValueError: the file is there and was not written by this function, or no output requires gradients.
+    """
+    if not isinstance(model, nn.Module):
+        validation.fail(TypeError, "tune", "model", "be a torch.nn.Module", type(model).__name__)
+    if not isinstance(backward, bool):
+        validation.fail(TypeError, "tune", "backward", "be True or False", repr(backward))
+    where = tuned.default_path() if path is None else Path(path)
+    if where.exists():
+        tuned.read(where)  # what is no such file is to be known now
+    calls = _calls_of(model, example_inputs, backward)
+    steps = [(call, direction) for call in calls for direction in call.passes]
+    plans = [(call, direction, _candidates(call.config, direction)) for call, direction in steps]
+    _compile(plans)
+    found: list[Entry] = []
+    for call, direction, candidates in _with_progress(plans):
+        entry = _measured(call.config, direction, candidates)
+        if entry is not None:
+            found.append(entry)
+            tuned.take([entry])
+        if direction == call.passes[-1] and call.of_input and call.of_weight:
+            found.append(_measured_gradients(call.config))
+            tuned.take(found[-1:])
+    tuned.write(where, found)
+    return found
+
+
+def load_tuned(path: str | Path | None = None) -> int:
+    """Let ``auto`` take the choices of a file that :func:`tune` wrote. Nothing is measured.
+
+    What was prepared before, and graphs that were compiled before, take them too. Entries of another version of
+    gemmconv, and of kernels that are gone, are passed over with a line in the log ``gemmconv``.
+
+    Args:
+        path: of the file; None for ``tuned.json`` in the cache's folder.
+
+    Returns:
+        How many entries there are.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it was not written by :func:`tune`.
+    """
+    entries = tuned.read(tuned.default_path() if path is None else Path(path))
+    tuned.take(entries)
+    return len(entries)
+
+
+def forget_tuned() -> None:
+    """Let ``auto`` choose by estimates alone again."""
+    tuned.forget()
+
+
+def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
+    """What the layers of a model are called with, each once: seen in a step of it."""
+    found: dict[_Call, None] = {}
+
+    def note(layer: ConvTranspose2d, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        input = given[0] if given else named["input"]
+        if layer.algorithm != "auto" or named.get("output_size") is not None or len(given) > 1:
+            return  # another output_padding than the layer's own
+        input = input if input.dim() == 4 else input.unsqueeze(0)
+        kind = input.device.type
+        lowered = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if lowered else input.dtype
+        tensors = tuple(without_data(one, dtype) for one in (input, layer.weight, layer.bias))
+        options = Options(*(getattr(layer, name) for name in Options._fields))
+        problem = checked_problem("conv_transpose2d", tensors, None, options)
+        current = selection.torch_precision(dtype, input.device)
+        config = config_of(problem, tensors[0], tensors[1], options, current, layer.bias is not None)
+        wanted = backward and input.requires_grad, backward and layer.weight.requires_grad
+        config = replace(config, trained=wanted[1] and kind == "cpu")
+        found[_Call(config, *wanted)] = None
+
+    layers = [one for one in model.modules() if isinstance(one, ConvTranspose2d)]
+    hooks = [one.register_forward_pre_hook(note, with_kwargs=True) for one in layers]
+    gpus = sorted({one.device.index for one in model.parameters() if one.is_cuda})
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(backward),
+            torch.random.fork_rng(gpus),
+            left_as_it_is(model),
+        ):
+            run_step(model, inputs, backward, "tune")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found)
+
+
+Candidate = tuple[str, Choice]  # the algorithm's name
+
+
+def _candidates(config: Config, direction: Direction) -> list[Candidate]:
+    """Tiles of the least estimates, and torch's operator."""
+    found: list[tuple[float, int, Candidate]] = []
+    for algorithm in ALGORITHMS:
+        if algorithm.why_not(config, direction) is not None or not algorithm.can_serve(config):
+            continue
+        for kernel in algorithm.kernels_for(config):
+            if direction not in kernel.directions or kernel.why_not(config, direction) is not None:
+                continue
+            tiles = ((kernel.seconds(config, direction, one), one) for one in kernel.tiles(config, direction))
+            for seconds, tile in heapq.nsmallest(_NEAR, tiles, key=lambda item: item[0]):
+                found.append((seconds, len(found), (algorithm.name, Choice(kernel, tile, seconds))))
+    ours = [one for *_, one in sorted(one for one in found if one[2][0] != "native")]
+    return [*(one for *_, one in found if one[0] == "native"), *ours[:_MOST]]
+
+
+def _compile(plans: Sequence[tuple[_Call, Direction, list[Candidate]]]) -> None:
+    """Compile what candidates on GPUs launch, on all cores."""
+    if not any(call.config.device.type == "cuda" for call, *_ in plans):
+        return
+    from gemmconv.runtime.launch import architecture, compile_ahead
+
+    wanted: dict[str, dict[Any, None]] = {}
+    for call, direction, candidates in plans:
+        for _, choice in candidates:
+            program = choice.program(call.config, direction)
+            if program is not None:
+                arch = architecture(call.config.device.index or 0)
+                wanted.setdefault(arch, {}).update(dict.fromkeys(selection.compilations_of(program, call.config)))
+    futures = [compile_ahead([(one, dict(macros)) for one, macros in of], arch) for arch, of in wanted.items()]
+    show_progress([future for some in futures for _, future in some])
+
+
+def _with_progress(plans: Sequence[Any]) -> Iterator[Any]:
+    """The plans one by one, behind a bar of tqdm's if that is installed, else a line on a terminal."""
+    with suppress(ImportError):
+        from tqdm.auto import tqdm
+
+        yield from tqdm(plans, "gemmconv tunes", unit="pass")
+        return
+    for count, one in enumerate(plans, 1):
+        if sys.stderr.isatty():
+            print(f"\rgemmconv: tunes pass {count} of {len(plans)}", end="\n" * (count == len(plans)), file=sys.stderr)
+        yield one
+
+
+def _tensors_of(config: Config) -> dict[str, Tensor]:
+    """Random tensors of a layer, in its format."""
+    p = config.problem
+    shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
+    made = {}
+    for name, shape in shapes.items():
+        tensor = torch.empty_strided(
+            shape, strides_of(shape, config.memory_format), dtype=config.dtype, device=config.device
+        )
+        made[name] = tensor.normal_()
+    return made
+
+
+_OPERANDS: dict[Pass, tuple[str, ...]] = {
+    "forward": ("input", "weight"),
+    "input_grad": ("grad_output", "weight"),
+    "weight_grad": ("grad_output", "input"),
+    "grads": ("grad_output", "input", "weight"),
+}
+
+
+def _measured(config: Config, direction: Direction, candidates: Sequence[Candidate]) -> Entry | None:
+    """The entry of a pass; None where there is nothing to choose from."""
+    tensors = _tensors_of(config)
+    given = [tensors[name] for name in _OPERANDS[direction]]
+    bias: list[Any] = [] if direction != "forward" else [None]
+    if direction == "forward" and config.bias:
+        bias = [torch.zeros(config.problem.out_channels, dtype=config.dtype, device=config.device)]
+    runs: list[tuple[Candidate, Run]] = []
+    for name, choice in candidates:
+        try:
+            run = partial(choice.kernel.prepare(config, direction, choice.tile), *given, *bias)
+            run()
+        except (RuntimeError, NotImplementedError) as error:
+            tuned.log.info("tune leaves out %s of %s: %s", choice, config.problem, error)
+        else:
+            runs.append(((name, choice), run))
+    if not runs:
+        return None
+    seconds = _seconds([run for _, run in runs], config.device)
+    (best, choice), _ = runs[seconds.index(min(seconds))]
+    times = [(name, one) for ((name, _), _), one in zip(runs, seconds, strict=True)]
+    return _entry(config, direction, (best,), times, kernel=choice.kernel.name, tile=choice.tile_text)
+
+
+def _measured_gradients(config: Config) -> Entry:
+    """The entry of both gradients: as they are chosen one by one, as estimates would have them, and as torch's."""
+    torchs = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "native")
+    directions: tuple[Direction, ...] = ("input_grad", "weight_grad")
+    first, second = (selection.choose(config, "auto", "tune", direction) for direction in directions)
+    ways = [
+        selection.Gradients(torchs, torchs, share=False, at_once=not config.deterministic),
+        selection.choose_gradients(config, config, "auto", "tune"),
+        selection.paired(first, second, config),
+    ]
+    ways += [
+        selection.Gradients(one, one, share=False, at_once=True)
+        for one in ALGORITHMS
+        if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
+    ]
+    tensors = _tensors_of(config)
+    given = [tensors[name] for name in _OPERANDS["grads"]]
+    runs: list[tuple[selection.Gradients, Run]] = []
+    for way in dict.fromkeys(ways):
+        with suppress(RuntimeError, NotImplementedError):
+            run = partial(gradients_call(way, config, config, tuple(given)), *given)
+            run()
+            runs.append((way, run))
+    seconds = _seconds([run for _, run in runs], config.device)
+    best = runs[seconds.index(min(seconds))][0]
+    names = ["+".join(dict.fromkeys((way.input_grad.name, way.weight_grad.name))) for way, _ in runs]
+    how = {"share": best.share, "at_once": best.at_once, "turned": best.turned}
+    return _entry(
+        config, "grads", (best.input_grad.name, best.weight_grad.name), zip(names, seconds, strict=True), how=how
+    )
+
+
+def _entry(
+    config: Config, direction: Pass, algorithms: tuple[str, ...], seconds: Iterable[tuple[str, float]], **more: Any
+) -> Entry:
+    least: dict[str, float] = {}
+    for name, one in seconds:
+        least[name] = min(least.get(name, math.inf), round(1e6 * one, 2))
+    size = config.problem.batch, *config.problem.input_size
+    return Entry(tuned.key_of(config, direction), size, algorithms, microseconds=least, **more)
+
+
+def _seconds(runs: Sequence[Run], device: torch.device) -> list[float]:
+    """What a step waits for: the device's time of a call, or the host's where that is longer."""
+    if device.type != "cuda":
+        return [1e-3 * one for one in medians_ms(runs, device)]
+    samples = cuda_rounds(runs, device, lambda index: None, _ROUNDS)
+    return [max(1e-3 * median(times), _host_seconds(run, device)) for run, times in zip(runs, samples, strict=True)]
+
+
+def _host_seconds(run: Run, device: torch.device) -> float:
+    """The host's time of a call among several in a row, which the device does not hold up."""
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(10_000_000)
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        run()
+    seconds = (time.perf_counter() - start) / _CALLS
+    torch.cuda.synchronize(device)
+    return seconds
