@@ -41,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.error(
                 f"compiling needs the CUDA packages, got {error}; install gemmconv[cuda13] or gemmconv[cuda12]"
             )
+    if arguments.command == "tune":
+        try:
+            return _tune(arguments)
+        except (OSError, ValueError) as error:
+            command.error(str(error))
     try:
         device, precision = _device(arguments.device), arguments.precision
         dtype = _DTYPES[arguments.dtype]
@@ -62,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gemmconv", description="Transposed convolutions as matrix products.")
     parser.add_argument("--version", action="version", version=f"gemmconv {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{compare,demo,warmup}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{compare,demo,tune,warmup}")
     for name, text in (
         ("compare", "measure error, times and workspace of every algorithm on one layer"),
         ("demo", "the same on five layers that are hard for a library"),
@@ -85,17 +90,28 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "compare":
             add_layer_arguments(command)
+    text = "measure what is fastest for one layer on a device, and keep it in a file for gemmconv.load_tuned"
+    command = commands.add_parser("tune", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.set_defaults(parser=command)
+    command.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    _add_types(command)
+    command.add_argument("--path", type=Path, metavar="FILE", help="default: tuned.json in the folder of the cache")
+    _add_formats(command, "time gradients too (default: --backward)")
     text = "compile the kernels of one layer into the cache, for a GPU that need not be here"
     command = commands.add_parser("warmup", help=text, description=f"{text[0].upper()}{text[1:]}.")
     command.set_defaults(parser=command)
     text = 'cuda, cuda:1, or a name such as "NVIDIA H100 80GB HBM3" or A100 (default: cuda where there is one)'
     command.add_argument("--device", help=text)
     _add_types(command)
-    command.add_argument("--channels-last", action="store_true", help="tensors are in channels_last")
-    text = "compile those of a backward pass to input, weight and bias too (default: --backward)"
-    command.add_argument("--backward", action=argparse.BooleanOptionalAction, default=True, help=text)
-    add_layer_arguments(command, by_size=True)
+    _add_formats(command, "compile those of a backward pass to input, weight and bias too (default: --backward)")
     return parser
+
+
+def _add_formats(command: argparse.ArgumentParser, backward: str) -> None:
+    """The layer, its memory format, and whether there is a backward pass."""
+    command.add_argument("--channels-last", action="store_true", help="tensors are in channels_last")
+    command.add_argument("--backward", action=argparse.BooleanOptionalAction, default=True, help=backward)
+    add_layer_arguments(command, by_size=True)
 
 
 def _add_types(command: argparse.ArgumentParser) -> None:
@@ -163,6 +179,32 @@ def _warmup(config: Config, capability: Capability, backward: bool) -> int:
     if not wanted:
         print("torch's operator computes this layer there")
     return int(failed > 0)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    """Measure one layer, and print what every algorithm took."""
+    from gemmconv.module import ConvTranspose2d
+    from gemmconv.tune import tune
+
+    device, dtype, layer = _device(arguments.device), _DTYPES[arguments.dtype], layer_from_arguments(arguments)
+    _check_precision(arguments.precision, dtype, device)
+    p = layer.problem
+    module = ConvTranspose2d(
+        *(p.in_channels, p.out_channels, p.kernel_size, p.stride, p.padding, p.output_padding, p.groups, layer.bias),
+        dilation=p.dilation,
+        device=device,
+        dtype=dtype,
+        precision=arguments.precision,
+    )
+    x = torch.randn(p.input_shape, device=device, dtype=dtype, requires_grad=arguments.backward)
+    if arguments.channels_last:
+        module.weight = torch.nn.Parameter(module.weight.contiguous(memory_format=torch.channels_last))
+        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_(arguments.backward)
+    for entry in tune(module, x, backward=arguments.backward, path=arguments.path):
+        times = ", ".join(f"{name} {us:,.1f} us" for name, us in sorted(entry.microseconds.items(), key=lambda x: x[1]))
+        taken = " and ".join(dict.fromkeys(entry.algorithms))
+        print(f"{entry.key[1]:<12} {' '.join((taken, entry.kernel, entry.tile)).strip()}; measured: {times}")
+    return 0
 
 
 def _device(text: str | None) -> torch.device:

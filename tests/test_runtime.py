@@ -43,9 +43,9 @@ from gemmconv.kernels.sm90 import (
 )
 from gemmconv.kernels.splits import bias_grad, reduce
 from gemmconv.kernels.weights import pack
-from gemmconv.runtime.folder import cache_folder
 from gemmconv.runtime import compiler, sources, worker
 from gemmconv.runtime.cache import KernelCache
+from gemmconv.runtime.folder import cache_folder
 
 ARCHITECTURES = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 

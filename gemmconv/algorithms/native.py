@@ -388,8 +388,14 @@ def _prepare_backward(
     """Prepare gradients from grad_output, input and weight: a list of three."""
     p, settings, backward = config.problem, _settings(config), torch.ops.aten.convolution_backward.default
     geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, [of_input, of_weight, False]
+    # torch 2.11 takes one channel, whose strides fit either format, for NCHW. For a kernel of one tap the weight's
+    # gradient is then wrong, by as much as it is large (cuDNN 9.19, any input in channels_last).
+    strides = strides_of(p.output_shape, config.memory_format)
+    is_ambiguous = p.out_channels == 1 and config.memory_format is torch.channels_last
 
     def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        if is_ambiguous and grad_output.is_contiguous():
+            grad_output = grad_output.as_strided(p.output_shape, strides)
         with settings:
             found: Sequence[torch.Tensor] = backward(grad_output, input, weight, None, *geometry)
         return found
