@@ -175,7 +175,7 @@ def _as_on_a_gpu() -> Iterator[_Driver]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"GEMMCONV_CACHE_DIR": folder}))
         for owner, name, value in (
-            (implementation, "_config", config),
+            (implementation, "config_of", config),
             (dispatch, "_all_plain_keys", keys),
             (torch.cuda, "is_available", lambda: False),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),

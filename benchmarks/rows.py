@@ -86,7 +86,7 @@ class Row:
         kernel, tile: by name; the tile as ``explain`` shows it.
         role: of :data:`ROLES`.
         seconds: median time of the device; NaN where the result was wrong or the kernel failed.
-        estimate: the seconds that the library expected when it was measured.
+        estimate: the seconds that the kernel itself estimated then (``Kernel.seconds``).
     """
 
     layer: str
@@ -197,12 +197,13 @@ def candidates_of(
                 is_auto = chosen is not None and chosen.kernel is kernel
                 own.append((kernel.name, tile, AUTO if is_auto else OWN, estimate))
             continue
-        if chosen is not None and chosen.kernel is kernel:
-            own.append((kernel.name, chosen.tile, AUTO, chosen.seconds))
+        taken = chosen.tile if chosen is not None and chosen.kernel is kernel else None
+        if taken is not None:
+            own.append((kernel.name, taken, AUTO, kernel.seconds(config, direction, taken)))
         tile = kernel.tile(config, direction)
         if (estimate := kernel.seconds(config, direction, tile)) == math.inf:
             continue
-        if chosen is None or chosen.tile != tile:
+        if tile != taken:
             own.append((kernel.name, tile, OWN, estimate))
         if near or drawn:
             tiles = [(kernel.seconds(config, direction, one), one) for one in kernel.tiles(config, direction)]
@@ -251,7 +252,7 @@ class Bench:
             kernel = KERNELS[name]
             text = Choice(kernel, tile, 0.0).tile_text
             row = Row(workload.layer, workload.suite, *case[1:], name, text, role, math.nan, estimate)
-            if row.key in known:
+            if row.key in known or any(row.key == other.key for other, _ in right):
                 continue
             call, why = (None, reason) if reason else self._checked(kernel, config, case, tile)
             if call is None:

@@ -13,14 +13,14 @@ from gemmconv.geometry import Problem
 from gemmconv.module import ConvTranspose2d, convert
 from gemmconv.selection import explain
 from gemmconv.tune import forget_tuned, load_tuned, tune
+from gemmconv.version import __version__
 from gemmconv.warmup import warmup
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
     "ConvTranspose2d",
     "Problem",
+    "__version__",
     "col2im",
     "conv_transpose2d",
     "convert",

@@ -40,10 +40,11 @@ _KEEP_THE_HOST = {
 # Of an estimate: what another may be where both are as fast, as far as estimates tell. 30 random layers whose forward
 # passes so go from products to kernels alone took 0.3 to 2.3 times as long on an H100, 1.003 times in the mean.
 _AS_FAST = 1.1
-# On GPUs other than Hopper: of torch's estimate, which may be 1.4 times the least that it was seen to take, while ours
-# are 1.3 times too low for some layers; and what the host may take longer for a call of ours.
-_CLEARLY_LESS, _HOST_SECONDS = 0.56, 10e-6
-_NO_SLOWER = 0.8  # of torch's estimate, by ours for the device itself
+# On GPUs other than Hopper: of torch's estimate. That is of cuDNN's deterministic kernels, and the others, which it
+# takes there, are up to twice as fast in float32 without TF32. And what the host may take longer for a call of ours.
+_CLEARLY_LESS = {"ieee": 0.5, "tf32": 0.65, "half": 0.65}
+_HOST_SECONDS = 10e-6
+_NO_SLOWER = 0.85  # of torch's estimate, by ours for the device itself
 
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -152,7 +153,8 @@ def _first_elsewhere(
     for seconds, algorithm in estimates:
         if algorithm is native or seconds == math.inf:
             continue
-        if _is_clearly_faster((seconds, torchs), (algorithm.estimate(measured, direction), measured_torchs)):
+        pairs = (seconds, torchs), (algorithm.estimate(measured, direction), measured_torchs)
+        if _is_clearly_faster(config, *pairs):
             return algorithm, f"{_estimate_text(seconds)}, clearly below torch's operator: comes first"
     if torchs == math.inf:
         return native, "what torch's operator takes for such a layer is not known: it comes first"
@@ -164,15 +166,17 @@ def _measured(config: Config) -> Config:
     return replace(config, spec=replace(MEASURED, capability=config.spec.capability))
 
 
-def _is_clearly_faster(here: tuple[float, float], measured: tuple[float, float]) -> bool:
+def _is_clearly_faster(config: Config, here: tuple[float, float], measured: tuple[float, float]) -> bool:
     """Whether ours is, on a GPU that is not Hopper: clearly so where it was measured, and no slower by estimates here.
 
     Args:
+        config: of a pass, for its precision.
         here, measured: the seconds that ours and torch's operator are estimated at.
     """
     if measured[1] == math.inf or here[0] > _NO_SLOWER * here[1]:
         return False
-    return measured[0] + _HOST_SECONDS < _CLEARLY_LESS * measured[1]
+    clearly = _CLEARLY_LESS["half" if config.dtype.itemsize == 2 else config.precision]
+    return measured[0] + _HOST_SECONDS < clearly * measured[1]
 
 
 def _estimates(
@@ -354,7 +358,7 @@ def _fastest_elsewhere(config: Config, weight_config: Config) -> Gradients:
     pair = _measured(config), _measured(weight_config)
     here = seconds, native.grads_estimate(config, weight_config)
     measured = _fastest(*pair, ours)[0], native.grads_estimate(*pair)
-    if native.why_not(config) is None and not _is_clearly_faster(here, measured):
+    if native.why_not(config) is None and not _is_clearly_faster(config, here, measured):
         return Gradients(native, native, False, True)
     return gradients
 

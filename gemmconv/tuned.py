@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from gemmconv import validation
+from gemmconv.folder import cache_folder
 from gemmconv.kernels.base import Choice, Config, Kernel, Pass
-from gemmconv.runtime.folder import cache_folder
+from gemmconv.version import __version__
 
 log = logging.getLogger("gemmconv")
 _FORMAT = 1  # of the file
@@ -58,6 +59,7 @@ class Entry:
 
 _known: dict[Key, dict[tuple[int, int, int], Entry]] = {}
 _said: set[str] = set()
+at_change: list[Callable[[], object]] = []  # who keeps what was chosen forgets it then
 
 
 def key_of(config: Config, direction: Pass) -> Key:
@@ -102,7 +104,7 @@ def choice_of(name: str, kernels: Iterable[Kernel], config: Config, direction: P
             _pass_over(entry, "its tile is gone")
             return None
         tile = kernel.tile(config, direction)  # a tile's size may follow from the images'
-    return Choice(kernel, tile, kernel.seconds(config, direction, tile))
+    return Choice(kernel, tile, kernel.expected(config, direction, tile))
 
 
 def _pass_over(entry: Entry, why: str) -> None:
@@ -113,11 +115,10 @@ def _pass_over(entry: Entry, why: str) -> None:
 
 def take(entries: Iterable[Entry]) -> None:
     """Let ``auto`` choose by these too; of the same layer and size the last one counts."""
-    from gemmconv.ops import implementation
-
     for entry in entries:
         _known.setdefault(entry.key, {})[entry.size] = entry
-    implementation.plans.clear()  # what was prepared before is chosen anew
+    for call in at_change:
+        call()
 
 
 def forget() -> None:
@@ -144,8 +145,6 @@ def read(path: Path) -> list[Entry]:
         OSError: the file cannot be read.
         ValueError: it is not such a file.
     """
-    from gemmconv import __version__
-
     try:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
@@ -166,8 +165,6 @@ def _entry(key: list[str], size: list[int], algorithms: list[str], **others: Any
 
 def write(path: Path, entries: Iterable[Entry]) -> None:
     """Add entries to a file by an atomic rename; of the same layer and size those that are new stay."""
-    from gemmconv import __version__
-
     merged = {(one.key, one.size): one for one in (*(read(path) if path.exists() else ()), *entries)}
     content = {"format": _FORMAT, "gemmconv": __version__, "entries": [asdict(one) for one in merged.values()]}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -732,7 +732,7 @@ def test_searches_run_in_threads_of_their_own():
     assert len(set(threads)) == 4
 
 
-@pytest.mark.parametrize(("name", "took"), [("pose1", "native"), ("unet1", "fused")])
+@pytest.mark.parametrize(("name", "took"), [("pose1", "fused"), ("unet1", "fused")])
 def test_what_auto_took_and_its_workspace_are_of_one_choice(name, took):
     """Nobody knows native's."""
     auto = Contender("auto", "channels_last", "gemmconv")

@@ -6,13 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 import gemmconv
-from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config
 from gemmconv.kernels.costs import FOLDER, costs_of
-from gemmconv.kernels.sm90 import implicit_gemm_nhwc
 
 PACKAGE = Path(gemmconv.__file__).parent
 DEVICES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -94,25 +90,6 @@ def test_costs_of_an_unknown_name_say_so():
         _ = costs_of("device").warp_speed
     with pytest.raises(KeyError, match="sm90/nothing"):
         costs_of("sm90/nothing")
-
-
-def test_replaced_costs_are_seen_at_once_and_choices_forgotten():
-    kernel, problem = implicit_gemm_nhwc.KERNEL, Problem(9, 512, 512, 1, (32, 32), (3, 3), (2, 2))
-    config = Config(problem, torch.float32, torch.device("cuda", 0), "tf32", memory_format=torch.channels_last)
-
-    def estimate():
-        return kernel.seconds(config, "forward", kernel.tile(config, "forward"))
-
-    before, costs = estimate(), costs_of(kernel.name)
-    rows, start = costs.table("rows_cycles")[4], costs.start_cycles
-    costs.replace({"rows_cycles": {"4": 10 * rows}})
-    assert implicit_gemm_nhwc.tile_of.cache_info().currsize == 0
-    longer = estimate()
-    costs.replace({"start_cycles": 2 * start})
-    longest = estimate()
-    costs.replace({"rows_cycles": {"4": rows}, "start_cycles": start})
-    assert before < longer < longest
-    assert estimate() == before
 
 
 @pytest.mark.parametrize("path", CONVERTED, ids=lambda path: path.stem)

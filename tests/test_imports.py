@@ -1,4 +1,4 @@
-"""Imports point one way: module, functional, ops, validation and geometry, selection, algorithms, kernels, runtime."""
+"""Imports point one way: module, functional, ops, selection, algorithms, tuned, kernels, runtime, leaves."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ from benchmarks.map import imported_modules
 PACKAGE = Path(gemmconv.__file__).parent
 
 # From the top down. A part may import what lies below it, but only the kernels may reach the runtime.
-LAYERS = ["module", "functional", "ops", "selection", "algorithms", "kernels", "runtime"]
+LAYERS = ["module", "functional", "ops", "selection", "algorithms", "tuned", "kernels", "runtime"]
 
 # The modules of ops, from the top down. One may import those below it.
 OPS = ["compiled", "plain", "__init__", "followers", "autograd", "transforms", "autocast", "implementation", "schemas"]
@@ -29,6 +29,8 @@ LEAVES = {
     "flops": set(),
     "device": {"hashing"},
     "extension": {"errors"},
+    "folder": set(),
+    "version": set(),
 }
 
 
@@ -37,7 +39,7 @@ def allowed_imports(part: str) -> set[str]:
     if part in LEAVES:
         return LEAVES[part]
     if part == "runtime":
-        return {"errors", "extension"}
+        return {"errors", "extension", "folder"}
     below = set(LAYERS[LAYERS.index(part) + 1 :]) | set(LEAVES)
     return below if part == "kernels" else below - {"runtime"}
 
@@ -78,7 +80,7 @@ def test_imports_table_knows_every_module_of_ops():
 
 def test_imports_table_knows_every_part_of_the_package():
     parts = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name[0] not in "_."}
-    front_ends = {"compare", "demo", "warmup", "csrc", "py.typed", "py"}  # they may use the whole package
+    front_ends = {"compare", "demo", "tune", "warmup", "csrc", "py.typed", "py"}  # they may use the whole package
     data = {"costs"}
     assert parts - front_ends - data == set(PARTS)
 
@@ -150,6 +152,9 @@ def test_import_gemmconv_offers_the_public_names():
         "explain",
         "CompileError",
         "Problem",
+        "tune",
+        "load_tuned",
+        "forget_tuned",
         "warmup",
     }
     assert set(gemmconv.__all__) - {"__version__"} == names

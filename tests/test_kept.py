@@ -14,7 +14,6 @@ pytest.importorskip("cuda.core", reason="the cache is the cuda-core package's")
 from gemmconv import selection
 from gemmconv.algorithms import base
 from gemmconv.kernels import costs, kept
-from gemmconv.kernels.costs import costs_of
 from gemmconv.runtime import cache
 from tests.test_sizes import LAYERS, PASSES, config_of
 
@@ -129,15 +128,6 @@ def test_what_somebody_else_wrote_is_not_run(entry, disk):
     key = kept.hashlib.sha256(b"1").digest()
     cache.default_cache().put(kept._code(), pickle.dumps({key: entry}))
     assert search() == "found"
-
-
-def test_nothing_is_kept_by_other_costs(disk, monkeypatch):
-    monkeypatch.setattr(costs, "_replaced", ["one"])
-    kept.kept(lambda: 1, lambda: 1, always=True)
-    assert kept._entries() == {}
-    monkeypatch.setattr(costs, "_replaced", replaced := [])
-    costs_of("device").replace({})
-    assert replaced
 
 
 def test_nothing_is_kept_where_no_gpu_is_used(disk, monkeypatch):

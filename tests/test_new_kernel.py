@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gemmconv
-from benchmarks import choices
+from benchmarks import rows
 from benchmarks.workloads import custom
 from gemmconv.algorithms.fused import Fused
 from gemmconv.device import named
@@ -123,10 +123,14 @@ def test_the_choice_and_its_explanation_name_it(layer, monkeypatch):
     assert named("H100").is_hopper
 
 
-def test_its_tiles_are_candidates():
-    case = choices.Case(custom(LAYERS[0]), "fp32", "nchw")
-    found = choices.sample(choices.candidates_of(Gather(), case, torch.device("cuda", 0)), 2)
-    assert [tile.threads for _, tile in found] == [64, 32]
+def test_its_tiles_are_measured(monkeypatch):
+    monkeypatch.setitem(rows.KERNELS, Gather.name, Gather())
+    config = config_of(custom(LAYERS[0]).problem, torch.float32)
+    found = rows.candidates_of(config, "forward", near=2, drawn=0, kernels=[Gather.name])
+    assert [(name, tile.threads, role) for name, tile, role, _ in found] == [
+        (Gather.name, 64, "own"),
+        (Gather.name, 32, "near"),
+    ]
 
 
 @needs_compiler

@@ -25,6 +25,7 @@ from tests.samples import config_of, problem_of
 
 pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 
+from gemmconv.folder import cache_folder
 from gemmconv.kernels import sm90
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.direct import forward as direct_forward
@@ -45,7 +46,6 @@ from gemmconv.kernels.splits import bias_grad, reduce
 from gemmconv.kernels.weights import pack
 from gemmconv.runtime import compiler, sources, worker
 from gemmconv.runtime.cache import KernelCache
-from gemmconv.runtime.folder import cache_folder
 
 ARCHITECTURES = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 

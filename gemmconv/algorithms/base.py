@@ -151,24 +151,20 @@ class AlgorithmOfOne(Kernel, Algorithm):
     @abstractmethod
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any = None) -> int: ...
 
-    @abstractmethod
-    def estimate(self, config: Config, direction: Direction) -> float: ...
+    def estimate(self, config: Config, direction: Direction) -> float:
+        return self.expected(config, direction, self.tile(config, direction))
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         if self.why_not(config, direction) is not None:
             return None
-        return Choice(self, self.tile(config, direction), self.seconds(config, direction))
+        tile = self.tile(config, direction)
+        return Choice(self, tile, self.expected(config, direction, tile))
 
     def tiles(self, config: Config, direction: Pass) -> tuple[Any, ...]:
         return (None,)
 
     def tile(self, config: Config, direction: Pass) -> Any:
         return next(iter(self.tiles(config, direction)))
-
-    def seconds(self, config: Config, direction: Pass, tile: Any = None) -> float:
-        return (
-            self.grads_estimate(config, config.of_weight) if direction == "grads" else self.estimate(config, direction)
-        )
 
     def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
         return self.prepare(config, direction, None)
@@ -189,7 +185,7 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
     for of_class in representatives(config):
         for kernel, tile, _ in _known(kernels, of_class, direction, lacks, True):
             if (fitted := kernel.fitted(config, direction, tile)) is not None:
-                found.append(Choice(kernel, fitted, kernel.seconds(config, direction, fitted)))
+                found.append(Choice(kernel, fitted, kernel.expected(config, direction, fitted)))
     if not found:
         able = tuple(kernel for kernel in kernels if kernel.refuses(config, direction) is None)
         found = [*_known(able, config, direction, lacks)[:1]] if able else []

@@ -7,14 +7,9 @@ those of tensor cores where that is faster. Gradients take tensor cores where bo
 
 from __future__ import annotations
 
-from gemmconv import tuned
 from gemmconv.algorithms.base import Algorithm
-from gemmconv.kernels.base import Choice, Config, Pass
-from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import direct as on_cpu
 from gemmconv.kernels.direct import forward, forward_mma, grads_mma, input_grad, weight_grad
-
-_COST = costs_of("direct")
 
 
 class Direct(Algorithm):
@@ -30,15 +25,3 @@ class Direct(Algorithm):
         grads_mma.KERNEL,
         on_cpu.KERNEL,
     )
-
-    def choice(self, config: Config, direction: Pass) -> Choice | None:
-        """As of every algorithm, but that estimates of both forward kernels are compared in cycles of their own."""
-        if direction != "forward" or tuned.entry_of(config, direction) is not None:
-            return super().choice(config, direction)
-        if (of_cores := self.choice_of(forward.KERNEL, config, direction)) is None:
-            return super().choice(config, direction)
-        of_tensor_cores = self.choice_of(forward_mma.KERNEL, config, direction)
-        cycles = _COST.tensor_core_margin * forward.KERNEL.cycles(config, of_cores.tile)
-        if of_tensor_cores is not None and of_tensor_cores.tile.cycles + _COST.tensor_core_start_cycles < cycles:
-            return of_tensor_cores
-        return of_cores

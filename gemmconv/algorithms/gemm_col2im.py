@@ -97,14 +97,22 @@ class GemmCol2im(AlgorithmOfOne):
             columns += columns * problem.gemm_k // max(1, problem.gemm_m)
         return columns + (_partials(config, chunks) * _partial_bytes(config) if direction != "input_grad" else 0)
 
-    def estimate(self, config: Config, direction: Direction) -> float:
+    def seconds(self, config: Config, direction: Pass, tile: object = None) -> float:
         """The columns written and read, the product, the weights read or summed anew for each image, launches.
 
-        In channels_last, turning what is folded or laid out too.
+        In channels_last, turning what is folded or laid out too. Of both gradients at once: the weight gradient's
+        chunks, of which there are more, and the other product of their columns.
         """
         if _is_in_c(config):
-            return estimate.columns_seconds(config, direction)
-        return _seconds(config, direction)
+            return math.inf if direction == "grads" else estimate.columns_seconds(config, direction)
+        if direction != "grads":
+            return _seconds(config, direction)
+        weight_config = config.of_weight
+        chunks = _backward_chunks(weight_config, "weight_grad")
+        seconds = _unfolding_seconds(config, chunks)
+        seconds += _gradient_seconds(weight_config, "weight_grad", chunks)
+        seconds += _gradient_seconds(config, "input_grad", chunks)
+        return _COST.at_once_factor * (seconds + _turning_seconds(config, weight_config))
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
         if config.device.type == "cuda":
@@ -158,26 +166,10 @@ class GemmCol2im(AlgorithmOfOne):
                 steps.append(sum_partials(config, slots))
         return Program(config.dtype, tuple(operands), tuple(outputs), tuple(steps), scratch)
 
-    def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """The weight gradient's, and the other product of its columns; where that is faster than one by one.
-
-        Chunks are the weight gradient's then: of many weights they are smaller, and there are more of them.
-        """
-        if _is_in_c(config):
-            return math.inf
-        chunks = _backward_chunks(weight_config, "weight_grad")
-        seconds = _unfolding_seconds(config, chunks)
-        seconds += _gradient_seconds(weight_config, "weight_grad", chunks)
-        seconds += _gradient_seconds(config, "input_grad", chunks)
-        seconds += _turning_seconds(config, weight_config)
-        if seconds >= self.one_by_one_seconds(config, weight_config):
-            return math.inf
-        return _COST.at_once_factor * seconds
-
 
 @lru_cache(maxsize=1024)
 def _seconds(config: Config, direction: Direction) -> float:
-    """See :meth:`GemmCol2im.estimate`, which choosing both gradients asks for again and again."""
+    """See :meth:`GemmCol2im.seconds`, which choosing both gradients asks for again and again."""
     if direction == "forward":
         return _forward_seconds(config) + _turning_seconds(config)
     chunks = _backward_chunks(config, direction)

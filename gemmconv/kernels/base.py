@@ -103,7 +103,14 @@ class Kernel(ABC):
 
     @abstractmethod
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
-        """Roughly the seconds of a call, to choose by."""
+        """Roughly the seconds of a call, to choose a tile by; :meth:`expected` is to compare kernels by."""
+
+    def expected(self, config: Config, direction: Pass, tile: Any) -> float:
+        """The seconds that are expected: :meth:`seconds`, corrected by what was measured of layers like it."""
+        from gemmconv.kernels.measured import correction
+
+        factor = correction(self.name, config, direction) if config.device.type == "cuda" else None
+        return self.seconds(config, direction, tile) * (1.0 if factor is None else factor)
 
     @abstractmethod
     def program(self, config: Config, direction: Pass, tile: Any) -> Program | None:
@@ -188,7 +195,7 @@ def choices(config: Config, direction: Pass, kernels: Iterable[Kernel]) -> list[
     for kernel in kernels:
         if direction in kernel.directions and kernel.why_not(config, direction) is None:
             tile = kernel.tile(config, direction)
-            found.append(Choice(kernel, tile, kernel.seconds(config, direction, tile)))
+            found.append(Choice(kernel, tile, kernel.expected(config, direction, tile)))
     return found
 
 

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 FOLDER = Path(__file__).parents[1] / "costs"
-_ESTIMATING = ("gemmconv.kernels.", "gemmconv.algorithms.", "gemmconv.selection")  # modules that estimate
-_replaced: list[str] = []  # of whose costs this process has others
 
 
 class Costs:
@@ -39,25 +35,8 @@ class Costs:
             self.__dict__[name] = _table(value) if isinstance(value, dict) else value
 
     def table(self, name: str) -> dict[Any, float]:
-        """A cost that is a table, always the same dictionary: modules keep it, and see what :meth:`replace` does."""
+        """A cost that is a table."""
         return vars(self)[name]
-
-    def replace(self, values: Mapping[str, float | dict[str, float]]) -> None:
-        """Estimate by other values from now on, for who fits them; what a table does not name stays.
-
-        What functions of kernels and algorithms keep is forgotten. Cached properties of tiles are not, nor are tables
-        that algorithms make of costs when they are imported.
-        """
-        _replaced.append(type(self).__name__)
-        for name, value in values.items():
-            if isinstance(value, dict):
-                self.table(name).update(_table(value))
-            else:
-                self.__dict__[name] = value
-        modules = [module for name, module in sys.modules.items() if name.startswith(_ESTIMATING)]
-        for kept in [kept for module in modules for kept in vars(module).values()]:
-            if hasattr(kept, "cache_clear") and kept.__module__ != __name__:
-                kept.cache_clear()
 
 
 @functools.cache
@@ -70,11 +49,6 @@ def costs_of(kernel: str, device: str = "h200") -> Costs:
     costs = read(device)[kernel]["costs"]
     named = type(f"costs of {kernel}", (Costs,), {})  # what an error about an unknown attribute says
     return named({name: entry["value"] for name, entry in costs.items()})
-
-
-def are_as_read() -> bool:
-    """Whether estimates are by the values of the files."""
-    return not _replaced
 
 
 @functools.cache

@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from gemmconv.kernels import costs
-
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
@@ -34,7 +32,7 @@ _LONG = 1e-3  # seconds of a search whose result is kept
 _MOST = 4096  # results, of some 600 bytes each
 _SECONDS = 2.0  # from a result to when it is written, with others
 
-enabled = True  # False for who replaces what a choice follows from, other than by Costs.replace
+enabled = True  # False for who replaces what a choice follows from
 without_gpu = False  # True for who asks for a GPU that is not there
 _timer: threading.Timer | None = None  # until what was found is written
 _writing = threading.Lock()
@@ -49,7 +47,7 @@ def kept(asked: Callable[[], object], find: Callable[[], T], always: bool = Fals
         always: whether what took little is kept too: it may take more in a process that found less before.
     """
     global _timer
-    if not (enabled and costs.are_as_read() and (without_gpu or torch.cuda.is_initialized())):
+    if not (enabled and (without_gpu or torch.cuda.is_initialized())):
         return find()
     key = hashlib.sha256(repr(asked()).encode()).digest()
     with suppress(Exception):  # of an entry that is not there, or that somebody else wrote
@@ -120,6 +118,6 @@ def _code() -> bytes:
     """A digest of this package's code and costs: of all that a choice follows from beside what is asked."""
     digest = hashlib.sha256()
     files = (os.path.join(folder, name) for folder, _, names in os.walk(_PACKAGE) for name in names)
-    for path in sorted(path for path in files if path.endswith((".py", ".json"))):
+    for path in sorted(path for path in files if path.endswith((".py", ".json", ".npz"))):
         digest.update(os.path.relpath(path, _PACKAGE).encode() + b"\0" + Path(path).read_bytes() + b"\0")
     return digest.digest()

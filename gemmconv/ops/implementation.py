@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemmconv import selection
+from gemmconv import selection, tuned
 from gemmconv.algorithms.fallback import warn_once, with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.algorithms.gemm_col2im import ahead
@@ -55,6 +55,7 @@ from gemmconv.ops.schemas import (
 # Plans: prepared calls by the signature of a call, and answers to questions about one.
 
 plans: dict[Hashable, Any] = {}
+tuned.at_change.append(plans.clear)  # which lets calls that were prepared before be chosen anew
 _plans_lock = threading.Lock()  # of those who add one
 _MOST_PLANS = 4096
 _ALREADY_THERE = nullcontext()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cuda.core.utils import FileStreamProgramCache
 
-from gemmconv.runtime.folder import cache_folder
+from gemmconv.folder import cache_folder
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_BYTES = 1 << 30

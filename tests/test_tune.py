@@ -1,0 +1,183 @@
+"""gemmconv.tune: what is measured is chosen, kept in a file, merged, and passed over where it no longer holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gemmconv
+from gemmconv import tuned
+from gemmconv.algorithms import gemm_col2im
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config
+from gemmconv.selection import Gradients, choose, choose_gradients
+
+LAYER = Problem(2, 8, 4, 1, (6, 5), (3, 3), (2, 2), (1, 1))
+CONFIG = Config(LAYER, torch.float32, torch.device("cpu"))
+ENTRY = tuned.Entry(
+    tuned.key_of(CONFIG, "forward"), (2, 6, 5), ("gemm_col2im",), "gemm_col2im", "", {}, {"native": 2.0}
+)
+ON_GPU = replace(CONFIG, device=torch.device("cuda", 0))
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    gemmconv.forget_tuned()
+    yield
+    gemmconv.forget_tuned()
+
+
+def layer() -> gemmconv.ConvTranspose2d:
+    return gemmconv.ConvTranspose2d(8, 4, 3, stride=2, padding=1)
+
+
+def taken(config: Config = CONFIG, direction: str = "forward") -> str:
+    return choose(config, "auto", "", direction).name
+
+
+def entry_of_tile(direction: str, index: int) -> tuned.Entry:
+    """An entry for a tile of implicit_gemm that is not its own choice."""
+    from gemmconv.kernels.base import Choice
+    from gemmconv.kernels.sm90.implicit_gemm import KERNEL
+
+    own = KERNEL.tile(ON_GPU, direction)
+    tiles = [Choice(KERNEL, one, 0.0).tile_text for one in KERNEL.tiles(ON_GPU, direction) if one != own]
+    return tuned.Entry(tuned.key_of(ON_GPU, direction), (2, 6, 5), ("fused",), KERNEL.name, tiles[index])
+
+
+def test_tune_measures_each_pass_and_what_it_finds_is_chosen(tmp_path):
+    model = torch.nn.Sequential(layer(), torch.nn.ReLU())
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    found = gemmconv.tune(model, torch.randn(2, 8, 6, 5, requires_grad=True), path=tmp_path / "tuned.json")
+    assert [one.key[1] for one in found] == ["forward", "input_grad", "weight_grad", "grads"]
+    assert all("native" in one.microseconds and min(one.microseconds.values()) > 0 for one in found)
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert all(one.grad is None for one in model.parameters())
+    forward, of_input, _, both = found
+    assert (taken(),) == forward.algorithms
+    assert (taken(direction="input_grad"),) == of_input.algorithms
+    gradients = choose_gradients(CONFIG, CONFIG, "auto", "")
+    assert (gradients.input_grad.name, gradients.weight_grad.name) == both.algorithms
+    best = min(forward.microseconds, key=forward.microseconds.__getitem__)
+    assert forward.algorithms == (best,)
+    reasons = gemmconv.explain(LAYER).reasons
+    assert all(f"measured: {us:,.1f} us" in reasons[name] for name, us in forward.microseconds.items())
+
+
+def test_inference_alone_is_measured_without_gradients(tmp_path):
+    found = gemmconv.tune(layer(), torch.randn(2, 8, 6, 5), backward=False, path=tmp_path / "tuned.json")
+    assert [one.key[1] for one in found] == ["forward"]
+
+
+def test_a_file_ships_and_merges(tmp_path):
+    path, other = tmp_path / "deep" / "tuned.json", replace(ENTRY, size=(4, 6, 5))
+    tuned.write(path, [ENTRY])
+    tuned.write(path, [replace(ENTRY, algorithms=("native",), kernel="native"), other])
+    assert gemmconv.load_tuned(path) == 2
+    assert taken() == "native"  # of the same layer and size the last
+    assert taken(replace(CONFIG, problem=replace(LAYER, batch=4))) == "gemm_col2im"
+    assert json.loads(path.read_text())["gemmconv"] == gemmconv.__version__
+    gemmconv.forget_tuned()
+    assert tuned.entry_of(CONFIG, "forward") is None
+
+
+@pytest.mark.parametrize(("batch", "holds"), [(1, True), (4, True), (5, False)])
+def test_an_entry_holds_for_half_to_twice_its_pixels(batch, holds):
+    tuned.take([ENTRY])
+    near = replace(CONFIG, problem=replace(LAYER, batch=batch))
+    assert (tuned.entry_of(near, "forward") is ENTRY) is holds
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(CONFIG, dtype=torch.float64),
+        replace(CONFIG, memory_format=torch.channels_last),
+        replace(CONFIG, problem=replace(LAYER, stride=(1, 2))),
+        ON_GPU,
+    ],
+)
+def test_an_entry_is_for_its_layer_type_format_and_device(other):
+    tuned.take([ENTRY])
+    assert tuned.entry_of(other, "forward") is None
+    assert tuned.entry_of(CONFIG, "input_grad") is None
+    assert choose(CONFIG, "native", "").name == "native"  # who names an algorithm gets it
+
+
+def test_calls_prepared_before_take_the_new_choice(monkeypatch):
+    used: list[str] = []
+    prepare = gemm_col2im.GemmCol2im.prepare
+
+    def noting(self, config, direction, tile=None):
+        used.append(direction)
+        return prepare(self, config, direction, tile)
+
+    monkeypatch.setattr(gemm_col2im.GemmCol2im, "prepare", noting)
+    module, x = layer(), torch.randn(2, 8, 6, 5)
+    tuned.take([replace(ENTRY, algorithms=("native",), kernel="native")])
+    expected = module(x)
+    assert not used
+    tuned.take([ENTRY])
+    torch.testing.assert_close(module(x), expected)
+    assert used == ["forward"]
+
+
+def test_a_tile_of_a_gpu_is_taken_and_one_that_is_gone_is_passed_over(caplog):
+    entry = entry_of_tile("forward", 3)
+    tuned.take([entry])
+    (algorithm,) = (one for one in gemmconv.algorithms.ALGORITHMS if one.name == "fused")
+    assert algorithm.choice(ON_GPU, "forward").tile_text == entry.tile
+    with caplog.at_level(logging.INFO, "gemmconv"):
+        tuned.take([replace(entry, tile="columns=1")])
+        for _ in range(2):
+            assert algorithm.choice(ON_GPU, "forward") is not None
+    assert [record.message for record in caplog.records if "its tile is gone" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+def test_gradients_are_taken_as_they_were_measured_together():
+    how = {"share": False, "at_once": False, "turned": False}
+    entry = tuned.Entry(tuned.key_of(ON_GPU, "grads"), (2, 6, 5), ("native", "gemm_col2im"), how=how)
+    tuned.take([entry])
+    found = choose_gradients(ON_GPU, ON_GPU, "auto", "")
+    assert isinstance(found, Gradients)
+    assert (found.input_grad.name, found.weight_grad.name, found.at_once) == ("native", "gemm_col2im", False)
+
+
+def test_another_versions_entries_are_passed_over_with_a_line(tmp_path, caplog):
+    path = tmp_path / "tuned.json"
+    tuned.write(path, [ENTRY])
+    path.write_text(path.read_text().replace(gemmconv.__version__, "0.0.9"))
+    with caplog.at_level(logging.INFO, "gemmconv"):
+        assert gemmconv.load_tuned(path) == 0
+    assert "0.0.9" in caplog.text
+    assert "tune again" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "gemmconv": "%s", "entries": [{}]}'])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text.replace("%s", gemmconv.__version__))
+    with pytest.raises(ValueError, match=r"path must name a file that gemmconv\.tune wrote, got .*tuned\.json"):
+        gemmconv.load_tuned(path)
+    with pytest.raises(ValueError, match="path must name a file"):
+        gemmconv.tune(layer(), torch.randn(2, 8, 6, 5), path=path)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match=r"tune: model must be a torch\.nn\.Module, got int"):
+        gemmconv.tune(3)
+    with pytest.raises(TypeError, match="tune: backward must be True or False, got 1"):
+        gemmconv.tune(layer(), backward=1)
+
+
+def test_the_file_is_in_the_cache_unless_said_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEMMCONV_CACHE_DIR", str(tmp_path))
+    gemmconv.tune(layer(), torch.randn(1, 8, 3, 3), backward=False)
+    assert (tmp_path / "tuned.json").exists()
+    gemmconv.forget_tuned()
+    assert gemmconv.load_tuned() == 1
