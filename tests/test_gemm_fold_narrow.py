@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -174,4 +173,4 @@ def test_fused_folds_where_that_is_faster_and_takes_no_workspace():
     few, many = config_of(LAST_OF_DCGAN), config_of(replace(LAST_OF_DCGAN, out_channels=16))
     assert algorithm.workspace_bytes(few, "forward") == 0 < algorithm.workspace_bytes(few, "input_grad")
     assert algorithm.workspace_bytes(many, "forward") > 0
-    assert algorithm.estimate(few, "forward") == pytest.approx(tile_for(gemm_fold_narrow, few).cycles / 1.755e9)
+    assert algorithm.choice(few, "forward").kernel is gemm_fold_narrow.KERNEL
