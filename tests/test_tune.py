@@ -181,3 +181,23 @@ def test_the_file_is_in_the_cache_unless_said_otherwise(tmp_path, monkeypatch):
     assert (tmp_path / "tuned.json").exists()
     gemmconv.forget_tuned()
     assert gemmconv.load_tuned() == 1
+
+
+@pytest.mark.gpu
+def test_tune_on_a_gpu_leaves_results_right_and_says_what_it_measured(tmp_path):
+    x = torch.randn(4, 32, 12, 16, device="cuda", requires_grad=True)
+    model = gemmconv.ConvTranspose2d(32, 16, 4, stride=2, padding=1, device="cuda")
+    expected = torch.nn.functional.conv_transpose2d(x.double(), model.weight.double(), model.bias.double(), 2, 1)
+    for path in (tmp_path / "tuned.json", None):
+        if path is not None:
+            found = gemmconv.tune(model, x, path=path)
+            assert [one.key[1] for one in found] == ["forward", "input_grad", "weight_grad", "grads"]
+            assert all({"native"} < one.microseconds.keys() for one in found[:3])
+        else:
+            gemmconv.forget_tuned()
+        output = model(x)
+        assert float((output - expected).norm() / expected.norm()) < 1e-3
+        of_input, of_weight = torch.autograd.grad(output.sum(), (x, model.weight))
+        right = torch.autograd.grad(expected.sum(), (x, model.weight))
+        for one, other in zip((of_input, of_weight), right, strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-3
