@@ -247,7 +247,7 @@ class Bench:
         """The rows of a case that are not known yet."""
         workload = case[0]
         config = config_of(case, spec_of(self.device))
-        right = []
+        right: list[tuple[Row, Any]] = []
         for (name, tile, role, estimate), reason in candidates:
             kernel = KERNELS[name]
             text = Choice(kernel, tile, 0.0).tile_text

@@ -489,7 +489,7 @@ def explain(
     >>> explain(problem, device="cuda").algorithm
     'fused'
     >>> explain(problem, gpu="H100", dtype=torch.float16, direction="weight_grad").kernel
-    'sm90/wgrad_nchw'
+    'sm90/wgrad_nhwc'
     >>> explain(problem, gpu="A100").algorithm
     'native'
     """

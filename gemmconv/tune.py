@@ -246,8 +246,8 @@ def _measured(config: Config, direction: Direction, candidates: Sequence[Candida
             runs.append(((name, choice), run))
     if not runs:
         return None
-    seconds = _seconds([run for _, run in runs], config.device)
-    (best, choice), _ = runs[seconds.index(min(seconds))]
+    seconds, fastest = _timed([run for _, run in runs], [name == "native" for (name, _), _ in runs], config.device)
+    (best, choice), _ = runs[fastest]
     times = [(name, one) for ((name, _), _), one in zip(runs, seconds, strict=True)]
     return _entry(config, direction, (best,), times, kernel=choice.kernel.name, tile=choice.tile_text)
 
@@ -275,8 +275,8 @@ def _measured_gradients(config: Config) -> Entry:
             run = partial(gradients_call(way, config, config, tuple(given)), *given)
             run()
             runs.append((way, run))
-    seconds = _seconds([run for _, run in runs], config.device)
-    best = runs[seconds.index(min(seconds))][0]
+    seconds, fastest = _timed([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
+    best = runs[fastest][0]
     names = ["+".join(dict.fromkeys((way.input_grad.name, way.weight_grad.name))) for way, _ in runs]
     how = {"share": best.share, "at_once": best.at_once, "turned": best.turned}
     return _entry(
@@ -294,12 +294,20 @@ def _entry(
     return Entry(tuned.key_of(config, direction), size, algorithms, microseconds=least, **more)
 
 
-def _seconds(runs: Sequence[Run], device: torch.device) -> list[float]:
-    """What a step waits for: the device's time of a call, or the host's where that is longer."""
+def _timed(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device) -> tuple[list[float], int]:
+    """The seconds of each candidate, and which one is taken.
+
+    On a GPU that is what a step waits for, the device or the host, whichever takes longer; but nothing is taken that
+    keeps the device longer than torch's operator does. On a CPU it is the wall clock's.
+    """
     if device.type != "cuda":
-        return [1e-3 * one for one in medians_ms(runs, device)]
-    samples = cuda_rounds(runs, device, lambda index: None, _ROUNDS)
-    return [max(1e-3 * median(times), _host_seconds(run, device)) for run, times in zip(runs, samples, strict=True)]
+        seconds = [1e-3 * one for one in medians_ms(runs, device)]
+        return seconds, seconds.index(min(seconds))
+    of_device = [1e-3 * median(times) for times in cuda_rounds(runs, device, lambda index: None, _ROUNDS)]
+    most = min((one for one, is_torchs in zip(of_device, are_torchs, strict=True) if is_torchs), default=math.inf)
+    waited = [max(one, _host_seconds(run, device)) for one, run in zip(of_device, runs, strict=True)]
+    able = [i for i, one in enumerate(of_device) if one <= most] or range(len(runs))
+    return waited, min(able, key=lambda i: (waited[i], of_device[i]))
 
 
 def _host_seconds(run: Run, device: torch.device) -> float:
