@@ -19,11 +19,12 @@ endef
 export PLAIN_PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench executor test test-kernels test-others test-slow lint dev clean
+.PHONY: help demo bench docs executor test test-kernels test-others test-slow lint dev clean
 
 help:
 	@echo "make demo    compare the algorithms on the demo layers; table, and charts in gemmconv-demo/"
 	@echo "make bench   measure every algorithm beside torch's settings: all suites on a GPU, a few small layers on a CPU"
+	@echo "make docs    build the documentation into build/site; a link that leads nowhere is an error"
 	@echo "make executor  build the extension in C in place, for use without an install"
 	@echo "make test    run the tests but slow ones, in two processes; those marked gpu are skipped without a CUDA device"
 	@echo "make test-slow  the rest: all runs of kernels and mistakes in them, every variant for every architecture"
@@ -39,6 +40,9 @@ demo: $(VENV)/.installed-demo
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python -m benchmarks.compare --charts
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
 
 # For use without an install; `pip install` builds the same by CMakeLists.txt.
 executor:
@@ -77,6 +81,7 @@ $(BIN)/python:
 $(VENV)/.installed-demo: EXTRAS := demo
 $(VENV)/.installed-test: EXTRAS := demo,test
 $(VENV)/.installed-dev: EXTRAS := dev
+$(VENV)/.installed-docs: EXTRAS := docs
 $(VENV)/.installed-%: $(INPUTS) | $(BIN)/python
 	$(BIN)/pip install $(PIP_OPTIONS) -e ".[$(EXTRAS)]"
 	@if nvidia-smi >/dev/null 2>&1; then \

@@ -23,8 +23,8 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     a module on a GPU has other threads compile what those made after it will most likely want.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
-            device, dtype: as torch.nn.ConvTranspose2d.
+        in_channels, out_channels, kernel_size, stride, padding, output_padding: as torch.nn.ConvTranspose2d.
+        groups, bias, dilation, padding_mode, device, dtype: as torch.nn.ConvTranspose2d.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
         precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
         workspace_limit: bytes of temporary memory of a call; None for 64 MiB.
