@@ -20,14 +20,14 @@ random_layers layers that nobody picked, the same for a seed
 compile_time  what compiling a training step's kernels takes, beside another checkout
 first_call    what the first call of a layer costs, in processes of their own
 plot          speed-ups, rooflines, sweeps
-report        summary, plots and the README's results section
+report        summary, plots and the tables of docs/guide/results.md
 compare       the command line
 flags         what command lines do with several values
 progress      how far it is
 several       the work shared between GPUs
 precompile    kernels compiled ahead, in processes
-choices       what the estimates choose, measured: tiles and plans beside those chosen
-fit           fitted numbers of estimates, by the times that choices keeps
+rows          measured times of every kernel and of torch's operator, for many layers
+fit           corrections of estimates, fitted to the times that rows keeps
 fold          col2im and im2col alone
 cpu           layers and networks on a CPU: every algorithm beside torch, as calls of modules
 cpu_fit       the rule by which auto chooses on a CPU, fitted to rows of cpu

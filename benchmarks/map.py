@@ -1,4 +1,4 @@
-"""The map in README: how a call flows through the files, which layers they form, and the kernels there are.
+"""The map in docs/guide/contributing.md: how a call flows through the files, which layers they form, and the kernels there are.
 
     python -m benchmarks.map [FILE]
 
@@ -437,7 +437,7 @@ def drawn() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.map", description="Draws the map in README.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.map", description="Draws the map of the source tree.")
     parser.add_argument("file", nargs="?", type=Path, default=MAP, help="where to; benchmarks/map.svg if left out")
     parser.parse_args(arguments).file.write_text(drawn(), encoding="utf-8")
     return 0

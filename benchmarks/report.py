@@ -1,8 +1,8 @@
-"""Everything that is made from the result files: summary.md, the charts, and the results section of README.md.
+"""Everything that is made from the result files: summary.md, the charts, and the tables of docs/guide/results.md.
 
-python -m benchmarks.report [FOLDER] [--readme README.md]
+python -m benchmarks.report [FOLDER] [--page docs/guide/results.md]
 
-Without FOLDER it is of the results that README.md shows, or of the newest where it shows none.
+Without FOLDER it is of the results that the page shows, or of the newest where it shows none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.results import BY_TURNS, RESULTS, Row, load_all, newest_runs
 from benchmarks.turns import Turn, load_turns
 
 _RESULTS = RESULTS
-_README = Path(__file__).parent.parent / "README.md"
+_PAGE = Path(__file__).parent.parent / "docs" / "guide" / "results.md"
 START, END = "<!-- results: start -->", "<!-- results: end -->"
 _MOST_LOSING = 10
 _ONE_STATE = timedelta(days=1)  # between runs of suites that are shown together
@@ -69,14 +69,14 @@ def newer_elsewhere(folder: Path) -> dict[Path, list[str]]:
     return found
 
 
-def shown_results(readme: Path) -> Path | None:
-    """The result folder that the results section of a README is of, None where there is none.
+def shown_results(page: Path) -> Path | None:
+    """The result folder that the tables of a page are of, None where there is none.
 
-    It is the first link there that is its own text.
+    The page links to it by a text that is the link itself, but for the way out of the page's folder.
     """
-    text = readme.read_text() if readme.is_file() else ""
-    found = re.search(r"\[([^]\n]+)\]\(\1\)", text.partition(START)[2].partition(END)[0])
-    folder = None if found is None else readme.resolve().parent / found[1]
+    text = page.read_text() if page.is_file() else ""
+    found = re.search(r"\[([^]\n]+)\]\(((?:\.\./)*\1)\)", text.partition(START)[2].partition(END)[0])
+    folder = None if found is None else page.resolve().parent / found[2]
     return folder if folder is not None and any(folder.glob("*.json")) else None
 
 
@@ -132,22 +132,22 @@ def section(
     Args:
         rows: finished rows.
         runs: their runs.
-        link: path of the result folder, as the README links to it.
+        link: path of the result folder, as the page links to it.
         charts: names of charts in its folder ``plots`` that are shown.
         waited: rows of the suites by turns, and their runs.
         elsewhere: the same of other folders, with their links.
     """
     current, older = current_and_older(rows, runs)
-    parts = ["### What you wait for"]
+    parts = ["## What you wait for"]
     for other, newer in elsewhere:
         parts += _waiting_parts((), newer, other)
     if waited[0] or not elsewhere:
         parts += _waiting_parts(current, waited, link)
     if rows:
-        parts += ["### Device time, layer by layer", *_device_parts(current, older, runs, link, charts)]
+        parts += ["## Device time, layer by layer", *_device_parts(current, older, runs, link, charts)]
     parts.append(
-        f"All rows, tidy, with errors, percentiles and memory: [{link}]({link}). How they are measured: "
-        "[benchmarks/README.md](benchmarks/README.md)."
+        f"All rows, tidy, with errors, percentiles and memory: [{link.replace('../', '')}]({link}). "
+        "How they are measured: [benchmarks](benchmarks.md)."
     )
     return "\n\n".join(parts)
 
@@ -271,25 +271,25 @@ def write_between(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write summary.md, the charts and the README's section."""
+    """Write summary.md, the charts and the tables of the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", help="result folder (default: the one shown)")
-    parser.add_argument("--readme", type=Path, default=_README, help="default: README.md")
-    parser.add_argument("--no-readme", action="store_true", help="leave the README alone")
+    parser.add_argument("--page", type=Path, default=_PAGE, help="default: docs/guide/results.md")
+    parser.add_argument("--no-page", action="store_true", help="leave the page alone")
     arguments = parser.parse_args(argv)
     try:
-        folder = (arguments.folder or shown_results(arguments.readme) or newest_results()).resolve()
+        folder = (arguments.folder or shown_results(arguments.page) or newest_results()).resolve()
         charts = write_beside(folder)
-        if not arguments.no_readme:
+        if not arguments.no_page:
             rows, runs = load_all(folder)
-            link = os.path.relpath(folder, arguments.readme.resolve().parent)
+            link = os.path.relpath(folder, arguments.page.resolve().parent)
             shown = [f"speedup_{suite}_forward.png" for suite in ("public", "models")]
             names = [name for name in shown if name in charts]
             newer, beside = newer_elsewhere(folder), Path(link).parent
             elsewhere = [(str(beside / path.name), load_turns(path, suites)) for path, suites in newer.items()]
             own = load_turns(folder, [suite for suite in BY_TURNS if suite not in itertools.chain(*newer.values())])
-            write_between(arguments.readme, section(rows, runs, link, names, own, elsewhere))
-            print(arguments.readme)
+            write_between(arguments.page, section(rows, runs, link, names, own, elsewhere))
+            print(arguments.page)
     except ValueError as error:
         parser.error(str(error))
     return 0

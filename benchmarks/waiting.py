@@ -43,7 +43,7 @@ def parts(turns: Sequence[Turn], rows: Sequence[Row], link: str = "") -> list[st
     Args:
         turns: of the suites by turns.
         rows: of other suites, ``latency`` among them.
-        link: path of the result folder, as the README links to it; then the worst rows alone are listed, and the host's
+        link: path of the result folder, as the page links to it; then the worst rows alone are listed, and the host's
             are summed up. Empty for all.
     """
     networks, host = ([row for row in turns if row.suite == suite] for suite in ("networks", "host"))

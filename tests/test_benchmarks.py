@@ -1190,36 +1190,42 @@ def test_summary_puts_losing_rows_first():
 
 def test_report_writes_between_the_markers(tmp_path, capsys):
     results_of(*losing_and_winning()).save(tmp_path / "public.json")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
-    assert report.main([str(tmp_path), "--readme", str(readme)]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"# Title\n\n{report.START}\n### What you wait for\n\n")
+    page = tmp_path / "results.md"
+    page.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
+    assert report.main([str(tmp_path), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith(f"# Title\n\n{report.START}\n## What you wait for\n\n")
     assert text.endswith(f"{report.END}\n\nend\n")
     assert "old" not in text
     assert "Slower than the best torch setting in 1 of 2 rows** of `auto` in NCHW (0 of 0 in channels_last" in text
     assert "| kb65 | tf32 | forward | native |" in text
     assert "Rows that lose" in (tmp_path / "summary.md").read_text()
-    again = readme.read_text()
-    assert report.main([str(tmp_path), "--readme", str(readme)]) == 0
-    assert readme.read_text() == again
+    again = page.read_text()
+    assert report.main([str(tmp_path), "--page", str(page)]) == 0
+    assert page.read_text() == again
 
 
-def test_report_is_of_the_results_that_the_readme_shows(tmp_path, monkeypatch):
+def test_report_is_of_the_results_that_the_page_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
-    readme = tmp_path / "README.md"
-    assert report.shown_results(readme) is None
-    readme.write_text(f"[no](no)\n{report.START}\n[x](y)\n{report.END}\n[results/gone](results/gone)\n")
-    assert report.shown_results(readme) is None
+    page = tmp_path / "results.md"
+    assert report.shown_results(page) is None
+    page.write_text(f"[no](no)\n{report.START}\n[x](y)\n{report.END}\n[results/gone](results/gone)\n")
+    assert report.shown_results(page) is None
     for age, name in enumerate(("shown", "newer")):
         results_of(*losing_and_winning()).save(tmp_path / "results" / name / "public.json")
         os.utime(tmp_path / "results" / name / "public.json", (1000 + age, 1000 + age))
-    assert report.main([str(tmp_path / "results" / "shown"), "--readme", str(readme)]) == 0
-    assert report.main(["--readme", str(readme)]) == 0
-    assert report.shown_results(readme) == tmp_path / "results" / "shown"
+    assert report.main([str(tmp_path / "results" / "shown"), "--page", str(page)]) == 0
+    assert report.main(["--page", str(page)]) == 0
+    assert report.shown_results(page) == tmp_path / "results" / "shown"
     (tmp_path / "results" / "shown" / "public.json").unlink()
-    assert report.main(["--readme", str(readme)]) == 0
-    assert report.shown_results(readme) == tmp_path / "results" / "newer"
+    assert report.main(["--page", str(page)]) == 0
+    assert report.shown_results(page) == tmp_path / "results" / "newer"
+    below = tmp_path / "docs" / "results.md"
+    below.parent.mkdir()
+    below.write_text(f"{report.START}\n{report.END}\n")
+    assert report.main(["--page", str(below)]) == 0
+    assert "[results/newer](../results/newer)" in below.read_text()
+    assert report.shown_results(below).samefile(tmp_path / "results" / "newer")
 
 
 def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
@@ -1285,10 +1291,10 @@ def test_report_is_of_the_newest_results_of_a_gpu_that_rested(tmp_path, monkeypa
 
 
 def test_report_wants_markers(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing")
+    page = tmp_path / "results.md"
+    page.write_text("nothing")
     with pytest.raises(ValueError, match="must hold the lines"):
-        report.write_between(readme, "text")
+        report.write_between(page, "text")
 
 
 def test_charts_are_drawn(tmp_path):

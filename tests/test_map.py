@@ -1,4 +1,4 @@
-"""The map in README is what the tree says."""
+"""The map of the source tree is what the tree says."""
 
 import re
 import subprocess

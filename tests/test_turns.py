@@ -337,9 +337,9 @@ def a_table():
 def test_report_shows_first_what_a_user_waits_for(tmp_path):
     about = {**ABOUT, "ceilings": {}}
     text = report.section(losing_and_winning(), [about], "results", [], (a_table(), [about]))
-    assert text.startswith("### What you wait for\n\nNVIDIA H200, gemmconv 0.1 (def)")
+    assert text.startswith("## What you wait for\n\nNVIDIA H200, gemmconv 0.1 (def)")
     assert "(networks eager, networks compile, host eager)." in text.splitlines()[2]
-    device = text.index("### Device time, layer by layer")
+    device = text.index("## Device time, layer by layer")
     slower = text.index("**Slower than torch in 2 of 4 rows**, in 1 by more than torch differs from itself.")
     worst = text.index("| dcgan | tf32 | nchw | eager | training | 2.000 | 1.000 | 0.50x | 1.00x |")
     nearly = text.index("| dcgan | tf32 | nchw | compile | inference | 2.000 | 1.000 | 0.99x | 0.98x |")
@@ -364,7 +364,7 @@ def test_report_shows_first_what_a_user_waits_for(tmp_path):
     assert waiting.NOT_MEASURED not in text + full
 
 
-def test_report_lists_the_worst_alone_in_the_readme():
+def test_report_lists_the_worst_alone_on_the_page():
     rows = [turn_of(shape=str(i), ratio=0.5 + i / 100) for i in range(12)]
     short, whole = ("\n\n".join(waiting.parts(rows, [], link)) for link in ("results", ""))
     assert short.count("0.5") - short.count("0.50x | 1.00x") < whole.count("0.5")
@@ -376,7 +376,7 @@ def test_report_lists_the_worst_alone_in_the_readme():
 def test_report_says_what_was_not_measured(tmp_path):
     about = {**ABOUT, "ceilings": {}}
     text = report.section(losing_and_winning(), [about], "results", [])
-    assert text.startswith(f"### What you wait for\n\n{waiting.NOT_MEASURED}\n\n### Device time")
+    assert text.startswith(f"## What you wait for\n\n{waiting.NOT_MEASURED}\n\n## Device time")
     assert waiting.NOT_MEASURED in report.full(losing_and_winning(), [about])
 
 
@@ -397,8 +397,8 @@ def test_report_leaves_turns_of_older_sources_out():
 def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
     """Of GPUs that rested; another's come first, and the folder's own no more."""
     monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.START}\n{report.END}\n")
+    page = tmp_path / "results.md"
+    page.write_text(f"{report.START}\n{report.END}\n")
 
     def measured(name, suite, day, ratio):
         path = tmp_path / "results" / name / f"{suite}.json"
@@ -413,19 +413,19 @@ def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
     measured("other-sustained-load", "networks", 6, 0.56)
     shown = tmp_path / "results" / "shown"
     assert report.newer_elsewhere(shown) == {tmp_path / "results" / "other": ["networks"]}
-    assert report.main([str(shown), "--readme", str(readme)]) == 0
-    text = readme.read_text()
+    assert report.main([str(shown), "--page", str(page)]) == 0
+    text = page.read_text()
     assert text.index("2026-01-04 (networks eager)") < text.index("0.54x") < text.index("2026-01-03 (host eager)")
     assert not [one for one in ("0.51x", "0.52x", "0.55x", "0.56x") if one in text]
-    assert report.shown_results(readme) == shown
+    assert report.shown_results(page) == shown
 
 
 def test_report_of_turns_alone(tmp_path):
     turns_of(turn_of()).save(tmp_path / "networks.json")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.START}\n{report.END}\n")
-    assert report.main([str(tmp_path), "--readme", str(readme)]) == 0
-    assert "| dcgan | tf32 | nchw | 2.00x |" in readme.read_text()
+    page = tmp_path / "results.md"
+    page.write_text(f"{report.START}\n{report.END}\n")
+    assert report.main([str(tmp_path), "--page", str(page)]) == 0
+    assert "| dcgan | tf32 | nchw | 2.00x |" in page.read_text()
     assert "| dcgan | tf32 | nchw | 2.00x |" in (tmp_path / "summary.md").read_text()
 
 
@@ -437,7 +437,7 @@ def test_report_shows_latency_where_it_was_measured(tmp_path):
         for row in losing_and_winning()[2:3]
     ]
     assert all(isinstance(row, Row) for row in rows)
-    first, device = report.section(rows, [about], "results", []).split("### Device time")
+    first, device = report.section(rows, [about], "results", []).split("## Device time")
     assert "| latency | call | tf32 | forward | 1 | 2.00x | 2.00x | 2.00x | 2.00x |" in first
     assert "| latency | module | tf32 | forward | 1 |" in first
     assert "| latency | eager | tf32 | forward | 1 |" in device
