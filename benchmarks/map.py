@@ -1,4 +1,4 @@
-"""The map in docs/guide/contributing.md: how a call flows through the files, which layers they form, and the kernels there are.
+"""The map of the source tree: how a call flows through the files, which layers they form, and the kernels there are.
 
     python -m benchmarks.map [FILE]
 
