@@ -34,7 +34,7 @@
  * towards zero, after CHAIN steps. Positions outside of the image count as zeros, not as products with zeros.
  *
  * A thread folds a few cell rows at a time: it waits for their columns once. Weights are asked for before any inputs: those
- * keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see benchmarks/README.md.
+ * keep memory busy for 2 us. What limits it: memory, and instructions, alike in all roles; see docs/notes.
  *
  * Macros: ELEMENT_T; KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, such that every phase has a tap; IN_CHANNELS,
  * OUT_CHANNELS; CHANNELS_LAST; SPLIT, CHAIN; LINES (OUT_CHANNELS of all taps, up to a multiple of 16); CHANNEL_STEPS (of 32 bytes, of the channels); WARPGROUPS, FOLDERS, PRODUCERS;

@@ -50,7 +50,7 @@
  * KernelBench 71 took 261 us, and takes 208 (sm90/implicit_gemm.cu 292). TF32: memory, where there is much of it. A product of
  * 64 x 8 x 192 keeps tensor cores busy for 96 cycles, and reads weights for 48 and words for 16; beside that come boxes, shuffles
  * and lines. While each piece of a line was stored by a branch of its own, folds took longer than the products that were to hide
- * them (KernelBench 57 2366 us, and 2019). benchmarks/README.md has the measurements.
+ * them (KernelBench 57 2366 us, and 2019). docs/notes has the measurements.
  *
  * Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
  * begin anywhere in a sector. So where WHOLE_SECTORS are stored a line lies in shared memory as far behind a sector's beginning as

@@ -41,7 +41,7 @@
  * which bring two to three times as much as copies of 16 bytes; steps are unrolled, what all threads of a warp share stays in
  * uniform registers, and loaders work out addresses once an item. That one warpgroup is ahead of the other gains nothing;
  * that they multiply by turns (PING_PONG) gains up to 14%, where weights stay; weights that come once for two blocks of a
- * cluster, only where they do not fit the L2 cache. benchmarks/README.md has the measurements.
+ * cluster, only where they do not fit the L2 cache. docs/notes has the measurements.
  *
  * Macros: ELEMENT_T, SPLIT; IN_CHANNELS, OUT_CHANNELS (of a group, of the inputs and outputs here); CHANNELS_LAST; UNIT_, SPAN_
  * with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has M blocks of its own; 1:
