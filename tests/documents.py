@@ -88,7 +88,7 @@ def named_files(text):
 
 
 def missing_files(document):
-    """Return the files that a document names and that do not exist, beside it or in the tree."""
-    places = ROOT, document.parent
+    """Return the files that a document names and that do not exist: beside it, in the tree, or as kernels' sources."""
+    places = ROOT, document.parent, ROOT / "csrc"
     names = named_files(document.read_text(encoding="utf-8"))
     return [name for name in sorted(names) if not any((place / name).exists() for place in places)]

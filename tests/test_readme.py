@@ -1,12 +1,10 @@
 """The README's snippets run as they stand, and what it quotes is what happens."""
 
-import re
 import shlex
 
 import pytest
 
 import gemmconv
-from gemmconv.algorithms import ALGORITHMS
 from tests import documents
 from tests.documents import ROOT, blocks, commands, missing_files, named_files
 
@@ -21,32 +19,18 @@ def arguments_of(command):
 
 @pytest.mark.parametrize("snippet", blocks(README, "python"), ids=lambda snippet: snippet.splitlines()[-1][:40])
 def test_readme_snippet_runs(snippet, capsys):
-    documents.run_snippet(snippet, "README.md", capsys)
+    try:
+        documents.run_snippet(snippet, "README.md", capsys)
+    finally:
+        gemmconv.forget_tuned()
 
 
 def test_readme_command_runs(tmp_path, capsys):
     documents.run_compare(arguments_of("compare"), tmp_path, capsys)
 
 
-def test_readme_warmup_command_says_what_to_compile(monkeypatch):
-    problem, backward = documents.run_warmup(arguments_of("warmup"), monkeypatch)
-    assert problem == gemmconv.Problem(8, 64, 32, 1, (16, 16), (4, 4), (2, 2), (1, 1))
-    assert backward
-
-
-def test_readme_quotes_the_errors():
-    assert documents.errors() == documents.quoted(README, "Error: ")
-
-
-def test_readme_quotes_the_warning(monkeypatch):
-    assert documents.warning_of_an_old_driver(monkeypatch) == documents.quoted(README, "RuntimeWarning: ")
-
-
-def test_readme_lists_every_algorithm():
-    assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)[: len(ALGORITHMS) + 1] == [
-        *(algorithm.name for algorithm in ALGORITHMS),
-        "auto",
-    ]
+def test_readme_is_read_in_three_minutes():
+    assert len(README.splitlines()) <= 160
 
 
 @pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
