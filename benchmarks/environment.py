@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import gemmconv
+from gemmconv import info
 
 _PACKAGE = Path(gemmconv.__file__).parent
 SUSTAINED = "sustained load"  # what a GPU is called that does not rest
@@ -55,7 +56,7 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
         "gpu": f"{name}, {SUSTAINED}" if sustained else name,
         "driver": _driver() if on_cuda else "",
         "cuda": (torch.version.cuda or "") if on_cuda else "",
-        "cudnn": _cudnn() if on_cuda else "",
+        "cudnn": (info.cudnn_version() or "unknown") if on_cuda else "",
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "gemmconv": gemmconv.__version__,
@@ -107,14 +108,6 @@ def _commit() -> str:
 def _driver() -> str:
     lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return lines[0].strip() if lines else "unknown"
-
-
-def _cudnn() -> str:
-    version = torch.backends.cudnn.version()
-    if not version:
-        return "unknown"
-    major, rest = divmod(version, 10000 if version >= 90000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _output(*command: str) -> str:

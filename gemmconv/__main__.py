@@ -1,19 +1,20 @@
-"""``python -m gemmconv``: compare the algorithms with torch on a layer of your own, or on the demo's five; compile a
-layer's kernels ahead."""
+"""``python -m gemmconv``: compare the algorithms with torch, measure or compile a layer, describe an installation."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from gemmconv import __version__
+from gemmconv import __version__, info
 from gemmconv.compare import require_demo_extra
 from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, shrink
 from gemmconv.device import KNOWN, Capability, named, spec_of
@@ -21,100 +22,69 @@ from gemmconv.kernels.base import Config, Precision, why_no_kernels
 from gemmconv.selection import compilations_of, is_deterministic, torch_precision
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
+_HERE = "cpu, cuda or cuda:1 (default: cuda where there is one)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 1 where an algorithm's result was wrong.
+    """Run the command line and return its exit status: 1 if a result was wrong or a kernel did not compile.
 
     Args:
         argv: the arguments, ``sys.argv[1:]`` if None.
     """
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    command: argparse.ArgumentParser = arguments.parser
-    if arguments.command == "warmup":
-        try:
-            return _warmup(*_warmup_config(arguments), arguments.backward)
-        except ValueError as error:
-            command.error(str(error))
-        except ModuleNotFoundError as error:
-            command.error(
-                f"compiling needs the CUDA packages, got {error}; install gemmconv[cuda13] or gemmconv[cuda12]"
-            )
-    if arguments.command == "tune":
-        try:
-            return _tune(arguments)
-        except (OSError, ValueError) as error:
-            command.error(str(error))
+    arguments = _parser().parse_args(argv)
     try:
-        device, precision = _device(arguments.device), arguments.precision
-        dtype = _DTYPES[arguments.dtype]
-        _check_precision(precision, dtype, device)
-        layers: tuple[Layer, ...] = DEMO_LAYERS if arguments.command == "demo" else (layer_from_arguments(arguments),)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=arguments.out):  # rather than after all was measured
-            pass
-        require_demo_extra()
-    except OSError as error:
-        command.error(f"argument --out: cannot make the folder {arguments.out} or write into it: {error.strerror}")
-    except (ValueError, ModuleNotFoundError) as error:
-        command.error(str(error))
-    if device.type == "cpu" and not arguments.full_size:
-        layers = tuple(shrink(layer) for layer in layers)
-    return _compare(layers, device, dtype, precision, arguments.out)
+        if arguments.run is not _compare:
+            return int(arguments.run(arguments))
+        comparison = _comparison(arguments)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        arguments.parser.error(str(error))
+    return _compare(*comparison)  # an error from here on is no mistake of the user's, and has a traceback
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gemmconv", description="Transposed convolutions as matrix products.")
     parser.add_argument("--version", action="version", version=f"gemmconv {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{compare,demo,tune,warmup}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{compare,demo,info,tune,warmup}")
+
+    def add(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.set_defaults(parser=command, run=run)
+        return command
+
     for name, text in (
-        ("compare", "measure error, times and workspace of every algorithm on one layer"),
-        ("demo", "the same on five layers that are hard for a library"),
+        ("compare", "measure error, times and workspace of every algorithm on one layer, beside torch"),
+        ("demo", "compare the algorithms with torch on five layers that are hard for a library"),
     ):
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}, beside torch.")
-        command.set_defaults(parser=command)
-        command.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
-        _add_types(command)
-        command.add_argument(
-            "--full-size",
-            action="store_true",
-            help="do not make a layer smaller on a CPU; may take very long",
-        )
-        command.add_argument(
-            "--out",
-            type=Path,
-            default=Path("gemmconv-demo"),
-            metavar="DIR",
-            help="for the chart (default: gemmconv-demo)",
-        )
+        command = add(name, _compare, text)
+        _add_device_and_types(command, _HERE)
+        command.add_argument("--full-size", action="store_true", help="do not shrink layers on a CPU; may take long")
+        folder, text = Path("gemmconv-demo"), "folder of the chart (default: gemmconv-demo)"
+        command.add_argument("--out", type=Path, default=folder, metavar="DIR", help=text)
+        command.add_argument("--json", type=Path, metavar="FILE", help="write all rows to this file too")
         if name == "compare":
             add_layer_arguments(command)
-    text = "measure what is fastest for one layer on a device, and keep it in a file for gemmconv.load_tuned"
-    command = commands.add_parser("tune", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    command.set_defaults(parser=command)
-    command.add_argument("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
-    _add_types(command)
+    command = add("info", _info, "print versions, devices, what kernels lack, the cache and tuned choices")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command = add("tune", _tune, "measure what is fastest for one layer, into a file that gemmconv.load_tuned reads")
+    _add_device_and_types(command, _HERE)
     command.add_argument("--path", type=Path, metavar="FILE", help="default: tuned.json in the folder of the cache")
     _add_formats(command, "time gradients too (default: --backward)")
-    text = "compile the kernels of one layer into the cache, for a GPU that need not be here"
-    command = commands.add_parser("warmup", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    command.set_defaults(parser=command)
+    command = add("warmup", _warmup_command, "compile one layer's kernels into the cache, even for an absent GPU")
     text = 'cuda, cuda:1, or a name such as "NVIDIA H100 80GB HBM3" or A100 (default: cuda where there is one)'
-    command.add_argument("--device", help=text)
-    _add_types(command)
-    _add_formats(command, "compile those of a backward pass to input, weight and bias too (default: --backward)")
+    _add_device_and_types(command, text)
+    _add_formats(command, "compile the kernels of a backward pass too (default: --backward)")
     return parser
 
 
 def _add_formats(command: argparse.ArgumentParser, backward: str) -> None:
-    """The layer, its memory format, and whether there is a backward pass."""
+    """Add the layer, its memory format, and whether there is a backward pass, which ``backward`` explains."""
     command.add_argument("--channels-last", action="store_true", help="tensors are in channels_last")
     command.add_argument("--backward", action=argparse.BooleanOptionalAction, default=True, help=backward)
     add_layer_arguments(command, by_size=True)
 
 
-def _add_types(command: argparse.ArgumentParser) -> None:
+def _add_device_and_types(command: argparse.ArgumentParser, device: str) -> None:
+    command.add_argument("--device", help=device)
     command.add_argument("--dtype", choices=sorted(_DTYPES), default="float32", help="default: float32")
     command.add_argument(
         "--precision",
@@ -123,8 +93,22 @@ def _add_types(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _info(arguments: argparse.Namespace) -> int:
+    state = info.collect()
+    print(json.dumps(state, indent=1) if arguments.json else info.report(state))
+    return 0
+
+
+def _warmup_command(arguments: argparse.Namespace) -> int:
+    try:
+        return _warmup(*_warmup_config(arguments), arguments.backward)
+    except ModuleNotFoundError as error:
+        way_out = "install gemmconv[cuda13] or gemmconv[cuda12]"
+        raise ValueError(f"compiling needs the CUDA packages, got {error}; {way_out}") from error
+
+
 def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
-    """What the layer is computed on and how, and the compute capability to compile for."""
+    """The layer's configuration on the GPU, and the compute capability to compile for."""
     text, dtype, layer = arguments.device or "cuda", _DTYPES[arguments.dtype], layer_from_arguments(arguments)
     if text.startswith("cuda") and torch.cuda.is_available():
         where = _device(text)
@@ -156,7 +140,7 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
 
 
 def _warmup(config: Config, capability: Capability, backward: bool) -> int:
-    """Choose, compile and print. Returns the exit status: 1 where a kernel did not compile."""
+    """Choose kernels, compile them and print how long each took. Returns 1 if one did not compile, else 0."""
     from gemmconv.kernels import kept
     from gemmconv.ops.implementation import layer_programs
     from gemmconv.runtime.launch import architecture_of, compile_ahead
@@ -182,7 +166,7 @@ def _warmup(config: Config, capability: Capability, backward: bool) -> int:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    """Measure one layer, and print what every algorithm took."""
+    """Measure one layer, and print the microseconds of every algorithm."""
     from gemmconv.module import ConvTranspose2d
     from gemmconv.tune import tune
 
@@ -233,10 +217,40 @@ def _check_precision(precision: str | None, dtype: torch.dtype, device: torch.de
         raise ValueError("argument --precision: tf32 is for float32 on a CUDA device; leave it out")
 
 
+def _comparison(arguments: argparse.Namespace) -> tuple[Any, ...]:
+    """The arguments of :func:`_compare`, checked."""
+    device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
+    _check_precision(arguments.precision, dtype, device)
+    layers: tuple[Layer, ...] = DEMO_LAYERS if arguments.command == "demo" else (layer_from_arguments(arguments),)
+    _check_folder("--out", arguments.out)
+    if arguments.json is not None:
+        _check_folder("--json", arguments.json.parent)
+    require_demo_extra()
+    if device.type == "cpu" and not arguments.full_size:
+        layers = tuple(shrink(layer) for layer in layers)
+    return layers, device, dtype, arguments.precision, arguments.out, arguments.json
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Make a folder, and find out now, not after all was measured, whether files can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        rule = f"cannot make the folder {folder} or write into it"
+        raise ValueError(f"argument {flag}: {rule}: {error.strerror}") from error
+
+
 def _compare(
-    layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, precision: Precision | None, out: Path
+    layers: Sequence[Layer],
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: Precision | None,
+    out: Path,
+    json_file: Path | None,
 ) -> int:
-    """Measure, print and draw. Returns the exit status."""
+    """Measure, print, draw, and write JSON. Returns 1 if a result was wrong, else 0."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -267,14 +281,16 @@ def _compare(
     path = out / "times.png"
     report.chart(results, path, heading)
     console.print(f"chart: {path}", highlight=False, markup=False, soft_wrap=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(results, device, dtype), indent=1) + "\n")
+        console.print(f"rows: {json_file}", highlight=False, markup=False, soft_wrap=True)
     return int(any(row.wrong for rows in results for row in rows))
 
 
 def _heading(device: torch.device, dtype: torch.dtype, precision: Precision) -> str:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     name = str(dtype).removeprefix("torch.") + (f" ({precision})" if dtype == torch.float32 else "")
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"gemmconv {__version__} on {where}: {name}, {versions}"
+    return f"gemmconv {__version__} on {info.device_text(device)}: {name}, {versions}"
 
 
 if __name__ == "__main__":

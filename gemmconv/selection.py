@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from gemmconv import tuned
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config, gemm_col2im, native
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Precision, missing, why_no_kernels
+from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Pass, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
@@ -287,6 +288,25 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
             if other_seconds < max(min(host_seconds, most_times * seconds), seconds + more):
                 seconds, gradients = other_seconds, others
     return gradients
+
+
+def log_choice(config: Config, weight_config: Config, direction: Pass, requested: str) -> None:
+    """Log at DEBUG what ``auto`` chooses for a new configuration, both gradients if the direction is ``"grads"``."""
+    if requested != "auto" or not tuned.log.isEnabledFor(logging.DEBUG):
+        return
+    if direction == "grads":
+        gradients = choose_gradients(config, weight_config, requested, "log")
+        names = dict.fromkeys((gradients.input_grad.name, gradients.weight_grad.name))
+        last = replace(config, memory_format=torch.channels_last)
+        made = gradients.choices(*(last, last) if gradients.turned else (config, weight_config))
+    else:
+        algorithm = choose(config, requested, "log", direction)
+        names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]
+    layer, size = " ".join(tuned.key_of(config, direction)), (config.problem.batch, *config.problem.input_size)
+    kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
+    expected = f"expected {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate"
+    chosen = f"{' and '.join(names)}, kernel {kernels}, {expected}"
+    tuned.log.debug("auto chooses for %s %s: %s", layer, "x".join(map(str, size)), chosen)
 
 
 def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import math
 import re
 import subprocess
@@ -336,6 +337,31 @@ def test_compare_writes_table_and_chart(tmp_path, capsys):
     assert "cuDNN" not in printed
 
 
+def test_compare_writes_its_rows_as_json(tmp_path, capsys):
+    file = tmp_path / "new" / "rows.json"
+    flags = ["--device", "cpu", "--out", str(tmp_path), "--json", str(file)]
+    assert command_line.main(["compare", *NEEDED, *flags]) == 0
+    assert f"rows: {file}" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert (found["dtype"], found["versions"]["torch"]) == ("float32", torch.__version__)
+    assert found["device"].startswith("CPU, ")
+    (layer,) = found["layers"]
+    assert layer["problem"]["kernel_size"] == [3, 3]
+    baseline, auto, *others = layer["rows"]
+    assert (baseline["algorithm"], auto["algorithm"]) == (measure.BASELINE, measure.AUTO)
+    assert (baseline["forward_ms"], auto["both_ms"], auto["forward_ratio"]) == (1.0, 1.0, 1.0)
+    assert len(auto["taken"]) == 3
+    assert 0 < auto["error"] < auto["bar"]
+    assert [row["algorithm"] for row in others] == [algorithm.name for algorithm in measure.ALGORITHMS]
+
+
+def test_json_has_none_for_an_error_that_is_no_number():
+    row = measure.Row(SMALL, "x", "ieee", error=float("nan"), gradient_error=float("inf"), bar=1e-5)
+    (layer,) = report.as_json([[row]], CPU, torch.float32)["layers"]
+    (found,) = layer["rows"]
+    assert (found["error"], found["gradient_error"], found["wrong"]) == (None, None, True)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -345,6 +371,7 @@ def test_compare_writes_table_and_chart(tmp_path, capsys):
         ("--groups 5", "--in-channels must be divisible by --groups, got 4 and 5"),
         ("--out pyproject.toml", "argument --out: cannot make the folder"),
         ("--out /proc", "argument --out: cannot make the folder /proc or write into it"),
+        ("--json /proc/rows.json", "argument --json: cannot make the folder /proc or write into it"),
     ],
 )
 def test_compare_refuses_bad_flags(flags, message, capsys, monkeypatch, request):

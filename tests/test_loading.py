@@ -142,14 +142,16 @@ def test_load_compiles_again_what_failed(loader):
     assert loader.compiled == ["a.cu"] * 2
 
 
-def test_compilations_are_logged_and_hits_are_not(tmp_path, caplog):
+def test_compilations_and_hits_of_the_cache_are_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, "gemmconv")
     for _ in range(2):
         compiler.compile(*SMALL, "sm_90a", cache=KernelCache(tmp_path))
-    (record,) = caplog.records
-    assert record.name == "gemmconv"
-    assert record.getMessage().startswith("columns/col2im.cu compiled for sm_90a in ")
-    assert record.getMessage().endswith(" ms")
+    assert {(record.name, record.levelno) for record in caplog.records} == {("gemmconv", logging.INFO)}
+    record, hit = [record.getMessage() for record in caplog.records]
+    assert record.startswith("columns/col2im.cu compiled for sm_90a in ")
+    assert hit.startswith("columns/col2im.cu for sm_90a read from the cache in ")
+    assert record.endswith(" ms")
+    assert hit.endswith(" ms")
     assert compiler.cached(*SMALL, "sm_90a", KernelCache(tmp_path)) is not None
     assert compiler.cached(*SMALL, "sm_80", KernelCache(tmp_path)) is None
 

@@ -11,6 +11,7 @@ import torch
 
 from gemmconv.errors import KernelError
 from gemmconv.kernels.base import missing
+from gemmconv.tuned import log
 
 Call = TypeVar("Call")
 
@@ -39,11 +40,12 @@ def with_fallback(device: torch.device, ours: Callable[[], Call], torchs: Callab
 
 
 def warn_once(cause: str) -> None:
-    """Warn that torch's operator is used, in each process once for each cause.
+    """Warn that torch's operator is used, in each process once for each cause, and log it at INFO each time.
 
     Raises:
         RuntimeWarning: where the user's filter makes errors of warnings; then at each call.
     """
+    log.info("torch's operator is used, since %s", cause)
     with _said_lock:
         if cause in _said:
             return

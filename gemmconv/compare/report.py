@@ -1,12 +1,17 @@
-"""The comparison as a table in the terminal and a chart in a PNG file."""
+"""The comparison as a table in the terminal, a chart in a PNG file, and plain values for a JSON file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from gemmconv import info
 from gemmconv.compare.measure import AUTO, BASELINE, Row
 
 if TYPE_CHECKING:
@@ -153,6 +158,15 @@ def legend(device_type: str) -> str:
         "vs torch   torch's time / this time: above 1x is faster than torch\n"
         "workspace  temporary memory, the most of any pass; - where torch manages it"
     )
+
+
+def as_json(results: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Versions, device, dtype, and each layer with its rows. A value that is missing or not finite is None."""
+    of_rows = [[asdict(row) | {"layer": row.layer.name, "wrong": row.wrong} for row in rows] for rows in results]
+    layers = [asdict(rows[0].layer) | {"rows": some} for rows, some in zip(results, of_rows, strict=True)]
+    finite = json.loads(json.dumps(layers), parse_constant=lambda name: None)
+    dtype_name, where = str(dtype).removeprefix("torch."), info.device_text(device)
+    return {"versions": info.versions(), "device": where, "dtype": dtype_name, "layers": finite}
 
 
 def chart(results: Sequence[Sequence[Row]], path: Path, heading: str) -> None:

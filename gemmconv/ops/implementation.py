@@ -155,6 +155,7 @@ def prepared(
         def prepare(options: Options) -> Callable[..., Any]:
             config, weight_config = _configs(direction, problem, tensors, options, current)
             config = replace(config, trained=True) if form.trained else config
+            selection.log_choice(config, weight_config, direction, options.algorithm)
             if direction == "grads":
                 gradients = selection.choose_gradients(config, weight_config, options.algorithm, where)
                 return gradients_call(gradients, config, weight_config, tensors, form)
@@ -620,6 +621,8 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
         config = config_of(problem, tensors[0], tensors[1], options, current, bias is not None)
         config = replace(config, device=device, spec=spec_of(device), trained=wanted[1] and input.is_cpu)
         left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *wanted)
+        if left:
+            selection.log_choice(config, config, "forward", algorithm)
         if left and algorithm == "auto" and (cause := missing(device)) is not None:
             warn_once(cause)
         return left

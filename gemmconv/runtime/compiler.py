@@ -23,6 +23,7 @@ from gemmconv.runtime.cache import KernelCache
 Macros = Mapping[str, str | int]
 
 _log = logging.getLogger("gemmconv")
+compilation_seconds: list[float] = []  # of this process, one for each source that it compiled
 _cancelled = ctypes.create_string_buffer(b"0")  # "1" while compilations are to end
 
 
@@ -58,11 +59,10 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
         CompileError: the source does not compile; it carries options, log and source.
         CancelledError: the interpreter exits, see :func:`cancelling`.
     """
-    source, options = sources.read(source_name), _options(source_name, macros, arch)
-    key = None
-    if cache is not None and (cubin := cache.get(key := _key(source, options))) is not None:
-        return Compiled(cubin)
+    if cache is not None and (found := cached(source_name, macros, arch, cache)) is not None:
+        return found
 
+    source, options = sources.read(source_name), _options(source_name, macros, arch)
     start = time.perf_counter()
     flags = replace(options, include_path=str(sources.directory() / "include")).as_bytes("nvrtc")
     error, log, cubin = worker.compiled(source, source_name, flags, _cancelled)
@@ -72,9 +72,10 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
         said = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
         raise CompileError(source_name, said, f"{log}{error}", source)
     seconds = time.perf_counter() - start
+    compilation_seconds.append(seconds)
     _log.info("%s compiled for %s in %.0f ms", source_name, arch, 1e3 * seconds)
-    if cache is not None and key is not None:
-        cache.put(key, cubin)
+    if cache is not None:
+        cache.put(_key(source, options), cubin)
     return Compiled(
         cubin,
         log,
@@ -86,8 +87,12 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
 
 def cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> Compiled | None:
     """What :func:`compile` would find in a cache, None where it would compile."""
+    start = time.perf_counter()
     cubin = cache.get(_key(sources.read(source_name), _options(source_name, macros, arch)))
-    return None if cubin is None else Compiled(cubin)
+    if cubin is None:
+        return None
+    _log.info("%s for %s read from the cache in %.1f ms", source_name, arch, 1e3 * (time.perf_counter() - start))
+    return Compiled(cubin)
 
 
 @contextlib.contextmanager
