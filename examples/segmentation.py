@@ -10,6 +10,8 @@ torch's layers, since the convolutions take most of it, and on a CPU in bfloat16
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
