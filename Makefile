@@ -71,8 +71,8 @@ lint: $(VENV)/.installed-dev
 dev: $(VENV)/.installed-dev
 
 clean:
-	rm -rf $(VENV) build dist gemmconv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis gemmconv/_extension*.so
-	find benchmarks gemmconv tests -type d -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf $(VENV) build dist gemmconv-demo gemmconv-examples .mypy_cache .pytest_cache .ruff_cache .hypothesis gemmconv/_extension*.so
+	find benchmarks examples gemmconv tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
