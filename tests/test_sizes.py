@@ -223,7 +223,8 @@ def tile_of(kernel, config, direction):
 
 def test_every_kernel_that_fits_tiles_is_checked():
     fit = {name for name, kernel in KERNELS.items() if type(kernel).fitted is not Kernel.fitted}
-    assert {served.kernel for served in SERVED} == fit - {"sm90/implicit_gemm"}  # in tests/test_turns.py
+    # sm90/implicit_gemm has no sizes here: a slow test further down checks what its fitted tiles compute.
+    assert {served.kernel for served in SERVED} == fit - {"sm90/implicit_gemm"}
 
 
 @pytest.mark.parametrize("served", SERVED, ids=str)
