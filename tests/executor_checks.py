@@ -7,10 +7,12 @@ Neither torch nor gemmconv is imported. A step's tuple is as csrc/executor.c tak
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib.util
 import itertools
 import pickle
+import resource
 import struct
 import sys
 import threading
@@ -31,6 +33,17 @@ CHECKS = []
 def check(function):
     CHECKS.append(function.__name__)
     return function
+
+
+def check_in_context(function):
+    """A check that begins with the context of device 3 made current."""
+
+    def checked():
+        DRIVER.set_context(1043)
+        function()
+
+    CHECKS.append(function.__name__)
+    return checked
 
 
 def executor():
@@ -93,19 +106,36 @@ def refused(kind, *words):
     assert all(word in said for word in words), f"{words} are not all in {said!r}"
 
 
+@contextlib.contextmanager
+def failing(name, status=FAKE):
+    """While it lasts, this function of the driver fails."""
+    DRIVER.fail(name.encode(), status)
+    yield
+    DRIVER.fail(b"", 0)
+
+
+def in_threads(*works):
+    """Do some work at once, each piece of it in a thread of its own."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def keeps_no_memory(held, work, few, many):
     """That work, after a few rounds, leaves no references to what is held, and takes no memory, in many."""
     work(*few)
     gc.collect()
-    counts, before = [sys.getrefcount(of) for of in held], _rss()
+    counts, before = [sys.getrefcount(of) for of in held], resident_bytes()
     work(*many)
     gc.collect()
     assert [sys.getrefcount(of) for of in held] == counts
-    assert _rss() - before < 1 << 20, f"{_rss() - before} bytes more"
+    assert resident_bytes() - before < 1 << 20, f"{resident_bytes() - before} bytes more"
 
 
-def _rss():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @check
@@ -213,17 +243,14 @@ def failures_are_raised():
             if current == 1043 and name in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
                 continue
             said()
-            DRIVER.fail(name.encode(), FAKE)
-            with refused(RuntimeError, *words):
+            with failing(name), refused(RuntimeError, *words):
                 one.run(0, 9, 64, 128, 256)
-            DRIVER.fail(b"", 0)
             done = [line.split()[0] for line in said() if line != "pop" and not line.startswith("push")]
             assert done == order[: len(done)]  # nothing after what failed
             assert (len(done) == len(order)) == (name in ("cuMemsetD8Async", "cuCtxPopCurrent_v2"))
             assert DRIVER.context() == current
             assert DRIVER.contexts_pushed() == 0
-    DRIVER.fail(b"cuLaunchKernelEx", 12345)
-    with refused(RuntimeError, "launch failed with an unknown status"):
+    with failing("cuLaunchKernelEx", 12345), refused(RuntimeError, "launch failed with an unknown status"):
         one.run(0, 9, 64, 128, 256)
 
 
@@ -237,8 +264,7 @@ def contexts_are_retained_once_and_released_once():
     del programs[:]
     assert said().count("release 42") == 3
     for name in ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"):
-        DRIVER.fail(name.encode(), FAKE)
-        with refused(RuntimeError, "device 3 refused with CUDA_ERROR_FAKE"):
+        with failing(name), refused(RuntimeError, "device 3 refused with CUDA_ERROR_FAKE"):
             program(*EVERY_STEP)
     assert DRIVER.contexts_retained() == 0
 
@@ -252,13 +278,8 @@ def runs_with_wrong_values_are_refused():
     for values in ((), (0,), (0, 0), (0, 0, 1, 2), (0, 0, *six[:5]), (0, 0, *range(33))):
         with refused(TypeError, "run takes a stream, a cuBLAS handle and 6 to 32 addresses"):
             one.run(*values)
-    for wrong, kind in (
-        (-1, OverflowError),
-        (2**64, OverflowError),
-        ("1", TypeError),
-        (None, TypeError),
-        (1.5, TypeError),
-    ):
+    kinds = {-1: OverflowError, 2**64: OverflowError, "1": TypeError, None: TypeError, 1.5: TypeError}
+    for wrong, kind in kinds.items():
         for i in range(8):
             with refused(kind):
                 one.run(*(wrong if i == j else 16 for j in range(8)))
@@ -342,7 +363,7 @@ def no_value_of_a_step_makes_it_crash():
 @check
 def memory_does_not_grow():
     one = program(*EVERY_STEP, alignments=(64,))
-    failing = program(launch(bytes(128), (), ((0, 0, 0, *MAP),)), (2, 0, 0, 1))
+    with_map = program(launch(bytes(128), (), ((0, 0, 0, *MAP),)), (2, 0, 0, 1))
     bad = (None, (*launch(bytes(300), ((0, 0, 0), (300, 0, 0)))[:-1], ()), launch(bytes(256), (), ((0, 0, 0, *MAP), 1)))
     DRIVER.be_quiet(1)
     held = [MODULE.Program, EVERY_STEP, *EVERY_STEP, EVERY_STEP[0][4], EVERY_STEP[1][6][0], bad]
@@ -352,10 +373,8 @@ def memory_does_not_grow():
             assert one.run(0, 9, 64, 128, 256) == 0
             assert one.run(0, 9, 65, 128, 256) == 1
             if i % 10 == 0:
-                DRIVER.fail(b"cuTensorMapEncodeTiled", FAKE)
-                with refused(RuntimeError):
-                    failing.run(0, 0, 64)
-                DRIVER.fail(b"", 0)
+                with failing("cuTensorMapEncodeTiled"), refused(RuntimeError):
+                    with_map.run(0, 0, 64)
                 with refused(TypeError):
                     one.run(0, 9, 64, None, 256)
         for i in range(programs):
@@ -387,11 +406,7 @@ def threads_run_one_program_at_once():
         for _ in range(each):
             answers.append(one.run(0, 9, 64, 128, 256))
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, work)
     assert answers == [0] * 2 * each
     assert DRIVER.kernels_launched() == 2 * 2 * each
     assert DRIVER.most_at_once() == 2
@@ -503,20 +518,16 @@ def a_call_that_cannot_is_anothers():
     assert call(one, output)(left).address == 1024
 
 
-@check
+@check_in_context
 def calls_that_fail_raise():
-    DRIVER.set_context(1043)
     one, output = program((2, 1, 0, 8)), (((2,), (1,), "a"),)
 
     def fail(*arguments):
         raise MemoryError("no more")
 
-    with refused(MemoryError, "no more"):
-        call(one, output, allocate=fail)(Array(64))
-    with refused(MemoryError, "no more"):
-        call(one, output, device_of=fail)(Array(64))
-    with refused(MemoryError, "no more"):
-        call(one, output, blas_of=fail)(Array(64))
+    for asked in ("allocate", "device_of", "blas_of"):
+        with refused(MemoryError, "no more"):
+            call(one, output, **{asked: fail})(Array(64))
     with refused(TypeError):
         call(one, output, device_of=lambda: "5")(Array(64))
     with refused(TypeError, "4 tensors", "got 3"):
@@ -537,19 +548,15 @@ def calls_that_fail_raise():
         call(one, output)(Array(64))
     NO_STREAM.clear()
     assert said() == []
-    DRIVER.fail(b"cuMemsetD8Async", FAKE)
-    with refused(RuntimeError, "CUDA_ERROR_FAKE"):
+    with failing("cuMemsetD8Async"), refused(RuntimeError, "CUDA_ERROR_FAKE"):
         call(one, output)(Array(64))
-    DRIVER.fail(b"", 0)
     with refused(ValueError, "version 1.2 or later, and whole, got 2.3"):
         another, _kept = exchange(2)
         MODULE.Call(one, another, 5, fail, output, b"\0", None, (fail, None), None)
-    with refused((TypeError, ValueError)):
-        MODULE.Call(one, object(), 5, fail, output, b"\0", None, (fail, None), None)
-    with refused(TypeError):
-        MODULE.Call(object(), EXCHANGE, 5, fail, output, b"\0", None, (fail, None), None)
-    with refused(TypeError):
-        MODULE.Call(one, EXCHANGE, 5, fail, [], b"\0", None, (fail, None), None)
+    wrong = (one, object(), output), (object(), EXCHANGE, output), (one, EXCHANGE, [])
+    for (of, capsule, outputs), kind in zip(wrong, ((TypeError, ValueError), TypeError, TypeError), strict=True):
+        with refused(kind):
+            MODULE.Call(of, capsule, 5, fail, outputs, b"\0", None, (fail, None), None)
 
 
 # What is called with the same addresses again
@@ -592,9 +599,8 @@ def is_replay(lines, step_by_step):
     return True
 
 
-@check
+@check_in_context
 def calls_with_the_same_addresses_are_replayed():
-    DRIVER.set_context(1043)
     one = Repeated()
     places = (64, 128, 1024, 2048), (80, 128, 1024, 2048), (64, None, 1024, 2048), (64, 128, 1040, 2048)
     places = *places, (64, 128, 1024, 4096)
@@ -612,9 +618,8 @@ def calls_with_the_same_addresses_are_replayed():
     assert (DRIVER.replays_there(), MODULE.replays(), DRIVER.mode_of_capture()) == (0, 0, 0)
 
 
-@check
+@check_in_context
 def captures_and_parts_of_the_device_have_no_graphs():
-    DRIVER.set_context(1043)
     one = Repeated()
     plain = one()
     for set_to in ((DRIVER.set_capturing, 1), (DRIVER.set_capturing, 2), (DRIVER.set_stream_context, 1044)):
@@ -630,9 +635,8 @@ def captures_and_parts_of_the_device_have_no_graphs():
     assert is_replay(one(), plain)
 
 
-@check
+@check_in_context
 def one_step_and_products_are_not_replayed():
-    DRIVER.set_context(1043)
     for steps in (REPEATED[:1], (*REPEATED, product(indices=(0, 1, 1)))):
         one = Repeated(steps, blas_of=lambda: 9)
         for _ in range(9):
@@ -643,9 +647,8 @@ def replays(one, firsts):
     return sum(one(first)[0].startswith("replay") for first in firsts)
 
 
-@check
+@check_in_context
 def few_addresses_are_replayed_and_those_that_come_no_longer_make_room():
-    DRIVER.set_context(1043)
     one, many = Repeated(), [*range(64, 64 * 13, 64)]
     assert replays(one, many * 10) == 8 * 8  # of twelve by turns eight have a place
     assert MODULE.replays() == 8
@@ -663,9 +666,8 @@ def few_addresses_are_replayed_and_those_that_come_no_longer_make_room():
     assert DRIVER.replays_there() == MODULE.replays() == 0
 
 
-@check
+@check_in_context
 def graphs_of_calls_that_rest_make_room_for_others():
-    DRIVER.set_context(1043)
     calls = [Repeated() for _ in range(32)]
     for one in calls:
         assert replays(one, [*range(64, 64 * 9, 64)] * 3) == 8
@@ -683,9 +685,8 @@ def graphs_of_calls_that_rest_make_room_for_others():
     assert DRIVER.replays_there() == MODULE.replays() == 0
 
 
-@check
+@check_in_context
 def where_no_graph_can_be_made_calls_run_step_by_step():
-    DRIVER.set_context(1043)
     making = "cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphAddMemsetNode", "cuGraphAddDependencies_v2"
     making = *making, "cuGraphInstantiateWithFlags", "cuThreadExchangeStreamCaptureMode"
     asking = "cuStreamIsCapturing", "cuStreamGetCtx"
@@ -694,10 +695,9 @@ def where_no_graph_can_be_made_calls_run_step_by_step():
             one = Repeated()
             plain = one()
             assert [is_replay(one(), plain) for _ in range(2)] == [False, True]
-            DRIVER.fail(name.encode(), FAKE)
-            for _ in range(3 * attempts):
-                assert one(80)[0].startswith("launch")
-            DRIVER.fail(b"", 0)
+            with failing(name):
+                for _ in range(3 * attempts):
+                    assert one(80)[0].startswith("launch")
             assert (DRIVER.graphs_there(), DRIVER.replays_there(), MODULE.replays()) == (0, 1, 1)
             assert is_replay(one(), plain)  # what there is, is used
             comes_later = attempts == 3 or name in asking
@@ -707,24 +707,32 @@ def where_no_graph_can_be_made_calls_run_step_by_step():
     one = Repeated()
     plain = one()
     assert [is_replay(one(), plain) for _ in range(2)] == [False, True]
-    DRIVER.fail(b"cuGraphLaunch", FAKE)
-    lines = one()
+    with failing("cuGraphLaunch"):
+        lines = one()
     assert [lines[0].split()[0], lines[-1].split()[0]] == ["replay", "forget"]
     assert lines[1:-1] == plain  # the steps after all, and the graph is gone
-    DRIVER.fail(b"", 0)
     assert DRIVER.replays_there() == MODULE.replays() == 0
     assert [is_replay(one(), plain) for _ in range(3)] == [False, False, True]
 
 
-@check
-def threads_launch_no_graph_at_once():
-    """Nor forget one that another launches; a call that finds it busy runs step by step."""
-    DRIVER.set_context(1043)
-    each = 100
-    array, other = Array(64), Array(128)
-    run = call(program(*REPEATED), OUTPUTS, b"\0\1", SCRATCH, allocate=lambda *_: Array(1024))
+def at_one_place():
+    """A call whose output and scratch memory always have the same addresses."""
+    return call(program(*REPEATED), OUTPUTS, b"\0\1", SCRATCH, allocate=lambda *_: Array(1024))
+
+
+def replayed():
+    """Such a call that has a graph for two operands, and those."""
+    run, array, other = at_one_place(), Array(64), Array(128)
     for _ in range(3):
         run(array, other)
+    return run, array, other
+
+
+@check_in_context
+def threads_launch_no_graph_at_once():
+    """Nor forget one that another launches; a call that finds it busy runs step by step."""
+    each = 100
+    run, array, other = replayed()
     assert MODULE.replays() == 1
     launched = DRIVER.kernels_launched()
 
@@ -733,12 +741,8 @@ def threads_launch_no_graph_at_once():
         for i in range(each):
             run(Array(256 * (2 + i)) if change else array, other)
 
-    threads = [threading.Thread(target=work, args=(change,)) for change in (0, 0, 1)]
     DRIVER.be_quiet(2)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, change) for change in (0, 0, 1)))
     DRIVER.be_quiet(0)
     assert DRIVER.graphs_at_once() == 0
     assert DRIVER.kernels_launched() > launched + 2 * each
@@ -747,13 +751,9 @@ def threads_launch_no_graph_at_once():
     assert said()[0].startswith("replay")
 
 
-@check
+@check_in_context
 def a_graph_that_is_being_launched_is_not_forgotten():
-    DRIVER.set_context(1043)
-    run = call(program(*REPEATED), OUTPUTS, b"\0\1", SCRATCH, allocate=lambda *_: Array(1024))
-    array, other = Array(64), Array(128)
-    for _ in range(3):
-        run(array, other)
+    run, array, other = replayed()
 
     def work():
         DRIVER.set_context(1043)
@@ -771,9 +771,8 @@ def a_graph_that_is_being_launched_is_not_forgotten():
     thread.join()
 
 
-@check
+@check_in_context
 def the_lock_is_not_held_while_graphs_are_made_launched_and_forgotten():
-    DRIVER.set_context(1043)
     one = Repeated()
     one()
     held = DRIVER.calls_with_lock()
@@ -790,15 +789,14 @@ def the_lock_is_not_held_while_graphs_are_made_launched_and_forgotten():
     assert DRIVER.replays_there() == 0
 
 
-@check
+@check_in_context
 def calls_keep_no_memory():
-    DRIVER.set_context(1043)
     DRIVER.be_quiet(1)
     one, arguments, array = program(*EVERY_STEP, alignments=(64,)), ((2,), (1,), "a"), Array(64)
     held = [one, arguments, array, EXCHANGE, MODULE.Call]
 
     def work(runs):
-        again = call(program(*REPEATED), (arguments,), b"\0\1", SCRATCH, allocate=lambda *_: Array(1024))
+        again = at_one_place()
         for i in range(runs):
             again(Array(64 * (1 + i // 5 % 99)), array)
         run = call(one, (arguments, arguments), b"\0", arguments, blas_of=lambda: 9, otherwise=lambda *of: of)

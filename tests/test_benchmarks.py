@@ -1,6 +1,7 @@
 """The benchmarks: workloads, the gate, resuming, the files, and what is made from them."""
 
 import csv
+import importlib
 import itertools
 import json
 import math
@@ -70,6 +71,27 @@ def thrice(row):
 
 def rows_of(layer=TINY, **changes):
     return results.with_ratios(measure.rows_of(custom(layer), plan(**changes), Lanes()), [ABOUT])
+
+
+def looks_of(*contenders, layer=TINY, looks=thrice, lanes=1, **changes):
+    """Rows of forward passes, by default of torch's in NCHW, one for each look at them."""
+    own = {"directions": ("forward",), "contenders": contenders or [Contender("torch_nchw")], "looks": looks}
+    return list(measure.rows_of(custom(layer), plan(**own | changes), Lanes(lanes)))
+
+
+def timed(monkeypatch, medians):
+    """Runs are not timed but have these medians; returns the thread of each and the estimate that it is told."""
+    threads, estimates, medians = [], [], iter(medians)
+
+    def time_run(run, device, effort, estimate_ms=None):
+        run()
+        threads.append(threading.get_ident())
+        estimates.append(estimate_ms)
+        median = next(medians)
+        return Times(median, median, median, 3)
+
+    monkeypatch.setattr(measure, "time_run", time_run)
+    return threads, estimates
 
 
 # Workloads.
@@ -260,20 +282,9 @@ def test_looks_go_on_where_they_differ_and_their_mean_counts(apart, looks, monke
     differing = itertools.cycle([2.0, 2.0 * (1 + apart)])
     agreeing = [3.0, 3.02, 2.98]
     expected = list(itertools.islice(differing, looks))
-    times = iter([*itertools.chain(*zip(agreeing, expected, strict=False)), *expected[3:], 5.0])
-    threads, known = [], []
-
-    def time_run(run, device, effort, estimate_ms=None):
-        run()
-        threads.append(threading.get_ident())
-        known.append(estimate_ms)
-        median = next(times)
-        return Times(median, median, median, 3)
-
-    monkeypatch.setattr(measure, "time_run", time_run)
-    contenders = [Contender("torch_nchw"), Contender("searched", benchmark=True)]
-    looked = plan(directions=("forward",), contenders=contenders, looks=thrice)
-    rows = list(measure.rows_of(custom(TINY), looked, Lanes()))
+    times = [*itertools.chain(*zip(agreeing, expected, strict=False)), *expected[3:], 5.0]
+    threads, known = timed(monkeypatch, times)
+    rows = looks_of(Contender("torch_nchw"), Contender("searched", benchmark=True))
     agree = [row for row in rows if row.algorithm == "torch_nchw"]
     differ = [row for row in rows if row.algorithm == "searched"]
     assert [row.median_ms for row in agree] == pytest.approx([3.0, 3.01, 3.0])
@@ -286,20 +297,13 @@ def test_looks_go_on_where_they_differ_and_their_mean_counts(apart, looks, monke
     assert known[:4] == [None, None, 3.0, 2.0]
     own = threads[1]
     assert [thread == own for thread in threads] == [*[False, True] * 3, *[True] * (looks - 3)]
-    once = replace(looked, looks=measure.once, contenders=contenders[:1])
-    assert [row.median_ms for row in measure.rows_of(custom(TINY), once, Lanes())] == [5.0]
+    assert [row.median_ms for row in looks_of(looks=measure.once)] == [5.0]
 
 
 def test_looks_come_once_all_element_types_were_measured(monkeypatch):
     monkeypatch.setattr(measure._Bench, "look_again", lambda self, row, contender: replace(row, looks=row.looks + 1))
-    looked = plan(
-        precisions=("fp32", "fp16", "bf16"),
-        directions=("forward",),
-        contenders=[Contender("torch_nchw")],
-        looks=thrice,
-    )
-    rows = measure.rows_of(custom(TINY), looked, Lanes())
     precisions = ["fp32", "fp16", "bf16"]
+    rows = looks_of(precisions=precisions)
     assert [(row.precision, row.looks) for row in rows] == [(one, look) for look in (1, 2, 3) for one in precisions]
 
 
@@ -314,12 +318,11 @@ def seen_in_looks(monkeypatch, device=CPU):
         seen.append((kept, [tensor.data_ptr() for tensor in three]))
         return run_of(bench, contender, direction)
 
-    contenders = [Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")]
+    contenders = Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")
     with monkeypatch.context() as patch:
         patch.setattr(measure._Bench, "_run", recorded)
         patch.setattr(results, "_MORE_LOOKS", ())
-        looked = plan(device, directions=("forward",), contenders=contenders, looks=thrice)
-        rows = list(measure.rows_of(custom("n8 c64x64 k4 h32 w32 s2 p1"), looked, Lanes()))
+        rows = looks_of(*contenders, layer="n8 c64x64 k4 h32 w32 s2 p1", device=device)
     assert {row.status for row in rows} == {"ok"}
     assert len(rows) == len(seen) == 6
     return seen
@@ -369,18 +372,15 @@ def test_no_two_looks_have_the_same_places():
 
 
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
-    looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], looks=thrice)
-    monkeypatch.setattr(
-        measure._Bench, "look_again", lambda self, row, contender: measure._failed(row, OSError("lost"))
-    )
-    first, second = measure.rows_of(custom(TINY), looked, Lanes())
+    failed = measure._failed
+    monkeypatch.setattr(measure._Bench, "look_again", lambda self, row, contender: failed(row, OSError("lost")))
+    first, second = looks_of()
     assert (first.key, first.status, second.status, second.median_ms) == (second.key, "ok", "failed", None)
     assert second.reason == "OSError: lost"
     assert (second.fastest_ms, second.slowest_ms, second.repeats) == (None, None, None)
 
 
 def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
-    looked = plan(directions=("forward",), contenders=[Contender("torch_nchw")], looks=thrice)
     run_of = measure._Bench._run
 
     def first_alone(bench, contender, direction):
@@ -389,31 +389,26 @@ def test_a_look_without_memory_leaves_the_row_as_it_is(monkeypatch):
         return run_of(bench, contender, direction)
 
     monkeypatch.setattr(measure._Bench, "_run", first_alone)
-    first, second, third = measure.rows_of(custom(TINY), looked, Lanes())
+    first, second, third = looks_of()
     assert [first.looks, second.looks, third.looks] == [1, 2, 3]
     assert third == replace(first, looks=3, reason="a look ran out of memory; a look ran out of memory")
 
 
-def searched_rows(monkeypatch, medians, search_ms=200.0, wrong=(), **changes):
+def searched_rows(monkeypatch, medians, search_ms=200.0, wrong=(), failing=(), **changes):
     """Rows of a setting that searches, of which each look has a median of its own; and the thread of each."""
-    threads, times = [], iter(medians)
-
-    def time_run(run, device, effort, estimate_ms=None):
-        threads.append(threading.get_ident())
-        median = next(times)
-        return Times(median, median, median, 3)
+    threads, _ = timed(monkeypatch, medians)
 
     def first_call(bench, run):
         results = run()
         if bench._look in wrong:
             results["output"] *= 2
+        if bench._look in failing:
+            raise RuntimeError("FIND was unable to find an engine\nand more")
         return results, search_ms
 
-    monkeypatch.setattr(measure, "time_run", time_run)
     monkeypatch.setattr(measure._Bench, "_first_call", first_call)
-    contenders = [Contender("torch_nchw_benchmark", benchmark=True)]
-    looked = plan(directions=("forward",), contenders=contenders, looks=measure.looks_at, **changes)
-    return list(measure.rows_of(custom(TINY), looked, Lanes(SEARCHES))), threads
+    searched = Contender("torch_nchw_benchmark", benchmark=True)
+    return looks_of(searched, looks=measure.looks_at, lanes=SEARCHES, **changes), threads
 
 
 @pytest.mark.parametrize(
@@ -460,24 +455,7 @@ def test_what_another_search_found_is_held_against_what_is_right_where_the_first
 
 
 def test_a_search_that_fails_leaves_what_others_found(monkeypatch):
-    first_call = measure._Bench._first_call
-
-    def failing(bench, run):
-        if bench._look == 1:
-            raise RuntimeError("FIND was unable to find an engine\nand more")
-        return first_call(bench, run)[0], 200.0
-
-    medians = iter([0.5, 0.51])
-
-    def time_run(run, device, effort, estimate_ms=None):
-        median = next(medians)
-        return Times(median, median, median, 3)
-
-    monkeypatch.setattr(measure, "time_run", time_run)
-    monkeypatch.setattr(measure._Bench, "_first_call", failing)
-    contenders = [Contender("torch_nchw_benchmark", benchmark=True)]
-    looked = plan(directions=("forward",), contenders=contenders, looks=measure.looks_at)
-    rows = list(measure.rows_of(custom(TINY), looked, Lanes(SEARCHES)))
+    rows, _ = searched_rows(monkeypatch, [0.5, 0.51], failing={1})
     assert [(row.looks, row.status, row.repeats) for row in rows] == [(1, "ok", 3), (2, "ok", 3), (3, "ok", 6)]
     assert rows[-1].reason == "another search: failed: RuntimeError: FIND was unable to find an engine"
 
@@ -693,32 +671,31 @@ def test_effort_bounds_the_samples():
     assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.4, 2.6, 3)
 
 
-@pytest.mark.parametrize(("estimate_ms", "expected"), [(None, [(1, []), (5, [3.0])]), (2.5, [(5, [2.5])])])
-def test_a_device_rests_as_long_as_a_run_takes(estimate_ms, expected, monkeypatch):
+@pytest.fixture
+def rounds(monkeypatch):
+    """The calls that time rounds of samples on a GPU: how many, after which rests. Each sample is 1 ms less."""
     calls = []
 
-    def rounds(runs, device, before, count, estimates_ms=()):
+    def cuda_rounds(runs, device, before, count, estimates_ms=()):
         calls.append((count, [*estimates_ms]))
         return [[3.0 - i for i in range(count)] for _ in runs]
 
-    monkeypatch.setattr(timing, "cuda_rounds", rounds)
+    monkeypatch.setattr(timing, "cuda_rounds", cuda_rounds)
+    return calls
+
+
+@pytest.mark.parametrize(("estimate_ms", "expected"), [(None, [(1, []), (5, [3.0])]), (2.5, [(5, [2.5])])])
+def test_a_device_rests_as_long_as_a_run_takes(estimate_ms, expected, rounds):
     found = timing.time_run(lambda: None, torch.device("cuda"), Effort(), estimate_ms)
-    assert calls == expected
-    assert found.count == calls[-1][0]
+    assert rounds == expected
+    assert found.count == rounds[-1][0]
 
 
-def test_a_sustained_load_has_no_rests_and_its_first_samples_do_not_count(monkeypatch):
-    calls = []
-
-    def rounds(runs, device, before, count, estimates_ms=()):
-        calls.append((count, [*estimates_ms]))
-        return [[9.0 - i for i in range(count)] for _ in runs]
-
-    monkeypatch.setattr(timing, "cuda_rounds", rounds)
+def test_a_sustained_load_has_no_rests_and_its_first_samples_do_not_count(rounds):
     found = timing.time_run(lambda: None, torch.device("cuda"), Effort(sustained=True), 5.0)
     busy = round(timing._SUSTAINED_MS / 5.0)
-    assert calls == [(busy + 5, [])]
-    assert (found.count, found.median) == (5, 9.0 - busy - 2)
+    assert rounds == [(busy + 5, [])]
+    assert (found.count, found.median) == (5, 3.0 - busy - 2)
 
 
 def test_a_sustained_load_is_another_machine():
@@ -1126,40 +1103,31 @@ def scaled(row, factor):
     return replace(row, **times)
 
 
-def test_check_passes_equal_and_noisy_rows(tmp_path, capsys):
-    old = saved(tmp_path / "old.json", row_of(), row_of(workload="tiny", median_ms=0.01, p20_ms=0.01, p80_ms=0.01))
-    noisy = saved(
-        tmp_path / "new.json",
-        scaled(row_of(), 1.04),
-        row_of(workload="tiny", median_ms=0.012, p20_ms=0.0119, p80_ms=0.0121),
-    )
-    assert check.main(old, old) == 0
-    assert check.main(old, noisy) == 0
-    out = capsys.readouterr().out
-    assert "2 rows with a time in both" in out
-    assert "slower: 0" in out
-    assert "1 rows, 0 differ by more than 5%" in out
+SHORT = {"workload": "tiny", "median_ms": 0.01, "p20_ms": 0.01, "p80_ms": 0.01}
+SHORT_AND_NOISY = {"workload": "tiny", "median_ms": 0.012, "p20_ms": 0.0119, "p80_ms": 0.0121}
+FOUR = row_of(), row_of(direction="backward"), row_of(precision="bf16"), row_of(algorithm="native")
+SLOWER = scaled(FOUR[0], 1.2), scaled(FOUR[1], 0.5), replace(scaled(FOUR[2], 1.2), p20_ms=0.9), FOUR[3]
 
 
-def test_check_names_what_got_slower(tmp_path, capsys):
-    rows = [row_of(), row_of(direction="backward"), row_of(precision="bf16"), row_of(algorithm="native")]
-    old = saved(tmp_path / "old.json", *rows)
-    wide = replace(scaled(rows[2], 1.2), p20_ms=0.9)
-    new = saved(tmp_path / "new.json", scaled(rows[0], 1.2), scaled(rows[1], 0.5), wide, rows[3])
-    assert check.main(old, new) == 1
+@pytest.mark.parametrize(
+    ("old", "new", "status", "words"),
+    [
+        (FOUR, FOUR, 0, ["slower: 0", "faster: 0"]),
+        (
+            [row_of(), row_of(**SHORT)],
+            [scaled(row_of(), 1.04), row_of(**SHORT_AND_NOISY)],
+            *(0, ["2 rows with a time in both", "slower: 0", "1 rows, 0 differ by more than 5%"]),
+        ),
+        (FOUR, SLOWER, 1, ["slower: 1", "faster: 1", "kb57 tf32 forward", "1.20x the time"]),
+        ([row_of()], [row_of(median_ms=None, status="wrong", reason="error 1 is over 0")], 1, ["broken: 1"]),
+    ],
+    ids=["equal", "noisy", "slower", "without a time"],
+)
+def test_check_names_what_got_slower(old, new, status, words, tmp_path, capsys):
+    assert check.main(saved(tmp_path / "old.json", *old), saved(tmp_path / "new.json", *new)) == status
     out = capsys.readouterr().out
-    assert "slower: 1" in out
-    assert "faster: 1" in out
-    assert "kb57 tf32 forward" in out
-    assert "1.20x the time" in out
+    assert [word for word in words if word not in out] == []
     assert "bf16" not in out
-
-
-def test_check_names_a_row_that_lost_its_time(tmp_path, capsys):
-    old = saved(tmp_path / "old.json", row_of())
-    new = saved(tmp_path / "new.json", row_of(median_ms=None, status="wrong", reason="error 1 is over 0"))
-    assert check.main(old, new) == 1
-    assert "broken: 1" in capsys.readouterr().out
 
 
 def test_check_refuses_another_machine(tmp_path):
@@ -1329,10 +1297,13 @@ def test_charts_are_drawn(tmp_path):
 # What compiling takes.
 
 
-def test_compile_time_is_measured_of_each_kernel(capsys):
+@pytest.fixture
+def compile_time():
     pytest.importorskip("cuda.core", reason="kernels are compiled by the cuda-core package")
-    from benchmarks import compile_time
+    return importlib.import_module("benchmarks.compile_time")
 
+
+def test_compile_time_is_measured_of_each_kernel(compile_time, capsys):
     assert compile_time.main(["--only", "splits/reduce", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {*found} == {f"layer {i} weight_grad splits/reduce" for i in (1, 3, 4, 5)}
@@ -1341,10 +1312,7 @@ def test_compile_time_is_measured_of_each_kernel(capsys):
     assert "0 kernels, 0.000 s in all" in capsys.readouterr().out
 
 
-def test_compile_time_against_another_tree_is_by_turns(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("cuda.core", reason="kernels are compiled by the cuda-core package")
-    from benchmarks import compile_time
-
+def test_compile_time_against_another_tree_is_by_turns(compile_time, monkeypatch, tmp_path, capsys):
     turns, rounds = [], iter((1.0, 4.0, 6.0, 2.0, 3.0, 4.0))  # here, there; there, here; here, there
 
     def child(tree, only):
@@ -1369,10 +1337,7 @@ def test_compile_time_against_another_tree_is_by_turns(monkeypatch, tmp_path, ca
         assert message in capsys.readouterr().err
 
 
-def test_compile_time_in_another_tree_runs_this_file_there(monkeypatch, tmp_path):
-    pytest.importorskip("cuda.core", reason="kernels are compiled by the cuda-core package")
-    from benchmarks import compile_time
-
+def test_compile_time_in_another_tree_runs_this_file_there(compile_time, monkeypatch, tmp_path):
     file = tmp_path / "file.py"
     file.write_text(
         "import os, sys; print('said'); print('{\"' + os.environ['PYTHONPATH'] + ' '.join(sys.argv[1:]) + '\": 2}')"

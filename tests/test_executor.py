@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import pickle
@@ -9,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,11 +204,7 @@ CASES = {
     "fused": Case(2, 64, 32, (16, 16), (4, 4), (2, 2), (1, 1)),
     "gemm_col2im": Case(2, 16, 8, (11, 12), (3, 3), (2, 2), (1, 1), (1, 1)),
 }
-KINDS = {
-    "ieee": (torch.float32, "ieee"),
-    "tf32": (torch.float32, "tf32"),
-    "fp16": (torch.float16, "ieee"),
-}
+KINDS = {"ieee": (torch.float32, "ieee"), "tf32": (torch.float32, "tf32"), "fp16": (torch.float16, "ieee")}
 by_algorithm = pytest.mark.parametrize("algorithm", CASES)
 
 
@@ -275,9 +271,7 @@ def test_zeros_come_first_in_a_thread_that_has_called_nothing_of_cuda(in_both):
     """As in a backward pass's."""
     memory, answers = torch.ones(1024, dtype=torch.uint8, device="cuda"), []
     run, address = executor.prepare(GPU, [1], [executor.Zero((0, 0), 1024)]).run, memory.data_ptr()
-    thread = threading.Thread(target=lambda: answers.append(run(address)))
-    thread.start()
-    thread.join()
+    executor_checks.in_threads(lambda: answers.append(run(address)))
     assert answers == [0]
     assert not memory.any()
 
@@ -396,11 +390,7 @@ def test_threads_run_one_program_on_their_streams(algorithm, in_both):
                     wrong.append(i)
                 done[i] += 1
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    executor_checks.in_threads(*(functools.partial(work, i) for i in range(2)))
     assert not wrong
     assert min(done) > 10
 
@@ -442,10 +432,6 @@ def test_programs_run_on_a_device_that_is_not_current_and_on_two_at_once(algorit
         assert_same_bits(results[i], wanted)
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.gpu
 @by_algorithm
 def test_calls_keep_no_memory(algorithm, in_both):
@@ -456,7 +442,7 @@ def test_calls_keep_no_memory(algorithm, in_both):
             gemmconv.conv_transpose2d(data.input, data.weight, data.bias, **more)
         torch.cuda.synchronize()
         gc.collect()
-        return torch.cuda.memory_allocated(), resident_bytes()
+        return torch.cuda.memory_allocated(), executor_checks.resident_bytes()
 
     allocated, resident = call(2_000)
     allocated_then, resident_then = call(20_000)

@@ -363,15 +363,30 @@ MMA_RUNS += [
     )
 ]
 
+TYPES = {
+    "fp32": {"dtype": torch.float32},
+    "tf32": {"dtype": torch.float32, "tf32": True},
+    "fp16": {"dtype": torch.float16},
+    "bf16": {"dtype": torch.bfloat16},
+}
+THREE = "fp32", "tf32", "fp16"
+HALVES = "fp16", "bf16"
+
+
+def run_in(kind, operation, case, number, choice=None, layout="contiguous"):
+    """A run in one of TYPES; of its numbers every third has one block, and every third is for 3 of them."""
+    own = {"layout": layout, "multiprocessors": (None, 0, 3)[number % 3], "choice": choice}
+    return Run(operation, case, **own, **TYPES[kind])
+
+
 # Each case once, each path in more than one type; many with few blocks, which go from item to item.
-FUSED_TYPES = [{"dtype": torch.float32}, {"dtype": torch.float32, "tf32": True}, {"dtype": torch.float16}]
 FUSED_RUNS = [
-    Run("fused", case, layout=[*FORMATS][i % 2], multiprocessors=(None, 0, 3)[i // 2 % 3], **FUSED_TYPES[i % 3])
+    run_in(THREE[i % 3], "fused", case, i // 2, layout=[*FORMATS][i % 2])
     for i, case in enumerate((*CASES, *TILED_CASES))
 ]
 ROW, WIDE_ROW, CHANNELS, MANY_CHANNELS = TILED_CASES[1], TILED_CASES[2], TILED_CASES[6], CASES[30]
 FUSED_RUNS += [
-    Run("fused", case, layout=layout, multiprocessors=i % 2, choice=path, **FUSED_TYPES[i % 3])
+    Run("fused", case, layout=layout, multiprocessors=i % 2, choice=path, **TYPES[THREE[i % 3]])
     for i, (path, layout, case) in enumerate(
         [
             ("cells_of_several_inputs", "contiguous", ROW),
@@ -512,25 +527,18 @@ FUSED_RUNS += [replace(LONG_SUMS, layout=layout) for layout in FORMATS]
 
 # Each case in each type, in its own tile in one format and in another tile in the other; many with few blocks.
 FOLD_RUNS = [
-    Run(
-        "gemm_fold_narrow",
-        case,
-        layout=layout,
-        multiprocessors=(None, 0, 3)[(i + j) % 3],
-        choice=choice,
-        **FUSED_TYPES[j],
-    )
+    run_in(kind, "gemm_fold_narrow", case, i + j, choice, layout)
     for i, case in enumerate(FOLD_CASES)
-    for j in range(3)
+    for j, kind in enumerate(THREE)
     for layout, choice in zip(FORMATS, (None, 37 * i + 101 * j)[:: (-1) ** (i + j)], strict=True)
 ]
 some_are_slow(FOLD_RUNS, 6, lambda run: run.tile is not None and run.tile.copied == 16)
 FOLD_RUNS += [Run("gemm_fold_narrow", FOLD_CASES[0], torch.bfloat16, layout) for layout in FORMATS]
 
 
-def run_of(operation, case, suits, dtype=torch.float16, layout="contiguous", multiprocessors=0, tf32=True):
+def run_of(operation, case, suits, kind="fp16", layout="contiguous", multiprocessors=0):
     """A block with many items and steps unless there are more multiprocessors, of the first tile that suits."""
-    run = Run(operation, case, dtype, layout, multiprocessors, tf32=tf32 and dtype.itemsize == 4)
+    run = Run(operation, case, layout=layout, multiprocessors=multiprocessors, **TYPES[kind])
     return replace(run, choice=next(i for i, tile in enumerate(run.tiles) if suits(tile)))
 
 
@@ -543,30 +551,27 @@ FOLD_RUNS += [FOLD, FOLD_PIECES, FOLD_MANY_CHANNELS]
 # Boxes: one and several of a row, flat ones, channels of several, strips, few and many stages.
 FOLD_RUNS += [
     fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 128 and tile.stages == 4),
-    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 96, torch.float32, multiprocessors=3),
+    fold_run_of(FOLD_CASES[3], lambda tile: tile.columns == 96, "tf32", multiprocessors=3),
     fold_run_of(FOLD_CASES[3], lambda tile: tile.copied == 16),
-    fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.stages == 3, torch.float32, tf32=False),
-    fold_run_of(FOLD_CASES[4], lambda tile: tile.columns == 32 and tile.rows > 2, torch.float32, multiprocessors=None),
+    fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.stages == 3, "fp32"),
+    fold_run_of(FOLD_CASES[4], lambda tile: tile.columns == 32 and tile.rows > 2, "tf32", multiprocessors=None),
     fold_run_of(FOLD_CASES[0], lambda tile: tile.flat and tile.warpgroups == 2),
-    fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.rows > 1, torch.float32, "channels_last", 3, False),
+    fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.rows > 1, "fp32", "channels_last", 3),
     fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.stages == 2, layout="channels_last"),
 ]
 
 
 # Each case in its own tile and in others, many with few blocks.
 IMAGE_RUNS = [
-    Run("gemm_fold", case, dtype, multiprocessors=(None, 0, 3)[(i + j) % 3], choice=choice, tf32=dtype.itemsize == 4)
+    run_in(kind, "gemm_fold", case, i + j, choice)
     for i, case in enumerate(IMAGE_CASES)
-    for j, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32))
+    for j, kind in enumerate((*HALVES, "tf32"))
     for choice in (None, 5 * i + 7 * j)
 ]
 IMAGE_RUNS = [run for run in IMAGE_RUNS if run.tile is not None]
 some_are_slow(IMAGE_RUNS, 6)
 # Few stages for many chunks, in either way that inputs come.
-IMAGE_RUNS += [
-    Run("gemm_fold", IMAGE_CASES[-1], dtype, multiprocessors=0, choice=-1, tf32=dtype.itemsize == 4)
-    for dtype in (torch.float16, torch.float32)
-]
+IMAGE_RUNS += [run_in(kind, "gemm_fold", IMAGE_CASES[-1], 1, choice=-1) for kind in ("fp16", "tf32")]
 # A block with many items of many chunks and passes.
 IMAGES = run_of("gemm_fold", IMAGE_CASES[1], lambda tile: (tile.images, tile.warpgroups, tile.blocks) == (2, 1, 2))
 IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
@@ -579,13 +584,10 @@ def runs_in_two_types(operation, cases, stays):
     `stays` is of tiles whose runs are not left to ``make test-slow``, for they alone take some path.
     """
     runs = [
-        Run(operation, case, dtype, "contiguous", (None, 0, 3)[(i + j) % 3], choice, tf32=dtype.itemsize == 4)
+        run_in(kind, operation, case, i + j, choice)
         for i, case in enumerate(cases)
-        for j, (dtype, choice) in enumerate(
-            (
-                ((torch.float16, torch.bfloat16)[i % 2], (None, 5 * i + 7)[i // 2 % 2]),
-                (torch.float32, (5 * i + 3, None)[i % 2]),
-            )
+        for j, (kind, choice) in enumerate(
+            ((HALVES[i % 2], (None, 5 * i + 7)[i // 2 % 2]), ("tf32", (5 * i + 3, None)[i % 2]))
         )
     ]
     runs = [run for run in runs if run.tile is not None]
@@ -599,13 +601,12 @@ IMAGE_ROW_RUNS = runs_in_two_types(
     lambda tile: tile.problem.batch % tile.images > 0 or tile.chunks > 3,
 )
 # Many items of two blocks of rows, with more passes than there is room for; and of windows.
-IMAGE_ROWS, IMAGE_ROW_WINDOWS = (
-    run_of("gemm_fold_pixels", case, suits, torch.float32)
-    for case, suits in (
-        (IMAGE_ROW_CASES[2], lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs),
-        (IMAGE_ROW_CASES[3], lambda tile: tile.windows[2] > 0),
-    )
+IMAGE_ROWS = run_of(
+    *("gemm_fold_pixels", IMAGE_ROW_CASES[2]),
+    lambda tile: tile.row_blocks == 2 and tile.lines // 16 > 2 * tile.fold_outs,
+    "tf32",
 )
+IMAGE_ROW_WINDOWS = run_of("gemm_fold_pixels", IMAGE_ROW_CASES[3], lambda tile: tile.windows[2] > 0, "tf32")
 IMAGE_ROW_RUNS += [IMAGE_ROWS, IMAGE_ROW_WINDOWS]
 
 
@@ -614,8 +615,8 @@ SHUFFLE_RUNS = runs_in_two_types(
 )
 # Many items of several blocks of lines, whose inputs stay; and one block, whose inputs come with its weights.
 SHUFFLE, SHUFFLE_TF32 = (
-    run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], lambda tile: tile.held and tile.blocks > 2, dtype)
-    for dtype in (torch.float16, torch.float32)
+    run_of("gemm_depth_to_space", SHUFFLE_CASES[-1], lambda tile: tile.held and tile.blocks > 2, kind)
+    for kind in ("fp16", "tf32")
 )
 SHUFFLE_ALONE = run_of("gemm_depth_to_space", SHUFFLE_CASES[4], lambda tile: not tile.kept)
 SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_TF32, SHUFFLE_ALONE]
@@ -623,21 +624,10 @@ SHUFFLE_RUNS += [SHUFFLE, SHUFFLE_TF32, SHUFFLE_ALONE]
 
 # Each case in its own tile in one type and in another tile in the other, many with few blocks.
 CELL_ROW_RUNS = [
-    Run(
-        "implicit_gemm_nhwc",
-        case,
-        dtype,
-        "channels_last",
-        multiprocessors=(None, 0, 3)[(i + j) % 3],
-        choice=choice,
-        tf32=dtype.itemsize == 4,
-    )
+    run_in(kind, "implicit_gemm_nhwc", case, i + j, choice, "channels_last")
     for i, case in enumerate(CELL_ROW_CASES)
-    for j, (dtype, choice) in enumerate(
-        (
-            ((torch.float16, torch.bfloat16)[i % 2], None if i % 3 == 0 else 5 * i + 2),
-            (torch.float32, 3 * i + 1 if i % 3 == 0 else None),
-        )
+    for j, (kind, choice) in enumerate(
+        ((HALVES[i % 2], 5 * i + 2 if i % 3 else None), ("tf32", None if i % 3 else 3 * i + 1))
     )
 ]
 CELL_ROW_RUNS = [run for run in CELL_ROW_RUNS if run.tile is not None]
@@ -652,37 +642,25 @@ cell_row_run_of = functools.partial(run_of, "implicit_gemm_nhwc", layout="channe
 
 
 # Many items of several chunks: rows from anywhere, in either type; lines one after the other; strips of eight cells.
-CELL_ROWS, CELL_ROWS_TF32, CELL_ROWS_IN_LINES, CELL_ROWS_IN_EIGHTS = (
-    cell_row_run_of(case, suits, dtype)
-    for case, dtype, suits in (
-        (CELL_ROW_CASES[0], torch.float16, lambda tile: tile.group == 0 and tile.lines == 64),
-        (CELL_ROW_CASES[1], torch.float32, lambda tile: tile.kept and tile.lines == 96),
-        (CELL_ROW_CASES[1], torch.float16, lambda tile: tile.group == 8 and tile.lines == 96),
-        (CELL_ROW_CASES[10], torch.float16, lambda tile: tile.group > 8 and tile.row_blocks == 2),
-    )
-)
+CELL_ROWS = cell_row_run_of(CELL_ROW_CASES[0], lambda tile: tile.group == 0 and tile.lines == 64)
+CELL_ROWS_TF32 = cell_row_run_of(CELL_ROW_CASES[1], lambda tile: tile.kept and tile.lines == 96, "tf32")
+CELL_ROWS_IN_LINES = cell_row_run_of(CELL_ROW_CASES[1], lambda tile: tile.group == 8 and tile.lines == 96)
+CELL_ROWS_IN_EIGHTS = cell_row_run_of(CELL_ROW_CASES[10], lambda tile: tile.group > 8 and tile.row_blocks == 2)
 CELL_ROW_RUNS += [CELL_ROWS, CELL_ROWS_TF32, CELL_ROWS_IN_LINES, CELL_ROWS_IN_EIGHTS]
 CELL_ROW_RUNS += [
-    cell_row_run_of(CELL_ROW_CASES[10], lambda tile: not tile.kept, torch.float32),
-    cell_row_run_of(CELL_ROW_CASES[3], lambda tile: tile.row_blocks == 2, torch.float32),
-    cell_row_run_of(CELL_ROW_CASES[12], lambda tile: tile.group > 8 and tile.segments > 1, torch.float16),
-    cell_row_run_of(CELL_ROW_CASES[11], lambda tile: tile.group > 8 and tile.strips > 1, torch.bfloat16),
+    cell_row_run_of(CELL_ROW_CASES[10], lambda tile: not tile.kept, "tf32"),
+    cell_row_run_of(CELL_ROW_CASES[3], lambda tile: tile.row_blocks == 2, "tf32"),
+    cell_row_run_of(CELL_ROW_CASES[12], lambda tile: tile.group > 8 and tile.segments > 1),
+    cell_row_run_of(CELL_ROW_CASES[11], lambda tile: tile.group > 8 and tile.strips > 1, "bf16"),
 ]
 
 
 # Each case in its own tile or another one, and the other way round backwards, many with few blocks.
 ROW_RUNS = [
-    Run(
-        operation,
-        case,
-        dtype or (torch.float16, torch.bfloat16)[i % 2],
-        multiprocessors=(None, 0, 3)[i % 3],
-        choice=None if (i + j) % 2 else 5 * i + 3,
-        tf32=dtype is not None,
-    )
+    run_in(kind, operation, case, i, None if (i + j) % 2 else 5 * i + 3)
     for i, case in enumerate(ROW_CASES)
     for j, operation in enumerate(("gemm_fold_rows", "gemm_fold_rows_input_grad"))
-    for dtype in (None, torch.float32)
+    for kind in (HALVES[i % 2], "tf32")
 ]
 ROW_RUNS = [run for run in ROW_RUNS if run.tile is not None]
 some_are_slow(ROW_RUNS, 2, lambda run: run.case in [ROW_CASES[i] for i in (3, 7, 10, 11, 12)])
@@ -703,15 +681,12 @@ def row_run_in(case, *fields):
 ROWS = row_run_in(Case(2, 32, 64, (5, 128), (3, 3), (1, 1), (1, 1)), 1, 64, 2, False)
 ROWS_IN_PARTS = row_run_in(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), 1, 128, 2, False)
 ROWS_OF_SECTORS = row_run_in(Case(2, 32, 64, (5, 128), (3, 3)), 1, 64, 2, True)
-ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART = (
-    row_run_of(case, suits, torch.float32)
-    for case, suits in (
-        (ROWS.case, lambda tile: (tile.outs, tile.chunk) == (32, 16)),
-        # Not all chunks of two steps have a stage.
-        (Case(1, 96, 16, (3, 40), (1, 3)), lambda tile: tile.chunk == 8),
-        # Registers do not hold the words of all taps down.
-        (Case(1, 32, 32, (3, 36), (3, 7)), lambda tile: tile.taps_together < tile.weight_rows),
-    )
+ROWS_TF32 = row_run_of(ROWS.case, lambda tile: (tile.outs, tile.chunk) == (32, 16), "tf32")
+# Not all chunks of two steps have a stage.
+ROWS_OF_MANY_CHUNKS = row_run_of(Case(1, 96, 16, (3, 40), (1, 3)), lambda tile: tile.chunk == 8, "tf32")
+# Registers do not hold the words of all taps down.
+ROWS_OF_TAPS_APART = row_run_of(
+    Case(1, 32, 32, (3, 36), (3, 7)), lambda tile: tile.taps_together < tile.weight_rows, "tf32"
 )
 ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_OF_SECTORS, ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART]
 
@@ -744,16 +719,10 @@ GRADIENT_CASES = [
     Case(9, 20, 24, (1, 1), (4, 4)),
 ]
 GRADIENT_RUNS = [
-    Run(
-        "fused_weight_grad",
-        case,
-        layout=("contiguous", "channels_last")[choice is not None and (i % 4 == 1 or case.input_size == (1, 1))],
-        multiprocessors=(None, 0, 3)[(i + j) % 3],
-        choice=choice,
-        **FUSED_TYPES[j],
-    )
+    run_in(kind, "fused_weight_grad", case, i + j, choice, [*FORMATS][in_other_format and choice is not None])
     for i, case in enumerate(GRADIENT_CASES)
-    for j in range(3)
+    for in_other_format in [i % 4 == 1 or case.input_size == (1, 1)]
+    for j, kind in enumerate(THREE)
     for choice in (None, 37 * i + 101 * j)
 ]
 GRADIENT_RUNS = [run for run in GRADIENT_RUNS if run.tile is not None]
@@ -765,19 +734,12 @@ some_are_slow(
 GRADIENT_RUNS += [Run("fused_weight_grad", case, torch.bfloat16) for case in GRADIENT_CASES[:2]]
 # Sides of output channels of their own, in each type, with few blocks and many.
 GRADIENT_RUNS += [
-    run_of(
-        "fused_weight_grad",
-        case,
-        lambda tile: tile.sides_co > 1,
-        layout=layout,
-        multiprocessors=multiprocessors,
-        **{"tf32": False, **kind},
-    )
+    run_of("fused_weight_grad", case, lambda tile: tile.sides_co > 1, kind, layout, multiprocessors)
     for case, layout, multiprocessors in (
         (GRADIENT_CASES[1], "contiguous", 0),
         (GRADIENT_CASES[10], "channels_last", None),
     )
-    for kind in FUSED_TYPES
+    for kind in THREE
 ]
 GRADIENT = Run("fused_weight_grad", Case(1, 16, 16, (20, 64), (3, 3), (1, 1), (1, 1)), torch.float16, multiprocessors=0)
 GRADIENT_TF32 = replace(GRADIENT, dtype=torch.float32, tf32=True)
@@ -797,14 +759,7 @@ LINES_CASES = [
     Case(2, 64, 64, (5, 24), (5, 7), (3, 2), (4, 3), (2, 1), (2, 3)),
 ]
 LINES_RUNS = [
-    Run(
-        "fused_weight_grad_lines",
-        case,
-        (torch.float16, torch.bfloat16)[(i + j) % 2],
-        "channels_last",
-        multiprocessors=(None, 0, 3)[(i + j) % 3],
-        choice=choice,
-    )
+    run_in(HALVES[(i + j) % 2], "fused_weight_grad_lines", case, i + j, choice, "channels_last")
     for i, case in enumerate(LINES_CASES)
     for j, choice in enumerate((None, 37 * i, 101 * i + 59, 211 * i + 307))
 ]
@@ -911,7 +866,7 @@ FUSED_GRADIENTS = [
 SLOW |= {run for i, run in enumerate(FUSED_GRADIENTS) if i % 3}  # each case stays as a forward pass
 FUSED_RUNS += FUSED_GRADIENTS
 FUSED_RUNS += [
-    Run("fused_input_grad", case, layout=layout, choice="several_slots", **FUSED_TYPES[i])
+    Run("fused_input_grad", case, layout=layout, choice="several_slots", **TYPES[THREE[i]])
     for i, (layout, case) in enumerate([("contiguous", ROW), ("channels_last", WIDE_ROW), ("contiguous", WIDE_ROW)])
 ]
 FUSED_RUNS += [
@@ -1252,7 +1207,7 @@ def test_usual_runs_take_every_path(kernel):
 
 def test_usual_runs_have_what_tiles_are_for():
     gradients, folds = ([run.tile for run in usual(runs) if run.tile] for runs in (GRADIENT_RUNS, FOLD_RUNS))
-    assert len({(tile.sides_co > 1, tile.itemsize, tile.split) for tile in gradients}) == 2 * len(FUSED_TYPES)
+    assert len({(tile.sides_co > 1, tile.itemsize, tile.split) for tile in gradients}) == 2 * len(THREE)
     assert {tile.ci_warps for run in usual(GRADS_MMA_RUNS) if (tile := run.tile)} == {1, 2, 4}
     assert {tile.copied for tile in folds} == {0, 4, 8, 16}
     assert {tile.itemsize for tile in folds if tile.flat} == {2, 4}

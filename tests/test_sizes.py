@@ -1,284 +1,532 @@
-"""What is compiled for a layer depends on the classes that its sizes are of, which are few; layers at random."""
+"""A tile of a layer fits other sizes: nothing new is compiled for them, and it computes what it should."""
 
-import functools
-import itertools
-import json
-import os
-import pickle
+import math
 import random
-import statistics
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from benchmarks.random_layers import COUNT, random_layers
-from gemmconv import selection
+from gemmconv.algorithms import ALGORITHMS, KERNELS
 from gemmconv.device import MEASURED
 from gemmconv.geometry import Problem
-from gemmconv.hashing import hashed_once
-from gemmconv.kernels.base import Config
+from gemmconv.kernels.base import Kernel
+from gemmconv.kernels.layout.transpose import transposition
 from gemmconv.kernels.size_class import representatives
-from gemmconv.validation import made_problem
+from tests import emulator, reference
+from tests.cases import Case
+from tests.samples import config_of, expected, problem_of, sample
+from tests.test_kernels import PASSES, Run
 
-# Channels, kernel, stride, padding, output padding.
-LAYERS = {
-    "k2s2": (256, 256, (2, 2), (2, 2), (0, 0), (0, 0)),
-    "k3s1": (64, 64, (3, 3), (1, 1), (1, 1), (0, 0)),
-    "k4s2": (256, 128, (4, 4), (2, 2), (1, 1), (0, 0)),
-    "k3s2": (128, 64, (3, 3), (2, 2), (1, 1), (1, 1)),
-    "k5s2": (80, 48, (5, 5), (2, 2), (2, 2), (1, 1)),
-    "rgb": (64, 3, (4, 4), (2, 2), (1, 1), (0, 0)),
-    "vocoder": (512, 256, (1, 16), (1, 8), (0, 4), (0, 0)),
-}
-FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
-PASSES = "forward", "input_grad", "weight_grad"
-CASES = list(itertools.product(LAYERS, ("tf32", "ieee", "bf16"), FORMATS, PASSES))
-QUICK = list(itertools.product(("k2s2", "k4s2"), ("tf32", "bf16"), FORMATS, PASSES))
-SIZES, MOST, MEDIAN = 60, 16, 8  # sizes of a layer, and compilations that they may take
-FEW_SIZES, MOST_OF_FEW, MEDIAN_OF_FEW = 20, 12, 6
-# Of layers that take more than MOST: strides of 1, whose tiles differ more from size to size, and a few of stride 2.
-ABOVE = {
-    ("k3s1", "tf32", "nchw", "forward"): 25,
-    ("k3s1", "tf32", "nchw", "input_grad"): 25,
-    ("k3s1", "ieee", "nchw", "forward"): 19,
-    ("k3s1", "ieee", "nchw", "input_grad"): 19,
-    ("k3s1", "bf16", "nchw", "forward"): 22,
-    ("k3s1", "bf16", "nchw", "input_grad"): 21,
-    ("k4s2", "tf32", "nchw", "forward"): 18,
-    ("k4s2", "bf16", "nchw", "forward"): 18,
-    ("k3s2", "tf32", "nchw", "forward"): 19,
-    ("k5s2", "tf32", "nchw", "forward"): 18,
-}
+NCHW, NHWC = FORMATS = torch.contiguous_format, torch.channels_last
+HALF, BFLOAT16, IEEE, TF32 = (
+    *((torch.float16, "ieee"), (torch.bfloat16, "ieee")),
+    *((torch.float32, "ieee"), (torch.float32, "tf32")),
+)
+emulated = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 
 
-def sizes(layer, count):
-    """Batches and sizes at random, the same for a layer."""
-    draw = random.Random(0)
+def sized(layer, count, heights, widths, batches=(1, 64), unit=1, beyond=0, name=None):
+    """A layer at random sizes. Ranges include their ends; widths are so far beyond multiples of a unit."""
+    draw = random.Random(f"{name or layer} {beyond}")
     for _ in range(count):
-        batch = draw.randint(1, 64)
-        yield batch, (1, draw.randint(50, 2000)) if layer == "vocoder" else (draw.randint(8, 128), draw.randint(8, 128))
+        size = draw.randint(*heights), unit * draw.randint(widths[0] // unit, widths[1] // unit) + beyond
+        yield replace(layer, batch=draw.randint(*batches), input_size=size)
 
 
-def config_of(layer, precision, memory_format, batch, size):
-    problem = Problem(batch, *LAYERS[layer][:2], 1, size, *LAYERS[layer][2:])
-    dtype, rounding = (torch.bfloat16, "ieee") if precision == "bf16" else (torch.float32, precision)
-    options = {"memory_format": FORMATS[memory_format], "bias": True, "spec": MEASURED, "deterministic": True}
-    return Config(problem, dtype, torch.device("cuda", 0), rounding, torch_precision=rounding, **options)
+def around(layer, count):
+    """A layer at random sizes, up to twice and down to half as large in each extent."""
+    batches, heights, widths = ((-(-extent // 2), 2 * extent) for extent in (layer.batch, *layer.input_size))
+    return sized(layer, count, heights, widths, batches)
 
 
-def taken(config, direction):
-    """The kernel and the tile that ``auto`` takes, and all that is compiled for it, transposed tensors included."""
-    choice = selection.choose(config, "auto", "test", direction).choice(config, direction)
-    program = choice.program(config, direction)
-    return str(choice), () if program is None else selection.compilations_of(program, config)
+def at(layer, *sizes):
+    """A layer at these batches and sizes of images."""
+    return [replace(layer, batch=batch, input_size=size) for batch, size in sizes]
 
 
-@functools.cache
-def compilations(count, layer, precision, memory_format, direction):
-    """How many different kernels are compiled for so many sizes."""
-    found = set()
-    for batch, size in sizes(layer, count):
-        found.update(taken(config_of(layer, precision, memory_format, batch, size), direction)[1])
-    return len(found)
+# fmt: off
+ANY = 1, 1  # a size that is replaced
+DIRECT = {
+    "k4s2p1": Problem(1, 64, 3, 1, ANY, (4, 4), (2, 2), (1, 1)),
+    "k3s2p1op1": Problem(1, 32, 16, 1, ANY, (3, 3), (2, 2), (1, 1), (1, 1)),
+    "k3s1p1": Problem(1, 16, 16, 1, ANY, (3, 3), (1, 1), (1, 1)),
+    "depthwise": Problem(1, 32, 32, 32, ANY, (4, 4), (2, 2), (1, 1)),
+    "grouped": Problem(1, 64, 64, 8, ANY, (5, 5), (2, 2), (2, 2), (1, 1)),
+    "dilated": Problem(1, 16, 8, 1, ANY, (3, 5), (2, 3), (1, 2), (0, 0), (2, 1)),
+}
+# The pass, types and format, and a layer at sizes of which all widths are multiples of 16, or none is.
+DIRECT_SIZES = [
+    (kernel, direction, kind,
+     [*sized(DIRECT[name], 16, (16, 159), (16, 144), unit=16, beyond=12 // kind[0].itemsize * odd, name=name)], layout)
+    for kernel, direction, float32 in (
+        ("direct/forward", "forward", IEEE), ("direct/forward_mma", "forward", TF32),
+        ("direct/input_grad", "input_grad", IEEE), ("direct/weight_grad", "weight_grad", IEEE),
+        ("direct/weight_grad", "grads", IEEE), ("direct/grads_mma", "grads", TF32),
+    )
+    for kind in (float32, HALF) for layout in (FORMATS if direction == "forward" else (NCHW,))
+    for name in DIRECT for odd in (0, 1)
+]
+SHUFFLES = [Problem(8, ci, co, 1, (24, 40), k, k) for ci, co, k in
+            ((256, 256, (2, 2)), (128, 64, (4, 4)), (512, 256, (1, 2)), (96, 64, (2, 1)))]
+WHOLE = Problem(32, 256, 128, 1, (8, 6), (4, 4), (2, 2), (1, 1))
+DCGAN, *_ = NARROW = [
+    Problem(16, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1)),
+    Problem(4, 56, 1, 1, (128, 128), (9, 9), (3, 3), (4, 4), (2, 2)),
+    Problem(8, 20, 4, 1, (64, 64), (3, 5), (1, 1), (1, 2)), Problem(8, 40, 2, 1, (1, 256), (1, 8), (1, 4), (0, 2)),
+]
+NARROW_KINDS = [(layer, *kind) for layer in NARROW
+                for kind in ((BFLOAT16, NCHW), (BFLOAT16, NHWC), (TF32, NCHW), (IEEE, NHWC))]
+IMAGES = Problem(128, 256, 128, 1, (8, 8), (4, 4), (2, 2), (1, 1))
+SIGNALS = Problem(16, 256, 128, 1, (1, 600), (1, 10), (1, 5))
+ROWS = [
+    (Problem(8, 64, 64, 1, (256, 256), (3, 3)), "forward"),
+    (Problem(8, 64, 48, 1, (256, 256), (3, 3), (1, 1), (1, 1)), "input_grad"),
+    (Problem(8, 64, 32, 1, (128, 128), (4, 4), (2, 2), (1, 1)), "forward"),
+    (Problem(4, 64, 64, 2, (128, 128), (3, 3), (2, 1), (1, 2), (1, 0)), "forward"),
+    (Problem(16, 64, 32, 1, (1, 4096), (1, 8), (1, 4), (0, 2)), "forward"),
+]
+ROWS_OF_SECTORS = Problem(8, 64, 48, 1, (256, 252), (3, 5))  # rows of 256 outputs
+NHWC_LAYERS = [
+    Problem(8, 256, 128, 1, (32, 24), (4, 4), (2, 2), (1, 1)),
+    Problem(16, 128, 192, 1, (14, 14), (3, 3), (1, 1), (1, 1)),
+    Problem(4, 64, 96, 1, (61, 99), (5, 3), (2, 1), (2, 0), (1, 0), (1, 2)),
+    Problem(3, 40, 32, 1, (1, 700), (1, 16), (1, 8), (0, 4)),
+]
+K4S2P1, K2S2, K3S1P1 = WGRAD_NCHW = [
+    Problem(8, 64, 48, 1, (40, 56), (4, 4), (2, 2), (1, 1)), Problem(8, 32, 64, 1, (40, 56), (2, 2), (2, 2)),
+    Problem(8, 64, 64, 1, (40, 56), (3, 3), (1, 1), (1, 1)),
+]
+WGRAD_NHWC = [
+    NHWC_LAYERS[0], Problem(16, 128, 192, 2, (56, 56), (3, 3), (1, 1), (1, 1)), NHWC_LAYERS[2],
+    Problem(16, 64, 32, 1, (1, 3000), (1, 4), (1, 2), (0, 1)), Problem(64, 128, 64, 1, (4, 4), (4, 4), (2, 2), (1, 1)),
+]
+# fmt: on
 
 
-def test_a_layer_compiles_few_kernels_for_20_sizes():
-    counts = {case: compilations(FEW_SIZES, *case) for case in QUICK}
-    assert {case: count for case, count in counts.items() if count > MOST_OF_FEW} == {}
-    assert statistics.median(counts.values()) <= MEDIAN_OF_FEW
+class Served(NamedTuple):
+    """A layer and sizes of it that a tile for one of them serves.
+
+    Attributes:
+        sizes: those of the tile, then others; ``given`` of them have a tile each.
+        every: whether all tiles that the kernel may take are fitted, and not only the best one.
+        like: what is true of a fitted tile, told the kernel, its configuration, the pass and the tile before.
+        misses: how many of the sizes it may decline, for which ``like`` is told None.
+    """
+
+    kernel: str
+    direction: str
+    kind: tuple[torch.dtype, str]
+    sizes: list[Problem]
+    layout: torch.memory_format = NCHW
+    given: int = 1
+    every: bool = False
+    like: Callable[..., Any] = lambda *_: True
+    misses: int = 0
+
+    def configs(self):
+        return [config_of(problem, self.kind[0], self.layout, self.kind[1]) for problem in self.sizes]
+
+    def __str__(self):
+        return "-".join([self.kernel, self.direction, self.kind[1], str(self.sizes[0])])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_compiles_few_kernels_for_60_sizes(layer):
-    counts = {case: compilations(SIZES, *case) for case in CASES if case[0] == layer}
-    assert {case: count for case, count in counts.items() if count > ABOVE.get(case, MOST)} == {}
-    no_longer = [case for case in ABOVE if case[0] == layer and counts[case] <= MOST]
-    assert no_longer == [], "take these out of ABOVE"
+def of_rows(kernel, config, direction, tile, fitted):
+    """Whether a fitted tile is like one that nothing was worked out for yet."""
+    anew = replace(tile, problem=config.problem)
+    return all(getattr(fitted, name) == getattr(anew, name) for name in tile.of_layer) and (
+        kernel.program(config, direction, fitted) == kernel.program(config, direction, anew)
+    )
 
 
-@pytest.mark.slow
-def test_a_layer_compiles_8_kernels_for_60_sizes_in_the_median():
-    assert statistics.median(compilations(SIZES, *case) for case in CASES) <= MEDIAN
+def of_whole_images(kernel, config, direction, tile, fitted):
+    """Whether the work tiles are as many more as the groups of images."""
+    before, now = (-(-problem.batch // tile.images) for problem in (tile.problem, config.problem))
+    return fitted.items * before == tile.items * now
 
 
-# Choices are a pure function.
+def of_narrow(kernel, config, direction, tile, fitted):
+    """Whether the segments of a fitted tile are those of a tile that the kernel may take otherwise."""
+    found = [one.segments for one in kernel.tiles(config, direction) if replace(one, segments=1) == fitted]
+    return not found or fitted.segments in found
 
 
-def some_choices(order):
-    """Choices of a few configurations, made one after the other in an order."""
-    layers = ("k3s1", "bf16", "nchw"), ("k4s2", "tf32", "channels_last"), ("rgb", "ieee", "nchw")
-    cases = [(*case, *one, way) for case in layers for one in sizes(case[0], 6) for way in PASSES]
-    return {repr(case): repr(taken(config_of(*case[:-1]), case[-1])) for case in sorted(cases, key=repr)[::order]}
+def of_wgrad_nhwc(kernel, config, direction, tile, fitted):
+    """Whether it is the tile for another problem; None where a single slice remains, whose sums have another type."""
+    wanted, limit = replace(tile, problem=config.problem), config.workspace_limit
+    several = tile.slices(limit) > 1
+    return fitted == (None if several and wanted.slices(limit) == 1 else wanted)
 
 
-def test_choices_are_the_same_in_either_order_and_in_another_process():
-    """The other begins with empty caches, at the other end, with other hashes of strings."""
-    code = "import json, tests.test_sizes as t; print(json.dumps(t.some_choices(-1)))"
-    root = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", code]
-    other = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    assert json.loads(other.stdout.splitlines()[-1]) == some_choices(1)
+def of_own(member):
+    """A condition of a fitted tile alone."""
+    return lambda kernel, config, direction, tile, fitted: member(fitted)
 
 
-@pytest.mark.parametrize("direction", PASSES)
-@pytest.mark.parametrize("size", [(8, 8), (64, 40), (1, 200)])
-def test_an_empty_batch_is_chosen_for(size, direction):
-    for layer, precision, memory_format in itertools.product(LAYERS, ("tf32", "bf16"), FORMATS):
-        assert taken(config_of(layer, precision, memory_format, 0, size), direction)[0]
+# fmt: off
+SERVED = [
+    *(Served(*of_layer, given=2) for of_layer in DIRECT_SIZES),
+    *(Served("sm90/gemm_depth_to_space", "forward", kind, [layer, *sized(layer, 12, (5, 120), (16, 160), unit=8)],
+             like=of_own(lambda tile: tile.cycles > 0 and tile.sets * tile.blocks >= tile.line_blocks))
+      for layer in SHUFFLES for kind in (HALF, TF32)),
+    *(Served("sm90/gemm_fold", "forward", kind, at(WHOLE, *((n, (8, 6)) for n in (32, 1, 2, 3, 7, 16, 33, 100, 1000))),
+             like=of_whole_images)
+      for kind in (HALF, TF32)),
+    *(Served("sm90/gemm_fold_narrow", "forward", kind,
+             [replace(layer, input_size=(height, width - rest)),
+              *sized(layer, 8, (1, 1) if height == 1 else (height // 2, 2 * height - 1), (width // 2 + 1, width),
+                     (1, 4 * layer.batch - 1), 1 if layout is NHWC else 16 // kind[0].itemsize, -rest)],
+             layout, like=of_narrow)
+      for layer, kind, layout in NARROW_KINDS for height, width in [layer.input_size]
+      for rest in ((0,) if layout is NHWC else (0, 4 // kind[0].itemsize))),  # boxes of rows, and copies
+    *(Served("sm90/gemm_fold_pixels", "forward", kind, sizes,
+             like=of_own(lambda tile: tile.possible and tile.item_positions <= 128 * tile.row_blocks
+                         and (tile.windows[0] > 1) == (tile.problem.input_size[0] == 1)))
+      for kind in (HALF, TF32) for sizes in (
+          [IMAGES, *at(IMAGES, (3, (8, 8)), (64, (4, 4)), (17, (4, 8)), (9, (8, 6)), (33, (6, 12)), (1, (2, 4)),
+                       (128, (10, 12)), (5, (7, 8)))],
+          [SIGNALS, *at(SIGNALS, *((n, (1, 304 + 80 * n)) for n in range(1, 10)))])),
+    # Rows of TF32 that do not all begin with a sector of 32 bytes are another class.
+    *(Served("sm90/gemm_fold_rows", direction, kind,
+             [layer, *sized(layer, 10, (height // 2 + 1, height), (width // 2, width - 1), (1, 63), 8)], like=of_rows)
+      for layer, direction in ROWS for height, width in [layer.input_size] for kind in (BFLOAT16, TF32)),
+    *(Served("sm90/implicit_gemm_nhwc", "forward", kind, [layer, *around(layer, 16)], NHWC, every=True,
+             like=lambda kernel, config, direction, tile, fitted:
+             fitted.possible and (config.problem != tile.problem or fitted.cycles <= tile.cycles))
+      for layer in NHWC_LAYERS for kind in (HALF, TF32)),
+    # Rows of outputs that are whole 16 bytes, or that are not.
+    *(Served("sm90/wgrad_nchw", "weight_grad", kind,
+             [replace(layer, input_size=(40, 56 + odd)), *sized(layer, 8, (8, 90), (24, 104), (1, 32), 8, odd)],
+             like=of_own(lambda tile: (tile.planes > 0) == (tile.problem.input_size[1] % 8 > 0)))
+      for layer in WGRAD_NCHW for odd in (0, 2 if layer is K3S1P1 else 1) for kind in (HALF, TF32, IEEE)),
+    *(Served("sm90/wgrad_nhwc", "weight_grad", HALF, [layer, *around(layer, 12)], NHWC, like=of_wgrad_nhwc, misses=4)
+      for layer in WGRAD_NHWC),
+]
+# fmt: on
 
 
-# Representatives of classes of sizes.
+def compiled_for(kernel, config, direction, tile):
+    """What is compiled for a tile, beside what adds up partial sums."""
+    steps = kernel.program(config, direction, tile).steps
+    return [(step.source, step.macros) for step in steps if not step.source.startswith("splits/")]
 
 
-def representatives_of(problem, dtype=torch.float32, device="cuda:0"):
-    return [one.problem for one in representatives(Config(problem, dtype, torch.device(device)))]
+def tile_of(kernel, config, direction):
+    """The tile that a kernel takes; None where it declines the layer."""
+    if kernel.why_not(config, direction) is not None:
+        return None
+    tile = kernel.tile(config, direction)
+    return None if kernel.seconds(config, direction, tile) == math.inf else tile
 
 
-def alignment(problem, elements):
-    """The largest power of two, up to 16 bytes, that divides rows of inputs, and of outputs."""
-    return [
-        next(power for power in (16, 8, 4, 2, 1) if power <= elements and shape[3] % power == 0)
-        for shape in (problem.input_shape, problem.output_shape)
-    ]
+def test_every_kernel_that_fits_tiles_is_checked():
+    fit = {name for name, kernel in KERNELS.items() if type(kernel).fitted is not Kernel.fitted}
+    # sm90/implicit_gemm has no sizes here: a slow test further down checks what its fitted tiles compute.
+    assert {served.kernel for served in SERVED} == fit - {"sm90/implicit_gemm"}
 
 
-@pytest.mark.parametrize(("dtype", "elements"), [(torch.float64, 2), (torch.float32, 4), (torch.bfloat16, 8)], ids=str)
-@pytest.mark.parametrize("layer", LAYERS)
-def test_representatives_are_as_well_aligned(layer, dtype, elements):
-    for batch, size in sizes(layer, 40):
-        problem = config_of(layer, "ieee", "nchw", batch, size).problem
-        found = representatives_of(problem, dtype)
-        assert 1 <= len(found) <= 2
-        for one in found:
-            assert alignment(one, elements) == alignment(problem, elements), (problem, one)
-            assert replace(one, batch=batch, input_size=size) == problem
-            assert one.input_size[1] <= 2 * size[1]
-            if size[1] % elements == 0:  # kernels take planes of whole blocks as rows of one
-                for plane, of_problem in ((one.in_pixels, problem.in_pixels), (one.out_pixels, problem.out_pixels)):
-                    assert (plane % 64 == 0) == (of_problem % 64 == 0), (problem, one)
+@pytest.mark.parametrize("served", SERVED, ids=str)
+def test_a_tile_fits_other_sizes_and_nothing_is_compiled_for_them(served):
+    kernel, direction, configs, missed = KERNELS[served.kernel], served.direction, served.configs(), 0
+    for config in configs[: served.given]:
+        tiles = [*kernel.tiles(config, direction)] if served.every else [tile_of(kernel, config, direction)]
+        if tiles == [None]:
+            pytest.skip("declined: left to others")
+        assert tiles
+        for tile in tiles:
+            compiled = compiled_for(kernel, config, direction, tile)
+            for there in configs:
+                fitted = kernel.fitted(there, direction, tile)
+                assert served.like(kernel, there, direction, tile, fitted), there.problem
+                if fitted is None:
+                    missed += 1
+                    continue
+                assert getattr(fitted, "problem", there.problem) == there.problem
+                assert compiled_for(kernel, there, direction, fitted) == compiled, there.problem
+    assert missed <= served.misses
+
+
+class Few(NamedTuple):
+    """A layer of which random sizes take few different kernels, in this pass and with these types and formats.
+
+    Attributes:
+        most: how many kernels they take at most, which may depend on the tiles that were taken.
+        least: how many different kernels they take at least, beside those that pack weights.
+        every: whether all tiles that the kernel may take count, and not only the best one of each size.
+        counts: which tiles count.
+    """
+
+    kernel: str
+    direction: str
+    kind: tuple[torch.dtype, str]
+    sizes: list[Problem]
+    layout: torch.memory_format
+    most: int | Callable[[list[Any]], int]
+    least: int = 1
+    every: bool = False
+    counts: Callable[[Any], bool] = lambda tile: True
+
+    configs, __str__ = Served.configs, Served.__str__
+
+
+# fmt: off
+FEW = [
+    *(Few(*of_layer, 4) for of_layer in DIRECT_SIZES),
+    *(Few("sm90/gemm_depth_to_space", "forward", kind, [*sized(layer, 60, (16, 159), (16, 159))], NCHW,
+          lambda tiles: 2 * len({(tile.piece, tile.paired) for tile in tiles}))
+      for layer in SHUFFLES for kind in (HALF, TF32)),
+    *(Few("sm90/gemm_fold_narrow", "forward", kind,
+          [*sized(layer, 60, (1, 1) if layer.input_size[0] == 1 else (16, 159), (16, 159),
+                  unit=1 if layout is NHWC else 16 // kind[0].itemsize)], layout, 8, least=2)
+      for layer, kind, layout in NARROW_KINDS),
+    *(Few("sm90/gemm_fold_rows", direction, kind,
+          [*sized(layer, 60, (1, 1) if layer.input_size[0] == 1 else (16, 159), (16, 159), unit=8)], NCHW, 5)
+      for layer, direction in ROWS for kind in (BFLOAT16, TF32)),
+    *(Few("sm90/implicit_gemm_nhwc", "forward", kind, [layer], NHWC, 7, every=True)
+      for layer in NHWC_LAYERS for kind in (HALF, TF32)),
+    *(Few("sm90/wgrad_nchw", "weight_grad", kind, [*sized(layer, 25, (16, 159), (16, 159))], NCHW, 5,
+          counts=lambda tile: not tile.flat)
+      for layer in WGRAD_NCHW for kind in (HALF, TF32, IEEE)),
+    *(Few("sm90/wgrad_nhwc", "weight_grad", HALF, [*sized(layer, 60, (16, 159), (16, 159))], NHWC, 3)
+      for layer in WGRAD_NHWC[:3]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("few", FEW, ids=str)
+def test_a_layer_of_any_size_takes_few_kernels(few):
+    kernel, direction, taken, compiled = KERNELS[few.kernel], few.direction, [], set()
+    for config in few.configs():
+        for tile in [*kernel.tiles(config, direction)] if few.every else [tile_of(kernel, config, direction)]:
+            if tile is not None and few.counts(tile):
+                taken.append(tile)
+                compiled.add(tuple(map(str, compiled_for(kernel, config, direction, tile))))
+    if not taken and few.kernel.startswith("direct/"):
+        pytest.skip("declined: left to others")
+    assert 0 < len(compiled) <= (few.most(taken) if callable(few.most) else few.most)
+    packings, mains = {steps[:-1] for steps in compiled}, {steps[-1] for steps in compiled}
+    assert max(few.least, len(packings)) <= len(mains)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("channels", [3, 16, 66, 96])
+def test_tensors_are_transposed_by_few_kernels(channels, dtype):
+    draw = random.Random(channels)
+    shapes = [(draw.randint(1, 64), channels, draw.randint(32, 159), draw.randint(32, 159)) for _ in range(60)]
+    for memory_format in FORMATS:
+        launches = [transposition(shape, dtype.itemsize, memory_format)[0] for shape in shapes]
+        assert len({(launch.source, *launch.macros.items()) for launch in launches}) <= 3
+
+
+SLICED = replace(NHWC_LAYERS[0], batch=32, in_channels=2048, out_channels=256, input_size=(32, 32))
+LIMIT = config_of(SLICED).workspace_limit
+# Kernel, pass, types and format; a layer, what its tile is like, sizes (a batch and an image) that this tile declines.
+# fmt: off
+DECLINED = [
+    # Other pieces, odd rows; 36 inputs: no eight of them; 49, which nobody computes.
+    ("sm90/gemm_depth_to_space", "forward", HALF, NCHW, SHUFFLES[0], lambda tile: True,
+     (8, (24, 41)), (8, (6, 6)), (8, (7, 7))),
+    *(("sm90/gemm_fold", "forward", kind, NCHW, WHOLE, lambda tile: True, (32, (8, 8))) for kind in (HALF, TF32)),
+    # Rows of 56 and 60 bytes, of which there are no boxes; more than a row has room for; offsets of 64 bits.
+    ("sm90/gemm_fold_narrow", "forward", HALF, NCHW, DCGAN, lambda tile: tile.whole,
+     *((16, (32, width)) for width in (28, 30, 40)), (16, (2**21, 32)), (2**31 - 40, (32, 32))),
+    # 36 inputs: no eight of them; two blocks of positions; what nobody computes; no windows.
+    ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, IMAGES, lambda tile: True,
+     *((128, (side, side)) for side in (6, 16, 20))),
+    ("sm90/gemm_fold_pixels", "forward", HALF, NCHW, SIGNALS, lambda tile: True, (16, (1, 64))),
+    # Rows that begin elsewhere.
+    ("sm90/gemm_fold_rows", "forward", TF32, NCHW, ROWS_OF_SECTORS, lambda tile: not tile.whole_sectors,
+     (8, (256, 250)), (8, (256, 256)), (2**28, (256, 252))),
+    # Lines of several rows are for one width; rows of 100 bytes.
+    ("sm90/wgrad_nchw", "weight_grad", HALF, NCHW, replace(K4S2P1, batch=64, input_size=(8, 8)),
+     lambda tile: tile.flat, (5, (9, 12))),
+    ("sm90/wgrad_nchw", "weight_grad", HALF, NCHW, replace(K4S2P1, batch=4, input_size=(20, 24)),
+     lambda tile: True, (4, (20, 25))),
+    # The type of partial sums, which is compiled, is another where there is one slice.
+    ("sm90/wgrad_nhwc", "weight_grad", HALF, NHWC, WGRAD_NHWC[0], lambda tile: tile.slices(LIMIT) > 1, (1, (1, 1))),
+    ("sm90/wgrad_nhwc", "weight_grad", HALF, NHWC, replace(SLICED, batch=1, input_size=(4, 4)),
+     lambda tile: tile.slices(LIMIT) == 1),
+]
+# fmt: on
 
 
 @pytest.mark.parametrize(
-    ("batch", "size"),
-    [(1, (1, 1)), (16, (32, 32)), (64, (64, 64)), (4, (128, 128)), (64, (4, 4)), (32, (8, 64)), (16, (1, 1024))],
-    ids=str,
+    ("kernel", "direction", "kind", "layout", "layer", "like", "sizes"),
+    [(*case[:6], case[6:]) for case in DECLINED],
+    ids=[f"{i}-{case[0]}" for i, case in enumerate(DECLINED)],
 )
-def test_sizes_of_a_class_represent_themselves(batch, size):
-    """Powers of two: as high as wide, or an eighth of that, or 1."""
-    problem = Problem(batch, 64, 64, 1, size, (4, 4), (2, 2), (1, 1))
-    assert representatives_of(problem) == [problem] == representatives_of(problem, torch.bfloat16)
+def test_a_tile_declines_what_it_cannot_compute(kernel, direction, kind, layout, layer, like, sizes):
+    config, kernel = config_of(layer, kind[0], layout, kind[1]), KERNELS[kernel]
+    tile = kernel.tile(config, direction)
+    assert like(tile)
+    for problem in at(layer, *sizes):
+        assert kernel.fitted(replace(config, problem=problem), direction, tile) is None, problem
 
 
-def test_representatives_of_nothing_of_one_and_of_the_cpu():
-    layer = Problem(2, 8, 8, 1, (5, 6), (3, 3), (2, 2))
-    assert representatives_of(layer)
-    for empty in (
-        {"batch": 0},
-        {"input_size": (0, 6)},
-        {"input_size": (5, 0)},
-        {"in_channels": 0},
-        {"out_channels": 0},
-    ):
-        assert representatives_of(replace(layer, **empty)) == []
-    assert representatives_of(layer, device="cpu") == []
-    for batch, size in ((1, (1, 1)), (1, (1, 6)), (1, (5, 1)), (64, (1, 1))):
-        for one in representatives_of(replace(layer, batch=batch, input_size=size)):
-            assert min(one.batch, *one.input_size, *one.output_size) >= 1
-            assert [extent for extent, of in zip(one.input_size, size, strict=True) if of == 1 != extent] == []
+def test_a_tile_that_cuts_sectors_serves_rows_of_whole_ones():
+    cut, whole = (
+        config_of(replace(ROWS_OF_SECTORS, input_size=(256, width)), torch.float32, precision="tf32")
+        for width in (256, 252)
+    )
+    kernel = KERNELS["sm90/gemm_fold_rows"]
+    fitted = kernel.fitted(whole, "forward", kernel.tile(cut, "forward"))  # has no need of whole sectors, but may
+    assert fitted.whole_sectors
+    assert not fitted.cuts_sectors
 
 
-def test_representatives_of_huge_sizes_are_no_larger_than_the_largest_class():
-    for batch, size in ((1 << 40, (7, 9)), (3, (1 << 20, 1 << 20)), (1, ((1 << 31) - 1, 3)), (5, (1, 1 << 40))):
-        layer = Problem(batch, 8, 8, 1, size, (3, 3))
-        found = representatives_of(layer)
-        assert len(found) == 1
-        assert found[0].batch == 1 or found[0].batch * found[0].in_pixels <= 2 << 24
-        assert alignment(found[0], 4) == alignment(layer, 4)
+def test_lines_of_several_rows_serve_another_height():
+    kernel, config = KERNELS["sm90/wgrad_nchw"], config_of(replace(K4S2P1, batch=64, input_size=(8, 8)))
+    other = config_of(replace(K4S2P1, batch=5, input_size=(9, 8)))
+    assert kernel.fitted(other, "weight_grad", kernel.tile(config, "weight_grad")) is not None
 
 
-# Hashes that are kept.
+TRIES, FOUND = 400, 3
 
 
+def any_case(draw):
+    """A small layer, of images that are no class's own."""
+    kernel = draw.choice(((1, 1), (2, 2), (3, 3), (4, 4), (3, 5), (1, 4), (5, 5)))
+    stride = tuple(draw.randint(1, min(extent, 2)) for extent in kernel)
+    padding = tuple(draw.randint(0, (extent - 1) // 2) for extent in kernel)
+    size = 1 if kernel[0] == 1 and draw.random() < 0.5 else draw.randint(9, 21), draw.choice((33, 36, 44, 48, 56, 72))
+    channels = draw.choice((3, 8, 16, 24, 32)), draw.choice((1, 3, 4, 8, 16, 32))
+    return Case(draw.randint(1, 3), *channels, size, kernel, stride, padding)
+
+
+def of_kernel(algorithm, kernel, direction):
+    """Cases, configurations and choices of a kernel whose tiles come from other sizes."""
+    draw, found = random.Random(f"{kernel.name} {direction} 0"), 0
+    for _ in range(TRIES):
+        case, kind, layout = any_case(draw), draw.choice((TF32, IEEE, HALF)), draw.choice(FORMATS)
+        config = replace(config_of(problem_of(case), kind[0], layout, kind[1]), bias=True, spec=MEASURED)
+        choice = algorithm.choice_of(kernel, config, direction)
+        if choice is None or config in representatives(config):
+            continue
+        yield case, config, choice
+        found += 1
+        if found == FOUND:
+            return
+
+
+@emulated
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "make",
+    ("algorithm", "kernel", "direction"),
     [
-        lambda: Problem(2, 8, 8, 1, (5, 6), (3, 3)),
-        lambda: config_of("k2s2", "bf16", "nchw", 2, (5, 6)),
-        lambda: replace(MEASURED, name="another"),
+        pytest.param(algorithm, kernel, direction, id=f"{kernel.name}-{direction}")
+        for algorithm in ALGORITHMS
+        if algorithm.name in ("direct", "fused")
+        for kernel in algorithm.kernels
+        for direction in kernel.directions
+        if direction != "grads" and kernel.device_type == "cuda"
     ],
-    ids=["Problem", "Config", "DeviceSpec"],
 )
-def test_equal_values_have_equal_hashes_which_are_not_pickled(make):
-    one, other = make(), make()
-    assert one is not other
-    assert hash(one) == hash(one) == hash(other)
-    assert {one: 1}[other] == 1
-    assert one.__dict__["_hash"] == hash(one)
-    pickled = pickle.dumps(one)
-    assert b"_hash" not in pickled
-    again = pickle.loads(pickled)
-    assert "_hash" not in again.__dict__
-    assert again == one
-    assert hash(again) == hash(one)
+def test_tiles_of_a_class_compute_what_they_should(algorithm, kernel, direction, builder, poison):
+    for case, config, choice in of_kernel(algorithm, kernel, direction):
+        data, exact = sample(case, config.dtype, "cpu"), expected(case, config.dtype)
+        form = config.memory_format
+        output, input, weight = (
+            one.contiguous(memory_format=form) for one in (data.grad_output, data.input, data.weight)
+        )
+        backward = {"input_grad": (output, weight), "weight_grad": (output, input)}
+        poison("cpu")
+        with emulator.install(builder):
+            result = choice.program(config, direction).prepare(config.device)(
+                *backward.get(direction, (input, weight, data.bias))
+            )
+        wanted = getattr(exact, "output" if direction == "forward" else direction)
+        reference.assert_close(result, wanted, config.dtype, config.precision)
 
 
-def test_a_changed_copy_has_a_hash_of_its_own():
-    problem = Problem(2, 8, 8, 1, (5, 6), (3, 3))
-    assert hash(replace(problem, batch=3)) == hash(Problem(3, 8, 8, 1, (5, 6), (3, 3))) != hash(problem)
+KINDS = {kind: getattr(torch, kind.replace("tf32", "float32")) for kind in ("float16", "bfloat16", "float32", "tf32")}
+BOTH = "float32", "float16"
+# An operation of Run, a case, the batch and image that its tile is for, types, its format if that is channels_last; of
+# several tiles which one, and how the fitted one differs from it.
+# fmt: off
+FITTED = [
+    ("forward", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (20, 70)), BOTH),
+    ("forward", Case(2, 36, 36, (70, 11), (4, 4), (2, 2), (1, 1), groups=36), (64, (17, 40)), BOTH, "channels_last"),
+    ("forward_mma", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (20, 69)), BOTH),
+    ("forward_mma", Case(2, 6, 5, (7, 18), (3, 3), (2, 2), (1, 1)), (64, (33, 25)), BOTH, "channels_last"),
+    ("input_grad", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (40, 69)), BOTH),
+    ("weight_grad", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (40, 69)), BOTH),
+    ("grads", Case(3, 6, 6, (13, 21), (3, 3), (2, 2), (1, 1), groups=6), (64, (40, 69)), BOTH),
+    ("grads_mma", Case(3, 6, 5, (9, 21), (4, 4), (2, 2), (1, 1)), (64, (40, 69)), BOTH),
+    ("gemm_depth_to_space", Case(3, 72, 64, (4, 6), (2, 2), (2, 2)), (2, (8, 10)), ["tf32"]),
+    ("gemm_depth_to_space", Case(2, 40, 16, (4, 10), (4, 4), (4, 4)), (5, (8, 17)), ["tf32"]),
+    ("gemm_depth_to_space", Case(4, 40, 136, (5, 12), (1, 2), (1, 2)), (1, (8, 9)), ["tf32"]),
+    ("gemm_fold_pixels", Case(5, 40, 16, (4, 6), (4, 4), (2, 2), (1, 1)), (9, (8, 8)), ["tf32"]),
+    ("gemm_fold_pixels", Case(3, 72, 24, (3, 4), (3, 3), (2, 2), (1, 1)), (2, (8, 9)), ["tf32"]),
+    ("gemm_fold_pixels", Case(2, 40, 16, (1, 300), (1, 10), (1, 5), (0, 2)), (2, (1, 444)), ["tf32"]),
+    # Boxes of rows, copies of rows, strips.
+    ("gemm_fold_narrow", Case(3, 20, 3, (7, 16), (4, 4), (2, 2), (1, 1)), (5, (11, 24)), ["bfloat16"]),
+    ("gemm_fold_narrow", Case(2, 24, 2, (6, 26), (4, 5), (2, 3), (1, 0)), (2, (9, 30)), ["tf32"]),
+    ("gemm_fold_narrow", Case(2, 24, 1, (5, 36), (3, 3), (2, 2), (1, 1)), (2, (7, 40)), ["tf32"]),
+    ("gemm_fold_narrow", Case(2, 24, 2, (6, 19), (3, 3), (1, 1), (2, 2)), (2, (9, 30)), ["bfloat16"], "channels_last"),
+    ("gemm_fold_narrow", Case(1, 12, 2, (5, 140), (3, 3), (2, 2), (1, 1)), (1, (4, 70)), ["float32"], "channels_last"),
+    ("gemm_fold_rows", Case(3, 16, 24, (5, 72), (3, 3), (1, 1), (1, 1)), (2, (9, 136)), ["bfloat16"]),
+    ("gemm_fold_rows", Case(2, 32, 16, (4, 80), (4, 4), (2, 2), (1, 1)), (5, (9, 40)), ["bfloat16"]),
+    # Sectors that are not cut, by a tile for some that are.
+    ("gemm_fold_rows", Case(3, 16, 24, (5, 76), (3, 5)), (2, (9, 144)), ["tf32"]),
+    ("gemm_fold_rows", Case(2, 24, 16, (4, 44), (4, 4), (2, 2), (1, 1)), (5, (9, 88)), ["tf32"]),
+    ("fused_weight_grad", Case(3, 24, 20, (5, 21), (4, 4), (2, 2), (1, 1)), (2, (9, 37)), ["float16", "tf32"]),
+    ("fused_weight_grad", Case(2, 24, 16, (7, 18), (3, 3), (1, 1), (1, 1)), (1, (16, 38)), ["float16", "tf32"]),
+    ("fused_weight_grad", Case(3, 24, 16, (3, 40), (3, 3), (1, 1), (1, 1)), (1, (20, 24)), ["float16", "tf32"]),
+    *(("fused_weight_grad_lines", Case(batch, 24, 16, size, (3, 3), (1, 1), (1, 1)), (2, (16, 16)), ["float16"],
+       "channels_last", lambda tile: True, lambda tile, fitted: fitted.tiles_image != tile.tiles_image)
+      for batch, size in ((3, (21, 9)), (1, (8, 33)))),
+    # Whole images to strips, and to parts of images; lines to narrow images, and to eight cells each, the last of one.
+    *(("implicit_gemm_nhwc", Case(batch, 40, 32, size, (4, 4), (2, 2), (1, 1)), (7, (5, 4)), ["tf32"],
+       "channels_last", lambda tile: tile.images > 1, like)
+      for batch, size, like in ((2, (13, 19), lambda tile, fitted: fitted.strips > 1 and cut(tile, fitted)),
+                                (1, (61, 3), lambda tile, fitted: fitted.segments > 1 and cut(tile, fitted)))),
+    *(("implicit_gemm_nhwc", Case(3, 24, 32, size, (3, 3), (1, 1), (1, 1)), (2, (11, 30)), ["float16"],
+       "channels_last", lambda tile: tile.group == 8, like)
+      for size, like in (((40, 9), lambda tile, fitted: fitted.group == 8 and cut(tile, fitted)),
+                         ((7, 25), lambda tile, fitted: fitted.group > 8 and cut(tile, fitted)))),
+]
+# fmt: on
 
 
-def test_a_hash_is_worked_out_once():
-    counted = []
-
-    class Value:
-        def __hash__(self):
-            counted.append(self)
-            return 5
-
-    kept = hashed_once(Value)()
-    assert [hash(kept), hash(kept)] == [5, 5]
-    assert counted == [kept]
+def cut(tile, fitted):
+    """Whether two tiles cut images differently."""
+    return (tile.images, tile.strips, tile.segments) != (fitted.images, fitted.strips, fitted.segments)
 
 
-# Layers at random.
+def few_blocks(operation):
+    """Multiprocessors that Hopper's kernels, which go from item to item, are launched for."""
+    return 3 if PASSES[operation][0].startswith("sm90") else None
 
 
-@pytest.mark.parametrize("seed", [0, 7, 20])
-def test_random_layers_are_the_same_for_a_seed_and_can_be_computed(seed):
-    layers = random_layers(seed)
-    assert len(layers) == len({layer.name for layer in layers}) == COUNT
-    assert layers == random_layers(seed)
-    assert layers[:9] == random_layers(seed, 9)
-    assert [layer.problem for layer in layers] != [layer.problem for layer in random_layers(seed + 1)]
-    for layer in layers:
-        assert made_problem("test", layer.problem, torch.float32) == layer.problem
-
-
-@pytest.mark.parametrize("seed", [0, 7, 20])
-def test_random_layers_are_of_all_kinds_within_their_bounds(seed):
-    problems = [layer.problem for layer in random_layers(seed)]
-    kinds = {
-        "height 1": lambda p: p.input_size[0] == p.kernel_size[0] == 1,
-        "groups": lambda p: 1 < p.groups < p.in_channels,
-        "depthwise": lambda p: 1 < p.groups == p.in_channels == p.out_channels,
-        "dilated": lambda p: p.dilation != (1, 1),
-        "few outputs": lambda p: p.out_channels <= 4 < p.in_channels,
-        "many channels": lambda p: min(p.in_channels, p.out_channels) >= 128,
-        "stride 1": lambda p: p.stride == (1, 1),
-        "output padding": lambda p: p.output_padding != (0, 0),
-        "odd sizes": lambda p: p.input_size[1] % 2 == 1,
-        "channels that are no multiples of 8": lambda p: p.in_channels % 8 and p.in_channels > 8,
-    }
-    assert [name for name, of_kind in kinds.items() if not any(map(of_kind, problems))] == []
-    for p in problems:
-        assert 1 <= p.batch <= 64
-        assert all(1 <= count <= 1024 for count in (p.in_channels, p.out_channels))
-        assert all(1 <= stride <= kernel <= 9 for stride, kernel in zip(p.stride, p.kernel_size, strict=True))
-        assert 4 <= p.input_size[1] <= 256
-        assert p.input_size[0] == 1 or 4 <= p.input_size[0] <= 256
+@emulated
+@pytest.mark.parametrize(
+    ("layer", "images", "suits", "like"),
+    [
+        pytest.param(
+            run := Run(
+                operation, case, KINDS[kind], (*more, "contiguous")[0], few_blocks(operation), tf32=kind == "tf32"
+            ),
+            images,
+            *(more[1:] or [None, None]),
+            id=f"{run}-{images}",
+            marks=() if kind == kinds[i % len(kinds)] else pytest.mark.slow,  # of two types, the other of the next case
+        )
+        for i, (operation, case, images, kinds, *more) in enumerate(FITTED)
+        for kind in kinds
+    ],
+)
+def test_a_tile_of_another_size_computes_what_it_should(layer, images, suits, like, builder, poison):
+    kernel, direction, config = layer.kernel, layer.direction, layer.config if suits else layer.launched
+    other = replace(config, problem=replace(config.problem, batch=images[0], input_size=images[1]))
+    made = kernel.tile(other, direction) if suits is None else next(filter(suits, kernel.tiles(other, direction)))
+    fitted = kernel.fitted(config, direction, made)
+    assert fitted is not None
+    assert like is None or like(made, fitted)
+    if kernel.features:  # those of Hopper
+        assert compiled_for(kernel, config, direction, fitted) == compiled_for(kernel, other, direction, made)
+    run = replace(layer, choice=fitted)
+    poison("cpu")
+    with emulator.install(builder):
+        run.check(run.prepare())
