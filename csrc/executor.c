@@ -243,7 +243,7 @@ static failure_t run_steps(const program_t* program, void* stream, void* blas, c
     return failure;
 }
 
-/* The same with the program's device current, and afterwards what was current before. */
+/* Runs the steps with the program's device current, and restores the device that was current before. */
 static failure_t run_on_device(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
     context_t current = NULL, ours = NULL;
     status_t status = cuda.get_current(&current);
@@ -496,7 +496,7 @@ typedef struct {
     int busy;  /* a thread is launching or making it: nobody else may, nor forget it */
 } replay_t;
 
-/* Of all calls; changed with the interpreter's lock alone, as what follows is. */
+/* Replays of all calls. The interpreter's lock protects them, and the functions below. */
 static struct { replay_t* of[kMostReplays]; int count; unsigned long long runs; } replays;
 
 typedef struct {

@@ -85,7 +85,7 @@ def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, p
         program = both_programs(gradients._replace(turned=turned), config, config)
         call = program.prepare(GPU)
         tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
-        _, brought, _ = forms.brought_to_form(program, (*tensors, data.weight), GPU)
+        _, brought, _ = forms.with_operand_transposes(program, (*tensors, data.weight), GPU)
         transposed = [step for step in brought.steps if str(step).startswith("layout/")]
         assert [step.params["source, target"][0] for step in transposed] == (["input"] if turned else ["grad_output"])
         poison("cpu")

@@ -71,7 +71,7 @@ def test_readme_quotes_the_warning(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
     monkeypatch.setattr(available, "_versions", lambda: ((13, 0), frozenset({90}), (12, 4)))
-    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     with pytest.warns(RuntimeWarning) as caught:
         fallback.warn_once(available.what_is_missing((9, 0)))
     assert [f"RuntimeWarning: {one.message}" for one in caught] == quoted

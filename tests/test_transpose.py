@@ -55,7 +55,7 @@ def check(turn, tensor, memory_format):
 def test_turn_kernel_moves_every_element(builder, shape, dtype, poison):
     tensor = random_tensor(shape, dtype)
     with emulator.install(builder):
-        turns = {one: transpose.prepare_turn(config_of(dtype, "cpu"), shape, one) for one in FORMATS}
+        turns = {one: transpose.prepare_transpose(config_of(dtype, "cpu"), shape, one) for one in FORMATS}
         for memory_format, other in zip(FORMATS, FORMATS[::-1], strict=True):
             poison("cpu")
             check(turns[memory_format], tensor.contiguous(memory_format=other), memory_format)
@@ -67,7 +67,7 @@ def test_turn_kernel_in_64_bits(builder, monkeypatch):
     macros = transpose.macros_of(8, 12, True, 2)
     assert macros["INDEX_64"] == 1
     with emulator.install(builder):
-        turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), (2, 8, 3, 4), torch.channels_last)
+        turn = transpose.prepare_transpose(config_of(torch.float16, "cpu"), (2, 8, 3, 4), torch.channels_last)
         check(turn, random_tensor((2, 8, 3, 4), torch.float16), torch.channels_last)
 
 
@@ -75,7 +75,7 @@ def test_turn_kernel_in_64_bits(builder, monkeypatch):
 def test_turn_leaves_what_it_cannot_take_to_torch(builder, monkeypatch):
     shape = (2, 6, 4, 3)
     with emulator.install(builder):
-        turns = {one: transpose.prepare_turn(config_of(torch.float16, "cpu"), shape, one) for one in FORMATS}
+        turns = {one: transpose.prepare_transpose(config_of(torch.float16, "cpu"), shape, one) for one in FORMATS}
     tensor = random_tensor(shape, torch.float16)
     monkeypatch.setattr(emulator.Kernel, "launch", None)
     for memory_format, arrange in zip(FORMATS, (offset_channels_last, offset), strict=True):
@@ -90,7 +90,9 @@ def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
     monkeypatch.setattr(program, "MAX_GRID_Y", 3)
     tensor = random_tensor((7, 6, 4, 3), torch.float16)
     with emulator.install(builder):
-        check(transpose.prepare_turn(config_of(torch.float16, "cpu"), tensor.shape, FORMATS[1]), tensor, FORMATS[1])
+        check(
+            transpose.prepare_transpose(config_of(torch.float16, "cpu"), tensor.shape, FORMATS[1]), tensor, FORMATS[1]
+        )
 
 
 @needs_compiler
@@ -108,7 +110,7 @@ def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
 )
 def test_emulator_notices_a_mistake_in_turn(builder, shape, mistake, poison):
     with emulator.install(builder, emulator.Edit("layout/transpose.cu", *mistake)):
-        turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), shape, torch.channels_last)
+        turn = transpose.prepare_transpose(config_of(torch.float16, "cpu"), shape, torch.channels_last)
         poison("cpu")
         with pytest.raises((AssertionError, RuntimeError)):
             check(turn, random_tensor(shape, torch.float16), torch.channels_last)
@@ -195,7 +197,7 @@ def test_turn_on_the_gpu(shape, dtype, poison):
     tensor = random_tensor(shape, dtype, "cuda")
     config = config_of(dtype, f"cuda:{torch.cuda.current_device()}")
     for memory_format, other in zip(FORMATS, FORMATS[::-1], strict=True):
-        turn = transpose.prepare_turn(config, shape, memory_format)
+        turn = transpose.prepare_transpose(config, shape, memory_format)
         arranged = tensor.contiguous(memory_format=other)
         poison("cuda")
         check(turn, arranged, memory_format)

@@ -320,7 +320,7 @@ __device__ __forceinline__ void store_tile(
     const implicit_gemm_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side, ELEMENT_T*) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     const int channels = p.groups * OUT_CHANNELS;
-    // Of each run: its phases, how many of its outputs there are in a whole cell, its bias, its place in a cell's outputs.
+    // For each run: its phases, the number of its outputs in a whole cell, its bias, its place among a cell's outputs.
     int row_phase[kOuter], column_phase[kOuter], present[kOuter];
     float bias[kOuter][kInner];
     index_t line[kOuter];

@@ -7,7 +7,7 @@
 
 constexpr bool kPlanesApart = WIDE == 2 && UNIT_W == 2;
 constexpr int kSpotBytes = WIDE * static_cast<int>(sizeof(ELEMENT_T));  // of a channel
-// Of the loaders that are neighbours, whether they take the units of a spot, or one unit of neighbouring spots.
+// Whether neighbouring loaders take the units of one spot, or one unit of neighbouring spots.
 constexpr bool kUnitsFirst = LANDING_UNITS == 0 && (CHANNELS_LAST || kSpotBytes >= 8);
 
 struct spot_t { int plane, position; };
@@ -47,7 +47,7 @@ __device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values,
 /* Stores a unit of all inputs of a spot; `target` is the place of the first. */
 __device__ __forceinline__ void store_spot(
     const implicit_gemm_params& p, unit_t* target, const spot_unit_t& values, int thread) {
-    // Of 8 lanes that store at once, 4 exchange neighbours where all would meet the same banks.
+    // 4 of 8 lanes that store at once exchange neighbours where all would meet in one bank.
     const bool turned = WIDE > 1 && !kPlanesApart && !(kUnitsFirst && UNITS == 8) && thread / 4 % 2;
     const int next = kPlanesApart ? p.patch : 1;  // from one input of a spot to the next
     #pragma unroll

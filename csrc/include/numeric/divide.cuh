@@ -8,7 +8,7 @@ __device__ __forceinline__ int divided(int n, unsigned long long reciprocal) {
     return static_cast<int>((static_cast<unsigned long long>(twice) * (reciprocal >> 32) + (low >> 32)) >> 32);
 }
 
-/* The same of small numbers: `reciprocal` is 2^32 / d, rounded up, and n * d is less than 2^32. */
+/* n / d for small numbers, n * d below 2^32: `reciprocal` is 2^32 / d, rounded up. */
 __device__ __forceinline__ int divided_small(int n, unsigned reciprocal) {
     return static_cast<int>(static_cast<unsigned long long>(static_cast<unsigned>(n)) * reciprocal >> 32);
 }

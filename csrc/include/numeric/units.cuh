@@ -24,7 +24,7 @@ template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> round
     return result;
 }
 
-/* The same of elements in registers. */
+/* Rounds elements in registers to the operands of a product, as a unit for each part. */
 template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_unit(const T (&values)[elements_of_unit<T>]) {
     unit_t unit;
     #pragma unroll

@@ -37,7 +37,7 @@ template <int WARPS, typename INIT> __device__ __forceinline__ void begin_barrie
         barrier_init_done();
     }
 }
-/* The same, before any thread goes on. */
+/* begin_barriers, and a wait until all threads of the block see the barriers. */
 template <int WARPS, typename INIT> __device__ __forceinline__ void init_barriers(const INIT& init) {
     begin_barriers<WARPS>(init);
     __syncthreads();
