@@ -13,7 +13,7 @@ pytest.importorskip("cuda.core", reason="the cache is the cuda-core package's")
 
 from gemmconv import selection
 from gemmconv.algorithms import base
-from gemmconv.kernels import costs, search_cache
+from gemmconv.kernels import search_cache
 from gemmconv.runtime import cache
 from tests.test_sizes import LAYERS, PASSES, config_of
 
@@ -36,7 +36,6 @@ def disk(monkeypatch, tmp_path):
             one.cache_clear()
 
     monkeypatch.setattr(search_cache, "enabled", True)
-    monkeypatch.setattr(costs, "_replaced", [])  # whatever other tests have replaced, and put back
     monkeypatch.setattr(search_cache, "without_gpu", True)
     begin()
     yield begin
