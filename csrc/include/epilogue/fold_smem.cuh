@@ -71,7 +71,7 @@ __device__ __forceinline__ void gather(
             for (int kh = 0; kh < KERNEL_H; ++kh) {
                 const int row = cell_h + axis_h::shift(kh);
                 const float* of_row = from + (kh * (KERNEL_W * FOLD_PITCH) + axis_h::shift(kh) * image.in_w);
-                // What is added to an output of the cell, of a tap of the row and its shift across.
+                // Adds the column of a tap, at its shift across, to an output of the cell.
                 const auto add = [&](int r, int kw, int shift) {
                     const int column = cell_w + shift;
                     const bool inside = kInPlace || (0 <= row && row < image.in_h && 0 <= column && column < image.in_w);

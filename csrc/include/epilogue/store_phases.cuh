@@ -17,7 +17,7 @@ __device__ constexpr int half_of(int outer, int inner) {
     return PAIRING == PAIR_BLOCKS ? outer : PAIRING == PAIR_ROWS ? inner : outer % 2;
 }
 
-/* What is at a position: a cell of a strip, or nothing between rows and strips. */
+/* A position: a cell of a strip, or a gap between rows or strips. */
 struct cell_t {
     int column, row, strip, image;
 

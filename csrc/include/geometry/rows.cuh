@@ -18,7 +18,7 @@
 
 struct row_t { int slot, channel; };
 
-/* What a row of an M block is; none of the block's where the slot is SLOTS or more. */
+/* Slot and channel of a row of an M block; a slot of SLOTS or more is padding. */
 __device__ __forceinline__ row_t place_of_row(int row) {
     [[maybe_unused]] const int pair = row / 16 * 8 + row % 8, half = row / 8 % 2;
 #if ROW_ORDER == ROWS_SLOTS

@@ -97,7 +97,7 @@ template <typename T> struct alignas(VECTOR * sizeof(T)) loaded_of<T, true> {
 using pack_t = loaded_of<ELEMENT_T, (sizeof(ELEMENT_T) == 2 && VECTOR > 1)>;
 struct alignas(kPiece * sizeof(accumulate_t)) piece_t { accumulate_t value[kPiece]; };
 
-/* What a patch is staged from: planes outer*outer_stride + inner, rows and columns from (row, column) on. */
+/* Source of a patch: planes outer*outer_stride + inner, rows and columns from (row, column) on. */
 struct patch_source {
     const ELEMENT_T* __restrict__ first;  // the first plane
     long long outer_stride;               // elements

@@ -21,7 +21,7 @@ __device__ __forceinline__ int place_in_unit(const implicit_gemm_params& p, spot
     return spot.plane * p.patch + spot.position;
 }
 
-/* What a thread has of a spot: a unit of channels, of each its WIDE inputs. */
+/* A thread's part of a spot: a unit of channels, with WIDE inputs of each. */
 struct spot_unit_t { words_t<kSpotBytes> channel[kElements]; };
 
 /* One of the inputs of a spot, as it is stored: input `even` or, where `odd`, the one after it. */

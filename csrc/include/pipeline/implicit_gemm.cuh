@@ -1,4 +1,4 @@
-/* What the parts of sm90/implicit_gemm.cu share: parameters, tables, shared memory. The macros are those of the kernel. */
+/* Shared by the parts of sm90/implicit_gemm.cu: parameters, tables, shared memory. The macros are those of the kernel. */
 #pragma once
 
 #define WGMMA_COLUMNS COLUMNS
@@ -174,7 +174,7 @@ __device__ __forceinline__ stages_t stages(const implicit_gemm_params& p) {
             landed_full, places, reinterpret_cast<int*>(places)};
 }
 
-/* What a block works on. */
+/* A work tile: tile of positions, set of output channels, group. */
 struct item_t {
     int set, tile, group;
 };

@@ -36,7 +36,7 @@ __device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper_a,
     return result;
 }
 
-/* What words of two 16-bit values have in common. */
+/* Functions of words of two 16-bit values, for both types. */
 template <typename T> struct pairs_of {
     static constexpr int kElements = 2;
     static __device__ __forceinline__ unsigned pack(const T (&values)[2]) {

@@ -107,7 +107,7 @@ __device__ __forceinline__ void wgmma_rows(
 /* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
 template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]);
 
-/* What wgmma_finish is, of wgmma_turned and wgmma_rows. */
+/* wgmma_finish for wgmma_turned and wgmma_rows. */
 template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]);
 
 /* The registers that a thread of the warpgroup may have from here on: more, once others gave some up, or fewer. */
