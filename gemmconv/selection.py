@@ -22,7 +22,7 @@ from gemmconv.kernels.columns.cpu import is_faster_than_torch
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.forms import launches
-from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, through_channels_last_seconds
+from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via_channels_last_seconds
 from gemmconv.kernels.program import Program
 from gemmconv.validation import choice, made_problem, place
 
@@ -221,14 +221,14 @@ class Gradients(NamedTuple):
         input_grad, weight_grad: the algorithms.
         share: whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both.
         at_once: whether one call of an algorithm computes both.
-        through_channels_last: whether tensors in NCHW are transposed and computed in channels_last ("turned" in files).
+        via_channels_last: whether tensors in NCHW are transposed and computed in channels_last ("turned" in files).
     """
 
     input_grad: Algorithm
     weight_grad: Algorithm
     share: bool
     at_once: bool = False
-    through_channels_last: bool = False
+    via_channels_last: bool = False
 
     def choices(self, config: Config, weight_config: Config) -> list[Choice | None]:
         """The kernel and tile of each gradient; a single one if both are computed at once."""
@@ -239,12 +239,12 @@ class Gradients(NamedTuple):
     def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
         """Whether one call of torch's operator gives both gradients, with the kernels that two calls would take."""
         both_native = self.input_grad.name == self.weight_grad.name == "native"
-        return both_native and not self.through_channels_last and config.memory_format is weight_config.memory_format
+        return both_native and not self.via_channels_last and config.memory_format is weight_config.memory_format
 
     @property
     def transposes_weight(self) -> bool:
         """Whether the weight is transposed too: cuDNN wants all tensors in one format, and torch's own copy is slow."""
-        return self.through_channels_last and self.input_grad.name == "native"
+        return self.via_channels_last and self.input_grad.name == "native"
 
 
 def choose_gradients(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
@@ -313,8 +313,8 @@ def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ..
     if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
         last = replace(config, memory_format=torch.channels_last)
         last_seconds, others = _fastest(last, last, able)
-        others = others._replace(through_channels_last=True)
-        last_seconds += through_channels_last_seconds(config, others.transposes_weight)
+        others = others._replace(via_channels_last=True)
+        last_seconds += via_channels_last_seconds(config, others.transposes_weight)
         if last_seconds < seconds - _MIN_GAIN:
             return last_seconds, others
     return seconds, gradients
@@ -532,7 +532,7 @@ def explain(
     taken = chosen.name, choice_made.kernel.name, choice_made.tile_text
     program = choice_made.program(config, direction) if where.type == "cuda" else None
     compilations = () if program is None else compilations_of(program, config)
-    how = program, gradients.through_channels_last, compilations
+    how = program, gradients.via_channels_last, compilations
     return Explanation(*taken, reasons, kernels, config, direction, workspace, names, *how)
 
 

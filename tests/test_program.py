@@ -70,19 +70,19 @@ GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the 
 
 @needs_compiler
 @pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
-@pytest.mark.parametrize("layout", ["channels_last", "through_channels_last"])
+@pytest.mark.parametrize("layout", ["channels_last", "via_channels_last"])
 def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, poison):
     """Whatever both gradients need: grad_output once for two kernels, and weights come back as they are returned.
 
     Products take the input in channels_last as it is."""
     case = Case(2, 4, 3, (5, 6), (3, 3))
     data, exact = sample(case, torch.float32, "cpu"), expected(case, torch.float32)
-    through, columns = layout == "through_channels_last", GemmCol2im()
+    through, columns = layout == "via_channels_last", GemmCol2im()
     given = torch.contiguous_format if through else torch.channels_last
     config = Config(problem_of(case), torch.float32, GPU, memory_format=given)
     gradients = Gradients(columns, columns, True, at_once)
     with emulator.install(builder):
-        program = both_programs(gradients._replace(through_channels_last=through), config, config)
+        program = both_programs(gradients._replace(via_channels_last=through), config, config)
         call = program.prepare(GPU)
         tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
         _, brought, _ = forms.with_operand_transposes(program, (*tensors, data.weight), GPU)

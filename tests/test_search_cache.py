@@ -80,10 +80,7 @@ def test_every_tile_is_what_it_was_before_it_was_kept(disk):
 
 def test_results_of_processes_come_together(disk):
     for number in range(3):
-        assert (
-            search_cache.cached(lambda number=number: number, lambda number=number: (number, 0.5), always=True)[0]
-            == number
-        )
+        assert search_cache.cached(lambda n=number: n, lambda n=number: (n, 0.5), always=True)[0] == number
         search_cache.write()
         disk()
     assert len(search_cache._entries()) == 3
@@ -140,10 +137,9 @@ def test_nothing_is_kept_where_no_gpu_is_used(disk, monkeypatch):
 
 
 def test_a_process_that_ends_writes_what_it_found(tmp_path):
-    code = "from gemmconv.kernels import search_cache; search_cache.without_gpu = True; "
-    code += "search_cache.cached(lambda: 1, {!r}.upper, always=True)"
+    code = "from gemmconv.kernels import search_cache as s; s.without_gpu = True; s.cached(lambda: 1, {!r}.upper, True)"
     for text, printed in (("a", "A"), ("b", "A")):
-        command = [sys.executable, "-c", f"{code.format(text)}; print(*search_cache._entries().values())"]
+        command = [sys.executable, "-c", f"{code.format(text)}; print(*s._entries().values())"]
         environment = {**os.environ, "GEMMCONV_CACHE_DIR": str(tmp_path)}
         root = Path(__file__).parent.parent
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)

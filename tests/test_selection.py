@@ -104,20 +104,17 @@ def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_t
     upsampling = Problem(4, 256, 128, 1, (62, 54), (4, 4), stride=(4, 4))  # PointPillars 3
     nchw, last = (config_of(upsampling, torch.float16, "ieee", memory_format=one) for one in FORMATS)
     found = choose_gradients(nchw, nchw, "auto", "test")
-    assert found.through_channels_last
-    assert found == choose_gradients(last, last, "auto", "test")._replace(through_channels_last=True)
+    assert found.via_channels_last
+    assert found == choose_gradients(last, last, "auto", "test")._replace(via_channels_last=True)
     # Not where a tensor is in channels_last already, where an algorithm was asked for, or in float32.
     for configs in ((last, last), (nchw, last), (last, nchw)):
-        assert not choose_gradients(*configs, "auto", "test").through_channels_last
+        assert not choose_gradients(*configs, "auto", "test").via_channels_last
     for requested in ("fused", "gemm_col2im", "native"):
-        assert not choose_gradients(nchw, nchw, requested, "test").through_channels_last
+        assert not choose_gradients(nchw, nchw, requested, "test").via_channels_last
     for precision in ("ieee", "tf32"):
-        assert not gradients_taken(
-            upsampling, torch.float32, precision, memory_format=torch.contiguous_format
-        ).through_channels_last
-    assert not gradients_taken(
-        DENSE, torch.float16, "ieee", memory_format=torch.contiguous_format
-    ).through_channels_last
+        found = gradients_taken(upsampling, torch.float32, precision, memory_format=torch.contiguous_format)
+        assert not found.via_channels_last
+    assert not gradients_taken(DENSE, torch.float16, "ieee", memory_format=torch.contiguous_format).via_channels_last
     explained = [gemmconv.explain(upsampling, device="cuda", dtype=torch.float16, memory_format=one) for one in FORMATS]
     assert [one.gradients_turned for one in explained] == [True, False]
     assert ["in channels_last between transposes" in str(one) for one in explained] == [True, False]

@@ -1,6 +1,6 @@
 /* Rows of packed weights in the matrix products of fused: SLOTS phases or taps x CHANNELS output channels, 64 of an M block, in an
- * order that gives a thread neighbours to store. Of each 16 rows, a thread has row g and row g + 8 (see ptx/wgmma.cuh); where
- * weights are columns of the product, it has columns 2t and 2t + 1 of each 8.
+ * order that gives a thread neighbours to store. In each 16 rows, a thread has row g and row g + 8 (see ptx/wgmma.cuh); if
+ * weights are columns of the product, it has columns 2t and 2t + 1 in each 8.
  *
  *   ROWS_PLAIN     row = (slot, channel)
  *   ROWS_SLOTS     rows g and g + 8 are slots 2k and 2k + 1 of one channel: neighbouring columns of the output

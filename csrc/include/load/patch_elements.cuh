@@ -1,5 +1,5 @@
 /* Spots of a patch: WIDE inputs that lie beside each other in a row of NCHW and are taken together: neighbouring positions
- * or, with two inputs a cell, one position in either plane. What loaders make units of (see sm90/implicit_gemm.cu).
+ * or, with two inputs a cell, one position in either plane. Loaders pack them into units (see sm90/implicit_gemm.cu).
  */
 #pragma once
 

@@ -1,7 +1,7 @@
 /* Division by a number that is the same for a whole launch. */
 #pragma once
 
-/* n / d for n >= 0, where `reciprocal` is 2^63 / d, rounded up: what it is too large by does not reach the next quotient. */
+/* n / d for n >= 0, where `reciprocal` is 2^63 / d, rounded up: its error is too small to change the quotient. */
 __device__ __forceinline__ int divided(int n, unsigned long long reciprocal) {
     const unsigned twice = 2u * static_cast<unsigned>(n);
     const unsigned long long low = static_cast<unsigned long long>(twice) * static_cast<unsigned>(reciprocal);

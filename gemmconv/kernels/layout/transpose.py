@@ -70,12 +70,12 @@ def gradients_transpose_seconds(
     return _seconds(both, config.problem.output_shape, computed_in) + sum(inputs)
 
 
-def through_channels_last_seconds(config: Config, transposes_weight: bool) -> float:
-    """Seconds of the transposes around both gradients in :func:`prepare_through_channels_last`.
+def via_channels_last_seconds(config: Config, transposes_weight: bool) -> float:
+    """Seconds of the transposes around both gradients in :func:`prepare_via_channels_last`.
 
     >>> from gemmconv.geometry import Problem
     >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
-    >>> with_weight, without = (through_channels_last_seconds(config, transposes) for transposes in (True, False))
+    >>> with_weight, without = (via_channels_last_seconds(config, transposes) for transposes in (True, False))
     >>> with_weight > without > transpose_seconds(config, torch.channels_last)
     True
     """
@@ -113,7 +113,7 @@ def from_channels_last(config: Config, shape: Shape4) -> Fit:
     return prepare_transpose(config, shape, wanted)
 
 
-def prepare_through_channels_last(config: Config, compute: BothGradients, transposes_weight: bool) -> BothGradients:
+def prepare_via_channels_last(config: Config, compute: BothGradients, transposes_weight: bool) -> BothGradients:
     """Prepare both gradients of tensors in NCHW by a call that computes them in channels_last.
 
     Args:
