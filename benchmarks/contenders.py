@@ -169,7 +169,7 @@ class Contender:
     def _gradients(self, config: Config) -> tuple[selection.Gradients, Config]:
         """What gemmconv takes for both gradients, and what it computes then."""
         gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
-        return gradients, replace(config, memory_format=torch.channels_last) if gradients.turned else config
+        return gradients, replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
 
     def forward(self, problem: Problem) -> Forward:
         """The layer as a function of input, weight and bias."""

@@ -18,7 +18,7 @@ from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Pass, Precision
-from gemmconv.kernels.layout.transpose import prepare_turned
+from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.ops import both_programs
 from gemmconv.selection import choose, choose_gradients, is_deterministic
 
@@ -104,8 +104,8 @@ def _compile(job: Job) -> None:
                 load(algorithm.grads(config, config), config, "grads")
     if gradients and (both := both_programs(gradients, config, config)) is not None:
         load(both.prepare(config.device), config, "grads")
-    elif gradients and gradients.turned:
-        prepare_turned(config, lambda *tensors: tensors[:2], gradients.turns_weight)  # of which the turns are loaded
+    elif gradients and gradients.via_channels_last:
+        prepare_via_channels_last(config, lambda *tensors: tensors[:2], gradients.transposes_weight)  # loads transposes
 
 
 def load(call: Callable[..., object], config: Config, one: Pass) -> None:

@@ -5,15 +5,15 @@
  *   call = Call(program, exchange, index, allocate, outputs, operands, scratch, (device_of, blas_of), otherwise)
  *   call.run(tensor or None, ...) -> the outputs
  *
- * A call allocates outputs and scratch memory, takes the addresses of all and runs the program: what a small layer waits
- * for. Where the device is not current or a tensor is not aligned, ``otherwise`` does it, before anything was enqueued.
- * What was called with the same addresses before, as training steps do where memory is cached, is one launch of a graph.
+ * A call allocates outputs and scratch memory, takes all addresses and runs the program: the host time of a small layer.
+ * If the device is not current or a tensor is not aligned, ``otherwise`` takes over before anything is enqueued.
+ * A call with the addresses of an earlier one, usual in training steps with cached memory, is one launch of a graph.
  *
  * A program is made once and not changed afterwards, so any number of threads may run it. Params are copied to the
  * stack, pointers and tensor maps put into them, and the interpreter's lock is not held while the driver works.
  *
  * It takes Python's limited API, so that one build serves Python 3.10 and later, and needs neither torch nor CUDA's
- * headers: what it calls of the driver is declared below, as cuda.h has it, and found in libcuda when first needed.
+ * headers: the driver's functions are declared below, equal to cuda.h, and found in libcuda when first needed.
  *
  * A launch takes the host 7 us in a training step, a product of cuBLAS 12 to 31, a graph of any number of launches 13 to
  * 17 (H100, driver 580), an allocation 3 to 5, all else here 1 or 2. Launches that overlap take no longer than others; a
@@ -174,7 +174,7 @@ typedef struct {
     step_t* steps;
 } program_t;
 
-/* What went wrong, found without the interpreter's lock. */
+/* An error that was found without the interpreter's lock, to be raised once it is held. */
 typedef struct { const char* call; const step_t* step; int status, of_cublas; } failure_t;
 
 /* The params of a launch, in memory that is aligned to 64. */
@@ -243,7 +243,7 @@ static failure_t run_steps(const program_t* program, void* stream, void* blas, c
     return failure;
 }
 
-/* The same with the program's device current, and afterwards what was current before. */
+/* Runs the steps with the program's device current, and restores the device that was current before. */
 static failure_t run_on_device(const program_t* program, void* stream, void* blas, const uint64_t* addresses) {
     context_t current = NULL, ours = NULL;
     status_t status = cuda.get_current(&current);
@@ -298,7 +298,7 @@ static PyObject* program_run(PyObject* self, PyObject* const* arguments, Py_ssiz
     return failure.status ? raise_failure(failure) : PyLong_FromLong(0);
 }
 
-/* Making one. Whatever fails leaves what program_dealloc can free. */
+/* Construction. Any failure leaves a state that program_dealloc can free. */
 
 static void* zeroed(size_t count, size_t size) {
     void* memory = PyMem_Malloc(count * size + 1);
@@ -482,9 +482,9 @@ static void program_dealloc(PyObject* self) {
 
 /* Calls with tensors. */
 
-/* Addresses that a call had, and, once it had them more than kUsesBefore times, the graph of its launches with them.
- * A call forgets those that it did not have for kYoung of its runs, with a graph for kPatience, when it has others. There
- * are at most kMostReplays graphs; then the one that was not used for the longest time makes room, if that is kIdle calls. */
+/* The addresses of a call and, after more than kUsesBefore uses of them, the graph of its launches. When a call comes with
+ * other addresses, it drops those unused for kYoung of its runs, or for kPatience if they have a graph. There are at most
+ * kMostReplays graphs; the least recently used one makes room for a new one if it was idle for kIdle calls. */
 enum { kReplays = 8, kUsesBefore = 2, kYoung = 64, kPatience = 256, kMostReplays = 256, kIdle = 4096, kAttempts = 4 };
 
 typedef struct {
@@ -493,10 +493,10 @@ typedef struct {
     unsigned uses;
     unsigned long long last;  /* of the call's runs, the one that had them last */
     unsigned long long used;  /* of all runs, the last by the graph */
-    int busy;  /* a thread is launching or making it: nobody else may, nor forget it */
+    int busy;  /* a thread is launching or making it: no other may do that, or drop it */
 } replay_t;
 
-/* Of all calls; changed with the interpreter's lock alone, as what follows is. */
+/* Replays of all calls. The interpreter's lock protects them, and the functions below. */
 static struct { replay_t* of[kMostReplays]; int count; unsigned long long runs; } replays;
 
 typedef struct {
@@ -519,7 +519,7 @@ enum { kCuda = 2 };  /* DLPack's */
 
 static PyObject* program_type;
 
-/* The number that a function of torch's returns. */
+/* The integer that a function of torch's returns. */
 static int ask(PyObject* function, uint64_t* number) {
     PyObject* value = PyObject_CallFunctionObjArgs(function, NULL);
     const int failed = !value || read_number(value, number);
@@ -527,7 +527,7 @@ static int ask(PyObject* function, uint64_t* number) {
     return failed ? -1 : 0;
 }
 
-/* After a function of DLPack's has failed, which is to say why itself. */
+/* Raises after a failed function of DLPack's, unless that has set an error itself. */
 static int refused(const char* what) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, what);
     return -1;
@@ -549,7 +549,7 @@ static PyObject* run_otherwise(const call_t* call, PyObject* const* tensors, Py_
     return result;
 }
 
-/* Empties a slot; whoever does destroys the graph that was there. */
+/* Empties a slot; the caller has to destroy the graph that it returns. */
 static void* forget(replay_t* one) {
     void* graph = one->graph;
     for (int i = 0; i < replays.count; ++i)
@@ -558,7 +558,7 @@ static void* forget(replay_t* one) {
     return graph;
 }
 
-/* What may not be called while any thread captures, but in this mode; what it captures is not affected. */
+/* Destroys graphs in relaxed mode, which other threads' captures allow and which leaves them unaffected. */
 static void destroy_graphs(void* const* graphs, int count) {
     int mode = kRelaxed;
     if (!count || cuda.exchange_capture_mode(&mode)) return;  /* it could spoil a capture: rather a leak */
@@ -566,7 +566,7 @@ static void destroy_graphs(void* const* graphs, int count) {
     cuda.exchange_capture_mode(&mode);
 }
 
-/* Room for one graph more; what is taken out for it is ``stale``. */
+/* Makes room for one more graph; ``stale`` gets the graph that is dropped for it. */
 static int make_room(void** stale) {
     if (replays.count < kMostReplays) return 1;
     replay_t* oldest = NULL;
@@ -577,7 +577,7 @@ static int make_room(void** stale) {
     return 1;
 }
 
-/* The replay of a call with these addresses, busy from now on; NULL where it is to be run step by step. */
+/* The replay of a call with these addresses, marked busy; NULL if the call has to run step by step. */
 static replay_t* replay_of(call_t* call, const uint64_t* addresses, int count, void** stale) {
     replay_t* oldest = NULL;
     ++call->runs, ++replays.runs;
@@ -633,8 +633,8 @@ static status_t add_step(const program_t* program, const step_t* step, const uin
     return status;
 }
 
-/* The graph of a program's steps, one after the other, NULL where it cannot be made. Nothing is captured for it: while a
- * stream captures, other threads could not wait for the device. */
+/* The graph of a program's steps in sequence; NULL if it cannot be made. It is built without capturing a stream: during a
+ * capture other threads could not wait for the device. */
 static void* make_graph(const program_t* program, const uint64_t* addresses) {
     void *graph = NULL, *ready = NULL;
     before_t before = {NULL, 0};
@@ -646,7 +646,7 @@ static void* make_graph(const program_t* program, const uint64_t* addresses) {
     return status ? NULL : ready;
 }
 
-/* Whether a graph may be launched there: not into a capture, nor where a part of the device alone is to be used. */
+/* Whether a graph may be launched on a stream: not during its capture, nor if it is limited to a part of the device. */
 static int takes_graphs(const program_t* program, void* stream) {
     int capturing = 0;
     context_t context = NULL;
@@ -654,7 +654,7 @@ static int takes_graphs(const program_t* program, void* stream) {
            context == program->context;
 }
 
-/* Enqueues a call's steps, by a graph where its addresses came before. */
+/* Enqueues a call's steps, by a graph if its addresses are known. */
 static int enqueue(call_t* call, const uint64_t* addresses, int count, void* stream, void* blas) {
     const program_t* program = call->program;
     void *graph = NULL, *stale[2] = {NULL, NULL};
@@ -683,7 +683,7 @@ static int enqueue(call_t* call, const uint64_t* addresses, int count, void* str
     return failure.status ? -1 : 0;
 }
 
-/* Allocates, takes addresses and enqueues; ``made`` are the outputs and scratch memory. 1 where another way has to. */
+/* Allocates, takes addresses and enqueues; ``made`` gets outputs and scratch memory. Returns 1 if the fallback must run. */
 static int run_call(call_t* call, PyObject* const* tensors, PyObject** made) {
     const program_t* program = call->program;
     const int outputs = call->output_count, operands = call->operand_count;

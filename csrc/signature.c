@@ -1,16 +1,16 @@
-/* What a plain call, and the gradients of one, are known by. gemmconv/ops/plain.py says in Python what counts.
+/* Keys by which repeated plain calls, and their gradients, are recognised; gemmconv/ops/plain.py says what counts.
  *
  *   signatures = Signatures(exchange, modes, levels, has_grad, has_autocast, cast_to, (precision, arguments), Tensor)
  *   signatures.of_call(input, weight, bias, said) -> a tuple, or None of a call that Python has to look at
  *   signatures.of_gradient(grad, input, weight, asked) -> the same, also None while gradients are recorded
  *
- * Kinds, devices, shapes and strides are the bytes of one object. Of torch it knows DLPack's functions, functions
- * without arguments, of which one that is true says that this thread is in a mode, a module whose ``_current_level`` is
- * below zero outside forward-mode gradients, and names of attributes. A tensor without data (sparse, a wrapper, of no
- * device, empty) is none that it knows, nor is a complex one.
+ * Types, devices, shapes and strides are packed as bytes into one object. It needs from torch: DLPack's functions;
+ * functions without arguments that are true if this thread is in a mode; a module whose ``_current_level`` is below zero
+ * outside forward-mode gradients; names of attributes. Tensors without data (sparse, wrappers, empty) and complex ones
+ * have no signature.
  *
- * On an H100's host a key took Python 9 us in a loop, but 17 to 35 us in a training step, whose operators leave little of
- * it in the processor's caches; here 9 to 13 us there.
+ * On an H100's host a key takes 9 to 13 us in a training step. Python took 17 to 35 us, since little of it stays in the
+ * processor's caches there, and 9 us in a loop.
  */
 #include "tensors.h"
 
@@ -34,7 +34,7 @@ typedef struct { int count; uint64_t words[kMostWords]; } packed_t;
 
 static PyObject* call(PyObject* function) { return PyObject_CallFunctionObjArgs(function, NULL); }
 
-/* Whether what was made is true, -1 where it was not made. */
+/* Whether a new object is true; -1 if it is NULL. Takes the reference. */
 static int is_true(PyObject* made) {
     const int found = made ? PyObject_IsTrue(made) : -1;
     Py_XDECREF(made);
@@ -57,9 +57,9 @@ static int is_in_a_mode(const signatures_t* self) {
 static int says(PyObject* object, int name) { return is_true(PyObject_CallMethodObjArgs(object, names[name], NULL)); }
 static int has(PyObject* object, int name) { return is_true(PyObject_GetAttr(object, names[name])); }
 
-enum { kTracks = 1, kCasts = 2 };  /* what counts of a tensor: whether it needs a gradient; what autocast keeps a cast by */
+enum { kTracks = 1, kCasts = 2 };  /* properties to add: whether a tensor needs a gradient; whether its cast is cached */
 
-/* Adds a tensor, None as nothing. 1 where it is none that is known, -1 with an error. */
+/* Adds a tensor, or a mark for None. Returns 1 if the tensor has no signature, -1 with an error. */
 static int pack(const signatures_t* self, packed_t* packed, PyObject* object, int counts) {
     uint64_t* words = packed->words + packed->count;
     if (object == Py_None) {
@@ -91,7 +91,7 @@ static int pack(const signatures_t* self, packed_t* packed, PyObject* object, in
     return 0;
 }
 
-/* The tuple of what tensors were packed to and of objects, the second of which it takes. */
+/* The tuple of the packed bytes and two objects; takes the reference of the second. */
 static PyObject* key_of(const packed_t* packed, PyObject* first, PyObject* second, PyObject* precision) {
     PyObject* bytes =
         second ? PyBytes_FromStringAndSize((const char*)packed->words, packed->count * (Py_ssize_t)sizeof(uint64_t)) : NULL;

@@ -1,5 +1,5 @@
-/* What the executor reads of tensors: DLPack's C exchange API, which torch has from 2.11 on, so that neither its headers
- * nor the interpreter are needed. Declared as https://github.com/dmlc/dlpack has it, version 1.3. */
+/* Reads tensors through DLPack's C exchange API, which torch has from 2.11 on, without torch's headers or the
+ * interpreter. Declarations follow https://github.com/dmlc/dlpack, version 1.3. */
 #pragma once
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030a0000
@@ -27,7 +27,7 @@ typedef struct {
 
 _Static_assert(sizeof(tensor_t) == 48 && sizeof(exchange_t) == 56, "as in dlpack.h");
 
-/* torch.Tensor.__dlpack_c_exchange_api__, NULL with an error where it is of another version, or lacks what is used. */
+/* torch.Tensor.__dlpack_c_exchange_api__; NULL with an error if its version differs, or it lacks a needed function. */
 static inline const exchange_t* exchange_of(PyObject* capsule) {
     const exchange_t* exchange = (const exchange_t*)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (exchange && (exchange->version.major != 1 || exchange->version.minor < 2 || !exchange->tensor_of ||

@@ -141,12 +141,12 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
 
 def _warmup(config: Config, capability: Capability, backward: bool) -> int:
     """Choose kernels, compile them and print how long each took. Returns 1 if one did not compile, else 0."""
-    from gemmconv.kernels import kept
+    from gemmconv.kernels import search_cache
     from gemmconv.ops.implementation import layer_programs
     from gemmconv.runtime.launch import architecture_of, compile_ahead
     from gemmconv.warmup import show_progress
 
-    kept.without_gpu = True
+    search_cache.without_gpu = True
     start, arch = time.perf_counter(), architecture_of(capability)
     wanted = [one for program in layer_programs(config, backward) for one in compilations_of(program, config)]
     wanted = list(dict.fromkeys(wanted))

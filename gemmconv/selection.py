@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from gemmconv import tuned
-from gemmconv.algorithms import ALGORITHMS, Algorithm, Config, gemm_col2im, native
+from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
+from gemmconv.algorithms.gemm_col2im import HOST_SECONDS as GEMM_COL2IM_HOST_SECONDS
+from gemmconv.algorithms.gemm_col2im import PRODUCTS_HOST_SECONDS
+from gemmconv.algorithms.native import HOST_SECONDS as NATIVE_HOST_SECONDS
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Pass, Precision, missing, why_no_kernels
@@ -20,32 +23,32 @@ from gemmconv.kernels.columns.cpu import is_faster_than_torch
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.forms import launches
-from gemmconv.kernels.layout.transpose import grad_turning_seconds, turned_seconds
+from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via_channels_last_seconds
 from gemmconv.kernels.program import Program
 from gemmconv.validation import choice, made_problem, place
 
 Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
-_MOST_STEPS = 12  # of a program, in a report of explain
+_MOST_STEPS = 12  # most steps of a program that a report of explain lists
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
-_FOR_OTHER_GRADIENTS = "gemm_col2im"  # those that no kernel of a named algorithm takes
-_CLEARLY = 5e-6  # seconds by which an estimate is less, and not only as launches vary
-# What keeps the host, where kernels alone are one launch of a graph: for how many seconds in a backward pass, how many
-# times as long others may take on the device then, and how many seconds longer for each gradient, whatever it takes.
-_KEEP_THE_HOST = {
-    "native": (native.HOST_SECONDS, 2.0, 0.0),
-    "gemm_col2im": (gemm_col2im.HOST_SECONDS, 1.2, gemm_col2im.PRODUCTS_HOST_SECONDS),
+_FALLBACK_GRADIENT = "gemm_col2im"  # computes a gradient that no kernel of the named algorithm takes
+_MIN_GAIN = 5e-6  # seconds: a smaller difference of estimates is within the variation of a launch
+# Algorithms that cost much CPU time; all others are one launch of a graph. For each: host seconds in a backward pass,
+# the slowdown on the device that is accepted to avoid it, and seconds that are accepted for each gradient in any case.
+_HOST_COSTS = {
+    "native": (NATIVE_HOST_SECONDS, 2.0, 0.0),
+    "gemm_col2im": (GEMM_COL2IM_HOST_SECONDS, 1.2, PRODUCTS_HOST_SECONDS),
 }
-# Of an estimate: what another may be where both are as fast, as far as estimates tell. 30 random layers whose forward
-# passes so go from products to kernels alone took 0.3 to 2.3 times as long on an H100, 1.003 times in the mean.
-_AS_FAST = 1.1
-# On GPUs other than Hopper: of torch's estimate. That is of cuDNN's deterministic kernels, and the others, which it
-# takes there, are up to twice as fast in float32 without TF32. And what the host may take longer for a call of ours.
-_CLEARLY_LESS = {"ieee": 0.5, "tf32": 0.65, "half": 0.65}
-_HOST_SECONDS = 10e-6
-_NO_SLOWER = 0.85  # of torch's estimate, by ours for the device itself
+# Ratio of two estimates up to which both count as equally fast. On an H100, 30 random layers whose forward passes
+# change from products to kernels alone by this rule took 0.3 to 2.3 times as long, 1.003 times in the mean.
+_EQUAL_SPEED_RATIO = 1.1
+# On GPUs other than Hopper our time must be below this share of torch's estimate. The estimate is for cuDNN's
+# deterministic kernels; torch takes others there, which are up to twice as fast in float32 without TF32.
+_CLEARLY_FASTER_RATIO = {"ieee": 0.5, "tf32": 0.65, "half": 0.65}
+_EXTRA_HOST_SECONDS = 10e-6  # host time by which a call of ours may exceed torch's
+_NOT_SLOWER_RATIO = 0.85  # our estimate for the device itself must be below this share of torch's
 
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -65,44 +68,44 @@ def _precision_of_convolutions() -> str:
 
 
 def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> bool:
-    """Whether torch's operator, if it is taken, may take deterministic kernels alone: for ``"auto"`` on Hopper.
+    """Whether torch's operator, if it is chosen, is limited to deterministic kernels: for ``"auto"`` on Hopper.
 
-    Not where it is all that can be had: then it does what it does without gemmconv.
+    False if our kernels are not available: then torch's operator behaves as it does without gemmconv.
     """
     return requested == "auto" and device.type == "cuda" and spec.is_hopper and missing(device) is None
 
 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
-    """The algorithms as ``auto`` tries them, each with what gives it its place.
+    """The algorithms in the order in which ``auto`` tries them, each with the reason for its position.
 
-    On CUDA by their estimates of the time of a call, least first, in the order of ``ALGORITHMS`` where those are equal.
+    CUDA orders them by the estimated time of a call, least first; equal estimates keep the order of ``ALGORITHMS``.
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
-    large tiles, for arithmetic: it comes first where there are more channels. native pays for turning tensors in NCHW
-    round, and for tensor cores that few channels leave empty. It, and gemm_col2im, come behind what saves the host more
-    than it costs the device: see :func:`_behind_for_the_host`.
+    large tiles, for arithmetic: it comes first where there are more channels. native pays for transposing tensors in
+    NCHW, and for tensor cores that few channels leave empty. An algorithm that saves more host time than it costs
+    device time comes before native and gemm_col2im: see :func:`_ordered_by_host_time`.
 
-    Estimates were fitted to Hopper. On other GPUs ``native`` comes first but where another is estimated to be clearly
-    faster, since what ours gain there is an estimate and what torch takes is what users have today.
+    Estimates were fitted to Hopper. On other GPUs ``native`` comes first unless another is estimated to be clearly
+    faster: our gain there is only an estimate, and torch's operator is what users have today.
 
-    On the CPU by a rule, which :mod:`gemmconv.kernels.cpu.estimate` has. Without the extension in C ``native`` comes
-    first, but for forward passes where :func:`kernels.columns.cpu.is_faster_than_torch` says otherwise.
+    The CPU has a rule of its own, in :mod:`gemmconv.kernels.cpu.estimate`. Without the C extension ``native`` comes
+    first, except in forward passes for which :func:`kernels.columns.cpu.is_faster_than_torch` is true.
     """
     if config.device.type == "cpu" and (isa := isa_name()) is not None:
         ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
         fused = (
             f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
         )
-        said = {"fused": f"{fused}; auto takes it from {estimate.LEAST_SPEEDUP:.2f} on", "native": "torch's operator"}
-        return [(a, said.get(a.name, "to compare: slower than fused")) for _, a in _estimates(config, direction)]
+        texts = {"fused": f"{fused}; auto takes it from {estimate.LEAST_SPEEDUP:.2f} on", "native": "torch's operator"}
+        return [(a, texts.get(a.name, "to compare: slower than fused")) for _, a in _estimates(config, direction)]
     if config.device.type == "cuda":
         estimates = _estimates(config, direction)
         reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
         if config.spec.is_hopper:
-            return _behind_for_the_host(config, direction, estimates, reasons)
-        taken, why = _first_elsewhere(config, direction, estimates)
-        return [(taken, why), *((a, reason) for a, reason in reasons if a is not taken)]
+            return _ordered_by_host_time(config, direction, estimates, reasons)
+        first_one, why = _first_on_other_gpus(config, direction, estimates)
+        return [(first_one, why), *((a, reason) for a, reason in reasons if a is not first_one)]
     if direction == "forward" and is_faster_than_torch(config):
         first, why = "gemm_col2im", "first on the CPU for few output channels"
     else:
@@ -115,87 +118,85 @@ def _estimate_text(seconds: float) -> str:
     return f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last"
 
 
-def _behind_for_the_host(
+def _ordered_by_host_time(
     config: Config,
     direction: Direction,
     estimates: Sequence[tuple[float, Algorithm]],
     reasons: list[tuple[Algorithm, str]],
 ) -> list[tuple[Algorithm, str]]:
-    """The order on Hopper: what keeps the host comes behind what is expected to save it more than it costs the device.
+    """The order on Hopper: the fastest algorithm with little CPU overhead comes first if it saves more than it costs.
 
-    Forward passes that are as fast, as far as estimates tell, are enqueued sooner by kernels alone. A weight's gradient
-    of torch's has to be called from Python, which small ones wait for; in float32 ours would be more kernels for other
-    sizes.
+    Kernels alone are enqueued sooner than products or torch's operator, so they win among equally fast forward passes.
+    torch's weight gradient has to be called from Python, and small ones wait for that. The rule leaves out float32,
+    where our weight gradients would compile more kernels for other sizes.
     """
     least, first = estimates[0]
     if direction == "forward":
-        keeping, why = tuple(_KEEP_THE_HOST), f"not clearly slower than {first.name}, which keeps the host longer"
-        most = min(least + _CLEARLY, _AS_FAST * least)
+        costly, why = tuple(_HOST_COSTS), f"not clearly slower than {first.name}, which keeps the host longer"
+        most = min(least + _MIN_GAIN, _EQUAL_SPEED_RATIO * least)
     elif direction == "weight_grad" and config.dtype.itemsize == 2:
-        keeping, why = ("native",), "while torch's operator keeps the host longer"
-        host_seconds, most_times, _ = _KEEP_THE_HOST["native"]
-        most = min(host_seconds / 2, most_times * least)
+        costly, why = ("native",), "while torch's operator keeps the host longer"
+        host_seconds, slowdown, _ = _HOST_COSTS["native"]
+        most = min(host_seconds / 2, slowdown * least)
     else:
         return reasons
-    place = next(i for i, (_, algorithm) in enumerate(estimates) if algorithm.name not in keeping)
-    seconds, ours = estimates[place]
-    if place == 0 or seconds >= most:
+    index = next(i for i, (_, algorithm) in enumerate(estimates) if algorithm.name not in costly)
+    seconds, ours = estimates[index]
+    if index == 0 or seconds >= most:
         return reasons
-    return [(ours, f"{_estimate_text(seconds)}, {why}"), *reasons[:place], *reasons[place + 1 :]]
+    return [(ours, f"{_estimate_text(seconds)}, {why}"), *reasons[:index], *reasons[index + 1 :]]
 
 
-def _first_elsewhere(
+def _first_on_other_gpus(
     config: Config, direction: Direction, estimates: Sequence[tuple[float, Algorithm]]
 ) -> tuple[Algorithm, str]:
-    """What comes first on a GPU that is not Hopper, and why: ``native``, but where another is clearly faster."""
-    torchs, native = next((seconds, a) for seconds, a in estimates if a.name == "native")
-    measured = _measured(config)
-    measured_torchs = native.estimate(measured, direction)
+    """The first algorithm on a GPU that is not Hopper, and why: ``native``, unless another is clearly faster."""
+    torch_seconds, torch_operator = next((seconds, a) for seconds, a in estimates if a.name == "native")
+    measured = _on_measured_gpu(config)
+    measured_torch_seconds = torch_operator.estimate(measured, direction)
     for seconds, algorithm in estimates:
-        if algorithm is native or seconds == math.inf:
+        if algorithm is torch_operator or seconds == math.inf:
             continue
-        pairs = (seconds, torchs), (algorithm.estimate(measured, direction), measured_torchs)
+        pairs = (seconds, torch_seconds), (algorithm.estimate(measured, direction), measured_torch_seconds)
         if _is_clearly_faster(config, *pairs):
             return algorithm, f"{_estimate_text(seconds)}, clearly below torch's operator: comes first"
-    if torchs == math.inf:
-        return native, "what torch's operator takes for such a layer is not known: it comes first"
-    return native, f"{_estimate_text(torchs)}, which no other is clearly below: comes first"
+    if torch_seconds == math.inf:
+        return torch_operator, "what torch's operator takes for such a layer is not known: it comes first"
+    return torch_operator, f"{_estimate_text(torch_seconds)}, which no other is clearly below: comes first"
 
 
-def _measured(config: Config) -> Config:
-    """A configuration as on the H100 where both sides were measured, without the kernels that only Hopper has."""
+def _on_measured_gpu(config: Config) -> Config:
+    """The configuration on the GPU where both sides were measured, without the kernels that only Hopper has."""
     return replace(config, spec=replace(MEASURED, capability=config.spec.capability))
 
 
 def _is_clearly_faster(config: Config, here: tuple[float, float], measured: tuple[float, float]) -> bool:
-    """Whether ours is, on a GPU that is not Hopper: clearly so where it was measured, and no slower by estimates here.
+    """Whether our kernel is clearly faster than torch's on the measured GPU, and not slower by estimates for this one.
 
-    Args:
-        config: of a pass, for its precision.
-        here, measured: the seconds that ours and torch's operator are estimated at.
+    ``here`` and ``measured`` are estimated seconds of our kernel and of torch's operator, on this and the measured GPU.
     """
-    if measured[1] == math.inf or here[0] > _NO_SLOWER * here[1]:
+    if measured[1] == math.inf or here[0] > _NOT_SLOWER_RATIO * here[1]:
         return False
-    clearly = _CLEARLY_LESS["half" if config.dtype.itemsize == 2 else config.precision]
-    return measured[0] + _HOST_SECONDS < clearly * measured[1]
+    ratio = _CLEARLY_FASTER_RATIO["half" if config.dtype.itemsize == 2 else config.precision]
+    return measured[0] + _EXTRA_HOST_SECONDS < ratio * measured[1]
 
 
 def _estimates(
     config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
 ) -> list[tuple[float, Algorithm]]:
-    """Algorithms with the seconds they are estimated at, least first; infinite where they cannot serve it."""
+    """Pairs of estimated seconds and algorithm, least first; infinite if the algorithm cannot serve the pass."""
     able = [a.why_not(config, direction) is None and (direction == "forward" or a.can_serve(config)) for a in among]
     estimates = [(a.estimate(config, direction) if able[i] else math.inf, not able[i], a) for i, a in enumerate(among)]
     return [(seconds, a) for seconds, _, a in sorted(estimates, key=lambda item: item[:2])]
 
 
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
-    """The algorithm for a configuration: the requested one, or with ``"auto"`` the tuned one, or the first that can.
+    """The algorithm for a configuration: the requested one; with ``"auto"`` the tuned one, or the first able one.
 
-    A gradient that no kernel of the requested one takes goes to ``gemm_col2im``.
+    A gradient that no kernel of the requested algorithm takes goes to ``gemm_col2im``.
 
     Raises:
-        NotImplementedError: no algorithm, or not the requested one, can serve it; the message says why.
+        NotImplementedError: the requested algorithm, or with ``"auto"`` every one, cannot serve it; with the reasons.
     """
     if requested == "auto" and (entry := tuned.entry_of(config, direction)) is not None:
         measured = next((a for a in ALGORITHMS if entry.algorithms == (a.name,)), None)
@@ -207,7 +208,7 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
             if reason is None and algorithm.why_not(config, direction) is None:
                 return algorithm
             if reason is None and requested != "auto":
-                return choose(config, _FOR_OTHER_GRADIENTS, where, direction)
+                return choose(config, _FALLBACK_GRADIENT, where, direction)
             if requested != "auto":
                 raise NotImplementedError(f'{where}: {algorithm.name}: {reason}; or use algorithm="auto"')
     reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
@@ -219,50 +220,49 @@ class Gradients(NamedTuple):
 
     Attributes:
         input_grad, weight_grad: the algorithms.
-        share: whether both turn grad_output from channels_last to NCHW, so that turning it once serves both.
+        share: whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both.
         at_once: whether one call of an algorithm computes both.
-        turned: whether both are computed in channels_last of tensors in NCHW, which are turned round before.
+        via_channels_last: whether tensors in NCHW are transposed and computed in channels_last ("turned" in files).
     """
 
     input_grad: Algorithm
     weight_grad: Algorithm
     share: bool
     at_once: bool = False
-    turned: bool = False
+    via_channels_last: bool = False
 
     def choices(self, config: Config, weight_config: Config) -> list[Choice | None]:
-        """The kernels and tiles, one for both where they are computed at once."""
+        """The kernel and tile of each gradient; a single one if both are computed at once."""
         if self.at_once:
             return [self.input_grad.choice(replace(config, weight_format=weight_config.memory_format), "grads")]
         return [self.input_grad.choice(config, "input_grad"), self.weight_grad.choice(weight_config, "weight_grad")]
 
     def are_torchs_in_one_call(self, config: Config, weight_config: Config) -> bool:
-        """Whether one call of torch's gives both, of the same kernels as two calls."""
-        native = self.input_grad.name == self.weight_grad.name == "native"
-        return native and not self.turned and config.memory_format is weight_config.memory_format
+        """Whether one call of torch's operator gives both gradients, with the kernels that two calls would take."""
+        both_native = self.input_grad.name == self.weight_grad.name == "native"
+        return both_native and not self.via_channels_last and config.memory_format is weight_config.memory_format
 
     @property
-    def turns_weight(self) -> bool:
-        """Whether the weight is turned round as well: cuDNN wants all in one format, and torch's copy of it is slow."""
-        return self.turned and self.input_grad.name == "native"
+    def transposes_weight(self) -> bool:
+        """Whether the weight is transposed too: cuDNN wants all tensors in one format, and torch's own copy is slow."""
+        return self.via_channels_last and self.input_grad.name == "native"
 
 
 def choose_gradients(config: Config, weight_config: Config, requested: str, where: str) -> Gradients:
     """The algorithms of the input's and the weight's gradient of one backward pass.
 
-    Those that :func:`choose` gives, at once where the algorithm has that; but for ``"auto"`` on CUDA what is estimated
-    to be faster together: an algorithm that computes both at once; two that share the turning of grad_output, where
-    both are in channels_last; or, where both are in NCHW, of 16 bits, two in channels_last between three turns. Torch's
-    operator, and products of cuBLAS, have no part in what others take less time for on the device than their calls take
-    the host, nor where they gain next to nothing.
+    A named algorithm, or a CPU, takes what :func:`choose` gives for each gradient, in one call if the algorithm can.
+    ``"auto"`` on CUDA takes the pair with the least estimate: one algorithm that computes both at once; two that share
+    the transpose of grad_output (channels_last); or, for 16-bit tensors in NCHW, two that compute in channels_last
+    with three transposes around them. torch's operator and cuBLAS products are left out if others need less device
+    time than these need host time, or are slower by next to nothing.
 
     Args:
-        config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if at
-            all.
-        requested, where: as of :func:`choose`.
+        config, weight_config: configurations of the input's and the weight's gradient, equal but for memory formats.
+        requested, where: see :func:`choose`.
 
     Raises:
-        NotImplementedError: as :func:`choose`.
+        NotImplementedError: see :func:`choose`.
     """
     if requested == "auto" and (measured := _tuned_gradients(config, weight_config)) is not None:
         return measured
@@ -274,18 +274,18 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
         )
         return Gradients(first, second, _share(first, second, config, weight_config), at_once)
     if not config.spec.is_hopper:
-        return _fastest_elsewhere(config, weight_config)
+        return _gradients_on_other_gpus(config, weight_config)
     able = tuple(a for a in ALGORITHMS if a.why_not(config) is None)
     if not able:
         choose(config, requested, where)  # raises
     seconds, gradients = _fastest_of(config, weight_config, able)
-    for busy, (host_seconds, most_times, longer) in _KEEP_THE_HOST.items():
-        able = tuple(a for a in able if a.name != busy)
-        count = (gradients.input_grad.name, gradients.weight_grad.name).count(busy)
+    for costly, (host_seconds, slowdown, extra) in _HOST_COSTS.items():
+        able = tuple(a for a in able if a.name != costly)
+        count = (gradients.input_grad.name, gradients.weight_grad.name).count(costly)
         if able and count:
             other_seconds, others = _fastest_of(config, weight_config, able)
-            more = max(_CLEARLY, count * longer)
-            if other_seconds < max(min(host_seconds, most_times * seconds), seconds + more):
+            more = max(_MIN_GAIN, count * extra)
+            if other_seconds < max(min(host_seconds, slowdown * seconds), seconds + more):
                 seconds, gradients = other_seconds, others
     return gradients
 
@@ -310,7 +310,7 @@ def log_choice(config: Config, weight_config: Config, direction: Pass, requested
 
 
 def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
-    """What was measured of both gradients together; None where nothing was, or it can no longer be had."""
+    """The tuned algorithms of both gradients together; None if none were tuned, or they cannot serve the layer now."""
     entry = tuned.entry_of(config, "grads")
     if entry is None or config.memory_format is not weight_config.memory_format:
         return None
@@ -318,77 +318,75 @@ def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     first, second = (by_name[name] for name in entry.algorithms)
     if first.why_not(config, "input_grad") is not None or second.why_not(config, "weight_grad") is not None:
         return None
-    return Gradients(first, second, **entry.how)
+    return Gradients(first, second, *(entry.how.get(name, False) for name in ("share", "at_once", "turned")))
 
 
 def paired(first: Algorithm, second: Algorithm, config: Config) -> Gradients:
-    """Two algorithms of one memory format one after the other, with the work that they share."""
+    """Two algorithms in one memory format that run one after the other and share the transpose they have in common."""
     return Gradients(first, second, _share(first, second, config, config))
 
 
 def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:
-    """As :func:`_fastest`, perhaps in channels_last of tensors in NCHW."""
+    """The result of :func:`_fastest`, or the faster way through channels_last for tensors in NCHW."""
     seconds, gradients = _fastest(config, weight_config, able)
-    # In float32 less would be gained than the estimates of cuDNN's gradients are off, which are most of what it takes.
+    # float32 would gain less than the error of the estimates of cuDNN's gradients.
     if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
         last = replace(config, memory_format=torch.channels_last)
-        turned, others = _fastest(last, last, able)
-        others = others._replace(turned=True)
-        turned += turned_seconds(config, others.turns_weight)
-        if turned < seconds - _CLEARLY:
-            return turned, others
+        last_seconds, others = _fastest(last, last, able)
+        others = others._replace(via_channels_last=True)
+        last_seconds += via_channels_last_seconds(config, others.transposes_weight)
+        if last_seconds < seconds - _MIN_GAIN:
+            return last_seconds, others
     return seconds, gradients
 
 
 def _is_torchs_call(algorithm: Algorithm, config: Config) -> bool:
-    """Whether one call of torch's computes both gradients: with its own settings, it does what torch does."""
+    """Whether one call of torch's operator, with the user's own cuDNN settings, computes both gradients."""
     return algorithm.name == "native" and not config.deterministic
 
 
 def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bool, of_weight: bool) -> bool:
     """Whether a forward pass and the gradients that may follow it are torch's own, with torch's settings.
 
-    Args:
-        config: of the forward pass.
-        requested, where: as of :func:`choose`.
-        of_input, of_weight: the gradients.
+    ``of_input`` and ``of_weight`` say which gradients may follow; for the others see :func:`choose`.
     """
     if config.deterministic or choose(config, requested, where).name != "native":
         return False
     if of_input and of_weight:
         gradients = choose_gradients(config, config, requested, where)
         return gradients.input_grad.name == gradients.weight_grad.name == "native"
-    asked: tuple[tuple[Direction, bool], ...] = ("input_grad", of_input), ("weight_grad", of_weight)
-    return all(choose(config, requested, where, direction).name == "native" for direction, wanted in asked if wanted)
+    passes: tuple[tuple[Direction, bool], ...] = ("input_grad", of_input), ("weight_grad", of_weight)
+    return all(choose(config, requested, where, direction).name == "native" for direction, wanted in passes if wanted)
 
 
 def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
-    """Whether two algorithms turn grad_output from channels_last to NCHW, the same tensor."""
+    """Whether both algorithms transpose the one grad_output from channels_last to NCHW."""
     both_last = config.memory_format is weight_config.memory_format is torch.channels_last
-    return both_last and first.turns(config, "input_grad") and second.turns(weight_config, "weight_grad")
+    return both_last and first.transposes(config, "input_grad") and second.transposes(weight_config, "weight_grad")
 
 
-def _fastest_elsewhere(config: Config, weight_config: Config) -> Gradients:
-    """The gradients of a backward pass on a GPU that is not Hopper: torch's, but where ours are clearly faster."""
-    native = next(a for a in ALGORITHMS if a.name == "native")
-    ours = tuple(a for a in ALGORITHMS if a is not native and a.why_not(config) is None)
+def _gradients_on_other_gpus(config: Config, weight_config: Config) -> Gradients:
+    """The gradients of a backward pass on a GPU that is not Hopper: torch's, unless ours are clearly faster."""
+    torch_operator = next(a for a in ALGORITHMS if a.name == "native")
+    torchs = Gradients(torch_operator, torch_operator, False, True)
+    ours = tuple(a for a in ALGORITHMS if a is not torch_operator and a.why_not(config) is None)
     if not ours:
-        return Gradients(native, native, False, True)
+        return torchs
     seconds, gradients = _fastest(config, weight_config, ours)
-    pair = _measured(config), _measured(weight_config)
-    here = seconds, native.grads_estimate(config, weight_config)
-    measured = _fastest(*pair, ours)[0], native.grads_estimate(*pair)
-    if native.why_not(config) is None and not _is_clearly_faster(config, here, measured):
-        return Gradients(native, native, False, True)
+    pair = _on_measured_gpu(config), _on_measured_gpu(weight_config)
+    here = seconds, torch_operator.grads_estimate(config, weight_config)
+    measured = _fastest(*pair, ours)[0], torch_operator.grads_estimate(*pair)
+    if torch_operator.why_not(config) is None and not _is_clearly_faster(config, here, measured):
+        return torchs
     return gradients
 
 
 @lru_cache(maxsize=1024)
 def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:
-    """The gradients of a backward pass that are estimated to be fastest, and the seconds they are estimated at."""
+    """Estimated seconds of the fastest gradients of a backward pass, and these gradients."""
     one, other = _estimates(config, "input_grad", able), _estimates(weight_config, "weight_grad", able)
     (first_seconds, first), (second_seconds, second) = one[0], other[0]
-    saved, seconds = grad_turning_seconds(config), first_seconds + second_seconds
+    saved, seconds = grad_output_transpose_seconds(config), first_seconds + second_seconds
     chosen = Gradients(first, second, _share(first, second, config, weight_config))
     if chosen.share:
         seconds -= saved
@@ -396,7 +394,7 @@ def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...])
         pairs = [(a + b - saved, Gradients(x, y, True)) for a, x in one for b, y in other]
         sharing = [pair for pair in pairs if _share(*pair[1][:2], config, weight_config)]
         least, gradients = min(sharing, key=lambda item: item[0], default=(math.inf, chosen))
-        if least < seconds - _CLEARLY:
+        if least < seconds - _MIN_GAIN:
             seconds, chosen = least, gradients
     together = [(a.grads_estimate(config, weight_config), Gradients(a, a, False, True)) for a in able]
     return min((seconds, chosen), *together, key=lambda item: item[0])
@@ -408,18 +406,17 @@ class Explanation:
 
     Attributes:
         algorithm: name of the algorithm chosen for the pass.
-        kernel: its kernel: the source under csrc/ without ending, or the algorithm's name where that is all of it.
-        tile: what the kernel is specialised by, as ``name=value``, with spaces between.
+        kernel: its kernel: the source under csrc/ without ending, or the algorithm's name if it has no kernels.
+        tile: fields of the tile that the kernel is specialised by, as ``name=value``, with spaces between.
         reasons: for every algorithm, why it was or was not chosen.
-        kernels: for every kernel of an algorithm that the device may take, its tile and estimate, or why not.
-        config: what was asked.
+        kernels: for every kernel that the device may take, its tile and estimate, or why it cannot serve the layer.
+        config: the configuration that was asked for.
         direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
-        workspace_bytes: for every algorithm that can serve it, bytes of temporary memory of such a call.
-        gradients: names of the algorithms of the input's and the weight's gradient where a backward pass wants both;
-            they may share work, so that they need not be those of one gradient alone.
-        program: what the call does, step by step; None where it is torch's operator, and on the CPU.
-        gradients_turned: whether these compute in channels_last, of tensors in NCHW that are turned round.
-        compilations: what a first call with tensors in this format compiles, as sources with their sorted macros.
+        workspace_bytes: for every able algorithm, bytes of temporary memory of a call.
+        gradients: names of the algorithms of the input's and the weight's gradient when a backward pass wants both.
+        program: the steps of the call; None for torch's operator, and on the CPU.
+        gradients_turned: whether tensors in NCHW are transposed so that both gradients compute in channels_last.
+        compilations: the kernels that a first call with tensors in this format compiles: sources and sorted macros.
     """
 
     algorithm: str
@@ -468,7 +465,7 @@ class Explanation:
     def _backward(self) -> str:
         input_grad, weight_grad = self.gradients
         names = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
-        return f"{names}, in channels_last between turns" if self.gradients_turned else names
+        return f"{names}, in channels_last between transposes" if self.gradients_turned else names
 
 
 def explain(
@@ -490,13 +487,13 @@ def explain(
         problem: the geometry.
         dtype: element type.
         device: where the tensors would be; no device is touched.
-        algorithm: what the call asks for.
+        algorithm: the ``algorithm`` argument of the call.
         precision: ``"ieee"``, ``"tf32"``, or None for torch's setting.
         workspace_limit: bytes; None for 64 MiB.
-        memory_format: of input and output, ``torch.contiguous_format`` or ``torch.channels_last``.
-        bias: whether the call has one.
+        memory_format: format of input and output, ``torch.contiguous_format`` or ``torch.channels_last``.
+        bias: whether the call has a bias.
         direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
-        gpu: a GPU that need not be there, such as ``"A100"``, in place of that of ``device``.
+        gpu: name of a GPU, such as ``"A100"``, in place of the device's; the machine need not have it.
 
     Raises:
         ValueError: an unknown algorithm, precision, memory format, direction or GPU, or a workspace limit below 1 byte.
@@ -549,18 +546,18 @@ def explain(
             reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
     choice_made = chosen.choice(config, direction)
     assert choice_made is not None
-    kernels = {name: text for a in ALGORITHMS for name, text in _of_kernels(a, config, direction)}
+    kernels = {name: text for a in ALGORITHMS for name, text in _kernel_reports(a, config, direction)}
     workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
     names = gradients.input_grad.name, gradients.weight_grad.name
     taken = chosen.name, choice_made.kernel.name, choice_made.tile_text
     program = choice_made.program(config, direction) if where.type == "cuda" else None
     compilations = () if program is None else compilations_of(program, config)
-    how = program, gradients.turned, compilations
+    how = program, gradients.via_channels_last, compilations
     return Explanation(*taken, reasons, kernels, config, direction, workspace, names, *how)
 
 
 def compilations_of(program: Program, config: Config) -> Compilations:
-    """What a call of a program compiles, with tensors in the configuration's format: each once."""
+    """The kernels that a call of a program compiles for tensors in the configuration's format, without duplicates."""
     p = config.problem
     shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
     of: dict[str, Any] = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
@@ -569,8 +566,8 @@ def compilations_of(program: Program, config: Config) -> Compilations:
     return tuple(dict.fromkeys((step.source, tuple(sorted(step.macros.items()))) for step in steps))
 
 
-def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:
-    """Of an algorithm of several kernels, each that may compute the pass: its tile and estimate, or why it cannot."""
+def _kernel_reports(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:
+    """For each kernel of an algorithm with several: its tile and estimate, or why it cannot compute the pass."""
     if len(algorithm.kernels) == 1:
         return
     refusal = algorithm.why_not(config, direction)
@@ -578,8 +575,8 @@ def _of_kernels(algorithm: Algorithm, config: Config, direction: Direction) -> I
         if direction not in kernel.directions:
             continue
         if (made := algorithm.choice_of(kernel, config, direction)) is not None:
-            kept = kernel.kept_bytes(config, direction)
-            kept_text = f"; keeps {kept:,} bytes of packed weights" if kept else ""
-            yield kernel.name, f"{_estimate_text(made.seconds)}; {made.tile_text}{kept_text}"
-        elif (reason := kernel.why_not(config, direction)) != refusal:  # which the algorithm has said
+            packed = kernel.packed_weight_bytes(config, direction)
+            packed_text = f"; keeps {packed:,} bytes of packed weights" if packed else ""
+            yield kernel.name, f"{_estimate_text(made.seconds)}; {made.tile_text}{packed_text}"
+        elif (reason := kernel.why_not(config, direction)) != refusal:  # the algorithm's own reason is reported already
             yield kernel.name, f"not for it: {reason}"

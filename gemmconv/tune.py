@@ -278,7 +278,7 @@ def _measured_gradients(config: Config) -> Entry:
     seconds, fastest = _timed([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
     best = runs[fastest][0]
     names = ["+".join(dict.fromkeys((way.input_grad.name, way.weight_grad.name))) for way, _ in runs]
-    how = {"share": best.share, "at_once": best.at_once, "turned": best.turned}
+    how = {"share": best.share, "at_once": best.at_once, "turned": best.via_channels_last}
     return _entry(
         config, "grads", (best.input_grad.name, best.weight_grad.name), zip(names, seconds, strict=True), how=how
     )

@@ -32,13 +32,13 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % len(visible)]
 
 from gemmconv.device import spec_of
-from gemmconv.kernels import kept
+from gemmconv.kernels import search_cache
 from gemmconv.kernels.base import missing
 from gemmconv.ops import autocast
 from tests import emulator
 from tests.samples import DEVICES
 
-kept.enabled = False  # tests replace what a choice follows from
+search_cache.enabled = False  # tests replace what a choice follows from
 torch.set_num_threads(1)  # the tensors are tiny: threads would mostly wait for each other
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=100)

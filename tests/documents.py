@@ -74,7 +74,7 @@ def warning_of_an_old_driver(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=lambda name: None))
     monkeypatch.setattr(available, "_versions", lambda: ((13, 0), frozenset({90}), (12, 4)))
-    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     with pytest.warns(RuntimeWarning) as caught:
         fallback.warn_once(available.what_is_missing((9, 0)))
     return [f"RuntimeWarning: {one.message}" for one in caught]

@@ -313,10 +313,10 @@ def test_conv_transpose2d_allocates_what_explain_says_within_the_limit(place, li
     call = partial(gemmconv.conv_transpose2d, *leaves, **options, **case.parameters)
     torch.set_num_threads(2)
     said = gemmconv.explain(problem, direction=PASSES[place], **options).workspace_bytes[algorithm]
-    packed = implicit_product.KERNEL.kept_bytes(Config(problem, torch.float32, torch.device("cpu")), "forward")
+    packed = implicit_product.KERNEL.packed_weight_bytes(Config(problem, torch.float32, torch.device("cpu")), "forward")
     if place:
         call = partial(lambda output: torch.autograd.grad(output, leaves[place - 1], grad)[0], call())
-    vars(implicit_product._of_thread).clear()  # scratch memory that a thread keeps
+    vars(implicit_product._thread_memory).clear()  # scratch memory that a thread keeps
     assert peak_bytes(call) <= said + (packed if algorithm == "fused" else 0)
     assert said <= (limit or 64 << 20)
 

@@ -32,7 +32,7 @@ LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect/forward.cu(33): error: identifier "
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
     """No plan and no warning is another test's."""
-    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(implementation, "plans", {})
 
 
@@ -236,7 +236,7 @@ def test_fold_takes_torchs_operators_where_kernels_are_missing(gpu_at_hand):
     for prepare in (fold.prepare_col2im, fold.prepare_im2col):
         with pytest.warns(RuntimeWarning, match="update the driver"):
             assert prepare(PROBLEM, torch.float32, GPU).__name__ == "<lambda>"
-        fallback._said.clear()
+        fallback._warned.clear()
 
 
 # Calls; on the CPU, for a layer of few output channels, which there does not go to torch at once

@@ -70,24 +70,24 @@ GPU = torch.device("cuda", 0)  # what is configured for; every tensor is in the 
 
 @needs_compiler
 @pytest.mark.parametrize("at_once", [False, True], ids=["one_by_one", "at_once"])
-@pytest.mark.parametrize("layout", ["channels_last", "turned"])
+@pytest.mark.parametrize("layout", ["channels_last", "via_channels_last"])
 def test_a_backward_pass_transposes_each_tensor_once(at_once, layout, builder, poison):
     """Whatever both gradients need: grad_output once for two kernels, and weights come back as they are returned.
 
     Products take the input in channels_last as it is."""
     case = Case(2, 4, 3, (5, 6), (3, 3))
     data, exact = sample(case, torch.float32, "cpu"), expected(case, torch.float32)
-    turned, columns = layout == "turned", GemmCol2im()
-    given = torch.contiguous_format if turned else torch.channels_last
+    through, columns = layout == "via_channels_last", GemmCol2im()
+    given = torch.contiguous_format if through else torch.channels_last
     config = Config(problem_of(case), torch.float32, GPU, memory_format=given)
     gradients = Gradients(columns, columns, True, at_once)
     with emulator.install(builder):
-        program = both_programs(gradients._replace(turned=turned), config, config)
+        program = both_programs(gradients._replace(via_channels_last=through), config, config)
         call = program.prepare(GPU)
         tensors = [tensor.contiguous(memory_format=given) for tensor in (data.grad_output, data.input)]
-        _, brought, _ = forms.brought_to_form(program, (*tensors, data.weight), GPU)
+        _, brought, _ = forms.with_operand_transposes(program, (*tensors, data.weight), GPU)
         transposed = [step for step in brought.steps if str(step).startswith("layout/")]
-        assert [step.params["source, target"][0] for step in transposed] == (["input"] if turned else ["grad_output"])
+        assert [step.params["source, target"][0] for step in transposed] == (["input"] if through else ["grad_output"])
         poison("cpu")
         grad_input, grad_weight = call(*tensors, data.weight)
     assert grad_input.is_contiguous(memory_format=given)

@@ -16,7 +16,7 @@ from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native, _Deterministic
 from gemmconv.device import REFERENCE, spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.layout.transpose import grad_turning_seconds, turning_seconds
+from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, transpose_seconds
 from gemmconv.selection import choose, choose_gradients, is_deterministic
 
 pytestmark = pytest.mark.skipif(
@@ -61,8 +61,8 @@ def test_auto_takes_gradients_in_channels_last_from_what_turns_nothing():
     assert taken(pointwise, torch.float16, "ieee", "weight_grad", memory_format=torch.channels_last) == "fused"
     assert taken(pointwise, torch.float32, "tf32", "weight_grad", memory_format=torch.channels_last) == "native"
     for algorithm, directions, turning in (  # products take the input in either format
-        (GemmCol2im(), ("forward", "input_grad", "weight_grad"), grad_turning_seconds),
-        (Direct(), ("input_grad", "weight_grad"), turning_seconds),
+        (GemmCol2im(), ("forward", "input_grad", "weight_grad"), grad_output_transpose_seconds),
+        (Direct(), ("input_grad", "weight_grad"), transpose_seconds),
     ):
         for direction in directions:
             nchw, channels_last = (
@@ -104,19 +104,20 @@ def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_t
     upsampling = Problem(4, 256, 128, 1, (62, 54), (4, 4), stride=(4, 4))  # PointPillars 3
     nchw, last = (config_of(upsampling, torch.float16, "ieee", memory_format=one) for one in FORMATS)
     found = choose_gradients(nchw, nchw, "auto", "test")
-    assert found.turned
-    assert found == choose_gradients(last, last, "auto", "test")._replace(turned=True)
+    assert found.via_channels_last
+    assert found == choose_gradients(last, last, "auto", "test")._replace(via_channels_last=True)
     # Not where a tensor is in channels_last already, where an algorithm was asked for, or in float32.
     for configs in ((last, last), (nchw, last), (last, nchw)):
-        assert not choose_gradients(*configs, "auto", "test").turned
+        assert not choose_gradients(*configs, "auto", "test").via_channels_last
     for requested in ("fused", "gemm_col2im", "native"):
-        assert not choose_gradients(nchw, nchw, requested, "test").turned
+        assert not choose_gradients(nchw, nchw, requested, "test").via_channels_last
     for precision in ("ieee", "tf32"):
-        assert not gradients_taken(upsampling, torch.float32, precision, memory_format=torch.contiguous_format).turned
-    assert not gradients_taken(DENSE, torch.float16, "ieee", memory_format=torch.contiguous_format).turned
+        found = gradients_taken(upsampling, torch.float32, precision, memory_format=torch.contiguous_format)
+        assert not found.via_channels_last
+    assert not gradients_taken(DENSE, torch.float16, "ieee", memory_format=torch.contiguous_format).via_channels_last
     explained = [gemmconv.explain(upsampling, device="cuda", dtype=torch.float16, memory_format=one) for one in FORMATS]
     assert [one.gradients_turned for one in explained] == [True, False]
-    assert ["in channels_last between turns" in str(one) for one in explained] == [True, False]
+    assert ["in channels_last between transposes" in str(one) for one in explained] == [True, False]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -167,9 +168,9 @@ def test_auto_takes_the_gradients_that_are_clearly_the_fastest_together(fused_se
     """fused turns nothing for this input gradient, and direct does."""
     problem = Problem(16, 32, 64, 1, (64, 64), (3, 3), stride=(2, 2))
     config = config_of(problem, torch.float32, "ieee", memory_format=torch.channels_last)
-    saved = grad_turning_seconds(config)
-    assert not Fused().turns(config, "input_grad")
-    assert Direct().turns(config, "input_grad")
+    saved = grad_output_transpose_seconds(config)
+    assert not Fused().transposes(config, "input_grad")
+    assert Direct().transposes(config, "input_grad")
     input_seconds = {"fused": fused_seconds, "direct": 40e-6 + saved}
     seconds = {"input_grad": input_seconds, "weight_grad": {"fused": 60e-6 + saved}}
     for algorithm in ALGORITHMS:

@@ -44,53 +44,54 @@ def random_tensor(shape, dtype, device="cpu"):
     return torch.arange(math.prod(shape), device=device).view(shape).mul(0.37).sin().to(dtype)
 
 
-def check(turn, tensor, memory_format):
-    turned = turn(tensor)
-    assert turned.stride() == strides_of(tensor.shape, memory_format)
-    assert torch.equal(turned, tensor)
+def check(call, tensor, memory_format):
+    result = call(tensor)
+    assert result.stride() == strides_of(tensor.shape, memory_format)
+    assert torch.equal(result, tensor)
 
 
 @needs_compiler
 @pytest.mark.parametrize(("shape", "dtype"), [*itertools.product(SHAPES, DTYPES)], ids=str)
-def test_turn_kernel_moves_every_element(builder, shape, dtype, poison):
+def test_transpose_kernel_moves_every_element(builder, shape, dtype, poison):
     tensor = random_tensor(shape, dtype)
     with emulator.install(builder):
-        turns = {one: transpose.prepare_turn(config_of(dtype, "cpu"), shape, one) for one in FORMATS}
+        calls = {one: transpose.prepare_transpose(config_of(dtype, "cpu"), shape, one) for one in FORMATS}
         for memory_format, other in zip(FORMATS, FORMATS[::-1], strict=True):
             poison("cpu")
-            check(turns[memory_format], tensor.contiguous(memory_format=other), memory_format)
+            check(calls[memory_format], tensor.contiguous(memory_format=other), memory_format)
 
 
 @needs_compiler
-def test_turn_kernel_in_64_bits(builder, monkeypatch):
+def test_transpose_kernel_in_64_bits(builder, monkeypatch):
     monkeypatch.setattr(transpose, "_INT32_MAX", 0)
     macros = transpose.macros_of(8, 12, True, 2)
     assert macros["INDEX_64"] == 1
     with emulator.install(builder):
-        turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), (2, 8, 3, 4), torch.channels_last)
-        check(turn, random_tensor((2, 8, 3, 4), torch.float16), torch.channels_last)
+        call = transpose.prepare_transpose(config_of(torch.float16, "cpu"), (2, 8, 3, 4), torch.channels_last)
+        check(call, random_tensor((2, 8, 3, 4), torch.float16), torch.channels_last)
 
 
 @needs_compiler
-def test_turn_leaves_what_it_cannot_take_to_torch(builder, monkeypatch):
+def test_transpose_leaves_what_it_cannot_take_to_torch(builder, monkeypatch):
     shape = (2, 6, 4, 3)
     with emulator.install(builder):
-        turns = {one: transpose.prepare_turn(config_of(torch.float16, "cpu"), shape, one) for one in FORMATS}
+        calls = {one: transpose.prepare_transpose(config_of(torch.float16, "cpu"), shape, one) for one in FORMATS}
     tensor = random_tensor(shape, torch.float16)
     monkeypatch.setattr(emulator.Kernel, "launch", None)
     for memory_format, arrange in zip(FORMATS, (offset_channels_last, offset), strict=True):
         as_it_is = tensor.contiguous(memory_format=memory_format)
-        assert turns[memory_format](as_it_is) is as_it_is
+        assert calls[memory_format](as_it_is) is as_it_is
         for arranged in (arrange(tensor), transposed(tensor), tensor[:1].expand(shape)):
-            check(turns[memory_format], arranged, memory_format)
+            check(calls[memory_format], arranged, memory_format)
 
 
 @needs_compiler
-def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
+def test_transpose_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
     monkeypatch.setattr(program, "MAX_GRID_Y", 3)
     tensor = random_tensor((7, 6, 4, 3), torch.float16)
     with emulator.install(builder):
-        check(transpose.prepare_turn(config_of(torch.float16, "cpu"), tensor.shape, FORMATS[1]), tensor, FORMATS[1])
+        call = transpose.prepare_transpose(config_of(torch.float16, "cpu"), tensor.shape, FORMATS[1])
+        check(call, tensor, FORMATS[1])
 
 
 @needs_compiler
@@ -106,12 +107,12 @@ def test_turn_takes_more_images_than_a_grid_axis_holds(builder, monkeypatch):
     ],
     ids=str,
 )
-def test_emulator_notices_a_mistake_in_turn(builder, shape, mistake, poison):
+def test_emulator_notices_a_mistake_in_transpose(builder, shape, mistake, poison):
     with emulator.install(builder, emulator.Edit("layout/transpose.cu", *mistake)):
-        turn = transpose.prepare_turn(config_of(torch.float16, "cpu"), shape, torch.channels_last)
+        call = transpose.prepare_transpose(config_of(torch.float16, "cpu"), shape, torch.channels_last)
         poison("cpu")
         with pytest.raises((AssertionError, RuntimeError)):
-            check(turn, random_tensor(shape, torch.float16), torch.channels_last)
+            check(call, random_tensor(shape, torch.float16), torch.channels_last)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_emulator_notices_a_mistake_in_turn(builder, shape, mistake, poison):
     ],
     ids=str,
 )
-def test_nothing_is_compiled_where_there_is_nothing_to_turn(device, memory_format, shape, monkeypatch):
+def test_nothing_is_compiled_where_there_is_nothing_to_transpose(device, memory_format, shape, monkeypatch):
     monkeypatch.setattr(launch, "load", None)
     config = config_of(torch.float32, device, memory_format)
     if memory_format is torch.channels_last:
@@ -191,11 +192,11 @@ def test_blocks_of_units_have_whole_warps_and_waste_little(rows, columns, to_las
 @pytest.mark.parametrize(
     ("shape", "dtype"), [*itertools.product([*SHAPES, (3, 96, 61, 67), (2, 3, 300, 301)], DTYPES)], ids=str
 )
-def test_turn_on_the_gpu(shape, dtype, poison):
+def test_transpose_on_the_gpu(shape, dtype, poison):
     tensor = random_tensor(shape, dtype, "cuda")
     config = config_of(dtype, f"cuda:{torch.cuda.current_device()}")
     for memory_format, other in zip(FORMATS, FORMATS[::-1], strict=True):
-        turn = transpose.prepare_turn(config, shape, memory_format)
+        call = transpose.prepare_transpose(config, shape, memory_format)
         arranged = tensor.contiguous(memory_format=other)
         poison("cuda")
-        check(turn, arranged, memory_format)
+        check(call, arranged, memory_format)

@@ -15,7 +15,7 @@ from benchmarks.workloads import SUITES
 from gemmconv import Problem
 from gemmconv.algorithms import fused
 from gemmconv.kernels.base import Config
-from gemmconv.kernels.layout.transpose import turning_seconds
+from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.sm90 import wgrad_nchw, wgrad_nhwc
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from tests.samples import tile_for
@@ -162,8 +162,8 @@ def test_channels_last_takes_the_same_tile_and_the_time_to_turn():
     assert tile_for(wgrad_nchw, last) == tile_for(wgrad_nchw, nchw) is not None
     tile = tile_for(wgrad_nchw, nchw)
     estimates = [wgrad_nchw.KERNEL.seconds(config, "weight_grad", tile) for config in (nchw, last)]
-    assert turning_seconds(last) > 0
-    assert estimates[1] - estimates[0] == pytest.approx(turning_seconds(last))
+    assert transpose_seconds(last) > 0
+    assert estimates[1] - estimates[0] == pytest.approx(transpose_seconds(last))
 
 
 def test_a_copy_of_the_input_counts_as_workspace():

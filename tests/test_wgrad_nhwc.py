@@ -161,7 +161,7 @@ def test_real_layers_take_the_kernel_in_channels_last(name, monkeypatch):
     assert tile == tile_for(wgrad_nhwc, nchw) is not None
     assert fused.Fused().choice(last, "weight_grad").kernel is wgrad_nhwc.KERNEL
     assert fused.Fused().workspace_bytes(last, "weight_grad") == tile.workspace_bytes(LIMIT) <= LIMIT
-    assert not fused.Fused().turns(last, "weight_grad")
+    assert not fused.Fused().transposes(last, "weight_grad")
 
 
 def test_what_the_kernel_is_not_for_is_left_to_others():

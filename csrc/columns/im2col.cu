@@ -7,7 +7,7 @@
  *   S=2 P=1 K=3 D=1, ih=2:  kh=0 -> oh=3;  kh=1 -> oh=4;  kh=2 -> oh=5
  *
  * A thread owns one input pixel of a plane and writes all its taps: a warp writes each tap at consecutive addresses, and
- * what neighbouring taps read again comes from the L1 cache. Values are moved, not computed with.
+ * repeated reads of neighbouring taps come from the L1 cache. Values are moved, not computed with.
  * A launch lays out the input rows [in_row_begin, in_row_begin + in_rows).
  *
  * Macros: ELEMENT_T, KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, INDEX_64.

@@ -1,4 +1,4 @@
-/* Kernels for a CPU: what the host hands over, and what each instruction set provides.
+/* Kernels for a CPU: the arguments from the host, and the functions of each instruction set.
  *
  * They are called through ctypes; gemmconv/kernels/cpu/library.py has the same structs, all of int64. Geometry is
  * worked out there: a pass reaches these kernels as tables of taps and shifts, for images of one to three axes (missing
@@ -55,8 +55,8 @@ typedef struct {
     i64 size[2], out[2], kernel[2], stride[2], padding[2], dilation[2];
 } layer_t;
 
-/* What an instruction set provides. conv, pack and wgrad return whether they met a value that is not finite: times a
- * zero that stands for the outside of an image it may have spoiled the result, which `direct` is to compute then. */
+/* The kernels of an instruction set. conv, pack and wgrad return whether they met a value that is not finite: times a
+ * padding zero it may have spoiled the result, and `direct` has to compute it again. */
 typedef struct {
     i64 rows, lanes, vectors, dot_columns;  /* of a register tile; of a weight gradient's */
     int (*pack)(const conv_t*, const void* weight, void* packed, int threads);

@@ -58,8 +58,8 @@ INLINE i64 channels_at_once(i64 entries, i64 channels) {
 }
 
 /* Sums of `rows` rows of each of `blocks` blocks, for `count` cells. Packed weights of blocks lie weight_step apart, as
- * [tile of rows][channels at once][entries][channels][kRows]; sums `sums_step` apart. What a tile reads of the planes
- * comes from the second cache once, and serves all blocks from the first. */
+ * [tile of rows][channels at once][entries][channels][kRows]; sums `sums_step` apart. A tile's part of the planes is
+ * read from the L2 cache once, and serves all blocks from L1. */
 TARGET static void product(i64 blocks, i64 rows, i64 count, i64 entries, i64 channels,
                            const real* weight, i64 weight_step, const real* planes, const i64* at,
                            i64 plane_step, real* sums, i64 sums_step, i64 ld) {

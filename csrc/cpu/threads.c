@@ -10,8 +10,8 @@
 typedef void (*gomp_parallel_t)(void (*)(void*), void*, unsigned threads, unsigned flags);
 typedef struct { work_t work; void* context; i64 items; _Atomic i64 next; _Atomic int workers; } loop_t;
 
-/* The entry of the OpenMP runtime that torch's library is linked to, so that there is no second one: GNU's, or LLVM's
- * or Intel's, which have it too. NULL where there is none; then one thread does all. */
+/* The entry of the OpenMP runtime that torch is linked to, so that no second one is loaded: GNU's, or the equal one of
+ * LLVM's or Intel's. NULL if there is none; then one thread does all work. */
 static gomp_parallel_t torchs_parallel(void) {
     static _Atomic(gomp_parallel_t) found;
     void* torch = found ? NULL : dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -32,7 +32,7 @@ void parallel_for(i64 items, int threads, work_t work, void* context) {
     else run(&loop);
 }
 
-/* Memory that large is new from the system each time, and most of the time goes into its page faults. */
+/* Large memory is new from the system in each call, and its page faults take most of the time. */
 void advise_huge_pages(void* start, size_t bytes) {
     const uintptr_t page = 1 << 21, begin = ((uintptr_t)start + page - 1) / page * page;
     const uintptr_t end = ((uintptr_t)start + bytes) / page * page;
@@ -44,7 +44,7 @@ extern const kernels_t portable_float, portable_double;
 extern const kernels_t avx2_float, avx2_double, avx512_float, avx512_double;
 #endif
 
-/* The kernels of an instruction set, NULL where it is not built or this CPU lacks it. */
+/* The kernels of an instruction set; NULL if it is not built or this CPU lacks it. */
 __attribute__((visibility("default"))) const kernels_t* gemmconv_cpu_kernels(const char* isa, int is_double) {
 #ifdef __x86_64__
     if (!strcmp(isa, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -77,7 +77,7 @@ static void checksum_item(void* context, i64 item, int worker) {
     atomic_fetch_add(&call->sum, (all ^ all >> 29) * (2 * (uint64_t)item + 0x94d049bb133111ebu));
 }
 
-/* A number that changes with what is in memory, whatever the number of threads. */
+/* A checksum of memory that does not depend on the number of threads. */
 __attribute__((visibility("default"))) uint64_t gemmconv_cpu_checksum(const void* start, i64 bytes, int threads) {
     checksum_t call = {.words = start, .count = bytes / 8};
     uint64_t rest = 0;

@@ -1,4 +1,4 @@
-/* Vectors of one instruction set, and what moves values between memory and them.
+/* Vectors of one instruction set, with loads, stores and conversions of elements.
  *
  * Functions carry TARGET, so that one build holds several instruction sets; small ones are inlined into those that do.
  */
@@ -88,9 +88,9 @@ INLINE void gather_row(i64 kind, const void* from, i64 stride, i64 count, real* 
     else gather_by(kWide, from, stride, count, to);
 }
 
-/* Vector w of those in which the values of `stride` rows alternate: value i is rows[i % stride][i / stride]. What it
- * begins with is overwritten. It is not the first row: GCC 12 compiles a shuffle of eight doubles with themselves to
- * another. */
+/* Vector w of the sequence that interleaves `stride` rows: value i is rows[i % stride][i / stride]. Its initial value is
+ * overwritten; it is not the first row, because GCC 12 compiles a shuffle of eight doubles with themselves to a
+ * different one. */
 INLINE vec interleaved(const real* rows, i64 step, const int stride, const int w) {
     vec made = load(rows + (stride - 1) * step);
     UNROLL

@@ -96,7 +96,7 @@ TARGET static void sum_slices(void* context, i64 item, int worker) {
     }
 }
 
-/* Partials may be the gradient itself, where there is one slice of wide values. */
+/* Partials may be the gradient itself, if it has wide values and one slice. */
 TARGET static int wgrad(const wgrad_t* p, const void* input, const void* grad, void* gradient, void* partials,
                         void* scratch, i64 bytes, int threads) {
     wgrad_call_t call = {p, input, grad, gradient, partials, scratch, bytes, 0};

@@ -28,7 +28,7 @@
  *
  *   CELLS=8, float: vectors 0 2 4 ... | 1 3 5 ...;  thread 1 starts at column 8, vector 2, the second of the first run
  *
- * Stores. What a thread owns of a row are neighbours, and a warp turns them round in shared memory, see
+ * Stores. A thread's outputs in a row are neighbours, and a warp transposes them in shared memory, see
  * epilogue/store_runs.cuh. In channels_last the channels of a pixel are neighbours: where the tile has all of them
  * (WHOLE_PIXELS), the same holds; else the TILE_OUT channels of each pixel are, which neighbouring lanes store then.
  * Outputs that hold the bias alone need no accumulators: whole rows of them are stored before the work begins, in
@@ -53,7 +53,7 @@ struct direct_forward_params {
     int planes, groups;                  // planes = N * groups
     int h_in, w_in, h_out, w_out;
     int tiles_w;  // blockIdx.x = (tile row * tiles_w + tile column) * channel tiles + channel tile
-    int turns;    // tiles that a depthwise block in channels_last goes over
+    int turns;    // loop trips of a depthwise block in channels_last, a tile each
     int weight_channel, weight_tap;  // elements of the weight, from an output channel or a tap to the next
 };
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ place_t place_of(int thread) {
             thread / kPartThreads};
 }
 
-/* What a block owns. */
+/* First plane, output channel and cell of a block. */
 struct tile_t { int first_plane, first_out, cell_row, cell_column; };
 
 __device__ __forceinline__ accumulate_t bias_of(const ELEMENT_T* __restrict__ bias, int group, int out) {

@@ -103,7 +103,7 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
         }
     };
 
-    // The tile, and what is staged for it.
+    // The tile, and its staged patch.
     const int begin = static_cast<int>(static_cast<long long>(p.tiles) * slice / p.slices);
     const int end = static_cast<int>(static_cast<long long>(p.tiles) * (slice + 1) / p.slices);
     int tile_w = begin % p.tiles_w, tile_h = begin / p.tiles_w % p.tiles_h;
@@ -176,7 +176,7 @@ direct_weight_grad_kernel(const __grid_constant__ direct_weight_grad_params p) {
             if (PREFETCH) fetch_patch(packs, source, 0);
         }
 
-        // Multiply and add. A pixel that there is not takes no part: what its taps would read may be infinite.
+        // Multiply and add. A pixel outside the image takes no part: its taps might read infinities.
         const accumulate_t* values = patch + pixel_place(image * PATCH_INNER + co_thread * CO_CHANNELS, row, column);
         #pragma unroll 1
         for (int step = 0; step < STEPS; ++step) {

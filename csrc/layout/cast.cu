@@ -1,5 +1,5 @@
-/* Rounds the elements of two tensors to 16 bits, or widens them: what autocast makes of a weight and its bias, and of their
- * gradients. One launch has both, since either takes less time than a launch.
+/* Rounds the elements of two tensors to 16 bits, or widens them: the casts of autocast for a weight and its bias, and for
+ * their gradients. One launch has both, since either takes less time than a launch.
  *
  *   blocks:  0 1 2 ... first_blocks - 1 | first_blocks ...
  *            the first tensor           | the second one
@@ -20,7 +20,7 @@ struct cast_params {
 };
 
 constexpr int kThreads = 256, kUnit = 8;
-template <typename T> using unit_t = vector_of<T, 16 / sizeof(T)>;  // what a thread reads or writes together
+template <typename T> using unit_t = vector_of<T, 16 / sizeof(T)>;  // elements that a thread reads or writes at once
 
 extern "C" __global__ void __launch_bounds__(kThreads) layout_cast_kernel(const __grid_constant__ cast_params p) {
     const bool is_first = static_cast<int>(blockIdx.x) < p.first_blocks;

@@ -9,7 +9,7 @@
  *   row 1:  c d    column 1:  b d
  *
  * Large units, of 8 or 16 bytes on each side, go to the target at once, one of each thread. A warp has ROW_LANES of them along the
- * rows and the others along the columns, so that what it reads at once lies beside each other, and what it writes too.
+ * rows and the others along the columns, so that its reads are contiguous, and its writes too.
  *
  *   16 bits, ROW_UNIT = COLUMN_UNIT = 8, ROW_LANES = 8: 64 rows of 32 columns, read by 64 bytes and written by 128
  *
@@ -38,8 +38,8 @@ struct transpose_params {
 
 constexpr int kThreads = 256, kTileElements = STAGED ? TILE_COLUMNS * (TILE_ROWS + ROW_UNIT) : 1;
 
-/* Addresses within a unit are of index_t: of 64 bits, the compiler stored units word by word, and transposing 16 bits took half as
- * long again.
+/* Addresses within a unit are of index_t: with 64 bits the compiler stores units word by word, and 16-bit transposes take 1.5
+ * times as long.
  */
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void transpose_tile(const transpose_params& p, element_t* tile) {

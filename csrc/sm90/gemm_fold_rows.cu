@@ -222,7 +222,7 @@ __device__ constexpr int first_to_give(int phase, int e, int lanes) {
     return tap;
 }
 
-/* Of the columns before, what taps of an output channel give to other lanes: each phase, cell and distance. */
+/* Contributions of an output channel's taps to other lanes from the previous columns: [phase][cell][distance]. */
 using before_t = float[SPAN_W][2][kMostLanes];
 
 /* The output of a phase at a lane's cell E, of an output channel whose columns column(tap, 0 or 1) are. What comes from the same
@@ -606,7 +606,7 @@ __device__ __forceinline__ void fold(
     const int (&early)[2 / SLOTS], int channels, ELEMENT_T* stage, ELEMENT_T* target, int ow, bool there) {
     constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, WHOLE_SECTORS ? VECTOR : 8);  // outputs of two cells; written together
     constexpr int kParts = COLUMNS / LINE_CELLS, kPieces = kLineOutputs / kStored;
-    // Of a turn: pieces of a line, and lines; how many turns have their pieces in registers together.
+    // Pieces of a line and lines that a warp handles in one turn; turns; turns whose pieces are in registers together.
     constexpr int kAcross = least(kPieces, 32), kAtOnce = least(power_within(32 / kAcross), kWarpOuts);
     constexpr int kTurns = kWarpOuts / kAtOnce;
     constexpr int kTogether = least(kTurns, kStored == 1 ? 8 : WHOLE_SECTORS ? 4 : 16 / kStored);
@@ -658,7 +658,7 @@ __device__ __forceinline__ void fold(
                     pieces[k] = *reinterpret_cast<const piece_t*>(from);
                 #pragma unroll
                 for (int k = 0; k < least(kTogether, kTurns - turn); ++k, to += kAtOnce * pixels, line += kAtOnce) {
-                    // The same for all pieces of a line, which are half sectors.
+                    // Equal for all pieces of a line, which are half sectors.
                     const int behind = beyond_sector(to - piece * kStored);
                     if (kFull || line < channels) store_piece(to - behind, pieces[k], column - behind, p.w_out);
                 }

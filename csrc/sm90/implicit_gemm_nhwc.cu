@@ -279,7 +279,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_nhwc_params& p, barr
     const bool speaker = lane == 0;  // arrives at barriers for its warp
     ring_t ring, slots;
     outputs_t outputs;
-    // Of a tap: its shift beyond the least one, in steps. Where all phases have as many they go on from item to item, so that
+    // h and w count steps of a tap's shift from the least one. Where all phases have as many they go on from item to item, so that
     // the compiler does not know them: it would work out lines of many steps at once, which there are no registers for.
     constexpr bool kEven = axis_h::kEven && axis_w::kEven;
     int h = axis_h::taps(0) - 1, w = axis_w::taps(0) - 1;

@@ -146,7 +146,7 @@ __device__ __forceinline__ int first_element(
     return (plane * p.h_out + first_row(work, place)) * p.w_out + first_column(work, place);
 }
 
-/* Of an element, the one that its 16 bytes begin with, and which it is of them. */
+/* The first element of the 16 bytes that an element lies in, and its index among these. */
 __device__ __forceinline__ int piece_of(int element) { return element & -kPiece; }
 __device__ __forceinline__ int place_in_piece(int element) { return element & (kPiece - 1); }
 

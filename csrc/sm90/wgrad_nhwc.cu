@@ -63,7 +63,7 @@ template <int KERNEL, int STRIDE, int DILATION, int TAPS, int BOXES, int SIDES> 
     static constexpr int kStep = tap_step(STRIDE, DILATION), kShift = DILATION * kStep / STRIDE;  // lines
     static constexpr int kOwn = TAPS / SIDES;
     static constexpr int kExtra = (TAPS - 1) / BOXES * kShift;  // lines of a box beyond those of the tile
-    // Of the boxes of a step of taps, those of a block; and blocks that have some of the same.
+    // Boxes that a block loads in a step of taps; blocks that share some of them.
     static constexpr bool kAll = BOXES == TAPS;
     static constexpr int kFirsts = kAll ? 1 : ceil_div(KERNEL < kStep ? KERNEL : kStep, BOXES);
     static constexpr int kReach = kAll ? TAPS : TAPS / BOXES * kStep;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void swap(unsigned& low, unsigned& high, int distance
     (upper ? low : high) = got;
 }
 
-/* Of eight columns of each of kUnitBlocks blocks, a thread of four has two, sums[4 * block] and the next. They are exchanged
+/* A thread of four has two of eight columns of each of kUnitBlocks blocks, sums[4 * block] and the next. They are exchanged
  * until each has 16 bytes of neighbours, columns unit_column() and on. Stored two by two, partial sums of 16 bits were half a
  * sector a row.
  */

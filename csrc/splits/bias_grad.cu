@@ -4,8 +4,8 @@
  *       -> grad_bias [channels], or sums [slices, channels] where there are several, which splits/reduce.cu adds up
  *
  * In NCHW a block has one channel, and its threads take vectors of pixels in turns; in channels_last a block has LANES
- * vectors of channels, and its threads take pixels in turns. Either has one slice of what is to be added up, and adds up
- * what its threads have in one order.
+ * vectors of channels, and its threads take pixels in turns. Either has one slice of the items, and adds up the sums of
+ * its threads in one order.
  *
  * Macros: ELEMENT_T, SUM_T (of grad_bias: as in splits/reduce.cu), CHANNELS_LAST, VECTOR (elements that are loaded together),
  * LANES (a power of two, in channels_last).

@@ -10,7 +10,7 @@
  *
  * float32 is rounded to TF32, or split into two parts of TF32 whose sum it is but for its last two bits.
  *
- * Weights are read where they lie beside each other, and written in pieces of kRowsAlong rows or more. In NCHW those are taps
+ * Reads take contiguous weights, and writes are pieces of kRowsAlong rows or more. In NCHW contiguous weights are taps
  * of a channel, and channels of an input channel (of an output channel in an input gradient): neighbouring threads have the
  * same few rows, and step after step. In channels_last they are output channels: neighbouring threads have row after row (in
  * an input gradient a thread's own elements are neighbours).

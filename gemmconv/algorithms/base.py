@@ -1,4 +1,4 @@
-"""What a user can name in ``algorithm=``: a name, and the kernels that compute its passes."""
+"""An algorithm that a user can name in ``algorithm=``, and the kernels that compute its passes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from gemmconv.kernels.base import (
     choices,
     missing,
 )
-from gemmconv.kernels.kept import kept
-from gemmconv.kernels.layout.transpose import grad_turning_seconds
+from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds
+from gemmconv.kernels.search_cache import cached
 from gemmconv.kernels.size_class import representatives
 
 
@@ -35,9 +35,9 @@ class Algorithm(ABC):
     The prepared calls take tensors that fit the configuration, of any strides.
 
     Attributes:
-        name: what a user writes in ``algorithm=``.
-        summary: what it does, in a line.
-        kernels: what computes its passes; the first that may compute a pass says why it cannot where none can.
+        name: the value of ``algorithm=``.
+        summary: one line that describes it.
+        kernels: kernels that compute its passes; if none can, the first one for the pass gives the reason.
     """
 
     name: ClassVar[str]
@@ -45,18 +45,18 @@ class Algorithm(ABC):
     kernels: tuple[Kernel, ...]
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
-        """The kernel and tile that were tuned, else those of the least estimate; None where none computes the pass."""
+        """The tuned kernel and tile, else those with the least estimate; None if no kernel computes the pass."""
         kernels = self.kernels_for(config)
         if (measured := tuned.choice_of(self.name, kernels, config, direction)) is not None:
             return measured
         return _fitted(kernels, config, direction, missing(config.device))
 
     def kernels_for(self, config: Config) -> tuple[Kernel, ...]:
-        """Its kernels for the configuration's type of device; all where it has none for that."""
+        """Its kernels for the configuration's type of device; all of them if there are none for that type."""
         return tuple(one for one in self.kernels if one.device_type == config.device.type) or self.kernels
 
     def choice_of(self, kernel: Kernel, config: Config, direction: Pass) -> Choice | None:
-        """The same of one of its kernels."""
+        """The tile of one kernel with the least estimate; None if the kernel cannot compute the pass."""
         return _fitted((kernel,), config, direction, missing(config.device))
 
     def why_not(self, config: Config, direction: Direction = "forward") -> str | None:
@@ -67,25 +67,25 @@ class Algorithm(ABC):
         return next(kernel for kernel in kernels if direction in kernel.directions).why_not(config, direction)
 
     def can_serve(self, config: Config) -> bool:
-        """Whether it can serve forward passes: of the classes of sizes, which is known at once, or of these alone."""
+        """Whether it can serve forward passes of the size classes, which are cached, or of exactly these sizes."""
         lacks = missing(config.device)
-        of_classes = (_known(self.kernels, one, "forward", lacks, True) for one in representatives(config))
-        return any(of_classes) or self.why_not(config) is None
+        class_choices = (_candidates(self.kernels, one, "forward", lacks, True) for one in representatives(config))
+        return any(class_choices) or self.why_not(config) is None
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
         """Bytes of temporary memory that one call takes at most beside its arguments and its result.
 
-        A weight gradient's are those of both gradients at once too. Tensors that are transposed do not count.
+        ``"weight_grad"`` covers calls for both gradients at once too. Transposed copies of tensors are not counted.
         """
         passes: tuple[Pass, ...] = ("weight_grad", "grads") if direction == "weight_grad" else (direction,)
-        found = (self.choice(config, one) for one in passes)
-        return max((one.kernel.workspace_bytes(config, direction, one.tile) for one in found if one), default=0)
+        choices = (self.choice(config, one) for one in passes)
+        return max((one.kernel.workspace_bytes(config, direction, one.tile) for one in choices if one), default=0)
 
     def estimate(self, config: Config, direction: Direction) -> float:
-        """Roughly the seconds of one call on a GPU, to choose by; infinite where nothing is known of it."""
+        """Estimated seconds of one call, by which algorithms are compared; infinite if there is no estimate."""
         return math.inf if (choice := self.choice(config, direction)) is None else choice.seconds
 
-    def turns(self, config: Config, direction: Direction) -> bool:
+    def transposes(self, config: Config, direction: Direction) -> bool:
         """Whether a gradient's call begins with transposing a grad_output in channels_last to NCHW."""
         choice = None if direction == "forward" else self.choice(config, direction)
         return choice is not None and choice.kernel.computed_in is torch.contiguous_format
@@ -103,18 +103,16 @@ class Algorithm(ABC):
         return self._prepare(config, "weight_grad")
 
     def grads(self, config: Config, weight_config: Config) -> BothGradients:
-        """Prepare both gradients at once, from (grad_output, input, weight), where :meth:`grads_estimate` is finite.
+        """Prepare both gradients at once, from (grad_output, input, weight), if :meth:`grads_estimate` is finite.
 
-        Args:
-            config, weight_config: of the input's and of the weight's gradient; they differ in their memory format, if
-                at all.
+        ``config`` is for the input's gradient, ``weight_config`` for the weight's; only their memory formats differ.
         """
         if self.choice(both := _of_both(config, weight_config), "grads") is None:
             raise NotImplementedError(f"{self.name} computes one gradient after the other")
         return self._prepare(both, "grads")
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """Roughly the seconds of both gradients at once; infinite where one after the other is faster."""
+        """Estimated seconds of both gradients at once; infinite if one after the other is faster."""
         choice = self.choice(_of_both(config, weight_config), "grads")
         if choice is None:
             return math.inf
@@ -122,9 +120,11 @@ class Algorithm(ABC):
         return choice.seconds if choice.seconds < one_by_one else math.inf
 
     def one_by_one_seconds(self, config: Config, weight_config: Config) -> float:
-        """What one gradient after the other takes, of a grad_output that is transposed once in one format."""
+        """Estimated seconds of one gradient after the other; both share one transpose of grad_output."""
         seconds = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        return seconds - (grad_turning_seconds(config) if config.memory_format is weight_config.memory_format else 0)
+        return seconds - (
+            grad_output_transpose_seconds(config) if config.memory_format is weight_config.memory_format else 0
+        )
 
     def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
         choice = self.choice(config, direction)
@@ -133,7 +133,7 @@ class Algorithm(ABC):
 
 
 class AlgorithmOfOne(Kernel, Algorithm):
-    """An algorithm that is its only kernel: it overrides what :class:`Algorithm` says of the kernels' passes."""
+    """An algorithm that is its own and only kernel; methods that both base classes have are defined here."""
 
     directions = ("forward", "input_grad", "weight_grad", "grads")
     serves = "any layer"
@@ -171,52 +171,52 @@ class AlgorithmOfOne(Kernel, Algorithm):
 
 
 def _of_both(config: Config, weight_config: Config) -> Config:
-    """What kernels of both gradients are asked for."""
+    """The configuration of a call that computes both gradients at once."""
     return replace(config, weight_format=weight_config.memory_format)
 
 
-_NEARLY = 1.15  # of the least estimate for a class of sizes: what may be faster for some of it
+_NEARLY = 1.15  # times the least estimate for a size class: such a choice may be the fastest for some sizes of it
 
 
 @lru_cache(maxsize=4096)
 def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
-    """The best choice of the classes of sizes, made for these; of these sizes alone where that cannot be."""
-    found = []
-    for of_class in representatives(config):
-        for kernel, tile, _ in _known(kernels, of_class, direction, lacks, True):
+    """The best choice of the size classes, fitted to the sizes; the best for these sizes alone if none fits."""
+    fitting = []
+    for representative in representatives(config):
+        for kernel, tile, _ in _candidates(kernels, representative, direction, lacks, True):
             if (fitted := kernel.fitted(config, direction, tile)) is not None:
-                found.append(Choice(kernel, fitted, kernel.expected(config, direction, fitted)))
-    if not found:
+                fitting.append(Choice(kernel, fitted, kernel.expected(config, direction, fitted)))
+    if not fitting:
         able = tuple(kernel for kernel in kernels if kernel.refuses(config, direction) is None)
-        found = [*_known(able, config, direction, lacks)[:1]] if able else []
-    return min(found, key=lambda one: one.seconds, default=None)
+        fitting = [*_candidates(able, config, direction, lacks)[:1]] if able else []
+    return min(fitting, key=lambda one: one.seconds, default=None)
 
 
 @lru_cache(maxsize=4096)
-def _known(
+def _candidates(
     kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None, of_class: bool = False
 ) -> tuple[Choice, ...]:
-    """The choices nearly as good as the best, which comes first.
+    """The choices whose estimates are at most ``_NEARLY`` times the least, the best one first.
 
     Args:
-        lacks: what :func:`missing` says: what else they depend on.
-        of_class: whether the sizes stand for a class, so that others will ask the same.
+        lacks: the result of :func:`missing`, on which choices depend too.
+        of_class: whether the sizes stand for a class, so that other sizes will need this result again.
     """
 
-    def asked() -> object:
+    def key() -> object:
         return [kernel.name for kernel in kernels], _text(config), direction
 
-    def find() -> tuple[tuple[int, Any, float], ...]:
-        found = sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds)
-        nearly = (one for one in found if one.seconds <= _NEARLY * found[0].seconds)
+    def search() -> tuple[tuple[int, Any, float], ...]:
+        ranked = sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds)
+        nearly = (one for one in ranked if one.seconds <= _NEARLY * ranked[0].seconds)
         return tuple((kernels.index(one.kernel), one.tile, one.seconds) for one in nearly)
 
-    lasting = of_class or any(kernel.searched for kernel in kernels)
-    lasting = lasting and config.device.type == "cuda" and lacks is None
-    return tuple(Choice(kernels[i], *rest) for i, *rest in (kept(asked, find, of_class) if lasting else find()))
+    on_disk = of_class or any(kernel.searched for kernel in kernels)
+    on_disk = on_disk and config.device.type == "cuda" and lacks is None
+    return tuple(Choice(kernels[i], *rest) for i, *rest in (cached(key, search, of_class) if on_disk else search()))
 
 
 @lru_cache(maxsize=64)
 def _text(config: Config) -> str:
-    """All of a configuration but which of a machine's GPUs it is for."""
+    """The configuration as text, without the index of its device."""
     return repr(replace(config, device=torch.device(config.device.type)))

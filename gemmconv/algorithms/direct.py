@@ -1,8 +1,8 @@
 """``direct``: one gather kernel, no workspace, specialised for the layer.
 
-For layers whose work is moving bytes: grouped, depthwise, strided, dilated, of few channels. Products are ordinary
-multiplications and additions, in float32 (float64 for float64); of 16-bit types, and of float32 where TF32 may be used,
-those of tensor cores where that is faster. Gradients take tensor cores where both are computed at once.
+It is for layers whose work is moving bytes: grouped, depthwise, strided or dilated ones, and those with few channels.
+CUDA cores multiply and add in float32 (float64 for float64). Tensor cores take over where they are faster, for 16-bit
+types and for float32 if TF32 may be used. Gradients take tensor cores if both are computed at once.
 """
 
 from __future__ import annotations

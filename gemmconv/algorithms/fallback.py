@@ -1,4 +1,4 @@
-"""What stands in where kernels cannot be had: torch's operator, and a warning for each cause."""
+"""The fallback if kernels are not available: torch's operator, with one warning for each cause."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gemmconv.tuned import log
 
 Call = TypeVar("Call")
 
-_said: set[str] = set()
-_said_lock = threading.Lock()
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
 
 
 def with_fallback(device: torch.device, ours: Callable[[], Call], torchs: Callable[[], Call]) -> Call:
-    """What ``ours`` prepares; where a kernel for it does not compile or load, what ``torchs`` prepares.
+    """The call that ``ours`` prepares; if its kernel does not compile or load, the call that ``torchs`` prepares.
 
-    Warns of that, and of what the machine lacks, where ``ours`` has done without.
+    Warns of a kernel that failed, and of missing packages that made ``ours`` work without kernels.
 
     Raises:
         KernelError: a kernel fails, and torch's operator cannot serve the call either.
@@ -43,15 +43,15 @@ def warn_once(cause: str) -> None:
     """Warn that torch's operator is used, in each process once for each cause, and log it at INFO each time.
 
     Raises:
-        RuntimeWarning: where the user's filter makes errors of warnings; then at each call.
+        RuntimeWarning: the user's filter turns warnings into errors; then each call raises it.
     """
     log.info("torch's operator is used, since %s", cause)
-    with _said_lock:
-        if cause in _said:
+    with _warned_lock:
+        if cause in _warned:
             return
-        _said.add(cause)
+        _warned.add(cause)
     try:
         warnings.warn(f"gemmconv: torch's operator is used, since {cause}", RuntimeWarning, stacklevel=2)
     except RuntimeWarning:
-        _said.discard(cause)
+        _warned.discard(cause)
         raise

@@ -1,7 +1,7 @@
 """im2col and col2im on their own, with the meaning of torch.nn.functional.unfold and fold.
 
-On CUDA they run the kernels of ``gemm_col2im``. Elsewhere, on older GPUs, for planes that these cannot count, and where
-kernels cannot be had, they are torch's own.
+On CUDA they run the kernels of ``gemm_col2im``. On other devices and older GPUs, for more planes than a grid can have,
+and if kernels are not available, they run torch's own functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
 _KERNEL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NCHW = torch.contiguous_format
-_MOST_PLANES = 2**31 - 2**23  # of all images; what a grid has beyond them is still an int
+_MOST_PLANES = 2**31 - 2**23  # images times channels; the last blocks of a grid reach beyond, and must still fit an int
 
 
 def prepare_col2im(problem: Problem, dtype: torch.dtype, device: torch.device) -> Rearrange:

@@ -1,6 +1,6 @@
-"""``fused``: weights times columns, and their fold, in one kernel, on Hopper's tensor cores or a CPU's vectors.
+"""``fused``: the matrix product and the fold of its columns in one kernel, on Hopper's tensor cores or a CPU's vectors.
 
-Columns are never written.
+Columns are never written to memory.
 
 A gradient that none of its kernels takes goes to gemm_col2im.
 """

@@ -11,8 +11,8 @@ The backward passes go the other way, from columns = im2col(grad_output):
     grad_weight[g]    [K, M]         = sum over n of input[n, g] [K, H_in*W_in] . columns[n, g]^T
 
 Both gradients at once take the same columns. A contiguous NCHW tensor already is those row-major matrices, and one in
-channels_last their transposes, so nothing is rearranged before a product; outputs are folded, and grad_output is laid
-out, in NCHW. The columns of a chunk (see ``chunking``) share one workspace. Sums stay in float32 (float64 for float64)
+channels_last their transposes, so nothing is rearranged before a product; outputs are folded, and grad_output is
+unfolded, in NCHW. The columns of a chunk (see ``chunking``) share one workspace. Sums stay in float32 (float64 for float64)
 until the result is written, so 16-bit results are rounded once, and every sum has one order, so results repeat to the
 bit.
 """
@@ -39,24 +39,24 @@ from gemmconv.kernels.columns.products import UNIT, Columns, image_format, slice
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
-from gemmconv.kernels.layout.transpose import grad_turning_seconds, input_turning_seconds
+from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, input_transpose_seconds
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
 from gemmconv.kernels.splits.reduce import sum_partials
 
-# What is reached on Hopper. On other GPUs rates are in proportion to the device's.
+# Rates that were reached on Hopper; other GPUs scale them by the ratio of the devices' peak rates.
 _COST = costs_of("gemm_col2im")
 _GRADIENTS = costs_of("gemm_col2im/gradients")
 _FORWARD_RATE, _GRADIENT_RATE = _COST.table("rate"), _GRADIENTS.table("rate")
 _TERM_SECONDS = _GRADIENTS.table("term_seconds")
 HOST_SECONDS, PRODUCTS_HOST_SECONDS = _COST.host_seconds, _COST.products_host_seconds
 
-ahead = ContextVar("ahead", default=False)  # whether calls are thought of that nobody has made yet
+ahead = ContextVar("ahead", default=False)  # whether a call is prepared ahead, before the user has made it
 
 _INT32_MAX = 2**31 - 1
 _OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
-_BLOCK = 64  # rows and columns of a product's results that one block has, about
-_PARTIALS_SHARE = 4  # of the workspace, that part holds the partials of slices
+_BLOCK = 64  # rows and columns of a product's result that one thread block computes, about
+_PARTIALS_SHARE = 4  # one part in so many of the workspace holds the partial sums of slices
 
 
 class GemmCol2im(AlgorithmOfOne):
@@ -98,10 +98,10 @@ class GemmCol2im(AlgorithmOfOne):
         return columns + (_partials(config, chunks) * _partial_bytes(config) if direction != "input_grad" else 0)
 
     def seconds(self, config: Config, direction: Pass, tile: object = None) -> float:
-        """The columns written and read, the product, the weights read or summed anew for each image, launches.
+        """Estimated seconds: columns written and read, products, weights read or summed for each image, launches.
 
-        In channels_last, turning what is folded or laid out too. Of both gradients at once: the weight gradient's
-        chunks, of which there are more, and the other product of their columns.
+        In channels_last, transposes of tensors that are folded or unfolded are added. Both gradients at once take the
+        weight gradient's chunks, which are more, and a second product of the columns of each.
         """
         if _is_in_c(config):
             return math.inf if direction == "grads" else estimate.columns_seconds(config, direction)
@@ -112,18 +112,18 @@ class GemmCol2im(AlgorithmOfOne):
         seconds = _unfolding_seconds(config, chunks)
         seconds += _gradient_seconds(weight_config, "weight_grad", chunks)
         seconds += _gradient_seconds(config, "input_grad", chunks)
-        return _COST.at_once_factor * (seconds + _turning_seconds(config, weight_config))
+        return _COST.at_once_factor * (seconds + _transpose_seconds(config, weight_config))
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
         if config.device.type == "cuda":
             return self.program(config, direction).prepare(config.device)
-        _say_if_over_limit(self, config, direction)
+        _warn_if_over_limit(self, config, direction)
         (chunks,) = self.tiles(config, direction)
         slots = _partials(config, chunks) if direction in ("weight_grad", "grads") else 0
         return cpu.prepare(config, direction, chunks, _column_elements(config.problem, chunks), slots)
 
     def program(self, config: Config, direction: Pass, tile: object = None) -> Program:
-        _say_if_over_limit(self, config, direction)
+        _warn_if_over_limit(self, config, direction)
         p, nchw, columns, steps = config.problem, torch.contiguous_format, Columns(config), list[Step]()
         (chunks,) = self.tiles(config, direction)
         forward, of_input, of_weight = (direction in ways for ways in (("forward",), _OF_INPUT, _OF_WEIGHT))
@@ -169,31 +169,31 @@ class GemmCol2im(AlgorithmOfOne):
 
 @lru_cache(maxsize=1024)
 def _seconds(config: Config, direction: Direction) -> float:
-    """See :meth:`GemmCol2im.seconds`, which choosing both gradients asks for again and again."""
+    """The cached part of :meth:`GemmCol2im.seconds`, which choosing both gradients needs many times."""
     if direction == "forward":
-        return _forward_seconds(config) + _turning_seconds(config)
+        return _forward_seconds(config) + _transpose_seconds(config)
     chunks = _backward_chunks(config, direction)
     seconds = _unfolding_seconds(config, chunks) + _gradient_seconds(config, direction, chunks)
-    return seconds + _turning_seconds(config)
+    return seconds + _transpose_seconds(config)
 
 
-def _turning_seconds(config: Config, weight_config: Config | None = None) -> float:
-    """What transpositions take of a pass, or of both gradients: of what is folded or laid out, and not multiplied."""
+def _transpose_seconds(config: Config, weight_config: Config | None = None) -> float:
+    """Seconds of all transposes in a pass, or in both gradients; products take most tensors in either format."""
     both = config if weight_config is None or config.memory_format is torch.channels_last else weight_config
     multiplied = (config,) if weight_config is None else (config, weight_config)
-    turned = (one for one in multiplied if image_format(one) is not one.memory_format)
-    return grad_turning_seconds(both) + sum(map(input_turning_seconds, turned))
+    transposed = (one for one in multiplied if image_format(one) is not one.memory_format)
+    return grad_output_transpose_seconds(both) + sum(map(input_transpose_seconds, transposed))
 
 
 def _kind(config: Config) -> str:
-    """The rate of a GPU that products go by: float64 by that of float32, in proportion."""
+    """The name of the GPU's rate that bounds products; float64 scales with the rate of float32."""
     if config.dtype.itemsize == 2:
         return "half"
     return "tf32" if config.dtype == torch.float32 and config.precision == "tf32" else "fp32"
 
 
 def _forward_seconds(config: Config) -> float:
-    """What products take, their columns and weights, launches."""
+    """Seconds of a forward pass in NCHW: products, traffic of columns and weights, launches."""
     chunks, problem, itemsize = _forward_chunks(config), config.problem, accumulator_dtype(config.dtype).itemsize
     kind = _kind(config)
     rate = _FORWARD_RATE[kind] * config.spec.ratio(kind)
@@ -202,21 +202,21 @@ def _forward_seconds(config: Config) -> float:
     moved = (2 * problem.column_bytes(itemsize) + problem.least_bytes(config.dtype.itemsize)) / _COST.copy_rate
     moved += problem.batch * math.prod(problem.weight_shape) * config.dtype.itemsize / _COST.weights_rate
     moved /= config.spec.ratio("bandwidth")
-    launches = chunks.count * (1 + min(chunks.images, problem.groups))  # of the images of a group, or the groups of one
+    launches = chunks.count * (1 + min(chunks.images, problem.groups))  # a product has one group, or one image
     return launches * _COST.launch_seconds + moved + problem.useful_flops / rate
 
 
 def _unfolding_seconds(config: Config, chunks: Chunking) -> float:
-    """What im2col takes."""
+    """Seconds of all launches of im2col."""
     moved = config.problem.column_bytes(config.dtype.itemsize) / config.spec.ratio("bandwidth")
     return chunks.count * _GRADIENTS.launch_seconds + moved / _GRADIENTS.copy_rate
 
 
 def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) -> float:
-    """What the products of a gradient take, and the sum of its partials.
+    """Seconds of the products of a gradient, and of adding up its partial sums.
 
-    A block of a product sums all terms of its results one after the other, however few blocks there are. But a product
-    that is alone in its call is cut, so that several blocks share its sums.
+    A thread block adds all terms of its results one after the other, however few blocks there are. But cuBLAS splits K
+    of a product that is alone in its call, so that several blocks share its sums.
     """
     p, spec, itemsize, kind = config.problem, config.spec, config.dtype.itemsize, _kind(config)
     pixels, images = chunks.in_rows * p.input_size[1], min(chunks.images, p.batch)
@@ -250,7 +250,7 @@ def _forward_chunks(config: Config) -> Chunking:
 
 
 def _is_in_c(config: Config) -> bool:
-    """Whether the kernels in C for a CPU fold and lay out the columns, in a buffer that fits the cache."""
+    """Whether the C kernels for a CPU fold and unfold the columns, in a buffer that fits the cache."""
     return config.device.type == "cpu" and isa_name() is not None
 
 
@@ -287,7 +287,7 @@ def _column_elements(problem: Problem, chunks: Chunking) -> int:
     return chunks.images * problem.out_channels * problem.taps * chunks.in_rows * problem.input_size[1]
 
 
-def _say_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Pass) -> None:
+def _warn_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Pass) -> None:
     needed = algorithm.workspace_bytes(config, direction)
     if needed > config.workspace_limit and not ahead.get():
         warnings.warn(

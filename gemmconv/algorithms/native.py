@@ -1,8 +1,8 @@
 """``native``: torch's own operator (cuDNN on CUDA, oneDNN on the CPU). The baseline, and the fallback.
 
-Asked for by name, and on every GPU but Hopper, it is torch's operator with torch's settings. On Hopper all that
-``auto`` leaves to it comes from cuDNN's deterministic kernels, the same bits on every run. In TF32 and 16 bits these
-take as long as the others (public and models, H200, geometric mean); for gradients in float32 1.3 times as long.
+Requested by name, and on every GPU but Hopper, it is torch's operator with torch's settings. On Hopper ``auto`` limits
+it to cuDNN's deterministic kernels, which give equal bits on every run. In TF32 and 16 bits these are as fast as the
+others (suites public and models, H200, geometric mean); gradients in float32 take 1.3 times as long.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ class Native(AlgorithmOfOne):
         return 0
 
     def seconds(self, config: Config, direction: Pass, tile: object = None) -> float:
-        """Of a GPU, the roofline that its operator is measured against; on a CPU by a rule of its own."""
+        """Seconds of the roofline that measured times are corrected from; on a CPU, seconds by a fitted rule."""
         if config.device.type == "cpu":
             return math.inf if direction == "grads" else estimate.native_seconds(config, direction)
         return roofline(config, direction)
 
     def expected(self, config: Config, direction: Pass, tile: object = None) -> float:
-        """What was measured of layers like it; infinite where nothing was, as of float64.
+        """Seconds that measurements of similar layers predict; infinite if none were measured, such as for float64.
 
-        On Hopper too where torch does without cuDNN: then it lays out columns of its own, one image after the other.
+        It is also infinite on Hopper if the output padding reaches the stride: torch then computes without cuDNN, by
+        columns of one image after the other.
         """
         p = config.problem
         if config.device.type == "cpu":
@@ -94,7 +95,7 @@ class Native(AlgorithmOfOne):
         return call
 
     def input_grad(self, config: Config) -> Gradient:
-        """A convolution of grad_output, where torch's rules for it are those of the gradient: half the host's time."""
+        """Prepare the input gradient, by ``conv2d`` where that is equivalent: it takes half the host time."""
         p, settings = config.problem, _settings(config)
         strides = strides_of(p.input_shape, config.memory_format)
         backward, shaped = _prepare_backward(config, True, False), _OfShape(p.input_shape)
@@ -104,8 +105,8 @@ class Native(AlgorithmOfOne):
         def call(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if is_plain and not torch.is_autocast_enabled("cuda"):
                 with settings:
-                    found = torch.conv2d(grad_output, weight, None, p.stride, p.padding, p.dilation)
-                return restrided(found, strides)
+                    gradient = torch.conv2d(grad_output, weight, None, p.stride, p.padding, p.dilation)
+                return restrided(gradient, strides)
             if config.memory_format is torch.channels_last:
                 input = _in_channels_last(grad_output, p.input_shape, strides)
             else:
@@ -124,20 +125,19 @@ class Native(AlgorithmOfOne):
         return _WeightGradient(config, with_input=True)
 
     def grads_estimate(self, config: Config, weight_config: Config) -> float:
-        """Of one call of torch's, which does one after the other: where nothing else would be as good."""
+        """Seconds of one call for both gradients, which torch computes in sequence; infinite on Hopper."""
         if config.spec.is_hopper and config.device.type == "cuda":
             return math.inf
         return self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
 
 
 class _WeightGradient:
-    """The gradient of a weight, alone or with the input's before it, in one call of torch's.
+    """The gradient of a weight, alone or after the input's, in one call of torch's operator.
 
     Args:
-        config: in the format of all tensors.
-        with_input: whether it takes the weight too, and gives both gradients.
-        strides: of the weight's gradient, if they are not those of a contiguous tensor. torch's own have the format of
-            the others, and to give it other strides is to copy it.
+        config: the configuration; all tensors have its memory format.
+        with_input: whether it takes the weight too and gives both gradients.
+        strides: strides of the weight's gradient, None for contiguous ones; other than the tensors' cost a copy.
     """
 
     def __init__(self, config: Config, with_input: bool = False, strides: tuple[int, ...] | None = None) -> None:
@@ -148,7 +148,7 @@ class _WeightGradient:
         self._strides = strides or strides_of(p.weight_shape, torch.contiguous_format)
 
     def returning(self, strides: tuple[int, ...]) -> _WeightGradient:
-        """The same with other strides of the weight's gradient."""
+        """A copy of this call that returns the weight's gradient with other strides."""
         return _WeightGradient(self._config, self._with_input, strides)
 
     def __call__(self, grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None = None) -> Any:
@@ -159,7 +159,7 @@ class _WeightGradient:
 
 
 class _OfShape:
-    """A tensor of which only the shape is used, in NCHW: made in the first call, of one element."""
+    """Makes a tensor in NCHW of which torch reads only the shape: one expanded element, made in the first call."""
 
     def __init__(self, shape: Shape4) -> None:
         self._shape = shape
@@ -172,9 +172,9 @@ class _OfShape:
 
 
 def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of which only the shape and the format are used: in its input's format torch computes the gradient.
+    """A tensor of which torch reads only the shape and the format, in which it then computes the gradient.
 
-    It lies in the memory of ``tensor``, or in memory of its own where that is too small.
+    It shares the memory of ``tensor`` if that is large enough.
     """
     if math.prod(shape) <= tensor.numel() and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor.detach().as_strided(shape, strides)
@@ -182,9 +182,9 @@ def _in_channels_last(tensor: torch.Tensor, shape: Shape4, strides: tuple[int, .
 
 
 class _Deterministic:
-    """Has cuDNN take deterministic kernels, always the same, while any thread is inside, and puts torch's settings back
-    after the last, but for those that have another value by then. A search of ``cudnn.benchmark`` could find
-    others in the next process."""
+    """Makes cuDNN take deterministic kernels while any thread is inside. ``cudnn.benchmark`` is off, since its search
+    could find others in the next process. The last thread to leave restores torch's settings, unless somebody has
+    changed them meanwhile."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._before = threading.Lock(), 0, (False, False)
@@ -221,8 +221,8 @@ def _prepare_backward(
     """Prepare gradients from grad_output, input and weight: a list of three."""
     p, settings, backward = config.problem, _settings(config), torch.ops.aten.convolution_backward.default
     geometry = p.stride, p.padding, p.dilation, True, p.output_padding, p.groups, [of_input, of_weight, False]
-    # torch 2.11 takes one channel, whose strides fit either format, for NCHW. For a kernel of one tap the weight's
-    # gradient is then wrong, by as much as it is large (cuDNN 9.19, any input in channels_last).
+    # torch 2.11 treats a tensor with one channel, whose strides fit either format, as NCHW. The weight gradient of a
+    # kernel with one tap is then wrong by as much as it is large (cuDNN 9.19, any input in channels_last).
     strides = strides_of(p.output_shape, config.memory_format)
     is_ambiguous = p.out_channels == 1 and config.memory_format is torch.channels_last
 
@@ -230,7 +230,7 @@ def _prepare_backward(
         if is_ambiguous and grad_output.is_contiguous():
             grad_output = grad_output.as_strided(p.output_shape, strides)
         with settings:
-            found: Sequence[torch.Tensor] = backward(grad_output, input, weight, None, *geometry)
-        return found
+            gradients: Sequence[torch.Tensor] = backward(grad_output, input, weight, None, *geometry)
+        return gradients
 
     return call

@@ -55,7 +55,7 @@ class Layer:
         return ", ".join(parts)
 
     def shrink_note(self) -> str | None:
-        """What was made smaller, as ``batch 64 -> 1, image 128x256 -> 64x128``; None if nothing was."""
+        """The sizes that were reduced, such as ``batch 64 -> 1, image 128x256 -> 64x128``; None if none were."""
         if self.full is None:
             return None
         notes = []
@@ -123,7 +123,7 @@ def positive_pair(text: str) -> tuple[int, int]:
 
 
 def natural_pair(text: str) -> tuple[int, int]:
-    """Argument type: as :func:`positive_pair`, each at least 0."""
+    """Argument type: ``3`` or ``3x5`` or ``3,5``, each at least 0; pairs are (height, width)."""
     return _pair(text, least=0)
 
 

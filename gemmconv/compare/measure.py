@@ -25,7 +25,7 @@ BASELINE, AUTO = "torch", "auto"
 _BARS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 _TF32_BAR = 5e-4
 
-# Work of the float64 reference's forward pass: as many images are compared as fit, the last one always.
+# Most flops of the float64 reference's forward pass, which limits the images that are compared; the last always is.
 _REFERENCE_FLOPS = {"cuda": 1e11, "cpu": 1e10}
 
 Step = Callable[[str], None]
@@ -33,7 +33,7 @@ Step = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one algorithm on one layer.
+    """The measurements of one algorithm on one layer.
 
     Attributes:
         layer: the layer, at the size that was measured.
@@ -41,8 +41,8 @@ class Row:
         precision: how float32 products are rounded.
         chosen: whether ``auto`` takes this algorithm for the forward pass.
         taken: in the row of ``AUTO``, the algorithms of the forward pass, the input's and the weight's gradient.
-        skipped: why it was not run; everything below is then empty.
-        error: of the output, relative to float64.
+        skipped: why it was not run; all fields below are then empty.
+        error: error of the output, relative to float64.
         gradient_error: the largest of the gradients of input, weight and bias, relative to float64.
         bar, gradient_bar: the largest errors that count as right.
         forward_ms, both_ms: median time of a forward pass, and of forward and backward passes together.
@@ -357,6 +357,6 @@ def _with_times(
 
 
 def _workspace_bytes(passes: Sequence[Algorithm], config: Config) -> int | None:
-    """The most that any direction's algorithm takes; None where torch manages all of it."""
+    """Most bytes of temporary memory that a pass of the algorithm takes; None if torch manages the memory."""
     ours = [pair for pair in zip(passes, get_args(Direction), strict=True) if pair[0].name != "native"]
     return max((algorithm.workspace_bytes(config, direction) for algorithm, direction in ours), default=None)

@@ -23,7 +23,7 @@ _COLOURS = {AUTO: "#0072B2", BASELINE: "#8C8C8C"}  # Okabe and Ito's blue, told 
 _OTHER_COLOUR = "#BFD4E2"
 _WRONG_COLOUR = "#B00020"
 _EMPTY = "-"
-_GAP_LINES = 1.8  # of the chart, between layers: the next one's heading
+_GAP_LINES = 1.8  # lines between layers of the chart, for the next heading
 _FASTER, _SLOWER = 1.02, 0.97  # times torch's speed: ratios between them are noise
 
 _HEADINGS = (
@@ -81,7 +81,7 @@ def _error(value: float | None, wrong: bool) -> Text:
 
 
 def _ratio(row: Row, ratio: float | None) -> Text:
-    """The ratio; that of ``auto`` is green where it is faster than torch, and red where it is slower."""
+    """The ratio as text; for ``auto`` it is green if it is faster than torch, and red if it is slower."""
     from rich.text import Text
 
     if row.algorithm != AUTO or ratio is None:
@@ -98,7 +98,7 @@ def _times(value: float | None) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the rows of one layer leave to say: what ``auto`` takes, what was skipped, is wrong, or has no ratio."""
+    """Notes below the table of a layer: choices of ``auto``, algorithms that were skipped or wrong, missing ratios."""
     lines = [f"auto takes {row.taken[0]} forward, {_gradients(row)} for gradients" for row in rows if row.taken]
     lines += [f"{row.algorithm} was not run: {row.skipped}" for row in rows if row.skipped]
     for row in rows:
@@ -120,7 +120,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _gradients(row: Row) -> str:
-    """What ``auto`` takes for gradients: one name, or ``fused (input) and native (weight)``."""
+    """The algorithms of ``auto`` for gradients: one name, or ``fused (input) and native (weight)``."""
     _, of_input, of_weight = row.taken
     return of_input if of_input == of_weight else f"{of_input} (input) and {of_weight} (weight)"
 

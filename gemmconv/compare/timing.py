@@ -9,10 +9,10 @@ from statistics import median
 import torch
 
 _FLUSH_BYTES = 128 * 2**20
-# For so long the device waits while the host enqueues the run: else the gaps between launches would count. It is at
-# least about 0.3 ms, and longer where the host took longer the time before.
+# The device waits while the host enqueues a run, so that gaps between launches do not count: at least about 0.3 ms, and
+# longer if the host took longer in the previous round.
 _LEAST_HEAD_START_CYCLES, _MOST_HEAD_START_CYCLES = 500_000, 100_000_000
-# The first run may have to ask for memory, which says nothing of the next; it is followed by no more than this.
+# The first run may allocate memory and is not typical; the wait after it is limited to this.
 _SECOND_HEAD_START_CYCLES = 4_000_000
 _CYCLES_A_SECOND = 2e9  # at least the clock of the devices
 _HOST_MARGIN = 1.5
@@ -20,8 +20,8 @@ _HOST_MARGIN = 1.5
 _MOST_REST_MS = 10.0
 _WARM_UPS = 3
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 50
-_SECONDS_EACH = 0.5  # on CUDA: for each run, in all of its rounds
-# On a CPU, for all runs and rounds: 5 rounds or more end after the former, fewer where another would pass the latter.
+_SECONDS_EACH = 0.5  # on CUDA: seconds for each run in all of its rounds
+# On a CPU, seconds of all rounds: measuring ends after the former, or earlier if another would exceed the latter.
 _CPU_SECONDS, _CPU_MOST_SECONDS = 1.0, 2.5
 _CPU_LEAST_ROUNDS = 3  # which may take longer
 
@@ -95,7 +95,7 @@ def cuda_rounds(
         flush = torch.empty(max(_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
         rests = [int(min(one, _MOST_REST_MS) * 1e-3 * _CYCLES_A_SECOND) for one in estimates_ms] or [0] * len(runs)
         head_starts = [_LEAST_HEAD_START_CYCLES] * len(runs)
-        for round_ in range(-1, count):  # the first is not counted: it tells how long the host takes
+        for round_ in range(-1, count):  # the first round is not counted: it measures the host's time
             for index, run in enumerate(runs):
                 before(index)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

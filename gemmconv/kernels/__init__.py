@@ -1,1 +1,1 @@
-"""What runs: the host side of each kernel, in the folders of csrc/."""
+"""The host side of each kernel, in folders with the names of those in csrc/."""

@@ -1,4 +1,4 @@
-"""What a kernel is to the rest of the library, and the configuration that it is asked for."""
+"""The interface of a kernel (:class:`Kernel`), and the configuration that it computes (:class:`Config`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
 
-# Prepared calls: everything that depends on the configuration alone was worked out when they were made.
+# Prepared calls: preparation has done everything that depends on the configuration alone.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output
 Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # grad_output, weight or input -> gradient
 # grad_output, input, weight -> grad_input, grad_weight
@@ -42,16 +42,16 @@ class Config:
     Attributes:
         problem: the geometry.
         dtype: element type of every tensor.
-        device: where they are; a CUDA device carries its index.
-        precision: ``"tf32"`` where float32 products may be rounded to TF32, else ``"ieee"``.
+        device: device of the tensors; a CUDA device carries its index.
+        precision: ``"tf32"`` if float32 products may be rounded to TF32, else ``"ieee"``.
         workspace_limit: bytes of temporary memory that a call may take.
         torch_precision: the precision that torch's own convolutions use at this moment.
         memory_format: format of the output and of the input gradient; weight gradients are contiguous.
-        bias: whether a forward call has one.
+        bias: whether a forward call has a bias.
         spec: the properties of a CUDA device.
-        deterministic: whether torch's operator may take none but cuDNN's deterministic kernels.
-        weight_format: of both gradients at once, ``memory_format`` of the weight's; None where it is the input's.
-        trained: whether the next call is expected to have another weight: on a CPU, where gradients are recorded.
+        deterministic: whether torch's operator is limited to cuDNN's deterministic kernels.
+        weight_format: for both gradients at once, ``memory_format`` of the weight gradient's call if it differs.
+        trained: whether the weight is expected to change before the next call: on a CPU, if gradients are recorded.
     """
 
     problem: Problem
@@ -69,23 +69,24 @@ class Config:
 
     @property
     def of_weight(self) -> Config:
-        """The configuration of the weight's gradient, of both at once."""
+        """The configuration of the weight's gradient alone, for a configuration of both gradients."""
         return replace(self, memory_format=self.weight_format or self.memory_format, weight_format=None)
 
 
 class Kernel(ABC):
-    """One way to compute some passes: what it is for, the tiles that it may take, what each costs, its launch.
+    """One way to compute some passes: the layers it serves, its tiles, the cost of each, and its launches.
+
+    A tile is the frozen record by which a kernel is specialised: the work of a thread block, stages, threads.
 
     Attributes:
         name: its folder and file under csrc/, without the ending.
         device_type: ``"cuda"`` or ``"cpu"``.
         directions: the passes that it may compute; ``"grads"`` is both gradients at once.
-        features: what a device must have, of :attr:`gemmconv.device.DeviceSpec.features`.
+        features: required entries of :attr:`gemmconv.device.DeviceSpec.features`.
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
-        computed_in: the format that grad_output is transposed to before it begins, and mostly all others; None where it
-            takes either.
-        searched: whether to find a tile for some sizes may take longer than to look it up.
+        computed_in: the required memory format; tensors in the other are transposed first. None if it takes either.
+        searched: whether the search for a tile may take longer than reading it from the search cache.
     """
 
     name: ClassVar[str]
@@ -99,14 +100,14 @@ class Kernel(ABC):
 
     @abstractmethod
     def tiles(self, config: Config, direction: Pass) -> Iterable[Any]:
-        """The tiles that it may take for a pass that it is for, as frozen dataclasses; none where it declines it."""
+        """The possible tiles for a pass, as frozen dataclasses; none if the kernel declines the layer."""
 
     @abstractmethod
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
-        """Roughly the seconds of a call, to choose a tile by; :meth:`expected` is to compare kernels by."""
+        """Estimated seconds of a call, by which tiles are compared; kernels are compared by :meth:`expected`."""
 
     def expected(self, config: Config, direction: Pass, tile: Any) -> float:
-        """The seconds that are expected: :meth:`seconds`, corrected by what was measured of layers like it."""
+        """Expected seconds of a call: :meth:`seconds` times a correction fitted to measurements of similar layers."""
         from gemmconv.kernels.measured import correction
 
         factor = correction(self.name, config, direction) if config.device.type == "cuda" else None
@@ -114,9 +115,9 @@ class Kernel(ABC):
 
     @abstractmethod
     def program(self, config: Config, direction: Pass, tile: Any) -> Program | None:
-        """What it does: from input, weight and bias; grad_output and weight; grad_output and input; or all of those.
+        """The steps of a call; None for torch's operator, and on a CPU.
 
-        None where it is torch's operator, and on a CPU.
+        Arguments: (input, weight, bias), (grad_output, weight), (grad_output, input), (grad_output, input, weight).
         """
 
     def prepare(self, config: Config, direction: Pass, tile: Any) -> Callable[..., Any]:
@@ -126,14 +127,13 @@ class Kernel(ABC):
         return program.prepare(config.device)
 
     def tile(self, config: Config, direction: Pass) -> Any | None:
-        """The tile of the least estimate: a pure function of the arguments. None where it declines the layer."""
+        """The tile with the least estimate: a pure function of the arguments. None if the kernel declines the layer."""
         return min(self.tiles(config, direction), key=lambda tile: self.seconds(config, direction, tile), default=None)
 
     def fitted(self, config: Config, direction: Pass, tile: Any) -> Any | None:
-        """A tile of the same layer at other sizes, made for those of ``config``; what is compiled stays the same.
+        """The tile of a layer at one size, changed to fit the batch, height and width of ``config``.
 
-        Sizes are the batch, and height and width of the images. None where the kernel, as it is compiled for the tile,
-        cannot compute them.
+        The compiled kernel stays the same. None if the kernel, as it is compiled for the tile, cannot compute the size.
         """
         return None
 
@@ -141,8 +141,8 @@ class Kernel(ABC):
         """Bytes of temporary memory that a call takes at most, beside arguments, result and transposed tensors."""
         return 0
 
-    def kept_bytes(self, config: Config, direction: Pass) -> int:
-        """Bytes that stay with a weight from call to call."""
+    def packed_weight_bytes(self, config: Config, direction: Pass) -> int:
+        """Bytes of packed weights that stay in memory from call to call, beside the weight."""
         return 0
 
     def why_not(self, config: Config, direction: Pass) -> str | None:
@@ -150,7 +150,7 @@ class Kernel(ABC):
         return self.refuses(config, direction) or self.declines(config, direction)
 
     def refuses(self, config: Config, direction: Pass) -> str | None:
-        """What :meth:`why_not` says that is known at once, and does not depend on sizes."""
+        """The part of :meth:`why_not` that is known at once and does not depend on sizes."""
         if config.device.type != "cuda":
             return f"the device must be cuda, got {config.device.type}"
         if (
@@ -165,12 +165,12 @@ class Kernel(ABC):
         return why_not_dtype(config.dtype, self.dtypes)
 
     def declines(self, config: Config, direction: Pass) -> str | None:
-        """What :meth:`why_not` says of a layer otherwise."""
+        """The part of :meth:`why_not` that depends on the layer's sizes."""
         return None if self.tile(config, direction) is not None else f"it is for {self.serves}"
 
 
 class Choice(NamedTuple):
-    """A kernel for a pass, its tile, and the seconds that it is estimated at."""
+    """A kernel for a pass, its tile, and its estimated seconds."""
 
     kernel: Kernel
     tile: Any
@@ -178,11 +178,11 @@ class Choice(NamedTuple):
 
     @property
     def tile_text(self) -> str:
-        """What the kernel is specialised by, as ``name=value``, with spaces between."""
+        """The fields of the tile as ``name=value``, with spaces between."""
         return " ".join(f"{name}={value}" for name, value in tile_fields(self.tile).items())
 
     def program(self, config: Config, direction: Pass) -> Program | None:
-        """What the call of the pass does, None where it is torch's operator."""
+        """The steps of the call of the pass; None for torch's operator."""
         return self.kernel.program(config, direction, self.tile)
 
     def __str__(self) -> str:
@@ -190,17 +190,17 @@ class Choice(NamedTuple):
 
 
 def choices(config: Config, direction: Pass, kernels: Iterable[Kernel]) -> list[Choice]:
-    """Those of some kernels that can compute a pass, in their order."""
-    found = []
+    """One choice for each of the kernels that can compute a pass, in the order of the kernels."""
+    able = []
     for kernel in kernels:
         if direction in kernel.directions and kernel.why_not(config, direction) is None:
             tile = kernel.tile(config, direction)
-            found.append(Choice(kernel, tile, kernel.expected(config, direction, tile)))
-    return found
+            able.append(Choice(kernel, tile, kernel.expected(config, direction, tile)))
+    return able
 
 
 def tile_fields(tile: Any) -> dict[str, Any]:
-    """What sets a tile apart from others of its kernel for one pass on one device; of pairs and the like a text."""
+    """The fields by which tiles of one kernel, pass and device differ; pairs and nested tiles as text."""
     if not dataclasses.is_dataclass(tile):
         return {}
     of_pass = ("problem", "multiprocessors", "spec", "direction", "itemsize", "compiled")
@@ -213,7 +213,7 @@ def tile_fields(tile: Any) -> dict[str, Any]:
 
 
 def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str | None:
-    """Why kernels cannot run on a CUDA device: a GPU before compute capability 8.0, or what :func:`missing` says."""
+    """Why kernels cannot run on a CUDA device: compute capability below 8.0, or the reason from :func:`missing`."""
     if device.type != "cuda":
         return None
     if (capability := (spec or spec_of(device)).capability) < AMPERE:
@@ -223,10 +223,9 @@ def why_no_kernels(device: torch.device, spec: DeviceSpec | None = None) -> str 
 
 @functools.cache
 def missing(device: torch.device) -> str | None:
-    """What keeps this machine from kernels that its device could run, and the way out, as a clause.
+    """Why this machine cannot compile or load kernels that its GPU could run, and the remedy, as a clause.
 
-    None where nothing does, of GPUs that no kernel is for, and where there is no GPU at hand: kernels for one can be
-    spoken of everywhere.
+    None if it can, if no kernel supports the GPU, and without a GPU: ``explain`` works on every machine.
     """
     if device.type != "cuda" or not torch.cuda.is_available() or spec_of(device).capability < AMPERE:
         return None
@@ -234,7 +233,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: float32, and float64 for float64."""
+    """The type in which products are summed: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -254,7 +253,7 @@ def strides_of(shape: Sequence[int], memory_format: torch.memory_format) -> tupl
 
 
 def restrided(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """As :func:`with_strides`, of a result that nobody else has: of extents of 1 the strides are set, not copied to."""
+    """:func:`with_strides` for a result that nobody else uses: strides of extents of 1 are set in place, not copied."""
     own = result.stride()
     if own == strides:
         return result
@@ -266,8 +265,8 @@ def restrided(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 def with_strides(result: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """A result with exactly these strides.
 
-    ``Tensor.contiguous`` would leave strides as they are where extents of 1 make them irrelevant, and the operators
-    promise the strides, not just the order, that their fakes have.
+    ``Tensor.contiguous`` would leave strides as they are where extents of 1 make them irrelevant, but operators promise
+    exactly the strides of their fake implementations.
     """
     if result.stride() == strides:
         return result

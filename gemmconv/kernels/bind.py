@@ -1,4 +1,4 @@
-"""From a :class:`Program` to calls: what is prepared once for tensors of some strides, and done at every call.
+"""Turns a :class:`Program` into a call: prepared once for tensors with given strides, then run at every call.
 
 :mod:`gemmconv.kernels.forms` completes the program for the strides at hand. Names become indices of addresses, params
 bytes with slots, and regions of scratch memory offsets in one allocation, or in outputs that are written later. An
@@ -20,8 +20,8 @@ from gemmconv.kernels.forms import Fit, Made, Tensors, completed, launches
 from gemmconv.kernels.program import At, Gemm, Launch, Program, Step, TensorMapSpec, Zero
 from gemmconv.runtime import executor, launch, pool
 
-_REGION_BYTES = 256  # what regions of scratch memory begin at a multiple of
-_MOST_BOUND = 64  # calls for tensors of different strides
+_REGION_BYTES = 256  # alignment of regions of scratch memory
+_MOST_BOUND = 64  # most calls that are cached, one for each combination of strides
 _MANY_CORES = 4
 
 
@@ -43,16 +43,16 @@ class Call:
         return call(*tensors)
 
     def load(self, *tensors: torch.Tensor | None) -> None:
-        """Load all kernels for tensors of the strides that these have, which may be without data."""
+        """Load all kernels for tensors with the strides of these, which may be without data."""
         _loaded(launches(self.program, tensors, self.device), self.device)
 
     def bind(self, *tensors: torch.Tensor | None) -> Callable[..., Any]:
-        """The call for tensors of the strides that these have."""
+        """The call for tensors with the strides of these."""
         return bound(self.program, self.device, tensors)
 
 
 def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[..., Any]:
-    """The call of a program for tensors of the strides that these have, with its kernels loaded."""
+    """The call of a program for tensors with the strides of these, with its kernels loaded."""
     program, fits, channels_last, made, after = completed(program, tensors, device)
     kernels = iter(_loaded(program.steps, device))
     places, scratch_bytes = _laid_out(program, made)
@@ -72,7 +72,7 @@ def bound(program: Program, device: torch.device, tensors: Tensors) -> Callable[
 
 
 def _loaded(steps: Iterable[Step], device: torch.device) -> list[launch.Kernel]:
-    """The kernels of all launches among some steps, which are compiled at the same time."""
+    """Load the kernels of all launches among some steps; missing ones are compiled in parallel."""
     wanted = [step for step in steps if isinstance(step, Launch)]
     if len(wanted) > 1 and device.type == "cuda":
         launch.compile_together(((step.source, step.macros) for step in wanted), device.index)
@@ -82,7 +82,7 @@ def _loaded(steps: Iterable[Step], device: torch.device) -> list[launch.Kernel]:
 def _lowered(
     step: Step, index_of: Mapping[str, tuple[int, int]], channels_last: bool, kernels: Iterator[launch.Kernel]
 ) -> executor.Step:
-    """A step as the executor takes it, of a weight of either format; a launch is of the next kernel."""
+    """A step in the executor's form, for a weight in the given format; a launch takes the next of the kernels."""
 
     def place(at: At) -> executor.Place:
         index, offset = index_of[at.tensor]
@@ -106,7 +106,7 @@ Compilations = list[tuple[str, Future[float | None]]]  # sources, and the second
 
 
 def compile_ahead(steps: Callable[[], Iterable[Launch]], device: torch.device) -> Future[Compilations]:
-    """Work out some launches in a thread of the pool, and have the kernels compiled that a device wants for them."""
+    """Compute ``steps`` in a thread of the pool, and compile the kernels of these launches in the background."""
 
     def work() -> Compilations:
         return launch.compile_ahead(((step.source, step.macros) for step in steps()), launch.architecture(device.index))
@@ -115,7 +115,7 @@ def compile_ahead(steps: Callable[[], Iterable[Launch]], device: torch.device) -
 
 
 def in_background(work: Callable[[], object]) -> None:
-    """Have another thread do this where so many cores are there that some are idle while a call's kernels compile."""
+    """Run ``work`` in another thread if the machine has enough cores: some are idle while a call's kernels compile."""
     if pool.cores() >= _MANY_CORES:
         pool.submit(work, urgent=False)
 
@@ -154,12 +154,12 @@ def _of_any(
 
 
 class _Memory(NamedTuple):
-    """What regions of scratch memory may lie in.
+    """Memory that can hold regions of scratch memory: an output that is written later, or an allocation for scratch.
 
     Attributes:
-        place: among outputs, operands and scratch memory.
+        place: index among outputs, operands and scratch memory.
         size: bytes.
-        taken: begin and end of what lies there, and the steps from which and until which it is needed.
+        taken: for each region there, its begin and end in bytes, and the first and end of the steps that need it.
     """
 
     place: int
@@ -167,7 +167,7 @@ class _Memory(NamedTuple):
     taken: list[tuple[int, int, int, int]]
 
     def offset(self, size: int, first: int, end: int) -> int:
-        """Where so many bytes may lie that are needed in steps from ``first`` to ``end``."""
+        """The first free offset for ``size`` bytes that steps from ``first`` to ``end`` need."""
         offset = 0
         for low, high, begin, until in sorted(self.taken):
             if begin < end and first < until and offset + size > low:

@@ -1,9 +1,9 @@
-"""The numbers that estimates were fitted with, which ``gemmconv/costs`` holds as data, one file for each device.
+"""The fitted constants of estimates, which ``gemmconv/costs`` holds as data, one file for each device.
 
-A file has a group for each kernel, by its name, and "device" for what several share. A group has a source and its costs
-by name. A cost has a value, its unit, what it is of, and a source of its own where it is not the group's: what it was
-fitted to. "no rows kept" says that nobody wrote that down. A value is a number, or a table of numbers by keys: "4 2" is
-the key (4, 2), "forward" the key "forward".
+A file has a group for each kernel, by its name, and "device" for shared constants. A group has a source and its costs
+by name. A cost has a value, a unit, a meaning, and a source if that differs from the group's: the measurements it was
+fitted to. The source "no rows kept" means that these were not recorded. A value is a number, or a table of numbers by
+keys: "4 2" is the key (4, 2), "forward" the key "forward".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Costs:
     AttributeError: 'costs of device' object has no attribute 'idle_clock'
     """
 
-    if TYPE_CHECKING:  # at run time there are instances' own attributes alone, which Python looks up the fastest
+    if TYPE_CHECKING:  # at run time costs are plain attributes of the instance, the fastest to look up
 
         def __getattr__(self, name: str) -> float: ...
 
@@ -41,13 +41,13 @@ class Costs:
 
 @functools.cache
 def costs_of(kernel: str, device: str = "h200") -> Costs:
-    """The costs of a kernel on a device, by the names of its group and file; the same object each time.
+    """The costs of a kernel on a device, by the names of its group and file; cached.
 
     Raises:
-        KeyError: there are none.
+        KeyError: the file has no such group.
     """
     costs = read(device)[kernel]["costs"]
-    named = type(f"costs of {kernel}", (Costs,), {})  # what an error about an unknown attribute says
+    named = type(f"costs of {kernel}", (Costs,), {})  # errors about unknown attributes show this name
     return named({name: entry["value"] for name, entry in costs.items()})
 
 

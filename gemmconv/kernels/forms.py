@@ -1,8 +1,8 @@
-"""A program for tensors of some strides and dtypes, which may be without data: with what they make of it.
+"""Completes a program for tensors with given strides and dtypes, which may be without data.
 
-Operands in the other format get a transposition in front of the program's steps, outputs one behind them; what no
-kernel can transpose, torch copies. Weights and biases of another dtype get a cast in front of all, and their gradients
-one behind all.
+Operands in the other memory format get a transpose before the program's steps, outputs one after them; torch copies
+tensors that no kernel can transpose. Weights and biases of another dtype get a cast before all steps, and their
+gradients one after all.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from gemmconv.kernels.splits import reduce
 Fit = Callable[[torch.Tensor], torch.Tensor]
 Prepare = Callable[[Program, torch.device], Fit]
 Tensors = Sequence[torch.Tensor | None]
-Made = tuple[Any, Any, torch.dtype]  # shape, strides and dtype of what a call allocates
+Made = tuple[Any, Any, torch.dtype]  # shape, strides and dtype of an output that a call allocates
 
 
 class Completed(NamedTuple):
-    """A program for tensors of some strides and dtypes.
+    """A program for tensors with given strides and dtypes.
 
     Attributes:
-        program: with all its steps.
-        fits: what torch does to each operand before, None where it does nothing.
-        channels_last: whether the weight is in that format.
-        made: what is allocated for each output.
-        after: indices of outputs that torch copies then, and their strides.
+        program: the program with transposes and casts among its steps.
+        fits: for each operand a function of torch's that copies it first, or None.
+        channels_last: whether the weight is in channels_last.
+        made: shape, strides and dtype of the allocation for each output.
+        after: indices of outputs that torch copies after the steps, and the strides they get.
     """
 
     program: Program
@@ -46,7 +46,7 @@ class Completed(NamedTuple):
 
 
 def launches(program: Program, tensors: Tensors, device: torch.device) -> list[Launch]:
-    """All launches of a call with tensors of the strides that these have."""
+    """All launches of a call with tensors that have the strides of these."""
     steps: list[Step] = []
 
     def noted(before: Program, device: torch.device) -> Fit:
@@ -60,24 +60,25 @@ def launches(program: Program, tensors: Tensors, device: torch.device) -> list[L
 def completed(
     program: Program, tensors: Tensors, device: torch.device, prepare: Prepare = Program.prepare
 ) -> Completed:
-    """The program for tensors of the strides and dtypes that these have.
+    """The program for tensors with the strides and dtypes of these.
 
-    ``prepare`` makes a call of a program that transposes an operand before torch adds columns to it.
+    ``prepare`` makes a call of a program that transposes an operand before torch pads its columns.
     """
-    fits, program, channels_last = brought_to_form(_of_casts(program, tensors), tensors, device, prepare)
-    program, made, after = returned(program)
-    return Completed(_with_casts_behind(program), fits, channels_last, made, after)
+    with_casts = _with_operand_casts(program, tensors)
+    fits, program, channels_last = with_operand_transposes(with_casts, tensors, device, prepare)
+    program, made, after = with_output_transposes(program)
+    return Completed(_with_output_casts(program), fits, channels_last, made, after)
 
 
 def name_of_cast(operand: str) -> str:
-    """What the cast of an operand is called, among outputs where it is returned."""
+    """The name of an operand's cast, among scratch regions or, if it is returned, among outputs."""
     return f"{operand} cast"
 
 
-def _of_casts(program: Program, tensors: Tensors) -> Program:
-    """The program with its weights and biases cast to its dtype, where they are of another.
+def _with_operand_casts(program: Program, tensors: Tensors) -> Program:
+    """The program with casts of weights and biases that have another dtype.
 
-    A cast has its tensor's format, and is transposed where that is not its operand's.
+    A cast has the memory format of its tensor, and is transposed if the operand needs the other.
     """
     given = dict(zip(program.arguments, tensors, strict=False))
     returned = {output.name for output in program.outputs}
@@ -105,8 +106,8 @@ def _of_casts(program: Program, tensors: Tensors) -> Program:
     return replace(program, operands=tuple(operands), steps=steps, scratch=scratch)
 
 
-def _with_casts_behind(program: Program) -> Program:
-    """The program with its outputs cast to the dtype that they are returned in, by what writes them where it can."""
+def _with_output_casts(program: Program) -> Program:
+    """The program with outputs in the dtype that is returned: the launch that writes one casts it if it can."""
     casts, dtype = [], program.dtype
     for output in program.outputs:
         if output.dtype is not None and output.dtype != program.dtype:
@@ -125,18 +126,17 @@ def _with_casts_behind(program: Program) -> Program:
 
 
 def _written(program: Program, output: str, change: Callable[[Step], Launch | None]) -> Program | None:
-    """The program whose one step that writes an output is changed; None where there are several, or it cannot be."""
+    """The program with its single step that writes ``output`` changed; None if several do, or it cannot change."""
     writing = [i for i, step in enumerate(program.steps) if output in step.tensors]
     if len(writing) != 1 or (changed := change(program.steps[writing[0]])) is None:
         return None
     return replace(program, steps=(*program.steps[: writing[0]], changed, *program.steps[writing[0] + 1 :]))
 
 
-def brought_to_form(
+def with_operand_transposes(
     program: Program, tensors: Tensors, device: torch.device, prepare: Prepare = Program.prepare
 ) -> tuple[list[Fit | None], Program, bool]:
-    """What is done to each operand before, the program with transpositions of others, and whether the weight is in
-    channels_last."""
+    """The ``fits``, ``program`` and ``channels_last`` of :class:`Completed`, with transposes of operands."""
     given = dict(zip(program.arguments, tensors, strict=False))
     fits: list[Fit | None] = []
     operands, before, names, scratch, channels_last = [], list[Step](), dict[str, str](), dict[str, int](), False
@@ -172,7 +172,7 @@ def brought_to_form(
 
 
 def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) -> Program | None:
-    """A program that brings an operand to its form, None where torch is to."""
+    """A program that transposes an operand to its form; None if torch has to copy it."""
     assert operand.form is not None
     given = other_format(operand.form)
     if device.type != "cuda" or tensor.dim() != 4 or not takes_the_kernel(tensor.shape):
@@ -184,8 +184,8 @@ def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) ->
     return Program(tensor.dtype, (Operand("source", given, alignment),), (target,), (step,))
 
 
-def returned(program: Program) -> tuple[Program, list[Made], list[tuple[int, Any]]]:
-    """The program with transpositions of outputs; what is allocated for them; what torch copies then."""
+def with_output_transposes(program: Program) -> tuple[Program, list[Made], list[tuple[int, Any]]]:
+    """The ``program``, ``made`` and ``after`` of :class:`Completed`, with transposes of outputs."""
     made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
     for i, output in enumerate(program.outputs):
         strides, written = output.strides, output.written
@@ -214,7 +214,7 @@ def returned(program: Program) -> tuple[Program, list[Made], list[tuple[int, Any
 
 
 def _widened(tensor: torch.Tensor, fit: Fit | None, columns: int) -> torch.Tensor:
-    """A tensor with columns of zeros beside its rows, after ``fit``."""
+    """``fit`` of a tensor, padded with columns of zeros."""
     fitted = tensor if fit is None else fit(tensor)
-    # Contiguous once more: of images of one pixel torch cannot tell in which format they are.
+    # torch cannot tell the format of images of one pixel, so the result may still need a copy.
     return torch.nn.functional.pad(fitted, (0, columns)).contiguous()

@@ -1,10 +1,10 @@
-"""Integer arithmetic that tiles are chosen with."""
+"""Integer arithmetic for choosing tiles."""
 
 from __future__ import annotations
 
 
 def power_of_two(value: int) -> int:
-    """The least power of two that is not less.
+    """The least power of two that is not less than a value.
 
     >>> power_of_two(0), power_of_two(5), power_of_two(8)
     (1, 8, 8)
@@ -27,5 +27,5 @@ def up_to_multiple(value: int, multiple: int) -> int:
 
 
 def power_of_two_within(wanted: int, most: int) -> int:
-    """The least power of two that covers ``wanted``, at most the greatest that ``most`` holds."""
+    """The least power of two that is at least ``wanted``, limited to the greatest power of two up to ``most``."""
     return min(power_of_two(wanted), 1 << (max(1, most).bit_length() - 1))

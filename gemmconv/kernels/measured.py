@@ -1,13 +1,13 @@
-"""What a kernel is expected to take: its own estimate, corrected by what was measured of layers like the one asked for.
+"""Expected times of kernels: their own estimates, times corrections that were fitted to measured layers.
 
-Kernels estimate their tiles well beside each other, but not beside other kernels', and nobody has a model of cuDNN.
-So a correction follows, fitted by ``python -m benchmarks.fit`` to rows that ``python -m benchmarks.rows`` measured, for
-each kernel, pass, precision and memory format apart. The logarithm of what was measured over the estimate is taken to
-be linear in the logarithms of a layer's sizes (:func:`sizes`). Of torch's operator, whose kernels change with sizes in
-steps, what the nearest layers were off by is added (kernel ridge regression with a Gaussian kernel). Corrections are
-factors for the mean, not the likeliest time: what is less certain counts for more.
+A kernel's estimates rank its own tiles well, but do not compare with other kernels', and cuDNN has no model at all. So
+each kernel, pass, precision and memory format has a correction, which ``python -m benchmarks.fit`` fits to rows that
+``python -m benchmarks.rows`` has measured. The logarithm of measured time over estimate is linear in the logarithms of
+a layer's sizes (:func:`sizes`). torch's operator changes its kernels with the size in steps, so the errors at the
+nearest layers are added (kernel ridge regression with a Gaussian kernel). Corrections are factors for the mean, not the
+likeliest time: a less certain estimate counts for more.
 
-The numbers are in costs/measured.npz. What was not measured is not corrected.
+The numbers are in costs/measured.npz. Without measurements there is no correction.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gemmconv.kernels.costs import FOLDER
 
 FILE = FOLDER / "measured.npz"
 NATIVE = "native"
-WIDTH = 0.03  # of the Gaussian kernel: exp(-WIDTH * distance**2), of sizes scaled to a spread of one
-_FARTHEST = 4.0  # spreads from the mean: a layer that is farther is taken to lie there
+WIDTH = 0.03  # Gaussian kernel exp(-WIDTH * distance**2), where sizes are scaled to a spread of one
+_FARTHEST = 4.0  # spreads from the mean, to which scaled sizes are clipped
 _FORMATS = {torch.contiguous_format: "nchw", torch.channels_last: "channels_last"}
-_LAUNCH_SECONDS, _REACHED = 3e-6, 0.7  # of a roofline: a launch, and the share of the rates that large layers reach
+_LAUNCH_SECONDS, _REACHED = 3e-6, 0.7  # roofline: seconds of a launch; share of the peak rates that large layers reach
 
 
 def sizes(problem: Problem) -> list[float]:
-    """What corrections are linear in: a one, logarithms to base 2 of a layer's sizes, and what kind it is."""
+    """The features that corrections are linear in: a one, logarithms to base 2 of sizes, and flags of the layer."""
     p = problem
     channels = p.in_channels // p.groups, p.out_channels // p.groups
     log, is_grouped, is_strided = math.log2, p.groups > 1, max(p.stride) > 1
@@ -71,7 +71,7 @@ def sizes(problem: Problem) -> list[float]:
 
 
 def roofline(config: Config, direction: Pass) -> float:
-    """Seconds that a pass takes at the rates of the device's products and memory, one launch; a bias is added after."""
+    """Seconds of a pass by the device's peak rates for products and memory, plus a launch and a pass for the bias."""
     p, spec = config.problem, config.spec
     rate = spec.half if config.dtype.itemsize == 2 else spec.tf32 if config.precision == "tf32" else spec.fp32
     moved = p.least_bytes(config.dtype.itemsize) / spec.bandwidth
@@ -82,7 +82,7 @@ def roofline(config: Config, direction: Pass) -> float:
 
 
 def key_of(kernel: str, config: Config, direction: Pass) -> str | None:
-    """The name of a correction; None for element types that are not measured."""
+    """The name of a correction; None for float64, which is not measured."""
     if config.dtype == torch.float64:
         return None
     precision = "half" if config.dtype.itemsize == 2 else config.precision
@@ -97,7 +97,7 @@ def _table() -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _scaled(problem: Problem) -> tuple[Any, Any]:
-    """A layer's sizes in spreads from the mean, and how near it is to each layer of torch's operator's rows."""
+    """A layer's scaled sizes, and its nearness to each layer that torch's operator was measured on."""
     table = _table()
     scaled = np.clip((np.array(sizes(problem)) - table["mean"]) / table["spread"], -_FARTHEST, _FARTHEST)
     scaled[0] = 1.0
@@ -107,7 +107,7 @@ def _scaled(problem: Problem) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=8192)
 def correction(kernel: str, config: Config, direction: Pass) -> float | None:
-    """The factor from a kernel's estimate to the time that is expected; None where nothing was measured."""
+    """The expected time of a kernel over its estimate; None if no such pass was measured."""
     key, table = key_of(kernel, config, direction), _table()
     if key is None or key not in table:
         return None
@@ -119,6 +119,6 @@ def correction(kernel: str, config: Config, direction: Pass) -> float | None:
 
 
 def torchs_seconds(config: Config, direction: Pass) -> float:
-    """Seconds that torch's operator is expected to take on a GPU; infinite where nothing is known of it."""
+    """Expected seconds of torch's operator on a GPU; infinite if no such pass was measured."""
     factor = correction(NATIVE, config, direction)
     return math.inf if factor is None else factor * roofline(config, direction)

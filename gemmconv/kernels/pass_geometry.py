@@ -8,7 +8,7 @@ from gemmconv.kernels.base import Pass
 
 
 class Gathering:
-    """What a pass of a problem reads and makes. The inputs of an input gradient are grad_output.
+    """Sizes of the inputs and outputs of a pass. The inputs of an input gradient are grad_output.
 
     Attributes:
         problem: the geometry.

@@ -53,20 +53,20 @@ def reach_of(problem: Problem, axis: int) -> Pair:
 
 
 def stored_together(problem: Problem, itemsize: int, channels: int = 1) -> int:
-    """Outputs of a row of a cell that are stored together, which begin at a multiple of their bytes.
+    """Outputs of a row of a cell that one aligned store covers.
 
     Args:
         problem: the geometry.
         itemsize: bytes of an element.
-        channels: of a pixel, beside each other.
+        channels: channels that are neighbours in memory.
     """
     return math.gcd(16 // itemsize, problem.stride[1] * channels, problem.output_size[1] * channels)
 
 
 def can_be_folded(problem: Problem) -> bool:
-    """Whether every phase has a tap, and shifts times the width of an image that fits a tile are integers of a kernel.
+    """Whether every phase has a tap, and shifts times the width of an image fit a kernel's 32-bit integers.
 
-    Else an output may be the bias alone, and padding may undo a dilation that reaches farther than images ever do.
+    Without a tap an output would be the bias alone. Padding may cancel a dilation that reaches beyond every image.
     """
     p = problem
     if any(p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] > _MOST_REACH for axis in (0, 1)):

@@ -1,7 +1,7 @@
-"""What a pass does, as plain data: a :class:`Program`.
+"""A pass as plain data: a :class:`Program`.
 
-A program says what its operands must be like, what it makes, what scratch memory it takes, and its steps: kernels that
-are launched, matrix products, memory that is cleared. It may be pickled: it holds no tensor, no kernel and no function.
+A program lists its operands with their formats, its outputs, its scratch memory, and its steps: kernel launches, matrix
+products, memory that is cleared. It may be pickled: it holds no tensor, no kernel and no function.
 :mod:`gemmconv.kernels.bind` runs it.
 """
 
@@ -22,16 +22,16 @@ from gemmconv.kernels.macros import Macros
 Extent3 = tuple[int, int, int]
 Strides = tuple[int, ...]
 
-MAX_GRID_Y = 65_535  # and of z
+MAX_GRID_Y = 65_535  # blocks of a grid along y, and along z
 
 
 class Long(int):
-    """A constant of params that is a long long in C."""
+    """A constant in a kernel's params that is a ``long long`` in C."""
 
 
 @dataclass(frozen=True)
 class ByFormat:
-    """A constant of params that depends on the format of a weight that may have either."""
+    """A constant in a kernel's params that depends on the memory format of the weight."""
 
     contiguous: int
     channels_last: int
@@ -47,15 +47,15 @@ class At:
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor map: what :func:`gemmconv.runtime.tensor_map.encode` is to know, which says more of it.
+    """A tensor map for TMA: the arguments of :func:`gemmconv.runtime.tensor_map.encode`.
 
     Attributes:
         tensor: the name of an operand, an output or a region.
         itemsize: bytes of an element.
         sizes: elements of each dimension, the innermost first.
         strides: bytes from one element to the next, of all dimensions but the innermost.
-        box, steps: elements of a box, and from one of them to the next, of each dimension.
-        swizzled: whether boxes lie as csrc/include/ptx/wgmma.cuh says.
+        box, steps: for each dimension, elements of a box and the step from one to the next.
+        swizzled: whether boxes are swizzled in shared memory; see csrc/include/ptx/wgmma.cuh.
         fetched: bytes that the L2 cache fetches together.
     """
 
@@ -77,7 +77,7 @@ class TensorMapSpec:
 # A pointer to an operand, an output or a region, a null pointer, a tensor map, or a constant.
 Field = str | At | None | TensorMapSpec | int | ByFormat
 Params = Mapping[str, Field | tuple[Field, ...]]
-# By the type of a field: as struct knows it, its bytes and its alignment. What is put into a slot is left out.
+# By the type of a field: its format in ``struct``, bytes, alignment. Slots (pointers, tensor maps) are filled later.
 _INT, _SLOT = ("i", 4, 4), ("8x", 8, 8)
 _C_TYPES = {str: _SLOT, At: _SLOT, type(None): _SLOT, TensorMapSpec: ("128x", 128, 64), Long: ("Q", 8, 8)}
 
@@ -87,12 +87,12 @@ class Launch:
     """A launch of a kernel.
 
     Attributes:
-        source, macros: of the kernel, in csrc/.
+        source, macros: the kernel's file under csrc/, and the macros that specialise it.
         grid, block: blocks, and threads of a block.
         params: the fields of its params struct in order; their C types follow from the values. A name with commas, as
-            in C, is of several fields, and has a tuple of values; so has an array.
-        shared_bytes: of dynamic shared memory.
-        overlaps: whether it may begin before the one before has ended: see ``launch`` of gemmconv/runtime/launch.py.
+            in C, names several fields and has a tuple of values; so has an array.
+        shared_bytes: bytes of dynamic shared memory.
+        overlaps: whether it may begin before the previous launch ends (PDL): see gemmconv/runtime/launch.py.
     """
 
     source: str
@@ -122,7 +122,7 @@ class Launch:
                 yield value
 
     def laid_out(self, channels_last: bool) -> tuple[bytes, list[tuple[int, At | TensorMapSpec]]]:
-        """The params struct as C lays it out, of a weight of either format: its bytes, and where what goes into it."""
+        """The params struct in C's layout for a weight of the given format: its bytes, and its slots with offsets."""
         code, values, slots, end, largest = "<", list[int](), list[tuple[int, At | TensorMapSpec]](), 0, 1
         for value in self.fields:
             one, size, alignment = _C_TYPES.get(type(value), _INT)
@@ -141,7 +141,7 @@ class Launch:
         return struct.pack(f"{code}{-end % largest}x", *values), slots
 
     def renamed(self, names: Mapping[str, str]) -> Launch:
-        """The same launch on memory of other names."""
+        """This launch with tensors and regions renamed."""
         if not names:
             return self
 
@@ -171,15 +171,15 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Gemm:
-    """Products of so many matrices by cuBLAS: C = op(A) op(B) + beta C, in its column-major terms.
+    """A strided-batched product by cuBLAS, C = op(A) op(B) + beta C, in column-major terms.
 
-    They accumulate in float32 (float64 for float64 operands), as TF32 only where ``tf32`` says so.
+    It accumulates in float32 (float64 for float64 operands), and multiplies in TF32 only if ``tf32`` is set.
 
     Attributes:
         extents: m, n and k: C is ``m x n``, and the reduced extent is ``k``.
         operands: A, B and C.
-        batch: how many.
-        transposed: whether op transposes, of A and of B.
+        batch: number of products.
+        transposed: whether op transposes A, and whether it transposes B.
         tf32: whether float32 operands are rounded to TF32.
         accumulates: whether beta is 1, not 0.
     """
@@ -193,11 +193,11 @@ class Gemm:
 
     @property
     def tensors(self) -> Iterator[str]:
-        """As of a launch."""
+        """The names of the operands' memory, like :attr:`Launch.tensors`."""
         return (one.at.tensor for one in self.operands)
 
     def renamed(self, names: Mapping[str, str]) -> Gemm:
-        """As of a launch."""
+        """This product with tensors and regions renamed."""
         a, b, c = (replace(x, at=replace(x.at, tensor=names.get(x.at.tensor, x.at.tensor))) for x in self.operands)
         return replace(self, operands=(a, b, c))
 
@@ -215,11 +215,11 @@ class Zero:
 
     @property
     def tensors(self) -> Iterator[str]:
-        """As of a launch."""
+        """The name of the memory, like :attr:`Launch.tensors`."""
         return iter((self.tensor,))
 
     def renamed(self, names: Mapping[str, str]) -> Zero:
-        """As of a launch."""
+        """This step with its tensor or region renamed."""
         return replace(self, tensor=names.get(self.tensor, self.tensor))
 
     def __str__(self) -> str:
@@ -231,14 +231,14 @@ Step = Launch | Gemm | Zero
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a call takes, and what it must be like: it is transposed or copied where it is not.
+    """A tensor that a call takes, and the form that steps need: other tensors are transposed or copied first.
 
     Attributes:
-        name: what params call it.
-        form: the format in which it is contiguous, None of a weight that is contiguous in either.
-        alignment: bytes; it begins at a multiple of them.
-        columns: of zeros that are put beside each of its rows.
-        argument: of the call; of its own name where that is not said.
+        name: its name in params.
+        form: the memory format in which it must be contiguous; None for a weight, which may have either.
+        alignment: bytes; its address must be a multiple of them.
+        columns: columns of zeros that pad each of its rows.
+        argument: the name of the call's argument, if it is not ``name``.
     """
 
     name: str
@@ -255,13 +255,13 @@ class Operand:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call makes.
+    """A tensor that a call returns.
 
     Attributes:
-        name: what params call it.
-        shape, strides: when it is returned.
-        written: the format in which launches write it, if that may be another.
-        dtype: when it is returned, if that is not the program's.
+        name: its name in params.
+        shape, strides: shape and strides of the returned tensor.
+        written: the memory format in which launches write it, if that can differ; it is then transposed.
+        dtype: dtype of the returned tensor, if it is not the program's.
     """
 
     name: str
@@ -276,11 +276,11 @@ class Program:
     """A pass as plain data.
 
     Attributes:
-        dtype: of operands and outputs; weights and biases are cast to it where they are of another.
-        operands: in the order of the call; the one that is called bias may be None.
-        outputs: in the order in which they are returned.
-        steps: in order.
-        scratch: bytes of regions of memory that steps need, by name; they hold anything at first.
+        dtype: element type of operands and outputs; weights and biases of another are cast to it.
+        operands: the arguments in order; the one named bias may be None.
+        outputs: the results in order.
+        steps: launches, products and clears in order.
+        scratch: bytes of regions of scratch memory, by name; they are not initialised.
     """
 
     dtype: torch.dtype
@@ -295,13 +295,13 @@ class Program:
         return tuple(dict.fromkeys(operand.given_as for operand in self.operands))
 
     def prepare(self, device: torch.device) -> Callable[..., Any]:
-        """Load the kernels; return what takes the operands, of any strides, and returns the output, or a tuple."""
+        """Load the kernels; return a function of the operands, with any strides, that returns the output or a tuple."""
         from gemmconv.kernels.bind import Call
 
         return Call(self, device)
 
     def bound(self, device: torch.device, tensors: Sequence[torch.Tensor | None]) -> Callable[..., Any]:
-        """The same for operands of the strides that these have alone."""
+        """Prepare a call for operands with exactly the strides of ``tensors``."""
         from gemmconv.kernels.bind import bound
 
         return bound(self, device, tensors)
@@ -314,10 +314,10 @@ class Program:
 
 
 def one_after_the_other(arguments: Sequence[str], first: Program, second: Program) -> Program:
-    """A program of the steps of two, with the outputs of both; operands that are alike are brought to form once.
+    """A program with the steps and outputs of two; operands with equal forms are transposed once.
 
     Args:
-        arguments: of the call, in order.
+        arguments: names of the call's arguments, in order.
         first, second: the programs; their outputs have different names.
     """
     operands = {(one.given_as, one.form, one.columns): one for one in first.operands}
@@ -351,13 +351,13 @@ def gathering(
     weight: Operand | None = None,
     alignment: int = 16,
 ) -> Program:
-    """A program that gathers ``output`` from ``input``, of any strides: a forward pass, or an input gradient.
+    """A program that gathers ``output`` from ``input``: a forward pass, or an input gradient.
 
     Args:
-        config, direction: of the pass. The input of an input gradient is grad_output; it has no ``bias``.
-        steps, scratch: of the program; one without steps returns zeros.
-        weight: what it must be like; in either format if that is not said.
-        alignment: of the input.
+        config, direction: the pass. The input of an input gradient is grad_output; it has no ``bias``.
+        steps, scratch: steps and scratch regions of the program; without steps it returns zeros.
+        weight: the form of the weight; None if either format will do.
+        alignment: bytes that the input's address must be a multiple of.
     """
     shapes = config.problem.input_shape, config.problem.output_shape
     output_shape = shapes[direction == "forward"]
@@ -370,27 +370,27 @@ def gathering(
 
 
 def clearing(config: Config, output: Output) -> Zero:
-    """What makes an output zeros: sums of nothing, or a tensor without elements."""
+    """The step that clears an output: its elements are empty sums, or there are none."""
     return Zero(output.name, math.prod(output.shape) * config.dtype.itemsize)
 
 
 def weight_steps(problem: Problem) -> dict[str, Field]:
-    """Elements of a weight in either format from one output channel of a group to the next, and from one tap."""
+    """Strides of a weight in elements, in either format: between output channels of a group, and between taps."""
     channels = problem.out_channels // problem.groups
     return {"weight_channel": ByFormat(problem.taps, 1), "weight_tap": ByFormat(1, channels)}
 
 
 def plane_grid(x: int, planes: int) -> Extent3:
-    """A grid of ``x`` blocks for each of many planes, at least one, which run over y and z."""
+    """A grid of ``x`` blocks for each of ``planes``, which are spread over y and z."""
     y = min(planes, MAX_GRID_Y)
     return x, y, -(-planes // y)
 
 
 def reciprocal(divisor: int) -> Long:
-    """What csrc/include/numeric/divide.cuh multiplies with to divide by a positive 32-bit integer."""
+    """The factor by which csrc/include/numeric/divide.cuh multiplies to divide by a positive 32-bit integer."""
     return Long(-(-(1 << 63) // divisor))
 
 
 def small_reciprocal(divisor: int) -> int:
-    """The same of `divided_small` there: for a divisor from 3 on, whose product with what is divided is below 2**32."""
+    """The factor of `divided_small` in numeric/divide.cuh: for divisors from 3 on, with dividend * divisor < 2**32."""
     return -(-(1 << 32) // divisor)

@@ -1,7 +1,7 @@
-"""Classes of sizes, whose tiles are found once and fitted to all sizes of the class.
+"""Size classes: a tile is found once for a class and fitted to all sizes of the class.
 
-What is compiled for a layer depends on the classes that its sizes are of, which are few. Which those are is a pure
-function of the problem, and of nothing that was called or compiled before.
+A layer has few classes, and all sizes of a class share one compiled kernel, so a new size in a known class compiles
+nothing. The class is a pure function of the problem: earlier calls and compilations have no influence.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gemmconv.geometry import Pair, Problem, output_extent
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.integers import power_of_two
 
-_VECTOR_BYTES = 16  # that memory is read and written by at most
-_BLOCK = 64  # pixels: of what may come as blocks of whole images
-# Pixels of all images, of a class: the more there are, the less a tile depends on how many.
+_VECTOR_BYTES = 16  # widest load or store
+_BLOCK = 64  # pixels of a block of whole images
+# Pixels in all images of a class. Steps grow, since tiles depend less on the number of pixels the more there are.
 _TOTALS = (*(1 << i for i in range(12)), *(1 << i for i in range(12, 26, 2)))
-_SMALL = 256  # pixels of an image that is of a class of its own: how a tile covers it is what counts
-_SHORT = 8  # inputs: shorter axes are as long in their class
-_FLAT = 8  # times as wide as high, or as high as wide: what is no longer nearly square
+_SMALL = 256  # pixels: smaller images form a class of their own, since the way a tile covers them matters most
+_SHORT = 8  # inputs: a shorter axis keeps its length in its class
+_FLAT = 8  # ratio of width and height from which an image is not treated as nearly square
 
 
 @lru_cache(maxsize=4096)
 def representatives(config: Config) -> tuple[Config, ...]:
-    """Configurations that stand for the classes that one is of: the next with fewer pixels, and with more.
+    """Configurations that represent the two classes of a configuration: the next with fewer pixels, and with more.
 
-    Their images are as wide, to the next power of two, and as well aligned, but lower where one would be too large;
-    small ones are the same, and the batches powers of two. On a CPU there are none.
+    Their images have the width's next power of two, the alignment of the original, and less height if one would be too
+    large; small images keep their size. Batches are powers of two. A CPU has no classes.
 
     >>> import torch
     >>> config = Config(Problem(3, 8, 8, 1, (40, 50), (3, 3)), torch.float32, torch.device("cuda", 0))
@@ -45,7 +45,7 @@ def representatives(config: Config) -> tuple[Config, ...]:
 
 @lru_cache(maxsize=4096)
 def _problems(problem: Problem, elements: int) -> tuple[Problem, ...]:
-    """``elements`` are those of 16 bytes."""
+    """The problems that represent the classes of a problem; ``elements`` is the number of elements in 16 bytes."""
     height, width = problem.input_size
     pixels = problem.batch * height * width
     if pixels * problem.in_channels * problem.out_channels == 0:
@@ -53,17 +53,17 @@ def _problems(problem: Problem, elements: int) -> tuple[Problem, ...]:
     if height * width <= _SMALL:
         above = min(power_of_two(problem.batch), _TOTALS[-1] // _SMALL)
         return tuple(replace(problem, batch=one) for one in ([above // 2, above] if problem.batch < above else [above]))
-    place = bisect.bisect_left(_TOTALS, pixels)
-    totals = _TOTALS[place : place + 1] if pixels in _TOTALS else _TOTALS[max(0, place - 1) : place + 1]
-    found: dict[Problem, None] = {}
+    index = bisect.bisect_left(_TOTALS, pixels)
+    totals = _TOTALS[index : index + 1] if pixels in _TOTALS else _TOTALS[max(0, index - 1) : index + 1]
+    problems: dict[Problem, None] = {}
     for total in totals:
         size = next(_sizes(problem, elements, total), problem.input_size)
-        found[replace(problem, batch=max(1, round(total / math.prod(size))), input_size=size)] = None
-    return tuple(found)
+        problems[replace(problem, batch=max(1, round(total / math.prod(size))), input_size=size)] = None
+    return tuple(problems)
 
 
 def _sizes(problem: Problem, elements: int, total: int) -> Iterator[Pair]:
-    """Heights and widths of a class of so many pixels, the best first: aligned as those of the problem are."""
+    """Heights and widths of a class with ``total`` pixels, the best first, aligned like those of the problem."""
     height, width = problem.input_size
     of_width, of_planes = _aligned(problem, width, elements), _in_blocks(problem, height, width)
     top = power_of_two(width)
@@ -84,7 +84,7 @@ def _sizes(problem: Problem, elements: int, total: int) -> Iterator[Pair]:
 
 
 def _aligned(problem: Problem, width: int, elements: int) -> Pair:
-    """Which powers of two divide rows of inputs and outputs."""
+    """The greatest powers of two, at most ``elements``, that divide rows of inputs and of outputs."""
     return math.gcd(width, elements), math.gcd(_output(problem, 1, width), elements)
 
 

@@ -32,7 +32,7 @@ from gemmconv.kernels.base import (
     with_strides,
 )
 from gemmconv.kernels.forms import launches, name_of_cast
-from gemmconv.kernels.layout.transpose import prepare_turned, to_nchw
+from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_nchw
 from gemmconv.kernels.program import Launch, Output, Program, Strides, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
 from gemmconv.ops.schemas import (
@@ -455,9 +455,9 @@ def _prepared_grads(
     gradients: selection.Gradients, config: Config, weight_config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare both gradients of one backward pass, perhaps in channels_last between conversions of the tensors."""
-    if gradients.turned:
+    if gradients.via_channels_last:
         last = replace(config, memory_format=torch.channels_last)
-        return prepare_turned(config, both_gradients(gradients, last, last), gradients.turns_weight)
+        return prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
     return both_gradients(gradients, config, weight_config)
 
 
@@ -465,7 +465,7 @@ def _mixed_grads(
     gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: Form
 ) -> Callable[..., Any] | None:
     """Prepare both gradients where torch's operator computes one of them and a program the other, else None."""
-    if config.device.type != "cuda" or gradients.turned or gradients.at_once or gradients.share:
+    if config.device.type != "cuda" or gradients.via_channels_last or gradients.at_once or gradients.share:
         return None
     of_input, of_weight = _gradient_programs(gradients, config, weight_config)
     grad_output, input, weight = tensors
@@ -502,7 +502,7 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
     *others, both = programs
     for other in others:
         both = _after(both, other, ("grad_output", "input", "weight"))
-    if not gradients.turned:
+    if not gradients.via_channels_last:
         return both
     strides = strides_of(config.problem.input_shape, config.memory_format)
     of_input = replace(both.outputs[0], strides=strides, written=both.outputs[0].written or torch.channels_last)
@@ -512,7 +512,7 @@ def both_programs(gradients: selection.Gradients, config: Config, weight_config:
 def _gradient_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> list[Any]:
     """The programs of the input's and the weight's gradient, or one of both; None for torch's operator."""
     computed = config, weight_config
-    if gradients.turned:
+    if gradients.via_channels_last:
         computed = (replace(config, memory_format=torch.channels_last),) * 2
     passes: tuple[tuple[Config, Pass], ...] = (computed[0], "input_grad"), (computed[1], "weight_grad")
     if gradients.at_once:

@@ -1,4 +1,4 @@
-"""Whether a machine has what compiles and loads kernels. Imports that only when asked, of a machine with a GPU."""
+"""Whether a machine can compile and load kernels. CUDA packages are imported only when it is asked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _COMPILED_BY = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}  # packag
 
 
 def what_is_missing(capability: tuple[int, int]) -> str | None:
-    """What keeps a machine from compiling and loading kernels for a device of a compute capability, and the way out.
+    """Why this machine cannot compile or load kernels for a compute capability, and the remedy.
 
     Returns:
-        A clause, such as ``the driver must ...``; None where nothing is missing.
+        A clause, such as ``the driver must ...``; None if nothing is missing.
     """
     if torch.version.hip is not None:
         return f"torch must be built for NVIDIA GPUs, got one for ROCm {torch.version.hip}"
@@ -26,12 +26,12 @@ def what_is_missing(capability: tuple[int, int]) -> str | None:
     except FileNotFoundError as error:
         return str(error)
     try:
-        with warnings.catch_warnings():  # errors, where a user's filter makes some of them
+        with warnings.catch_warnings():  # a user's filter may turn them into errors
             warnings.simplefilter("ignore")
-            for module in ("launch", "tensor_map"):  # and with them all that they import
+            for module in ("launch", "tensor_map"):  # these import all packages that are needed
                 importlib.import_module(f"gemmconv.runtime.{module}")
         compiler, architectures, driver = _versions()
-    except Exception as error:  # each library has its own when it is not there, or not whole
+    except Exception as error:  # each library raises its own type if it is missing or incomplete
         extra = f"gemmconv[{_extra(torch.version.cuda or '')}]"
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return f"the packages of {extra} must be installed and whole, got {got}; pip install '{extra}'"
@@ -64,7 +64,7 @@ def _versions() -> tuple[tuple[int, int], frozenset[int], tuple[int, int]]:
 
 
 def _answer(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call of a CUDA library returns beside its status."""
+    """The results of a call of a CUDA library, without its status, which must be success."""
     status, *values = result
     if status:
         raise RuntimeError(status.name)
@@ -72,7 +72,7 @@ def _answer(result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _extra(cuda: str) -> str:
-    """The extra for a version of CUDA."""
+    """The name of gemmconv's extra for a version of CUDA."""
     return "cuda12" if cuda.startswith("12.") else "cuda13"
 
 

@@ -18,7 +18,7 @@ _FOR_READING_ALONE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class KernelCache:
-    """Bytes by key in a folder of mode 0700. Never fails: what cannot be read is a miss, what cannot be written is not.
+    """Bytes by key in a folder of mode 0700. Never raises: an unreadable entry is a miss, a failed write only warns.
 
     Entries appear by an atomic rename, so any number of processes may share the folder. Each entry starts with the
     SHA-256 digest of the rest: a truncated or altered one is a miss and is replaced.
@@ -41,7 +41,7 @@ class KernelCache:
             self._warn(error)
 
     def get(self, key: bytes) -> bytes | None:
-        """The entry, or None where there is none that is whole."""
+        """The entry; None if there is none, or its digest is wrong."""
         if self._files is None:
             return None
         try:
@@ -55,7 +55,7 @@ class KernelCache:
         return value if hashlib.sha256(value).digest() == digest else None
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Store an entry, or warn once that it cannot be stored; not of a folder that is for reading alone."""
+        """Store an entry, or warn once that it cannot be stored; a read-only folder is skipped without a warning."""
         if self._files is None:
             return
         try:

@@ -29,14 +29,14 @@ _cancelled = ctypes.create_string_buffer(b"0")  # "1" while compilations are to 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled source and, where it was compiled just now rather than read from a cache, what ptxas said of it.
+    """A compiled source and, unless it comes from a cache, the figures of ptxas.
 
     Attributes:
         cubin: the machine code.
         log: the compiler's log; empty for a cache hit.
         registers: most registers a thread of any kernel in it uses; None for a cache hit.
         spill_bytes: bytes of register spills, stores and loads; None for a cache hit.
-        seconds: what it took; None for a cache hit.
+        seconds: compile time; None for a cache hit.
     """
 
     cubin: bytes
@@ -69,8 +69,8 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
     if error:
         if _cancelled.value != b"0":
             raise CancelledError
-        said = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
-        raise CompileError(source_name, said, f"{log}{error}", source)
+        shown = [f"-arch={arch}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+        raise CompileError(source_name, shown, f"{log}{error}", source)
     seconds = time.perf_counter() - start
     compilation_seconds.append(seconds)
     _log.info("%s compiled for %s in %.0f ms", source_name, arch, 1e3 * seconds)
@@ -86,7 +86,7 @@ def compile(source_name: str, macros: Macros, arch: str, *, cache: KernelCache |
 
 
 def cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> Compiled | None:
-    """What :func:`compile` would find in a cache, None where it would compile."""
+    """The entry that :func:`compile` would take from a cache; None if it would compile."""
     start = time.perf_counter()
     cubin = cache.get(_key(sources.read(source_name), _options(source_name, macros, arch)))
     if cubin is None:
@@ -97,7 +97,7 @@ def cached(source_name: str, macros: Macros, arch: str, cache: KernelCache) -> C
 
 @contextlib.contextmanager
 def cancelling() -> Iterator[None]:
-    """For a while, end all compilations of this process as soon as NVRTC asks, every tenth of a second or so."""
+    """Cancel all compilations of this process while the context is active; NVRTC checks about 10 times a second."""
     _cancelled.value = b"1"
     worker.end_all()
     try:
@@ -112,16 +112,16 @@ def _options(source_name: str, macros: Macros, arch: str) -> ProgramOptions:
         arch=arch,
         std="c++17",
         define_macro=[(name, str(value)) for name, value in sorted(macros.items())],
-        device_as_default_execution_space=True,  # of lambdas
-        minimal=True,  # without declarations of textures and the like, which take time to read
-        no_cache=_keeps_code(),
+        device_as_default_execution_space=True,  # lambdas are device functions
+        minimal=True,  # skips declarations of textures and the like, which take time to parse
+        no_cache=_has_driver_cache(),
         ptxas_options=["-v"],
     )
 
 
 @functools.cache
-def _keeps_code() -> bool:
-    """Whether NVRTC has the driver's cache: code would be kept twice, and what is found there has no log."""
+def _has_driver_cache() -> bool:
+    """Whether NVRTC uses the driver's cache: code would be stored twice, and hits there have no log."""
     status, *version = nvrtc.nvrtcVersion()
     return not status and version >= [12, 9]
 
@@ -130,7 +130,7 @@ def _key(source: str, options: ProgramOptions) -> bytes:
     return make_program_cache_key(
         code=source,
         code_type="c++",
-        options=options,  # not where headers lie: installations share what is compiled
+        options=options,  # without the path of headers: installations share compiled kernels
         target_type="cubin",
         extra_digest=sources.header_digest(),
     )

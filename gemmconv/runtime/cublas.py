@@ -20,7 +20,7 @@ Operand = tuple[torch.dtype, int, int]
 
 DATA_TYPE = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-_DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t, of sums of slices of K: else in the type of C
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t: split-K sums stay in the compute type, not C's
 _GEMM_DEFAULT = -1  # cublasGemmAlgo_t
 
 
@@ -49,7 +49,7 @@ def library() -> Any:
 
 
 def handle() -> int:
-    """torch's cuBLAS handle for this thread, device and stream, with no float32 mode of its own, sums in float32 alone.
+    """torch's cuBLAS handle for this thread, device and stream, with the default float32 mode and float32 sums.
 
     torch sets the mode each time that it takes the handle, so nothing that is set here outlives the call.
     """
@@ -59,14 +59,14 @@ def handle() -> int:
 
 
 def addresses() -> tuple[int, int]:
-    """Of cublasGemmStridedBatchedEx and cublasSetMathMode."""
+    """Addresses of cublasGemmStridedBatchedEx and cublasSetMathMode."""
     functions = library().cublasGemmStridedBatchedEx, library().cublasSetMathMode
     first, second = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
     return first, second
 
 
 def compute_type(dtype: torch.dtype, tf32: bool) -> int:
-    """The cublasComputeType_t of products whose results have a type."""
+    """The cublasComputeType_t of products with results of type ``dtype``."""
     if dtype == torch.float64:
         return _COMPUTE_64F
     return _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
@@ -79,9 +79,9 @@ class StridedBatchedGemm:
 
     Args:
         extents: m, n, k: C is ``m x n`` and the reduced extent is ``k``.
-        a, b, c: of each operand its type, elements from one column to the next, and from one matrix to the next.
-        batch: how many products.
-        transposed: whether op transposes, of A and of B.
+        a, b, c: for each operand its type, and elements from one column and from one matrix to the next.
+        batch: number of products.
+        transposed: whether op transposes A, and whether it transposes B.
         tf32: round float32 operands to TF32.
         accumulates: add to C instead of overwriting it.
     """

@@ -20,19 +20,19 @@ from gemmconv.runtime.compiler import Compiled, Macros, cached, compile
 
 Extent3 = tuple[int, int, int]
 
-_SHARED_BYTES_UNASKED = 48 << 10  # of dynamic shared memory that any kernel may take
+_DEFAULT_SHARED_BYTES = 48 << 10  # dynamic shared memory that a kernel may use without an attribute
 _Key = tuple[str, frozenset[tuple[str, Any]]]  # source and macros
 _kernels: dict[tuple[_Key, int], Kernel] = {}  # by device
 _compiled: dict[tuple[_Key, str], Compiled] = {}  # by architecture, until it is loaded
-_locks: dict[Hashable, threading.Lock] = {}  # of who loads or compiles what
+_locks: dict[Hashable, threading.Lock] = {}  # one for each kernel that is being loaded or compiled
 
 
 class _Thread(threading.local):
-    """What is known of the current thread."""
+    """State of the current thread."""
 
     def __init__(self) -> None:
-        self.devices: frozenset[int] = frozenset()  # whose context it has
-        self.configs: dict[tuple[Extent3, Extent3, int], Any] = {}  # of launches that may overlap
+        self.devices: frozenset[int] = frozenset()  # devices whose contexts were set in it
+        self.configs: dict[tuple[Extent3, Extent3, int], Any] = {}  # cached configurations of overlapping launches
 
 
 _thread = _Thread()
@@ -48,11 +48,11 @@ class Kernel:
         self._function = driver.CUfunction(self.address)
         self._device_index = device_index
         self._current_stream = torch._C._cuda_getCurrentRawStream  # torch has it only where it is built for CUDA
-        self._shared_bytes = _SHARED_BYTES_UNASKED
+        self._shared_bytes = _DEFAULT_SHARED_BYTES
         self._lock = threading.Lock()
 
     def allow(self, shared_bytes: int) -> None:
-        """Let it be launched with so much dynamic shared memory.
+        """Allow launches with up to ``shared_bytes`` of dynamic shared memory.
 
         Raises:
             KernelError: the device has less.
@@ -75,11 +75,11 @@ class Kernel:
         shared_bytes: int = 0,
         overlaps: bool = False,
     ) -> None:
-        """Enqueue one launch on torch's current stream, where the device is current; ``params`` is copied at once.
+        """Enqueue one launch on torch's current stream of the current device; ``params`` is copied at once.
 
-        With ``overlaps`` it may begin before the launch before it has ended, where that allows it; see
-        csrc/include/ptx/pdl.cuh. What it reads before it waits must have been there when that launch began: this must
-        be an ordinary one, and nothing may be enqueued between the two that it reads.
+        With ``overlaps`` (PDL) it may begin before the previous launch has ended, if that permits it; see
+        csrc/include/ptx/pdl.cuh. Memory that it reads before it waits must have been complete when that launch began:
+        so the previous launch must not overlap, and nothing that it reads may be enqueued between the two.
         """
         argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = self._current_stream(self._device_index)
@@ -98,9 +98,9 @@ class Kernel:
 
 
 def make_current(device_index: int) -> None:
-    """Give this thread the device's context, for what calls the driver.
+    """Set the device's context in this thread, for calls of the driver.
 
-    A thread of torch's that has called nothing of CUDA yet, such as a backward pass's, has none.
+    A thread of torch's that has not called CUDA yet, such as that of a backward pass, has none.
     """
     if device_index not in _thread.devices:
         Device(device_index).set_current()
@@ -108,7 +108,7 @@ def make_current(device_index: int) -> None:
 
 
 def _overlapping(grid: Extent3, block: Extent3, shared_bytes: int) -> Any:
-    """The launch configuration of this thread, but for its stream. Making one takes longer than a launch."""
+    """This thread's cached launch configuration, without its stream: making one takes longer than a launch."""
     config = _thread.configs.get((grid, block, shared_bytes))
     if config is None:
         attribute = driver.CUlaunchAttribute()
@@ -149,7 +149,7 @@ def architecture_of(capability: tuple[int, int]) -> str:
 
 
 def kernel_name(source_name: str) -> str:
-    """The name of the kernel that a source has.
+    """The name of the kernel in a source.
 
     >>> kernel_name("sm90/gemm_fold.cu")
     'sm90_gemm_fold_kernel'
@@ -160,9 +160,8 @@ def kernel_name(source_name: str) -> str:
 def load(source_name: str, macros: Macros, device_index: int, shared_bytes: int = 0) -> Kernel:
     """The kernel of ``csrc/<source_name>``, compiled with ``macros`` for a device.
 
-    ``shared_bytes`` is the most dynamic shared memory that it will be launched with; it does not make another kernel.
-    Compiles at most once per process; from then on, and in other processes, it comes from a cache. Several threads
-    compile at the same time.
+    ``shared_bytes`` is the most dynamic shared memory of its launches; the kernel does not depend on it. A kernel is
+    compiled at most once; later calls and other processes take it from a cache. Threads compile in parallel.
 
     Raises:
         KernelError: it does not compile, which is a CompileError, or the driver does not load it.
@@ -177,12 +176,12 @@ def load(source_name: str, macros: Macros, device_index: int, shared_bytes: int 
 
 
 def compile_together(wanted: Iterable[tuple[str, Macros]], device_index: int) -> None:
-    """Have sources compiled by other threads, while this one goes on to :func:`load` them one after the other.
+    """Compile sources in other threads, while this thread goes on to :func:`load` them one after the other.
 
-    The first that is to be compiled is left to this thread, unless this one is to wait for another. Errors are left to
-    ``load`` too.
+    The first missing source is left to this thread, unless it has to wait for one that is being compiled already.
+    Errors are left to ``load`` too.
     """
-    if not torch.cuda.is_initialized():  # nothing is launched here, and loading may be replaced
+    if not torch.cuda.is_initialized():  # without a GPU, tests replace ``load``
         return
     new = [key for key in _keys_of(wanted) if (key, device_index) not in _kernels]
     if len(new) > 1:
@@ -193,9 +192,10 @@ def compile_together(wanted: Iterable[tuple[str, Macros]], device_index: int) ->
 
 
 def compile_ahead(wanted: Iterable[tuple[str, Macros]], arch: str) -> list[tuple[str, Future[float | None]]]:
-    """Have other threads compile what is neither in the cache nor being compiled, after what calls wait for.
+    """Compile missing sources in other threads, with less priority than those that calls wait for.
 
-    Returns the sources, and the seconds that each will have taken. Calls no driver: a graph may be captured meanwhile.
+    Returns the sources with futures of their compile times in seconds. It calls no driver, so a graph may be captured
+    meanwhile.
     """
 
     def compile_one(key: _Key) -> float | None:
@@ -218,20 +218,20 @@ def _lock_of(what: Hashable) -> threading.Lock:
 
 
 def _absent(keys: Iterable[_Key], arch: str) -> list[_Key]:
-    """Those that are neither compiled nor being compiled; what the cache has of them is kept until it is loaded."""
+    """The keys that are neither compiled, nor being compiled, nor in the cache; cached ones go to ``_compiled``."""
     absent = []
     for key in keys:
         if (key, arch) in _compiled or _lock_of((key, arch)).locked():
             continue
-        if (found := cached(key[0], dict(key[1]), arch, default_cache())) is None:
+        if (compiled := cached(key[0], dict(key[1]), arch, default_cache())) is None:
             absent.append(key)
         else:
-            _compiled[key, arch] = found
+            _compiled[key, arch] = compiled
     return absent
 
 
 def _compile(key: _Key, arch: str) -> Compiled:
-    """What a source is compiled to. Of several threads that want it, one compiles."""
+    """Compile a source; if several threads want it, one compiles and the others wait."""
     with _lock_of((key, arch)):
         if (compiled := _compiled.get((key, arch))) is None:
             compiled = _compiled[key, arch] = compile(key[0], dict(key[1]), arch, cache=default_cache())

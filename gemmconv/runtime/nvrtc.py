@@ -1,10 +1,10 @@
 """Compiles sources with NVRTC: in this process, or, run as a script, for the process that started it.
 
-Of the 70 ms to a second that a kernel takes, NVRTC spends 12 to 90 under a lock of the whole process, in which it reads
-the source. A DCGAN generator's step has 26 kernels: by 16 threads of one process they take as long as by 8.
+A kernel compiles in 70 ms to a second. For 12 to 90 ms of that NVRTC holds a lock of the whole process, while it reads
+the source. So 16 threads of one process are no faster than 8 for the 26 kernels of a DCGAN generator's training step.
 
-Run as ``python -I -S nvrtc.py LIBRARY`` it imports nothing but what Python always has, and is there in 0.05 s. Requests
-come in and results go out by marshal, until the input ends.
+The script, ``python -I -S nvrtc.py LIBRARY``, imports only the standard library and starts in 0.05 s. It reads requests
+from its input and writes results to its output, both by marshal, until the input ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """What NVRTC makes of a source.
+    """The result of a compilation.
 
     Attributes:
-        error: what it calls what went wrong; empty where nothing did.
-        log: what it, and ptxas, say of the source.
+        error: NVRTC's text for its error; empty without one.
+        log: output of NVRTC and ptxas.
         cubin: the machine code.
     """
 
@@ -36,10 +36,10 @@ def compiled(library: str, source: str, name: str, flags: Sequence[bytes], cance
     """Compile a source.
 
     Args:
-        library: path of NVRTC's.
-        source, name, flags: what it is given.
-        cancelled: address of a string that NVRTC reads while it compiles, every tenth of a second or so: "1" ends it.
-            A version that cannot compiles to the end.
+        library: path of NVRTC's shared library.
+        source, name, flags: text, name and compiler flags of the source.
+        cancelled: address of a string that NVRTC reads about 10 times a second: "1" cancels the compilation. Older
+            versions compile to the end.
     """
     nvrtc = ctypes.CDLL(library)
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -58,7 +58,7 @@ def compiled(library: str, source: str, name: str, flags: Sequence[bytes], cance
         return Result(text_of(error), "", b"")
     try:
         if cancelled is not None and hasattr(nvrtc, "nvrtcSetFlowCallback"):
-            # It calls ``int callback(void* payload, void*)`` without the interpreter's lock: atoi.
+            # NVRTC calls ``int callback(void* payload, void*)`` without the interpreter's lock: atoi fits.
             c_library = ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)
             nvrtc.nvrtcSetFlowCallback(program, c_library.atoi, ctypes.c_void_p(cancelled))
         error = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
@@ -73,11 +73,11 @@ def compiled(library: str, source: str, name: str, flags: Sequence[bytes], cance
 
 
 def main() -> None:
-    """Compile what comes in until it ends."""
+    """Compile the requests on the standard input until it ends."""
     library, requests, results = sys.argv[1], sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # for whatever libraries print
+    os.dup2(2, 1)  # output that libraries print must not mix with results
     for builtins in glob.glob(f"{glob.escape(os.path.dirname(library))}/libnvrtc-builtins.so.*"):
-        ctypes.CDLL(builtins)  # which the library looks for, but not beside itself
+        ctypes.CDLL(builtins)  # the library needs it, but does not look for it in its own folder
     while True:
         try:
             request = marshal.load(requests)

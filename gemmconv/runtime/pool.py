@@ -1,4 +1,4 @@
-"""Threads that compile kernels, as many as cores. They start when there is something to do, and live on."""
+"""A pool of threads that compile kernels, as many as cores. They start with the first jobs and then wait for more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from gemmconv.runtime import compiler, worker
 
-_IDLE_SECONDS = 5.0  # until a thread without work ends its process
+_IDLE_SECONDS = 5.0  # after which a thread without work ends its compiler process
 
 _condition = threading.Condition()  # of all below
 _jobs: list[tuple[bool, int, Future[Any], Callable[[], Any]]] = []  # a heap
@@ -24,7 +24,7 @@ _closed = False
 
 
 def submit(work: Callable[[], Any], urgent: bool, at_once: bool = False) -> Future[Any]:
-    """Have a thread do this, before all that is not urgent. What it raises is kept in the future.
+    """Run ``work`` in a thread of the pool; urgent jobs come first. The future holds its result or its exception.
 
     An interpreter that exits cancels what has not begun, and compilations that have.
 
@@ -83,7 +83,7 @@ def _do(work: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def _close() -> None:
-    """End the threads: one that compiled on while the interpreter is taken down would crash it."""
+    """End the threads at exit: a compilation that outlives the interpreter would crash it."""
     global _closed
     with _condition:
         _closed = True

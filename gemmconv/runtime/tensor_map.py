@@ -1,4 +1,4 @@
-"""Tensor maps: what csrc/include/ptx/tma.cuh copies boxes by."""
+"""Encodes tensor maps, by which TMA copies boxes (csrc/include/ptx/tma.cuh)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def encode(
     swizzled: bool,
     fetched: int = 256,
 ) -> ctypes.Array[ctypes.c_ulonglong]:
-    """The map of a tensor and the boxes that are copied of it; tensor_map_t in C++.
+    """The map of a tensor and of the boxes that are copied from it; ``tensor_map_t`` in C++.
 
-    It says where memory lies, nothing of what is there, so it may be kept.
+    It depends on the address but not on the contents, so it may be cached.
 
     Args:
-        address: of the first element, a multiple of 16.
+        address: address of the first element, a multiple of 16.
         itemsize: bytes of an element, 2 or 4.
         sizes: elements of each dimension, the innermost first.
         strides: bytes from one element to the next, of all dimensions but the innermost; multiples of 16.
-        box: elements of a box, of each dimension; times its step, at most 256.
-        steps: from one element of a box to the next, in elements, of each dimension; 1 of the innermost.
-        swizzled: whether boxes, whose lines then have 64 or 128 bytes, lie as csrc/include/ptx/wgmma.cuh says.
+        box: elements of a box in each dimension; times the step at most 256.
+        steps: for each dimension, elements from one element of a box to the next; 1 for the innermost.
+        swizzled: whether boxes, with lines of 64 or 128 bytes, are swizzled; see csrc/include/ptx/wgmma.cuh.
         fetched: bytes that the L2 cache fetches from memory together, 128 or 256.
 
     Raises:
-        RuntimeError: CUDA refuses them.
+        RuntimeError: the driver refuses the arguments.
     """
     kind, *_, swizzle, promotion = described(itemsize, sizes, strides, box, steps, swizzled, fetched)
     status, encoded = driver.cuTensorMapEncodeTiled(
@@ -71,7 +71,7 @@ def described(
     swizzled: bool,
     fetched: int = 256,
 ) -> tuple[int, ...]:
-    """The same as csrc/executor.c takes it: the driver's numbers for type, swizzle and promotion, boxes with steps."""
+    """The arguments of :func:`encode` as csrc/executor.c takes them: the driver's numbers, and boxes times steps."""
     boxes = [size * step for size, step in zip(box, steps, strict=True)]
     swizzle = _SWIZZLES[box[0] * itemsize] if swizzled else 0
     return _TYPES[itemsize], *sizes, *strides, *boxes, *steps, swizzle, _PROMOTIONS[fetched]

@@ -67,14 +67,14 @@ def loads_of(config: Config, one: str) -> tuple[str, float, list[Load]]:
             load(getattr(chosen, one)(config), config, cast(Direction, one))
             return chosen.name, chosen.estimate(config, cast(Direction, one)), loads
         gradients = selection.choose_gradients(config, config, "auto", "")
-        inner = replace(config, memory_format=torch.channels_last) if gradients.turned else config
+        inner = replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
         if (program := both_programs(gradients, config, config)) is not None:
             load(program.prepare(config.device), config, "grads")
         else:
             both_gradients(gradients, inner, inner)
         taken = gradients.input_grad, gradients.weight_grad
         names = [algorithm.name for algorithm in taken]
-        how = [word for word in ("share", "at_once", "turned") if getattr(gradients, word)]
+        how = [word for word, flag in zip(("share", "at_once", "turned"), gradients[2:], strict=True) if flag]
         return "+".join([*dict.fromkeys(names), *how]), selection._fastest(inner, inner, taken)[0], loads
 
 

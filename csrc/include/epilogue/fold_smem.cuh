@@ -32,13 +32,13 @@ struct image_t {
 // Where outputs read the input at their own cell alone, a cell is a position.
 constexpr bool kInPlace = axis_h::least_shift() == 0 && axis_h::largest_shift() == 0 && axis_w::least_shift() == 0 &&
                           axis_w::largest_shift() == 0 && kMoreCellsH == 0 && kMoreCellsW == 0;
-// A row of a cell is divided into parts where a lane's store has not all of it, and lanes beside each other have parts beside
-// each other. Which taps are of a lane's outputs is known when running then.
+// A row of a cell is divided into parts if one store of a lane does not cover it; neighbouring lanes have neighbouring parts.
+// The taps of a lane's outputs are then known only at run time.
 constexpr int kParts = DILATION_W == 1 ? STRIDE_W / VECTOR : 1, kRun = STRIDE_W / kParts;
 
-struct alignas(8) pair_t { float value[2]; };  // columns of neighbours, as they are written
+struct alignas(8) pair_t { float value[2]; };  // neighbouring columns, written at once
 
-/* Where a cell is: of which image, in its rows and columns, and in a line of columns; and whether there is one. */
+/* The position of a cell: its image, its row and column there, its place in a line of columns; and whether it exists. */
 struct cell_t { bool is; int image, row, column, at; };
 
 /* Gather OUTS output channels of `channels`, from `out` on, of so many cells, and store the outputs; WHOLE if all OUTS are there.
@@ -71,7 +71,7 @@ __device__ __forceinline__ void gather(
             for (int kh = 0; kh < KERNEL_H; ++kh) {
                 const int row = cell_h + axis_h::shift(kh);
                 const float* of_row = from + (kh * (KERNEL_W * FOLD_PITCH) + axis_h::shift(kh) * image.in_w);
-                // What is added to an output of the cell, of a tap of the row and its shift across.
+                // Adds the column of a tap, at its shift across, to an output of the cell.
                 const auto add = [&](int r, int kw, int shift) {
                     const int column = cell_w + shift;
                     const bool inside = kInPlace || (0 <= row && row < image.in_h && 0 <= column && column < image.in_w);

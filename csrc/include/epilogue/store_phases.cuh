@@ -17,7 +17,7 @@ __device__ constexpr int half_of(int outer, int inner) {
     return PAIRING == PAIR_BLOCKS ? outer : PAIRING == PAIR_ROWS ? inner : outer % 2;
 }
 
-/* What is at a position: a cell of a strip, or nothing between rows and strips. */
+/* A position: a cell of a strip, or a gap between rows or strips. */
 struct cell_t {
     int column, row, strip, image;
 
@@ -320,7 +320,7 @@ __device__ __forceinline__ void store_tile(
     const implicit_gemm_params& p, const item_t& item, const float (&sums)[BLOCKS][COLUMNS / 2], int first, int side, ELEMENT_T*) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane / 4, t = lane % 4;
     const int channels = p.groups * OUT_CHANNELS;
-    // Of each run: its phases, how many of its outputs there are in a whole cell, its bias, its place in a cell's outputs.
+    // For each run: its phases, the number of its outputs in a whole cell, its bias, its place among a cell's outputs.
     int row_phase[kOuter], column_phase[kOuter], present[kOuter];
     float bias[kOuter][kInner];
     index_t line[kOuter];

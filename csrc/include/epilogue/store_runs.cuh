@@ -1,7 +1,7 @@
 /* Stores runs, neighbours in memory that one thread owns, so that a warp writes whole lines.
  *
  * LANES neighbouring threads of a warp own a line: thread l the elements l*RUN to (l+1)*RUN. Each has RUNS of them, of
- * lines that are run_distance apart in memory. The warp turns them round in shared memory, as many runs at a time as
+ * lines that are run_distance apart in memory. The warp transposes them in shared memory, as many runs at a time as
  * its stage holds, [runs][its threads][RUN], and then stores WIDTH neighbours a thread; lines are aligned to that.
  *
  *   RUN=3, WIDTH=1, LANES=32:  thread 0 owns elements 0 1 2, and stores 0, 32 and 64
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_runs(
 }
 
 /* Stores runs that lie apart: each thread of a warp owns RUNS runs of RUN elements, run_distance apart in memory. The warp
- * turns them round in shared memory, [runs][its threads][RUN, padded], so that RUN/WIDTH neighbouring threads store a run.
+ * transposes them in shared memory, [runs][its threads][RUN, padded], so that RUN/WIDTH neighbouring threads store a run.
  *
  * value(run, i) is the thread's i-th element of a run; runs_of(thread) where the warp's n-th thread has its first run, and how
  * many runs of it are to be stored; elements counts those of a run.

@@ -1,6 +1,6 @@
 /* Rows of packed weights in the matrix products of fused: SLOTS phases or taps x CHANNELS output channels, 64 of an M block, in an
- * order that gives a thread neighbours to store. Of each 16 rows, a thread has row g and row g + 8 (see ptx/wgmma.cuh); where
- * weights are columns of the product, it has columns 2t and 2t + 1 of each 8.
+ * order that gives a thread neighbours to store. In each 16 rows, a thread has row g and row g + 8 (see ptx/wgmma.cuh); if
+ * weights are columns of the product, it has columns 2t and 2t + 1 in each 8.
  *
  *   ROWS_PLAIN     row = (slot, channel)
  *   ROWS_SLOTS     rows g and g + 8 are slots 2k and 2k + 1 of one channel: neighbouring columns of the output
@@ -18,7 +18,7 @@
 
 struct row_t { int slot, channel; };
 
-/* What a row of an M block is; none of the block's where the slot is SLOTS or more. */
+/* Slot and channel of a row of an M block; a slot of SLOTS or more is padding. */
 __device__ __forceinline__ row_t place_of_row(int row) {
     [[maybe_unused]] const int pair = row / 16 * 8 + row % 8, half = row / 8 % 2;
 #if ROW_ORDER == ROWS_SLOTS

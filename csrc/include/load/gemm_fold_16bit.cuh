@@ -10,7 +10,7 @@
 
 constexpr int kLine = 64;  // positions that lie in one piece
 
-/* What a lane copies of all stages: pieces of every eighth channel, of which a warp takes four beside each other. */
+/* The pieces that a lane copies in each stage: those of every eighth channel; a warp takes four side by side. */
 struct pieces_t {
     static constexpr int kTurn = PRODUCERS / 32 * 4 * PIECE, kCount = ceil_div(kPositions, kTurn);
     int position;                        // of the first piece

@@ -12,7 +12,7 @@
 #include "numeric/unroll.cuh"
 #include "ptx/wgmma.cuh"
 
-/* What a warp loads one after the other: of stage after stage the lines of every so many blocks of 32 positions. */
+/* The loads of a warp in sequence: in each stage, lines of every kWarps-th block of 32 positions. */
 struct course_t {
     static constexpr int kWarps = PRODUCERS / 32, kPositionBlocks = ceil_div(kPositions, 32);
     int index, channel, block;               // item, the stage's first channel, block of positions; of warps without one too

@@ -100,7 +100,7 @@ __device__ __forceinline__ int landed_spot(const implicit_gemm_params& p, const 
     return ((row * p.run_pieces + at.piece) * kPiece + pixel - at.pixel) * static_cast<int>(sizeof(ELEMENT_T));
 }
 
-/* The same in a box. */
+/* Offset in bytes of a spot's first input in a landed box. */
 __device__ __forceinline__ int boxed_spot(const implicit_gemm_params& p, const box_t& box, spot_t spot) {
     if (p.box_rows == 1) return spot.position * static_cast<int>(sizeof(ELEMENT_T));
     const int position = box.skipped + spot.position, row = divided(position, p.by_pitch);
@@ -155,7 +155,7 @@ struct own_piece_t {
             else copy_piece_async(to + c * pieces, begin, count);
         }
     }
-    /* The same pixel so many channels on. */
+    /* Address of a pixel that lies `channels` channels after this one. */
     static __device__ __forceinline__ const char* at(const char* pixel, const implicit_gemm_params& p, int channels) {
         return pixel + static_cast<long long>(p.h_in * p.w_in) * (channels * static_cast<int>(sizeof(ELEMENT_T)));
     }

@@ -78,7 +78,7 @@ constexpr int kRowThreads = ceil_div(kVectors, kSteps);
 constexpr int kRowsAtOnce = THREADS / kRowThreads;
 constexpr int kPasses = ceil_div(kPatchRows, kRowsAtOnce);
 
-/* A vector as it is loaded: of 16-bit elements words of two, which take no registers beside those that were loaded. */
+/* A vector in the registers of its load: 16-bit elements stay packed in words of two. */
 template <typename T, bool PAIRS> struct alignas(VECTOR * sizeof(T)) loaded_of {
     T value[VECTOR];
     __device__ __forceinline__ T element(int e) const { return value[e]; }
@@ -97,11 +97,11 @@ template <typename T> struct alignas(VECTOR * sizeof(T)) loaded_of<T, true> {
 using pack_t = loaded_of<ELEMENT_T, (sizeof(ELEMENT_T) == 2 && VECTOR > 1)>;
 struct alignas(kPiece * sizeof(accumulate_t)) piece_t { accumulate_t value[kPiece]; };
 
-/* What a patch is staged from: planes outer*outer_stride + inner, rows and columns from (row, column) on. */
+/* Source of a patch: planes outer*outer_stride + inner, rows and columns from (row, column) on. */
 struct patch_source {
     const ELEMENT_T* __restrict__ first;  // the first plane
     long long outer_stride;               // elements
-    int outer_count, inner_count;         // planes that there are; the others are staged as zeros
+    int outer_count, inner_count;         // planes that exist; the others are staged as zeros
     int h_out, w_out;
     int row, column;                      // of grad_output, at place 0 of both axes
 };
@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_patch(accumulate_t* patch, const pack_t (&
     }
 }
 
-/* Offset in the patch of what a tap reads, from the place of the thread's first row and column. */
+/* Offset in the patch from a thread's first row and column to the value that a tap reads. */
 __device__ constexpr int tap_place(int row, int tap_h, int tap_w) {
     return (row * patch_h::kPitch + patch_h::place(tap_h)) * kRowPitch +
            (kLead + patch_w::place(tap_w)) % kBanks * kBankPitch + (kLead + patch_w::place(tap_w)) / kBanks;

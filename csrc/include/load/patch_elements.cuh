@@ -1,5 +1,5 @@
 /* Spots of a patch: WIDE inputs that lie beside each other in a row of NCHW and are taken together: neighbouring positions
- * or, with two inputs a cell, one position in either plane. What loaders make units of (see sm90/implicit_gemm.cu).
+ * or, with two inputs a cell, one position in either plane. Loaders pack them into units (see sm90/implicit_gemm.cu).
  */
 #pragma once
 
@@ -7,7 +7,7 @@
 
 constexpr bool kPlanesApart = WIDE == 2 && UNIT_W == 2;
 constexpr int kSpotBytes = WIDE * static_cast<int>(sizeof(ELEMENT_T));  // of a channel
-// Of the loaders that are neighbours, whether they take the units of a spot, or one unit of neighbouring spots.
+// Whether neighbouring loaders take the units of one spot, or one unit of neighbouring spots.
 constexpr bool kUnitsFirst = LANDING_UNITS == 0 && (CHANNELS_LAST || kSpotBytes >= 8);
 
 struct spot_t { int plane, position; };
@@ -21,7 +21,7 @@ __device__ __forceinline__ int place_in_unit(const implicit_gemm_params& p, spot
     return spot.plane * p.patch + spot.position;
 }
 
-/* What a thread has of a spot: a unit of channels, of each its WIDE inputs. */
+/* A thread's part of a spot: a unit of channels, with WIDE inputs of each. */
 struct spot_unit_t { words_t<kSpotBytes> channel[kElements]; };
 
 /* One of the inputs of a spot, as it is stored: input `even` or, where `odd`, the one after it. */
@@ -47,7 +47,7 @@ __device__ __forceinline__ parts_t<kParts> pack_input(const spot_unit_t& values,
 /* Stores a unit of all inputs of a spot; `target` is the place of the first. */
 __device__ __forceinline__ void store_spot(
     const implicit_gemm_params& p, unit_t* target, const spot_unit_t& values, int thread) {
-    // Of 8 lanes that store at once, 4 exchange neighbours where all would meet the same banks.
+    // 4 of 8 lanes that store at once exchange neighbours where all would meet in one bank.
     const bool turned = WIDE > 1 && !kPlanesApart && !(kUnitsFirst && UNITS == 8) && thread / 4 % 2;
     const int next = kPlanesApart ? p.patch : 1;  // from one input of a spot to the next
     #pragma unroll

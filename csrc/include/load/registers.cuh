@@ -8,7 +8,7 @@
 // The loaders share a patch in p.batches, of each of which a thread has p.together loads on their way, at most kTogether.
 constexpr int kTogether = LOADED_TOGETHER;
 
-/* What a thread loads in a turn. */
+/* The spot and the unit that a thread loads in a turn. */
 struct share_t { int spot, unit; };
 __device__ __forceinline__ share_t share_of(const implicit_gemm_params& p, int turn, int thread) {
     static_assert(PRODUCERS % UNITS == 0, "the unit of a thread is the same in each turn");

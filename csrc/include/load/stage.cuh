@@ -20,8 +20,8 @@ __device__ constexpr int channels_at_once(int columns, int steps) {
     return best;
 }
 
-/* Fill STEPS * COLUMNS columns of the patch from FIRST on. COLUMNS threads share a row, each with the same columns of
- * several channels: what depends on rows and columns is worked out once for these.
+/* Fill STEPS * COLUMNS columns of the patch from FIRST on. COLUMNS threads share a row, each with one set of columns of
+ * several channels, for which row and column offsets are computed once.
  */
 template <int FIRST, int COLUMNS, int STEPS>
 __device__ __forceinline__ void stage_columns(
@@ -94,14 +94,14 @@ __device__ __forceinline__ void stage_patch(
         for (int v = 0; v < LOAD_VECTOR; ++v) target[v * kChannelPitch] = widen(values.value[v]);
     }
 #else
-    // Whole warps fill stretches of 32 columns. What is left of rows at their right, and short rows, is dealt out anew.
+    // Whole warps fill blocks of 32 columns. The rest of each row, and short rows, are distributed over all threads.
     constexpr int kSteps = (kPatchW + 8) / 32, kRest = kPatchW > kSteps * 32 ? kPatchW - kSteps * 32 : 0;
     if constexpr (kSteps > 0) stage_columns<0, 32, kSteps>(p, patch, tile, first_in);
     if constexpr (kRest > 0) stage_columns<kSteps * 32, kRest, 1>(p, patch, tile, first_in);
 #endif
 }
 
-/* Lay out the weights as the quads that are read together. What lies beyond the last channel or tap is never used. */
+/* Pack the weights as the quads that are read at once. Values beyond the last channel or tap are never used. */
 __device__ __forceinline__ void stage_weights(
     const direct_forward_params& p, accumulate_t* target, const tile_t& tile, int first_in) {
     // A thread lays out one tap row of a pair of channels: in order of memory, so that neighbours read neighbours.

@@ -14,7 +14,7 @@ template <typename T> constexpr int elements_of_unit = 16 / sizeof(T);
 /* float32 in two parts is a sum of TF32 values, all but its last two bits. */
 template <int PARTS> struct parts_t { unit_t part[PARTS]; };
 
-/* What is multiplied of the elements of a unit as they lie in memory. */
+/* Rounds a unit as it lies in memory to the operands of a product, as a unit for each part. */
 template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> rounded_unit(const unit_t& unit) {
     static_assert(PARTS == 1 || sizeof(T) == 4, "only float32 has parts");
     parts_t<PARTS> result;
@@ -24,7 +24,7 @@ template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> round
     return result;
 }
 
-/* The same of elements in registers. */
+/* Rounds elements in registers to the operands of a product, as a unit for each part. */
 template <int PARTS, typename T> __device__ __forceinline__ parts_t<PARTS> pack_unit(const T (&values)[elements_of_unit<T>]) {
     unit_t unit;
     #pragma unroll

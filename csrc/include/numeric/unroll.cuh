@@ -1,4 +1,4 @@
-/* Loops that are unrolled for certain: what they index must stay in registers. */
+/* Loops that are always unrolled, so that arrays which they index stay in registers. */
 #pragma once
 
 template <int VALUE> struct constant { static constexpr int value = VALUE; };
@@ -16,7 +16,7 @@ template <int COUNT, typename BODY> __device__ __forceinline__ void each(const B
     each_of(body, typename indices_below<COUNT>::type());
 }
 
-/* Calls body(constant<i>()) for an i below COUNT that is known when running: for what names registers, where all else is once. */
+/* Calls body(constant<i>()) for an i below COUNT that is known at run time, to select registers by name. */
 template <int COUNT, typename BODY> __device__ __forceinline__ void only(int i, const BODY& body) {
     each<COUNT>([&](auto one) {
         if (i == decltype(one)::value) body(one);

@@ -47,7 +47,7 @@ __device__ constexpr row_phases_t row_phases() {
 }
 __device__ constexpr row_phases_t kRowPhases = row_phases();
 
-/* Where a thread stands in the tile. */
+/* The position of a thread in the tile. */
 struct place_t { int lane, row, plane; };
 __device__ __forceinline__ place_t place_of(int thread) {
 #if CHANNELS_LAST
@@ -106,7 +106,7 @@ __device__ __forceinline__ void add_tap_row(
     }
 }
 
-/* Store what the threads of a warp have of one output row each. */
+/* Store the outputs of a warp, whose threads have one output row each. */
 __device__ __forceinline__ void store_row(
     const direct_forward_params& p, const sums_t& sum, const accumulate_t (&bias)[PLANE_VECTOR], int first_plane, int cell_row0,
     int cell_column0, int row, int rh) {

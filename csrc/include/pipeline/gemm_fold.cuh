@@ -1,4 +1,4 @@
-/* What the parts of sm90/gemm_fold.cu share: parameters, items, shared memory, the copies of weights. The macros are those of the
+/* Shared by the parts of sm90/gemm_fold.cu: parameters, items, shared memory, the copies of weights. The macros are those of the
  * kernel.
  */
 #pragma once

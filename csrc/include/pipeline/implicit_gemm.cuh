@@ -1,4 +1,4 @@
-/* What the parts of sm90/implicit_gemm.cu share: parameters, tables, shared memory. The macros are those of the kernel. */
+/* Shared by the parts of sm90/implicit_gemm.cu: parameters, tables, shared memory. The macros are those of the kernel. */
 #pragma once
 
 #define WGMMA_COLUMNS COLUMNS
@@ -141,7 +141,7 @@ constexpr bool kLined = ROW_ORDER == ROWS_LINES;  // kWarpChannels lines, of all
 constexpr int kWarpChannels = 16 / SLOTS;
 constexpr int kLineCells = LINE_CELLS;
 constexpr int kLine = kLined ? kLineCells * SPAN_W + (SLOTS < 4 ? 4 : SLOTS) : kLineCells * kInner + (kInner == 2 ? 16 : 8);
-// Of channels_last, what a warpgroup turns round: see epilogue/store_phases.cuh.
+// Shared memory in which a warpgroup transposes outputs in channels_last: see epilogue/store_phases.cuh.
 constexpr int kPlaces = 64 / static_cast<int>(sizeof(ELEMENT_T)), kPixel = 64 + kElements;
 constexpr int kWarpOutputs = !STAGED ? 0 : CHANNELS_LAST ? 2 * kPlaces * kPixel / 4
                                       : (kLined ? kWarpChannels : kOuter * 8) * kLine;
@@ -174,7 +174,7 @@ __device__ __forceinline__ stages_t stages(const implicit_gemm_params& p) {
             landed_full, places, reinterpret_cast<int*>(places)};
 }
 
-/* What a block works on. */
+/* A work tile: tile of positions, set of output channels, group. */
 struct item_t {
     int set, tile, group;
 };

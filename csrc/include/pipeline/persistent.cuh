@@ -37,7 +37,7 @@ template <int WARPS, typename INIT> __device__ __forceinline__ void begin_barrie
         barrier_init_done();
     }
 }
-/* The same, before any thread goes on. */
+/* begin_barriers, and a wait until all threads of the block see the barriers. */
 template <int WARPS, typename INIT> __device__ __forceinline__ void init_barriers(const INIT& init) {
     begin_barriers<WARPS>(init);
     __syncthreads();
@@ -54,7 +54,7 @@ __device__ __forceinline__ barrier_t& begin_stage(BARRIERS& barriers, const ring
     return barriers.full[ring.stage];
 }
 
-/* What a warp has written to a stage is there for products: it arrives, as one. */
+/* Makes a warp's writes to a stage visible to products, and arrives once for the warp. */
 __device__ __forceinline__ void end_stage(barrier_t& full) {
     fence_async_proxy();
     __syncwarp();
@@ -70,7 +70,7 @@ __device__ __forceinline__ void each_item(const PARAMS& p, int sets, const BODY&
 template <typename ITEM, typename PARAMS, typename BODY>
 __device__ __forceinline__ void each_item(const PARAMS& p, const BODY& body) { each_item<ITEM>(p, 1, body); }
 
-/* What a block does: threads before FIRST produce, with FEWER registers each, the others consume, with MORE, or all with as many
+/* The roles of a block: threads before FIRST produce, with FEWER registers each, the others consume, with MORE, or all with as many
  * where MORE is 0. consume(i) is for the i-th THREADS of them: a number that a whole warp has, as far as the compiler can see.
  */
 template <int FIRST, int THREADS, int MORE, int FEWER, typename PRODUCE, typename CONSUME>

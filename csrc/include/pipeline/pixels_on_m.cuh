@@ -79,7 +79,7 @@ __device__ __forceinline__ barriers_t& barriers_of_stage(const pixels_on_m_param
     return barriers_of_slot(p, p.slots + stage);
 }
 
-/* What an item is: its first position, of all images or, where they have several windows, of image `image`, which may have no
+/* A work tile (item): its first position, of all images or, where they have several windows, of image `image`, which may have no
  * such position, else its first image; its first block of lines, and how many there are.
  */
 struct item_t {
@@ -302,7 +302,7 @@ struct biases_t {
     }
 };
 
-/* What a block of threads does; `consume` is called by those that multiply, with the number of the warp. */
+/* Runs producers and consumers; `consume` gets the number of a consumer warp. */
 template <typename CONSUME> __device__ __forceinline__ void run(const pixels_on_m_params& p, const CONSUME& consume) {
     init_barriers<kThreads / 32>([&](int warp) {  // each warp some of them
         #pragma unroll 1

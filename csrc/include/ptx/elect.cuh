@@ -1,8 +1,8 @@
 /* One thread for a warp. sm_90. */
 #pragma once
 
-/* Whether this thread speaks for its warp, all of whose threads are here; one does. Of such a thread the compiler knows that it
- * is alone: what takes barriers and copies in registers of the whole warp then needs no loop over threads. With such loops, the
+/* Whether this thread is the elected one of its warp, all of whose threads must be here. The compiler knows that an elected
+ * thread is alone: barriers and copies in registers of the whole warp then need no loop over threads. With such loops, the
  * barriers of sm90/implicit_gemm.cu alone took launches of 4 to 9 us on an H100 up to a microsecond.
  */
 __device__ __forceinline__ bool elected() {

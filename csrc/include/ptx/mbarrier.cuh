@@ -66,7 +66,7 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, int 
                  : "memory");
 }
 
-/* Make what this thread has written to shared memory visible to wgmma and bulk copies, which go past its caches' order.
- * Before the barrier after which they are begun.
+/* Make this thread's writes to shared memory visible to the async proxy, wgmma and bulk copies. Call it before the barrier
+ * after which these begin.
  */
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }

@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_matrices(unsigned& a, unsigned& b, unsigned
                  : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
 }
 
-/* The same, but of values of 16 bits, and of each matrix it gets those of rows 2t and 2t + 1 in column g. */
+/* load_matrices with transposes, for 16-bit values: a lane gets rows 2t and 2t + 1 in column g of each matrix. */
 __device__ __forceinline__ void load_matrices_turned(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const void* row) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -36,7 +36,7 @@ __device__ __forceinline__ unsigned halves(unsigned a, unsigned b, bool upper_a,
     return result;
 }
 
-/* What words of two 16-bit values have in common. */
+/* Functions of words of two 16-bit values, for both types. */
 template <typename T> struct pairs_of {
     static constexpr int kElements = 2;
     static __device__ __forceinline__ unsigned pack(const T (&values)[2]) {

@@ -6,7 +6,7 @@ template <int BARRIER, int THREADS> __device__ __forceinline__ void named_barrie
     asm volatile("bar.sync %0, %1;" : : "n"(BARRIER), "n"(THREADS) : "memory");
 }
 
-/* The same, where the barrier is not known when compiling. */
+/* named_barrier_sync for a barrier number that is only known at run time. */
 template <int THREADS> __device__ __forceinline__ void named_barrier_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" : : "r"(barrier), "n"(THREADS) : "memory");
 }

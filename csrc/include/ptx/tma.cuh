@@ -3,7 +3,7 @@
 
 #include "ptx/mbarrier.cuh"
 
-/* What cuTensorMapEncodeTiled says of a tensor, its boxes and how they lie in shared memory: gemmconv/runtime/tensor_map.py. */
+/* A tensor map of cuTensorMapEncodeTiled: a tensor, its boxes and their swizzle: see gemmconv/runtime/tensor_map.py. */
 struct alignas(64) tensor_map_t { unsigned long long opaque[16]; };
 
 /* Begin to copy the box whose first element has these coordinates, the innermost first; zeros for what is not in the tensor.

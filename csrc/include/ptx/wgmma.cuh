@@ -63,7 +63,7 @@ template <int LINE_BYTES> __device__ __forceinline__ descriptor_t descriptor_k_m
     return descriptor_k_major(shared, 16, stride_bytes) | (LINE_BYTES == 128 ? 1ull : 2ull) << 62;
 }
 
-/* The same matrix so many bytes (a multiple of 16) further on. */
+/* The descriptor moved on by so many bytes, a multiple of 16. */
 __device__ __forceinline__ descriptor_t advance(descriptor_t matrix, int bytes) {
     return matrix >> 32 << 32 | (static_cast<unsigned>(matrix) + static_cast<unsigned>(bytes >> 4));
 }
@@ -93,11 +93,11 @@ template <typename T, int N, bool SWIZZLED = false, int COUNT>
 __device__ __forceinline__ void wgmma(
     float (&d)[N / 2], const descriptor_t (&a)[COUNT], const descriptor_t (&b)[COUNT], int accumulate);
 
-/* The same of A and B that both lie the other way round, of 16 bits. */
+/* wgmma for 16-bit operands that both are MN-major. */
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_turned(float (&d)[N / 2], descriptor_t a, descriptor_t b, int accumulate);
 
-/* The same of A in registers: one product, or four. */
+/* wgmma with A in registers: one product, or four. */
 template <typename T, int N, bool SWIZZLED = false>
 __device__ __forceinline__ void wgmma_rows(float (&d)[N / 2], const unsigned (&a)[4], descriptor_t b, int accumulate);
 template <typename T, int N, bool SWIZZLED = false>
@@ -107,7 +107,7 @@ __device__ __forceinline__ void wgmma_rows(
 /* d is zero from here on: were it set where products run already, of other sums, each of those would be waited for. */
 template <int COUNT> __device__ __forceinline__ void wgmma_clear(float (&d)[COUNT]);
 
-/* What wgmma_finish is, of wgmma_turned and wgmma_rows. */
+/* wgmma_finish for wgmma_turned and wgmma_rows. */
 template <int COUNT> __device__ __forceinline__ void wgmma_finish_rows(float (&d)[COUNT]);
 
 /* The registers that a thread of the warpgroup may have from here on: more, once others gave some up, or fewer. */

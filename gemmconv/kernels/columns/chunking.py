@@ -1,8 +1,8 @@
-"""Cuts a problem into pieces whose columns fit a workspace. Pure integers.
+"""Cuts a problem into chunks whose columns fit a workspace. Pure integer arithmetic.
 
-Images first: as many whole images as fit. Where not even one fits, rows of one image: a forward chunk owns some output
-rows and reads the input rows that reach them, so neighbouring chunks recompute the few rows that both read, and every
-output is summed and rounded in one place. A backward chunk owns input rows, which share nothing.
+A chunk has as many whole images as fit. If not even one fits, it has rows of one image: a forward chunk owns some
+output rows and reads the input rows that reach them, so neighbouring chunks recompute the few rows that both read, and
+every output is summed and rounded in one place. A backward chunk owns input rows, which share nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class Chunking:
 def forward_chunks(problem: Problem, itemsize: int, limit: int) -> Chunking:
     """Chunks of the forward pass, whose columns take at most ``limit`` bytes.
 
-    One output row is the least that a chunk completes: where the input rows that reach it need more than the limit,
-    the chunk takes what they need.
+    A chunk completes at least one output row, even if the input rows that reach it need more than the limit.
     """
     height, out_height = problem.input_size[0], problem.output_size[0]
     images = _images_that_fit(problem, problem.column_bytes(itemsize), limit)
@@ -90,7 +89,7 @@ def forward_chunks(problem: Problem, itemsize: int, limit: int) -> Chunking:
 def backward_chunks(problem: Problem, itemsize: int, limit: int, image_extra: int = 0) -> Chunking:
     """Chunks of a backward pass; each image of a chunk takes ``image_extra`` bytes beside its columns.
 
-    One input row is the least that a chunk covers, even where it needs more than the limit.
+    A chunk covers at least one input row, even if that needs more than the limit.
     """
     height = problem.input_size[0]
     images = _images_that_fit(problem, problem.column_bytes(itemsize) + problem.batch * image_extra, limit)
@@ -120,7 +119,7 @@ def _row_bytes(problem: Problem, itemsize: int) -> int:
 
 
 def _images_that_fit(problem: Problem, batch_bytes: int, limit: int) -> int:
-    """Whole images within the limit, of ``batch_bytes`` for all of them; evenly shared among the chunks."""
+    """Whole images in a chunk, evenly shared among chunks within the limit; the batch takes ``batch_bytes``."""
     image_bytes = max(1, batch_bytes // max(1, problem.batch))
     fitting = min(limit // image_bytes, max(1, problem.batch))
     if fitting == 0:
@@ -130,10 +129,10 @@ def _images_that_fit(problem: Problem, batch_bytes: int, limit: int) -> int:
 
 
 def longest_sum(config: Config) -> int:
-    """How many pixels a weight gradient sums at once.
+    """The number of pixels that a weight gradient sums in one product.
 
-    A sum of float32 products loses the square root of its length in roundings. Summing slices of it apart and adding
-    those up keeps a gradient over millions of pixels as exact as one over a thousand.
+    The rounding error of a float32 sum grows with the square root of its length. Summing slices apart and adding those
+    up keeps a gradient over millions of pixels as exact as one over a thousand.
     """
     rounds = config.device.type == "cuda" and config.dtype == torch.float32 and config.precision == "ieee"
     return _LONGEST_SUM if rounds else max(1, config.problem.in_pixels)

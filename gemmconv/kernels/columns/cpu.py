@@ -1,8 +1,8 @@
 """``gemm_col2im`` on the CPU: torch's product, and the fold and the unfold of csrc/cpu/columns.h.
 
-Forward, columns of some rows of an image at a time go to a buffer that stays in the cache, a ring of rows: those that
-later outputs read are still there when the next rows are multiplied. Without the extension in C, a fold of slices and
-torch's unfold take the place of its kernels, in the chunks that a GPU takes.
+A forward pass writes the columns of some rows of an image at a time to a ring of rows that stays in the cache: rows
+that later outputs read are still there when the next rows are multiplied. Without the C extension, sums of slices and
+torch's unfold replace its kernels, in the chunks that a GPU takes.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from gemmconv.kernels.columns.chunking import Chunk, Chunking, Span
 from gemmconv.kernels.cpu.direct import layer_of
 from gemmconv.kernels.cpu.library import address, integers, isa_name, kernels_for
 
-# Of 290 layers with one to eight output channels and 1 or 2 threads on two cores of an x86 CPU, those that the rule
-# takes are 1.06 to 6 times as fast as torch's operator (oneDNN 3.11), 3.1 times in the geometric mean.
+# Limits of the rule below. Among 290 layers with 1 to 8 output channels and 1 or 2 threads on two cores of an x86 CPU,
+# layers within them are 1.06 to 6 times as fast as with torch's operator (oneDNN 3.11), geometric mean 3.1 times.
 _INPUTS_OF_AN_OUTPUT, _VALUES_OF_A_THREAD = 24, 4096
 
-CACHED_BYTES = 2 << 20  # of columns, where the kernels in C fold them: as much as a core's cache has, about
+CACHED_BYTES = 2 << 20  # bytes of columns that the C kernels fold at once: about a core's L2 cache
 
 # Bound before ptflops replaces them, which would count a layer's products beside the layer.
 _matmul, _mm = torch.matmul, torch.mm
 
 
 def is_few_outputs(in_channels: int, out_channels: int) -> bool:
-    """Whether a layer has so few output channels that oneDNN, whose vectors are of those, is slow."""
+    """Whether a layer has so few output channels that oneDNN, which vectorises over them, is slow."""
     return in_channels >= _INPUTS_OF_AN_OUTPUT * out_channels
 
 
 def is_faster_than_torch(config: Config) -> bool:
     """Whether a forward pass is faster as columns than by torch's operator.
 
-    That is so where oneDNN is slow, in float32 and NCHW, and where the addition of a tap is long enough for all threads
-    (``N * C_out * H_in * W_in`` values of 4096 a thread). Gradients never are.
+    It is if oneDNN is slow, in float32 and NCHW, and the addition of a tap is long enough for all threads: at least
+    4096 of its ``N * C_out * H_in * W_in`` values for each. Gradients never are.
     """
     p = config.problem
     values = p.batch * p.out_channels * p.in_pixels
@@ -57,14 +57,14 @@ def is_faster_than_torch(config: Config) -> bool:
 
 
 class Ring(NamedTuple):
-    """Rows of columns of one image and group: how many are multiplied at once, and how many the ring holds."""
+    """A ring of rows of columns, for one image and group: ``step`` rows are multiplied at once, ``rows`` are held."""
 
     step: int
     rows: int
 
 
 def ring_of(config: Config) -> Ring:
-    """The ring that fits the cache and the workspace's limit, if one does, else the least."""
+    """The largest ring that fits the cache and the workspace limit; if none does, the smallest possible one."""
     p = config.problem
     row_bytes = p.gemm_m * p.input_size[1] * accumulator_dtype(config.dtype).itemsize
     halo = p.dilation[0] * (p.kernel_size[0] - 1) // p.stride[0]
@@ -82,7 +82,7 @@ def ring_bytes(config: Config) -> int:
 
 
 def prepare_forward(config: Config) -> Callable[..., torch.Tensor]:
-    """Prepare a forward pass by products into a ring of rows, each folded when all that it is a sum of is there."""
+    """Prepare a forward pass: products into a ring of rows; an output row is folded once its columns are there."""
     p, ring, kernels, wide = config.problem, ring_of(config), kernels_for(config.dtype), accumulator_dtype(config.dtype)
     (height, width), (stride, _), (padding, _) = p.input_size, p.stride, p.padding
     layer, strides = layer_of(config, config.dtype), strides_of(p.output_shape, config.memory_format)
@@ -118,7 +118,7 @@ def prepare_forward(config: Config) -> Callable[..., torch.Tensor]:
 
 
 def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int) -> Callable[..., Any]:
-    """Prepare a pass in chunks, of columns of so many elements; a weight gradient adds to so many partial sums."""
+    """Prepare a pass in chunks; ``elements`` is the size of the columns, ``slots`` the number of partial sums."""
     if direction == "forward" and isa_name() is not None:
         return prepare_forward(config)
     p, steps, accumulator = config.problem, _Steps(config), accumulator_dtype(config.dtype)
@@ -145,8 +145,8 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
                 steps.input_grad(columns, weight, grad_input, chunk)
             if input is not None and partials is not None:
                 steps.weight_grad(columns, input, partials, chunk)
-        found: list[Any] = [] if grad_input is None else [with_strides(grad_input, strides[p.input_shape])]
-        return found if partials is None else [*found, partials.sum(0).to(config.dtype)]
+        results: list[Any] = [] if grad_input is None else [with_strides(grad_input, strides[p.input_shape])]
+        return results if partials is None else [*results, partials.sum(0).to(config.dtype)]
 
     if direction == "forward":
         return forward
@@ -158,10 +158,9 @@ def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, sl
 
 
 class _Steps:
-    """The steps of one configuration. Tensors are contiguous; chunks say which part.
+    """Runs the steps of one configuration, for the part of the contiguous tensors that a chunk names.
 
-    Rows of columns are folded into the whole area that they reach, its padding not cut away yet, and what belongs to
-    the chunk is cut from that.
+    Columns are folded into the whole area that they reach, including padding; the chunk's outputs are cut from that.
     """
 
     def __init__(self, config: Config) -> None:
@@ -259,7 +258,7 @@ class _Steps:
         partials[: products.shape[0]] += products.view(-1, *partials.shape[1:])
 
     def _reach(self, axis: int, size: int) -> int:
-        """Extent of what ``size`` input positions of an axis reach, padding not cut away."""
+        """Extent of the outputs that ``size`` input positions of an axis reach, including padding."""
         p = self._problem
         return (size - 1) * p.stride[axis] + p.dilation[axis] * (p.kernel_size[axis] - 1) + 1
 
@@ -284,7 +283,7 @@ def _slice(span: Span) -> slice:
 
 
 def _overlap(size_a: int, origin_a: int, origin_b: int, size_b: int) -> tuple[slice, slice]:
-    """The common part of two stretches of one axis, as a slice of each."""
+    """The intersection of two intervals of one axis, as a slice of each."""
     begin = max(origin_a, origin_b)
     end = max(begin, min(origin_a + size_a, origin_b + size_b))
     return slice(begin - origin_a, end - origin_a), slice(begin - origin_b, end - origin_b)

@@ -32,28 +32,28 @@ UNIT = 16  # bytes that cuBLAS's kernels copy at once
 
 @dataclass(frozen=True)
 class _Matrices:
-    """A column-major matrix for each image and group: where the first is, leading extent, strides in elements."""
+    """Column-major matrices, one for each image and group: the first's address, leading extent, strides in elements."""
 
     at: At
     dtype: torch.dtype
     leading: int
     image_stride: int
     group_stride: int
-    pixel_stride: int = 1  # of images and columns
+    pixel_stride: int = 1  # between pixels of images, or of columns
 
     def of_call(self, call: int, over_images: bool) -> Matrices:
-        """Those of a call that covers the images of one group, or the groups of one image."""
+        """The matrices of one cuBLAS call, which covers the images of one group, or the groups of one image."""
         of_calls, of_call = self.group_stride, self.image_stride
         if not over_images:
             of_calls, of_call = of_call, of_calls
         return Matrices(self.further(call * of_calls).at, self.dtype, self.leading, of_call)
 
     def further(self, elements: int) -> _Matrices:
-        """The same, so many elements further on."""
+        """These matrices with the address moved on by so many elements."""
         return replace(self, at=At(self.at.tensor, self.at.offset + elements * self.dtype.itemsize))
 
     def slices(self, first: int, call: int, pixels: int, over_slices: bool) -> _Matrices:
-        """Slices of so many pixels of each image, from the first on: those of a call.
+        """The matrices of one call over slices of ``pixels`` pixels of each image, beginning with the slice ``first``.
 
         A call covers the slices of one image, which take the place of images, or one slice of all images.
         """
@@ -85,10 +85,10 @@ def _products(
 
 
 def slices_of(pixels: int, longest: int, slots: int) -> list[tuple[int, int, int]]:
-    """Pixels cut into slices of at most the longest sum, and these into as many as there are partials for.
+    """Cut pixels into slices of at most ``longest`` pixels, and the slices into parts of at most ``slots`` slices.
 
     Returns:
-        The first slice of each part, how many these are, and pixels of a slice.
+        For each part its first slice, its number of slices, and the pixels of a slice.
 
     >>> slices_of(3500, 1024, 2)
     [(0, 2, 1024), (2, 1, 1024), (3, 1, 428)]
@@ -99,19 +99,19 @@ def slices_of(pixels: int, longest: int, slots: int) -> list[tuple[int, int, int
 
 
 def image_format(config: Config) -> torch.memory_format:
-    """The format in which products take the input, or make its gradient: of tensors in channels_last theirs.
+    """The format in which products read the input, or write its gradient: NCHW, or channels_last for such tensors.
 
-    But where the channels of a group are no whole units: cuBLAS takes up to five times as long for these.
+    channels_last is transposed if the channels of a group are not whole units: cuBLAS would take up to 5 times as long.
     """
     last = config.problem.gemm_k * config.dtype.itemsize % UNIT == 0
     return config.memory_format if last else torch.contiguous_format
 
 
 class Columns:
-    """The steps of one configuration. Tensors are called as in a program, and are dense; chunks say which part.
+    """Makes the steps of one configuration, for the part of the dense tensors that a chunk names.
 
     Args:
-        config: see :class:`Config`; of both gradients at once, too.
+        config: see :class:`Config`; it may be for both gradients at once.
     """
 
     def __init__(self, config: Config) -> None:
@@ -153,14 +153,14 @@ class Columns:
         yield from _products(extents, operands, chunk.count, p.groups, transposed=(last, last), tf32=self._tf32)
 
     def fills(self, chunk: Chunk, slots: int) -> bool:
-        """Whether the weight gradient of a chunk has one product for each of so many partials, of an image's pixels."""
+        """Whether the weight gradient of a chunk writes each of ``slots`` partial sums by one product of an image."""
         return chunk.count == slots and 0 < self._pixels(chunk) <= self._longest_sum
 
     def weight_grad(self, chunk: Chunk, slots: int, accumulates: bool = True) -> Iterator[Step]:
-        """partials += columns . input^T, over each image or each slice of its pixels; so many partials are added to.
+        """partials += columns . input^T, over each image or each slice of its pixels, into ``slots`` partial sums.
 
-        One call sums many images or many slices, each into a partial of its own; the calls follow each other. Where the
-        chunk :meth:`fills` them, partials may be written and not added to.
+        One call sums many images or many slices, each into its own partial sum; calls run one after the other. If the
+        chunk :meth:`fills` the partial sums, it may overwrite them (``accumulates=False``).
         """
         p, pixels, images, longest = self._problem, self._pixels(chunk), chunk.count, self._longest_sum
         group = p.gemm_k * p.gemm_m

@@ -1,4 +1,4 @@
-"""What the kernels for a CPU have in common."""
+"""The base class of kernels for a CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gemmconv.kernels.macros import why_not_dtype
 
 @dataclass(frozen=True)
 class Tile:
-    """What a kernel for a CPU is specialised by: its instruction set. Its register tile follows from that."""
+    """The tile of a CPU kernel: its instruction set, from which the register tile follows."""
 
     isa: str
 
 
 class CpuKernel(Kernel):
-    """A kernel of csrc/cpu/. It has one tile, and no program: it is called as it is."""
+    """A kernel of csrc/cpu/. It has one tile and no program: the C function is called directly."""
 
     device_type = "cpu"
     directions = ("forward", "input_grad", "weight_grad")
@@ -45,7 +45,7 @@ class CpuKernel(Kernel):
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in NCHW or channels_last, and where it is in neither a copy in NCHW."""
+    """The tensor if it is contiguous in NCHW or channels_last, else a copy in NCHW."""
     if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
         return tensor
     return tensor.contiguous()

@@ -1,4 +1,4 @@
-"""A pass as a correlation over a table of taps: what csrc/cpu/conv.h and wgrad.h read of a layer's geometry.
+"""A pass as a correlation over a table of taps: the geometry that csrc/cpu/conv.h and wgrad.h read.
 
 A forward pass and an input gradient are one kernel with source and target exchanged. On each axis the target's
 positions fall into classes and cells, position = step * cell + class - base, and so do the source's. Tap k joins class
@@ -32,7 +32,7 @@ class Axis:
         size, extent: positions of source and target.
         source_step, target_step: positions of a cell.
         base: the target's position is ``target_step * cell + class - base``.
-        classes: for each class of the target what its cells read, and by which tap.
+        classes: for each class of the target, the taps by the classes and shifts that its cells read.
     """
 
     size: int
@@ -49,7 +49,7 @@ class Axis:
 
     @property
     def pitch(self) -> int:
-        """Cells from one row to the next, so many that no tap reaches from one row into another's values."""
+        """Cells from one row to the next, padded so that no tap reaches into the values of another row."""
         shifts = [0, *(shift for reads in self.classes for _, shift in reads)]
         return max(-(-self.size // self.source_step) - min(shifts), self.cells + max(shifts))
 
@@ -61,14 +61,14 @@ def axes_of(problem: Problem, is_gradient: bool, together: bool) -> tuple[Axis, 
     Args:
         problem: the layer.
         is_gradient: whether it is the input's gradient.
-        together: whether all classes of a cell are computed together: bases are then such that they share shifts.
+        together: whether one product computes all classes of a cell; bases are then chosen so that they share shifts.
 
     >>> axes_of(Problem(1, 8, 8, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1)), False, True)[2].classes
     ({(0, 0): 0, (0, -1): 2}, {(0, 0): 1, (0, -1): 3})
     """
     p = problem
     if p.taps == 1 and max(p.stride) == 1 and max(p.padding) == 0 and p.output_size == p.input_size:
-        p = replace(p, input_size=(1, p.in_pixels))  # the same work on one row, which is not as short
+        p = replace(p, input_size=(1, p.in_pixels))  # one long row instead of many short ones
     pairs = zip(p.input_size, p.output_size, p.kernel_size, p.stride, p.padding, p.dilation, strict=True)
     made = []
     for size, extent, kernel, stride, padding, dilation in [(1, 1, 1, 1, 0, 1)] * (3 - len(p.input_size)) + list(pairs):
@@ -87,7 +87,7 @@ def axes_of(problem: Problem, is_gradient: bool, together: bool) -> tuple[Axis, 
 
 @dataclass(frozen=True)
 class Table:
-    """The tap table of a pass: for each product its entries. A product has one class of the target, or all together."""
+    """The tap table of a pass: the entries of each product, which computes one class of the target, or all of them."""
 
     axes: tuple[Axis, Axis, Axis]
     together: bool
@@ -100,7 +100,7 @@ class Table:
 
     @property
     def cells(self) -> int:
-        """Cells of an image, those between its rows too."""
+        """Cells of an image, including the padding between its rows."""
         return math.prod(axis.pitch for axis in self.axes)
 
     @property
@@ -110,14 +110,14 @@ class Table:
 
     @property
     def shift_range(self) -> tuple[int, int]:
-        """The least and the greatest shift, 0 between them."""
+        """The least and the greatest shift, of 0 and those in the table."""
         shifts = [0, *(shift for _, shift, _ in self.entries)]
         return min(shifts), max(shifts)
 
 
 @lru_cache(maxsize=1024)
 def table_of(problem: Problem, is_gradient: bool, together: bool) -> Table:
-    """The tap table of a forward pass or an input gradient, with classes together or one by one."""
+    """The tap table of a forward pass or an input gradient, with all classes in one product or one in each."""
     axes = axes_of(problem, is_gradient, together)
     kernel = [1] * (3 - len(problem.kernel_size)) + list(problem.kernel_size)
     pitches, steps = [axis.pitch for axis in axes], [axis.source_step for axis in axes]
@@ -134,6 +134,6 @@ def table_of(problem: Problem, is_gradient: bool, together: bool) -> Table:
 
 
 def _flat(numbers: Iterable[int], extents: list[int]) -> int:
-    """The place of three numbers in an array of such extents; of shifts how far it moves."""
+    """The row-major index of three indices in an array of these extents; shifts give the distance of indices."""
     first, second, third = numbers
     return (first * extents[1] + second) * extents[2] + third

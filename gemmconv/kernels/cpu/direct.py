@@ -1,4 +1,4 @@
-"""``direct`` on a CPU: the definition as loops, in csrc/cpu/direct.h. It serves every layer, to read and compare."""
+"""``direct`` on a CPU: the definition as loops, in csrc/cpu/direct.h. A reference for every layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemmconv.kernels.cpu.library import KINDS, Layer, address, kernels_for
 
 
 class Direct(CpuKernel):
-    """One gather, written to be read."""
+    """One gather, written for readability."""
 
     name = "cpu/direct"
 
@@ -27,7 +27,7 @@ class Direct(CpuKernel):
 
 
 def layer_of(config: Config, dtype: torch.dtype, in_groups: bool = True) -> Any:
-    """The layer as csrc/cpu/ reads it, for images of a dtype, with the channels of a group or all of them."""
+    """The ``layer_t`` of csrc/cpu/ for images of a dtype, with the channels of a group or all of them."""
     p = config.problem
     sizes = p.input_size, p.output_size, p.kernel_size, p.stride, p.padding, p.dilation
     groups = p.groups if in_groups else 1
@@ -36,7 +36,7 @@ def layer_of(config: Config, dtype: torch.dtype, in_groups: bool = True) -> Any:
 
 
 def prepare(config: Config, direction: Pass) -> Callable[..., torch.Tensor]:
-    """Prepare a pass. 16-bit tensors are widened before, and the result is rounded once."""
+    """Prepare a pass. 16-bit tensors are widened to float32 first, and the result is rounded once."""
     p, wide, kernels = config.problem, accumulator_dtype(config.dtype), kernels_for(config.dtype)
     number = ("forward", "input_grad", "weight_grad").index(direction)
     shape = (p.output_shape, p.input_shape, p.weight_shape)[number]

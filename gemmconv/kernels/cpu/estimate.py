@@ -1,9 +1,9 @@
-"""Which is faster on a CPU, torch's operator or the implicit product: a rule that is fitted to measured rows.
+"""Whether torch's operator or the implicit product is faster on a CPU: a rule that is fitted to measured rows.
 
-The logarithm of torch's time over ours is taken to be linear in the logarithms of a layer's sizes (:func:`sizes`). Its
-coefficients are in speedup.json, a row of them for each instruction set, pass, memory format and element
-type; ``python -m benchmarks.cpu_fit`` writes them, from the rows of ``python -m benchmarks.cpu`` in the tree.
-What has no row is left to torch.
+The logarithm of torch's time over ours is linear in the logarithms of a layer's sizes (:func:`sizes`). Its coefficients
+are in speedup.json, one row for each instruction set, pass, memory format and element type; ``python -m
+benchmarks.cpu_fit`` writes them, from the rows of ``python -m benchmarks.cpu`` in the tree. Passes without a row are
+left to torch.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from gemmconv.kernels.cpu.correlation import table_of
 from gemmconv.kernels.cpu.library import isa_name, kernels_for
 
 _ROWS = Path(__file__).with_name("speedup.json")
-LEAST_SPEEDUP = 1.4  # that is expected before the implicit product is taken: the rule may be off by more than that
-# What the rule was wrong about most is left to torch: depthwise layers of few taps or short rows, whose planes are
-# little work each; and layers without strides that compute much more between rows than in them, or whose channels fill
-# oneDNN's vectors, so that it is at its best (of 500 random layers those 20 lose 1% of what choosing gains).
+LEAST_SPEEDUP = 1.4  # expected speedup from which the implicit product is taken; the rule's error can exceed it
+# Layers for which the rule was most wrong are left to torch: depthwise layers with few taps or short rows, whose planes
+# are little work each; and layers without strides that compute much more between rows than in them, or whose channels
+# fill oneDNN's vectors, its best case (20 of 500 random layers; leaving them costs 1% of the gain from choosing).
 _LEAST_TAPS, _MOST_WASTE = 16, 0.5  # taps, and inputs of a row; logarithm to base 2
 MOST_CLASSES = 1024  # product of the strides: a table of taps has all classes of outputs
 CYCLES = 2.5e9  # a second
-_PACK_SECONDS = 1.8e-9  # of a weight that is packed, for one thread (AVX2 and AVX-512, layers of 2 million weights)
-_COLUMNS, _DIRECT = 2.0, 8.0  # times as long as an implicit product, about: never chosen, but compared
+_PACK_SECONDS = 1.8e-9  # to pack one weight by one thread (AVX2 and AVX-512, layers of 2 million weights)
+_COLUMNS, _DIRECT = 2.0, 8.0  # time over that of an implicit product, about: to rank algorithms that are never chosen
 
 
 @lru_cache(maxsize=1024)
 def cycles(config: Config, is_gradient: bool, together: bool) -> float:
-    """Cycles that the register tiles of an implicit product take, with the classes of a cell in one product or in many.
+    """Cycles of an implicit product's register tiles, with all classes of a cell in one product or one in each.
 
-    In a cycle a core multiplies two vectors, or loads two: of a tile's cells, and of its weights.
+    In a cycle a core multiplies two vectors, or loads two: cells of a tile, or weights.
     """
     p, kernels = config.problem, kernels_for(config.dtype)
     channels, targets = p.in_channels // p.groups, p.out_channels // p.groups
@@ -56,7 +56,7 @@ def is_together(config: Config) -> bool:
 
 
 def sizes(config: Config, direction: Pass) -> dict[str, float]:
-    """What the rule is linear in: logarithms to base 2 of a layer's sizes, and what it is."""
+    """The features that the rule is linear in: logarithms to base 2 of a layer's sizes, and flags."""
     p, is_gradient = config.problem, direction != "forward"
     of_input, of_output = p.in_channels // p.groups, p.out_channels // p.groups
     least = p.useful_flops / 4 / kernels_for(config.dtype).lanes
@@ -86,13 +86,13 @@ def key_of(config: Config, direction: Pass) -> str:
 
 @cache
 def _coefficients() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(_ROWS.read_text())
-    return found
+    rows: dict[str, dict[str, float]] = json.loads(_ROWS.read_text())
+    return rows
 
 
 @lru_cache(maxsize=4096)
 def speedup(config: Config, direction: Pass) -> float:
-    """How many times as fast as torch's operator the implicit product is expected to be; 0 where nothing is known."""
+    """The expected speedup of the implicit product over torch's operator; 0 if the rule does not cover the layer."""
     coefficients = _coefficients().get(key_of(config, direction))
     p = config.problem
     if coefficients is None or not p.useful_flops or min(p.output_shape) < 1 or math.prod(p.stride) > MOST_CLASSES:
@@ -106,10 +106,10 @@ def speedup(config: Config, direction: Pass) -> float:
 
 
 def fused_seconds(config: Config, direction: Pass) -> float:
-    """Roughly the seconds of an implicit product, and of packing the weight where it is another one each time."""
+    """Estimated seconds of an implicit product, and of packing the weight if it changes between calls."""
     p = config.problem
     if p.useful_flops == 0 or math.prod(p.stride) > MOST_CLASSES:
-        return 1.0  # whatever it is, torch's operator comes before it and all that is estimated by it
+        return 1.0  # any number: torch's operator is estimated from it, and lower
     is_gradient = direction != "forward"
     seconds = 2 * cycles(config, is_gradient, not is_gradient and is_together(config)) / CYCLES
     if config.trained and direction == "forward":
@@ -118,7 +118,7 @@ def fused_seconds(config: Config, direction: Pass) -> float:
 
 
 def native_seconds(config: Config, direction: Pass) -> float:
-    """Seconds of torch's operator, to compare with :func:`fused_seconds`: by the rule, less what that may be off."""
+    """Seconds of torch's operator by the rule, divided by ``LEAST_SPEEDUP`` as a margin; see :func:`fused_seconds`."""
     if isa_name() is None:
         return math.inf
     config = replace(config, trained=False)
@@ -126,10 +126,10 @@ def native_seconds(config: Config, direction: Pass) -> float:
 
 
 def columns_seconds(config: Config, direction: Pass) -> float:
-    """Seconds of ``gemm_col2im``, which ``auto`` does not take where there are implicit products."""
+    """Seconds of ``gemm_col2im``, so many that ``auto`` prefers implicit products."""
     return _COLUMNS * fused_seconds(config, direction)
 
 
 def direct_seconds(config: Config, direction: Pass) -> float:
-    """Seconds of ``direct``, which is there to be read and compared."""
+    """Seconds of ``direct``, so many that ``auto`` never takes this reference."""
     return _DIRECT * fused_seconds(config, direction)

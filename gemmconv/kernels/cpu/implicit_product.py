@@ -1,7 +1,7 @@
 """``fused`` on a CPU: products without columns, in csrc/cpu/conv.h and wgrad.h.
 
-Work is cut into bands of cells whose source stays in a core's cache, and bands, where they are few, into blocks of
-channels. No cut changes the order of a sum, so that bits are the same whatever the threads.
+Work is cut into bands of cells whose source stays in a core's cache, and a few bands into blocks of channels. No cut
+changes the order of a sum, so results are equal to the bit for any number of threads.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gemmconv.kernels.cpu.correlation import Axis, Table, table_of
 from gemmconv.kernels.cpu.direct import prepare as prepare_directly
 from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
 
-_BAND_BYTES, _LARGE_BAND_BYTES = 256 << 10, 1 << 20  # of staged planes; the latter where weights are many
-_MANY_WEIGHTS = 300_000  # of a group: then they are read anew for each band
+_BAND_BYTES, _LARGE_BAND_BYTES = 256 << 10, 1 << 20  # bytes of staged planes; the latter for many weights
+_MANY_WEIGHTS = 300_000  # weights of a group from which each band reads them from memory again
 _STRIP, _SUMS_BYTES = 384, 96 << 10  # cells of a strip at most, and its sums
 _LEAST_BAND = 48  # cells
-_STAGED_SECONDS, _WEIGHT_SECONDS, _ITEM_SECONDS = 4e-10, 1.5e-10, 2e-6  # of a value that is staged or read, of an item
-_GRADIENT_CHANNELS = 32  # of a weight gradient's item, of input and of grad_output
-_PARTIALS_SHARE = 4  # of the workspace, that part holds the sums of slices
-_GRADIENT_ITEMS = 32  # that a weight gradient is cut into at least, where it has the cells
+_STAGED_SECONDS, _WEIGHT_SECONDS, _ITEM_SECONDS = 4e-10, 1.5e-10, 2e-6  # to stage a value, to read a weight, per item
+_GRADIENT_CHANNELS = 32  # channels of input and of grad_output in an item of a weight gradient
+_PARTIALS_SHARE = 4  # one part in so many of the workspace holds partial sums
+_GRADIENT_ITEMS = 32  # least items of a weight gradient that has enough cells
 _LINE = 64  # bytes
 
 
@@ -50,10 +50,10 @@ class ImplicitProduct(CpuKernel):
             return made.partial_bytes + threads * made.scratch_bytes + _LINE
         return _Correlation(config, direction == "input_grad", threads).threads_bytes + 2 * _LINE
 
-    def kept_bytes(self, config: Config, direction: Pass) -> int:
-        """Bytes of packed weights that forward passes keep beside the weight, but where that is trained."""
-        is_kept = direction == "forward" and not config.trained
-        return _Correlation(config, False, 1).packed_bytes if is_kept else 0
+    def packed_weight_bytes(self, config: Config, direction: Pass) -> int:
+        """Bytes of the packed weight that forward passes cache, unless the weight is being trained."""
+        is_cached = direction == "forward" and not config.trained
+        return _Correlation(config, False, 1).packed_bytes if is_cached else 0
 
     def refuses(self, config: Config, direction: Pass) -> str | None:
         if math.prod(config.problem.stride) > estimate.MOST_CLASSES:
@@ -131,14 +131,14 @@ class _Correlation:
 def _cut(
     config: Config, table: Table, planes: int, targets: int, units: int, threads: int, tile: int
 ) -> tuple[int, int, int]:
-    """Cells of a band, bands, and the parts that each band's units are shared out in: what is estimated to end first.
+    """The cut with the least estimate: cells of a band, number of bands, and parts that share the units of a band.
 
     Args:
         config, table: the pass.
-        planes: values that are staged of a cell.
+        planes: staged values of a cell.
         targets: channels of the target.
-        units: of a band, which each of its parts has some of, after staging all of it.
-        threads: how many share the work.
+        units: units of work in a band; a part stages the whole band and computes some of them.
+        threads: threads that share the work.
         tile: cells of a register tile.
     """
     low, high = table.shift_range
@@ -179,7 +179,7 @@ def _whole_lines(count: int) -> int:
 
 
 def _odd_lines(values: int, itemsize: int) -> int:
-    """So many values that they are an odd number of cache lines: planes then lie in different sets of a cache."""
+    """``values`` rounded up to an odd number of cache lines, so that planes lie in different sets of a cache."""
     lines = -(-values * itemsize // _LINE)
     return (lines | 1) * _LINE // itemsize
 
@@ -188,16 +188,16 @@ def _is_last(tensor: torch.Tensor) -> bool:
     return not tensor.is_contiguous()
 
 
-_of_thread = threading.local()
+_thread_memory = threading.local()
 
 
 def _scratch(size: int, what: str = "scratch") -> int:
-    """The address of scratch memory, which a thread keeps from call to call: new memory costs a fault for each page."""
-    kept: torch.Tensor | None = getattr(_of_thread, what, None)
-    if kept is None or kept.numel() < size + _LINE:
-        kept = torch.empty(size + _LINE, dtype=torch.uint8)
-        setattr(_of_thread, what, kept)
-    return _whole_lines(kept.data_ptr())
+    """The address of this thread's scratch memory, reused by later calls: new memory costs a page fault a page."""
+    memory: torch.Tensor | None = getattr(_thread_memory, what, None)
+    if memory is None or memory.numel() < size + _LINE:
+        memory = torch.empty(size + _LINE, dtype=torch.uint8)
+        setattr(_thread_memory, what, memory)
+    return _whole_lines(memory.data_ptr())
 
 
 def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., torch.Tensor]:
@@ -220,13 +220,13 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
         def pack(packed: int) -> bool:
             return not kernels.pack(arguments.address, weight.data_ptr(), packed, threads)
 
-        kept = None  # for as long as the call takes
+        owner = None  # keeps the packed weight alive during the call
         if is_gradient or config.trained:
             packed = _scratch(arguments.packed_bytes, "packed")
             finite = pack(packed)
         else:
-            kept, finite = _kept(given[1], key, arguments.packed_bytes, pack)
-            packed = kept.data_ptr()
+            owner, finite = _packed_weight(given[1], key, arguments.packed_bytes, pack)
+            packed = owner.data_ptr()
         if finite:
             values = None if bias is None else bias.contiguous()
             finite = not kernels.conv(
@@ -241,7 +241,7 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
 
 
 class _Packed:
-    """A weight's packed forms, and what they were packed from."""
+    """The cached packed forms of a weight, and the version, address and checksum of the contents they belong to."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight, self.state = weakref.ref(weight), tuple[int, ...]()
@@ -251,10 +251,10 @@ class _Packed:
 _packed: dict[int, _Packed] = {}
 
 
-def _kept(weight: torch.Tensor, key: Any, size: int, pack: Callable[[int], bool]) -> tuple[torch.Tensor, bool]:
-    """A weight's packed form and whether it is finite, kept as long as the weight has the contents it was packed from.
+def _packed_weight(weight: torch.Tensor, key: Any, size: int, pack: Callable[[int], bool]) -> tuple[torch.Tensor, bool]:
+    """A weight's packed form and whether it is finite, cached until the weight's contents change.
 
-    torch counts a tensor's versions, but not what is written through ``weight.data``: contents are summed up each time.
+    A tensor's version does not count writes through ``weight.data``, so each call computes a checksum too.
     """
 
     def made() -> tuple[torch.Tensor, bool]:
@@ -270,9 +270,9 @@ def _kept(weight: torch.Tensor, key: Any, size: int, pack: Callable[[int], bool]
         weakref.finalize(weight, _forget, number, known)
     if known.state != (*state, sum_):
         known.state, known.forms = (*state, sum_), {}
-    if (found := known.forms.get(key)) is None:
-        found = known.forms[key] = made()
-    return found
+    if (form := known.forms.get(key)) is None:
+        form = known.forms[key] = made()
+    return form
 
 
 def _forget(number: int, known: _Packed) -> None:
@@ -281,7 +281,7 @@ def _forget(number: int, known: _Packed) -> None:
 
 
 class _Gradient:
-    """The arguments of ``wgrad``; see csrc/cpu/cpu.h. They do not depend on the number of threads."""
+    """The arguments of ``wgrad`` for any number of threads; see csrc/cpu/cpu.h."""
 
     def __init__(self, config: Config, input_last: bool = False, grad_last: bool = False) -> None:
         p, kernels = config.problem, kernels_for(config.dtype)

@@ -1,8 +1,8 @@
-"""The C kernels of csrc/cpu/: their structs and functions, and the instruction set that this machine takes.
+"""Loads the C kernels of csrc/cpu/: their structs, their functions, and the choice of an instruction set.
 
-They are a part of the extension and are called through ctypes, which releases the interpreter's lock meanwhile. Their
-threads are those of the OpenMP runtime that torch has loaded. ``GEMMCONV_CPU`` in the environment names an instruction
-set in place of the best one: ``avx512``, ``avx2``, ``neon`` or ``portable``.
+They are part of the C extension and are called through ctypes, which releases the interpreter's lock during a call.
+They use the threads of the OpenMP runtime that torch has loaded. The environment variable ``GEMMCONV_CPU`` overrides
+the choice: ``avx512``, ``avx2``, ``neon`` or ``portable``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _long, _int, _pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
 
 
 def _struct(name: str, fields: str, *more: tuple[str, Any]) -> Any:
-    """A C struct of int64 fields, ``name`` or ``name:length``, and of others behind them."""
+    """A C struct of int64 fields, each ``name`` or ``name:length``, followed by the fields in ``more``."""
     named = [field.partition(":")[::2] for field in fields.split()]
     typed = [(field, _long * int(length) if length else _long) for field, length in named]
     return type(name, (ctypes.Structure,), {"_fields_": [*typed, *more]})
@@ -70,23 +70,23 @@ def _library() -> Any | None:
 
 @cache
 def isa_name() -> str | None:
-    """The instruction set that kernels take here, None without the extension.
+    """The instruction set of the kernels on this machine; None without the extension.
 
     Raises:
-        KernelError: the environment names one that this machine, or this build, does not have.
+        KernelError: the environment names an instruction set that this machine, or this build, does not have.
     """
     if (library := _library()) is None:
         return None
-    asked = os.environ.get(_VARIABLE)
+    requested = os.environ.get(_VARIABLE)
     able = [name for name in _INSTRUCTION_SETS if library.gemmconv_cpu_kernels(name.encode(), 0)]
-    if asked is not None and asked not in able:
-        raise KernelError(f"{_VARIABLE} must be one of {', '.join(able)} on this machine, got {asked!r}")
-    return asked or able[0]
+    if requested is not None and requested not in able:
+        raise KernelError(f"{_VARIABLE} must be one of {', '.join(able)} on this machine, got {requested!r}")
+    return requested or able[0]
 
 
 @cache
 def kernels_for(dtype: torch.dtype) -> Any:
-    """The kernels for an element type; the caller has asked :func:`isa_name` whether there are any."""
+    """The kernels for an element type; :func:`isa_name` must not be None."""
     library: Any = _library()
     return library.gemmconv_cpu_kernels((isa_name() or "").encode(), dtype == torch.float64).contents
 
@@ -99,10 +99,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def integers(values: Iterable[int]) -> np.ndarray[Any, Any]:
-    """An array of int64, whose address a struct may hold, but not the array itself."""
+    """An array of int64. A struct that holds its address does not keep it alive."""
     return np.fromiter(values, dtype=np.int64)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor's data are; None for none."""
+    """The address of a tensor's data; None for None."""
     return None if tensor is None else tensor.data_ptr()

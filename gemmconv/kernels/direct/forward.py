@@ -22,25 +22,25 @@ from gemmconv.kernels.base import (
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import even_share, power_of_two
-from gemmconv.kernels.kept import kept
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
+from gemmconv.kernels.search_cache import cached
 
 _COST = costs_of("direct/forward")
 _INT32_MAX = 2**31 - 1
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
-_MOST = 4  # tiles of a menu
-_ALL_REGISTERS = 65_536  # of a multiprocessor
-_LANES = (8, 32)  # across a cell row of depthwise threads, where images are as wide
-_MOST_ROWS = 16  # of such
+_MOST = 4  # most tiles of a menu
+_ALL_REGISTERS = 65_536  # registers of a multiprocessor
+_LANES = (8, 32)  # threads across a cell row in depthwise tiles for wide images
+_MOST_ROWS = 16  # most rows of threads in depthwise tiles
 _MOST_PHASES = 8  # row phases side by side
 _MOST_SPLIT = 4  # threads that share the products of an output
-_LONGEST_SUM = 2048  # products of float32 that one of them adds
+_LONGEST_SUM = 2048  # most float32 products that one thread adds
 LONGEST_SUM = _MOST_SPLIT * _LONGEST_SUM
-_REGISTERS = (64, 80, 128, 168)  # what threads may be held to: 8, 6, 4 or 3 blocks of 128 in a multiprocessor
-_OTHER_REGISTERS = 32  # beside sums and window
-_MOST_TURNS, _BUSY_BLOCKS = 8, 6  # of a block; of a multiprocessor
+_REGISTERS = (64, 80, 128, 168)  # register limits of a thread: 8, 6, 4 or 3 blocks of 128 threads a multiprocessor
+_OTHER_REGISTERS = 32  # registers of a thread beside sums and window
+_MOST_TRIPS, _BUSY_BLOCKS = 8, 6  # most loop trips of a block; blocks that keep a multiprocessor busy
 # A depthwise thread has two cells in channels_last, which share what they read, while they have no more sums than this:
 # k8 s4 in float32 takes 33 us with two cells (32 sums) and 37 with one, k16 s8 85 with two (64 sums) and 76 with one.
 _MOST_PAIR_SUMS = 32
@@ -52,20 +52,20 @@ _Shape = tuple[int, int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/direct/forward.cu owns; see its header, and pipeline/depthwise.cuh for depthwise layers.
+    """The tile of a block of csrc/direct/forward.cu; see its header, and pipeline/depthwise.cuh for depthwise layers.
 
     Attributes:
         depthwise: whether planes have one channel each.
         lanes_w, cells: threads across a cell row, and cells of each.
         rows: cell rows.
-        phases: row phases at a time, by threads of their own.
-        planes: groups of images.
+        phases: row phases at a time, each with threads of its own.
+        planes: planes; a plane is one group of one image.
         channels_in: input channels staged at a time.
         channels_out: output channels.
         split: threads that share the input channels of an output.
-        rows_each, planes_each: cell rows and planes of a thread, where it is depthwise.
-        turns: tiles that a block goes over, one below the other, where it is depthwise.
-        looped: whether there may be several.
+        rows_each, planes_each: cell rows and planes of a thread, in depthwise tiles.
+        turns: loop trips of a block over tiles below each other, in depthwise tiles (the name is in tuned files).
+        looped: whether the kernel has that loop.
     """
 
     depthwise: bool
@@ -94,7 +94,7 @@ class Tile:
 
 @functools.lru_cache(maxsize=1024)
 def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: DeviceSpec = REFERENCE) -> Tile | None:
-    """The tile for a problem: a pure function of it. None where the smallest tile's patch exceeds shared memory."""
+    """The tile for a problem: a pure function of it. None if the smallest tile's patch exceeds shared memory."""
     layer = _Layer(problem, dtype, channels_last, spec)
     if layer.is_depthwise:
         return next(layer.depthwise_tiles(), None)
@@ -106,9 +106,9 @@ def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: Dev
 def _menu(
     problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
 ) -> list[tuple[Tile, _Cost]]:
-    """The few tiles that a layer takes, by how it does at samples of its sizes."""
-    asked = __name__, problems, dtype, channels_last, spec
-    return kept(lambda: asked, lambda: _made_menu(problems, dtype, channels_last, spec))
+    """The menu of a layer: the few tiles that are together the fastest for sample problems, with their costs."""
+    key = __name__, problems, dtype, channels_last, spec
+    return cached(lambda: key, lambda: _made_menu(problems, dtype, channels_last, spec))
 
 
 def _made_menu(
@@ -127,12 +127,12 @@ def _made_menu(
 def cycles_of(
     problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile, spec: DeviceSpec = REFERENCE
 ) -> float:
-    """What a tile is estimated at; see ``_Layer.cycles``."""
+    """Estimated cycles of a tile, cached; see ``_Layer.cycles``."""
     return _Layer(problem, dtype, channels_last, spec).cycles(tile)
 
 
 def longest_sum(problem: Problem) -> int:
-    """Products that are added for an output, of the phase that has most taps."""
+    """Products that are added for an output of the phase with the most taps."""
     most_taps = (max(len(phase.taps) for phase in problem.phases(axis)) for axis in (0, 1))
     return problem.gemm_k * math.prod(most_taps)
 
@@ -153,8 +153,8 @@ class _Layer:
         self.cells_h, self.cells_w = cells_of(problem)
         layer = replace(problem, batch=1, input_size=(1, 1))
         self.halo_h, self.halo_w = (last - first for first, last in (reach_of(layer, 0), reach_of(layer, 1)))
-        # How many threads must share the products of a float32 output: their sum loses the square root of its length in
-        # roundings.
+        # Threads that must share the products of a float32 output: a sum's rounding error grows with the square root of
+        # its length.
         taps = [[len(phase.taps) for phase in layer.phases(axis)] for axis in (0, 1)]
         longest = problem.gemm_k * math.prod(map(max, taps))
         parts = -(-longest // _LONGEST_SUM) if dtype == torch.float32 else 1
@@ -164,7 +164,7 @@ class _Layer:
         self.tap_phases_h, self.tap_phases_w = (sum(map(bool, of_axis)) for of_axis in taps)
 
     def depthwise_tiles(self) -> Iterator[Tile]:
-        """One tile: what one 16-byte store holds, of enough rows or planes to fill the threads of a block."""
+        """At most one tile: a thread has the outputs of a 16-byte store; rows or planes fill the threads of a block."""
         stride_w = self.problem.stride[1]
         planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
         if self.channels_last:
@@ -212,24 +212,24 @@ class _Layer:
             while tile.threads % 32:
                 tile = replace(tile, rows=tile.rows * 2)
         if self.channels_last:
-            turns = self.turns(tile)
-            tile = replace(tile, turns=turns, looped=turns > 1)
+            trips = self.loop_trips(tile)
+            tile = replace(tile, turns=trips, looped=trips > 1)
         if self.shared_bytes(tile) <= SHARED_BYTES:
             yield tile
 
-    def turns(self, tile: Tile) -> int:
-        """Tiles that a depthwise block in channels_last goes over. Laying out its weights costs as much as one."""
+    def loop_trips(self, tile: Tile) -> int:
+        """Tiles that a depthwise block in channels_last loops over. Packing its weights costs as much as a tile."""
         below = -(-self.cells_h // tile.rows)
         busy = _BUSY_BLOCKS * self.spec.multiprocessors
-        most = max(1, min(_MOST_TURNS, below, self.blocks(replace(tile, turns=1)) // busy))
-        return min(range(most, 0, -1), key=lambda turns: -(-below // turns) * (turns + 1))
+        most = max(1, min(_MOST_TRIPS, below, self.blocks(replace(tile, turns=1)) // busy))
+        return min(range(most, 0, -1), key=lambda trips: -(-below // trips) * (trips + 1))
 
     def tiles(self, whole_sectors: bool = True) -> Iterator[Tile]:
-        """All that fit registers and shared memory; with ``whole_sectors``, pixels in channels_last take 32 bytes."""
+        """All tiles that fit registers and shared memory; ``whole_sectors``: stores in channels_last fill 32 bytes."""
         return (tile for shape in self.shapes(whole_sectors) if (tile := self.fitting(shape)) is not None)
 
     def shapes(self, whole_sectors: bool = True) -> Iterator[_Shape]:
-        """What those may have that fit registers."""
+        """The shapes of tiles that fit registers; see :meth:`tiles`."""
         p = self.problem
         phases = self.tap_phases_h if self.tap_phases_h <= _MOST_PHASES else 1
         most_planes = math.gcd(p.groups, 8) if self.channels_last else power_of_two(self.planes)
@@ -250,7 +250,7 @@ class _Layer:
                 break
             lanes_w = min(power_of_two(-(-self.cells_w // cells)), 32)
             if lanes_w not in of_block:
-                found = of_block[lanes_w] = []
+                options = of_block[lanes_w] = []
                 for rows, split in itertools.product((1, 2, 4, 8, 16, 32), splits):
                     part = lanes_w * rows * phases
                     if rows > most_rows and part % 64 == 0:
@@ -261,7 +261,7 @@ class _Layer:
                         too_many = self.channels_last and factor * planes > most_planes
                         if too_many or part * factor * planes * split > 256:
                             break
-                        found.append((rows, factor * planes, split))
+                        options.append((rows, factor * planes, split))
             for channels_out in sorted(shares):
                 narrowest = cells == 1 and channels_out == 1
                 if narrowest or self.registers(cells, channels_out) <= _REGISTERS[-1] - 16:
@@ -269,7 +269,7 @@ class _Layer:
                         yield lanes_w, cells, rows, phases, planes, channels_out, split
 
     def fitting(self, shape: _Shape) -> Tile | None:
-        """The tile with as many input channels at a time as fit, at most 16; None where none do."""
+        """The tile of a shape with as many input channels at a time as fit, at most 16; None if not even one fits."""
         lanes_w, cells, rows, phases, planes, channels_out, split = shape
         channels_in = min(self.channels_in, 16)
         tile = object.__new__(Tile)  # several times as fast as the constructor of a frozen dataclass
@@ -301,13 +301,13 @@ class _Layer:
         return words * (cells * channels_out * self.tap_phases_w + window) + _OTHER_REGISTERS
 
     def least_blocks(self, tile: Tile) -> int:
-        """Blocks that a multiprocessor shall hold, which bounds the registers of a thread."""
+        """Blocks that a multiprocessor must be able to hold, which limits the registers of a thread."""
         if tile.depthwise:
             return 1
         return max(1, _ALL_REGISTERS // (tile.threads * self.register_bound(tile)))
 
     def register_bound(self, tile: Tile) -> int:
-        """What a thread may be held to."""
+        """The register limit of a thread, one of ``_REGISTERS``."""
         registers = self.registers(tile.cells, tile.channels_out)
         return next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
 
@@ -330,13 +330,13 @@ class _Layer:
         return max(self._staged_bytes(tile), self._other_bytes(tile))
 
     def _staged_bytes(self, tile: Tile) -> int:
-        """Of patch and weights."""
+        """Bytes of shared memory for the patch and the weights."""
         kernel_h, kernel_w = self.problem.kernel_size
         quads = tile.planes * tile.channels_in * kernel_h * -(-kernel_w * tile.channels_out // 4)
         return -(-self.patch_elements(tile) * self.sum_bytes // 16) * 16 + quads * 4 * self.sum_bytes
 
     def _other_bytes(self, tile: Tile) -> int:
-        """Of sums or outputs, in their place."""
+        """Bytes of shared memory for partial sums or for outputs, which reuse the memory of patch and weights."""
         part = tile.threads // tile.split
         sums = (tile.split - 1) * part * tile.cells * tile.channels_out * self.tap_phases_w * self.sum_bytes
         if self.channels_last and not self.whole_pixels(tile):
@@ -365,11 +365,11 @@ class _Layer:
         return -(-self.blocks(tile) // self.spec.multiprocessors)
 
     def cycles(self, tile: Tile) -> float:
-        """Cycles of an H200, roughly."""
+        """Estimated cycles of an H200."""
         return self.cost(tile).cycles(self.blocks_each(tile))
 
     def cost(self, tile: Tile) -> _Cost:
-        """What a tile costs, whatever the sizes."""
+        """The cost of a block of a tile, which does not depend on the problem's sizes."""
         key, threads = (tile.cells, tile.channels_out, tile.split), tile.threads
         if key not in self.costs_of_threads:
             self.costs_of_threads[key] = self.cost_of_thread(tile)
@@ -387,14 +387,14 @@ class _Layer:
         latency = _COST.channels_last_latency_cycles if self.channels_last else _COST.latency_cycles
         alone = stages * (latency * loads + _COST.chunk_cycles) + max(_COST.alone_cycles, warps / 4) * instructions
 
-        shared_bytes = self.shared_bytes(tile) + 1024  # of which the system takes so much
+        shared_bytes = self.shared_bytes(tile) + 1024  # the system reserves 1 KiB a block
         held = min(max(1, most_threads // threads), REFERENCE.shared_bytes // shared_bytes, 2048 // threads)
-        # The fewer warps, the more cycles pass without one.
+        # The fewer warps, the more cycles pass in which none can issue.
         issue = instructions / 4 / min(1.0, _COST.warp_issue_share * held * warps)
         hidden = _COST.hidden_share
         together = issue + hidden * wavefronts if issue > wavefronts else wavefronts + hidden * issue
 
-        # What is stored; the less of it lies together, the worse.
+        # Stores cost more the fewer contiguous bytes they have.
         run = tile.lanes_w * tile.cells * self.problem.stride[1]
         stored = tile.planes * tile.channels_out * tile.rows * self.problem.stride[0] * run
         moved = stored * self.item_bytes / (_COST.bytes_a_cycle * self.bytes_ratio)
@@ -409,14 +409,14 @@ class _Layer:
         return _Cost(held, alone, warps * together, moved)
 
     def cost_of_thread(self, tile: Tile) -> tuple[float, float, int, int]:
-        """What does not depend on how many there are.
+        """The part of the cost that does not depend on the number of threads.
 
-        Instructions and cycles of shared memory, but for what is staged; four weights each of a row of taps; how many
-        a multiprocessor holds at most.
+        Returns instructions and cycles of shared memory without staging, groups of four weights in a row of taps, and
+        the most threads that a multiprocessor holds.
         """
         kernel_h, kernel_w = self.problem.kernel_size
-        turns = -(-self.tap_phases_h // tile.phases)
-        tap_rows = turns * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
+        passes = -(-self.tap_phases_h // tile.phases)
+        tap_rows = passes * -(-kernel_h // self.tap_phases_h) * -(-self.channels_in // tile.split)
         quads = -(-kernel_w * tile.channels_out // 4)
         vector = min(tile.cells, 16 // self.sum_bytes)
         windows = -(-(tile.cells + self.halo_w) // vector)
@@ -427,7 +427,7 @@ class _Layer:
         instructions = tap_rows * (products + quads + windows + _COST.row_instructions) + _COST.block_instructions
         wavefronts = tap_rows * (quads + windows * vector) * double
         if self.channels_last:
-            # Weights take L1 longer, and each piece of memory that a warp stores to: the tile's channels of a pixel.
+            # L1 takes longer for weights, and for each piece of memory that a warp stores to: the channels of a pixel.
             pixels = self.tap_phases_h * self.problem.stride[1] * tile.cells / (tile.phases * tile.split)
             lines = tile.channels_out * self.item_bytes / 128
             pieces = pixels * (lines if self.whole_pixels(tile) else max(1.0, lines))
@@ -437,13 +437,13 @@ class _Layer:
 
 
 class _Cost(NamedTuple):
-    """What a block costs.
+    """The cost of a block.
 
     Attributes:
-        held: how many a multiprocessor holds at a time.
-        alone: cycles of one that has the multiprocessor for itself.
-        together: what one adds to the cycles of several.
-        moved: cycles in which memory takes what one stores.
+        held: blocks that a multiprocessor holds at a time.
+        alone: cycles of a block that has the multiprocessor for itself.
+        together: cycles that a block adds to those of several on the multiprocessor.
+        moved: cycles in which memory writes the outputs of a block.
     """
 
     held: int
@@ -452,7 +452,7 @@ class _Cost(NamedTuple):
     moved: float
 
     def cycles(self, blocks: int) -> float:
-        """Of so many blocks of a multiprocessor: rounds of those that it holds at a time, and what moves."""
+        """Cycles of a multiprocessor that runs so many blocks."""
         held, alone, together, moved = self
         moved *= blocks
         return max(-(-blocks // held) * alone, blocks * together, moved) + _COST.stored_factor * moved
@@ -515,7 +515,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
 
 
 class DirectKernel(Kernel):
-    """What the kernels of ``direct`` have in common: the layers that they are for."""
+    """The base class of the kernels of ``direct``: the layers that they serve."""
 
     serves = "layers of which a block's windows fit registers and shared memory"
     searched = False  # of a menu
@@ -559,7 +559,7 @@ class DirectForward(DirectKernel):
         return tile_of(config.problem, config.dtype, config.memory_format is torch.channels_last, config.spec)
 
     def cycles(self, config: Config, tile: Tile) -> float:
-        """What a tile is estimated at, in cycles."""
+        """Estimated cycles of a tile."""
         channels_last = config.memory_format is torch.channels_last
         return cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
 
@@ -573,7 +573,7 @@ class DirectForward(DirectKernel):
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile:
         if not tile.looped:
             return tile
-        return replace(tile, turns=_Layer(config.problem, config.dtype, True, config.spec).turns(tile))
+        return replace(tile, turns=_Layer(config.problem, config.dtype, True, config.spec).loop_trips(tile))
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
@@ -600,7 +600,7 @@ def clock_of(config: Config) -> float:
 def seconds_of_parts(
     config: Config, ffma_rate: float, copy_rate: float, step_seconds: float
 ) -> tuple[float, float, float]:
-    """Seconds of arithmetic, of bytes, and of the steps that a block goes through one after the other."""
+    """Seconds of arithmetic, of memory traffic, and of a block's steps, which run one after the other."""
     p, spec = config.problem, config.spec
     double = 2 if config.dtype == torch.float64 else 1
     ffma_rate, copy_rate = ffma_rate * spec.ratio("fp32"), copy_rate * spec.ratio("bandwidth")
@@ -610,7 +610,7 @@ def seconds_of_parts(
 
 
 def slowest_elsewhere(config: Config) -> float:
-    """What estimates that were made for Hopper's multiprocessors are divided by on other GPUs."""
+    """The ratio of a GPU's speed to Hopper's by which estimates that were fitted on Hopper are divided."""
     return 1.0 if config.spec.is_hopper else config.spec.slowest_ratio
 
 

@@ -21,10 +21,10 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import power_of_two
-from gemmconv.kernels.kept import kept
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
+from gemmconv.kernels.search_cache import cached
 
 _COST = costs_of("direct/forward_mma")
 _INT32_MAX = 2**31 - 1
@@ -98,7 +98,7 @@ class Tile:
 
     @cached_property
     def m_tile_lines(self) -> tuple[tuple[Pair, ...], ...]:
-        """Of each M tile the pairs of a row phase (of the turn) and a column phase that its 16 rows belong to."""
+        """For each M tile, the pairs of a row phase (of the turn) and a column phase that its 16 rows belong to."""
         return _m_tile_lines(self.problem.stride[1], self.row_phases, self.channels)
 
     @property
@@ -289,7 +289,7 @@ class Tile:
         return self.cycles_of(self.problem)
 
     def cycles_of(self, problem: Problem) -> float:
-        """As :attr:`cycles`, of the layer at other sizes."""
+        """Estimated cycles of the layer at other sizes; see :attr:`cycles`."""
         alone, busy, moved, factor = self._costs
         down, across = (-(-count // size) for count, size in zip(cells_of(problem), self.size, strict=True))
         tiles = problem.batch * down * across * self.sets / self.spec.multiprocessors
@@ -361,7 +361,7 @@ def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSp
 def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
     asked = __name__, problems, itemsize, channels_last, spec
-    return kept(lambda: asked, lambda: _made_menu(problems, itemsize, channels_last, spec))
+    return cached(lambda: asked, lambda: _made_menu(problems, itemsize, channels_last, spec))
 
 
 def _made_menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:

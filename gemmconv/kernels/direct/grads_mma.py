@@ -18,7 +18,7 @@ from gemmconv.kernels.direct.forward import DirectKernel, slowest_elsewhere
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.direct.patch import Patch, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within
-from gemmconv.kernels.layout.transpose import grads_turning_seconds
+from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, weight_steps
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
@@ -239,7 +239,7 @@ class DirectGradsMma(DirectKernel):
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         seconds = tile.seconds(config.workspace_limit) / slowest_elsewhere(config)
-        return seconds + grads_turning_seconds(config, config.of_weight)
+        return seconds + gradients_transpose_seconds(config, config.of_weight)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
         return partial_bytes(config, tile.slices(config.workspace_limit))

@@ -29,18 +29,18 @@ from gemmconv.kernels.direct.patch import (
     sum_bytes,
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within, up_to_multiple
-from gemmconv.kernels.layout.transpose import turning_seconds
+from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, clearing, plane_grid, weight_steps
 
-_SHARED_FOR_TWO = 32 << 10  # as SHARED, of two channels of 16-bit elements: of one, few loads are on their way
+_SHARED_FOR_TWO = 32 << 10  # SHARED for two channels of 16-bit elements; one channel alone has few loads in flight
 _WEIGHTS = 12 << 10  # bytes of weights that are worth staging at once
 _COST = costs_of("direct/input_grad")
 
 
 @dataclass(frozen=True)
 class InputGradTile(Tile):
-    """What a block and a thread of direct_input_grad_kernel own; the macros of the same names, in lower case."""
+    """The tile of direct_input_grad_kernel: extents of a block and a thread, named like the macros, in lower case."""
 
     channels: int
     planes: int
@@ -193,7 +193,7 @@ class DirectInputGrad(DirectKernel):
     def seconds(self, config: Config, direction: Pass, tile: InputGradTile) -> float:
         arithmetic, moved, steps = seconds_of_parts(config, _COST.rate, _COST.memory_rate, _COST.step_seconds)
         # It moves bytes while it computes.
-        return _COST.launch_seconds + max(arithmetic, moved) + steps + turning_seconds(config)
+        return _COST.launch_seconds + max(arithmetic, moved) + steps + transpose_seconds(config)
 
     def program(self, config: Config, direction: Pass, tile: InputGradTile) -> Program:
         p = config.problem

@@ -1,4 +1,4 @@
-"""Short menus: a layer takes its tile from a few, whatever its sizes, so that few kernels are compiled for it."""
+"""Short menus of tiles: all sizes of a layer take a tile from its menu, so that few kernels are compiled for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from functools import lru_cache
 from gemmconv.geometry import Problem
 from gemmconv.kernels.integers import up_to_multiple
 
-SHORT = 16  # inputs: shorter axes have menus of their own
-# Batch, height and width of what menus are made for.
+SHORT = 16  # inputs: each shorter length of an axis has a menu of its own
+# Batch, height and width of the problems that menus are made for.
 _SIZES = (1, 20, 18), (2, 48, 40), (64, 24, 33), (8, 64, 64), (32, 112, 72), (2, 28, 150), (16, 90, 120)
 
 
 def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
-    """Problems that a layer's menu is made for, the same for all sizes whose short axes are as long.
+    """Problems that a layer's menu is made for; they depend on an axis of a size only if it is short.
 
     Args:
         problem: the layer, at some sizes.
-        pixels: 1, or a power of two: widths are as far beyond a multiple of it as the problem's.
+        pixels: 1, or a power of two: widths have the remainder of the problem's by it.
 
     >>> [one.input_size for one in samples(Problem(3, 8, 8, 1, (1, 999), (1, 3)), 8)][:3]
     [(1, 367), (1, 1927), (1, 799)]
@@ -33,20 +33,20 @@ def samples(problem: Problem, pixels: int = 1) -> tuple[Problem, ...]:
 
 @lru_cache(maxsize=1024)
 def _samples(layer: Problem, pixels: int, beyond: int) -> tuple[Problem, ...]:
-    """Of a layer whose long axes are all of one length."""
+    """The cached part of :func:`samples`: long axes of ``layer`` are clipped to ``SHORT`` first."""
     height, width = layer.input_size
     short_h, short_w = height < SHORT, width < SHORT
-    found: dict[Problem, None] = {}
+    problems: dict[Problem, None] = {}
     for batch, rows, columns in _SIZES:
         area = rows * columns
         rows, columns = area if short_w else rows, up_to_multiple(area if short_h else columns, pixels) + beyond
         size = height if short_h else rows, width if short_w else columns
-        found[replace(layer, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
-    return tuple(found)
+        problems[replace(layer, batch=batch * (SHORT if short_h and short_w else 1), input_size=size)] = None
+    return tuple(problems)
 
 
 def menu_of(seconds: Sequence[Sequence[float]], most: int) -> list[int]:
-    """Which few tiles are the best together, by what each takes for each sample: one after the other that gains most.
+    """Choose at most ``most`` tiles by ``seconds[sample][tile]``, greedily: the tile that gains most comes next.
 
     >>> menu_of([[1, 9, 2], [9, 1, 2]], 1), menu_of([[1, 9, 2], [9, 1, 2]], 3)
     ([2], [2, 0, 1])
@@ -62,6 +62,6 @@ def menu_of(seconds: Sequence[Sequence[float]], most: int) -> list[int]:
         taken.append(best)
         least = [*map(min, columns[best], least)]
         before = sum(least)
-        # Others are of no use from here on.
+        # A tile that gains nothing now never will.
         sums = {i: after for i in sums if (after := sum(map(min, columns[i], least))) < before}
     return taken

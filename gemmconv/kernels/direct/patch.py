@@ -1,8 +1,8 @@
-"""What the gradients of ``direct`` share: tiles of grad_output, staged in shared memory.
+"""Tiles and patches of the gradients of ``direct``, which stage grad_output in shared memory.
 
-How large the tiles are, and who owns what, follows from the problem, the element type and the GPU's multiprocessors
-alone, so sums have the same order in every call. The patch is what load/patch.cuh makes of a tile: same names,
-same rules.
+The tile, and the outputs that each thread owns, follow from the problem, the element type and the number of
+multiprocessors alone, so sums have one order in every call. A patch is the staged area of a tile; load/patch.cuh
+computes it by equal rules and names.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SHARED = 24 << 10  # bytes that leave room for several blocks on a multiprocesso
 WIDEST_TAPS = 16  # kernel columns that the kernels unroll
 UNROLLED = 512  # multiply-adds of a thread for one staged channel: bounds the code
 BATCH_WORDS = 24  # registers for loads in flight while nothing is computed
-PREFETCH_WORDS = 32  # registers for them while something is
+PREFETCH_WORDS = 32  # registers for loads in flight during a computation
 _INT32_MAX = 2**31 - 1
 _VECTOR_BYTES = 16
 _MOST_STEPS = 8  # vectors of a patch row that a thread loads
 _BATCH_LOADS = 12  # in flight at most while nothing is computed
-_COLUMNS, _COLUMNS_OF_LINES = (16, 32), (32, 128)  # of a tile, where images are as wide; of images of few rows
+_COLUMNS, _COLUMNS_OF_LINES = (16, 32), (32, 128)  # columns of a tile for wide images, and for those with few rows
 _FEW_ROWS = 4
 
 
@@ -43,7 +43,7 @@ class Patch:
         taps: kernel taps staged at once.
         planes: planes staged at once.
         threads: threads of a block.
-        on_tensor_cores: whether planes are apart as tensor cores want them.
+        on_tensor_cores: whether planes are padded so that fragments for tensor cores load without bank conflicts.
     """
 
     problem: Problem
@@ -55,7 +55,7 @@ class Patch:
     on_tensor_cores: bool = False
 
     def _axis(self, axis: int) -> tuple[int, int, bool]:
-        """Extent in places, places between neighbouring pixels, and whether it is compact."""
+        """Extent and pitch of an axis in staged positions, and whether only positions that are read are staged."""
         stride, dilation = self.problem.stride[axis], self.problem.dilation[axis]
         divisor = math.gcd(stride, dilation)
         pixels, taps = self.tile[axis], self.taps[axis]
@@ -111,7 +111,7 @@ class Patch:
         return self.planes * ((plane + 3) // 8 * 8 + 4 if self.on_tensor_cores else plane)
 
     def macros(self, prefetch: bool, most_words: int) -> Macros:
-        """The macros that say how it is staged; with ``most_words`` registers for loads where nothing is prefetched."""
+        """The macros for staging; ``most_words`` is the number of registers for loads without prefetching."""
         loads = min(_BATCH_LOADS, most_words * 4 // (self.vector * self.itemsize))
         batch = min(self.passes, max(1, loads // self.steps))
         passes = -(-self.passes // batch)
@@ -120,11 +120,11 @@ class Patch:
 
 @dataclass(frozen=True)
 class Tile:
-    """What tiles of both kernels have.
+    """The fields that the tiles of both gradient kernels share.
 
     Attributes:
         rows: rows of a thread.
-        column_threads, row_threads: threads beside each other in a row of a tile, and one below the other.
+        column_threads, row_threads: threads across a row of a tile, and down a column.
         taps: kernel taps staged at once.
     """
 
@@ -163,7 +163,7 @@ def sum_bytes(itemsize: int) -> int:
 
 
 def rows_of(height: int, most: int) -> int:
-    """Rows of a thread: the most; of images of few rows, unless fewer divide the height, or waste less of it."""
+    """Rows of a thread: ``most``, but for images with few rows the number that wastes least of the height."""
     if height >= SHORT:
         return power_of_two_within(height, most)
     return min(
@@ -174,7 +174,7 @@ def rows_of(height: int, most: int) -> int:
 def column_threads_of(problem: Problem, taps_w: int, most: int) -> int:
     """Columns of a tile: few idle ones, few that neighbouring tiles read again, rows loaded in few steps.
 
-    Of wide images one of two numbers, or what is less than these where more are too many.
+    Wide images choose between two numbers, or take less if a row would need too many steps.
     """
     (height, width), stride = problem.input_size, problem.stride[1]
     overlap = max(0, (taps_w - 1) * problem.dilation[1] + 1 - stride) / stride
@@ -196,7 +196,7 @@ _AnyTile = TypeVar("_AnyTile", bound=Tile)
 
 
 def smaller(tile: _AnyTile) -> _AnyTile:
-    """A tile that needs less shared memory, of as many pixel threads: fewer taps at once, then less of the rest."""
+    """A tile with as many pixel threads and less shared memory: fewer taps at once, then fewer channels or rows."""
     taps_h, taps_w = tile.taps
     if taps_h > 1:
         return replace(tile, taps=(-(-taps_h // 2), taps_w))

@@ -34,15 +34,15 @@ from gemmconv.kernels.direct.patch import (
 )
 from gemmconv.kernels.integers import even_share, power_of_two_within
 from gemmconv.kernels.layout.transpose import (
-    grads_turning_seconds,
-    turning_seconds,
+    gradients_transpose_seconds,
+    transpose_seconds,
 )
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, clearing, weight_steps
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
 _COST = costs_of("direct/weight_grad")
-_THREADS = 128  # of a block, where there are enough tiles
+_THREADS = 128  # threads of a block if there are enough tiles
 _REGISTERS = 65_536  # of a multiprocessor
 _FEW_PREFETCHED_WORDS = 8  # registers for loads beside the computation in small blocks, which have few tiles each
 _FEW_WORDS = 24  # registers for sums that leave room for much else
@@ -53,7 +53,7 @@ _LONGEST_SUM = 1024  # products that are added one by one, so that roundings sta
 
 @dataclass(frozen=True)
 class WeightGradTile(Tile):
-    """What a block and a thread of direct_weight_grad_kernel own; the macros of the same names, in lower case."""
+    """The tile of direct_weight_grad_kernel: extents of a block and a thread, named like the macros, in lower case."""
 
     steps: int
     ci_channels: int
@@ -114,7 +114,7 @@ class WeightGradTile(Tile):
     def spare_words(self, itemsize: int, input_grad: bool) -> int:
         """Registers left for loads of grad_output, beside sums, inputs and their gradients."""
         words = (self.sums + self.rows * self.ci_channels * (1 + input_grad)) * sum_bytes(itemsize) // 4
-        words += 16 if self.threads < 128 else 0  # of blocks that are so many that their threads have few
+        words += 16 if self.threads < 128 else 0  # small blocks are so many that their threads have few registers
         return self.registers(itemsize, input_grad) - _OTHER_WORDS - words
 
     def computes_both(self, problem: Problem, itemsize: int) -> bool:
@@ -246,7 +246,7 @@ def weight_grad_macros(problem: Problem, dtype: torch.dtype, tile: WeightGradTil
 
 
 def weight_grad_seconds(config: Config, tile: WeightGradTile) -> float:
-    """Roughly what a weight gradient in NCHW takes: launches, tiles, products, and bytes that go through patches.
+    """Estimated seconds of a weight gradient in NCHW: launches, tiles, products, and bytes that go through patches.
 
     >>> upsampling = Problem(8, 21, 21, 1, (64, 64), (16, 16), stride=(8, 8), padding=(4, 4))
     >>> config = Config(upsampling, torch.float32, torch.device("cuda", 0))
@@ -263,7 +263,7 @@ def weight_grad_seconds(config: Config, tile: WeightGradTile) -> float:
 
 
 def grads_seconds(config: Config, tile: WeightGradTile) -> float:
-    """Roughly what both gradients at once take in NCHW; infinite where no thread could have whole sums of both."""
+    """Estimated seconds of both gradients at once in NCHW; infinite if no thread can hold whole sums of both."""
     p, itemsize = config.problem, config.dtype.itemsize
     if not tile.computes_both(p, itemsize):
         return math.inf
@@ -317,8 +317,8 @@ class DirectWeightGrad(DirectKernel):
     def seconds(self, config: Config, direction: Pass, tile: WeightGradTile) -> float:
         if direction == "grads":
             seconds = grads_seconds(config, tile) / slowest_elsewhere(config)
-            return seconds + grads_turning_seconds(config, config.of_weight)
-        return weight_grad_seconds(config, tile) / slowest_elsewhere(config) + turning_seconds(config)
+            return seconds + gradients_transpose_seconds(config, config.of_weight)
+        return weight_grad_seconds(config, tile) / slowest_elsewhere(config) + transpose_seconds(config)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: WeightGradTile) -> int:
         return partial_bytes(config, _slices(config, tile)) if config.problem.batch else 0

@@ -1,4 +1,4 @@
-"""What autocast makes of weights and biases, and of their gradients: host side of csrc/layout/cast.cu."""
+"""Casts of weights and biases under autocast, and of their gradients: host side of csrc/layout/cast.cu."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Launch, Long, Params
 
-ALIGNMENT = 16  # bytes, of what is read and written
-_THREADS, _UNIT = 256, 8  # of a block; elements of a thread
+ALIGNMENT = 16  # bytes, of sources and targets
+_THREADS, _UNIT = 256, 8  # threads of a block, elements of a thread
 
 Tensor = tuple[str, str, int]  # names of the source and of the target, and elements
 
 
 def casts(tensors: Iterable[Tensor], source: torch.dtype, target: torch.dtype) -> Iterator[Launch]:
-    """The launches that round tensors to a dtype of 16 bits, or widen them to float32; each has up to two.
+    """The launches that round tensors to a 16-bit dtype, or widen them to float32, up to two tensors in each.
 
     >>> [launch.grid for launch in casts([("weight", "cast", 4096), ("bias", "too", 3)], torch.float, torch.half)]
     [(3, 1, 1)]

@@ -1,5 +1,5 @@
-"""Turning tensors from NCHW to channels_last and back, for algorithms that compute in one of them alone: host side of
-csrc/layout/transpose.cu, several times as fast as torch's own copy."""
+"""Transposes between NCHW and channels_last, for algorithms that compute in one format only: the host side of
+csrc/layout/transpose.cu, which is several times as fast as torch's own copy."""
 
 from __future__ import annotations
 
@@ -20,66 +20,67 @@ _COST = costs_of("layout/transpose")
 _INT32_MAX = 2**31 - 1
 _THREADS = 256
 _TILE = 4096  # elements of a tile
-_MOST_CHANNELS = 64  # of a tile
+_MOST_CHANNELS = 64  # most channels of a tile
 _SHORTEST, _LONGEST = 32, 1024  # pixels of a tile
-_REACH = 2048  # elements of an axis that a block has at most
-_LEAST_UNIT, _MOST_UNIT = 8, 16  # bytes that a thread reads and writes together, of units that are not staged
-_SECTOR_BYTES = 32  # that memory writes at once
-_PIXEL_BYTES, _CHANNEL_BYTES = 64, 128  # that lie together, of what a warp reads or writes at once
+_REACH = 2048  # most elements of an axis that a block covers
+_LEAST_UNIT, _MOST_UNIT = 8, 16  # bytes of a unit that a thread reads and writes at once without staging
+_SECTOR_BYTES = 32  # bytes that memory writes at once
+_PIXEL_BYTES, _CHANNEL_BYTES = 64, 128  # contiguous bytes of pixels and of channels that a warp reads or writes at once
 _WARPS = _THREADS // 32
 
 Fit = Callable[[torch.Tensor], torch.Tensor]
 
 
-def turning_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
-    """What turning input and output takes, for an algorithm that computes in one format alone.
+def transpose_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
+    """Seconds to transpose input and output, for an algorithm that computes in one format only.
 
     >>> from gemmconv.geometry import Problem
     >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
-    >>> turning_seconds(config)
+    >>> transpose_seconds(config)
     0.0
-    >>> turning_seconds(config, torch.channels_last) > 0
+    >>> transpose_seconds(config, torch.channels_last) > 0
     True
     """
-    return input_turning_seconds(config, computed_in) + _seconds(config, config.problem.output_shape, computed_in)
+    return input_transpose_seconds(config, computed_in) + _seconds(config, config.problem.output_shape, computed_in)
 
 
-def input_turning_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
-    """What turning the input alone takes, or its gradient."""
+def input_transpose_seconds(config: Config, computed_in: torch.memory_format = torch.contiguous_format) -> float:
+    """Seconds to transpose the input alone, or its gradient."""
     return _seconds(config, config.problem.input_shape, computed_in)
 
 
-def grad_turning_seconds(config: Config) -> float:
-    """What turning grad_output alone takes.
+def grad_output_transpose_seconds(config: Config) -> float:
+    """Seconds to transpose grad_output alone.
 
     >>> from gemmconv.geometry import Problem
     >>> problem = Problem(1, 8, 8, 1, (4, 4), (3, 3))
     >>> both = Config(problem, torch.half, torch.device("cuda", 0), memory_format=torch.channels_last)
-    >>> 0 < grad_turning_seconds(both) < turning_seconds(both)
+    >>> 0 < grad_output_transpose_seconds(both) < transpose_seconds(both)
     True
     """
     return _seconds(config, config.problem.output_shape)
 
 
-def grads_turning_seconds(
+def gradients_transpose_seconds(
     config: Config, weight_config: Config, computed_in: torch.memory_format = torch.contiguous_format
 ) -> float:
-    """What turning takes where one format alone has both gradients: grad_output, the input, and its gradient."""
+    """Seconds to transpose grad_output, the input and its gradient, for both gradients in one format only."""
     both = weight_config if config.memory_format is torch.channels_last else config
-    inputs = (input_turning_seconds(one, computed_in) for one in (config, weight_config))
+    inputs = (input_transpose_seconds(one, computed_in) for one in (config, weight_config))
     return _seconds(both, config.problem.output_shape, computed_in) + sum(inputs)
 
 
-def turned_seconds(config: Config, turns_weight: bool) -> float:
-    """What turning takes where both gradients of tensors in NCHW are computed in channels_last; see prepare_turned.
+def via_channels_last_seconds(config: Config, transposes_weight: bool) -> float:
+    """Seconds of the transposes around both gradients in :func:`prepare_via_channels_last`.
 
     >>> from gemmconv.geometry import Problem
     >>> config = Config(Problem(1, 8, 8, 1, (4, 4), (3, 3)), torch.float16, torch.device("cuda", 0))
-    >>> turned_seconds(config, True) > turned_seconds(config, False) > turning_seconds(config, torch.channels_last)
+    >>> with_weight, without = (via_channels_last_seconds(config, transposes) for transposes in (True, False))
+    >>> with_weight > without > transpose_seconds(config, torch.channels_last)
     True
     """
-    of_weight = _seconds(config, config.problem.weight_shape, torch.channels_last) if turns_weight else 0.0
-    return grads_turning_seconds(config, config, torch.channels_last) + of_weight
+    of_weight = _seconds(config, config.problem.weight_shape, torch.channels_last) if transposes_weight else 0.0
+    return gradients_transpose_seconds(config, config, torch.channels_last) + of_weight
 
 
 def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = torch.contiguous_format) -> float:
@@ -92,44 +93,44 @@ def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = t
 
 
 def to_nchw(config: Config, shape: Shape4) -> Fit:
-    """Prepare what brings a tensor of this shape to NCHW.
+    """Prepare a function that brings a tensor of this shape to NCHW.
 
-    One in channels_last is transposed by a kernel where ``config`` is in that format on a GPU; torch copies any other.
+    A kernel transposes tensors in channels_last if ``config`` is in that format on a GPU; torch copies any other.
     """
     return _fit(config, shape, torch.contiguous_format)
 
 
 def to_channels_last(config: Config, shape: Shape4) -> Fit:
-    """As :func:`to_nchw`, the other way round."""
+    """Prepare a function that brings a tensor of this shape to channels_last; see :func:`to_nchw`."""
     return _fit(config, shape, torch.channels_last)
 
 
 def from_channels_last(config: Config, shape: Shape4) -> Fit:
-    """Prepare what gives a result of this shape, made in channels_last, the strides of the configuration's format."""
+    """Prepare a function that brings a result of this shape from channels_last to the configuration's format."""
     strides, wanted = strides_of(shape, config.memory_format), config.memory_format
     if wanted is torch.channels_last or config.device.type != "cuda" or not takes_the_kernel(shape):
         return partial(with_strides, strides=strides)
-    return prepare_turn(config, shape, wanted)
+    return prepare_transpose(config, shape, wanted)
 
 
-def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -> BothGradients:
-    """Prepare both gradients of tensors in NCHW with what computes them in channels_last.
+def prepare_via_channels_last(config: Config, compute: BothGradients, transposes_weight: bool) -> BothGradients:
+    """Prepare both gradients of tensors in NCHW by a call that computes them in channels_last.
 
     Args:
-        config: in NCHW.
-        compute: from grad_output and input in channels_last.
-        turns_weight: whether it is to get the weight in channels_last too.
+        config: the configuration, in NCHW.
+        compute: computes both gradients from grad_output and input in channels_last.
+        transposes_weight: whether ``compute`` needs the weight in channels_last too.
     """
     p = config.problem
-    turned, turned_input = to_channels_last(config, p.output_shape), to_channels_last(config, p.input_shape)
-    turned_weight = to_channels_last(config, p.weight_shape) if turns_weight else None
-    turned_back = from_channels_last(config, p.input_shape)
+    transpose_grad, transpose_input = (to_channels_last(config, shape) for shape in (p.output_shape, p.input_shape))
+    transpose_weight = to_channels_last(config, p.weight_shape) if transposes_weight else None
+    transpose_back = from_channels_last(config, p.input_shape)
 
     def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if turned_weight is not None:
-            weight = turned_weight(weight)
-        grad_input, grad_weight = compute(turned(grad_output), turned_input(input), weight)
-        return turned_back(grad_input), grad_weight
+        if transpose_weight is not None:
+            weight = transpose_weight(weight)
+        grad_input, grad_weight = compute(transpose_grad(grad_output), transpose_input(input), weight)
+        return transpose_back(grad_input), grad_weight
 
     return call
 
@@ -137,7 +138,7 @@ def prepare_turned(config: Config, compute: BothGradients, turns_weight: bool) -
 def _fit(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
     given = other_format(memory_format)
     if config.device.type == "cuda" and config.memory_format is given and takes_the_kernel(shape):
-        return prepare_turn(config, shape, memory_format)
+        return prepare_transpose(config, shape, memory_format)
     contiguous = torch.Tensor.contiguous
     if memory_format is torch.contiguous_format:
         return contiguous
@@ -145,46 +146,46 @@ def _fit(config: Config, shape: Shape4, memory_format: torch.memory_format) -> F
 
 
 def is_same_memory(shape: Sequence[int]) -> bool:
-    """Whether elements follow each other in NCHW as in channels_last."""
+    """Whether NCHW and channels_last have the elements in one order, so that a transpose has nothing to do."""
     return shape[0] == 0 or min(shape[1], math.prod(shape[2:])) <= 1
 
 
 def takes_the_kernel(shape: Sequence[int]) -> bool:
-    """Whether there is anything to transpose, of extents that the kernels' integers reach."""
+    """Whether a tensor needs a transpose, and its extents fit the kernel's integers."""
     return not is_same_memory(shape) and max(shape[1], math.prod(shape[2:])) + _REACH <= _INT32_MAX
 
 
 def other_format(memory_format: torch.memory_format) -> torch.memory_format:
-    """NCHW for channels_last, and the other way round."""
+    """NCHW for channels_last, channels_last for NCHW."""
     return torch.contiguous_format if memory_format is torch.channels_last else torch.channels_last
 
 
-def prepare_turn(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
-    """Prepare what brings a tensor to a format, one in the other always with the kernel; it may be there already."""
+def prepare_transpose(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
+    """Prepare a function that brings a tensor to a format, by the kernel if it is in the other format and aligned."""
     strides, given = strides_of(shape, memory_format), other_format(memory_format)
     launch, alignment = transposition(shape, config.dtype.itemsize, memory_format)
     operands, outputs = (Operand("source", given, alignment),), (Output("target", shape, strides),)
     transposed = Program(config.dtype, operands, outputs, (launch,)).prepare(config.device)
 
-    def turn(tensor: torch.Tensor) -> torch.Tensor:
+    def transpose(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_contiguous(memory_format=memory_format):
             return tensor
         if not tensor.is_contiguous(memory_format=given) or tensor.data_ptr() % alignment:
             return with_strides(tensor, strides)
-        turned: torch.Tensor = transposed(tensor)
-        return turned
+        result: torch.Tensor = transposed(tensor)
+        return result
 
-    return turn
+    return transpose
 
 
 def transposition(shape: Sequence[int], itemsize: int, memory_format: torch.memory_format) -> tuple[Launch, int]:
-    """What brings ``source``, in the other format, to this one in ``target``, and what ``source`` is aligned to."""
+    """The launch that transposes ``source`` to this format in ``target``, and the alignment of ``source`` in bytes."""
     to_last = memory_format is torch.channels_last
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
     macros = macros_of(channels, pixels, to_last, itemsize)
     unit = max(int(macros["ROW_UNIT"]), int(macros["COLUMN_UNIT"]))
-    if macros["STAGED"] and (channels % unit or pixels % unit):  # it goes by single elements
+    if macros["STAGED"] and (channels % unit or pixels % unit):  # the kernel then loads single elements
         unit = 1
     tiles_columns = -(-columns // int(macros["TILE_COLUMNS"]))
     params: Params = {
@@ -211,15 +212,15 @@ def macros_of(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macro
 
 
 def _vectors(rows: int, columns: int, to_last: bool, itemsize: int) -> dict[str, int] | None:
-    """Units that go to memory at once, None where staged ones are faster or the only ones.
+    """Macros to transpose in registers; None if staging in shared memory is faster or the only way.
 
-    That is where extents are not multiples of 16 bytes (8 of 16-bit elements), and where a block writes parts of lines
-    that are no whole sectors.
+    Staging is for extents that are not multiples of 16 bytes (8 for 16-bit elements), and for blocks that would write
+    partial sectors.
     """
     row_unit, column_unit = (math.gcd(_MOST_UNIT // itemsize, extent) for extent in (rows, columns))
     if min(row_unit, column_unit) * itemsize < (_LEAST_UNIT if itemsize == 2 else _MOST_UNIT):
         return None
-    # Lanes, then warps, along the columns as far as there are some, the others along the rows.
+    # Lanes, then warps, go along the columns as far as these reach, the others along the rows.
     row_units, column_units = rows // row_unit, columns // column_unit
     read_bytes = _PIXEL_BYTES if to_last else _CHANNEL_BYTES
     column_lanes = min(read_bytes // (column_unit * itemsize), power_of_two(column_units))
@@ -240,7 +241,7 @@ def _vectors(rows: int, columns: int, to_last: bool, itemsize: int) -> dict[str,
 
 
 def _staged(channels: int, pixels: int, to_last: bool, itemsize: int) -> dict[str, int]:
-    """Units that go by way of shared memory. A tile has all channels or an even share of them."""
+    """Macros to transpose through shared memory. A tile has all channels or an even share of them."""
     unit = 2 if itemsize == 2 and channels % 2 == 0 and pixels > 1 else 1
     tile_channels = even_share(channels, _MOST_CHANNELS)
     tile_channels += tile_channels % unit

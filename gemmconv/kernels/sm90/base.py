@@ -11,7 +11,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.layout.transpose import turning_seconds
+from gemmconv.kernels.layout.transpose import transpose_seconds
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering
 
@@ -106,7 +106,7 @@ class WeightGradKernel(Sm90Kernel):
     def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
         assert self.computed_in is not None
         seconds: float = tile.seconds(config.workspace_limit)
-        return seconds + turning_seconds(config, self.computed_in)
+        return seconds + transpose_seconds(config, self.computed_in)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
         taken: int = tile.workspace_bytes(config.workspace_limit)

@@ -126,7 +126,7 @@ class Tile:
 
     @property
     def fold_bytes(self) -> int:
-        """Of columns, of biases, and where inputs land that are not turned."""
+        """Bytes of shared memory for columns and biases, and for landing inputs that are not transposed."""
         landing = 0 if self.turned else _LANDING_BYTES
         return self.warpgroups * _BLOCK_LINES * self.fold_pitch * 4 + -(-self.tile_outs // 2) * 8 + landing
 
@@ -157,7 +157,7 @@ class Tile:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of others, which give theirs up: of 384 threads each begins with 168."""
+        """Registers of a consumer thread and of a producer, which gives up some: all 384 threads begin with 168."""
         if not self.turned:
             return 200, 104
         return (232, 40) if self.blocks * self.columns > 352 else (216, 72)
@@ -257,7 +257,7 @@ class GemmFold(OneFormatForward):
         return tile.cycles / CLOCK_RATE
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        """Of another batch alone: columns are folded by whole images, whose size is compiled."""
+        """The tile for another batch only: columns are folded by whole images, whose size is compiled."""
         p = config.problem
         if p.batch == 0 or p.input_size != tile.problem.input_size or p.batch * 256 > _INT32_MAX:
             return None

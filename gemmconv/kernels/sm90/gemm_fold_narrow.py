@@ -99,7 +99,7 @@ class Tile:
 
     @property
     def lines(self) -> int:
-        """Of columns: output channels x taps."""
+        """Lines of columns: output channels x taps."""
         return self.problem.out_channels * self.problem.taps
 
     @property
@@ -109,7 +109,7 @@ class Tile:
 
     @property
     def steps(self) -> int:
-        """Of 32 bytes, of the channels."""
+        """Steps of 32 bytes of channels."""
         return -(-self.problem.in_channels * self.itemsize // 32)
 
     @property
@@ -184,7 +184,7 @@ class Tile:
 
     @property
     def positions(self) -> int:
-        """Of a step, at most."""
+        """Positions of a step, at most."""
         return self.rows * self.columns
 
     @property
@@ -194,7 +194,7 @@ class Tile:
 
     @property
     def turns(self) -> int:
-        """Of a warpgroup, that have the positions of a step."""
+        """Turns that a warpgroup takes over the positions of a step."""
         return -(-self.rows * self.across // (64 * self.warpgroups))
 
     @property
@@ -281,7 +281,7 @@ class Tile:
         return self.folded_of(self.cells)
 
     def folded_of(self, cells: int) -> int:
-        """The same of so many cells across."""
+        """:attr:`folded` for a row of so many cells."""
         return self.problem.stride[0] * (1 if self.channels_last else self.problem.out_channels) * cells
 
     @property
@@ -401,7 +401,7 @@ def tiles_of(
 def _uncut_tiles(
     problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
 ) -> Iterator[Tile]:
-    """The same of whole images."""
+    """All tiles that do not cut images into segments."""
     p = problem
     if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES:
         return

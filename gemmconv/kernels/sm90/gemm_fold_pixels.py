@@ -52,7 +52,7 @@ class Tile(PositionRows):
     compiled: Pair = (1, 1)
 
     def of_items(self, images: int, window: int, sets: int) -> Tile:
-        """The same of other items, of as many blocks of rows. What these do not change is not worked out again."""
+        """This tile with other items and as many blocks of rows; cached values that these do not change are copied."""
         tile, mine = object.__new__(Tile), self.__dict__
         fields = {name: mine[name] for name in _FIELDS}
         tile.__dict__.update(fields, images=images, window=window, sets=sets, fold_outs=self.fold_outs)
@@ -100,7 +100,7 @@ class Tile(PositionRows):
 
     @property
     def cells(self) -> int:
-        """Of an item."""
+        """Cells of an item."""
         windows, step, _ = self.windows
         return self.images * math.prod(cells_of(self.problem)) if windows == 1 else step
 
@@ -137,7 +137,7 @@ class Tile(PositionRows):
 
     @property
     def own_bytes(self) -> int:
-        """Of columns of two passes."""
+        """Bytes of shared memory for the columns of two passes."""
         return 2 * self._pass_bytes(self.fold_outs)
 
     @property
@@ -147,7 +147,7 @@ class Tile(PositionRows):
 
     @property
     def parts(self) -> int:
-        """Of a row of a cell, for a thread each."""
+        """Parts of a row of a cell, one for each thread."""
         return self.problem.stride[1] // self.vector if self.problem.dilation[1] == 1 else 1
 
     @property
@@ -173,7 +173,7 @@ class Tile(PositionRows):
 
     @property
     def _block_cycles(self) -> float:
-        """Of a block of lines of an item."""
+        """Cycles for a block of lines of an item."""
         p, cells = self.problem, self.cells
         outs, passes = self.lines // p.taps, self.lines // (p.taps * self.fold_outs)
         # Sectors of 32 bytes that a lane's stores of a cell have parts of.
@@ -183,7 +183,7 @@ class Tile(PositionRows):
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
     def _overlapped(self, computed: float, copied_bytes: int) -> float:
-        """Of all, by cycles of multiprocessors, and bytes that are copied of a chunk."""
+        """Cycles of the launch from those of multiprocessors, memory traffic, and bytes that a chunk copies."""
         moved = (math.prod(self.problem.output_shape) + math.prod(self.problem.input_shape)) * self.itemsize
         copied = self.chunks * copied_bytes / _COST.copied_a_cycle
         parts, overlap = (computed, moved / _COST.bytes_a_cycle, copied), _COST.overlap

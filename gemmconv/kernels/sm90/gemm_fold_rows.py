@@ -42,7 +42,7 @@ _MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up t
 _THREADS = 384
 _SECTOR_BYTES, _PRODUCT_BYTES = 32, 32  # that memory writes together; of channels of a product
 
-# Of 16 bits.
+# Constants for 16-bit types.
 _LINE = 64  # columns of a box, 128 bytes
 _BLOCK_ROWS = 64  # of a product
 _SLOTS, _COLUMNS, _ROWS = (1, 2), (64, 128), (1, 2)  # of tiles; 96, 192 and 256 columns were hardly ever faster
@@ -51,10 +51,10 @@ _MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
 _CACHED_BYTES = 96 << 20  # of outputs: beyond, hardly any are still in the L2 cache when their neighbours are stored
 
-# Of TF32.
+# Constants for TF32.
 _WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and columns of a product
 _CHUNKS = (8, 16, 32, 64)  # channels of a stage
-# Of a step, which are written out one by one; a group has those of a chunk, and of a tap down or of all of them.
+# Unrolled products of a step, and groups; a group has the products of a chunk, and of one tap down or all of them.
 _MOST_PRODUCTS, _MOST_GROUPS = 96, 16
 _MOST_REGISTERS, _OTHER_REGISTERS, _FEW_WORDS = 250, 40, 64  # of a thread
 _MOST_TF32_STAGES = 16
@@ -109,7 +109,7 @@ class RowTile(Gathering):
     multiprocessors: int
 
     def sized(self, problem: Problem) -> Any:
-        """The same tile for other images of the layer, whose rows are whole pieces too."""
+        """This tile for other images of the layer, whose rows are whole pieces too."""
         one = replace(cast(Any, self), problem=problem)
         vars(one).update((name, getattr(self, name)) for name in self.of_layer)
         return one
@@ -168,7 +168,7 @@ class RowTile(Gathering):
 
     @property
     def delays(self) -> list[int]:
-        """Of each tap."""
+        """Delay of each tap across, in columns."""
         return [self.delayed - tap.shift for tap in self.taps_across]
 
     @cached_property
@@ -182,7 +182,7 @@ class RowTile(Gathering):
 
     @cached_property
     def taps_down(self) -> list[list[Tap]]:
-        """Of each row phase."""
+        """Taps down, for each row phase."""
         taps = taps_of(self.problem, self.direction, 0)
         return [[tap for tap in taps if tap.phase == phase] for phase in range(self.span[0])]
 
@@ -237,7 +237,7 @@ class RowTile(Gathering):
 
     @property
     def items(self) -> int:
-        """Of a set."""
+        """Items of a set."""
         return self.problem.batch * self.image_items
 
     def blocks_on(self, multiprocessors: int) -> int:
@@ -293,13 +293,13 @@ class RowTile(Gathering):
 
     @property
     def moved_cycles(self) -> float:
-        """Of moving the inputs and outputs of a call."""
+        """Cycles to move the inputs and outputs of a call."""
         pixels = self.in_channels * math.prod(self.input_size) + self.out_channels * math.prod(self.output_size)
         return self.cycles_of_bytes(self.problem.batch * self.problem.groups * pixels * self.itemsize)
 
     @staticmethod
     def cycles_of_bytes(count: int) -> float:
-        """Of reading or writing so many bytes of memory."""
+        """Cycles to read or write so many bytes of memory."""
         return count / _DEVICE.rows_memory_rate * _DEVICE.clock
 
     @property
@@ -339,7 +339,7 @@ class RowTile(Gathering):
 
     @cached_property
     def packing(self) -> Macros:
-        """The same of csrc/weights/pack.cu: sets of steps are row phases, steps taps down and tiles of taps across."""
+        """Macros for csrc/weights/pack.cu: sets of steps are row phases, steps taps down and tiles of taps across."""
         slots, width = int(self.packed_as["SLOTS"]), self.problem.kernel_size[1]
         across = [tap.tap for tap in self.taps_across] + [-1] * self._pads
         tiles = [across[first : first + slots] for first in range(0, len(across), slots)]
@@ -412,7 +412,7 @@ class Tile16(RowTile):
 
     @property
     def tiles(self) -> int:
-        """Of 64 rows, that have all taps across."""
+        """Tiles of 64 rows that together have all taps across."""
         return -(-len(self.taps_across) // self.slots)
 
     @property
@@ -431,7 +431,7 @@ class Tile16(RowTile):
 
     @cached_property
     def row_taps(self) -> list[list[list[int]]]:
-        """Of each row phase and input row, and for either row of cells: which of the phase's taps it is, or -1."""
+        """For each row phase, input row and row of cells: the index of the tap among the phase's, or -1."""
         found = []
         for first, taps in zip(self.first_rows, self.taps_down, strict=True):
             places = {tap.shift - first: i for i, tap in enumerate(taps)}
@@ -545,7 +545,7 @@ class Tile16(RowTile):
 
     @property
     def _written_cycles(self) -> float:
-        """Of moving the inputs and outputs, which the L2 cache puts together as long as it has room for them."""
+        """Cycles to move inputs and outputs; the L2 cache merges partial sectors while it has room for them."""
         outputs = self._output_bytes_of_all
         twice = self.cuts_sectors and not self.whole_sectors and outputs > _CACHED_BYTES
         return self.moved_cycles + (_COST.cut_sectors * self.cycles_of_bytes(outputs) if twice else 0)
@@ -632,12 +632,12 @@ class TileTf32(RowTile):
 
     @property
     def products(self) -> int:
-        """Of a warpgroup's step."""
+        """Products of a warpgroup in a step."""
         return self.weight_rows * self.channels // self.product_channels
 
     @property
     def groups(self) -> int:
-        """Of products of a step: of a chunk, and a tap down, or all taps down."""
+        """Groups of products in a step; a group has a chunk, and one tap down or all taps down."""
         return self.weight_rows * self.chunks // self.taps_together
 
     @cached_property
@@ -647,7 +647,7 @@ class TileTf32(RowTile):
 
     @cached_property
     def row_places(self) -> list[list[int]]:
-        """Of each row phase, from a cell's first input row to that of each of ``weight_rows`` taps down."""
+        """For each row phase, distances from a cell's first input row to the rows of ``weight_rows`` taps down."""
         return [
             [tap.shift - first for tap in taps] + [0] * (self.weight_rows - len(taps))
             for first, taps in zip(self.first_rows, self.taps_down, strict=True)
@@ -717,7 +717,7 @@ class TileTf32(RowTile):
 
     @property
     def _carried(self) -> int:
-        """Of an output channel's two cells of a lane, what comes from other lanes."""
+        """Values that other lanes send for an output channel's two cells of a lane."""
         return sum(distance > 0 for distance in self.given)
 
     @property

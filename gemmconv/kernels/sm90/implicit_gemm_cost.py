@@ -35,7 +35,7 @@ def item_cycles_of(plan: Plan) -> float:
 
 
 def cycles_of_items(items_of_a_block: int, item: float, least_bytes: int) -> float:
-    """Of so many items, which take so many cycles each, and move so many bytes at least."""
+    """Cycles of a launch: items of a block in sequence, or the time to move the least bytes if that is longer."""
     return _COST.start_cycles + max(items_of_a_block * item, least_bytes * _COST.memory_cycles)
 
 
@@ -64,7 +64,7 @@ def cost_of_boxes(boxes: int, box_bytes: float) -> float:
 
 
 def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
-    """Of so many boxes of lines, and their bytes together."""
+    """Cycles to copy so many boxes of lines with so many bytes together."""
     return max(boxes * _COST.line_box_cycles, box_bytes * _COST.line_byte_cycles)
 
 
@@ -99,7 +99,7 @@ def _factor(plan: Plan) -> float:
 
 
 def _multiplied(plan: Plan) -> float:
-    """Of the products of an item."""
+    """Cycles of the products of an item."""
     products = plan.units // 2 * (3 if plan.split else 1)
     column = _COST.tensor_column_cycles if plan.way == "lines" else _COLUMN_CYCLES[plan.parts]
     step = products * (plan.columns * column + _COST.product_cycles) + _STEP_CYCLES[plan.parts]
@@ -108,7 +108,7 @@ def _multiplied(plan: Plan) -> float:
 
 
 def _stored(plan: Plan) -> float:
-    """Of storing the outputs of an item."""
+    """Cycles to store the outputs of an item."""
     outputs = plan.item_outputs
     if plan.staged:
         cycles = _COST.pixel_store_cycles if plan.channels_last else _COST.staged_store_cycles
@@ -130,13 +130,13 @@ def _sector_share(plan: Plan) -> float:
 
 
 def _waited(plan: Plan) -> float:
-    """Of an item, until lines have come."""
+    """Cycles in which an item waits for lines."""
     assert plan.stages is not None
     return plan.chunks * _COST.lines_wait_cycles / plan.stages[0] if plan.way == "lines" else 0
 
 
 def _loaded(plan: Plan) -> float:
-    """Of bringing the inputs and weights of an item into shared memory."""
+    """Cycles to bring the inputs and weights of an item into shared memory."""
     bring = {
         "loaded": _of_registers,
         "landing": _of_landings,
@@ -153,7 +153,7 @@ def _loaded(plan: Plan) -> float:
 
 
 def _of_registers(plan: Plan) -> float:
-    """Of loading the inputs of an item into registers and laying them out."""
+    """Cycles to load the inputs of an item into registers and store them in shared memory."""
     assert plan.stages is not None
     if plan.vector_loads:
         turn, few_factor = _VECTOR_UNIT_CYCLES[plan.parts], _COST.few_vector_loaders_factor
@@ -165,7 +165,7 @@ def _of_registers(plan: Plan) -> float:
 
 
 def _of_landings(plan: Plan) -> float:
-    """Of landing the inputs of an item and laying them out."""
+    """Cycles to land the inputs of an item and pack them from there."""
     sharers = max(1, plan.loaders // plan.pieces)
     copies = -(-plan.pieces // plan.loaders) * -(-plan.landing_units * plan.element_units // sharers)
     turns = -(-plan.spots * plan.landing_units // plan.loaders)
@@ -176,13 +176,13 @@ def _of_landings(plan: Plan) -> float:
 
 
 def _of_blocks(plan: Plan) -> float:
-    """Of bringing the inputs of an item as blocks."""
+    """Cycles to bring the inputs of an item as blocks."""
     boxes = plan.boxes * math.prod(plan.unit)
     return plan.chunks * max(boxes * _COST.box_cycles, plan.patch_bytes * _COST.box_byte_cycles)
 
 
 def _of_lines(plan: Plan) -> float:
-    """Of bringing the inputs of an item as lines, and of rounding them where they lie."""
+    """Cycles to bring the inputs of an item as lines, and to round them in place."""
     cycles = _cycles_of_boxes(plan.boxes * math.prod(plan.unit), plan.patch_bytes / plan.parts)
     if plan.rounded:
         turns = -(-plan.unit_pitch * plan.units // (plan.loaders - 32))

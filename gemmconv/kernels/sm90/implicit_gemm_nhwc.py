@@ -103,7 +103,7 @@ class Tile:
 
     @cached_property
     def positions(self) -> int:
-        """Of a patch."""
+        """Positions of a patch."""
         return self.images * math.prod(self.patch_size)
 
     @property
@@ -122,7 +122,7 @@ class Tile:
 
     @property
     def channels(self) -> int:
-        """Of a line."""
+        """Channels of a line."""
         return _LINE_BYTES // self.itemsize
 
     @property
@@ -167,7 +167,7 @@ class Tile:
 
     @property
     def packed_bytes(self) -> int:
-        """Of the weights as they are laid out."""
+        """Bytes of the packed weights."""
         return self.problem.taps * self.problem.out_channels * self.chunks * _LINE_BYTES if self.packed else 0
 
     @property

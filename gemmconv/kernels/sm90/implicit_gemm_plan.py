@@ -25,8 +25,8 @@ CHAIN = 2  # steps of split float32 whose sums stay in the tensor core
 _BARRIER_BYTES = 8
 _UNIT_BYTES = 16
 BLOCK_ROWS, _WARP_ROWS = 64, 16
-# Of a line that is stored, at least where that is possible; of 16 bits and several neighbours of a thread. Memory takes
-# long where many pieces of it are written together, whatever they have; beside boxes, stages matter more.
+# Least bytes of a line that is stored, if possible; the latter for 16 bits and several neighbours of a thread. Memory
+# is slow if many pieces are written together, whatever their size; with boxes, stages matter more.
 _LINE_BYTES, _LONG_LINE_BYTES = 128, 256
 WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
 _MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
@@ -645,7 +645,7 @@ class Plan(Gathering):
 
     @property
     def landed_channel_bytes(self) -> int:
-        """The same of a channel."""
+        """Bytes of a channel where it lands."""
         return math.prod(self.box_size) * self.itemsize if self.landing_box else self.pieces * _UNIT_BYTES
 
     @property
@@ -726,7 +726,7 @@ class Plan(Gathering):
 
     @property
     def _most_together(self) -> int:
-        """As many units as registers hold, and with where each lies; then 8 fewer are for all else, and none spills."""
+        """Most units that fit registers with their addresses; 8 registers fewer are left for all else; none spills."""
         with_places = (self._load_registers - self._other_registers + 8) // (self._unit_words + 1)
         return min(self.loaded_words // self._unit_words, with_places)
 
@@ -943,7 +943,7 @@ class Plan(Gathering):
 
     @cached_property
     def expected_cycles(self) -> float:
-        """The same, by which other kernels are chosen instead."""
+        """Estimated cycles with the tensor cores' as a lower bound, by which kernels are compared."""
         return max(self.cycles, cycles_of_tensor_cores(self))
 
 

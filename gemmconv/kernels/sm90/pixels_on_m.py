@@ -59,22 +59,22 @@ class PositionRows:
 
     @property
     def cells_of_image(self) -> Pair:
-        """Of an image, down and across, where they are folded."""
+        """Cells of an image that are folded together, down and across."""
         return 1, 1
 
     @property
     def windows(self) -> tuple[int, int, int]:
-        """Of an image: how many, positions from one to the next, and before the first."""
+        """Windows of an image: their number, positions from one to the next, and positions before the first."""
         return 1, 0, 0
 
     @property
     def own_bytes(self) -> int:
-        """Of shared memory that the kernel has for itself."""
+        """Bytes of shared memory that a kernel needs beside the common parts."""
         return 0
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of others, which give theirs up: of 384 each begins with 168."""
+        """Registers of a consumer thread and of a producer, which gives up some: all 384 threads begin with 168."""
         return 224, 56
 
     @property
@@ -84,7 +84,7 @@ class PositionRows:
 
     @property
     def row_blocks(self) -> int:
-        """Of positions of an item."""
+        """Blocks of positions of an item."""
         return -(-self.item_positions // BLOCK_POSITIONS)
 
     @property
@@ -94,7 +94,7 @@ class PositionRows:
 
     @property
     def positions(self) -> int:
-        """Of all images."""
+        """Positions of all images."""
         return self.problem.batch * self.problem.in_pixels
 
     @property
@@ -103,7 +103,7 @@ class PositionRows:
 
     @property
     def blocks(self) -> int:
-        """Of lines, of a set; the last may have fewer."""
+        """Blocks of lines of a set; the last set may have fewer."""
         return -(-self.line_blocks // self.sets)
 
     @property
@@ -121,12 +121,12 @@ class PositionRows:
 
     @property
     def bias_bytes(self) -> int:
-        """Of each warp's copy of a block's."""
+        """Bytes of the biases of a block, with a copy for each warp."""
         return -(-CONSUMERS // 32 * (self.lines // self.problem.taps) // 4) * 16
 
     @property
     def left_bytes(self) -> int:
-        """Of shared memory, beside the inputs of an item and two stages; negative where there are too many of them."""
+        """Bytes of shared memory left beside an item's inputs and two stages; negative if these do not fit."""
         inputs, stages = self.chunks * (self.slot_bytes + _BARRIER_BYTES), 2 * (self.stage_bytes + _BARRIER_BYTES)
         return SHARED_BYTES - self.bias_bytes - inputs - stages
 
@@ -173,7 +173,7 @@ class PositionRows:
 
     @property
     def packed_bytes(self) -> int:
-        """Of the weights as they are laid out."""
+        """Bytes of the packed weights."""
         return self.line_blocks * self.lines * self.chunks * CHUNK_BYTES if self.packed else 0
 
 

@@ -85,7 +85,7 @@ class Tile:
         return tile
 
     def with_pixels(self, **changes: Any) -> Tile:
-        """The same of other pixels. What does not depend on these is not worked out again."""
+        """This tile with other pixels; cached values that do not depend on pixels are copied."""
         tile, mine = object.__new__(Tile), self.__dict__
         tile.__dict__.update({name: mine[name] for name in _FIELDS_AND_WEIGHTS if name in mine}, **changes)
         return tile
@@ -248,7 +248,7 @@ class Tile:
 
     @property
     def steps(self) -> int:
-        """Of a product, in a tile."""
+        """Steps of a product in a tile."""
         return self.lines * self.pixels * self.itemsize // 32
 
     @property
@@ -263,7 +263,7 @@ class Tile:
         return longest + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
 
     def _step_cycles(self, conflicts: int) -> float:
-        """Of the products of a step, and what feeds them."""
+        """Cycles for the products of a step, and for loading their operands."""
         rows, columns = self.taps
         product = max(self.ci_tile / 2, _COST.least_product_cycles) * (3 if self.split else 1)
         word = self.words * conflicts * _COST.word_cycles + columns * _TAP_CYCLES[self.itemsize, 1 + self.split]
@@ -291,7 +291,7 @@ class Tile:
 
     @property
     def most_slices(self) -> int:
-        """As many as there are at any size."""
+        """The number of slices at the size that has most."""
         return max(1, self.multiprocessors // self.weight_blocks)
 
     def slices(self, limit: int) -> int:
@@ -341,7 +341,7 @@ class Tile:
         return math.prod(self.taps) * self.ci_tile / 2 * self.warpgroups * _COST.store_cycles
 
     def _seconds(self, cycles: float, slices: int) -> float:
-        """Of a multiprocessor's cycles, of memory and of partial sums."""
+        """Seconds from the cycles of a multiprocessor, memory traffic and partial sums."""
         moved, others = _other_seconds(self.problem, self.itemsize)
         partials = 2 * wgrad_partial_bytes(self.problem, self.itemsize, slices, self.most_slices) / _COST.partial_rate
         overlap = _COST.overlap_with_memory
@@ -355,7 +355,7 @@ _FIELDS_AND_WEIGHTS = _FIELDS + _OF_WEIGHTS
 
 @functools.lru_cache(maxsize=1024)
 def _other_seconds(problem: Problem, itemsize: int) -> tuple[float, float]:
-    """Of what moves, and of launches and a copy of the input."""
+    """Seconds of memory traffic, and of launches and a copy of the input."""
     rows_read = min(1, problem.kernel_size[0] / problem.stride[0])
     pixels = math.prod(problem.input_shape) + rows_read * math.prod(problem.output_shape)
     padded_bytes = _padded_bytes(problem, itemsize)
@@ -453,7 +453,7 @@ def _planes(problem: Problem, itemsize: int) -> int | None:
 
 @functools.cache
 def _conflicts(pitch: int, stride: int, vector: int) -> int:
-    """Of the words that threads load at once, most that share a bank; pitch and stride in words."""
+    """Most words in one bank among those that threads load at once; pitch and stride in words."""
     lanes = range(32 // vector)
     words = {lane // 4 * pitch + lane % 4 * stride + word for lane in lanes for word in range(vector)}
     return max(Counter(word % 32 for word in words).values())
@@ -461,7 +461,7 @@ def _conflicts(pitch: int, stride: int, vector: int) -> int:
 
 @functools.cache
 def _pitch(least: int, stride: int, vector: int) -> int:
-    """Of eight, the first whose words lie in the most different banks."""
+    """The first of eight pitches for which the words of a load lie in the most different banks."""
     return min(range(least, least + 32, 4), key=lambda pitch: _conflicts(pitch, stride, vector))
 
 
@@ -580,7 +580,7 @@ def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
     p = tile.problem
 
     def of(name: str, shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> TensorMapSpec:
-        """Of rows; or of planes, that are one row each or several together."""
+        """The tensor map of rows; or of planes, each as one row, or several together."""
         images, channels, height, width = shape
         plane = height * width * tile.itemsize
         if planes:

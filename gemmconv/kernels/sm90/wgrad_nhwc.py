@@ -28,7 +28,7 @@ _STEP = 16  # pixels
 _LONGEST_BOX, _LONGEST_STEP = 256, 8  # of a tensor map: elements that a box reaches over, from one to the next
 _MOST_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage
-# Of a thread and of a product, at most, by warpgroups: more columns than the compiler has registers for at first.
+# Most columns of a thread's sums, and of a product, by warpgroups: more than the compiler finds registers for at first.
 _SUMS, _COLUMNS = {1: 192, 2: 192, 3: 128}, {1: 256, 2: 256, 3: 192}
 _INT32_MAX = 2**31 - 1
 _PIXELS = 32, 256  # of a tile, least and most
@@ -154,7 +154,7 @@ class Tile:
 
     @property
     def unread_bytes(self) -> int:
-        """Of the end of shared memory: columns of merged taps lie a few lines further on than those of the first, but
+        """Bytes at the end of shared memory: columns of merged taps lie a few lines after those of the first, but
         compute-sanitizer counts them as if they were a whole step further on."""
         return (self.merged - 1) * _STEP * _LINE_BYTES
 

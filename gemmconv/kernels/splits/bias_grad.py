@@ -13,8 +13,8 @@ from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, r
 from gemmconv.kernels.splits.reduce import sums
 
 _THREADS = 256
-_ITEMS = 8  # of a thread, at least, before there are several slices
-_BLOCKS = 4  # of a multiprocessor, at most, of several slices
+_ITEMS = 8  # least items of a thread if there are several slices
+_BLOCKS = 4  # most blocks of a multiprocessor if there are several slices
 _VECTOR_BYTES = 16
 _INT32_MAX = 2**31 - 1
 
@@ -27,7 +27,7 @@ def vector_of(config: Config) -> int:
 
 
 def slices_of(items: int, least: int, most: int) -> int:
-    """How many slices items are added up in: at most so many, of at least so many items."""
+    """The number of slices in which items are added up: at most ``most``, with at least ``least`` items in each."""
     return max(1, min(-(-items // least), most))
 
 
@@ -44,7 +44,7 @@ def bias_grad_macros(config: Config) -> Macros:
 
 
 def program(config: Config) -> Program | None:
-    """``grad_bias`` from ``grad_output`` in the configuration's format, None where the kernel's integers end."""
+    """``grad_bias`` from ``grad_output`` in the configuration's format; None if items exceed the kernel's integers."""
     p, channels_last = config.problem, config.memory_format is torch.channels_last
     vector = vector_of(config)
     units = p.out_pixels // vector

@@ -1,6 +1,6 @@
-"""Partial sums of gradients, of split K, that are added up: host side of csrc/splits/reduce.cu.
+"""Adds up the partial sums of split-K gradients: host side of csrc/splits/reduce.cu.
 
-Those of ``direct`` and ``gemm_col2im`` lie as the gradient does; those of ``fused`` tap by tap, [C_in, C_out] of each.
+Partial sums of ``direct`` and ``gemm_col2im`` have the gradient's layout; those of ``fused`` are [taps, C_in, C_out].
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, Step, reciprocal
 
 _SOURCE, _THREADS = "splits/reduce.cu", 256
-# Of a block: sums at most, of one slice or of several; shared memory that keeps them, columns at least; and blocks of a
-# multiprocessor at least.
+# Limits of a block: most sums of one slice, and of several; most bytes of shared memory for them; least columns. The
+# last is the least number of blocks of a multiprocessor.
 _OF_ONE, _OF_SEVERAL, _BYTES, _LEAST_RUN, _BLOCKS = 2048, 1024, 32 << 10, 8, 4
 _MOST_SHARES = 32
 _PIECE_BYTES = 16
 
 
 def partial_bytes(config: Config, slices: int) -> int:
-    """Bytes of the partial sums of a weight gradient; none where there is one slice."""
+    """Bytes of the partial sums of a weight gradient; 0 for a single slice."""
     weight_bytes = math.prod(config.problem.weight_shape) * accumulator_dtype(config.dtype).itemsize
     return slices * weight_bytes if slices > 1 else 0
 
@@ -37,19 +37,19 @@ def sum_partials(config: Config, slices: int) -> Launch:
 
 
 def sums(dtype: torch.dtype, elements: int, slices: int, partials: str, target: str) -> Launch:
-    """The launch that adds up so many slices of as many elements."""
+    """The launch that adds up ``slices`` of ``elements`` each from ``partials`` into ``target``."""
     return _launch(sum_macros(dtype), (1, 1, elements), slices, partials, target)
 
 
 def sum_macros(dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/splits/reduce.cu for partial sums that lie as the sums do, however many there are."""
+    """Macros that specialise csrc/splits/reduce.cu for any number of partial sums in the layout of the sums."""
     element, partial = ELEMENT_TYPES[dtype], ELEMENT_TYPES[accumulator_dtype(dtype)]
     of: Macros = {"ELEMENT_T": element, "SUM_T": element, "PARTIAL_T": partial, "CHANNELS_LAST": 0}
     return {**of, "TAPS": 1, "RUN": 32, "SHARES": 8, "READ": 1, "WRITE": 1}
 
 
 def widened(step: Step, dtype: torch.dtype) -> Launch | None:
-    """The launch that writes its sums in a wider dtype, once they are rounded; None of a step that cannot."""
+    """The launch changed to write its rounded sums in a wider dtype; None if the step cannot."""
     if not isinstance(step, Launch) or "SUM_T" not in step.macros:
         return None
     macros = {**step.macros, "SUM_T": ELEMENT_TYPES[dtype]}
@@ -59,7 +59,7 @@ def widened(step: Step, dtype: torch.dtype) -> Launch | None:
 
 
 def in_channels_last(step: Step, itemsize: int) -> Launch | None:
-    """The launch that writes a weight's gradient in channels_last, of so many bytes; None of a step that cannot."""
+    """The launch changed to write a weight's gradient in channels_last; None if the step cannot."""
     if not isinstance(step, Launch) or step.source != _SOURCE or step.macros["TAPS"] == 1:
         return None
     _, columns = cast(tuple[int, int], step.params["elements, columns"])
@@ -68,14 +68,14 @@ def in_channels_last(step: Step, itemsize: int) -> Launch | None:
 
 
 def result_params(slices: int) -> Params:
-    """What a kernel of so many slices writes: partial sums, or the gradient."""
+    """The pointers of a gradient kernel's outputs: ``partials`` for several slices, ``grad_weight`` for one."""
     return {"partials, grad_weight": ("partials", None) if slices > 1 else (None, "grad_weight")}
 
 
 def with_partials(
     config: Config, slices: int, operands: tuple[Operand, ...], outputs: tuple[Output, ...], main: Launch
 ) -> Program:
-    """A program whose last output is the weight gradient, which ``main`` writes, or ``partials`` of several slices."""
+    """A program whose last output is the weight gradient: ``main`` writes it, or ``partials`` that are added up."""
     outputs = (*outputs, _grad_weight(config.problem))
     if slices == 1:
         return Program(config.dtype, operands, outputs, (main,))
@@ -83,28 +83,28 @@ def with_partials(
     return Program(config.dtype, operands, outputs, steps, scratch)
 
 
-# Partial sums [slices, groups, taps, C_in, C_out], of which there may be one slice.
+# From here on partial sums are [slices, groups, taps, C_in, C_out], with one slice or several.
 
 
 def fits(problem: Problem) -> bool:
-    """Whether the taps of a weight fit a block."""
+    """Whether the taps of one weight fit the shared memory of a block."""
     return _bytes(problem, 1) <= _BYTES
 
 
 def wgrad_partial_dtype(dtype: torch.dtype, slices: int) -> torch.dtype:
-    """What partial sums of at most so many slices are kept in: float32, but of one slice it is the gradient already."""
+    """The type of partial sums: float32; for a single slice, which is the gradient itself, the gradient's."""
     return dtype if slices == 1 else torch.float32
 
 
 def wgrad_partial_bytes(problem: Problem, itemsize: int, slices: int, most_slices: int = 0) -> int:
-    """Bytes of the partial sums of gradients of so many bytes; ``most_slices`` as in :func:`wgrad_program`."""
+    """Bytes of the partial sums of a gradient; ``most_slices`` has the meaning it has in :func:`wgrad_program`."""
     return (itemsize if (most_slices or slices) == 1 else 4 * slices) * math.prod(problem.weight_shape)
 
 
 def wgrad_macros(
     problem: Problem, dtype: torch.dtype, slices: int, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Macros:
-    """Macros for at most so many slices."""
+    """Macros that specialise csrc/splits/reduce.cu for at most ``slices`` slices."""
     run, partial = _run(problem, slices, multiprocessors), wgrad_partial_dtype(dtype, slices)
     columns = problem.out_channels // problem.groups
     read, write = _piece(partial, run, columns), _piece(dtype, run * problem.taps, columns * problem.taps)
@@ -127,15 +127,15 @@ def wgrad_program(
     columns: int = 0,
     most_slices: int = 0,
 ) -> Program:
-    """A weight gradient by a kernel that writes ``partials`` of so many slices, which are added up.
+    """A weight gradient by a kernel that writes ``partials``, and a launch that adds them up.
 
     Args:
-        config: of the weight gradient.
-        slices: partial sums of a weight.
-        memory_format: in which the kernel reads grad_output and input, which are transposed where they are in another.
+        config: the configuration of the weight gradient.
+        slices: number of partial sums of a weight.
+        memory_format: the format in which the kernel reads grad_output and input; others are transposed.
         main: the kernel's launch.
-        columns: of zeros, beside each row of the input.
-        most_slices: that there are at any size of the layer, where that is not as many; what is compiled is for them.
+        columns: columns of zeros that pad each row of the input.
+        most_slices: most slices at any size of the layer, for which the reduction is compiled; 0 for ``slices``.
     """
     p, most_slices = config.problem, most_slices or slices
     macros = wgrad_macros(p, config.dtype, most_slices, config.spec.multiprocessors)
@@ -147,7 +147,7 @@ def wgrad_program(
 
 
 def _launch(macros: Macros, shape: tuple[int, int, int], slices: int, partials: str, target: str) -> Launch:
-    """Adds up sums of (groups, rows, columns), each of as many taps as the macros say; of one tap they are one row."""
+    """The launch for sums of ``shape`` (groups, rows, columns) times the taps in the macros; one tap makes one row."""
     taps, run = int(macros["TAPS"]), int(macros["RUN"])
     groups, rows, columns = shape if taps > 1 else (1, 1, math.prod(shape))
     runs = -(-columns // run)
@@ -165,12 +165,12 @@ def _grad_weight(problem: Problem) -> Output:
 
 
 def _piece(dtype: torch.dtype, *counts: int) -> int:
-    """Neighbours that are read or written at once: as many as 16 bytes have, where these divide all counts."""
+    """Elements that are read or written at once: 16 bytes of them, or less if that does not divide all counts."""
     return math.gcd(_PIECE_BYTES // dtype.itemsize, *counts)
 
 
 def _bytes(problem: Problem, run: int) -> int:
-    """Of the shared memory of a block, for one share."""
+    """Bytes of shared memory of a block for one share."""
     return 4 * (run + 1) * problem.taps
 
 
@@ -188,7 +188,7 @@ def _run(problem: Problem, slices: int, multiprocessors: int) -> int:
 
 
 def _shares(problem: Problem, run: int, slices: int, read: int) -> int:
-    """Threads that add the slices of one weight, few enough that each thread has one piece."""
+    """Threads that share the slices of one weight, so few that no thread has more than one piece."""
     shares, pieces = _MOST_SHARES, problem.taps * run // read
     while shares > 1 and (shares > slices or shares * pieces > _THREADS or shares * _bytes(problem, run) > _BYTES):
         shares //= 2

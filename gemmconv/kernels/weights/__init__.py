@@ -1,1 +1,1 @@
-"""Weights as kernels read them: csrc/weights/."""
+"""Packing of weights for kernels: csrc/weights/."""

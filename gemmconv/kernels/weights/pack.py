@@ -1,4 +1,4 @@
-"""Weights as the kernels of fused multiply with them: host side of csrc/weights/pack.cu."""
+"""Packs weights into the layout that the kernels of ``fused`` read: host side of csrc/weights/pack.cu."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gemmconv.kernels.program import ByFormat, Launch, Params
 
 # Orders of rows: see csrc/include/geometry/rows.cuh.
 ROWS_PLAIN, ROWS_SLOTS, ROWS_CHANNELS, ROWS_LINES, ROWS_COLUMNS = range(5)
-MOST_ENTRIES = 30_000  # of the table of steps, each of 16 bits, in 64 KiB of constant memory
-STEPS = 32  # of a block
-THREADS, _OWN = 256, 8  # of a block; input channels of a thread
+MOST_ENTRIES = 30_000  # most 16-bit entries of the table of steps, in 64 KiB of constant memory
+STEPS = 32  # steps of a block
+THREADS, _OWN = 256, 8  # threads of a block, input channels of a thread
 _USUAL = dict.fromkeys(("CHUNKS", "SIDES", "PHASE_SIDES", "SLOTS"), 1) | dict.fromkeys(
     ("SPLIT", "INPUT_GRAD", "ROW_ORDER", "CHANNEL_PAIRS"), 0
 )
@@ -23,8 +23,8 @@ def macros_of(sets: Iterable[Sequence[Sequence[int]]], others: Macros) -> Macros
     """Macros that specialise csrc/weights/pack.cu.
 
     Args:
-        sets: of steps: of each step the tap of each slot of each side, -1 for none.
-        others: beside those that are usual.
+        sets: sets of steps; a step lists the tap of each slot of each side, -1 for none.
+        others: macros that differ from the defaults, or have none.
 
     >>> macros_of([[[0]], [[1], [2]]], {})["STEP_TABLE"]
     '{0,1,0,1,2,1,1,2,2}'
@@ -37,9 +37,9 @@ def macros_of(sets: Iterable[Sequence[Sequence[int]]], others: Macros) -> Macros
 
 
 def k_major_macros(problem: Problem, lines: int, units: int, row: int) -> Macros:
-    """Macros for the rows of weightᵀ, C_out * kH * kW of them, as lines of float32, in blocks with so many units each.
+    """Macros that pack the C_out * kH * kW rows of weightᵀ as lines of float32, in blocks with ``units`` units each.
 
-    Lines are in order where ``row`` is 1; where it is a kernel's width, a thread has outputs that are neighbours.
+    Lines are in order if ``row`` is 1; if it is the kernel's width, the outputs of a thread are neighbours.
     """
     all_lines = problem.out_channels * problem.taps
     return macros_of(
@@ -60,7 +60,7 @@ def k_major_macros(problem: Problem, lines: int, units: int, row: int) -> Macros
 
 
 def blocks_of(channels: int, rows: int, steps: int, sets: int) -> int:
-    """Blocks of the launch: of so many input channels, rows and steps, for sets of output channels of all groups."""
+    """Blocks of the launch; ``sets`` are the sets of output channels in all groups."""
     along = min(steps, STEPS)
     return -(-channels // _OWN * rows * along // THREADS) * -(-steps // along) * sets
 

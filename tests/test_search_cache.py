@@ -13,7 +13,7 @@ pytest.importorskip("cuda.core", reason="the cache is the cuda-core package's")
 
 from gemmconv import selection
 from gemmconv.algorithms import base
-from gemmconv.kernels import costs, kept
+from gemmconv.kernels import search_cache
 from gemmconv.runtime import cache
 from tests.test_sizes import LAYERS, PASSES, config_of
 
@@ -28,19 +28,18 @@ CASES = [
 @pytest.fixture
 def disk(monkeypatch, tmp_path):
     """Results are kept in a folder of the test's, for a GPU that is not there. Returns what lets a process begin."""
-    caches = (kept._entries, base._known, base._fitted)
+    caches = (search_cache._entries, base._candidates, base._fitted)
 
     def begin():
         monkeypatch.setattr(cache, "default_cache", lambda: cache.KernelCache(tmp_path))
         for one in caches:
             one.cache_clear()
 
-    monkeypatch.setattr(kept, "enabled", True)
-    monkeypatch.setattr(costs, "_replaced", [])  # whatever other tests have replaced, and put back
-    monkeypatch.setattr(kept, "without_gpu", True)
+    monkeypatch.setattr(search_cache, "enabled", True)
+    monkeypatch.setattr(search_cache, "without_gpu", True)
     begin()
     yield begin
-    kept.write()
+    search_cache.write()
     for one in caches:
         one.cache_clear()
 
@@ -61,7 +60,7 @@ def searched(monkeypatch):
 @pytest.mark.parametrize("case", CASES[:6] + CASES[-9:], ids="-".join)
 def test_another_process_chooses_the_same_without_a_search(case, disk, monkeypatch):
     first = chosen(*case)
-    kept.write()
+    search_cache.write()
     disk()
     searches = searched(monkeypatch)
     assert chosen(*case) == first
@@ -75,41 +74,41 @@ def test_every_tile_is_what_it_was_before_it_was_kept(disk):
         for algorithm in selection.ALGORITHMS:
             if (choice := algorithm.choice(config, case[3])) is not None:
                 kinds.add(choice.kernel.name)
-                assert kept._loaded(pickle.dumps(choice[1:])) == choice[1:]
+                assert search_cache._loaded(pickle.dumps(choice[1:])) == choice[1:]
     assert len(kinds) >= 12
 
 
 def test_results_of_processes_come_together(disk):
     for number in range(3):
-        assert kept.kept(lambda number=number: number, lambda number=number: (number, 0.5), always=True)[0] == number
-        kept.write()
+        assert search_cache.cached(lambda n=number: n, lambda n=number: (n, 0.5), always=True)[0] == number
+        search_cache.write()
         disk()
-    assert len(kept._entries()) == 3
+    assert len(search_cache._entries()) == 3
 
 
 def test_few_are_kept_and_the_oldest_go(disk, monkeypatch):
-    monkeypatch.setattr(kept, "_MOST", 2)
+    monkeypatch.setattr(search_cache, "_MOST_RESULTS", 2)
     for number in range(3):
-        kept.kept(lambda number=number: number, lambda: 1, always=True)
-    kept.write()
+        search_cache.cached(lambda number=number: number, lambda: 1, always=True)
+    search_cache.write()
     disk()
     asked = []
     for number in range(3):
-        kept.kept(lambda number=number: number, lambda number=number: asked.append(number))
+        search_cache.cached(lambda number=number: number, lambda number=number: asked.append(number))
     assert asked == [0]
 
 
 def test_results_are_of_their_code(disk, monkeypatch):
-    kept.kept(lambda: 1, lambda: "old", always=True)
-    kept.write()
+    search_cache.cached(lambda: 1, lambda: "old", always=True)
+    search_cache.write()
     disk()
-    monkeypatch.setattr(kept, "_code", lambda: bytes(32))
-    assert kept.kept(lambda: 1, lambda: "new") == "new"
+    monkeypatch.setattr(search_cache, "_code", lambda: bytes(32))
+    assert search_cache.cached(lambda: 1, lambda: "new") == "new"
 
 
 def test_quick_results_are_not_kept(disk):
-    kept.kept(lambda: 1, lambda: 1)
-    assert kept._entries() == {}
+    search_cache.cached(lambda: 1, lambda: 1)
+    assert search_cache._entries() == {}
 
 
 class Calls:
@@ -120,27 +119,27 @@ class Calls:
 @pytest.mark.parametrize("entry", [b"", b"nothing", pickle.dumps(Calls()), pickle.dumps(Path)], ids=range(4))
 def test_what_somebody_else_wrote_is_not_run(entry, disk):
     def search():
-        return kept.kept(lambda: 1, lambda: "found")
+        return search_cache.cached(lambda: 1, lambda: "found")
 
-    cache.default_cache().put(kept._code(), entry)
+    cache.default_cache().put(search_cache._code(), entry)
     assert search() == "found"
     disk()
-    key = kept.hashlib.sha256(b"1").digest()
-    cache.default_cache().put(kept._code(), pickle.dumps({key: entry}))
+    key = search_cache.hashlib.sha256(b"1").digest()
+    cache.default_cache().put(search_cache._code(), pickle.dumps({key: entry}))
     assert search() == "found"
 
 
 def test_nothing_is_kept_where_no_gpu_is_used(disk, monkeypatch):
-    monkeypatch.setattr(kept, "without_gpu", False)
+    monkeypatch.setattr(search_cache, "without_gpu", False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    kept.kept(lambda: 1, lambda: 1, always=True)
-    assert kept._entries() == {}
+    search_cache.cached(lambda: 1, lambda: 1, always=True)
+    assert search_cache._entries() == {}
 
 
 def test_a_process_that_ends_writes_what_it_found(tmp_path):
-    code = "from gemmconv.kernels import kept; kept.without_gpu = True; kept.kept(lambda: 1, {!r}.upper, always=True)"
+    code = "from gemmconv.kernels import search_cache as s; s.without_gpu = True; s.cached(lambda: 1, {!r}.upper, True)"
     for text, printed in (("a", "A"), ("b", "A")):
-        command = [sys.executable, "-c", f"{code.format(text)}; print(*kept._entries().values())"]
+        command = [sys.executable, "-c", f"{code.format(text)}; print(*s._entries().values())"]
         environment = {**os.environ, "GEMMCONV_CACHE_DIR": str(tmp_path)}
         root = Path(__file__).parent.parent
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
