@@ -1,4 +1,4 @@
-/* What a plain call, and the gradients of one, are known by. gemmconv/ops/plain.py says in Python what counts.
+/* What a plain call, and the gradients of one, are known by. gemmconv/ops/signatures.py says in Python what counts.
  *
  *   signatures = Signatures(exchange, modes, levels, has_grad, has_autocast, cast_to, (precision, arguments), Tensor)
  *   signatures.of_call(input, weight, bias, said) -> a tuple, or None of a call that Python has to look at

@@ -158,7 +158,7 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
 def _warmup(config: Config, capability: Capability, backward: bool) -> int:
     """Choose, compile and print. Returns the exit status: 1 where a kernel did not compile."""
     from gemmconv.kernels import kept
-    from gemmconv.ops.implementation import layer_programs
+    from gemmconv.ops.programs import layer_programs
     from gemmconv.runtime.launch import architecture_of, compile_ahead
     from gemmconv.warmup import show_progress
 

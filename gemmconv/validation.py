@@ -147,27 +147,14 @@ def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) ->
             continue
         if other.dtype != first.dtype:
             rule = f"have the dtype of {first_name}, {_name(first.dtype)}"
-            fail(
-                RuntimeError,
-                where,
-                name,
-                rule,
-                _name(other.dtype),
-                "convert one of them, or use torch.autocast",
-            )
+            fail(RuntimeError, where, name, rule, _name(other.dtype), "convert one of them, or use torch.autocast")
         if other.device != first.device:
             rule = f"be on the device of {first_name}, {first.device}"
             fail(RuntimeError, where, name, rule, str(other.device), f"use {name}.to({str(first.device)!r})")
 
 
 def parameters(
-    where: str,
-    stride: Pair,
-    padding: Pair,
-    output_padding: Pair,
-    groups: int,
-    dilation: Pair,
-    kernel_size: Pair,
+    where: str, stride: Pair, padding: Pair, output_padding: Pair, groups: int, dilation: Pair, kernel_size: Pair
 ) -> None:
     """Check the geometry that does not depend on the input.
 
@@ -190,12 +177,7 @@ def parameters(
         if output_padding[axis] >= most:
             rule = f"be less than the larger of stride and dilation, {most} on the {label} axis"
             fail(
-                RuntimeError,
-                where,
-                "output_padding",
-                rule,
-                tuple(output_padding),
-                "pad the output afterwards instead",
+                RuntimeError, where, "output_padding", rule, tuple(output_padding), "pad the output afterwards instead"
             )
 
 
@@ -234,18 +216,8 @@ def problem(
         fail(RuntimeError, where, "input", rule, f"{input_shape[1]} in shape {list(input_shape)}")
     if _any_below(1, input_shape[2:]):
         fail(RuntimeError, where, "input", "have a height and a width of at least 1", list(input_shape))
-    result = Problem(
-        input_shape[0],
-        in_channels,
-        weight_shape[1] * groups,
-        groups,
-        (input_shape[2], input_shape[3]),
-        kernel_size,
-        stride,
-        padding,
-        output_padding,
-        dilation,
-    )
+    size, window = (input_shape[2], input_shape[3]), (kernel_size, stride, padding, output_padding, dilation)
+    result = Problem(input_shape[0], in_channels, weight_shape[1] * groups, groups, size, *window)
     if _any_below(1, result.output_size):
         rule = f"leave an output of at least 1x1 for an input of {input_shape[2]}x{input_shape[3]}"
         got = f"{tuple(padding)}, an output of {result.output_size[0]}x{result.output_size[1]}"
@@ -334,18 +306,9 @@ def fold_geometry(
     if _any_below(0, reaches) or _any_below(1, output_size):
         rule = f"be at least the window of kernel_size={kernel_size}, dilation={dilation}, less 2 * padding={padding}"
         fail(RuntimeError, where, argument, rule, tuple(output_size))
-    return Problem(
-        shape[0],
-        1,
-        shape[1],
-        1,
-        (reaches[0] // stride[0] + 1, reaches[1] // stride[1] + 1),
-        kernel_size,
-        stride,
-        padding,
-        (reaches[0] % stride[0], reaches[1] % stride[1]),
-        dilation,
-    )
+    size = reaches[0] // stride[0] + 1, reaches[1] // stride[1] + 1
+    output_padding = reaches[0] % stride[0], reaches[1] % stride[1]
+    return Problem(shape[0], 1, shape[1], 1, size, kernel_size, stride, padding, output_padding, dilation)
 
 
 def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) -> tuple[int, int]:
