@@ -22,7 +22,7 @@ from gemmconv.validation import fail
 
 
 def are_foreign(first: object, *others: object) -> bool:
-    """Whether the first argument is an array of another library, or any stands for a tensor or is of its own kind."""
+    """Whether the first argument is an array of another library, or any stands for a tensor or :func:`is_own_kind`."""
     if not isinstance(first, Tensor) and hasattr(first, "__dlpack__"):
         return True
     return any(

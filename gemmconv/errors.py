@@ -28,7 +28,7 @@ class CompileError(KernelError):
         cause: the first error that the compiler printed.
         source_name: file name of the kernel under ``csrc``.
         options: the compiler options, macros included.
-        log: what the compiler printed.
+        log: the compiler's output.
         source: the source text that was compiled.
     """
 

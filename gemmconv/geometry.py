@@ -140,7 +140,7 @@ class Problem:
         return self.gemm_batch * self.gemm_m * self.gemm_n
 
     def column_bytes(self, itemsize: int) -> int:
-        """Bytes of the whole column matrix at ``itemsize`` bytes an element."""
+        """Bytes of the whole column matrix at ``itemsize`` bytes per element."""
         return self.column_elements * itemsize
 
     @property

@@ -24,14 +24,14 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
-            device, dtype: as torch.nn.ConvTranspose2d.
+            device, dtype: see torch.nn.ConvTranspose2d.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
-        precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
+        precision: for float32 on CUDA, ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
         workspace_limit: bytes of temporary memory of a call; None for 64 MiB.
 
     Raises:
         TypeError, RuntimeError: an argument of the wrong type or size; torch notices some of these in the first call.
-        ValueError: as torch.nn.ConvTranspose2d; an unknown algorithm or precision, or a workspace_limit below 1.
+        ValueError: see torch.nn.ConvTranspose2d; also an unknown algorithm or precision, or a workspace_limit below 1.
 
     >>> import torch
     >>> ConvTranspose2d(64, 32, 4, stride=2, padding=1)(torch.ones(1, 64, 8, 8)).shape

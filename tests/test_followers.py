@@ -128,7 +128,7 @@ def test_guesses_are_made_once_about_each_module_and_none_about_those_called(ask
 
 
 def test_autocast_and_images_without_a_batch(asked, monkeypatch):
-    monkeypatch.setattr(followers, "casts", lambda _: True)
+    monkeypatch.setattr(followers, "is_autocasting", lambda _: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float16)
     monkeypatch.setattr(WithoutData, "unsqueeze", lambda one, _: noise(batch=1), raising=False)
     given, note = [], followers.compile_ahead

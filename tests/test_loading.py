@@ -260,7 +260,7 @@ def test_backward_pass_compiles_nothing_that_was_not_compiled_ahead(memory_forma
     assert not launch._kernels
     shape = (2, 32, 32, 32)
     grad = WithoutData.of(shape, strides_of(shape, memory_format), torch.float16, GPU)
-    Backward.of(tuple(tensors), OPTIONS).prepared(grad, *tensors[:2], tuple(map(bool, grads)))
+    Backward.of(tuple(tensors), OPTIONS).prepare(grad, *tensors[:2], tuple(map(bool, grads)))
     assert Counter(loader.compiled) == ahead
     assert sum(ahead.values()) == len(launch._kernels)
 
@@ -281,7 +281,7 @@ def test_errors_and_warnings_of_what_is_compiled_ahead_are_left_to_the_call(on_g
     assert [future.exception(timeout=60) for _, future in compilations] == [None] * len(compilations)
     assert not recwarn
     with pytest.warns(RuntimeWarning, match="workspace_limit"):
-        Backward.of(tuple(tensors), options).prepared(
+        Backward.of(tuple(tensors), options).prepare(
             WithoutData.of((1, 32, 128, 128), (1 << 19, 1 << 14, 128, 1), torch.float16, GPU), *tensors[:2], (1, 1, 1)
         )
     bad = autograd.compile_ahead(tuple(tensors), ((0, 0), *OPTIONS[1:]))
@@ -320,7 +320,7 @@ def test_dispatched_calls_compile_ahead_and_fake_tensors_do_not(on_gpu, monkeypa
 
 def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_compiled(on_gpu, loader, monkeypatch):
     """With a real choice of kernels, and threads that work it out."""
-    monkeypatch.setattr(followers, "_uncalled", weakref.WeakValueDictionary())
+    monkeypatch.setattr(followers, "_unguessed", weakref.WeakValueDictionary())
     sizes = (48, 64, 4, 1), (64, 32, 4, 2, 1), (32, 16, 4, 2, 1), (16, 3, 4, 2, 1)
     model, calls = [gemmconv.ConvTranspose2d(*size, bias=False, dtype=torch.float16) for size in sizes], []
     for layer, extent in zip(model, (1, 4, 8, 16), strict=True):
@@ -346,7 +346,7 @@ def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_comp
         implementation.prepare_call("forward", (input, weight, None), None, arguments)
         shape = 16, weight.shape[1], 2 * input.shape[2], 2 * input.shape[3]
         grad = WithoutData.of(shape, strides_of(shape, torch.contiguous_format), torch.float16, GPU)
-        Backward.of((input, weight, None), arguments).prepared(grad, input, weight, (True, True, False))
+        Backward.of((input, weight, None), arguments).prepare(grad, input, weight, (True, True, False))
     assert Counter(loader.compiled) == compiled
     assert len(launch._kernels) == sum(compiled.values())
 

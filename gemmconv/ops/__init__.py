@@ -3,7 +3,7 @@
 compiled: lowering by torch.compile. plain: calls past the dispatcher. recording: their autograd nodes. signatures: the
 keys of calls. followers: modules to be called next. autograd: derivatives. transforms: torch.func. autocast: casts.
 left_to_torch: torch's operator. implementation: prepared calls. ahead: compilation in the background. gradients:
-prepared gradients. programs, configs: of passes. call_cache: prepared calls by signature. schemas: what operators take.
+prepared gradients. programs, configs: those of passes. call_cache: calls by signature. schemas: operators' arguments.
 """
 
 from gemmconv.ops.gradients import both_gradients

@@ -20,7 +20,7 @@ class Form(NamedTuple):
 
     Attributes:
         weight_format: strides of the weight's gradient; None for those of a contiguous tensor.
-        with_bias: whether the bias's gradient is returned too, as the last result.
+        with_bias: whether the bias's gradient is returned too, after the others.
         dtype: dtype of weight and bias as arguments, and of their gradients; None for the dtype of the input.
         returns_casts: whether a forward call returns its casts of weight and bias after the output.
         trained: see :class:`Config`.

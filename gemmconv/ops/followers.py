@@ -28,7 +28,7 @@ from gemmconv.ops.schemas import Arguments, Options, Tensors, WithoutData, check
 Call = tuple[Tensors, Arguments]  # arguments of the operator
 
 _MOST_GUESSES = 16  # modules, for one call
-_MOST_ELEMENTS = 1 << 31  # of an output: a guess of more is taken to be wrong
+_MOST_ELEMENTS = 1 << 31  # a guess with a larger output is taken to be wrong
 _next_position = itertools.count()
 _unguessed: WeakValueDictionary[int, Any] = WeakValueDictionary()  # modules without a guess yet, by position
 

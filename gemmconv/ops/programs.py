@@ -1,4 +1,4 @@
-"""Programs of passes: what a forward pass, a gradient, both gradients or a whole layer launches on a GPU."""
+"""Programs of passes: the steps on a GPU of a forward pass, of a gradient, of both gradients or of a layer."""
 
 from __future__ import annotations
 

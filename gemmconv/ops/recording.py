@@ -57,7 +57,7 @@ def _forward_with_casts(
     Args:
         tensors, arguments: arguments of the operator.
         dtype: dtype of weight and bias.
-        caches: whether casts are cached for later calls, as torch would cache its own.
+        caches: whether casts are cached for later calls.
         saves: whether the weight's cast is returned even where it is not cached, to be saved for gradients.
     """
     low = tensors[0].dtype

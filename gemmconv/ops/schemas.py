@@ -140,7 +140,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 class WithoutData(Tensor):
-    """Shape, strides, dtype and device of a tensor, to prepare a call by; the device need not be there."""
+    """Shape, strides, dtype and device of a tensor, by which a call is prepared; the device need not exist."""
 
     @staticmethod
     def of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> WithoutData:
@@ -148,7 +148,7 @@ class WithoutData(Tensor):
         made: WithoutData = make(WithoutData, shape, strides=strides, dtype=dtype, device=device)
         return made
 
-    # So torch reads attributes as fast as a tensor's.
+    # With torch functions disabled, attributes are read as fast as a tensor's.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
