@@ -125,9 +125,9 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
     """The distinct calls of a model's layers, recorded in one step of the model."""
     found: dict[_Call, None] = {}
 
-    def record(layer: ConvTranspose2d, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        input = given[0] if given else named["input"]
-        if layer.algorithm != "auto" or named.get("output_size") is not None or len(given) > 1:
+    def record(layer: ConvTranspose2d, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        input = arguments[0] if arguments else named["input"]
+        if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
             return  # output_padding is not the layer's own
         input = input if input.dim() == 4 else input.unsqueeze(0)
         kind = input.device.type
@@ -228,14 +228,14 @@ _OPERANDS: dict[Pass, tuple[str, ...]] = {
 def _measure_pass(config: Config, direction: Direction, candidates: Sequence[Candidate]) -> Entry | None:
     """Time the candidates of a pass, and return its entry; None where none of them runs."""
     tensors = _tensors_of(config)
-    given = [tensors[name] for name in _OPERANDS[direction]]
+    operands = [tensors[name] for name in _OPERANDS[direction]]
     bias: list[Any] = [] if direction != "forward" else [None]
     if direction == "forward" and config.bias:
         bias = [torch.zeros(config.problem.out_channels, dtype=config.dtype, device=config.device)]
     runs: list[tuple[Candidate, Run]] = []
     for name, choice in candidates:
         try:
-            run = partial(choice.kernel.prepare(config, direction, choice.tile), *given, *bias)
+            run = partial(choice.kernel.prepare(config, direction, choice.tile), *operands, *bias)
             run()
         except (RuntimeError, NotImplementedError) as error:
             tuned.log.info("tune leaves out %s of %s: %s", choice, config.problem, error)
@@ -265,11 +265,11 @@ def _measure_gradients(config: Config) -> Entry:
         if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
     ]
     tensors = _tensors_of(config)
-    given = [tensors[name] for name in _OPERANDS["grads"]]
+    operands = [tensors[name] for name in _OPERANDS["grads"]]
     runs: list[tuple[selection.Gradients, Run]] = []
     for way in dict.fromkeys(ways):
         with suppress(RuntimeError, NotImplementedError):
-            run = partial(prepare_gradients(way, config, config, tuple(given)), *given)
+            run = partial(prepare_gradients(way, config, config, tuple(operands)), *operands)
             run()
             runs.append((way, run))
     seconds, fastest = _timed([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)

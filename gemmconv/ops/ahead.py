@@ -45,8 +45,8 @@ def launches_of(
         tensors = with_parameter_dtype(tensors, form.dtype)
     else:
         programs = [apply_form(program, form) for program in programs]
-    given = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
-    calls = [(program, tuple(given[name] for name in program.arguments)) for program in programs]
+    by_name = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
+    calls = [(program, tuple(by_name[name] for name in program.arguments)) for program in programs]
     return [launch for program, operands in calls for launch in launches(program, operands, config.device)]
 
 
@@ -87,8 +87,8 @@ def compile_forward_ahead(tensors: Tensors, arguments: Arguments) -> Future[Any]
     """Choose and compile in the background what a forward pass launches; see :func:`compile_in_background`."""
 
     def make_launches() -> Callable[[], list[Launch]]:
-        given = tuple(map(without_data, tensors))
-        return lambda: launches_of("forward", given, None, arguments)
+        operands = tuple(map(without_data, tensors))
+        return lambda: launches_of("forward", operands, None, arguments)
 
     key = "forward", *map(tensor_signature, tensors), repr(arguments)
     return compile_in_background(key, tensors[0].device, make_launches)

@@ -160,10 +160,10 @@ def _find_uncast(node: Any, graph: Any) -> Any:
     """
     if node.target is not torch.ops.prims.convert_element_type.default or len(node.users) > 1:
         return None
-    (given, _), to = node.args, node.meta["val"].dtype
-    if given.op != "placeholder" or len(given.users) > 1:
+    (source, _), to = node.args, node.meta["val"].dtype
+    if source.op != "placeholder" or len(source.users) > 1:
         return None
-    return graph.graph_inputs[given.target] if given.meta["val"].dtype is torch.float32 and to.itemsize == 2 else None
+    return graph.graph_inputs[source.target] if source.meta["val"].dtype is torch.float32 and to.itemsize == 2 else None
 
 
 def _compile_ahead(direction: Pass, inputs: Arguments, form: Form | None) -> None:

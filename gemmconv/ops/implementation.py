@@ -70,8 +70,8 @@ def prepare_call(
             program = pass_program(direction, config, weight_config, options.algorithm, where)
             if direction == "forward":
                 if program is not None:
-                    given = with_parameter_dtype(tensors, form.dtype)
-                    return add_cast_outputs(program, tensors, form).bound(config.device, given)
+                    operands = with_parameter_dtype(tensors, form.dtype)
+                    return add_cast_outputs(program, tensors, form).bound(config.device, operands)
                 torchs = selection.choose(config, options.algorithm, where, direction).forward(config)
                 return _cast_parameters(torchs, first.dtype, form)
             if program is not None:

@@ -99,9 +99,9 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
 
 def add_cast_outputs(program: Program, tensors: Tensors, form: Form) -> Program:
     """A forward pass's program, which returns its casts of weight and bias too if the form asks for them."""
-    given, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
+    by_name, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
     for operand in program.operands if form.returns_casts else ():  # the weight comes first
-        tensor = given[operand.given_as]
+        tensor = by_name[operand.given_as]
         if operand.given_as != "input" and tensor is not None:
             outputs.append(Output(name_of_cast(operand.name), tuple(tensor.shape), tensor.stride()))
     return replace(program, outputs=tuple(outputs))

@@ -76,8 +76,8 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
     validation.choice(where, options.algorithm, NAMES, options.precision, options.workspace_limit)
     validation.in_64_bits(where, zip(Options._fields, options, strict=True))
     named = tuple(zip(ARGUMENT_NAMES[where], tensors, strict=False))
-    given: Any = dict(named)
-    input, weight, grad_output = given.get("input"), given.get("weight"), given.get("grad_output")
+    by_name: Any = dict(named)
+    input, weight, grad_output = by_name.get("input"), by_name.get("weight"), by_name.get("grad_output")
     if grad_output is not None:
         validation.rank4(where, named[:1] if sizes is None else named)
     input_shape = (grad_output.shape[0], weight.shape[0], *sizes) if input is None else input.shape
@@ -90,7 +90,7 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
     if grad_output is not None:
         validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
     else:
-        validation.bias_shape(where, given["bias"], problem.out_channels)
+        validation.bias_shape(where, by_name["bias"], problem.out_channels)
         validation.sizes(where, problem, input.dtype.itemsize)
     return problem
 
@@ -157,7 +157,7 @@ class WithoutData(Tensor):
 
 
 def without_data(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Any:
-    """A tensor's shape, strides, device and requires_grad, and its dtype or the one given."""
+    """A tensor's shape, strides, device and requires_grad, and its dtype or ``dtype``."""
     if tensor is None:
         return None
     made = WithoutData.of(tensor.shape, tensor.stride(), dtype or tensor.dtype, tensor.device)
