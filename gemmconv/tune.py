@@ -243,7 +243,7 @@ def _measure_pass(config: Config, direction: Direction, candidates: Sequence[Can
             runs.append(((name, choice), run))
     if not runs:
         return None
-    seconds, fastest = _timed([run for _, run in runs], [name == "native" for (name, _), _ in runs], config.device)
+    seconds, fastest = _time_all([run for _, run in runs], [name == "native" for (name, _), _ in runs], config.device)
     (best, choice), _ = runs[fastest]
     times = [(name, one) for ((name, _), _), one in zip(runs, seconds, strict=True)]
     return _entry(config, direction, (best,), times, kernel=choice.kernel.name, tile=choice.tile_text)
@@ -272,7 +272,7 @@ def _measure_gradients(config: Config) -> Entry:
             run = partial(prepare_gradients(way, config, config, tuple(operands)), *operands)
             run()
             runs.append((way, run))
-    seconds, fastest = _timed([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
+    seconds, fastest = _time_all([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
     best = runs[fastest][0]
     names = ["+".join(dict.fromkeys((way.input_grad.name, way.weight_grad.name))) for way, _ in runs]
     how = {"share": best.share, "at_once": best.at_once, "turned": best.turned}
@@ -291,11 +291,11 @@ def _entry(
     return Entry(tuned.key_of(config, direction), size, algorithms, microseconds=least, **more)
 
 
-def _timed(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device) -> tuple[list[float], int]:
-    """The seconds of each candidate, and which one is taken.
+def _time_all(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device) -> tuple[list[float], int]:
+    """The seconds of each candidate, and the index of the one to take.
 
-    On a GPU that is what a step waits for, the device or the host, whichever takes longer; but nothing is taken that
-    keeps the device longer than torch's operator does. On a CPU it is the wall clock's.
+    On a GPU, a candidate's time is the device's or the host's, whichever is longer, since a step waits for both; one
+    that keeps the device longer than torch's operator is not taken. On a CPU it is wall-clock time.
     """
     if device.type != "cuda":
         seconds = [1e-3 * one for one in medians_ms(runs, device)]
