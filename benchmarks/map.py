@@ -34,7 +34,7 @@ from gemmconv import dispatch, functional
 from gemmconv.algorithms import ALGORITHMS, KERNELS
 from gemmconv.device import named
 from gemmconv.kernels.base import Config, Kernel, Pass
-from gemmconv.ops import implementation, plain
+from gemmconv.ops import configs, plain, signatures
 from gemmconv.runtime import sources
 
 PACKAGE = Path(gemmconv.__file__).parent
@@ -163,7 +163,7 @@ def _as_on_a_gpu() -> Iterator[_Driver]:
     """Tensors of device "meta" are served as those of a GPU are: choices, kernels, launches. Nothing is computed."""
     from gemmconv.runtime import executor, launch, nvrtc, tensor_map
 
-    real = implementation.config_of
+    real = configs.config_of
     driver, code = _Driver(), mock.MagicMock()
     code.from_cubin.return_value.get_kernel.return_value.handle = 0
 
@@ -175,12 +175,12 @@ def _as_on_a_gpu() -> Iterator[_Driver]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"GEMMCONV_CACHE_DIR": folder}))
         for owner, name, value in (
-            (implementation, "config_of", config),
+            (configs, "config_of", config),
             (dispatch, "_all_plain_keys", keys),
             (torch.cuda, "is_available", lambda: False),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
             (executor, "extension", lambda: None),  # in C as in Python
-            (plain, "signature", plain._signature),
+            (plain, "call_signature", signatures._call_signature_in_python),
             (launch, "driver", driver),
             (launch, "Device", mock.MagicMock()),
             (launch, "ObjectCode", code),

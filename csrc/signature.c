@@ -1,4 +1,4 @@
-/* Keys by which repeated plain calls, and their gradients, are recognised; gemmconv/ops/plain.py says what counts.
+/* Keys by which repeated plain calls, and their gradients, are recognised; gemmconv/ops/signatures.py says what counts.
  *
  *   signatures = Signatures(exchange, modes, levels, has_grad, has_autocast, cast_to, (precision, arguments), Tensor)
  *   signatures.of_call(input, weight, bias, said) -> a tuple, or None of a call that Python has to look at

@@ -1,8 +1,8 @@
-"""What is not of torch's own kinds: arrays of NumPy, CuPy and others, which come in and go out through DLPack, objects
-that stand for tensors, such as those of torch.fx, and tensors of classes with methods of their own, such as MONAI's.
+"""Serves calls on arrays of NumPy, CuPy and others, on stand-ins for tensors, and on tensor subclasses.
 
-The last two are served by the protocol of torch's own functions: what ``__torch_function__`` makes of the public
-function is the result. Where it calls that function as torch.Tensor's does, the tensors are computed on as plain ones.
+Arrays are converted through DLPack. Objects that stand for tensors (torch.fx) and tensors of subclasses with methods of
+their own (MONAI) are served by the protocol of torch's own functions: ``__torch_function__`` receives the public
+function, and its result is returned. If it calls that function, the tensors are treated as plain ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemmconv.validation import fail
 
 
 def are_foreign(first: object, *others: object) -> bool:
-    """Whether the first argument is an array of another library, or any stands for a tensor or is of its own kind."""
+    """Whether the first argument is an array of another library, or any stands for a tensor or :func:`is_own_kind`."""
     if not isinstance(first, Tensor) and hasattr(first, "__dlpack__"):
         return True
     return any(
@@ -38,8 +38,8 @@ def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, 
         arrays: its tensor arguments by name.
 
     Returns:
-        An array of the first one's library, on its device, that shares the memory of the result; or what the object's
-        or the tensor's class makes of the call.
+        An array of the first array's library, on its device, that shares the memory of the result; or the value that
+        ``__torch_function__`` of the object's or the tensor's class returns.
 
     Raises:
         TypeError: arrays of different libraries, or that DLPack does not take.
@@ -47,7 +47,7 @@ def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, 
     values, where = tuple(arrays.values()), function.__name__
     if has_torch_function(values):
         return handle_torch_function(function, values, *values, *arguments, **options)
-    if any(is_own_kind(value) for value in values):  # of a class that leaves the call to us
+    if any(is_own_kind(value) for value in values):  # their class does not handle the call
         return function(*as_plain(values), *arguments, **options)
     (first, array), *others = arrays.items()
     library = _library(array)
@@ -64,13 +64,13 @@ def call(function: Callable[..., Any], arrays: dict[str, Any], *arguments: Any, 
         result = function(*tensors, *arguments, **options)
     if library is not np:
         return library.from_dlpack(result)
-    if result.dtype == torch.bfloat16:  # made so by torch.autocast
+    if result.dtype == torch.bfloat16:  # torch.autocast has cast it
         fail(TypeError, where, "the result", "be of a dtype that NumPy has", "bfloat16", "leave torch.autocast")
     return result.numpy()
 
 
 def _library(array: Any) -> ModuleType | None:
-    """The module whose ``from_dlpack`` makes arrays of this kind; None where none is known."""
+    """The library whose ``from_dlpack`` returns arrays of this type; None if it has no such function."""
     if isinstance(array, np.ndarray):
         return np
     if not hasattr(array, "__dlpack__"):
@@ -84,11 +84,11 @@ def _library(array: Any) -> ModuleType | None:
 
 def _tensor_of(where: str, name: str, array: Any) -> Tensor:
     if any(stride < 0 for stride in getattr(array, "strides", None) or ()):
-        array = array.copy()  # torch would end the process
+        array = array.copy()  # torch would abort the process
     try:
         try:
             tensor: Tensor = torch.from_dlpack(array)  # type: ignore[attr-defined]
-        except BufferError:  # an older NumPy exports nothing that may only be read
+        except BufferError:  # an older NumPy does not export read-only arrays
             tensor = torch.from_dlpack(array.copy())  # type: ignore[attr-defined]
     except (AttributeError, BufferError, RuntimeError) as error:
         got = f"{getattr(array, 'dtype', type(array).__name__)}: {error}"

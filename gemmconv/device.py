@@ -1,13 +1,14 @@
-"""What a GPU is to the choice of kernels: a value, read from torch, or a named row where no such GPU is at hand.
+"""Properties of GPUs by which kernels are chosen, read from torch, or from a table where no such GPU is there.
 
-Grids, tiles and estimates take these numbers. Rates are the vendors' (dense products, boost clock): what kernels reach
-of them is for the estimates to know.
+Grids, tiles and estimates depend on these numbers. Rates are the vendor's (dense products, boost clock); the estimates
+know which part of them kernels reach.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,8 +21,8 @@ Value = TypeVar("Value")
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 _VARIABLE = "GEMMCONV_CAPABILITY"
-# Operations a clock of a multiprocessor, by compute capability: float32, and products in TF32 and 16 bits that are
-# summed in float32. GeForce cards of 8.9 have half of the last two. (CUDA programming guide, NVIDIA's white papers.)
+# Operations of a multiprocessor per clock cycle, by compute capability: in float32, and on tensor cores in TF32 and in
+# 16 bits, both summed in float32. GeForce cards of 8.9 have half of the latter. (CUDA programming guide, white papers.)
 _PER_CLOCK = {
     (8, 0): (128, 1024, 2048),
     (8, 6): (256, 256, 512),
@@ -34,7 +35,7 @@ _PER_CLOCK = {
     (12, 0): (256, 256, 512),
     (12, 1): (256, 256, 512),
 }
-# KiB of shared memory that a block may have; its multiprocessor has one more. (CUDA programming guide.)
+# Shared memory that a block may use, in KiB; its multiprocessor has one KiB more. (CUDA programming guide.)
 _SHARED_KIB = {
     (8, 0): 163,
     (8, 6): 99,
@@ -47,7 +48,7 @@ _SHARED_KIB = {
     (12, 0): 99,
     (12, 1): 99,
 }
-LEAST_SHARED_BYTES = min(_SHARED_KIB.values()) << 10  # that a block may have on each of those
+LEAST_SHARED_BYTES = min(_SHARED_KIB.values()) << 10  # bytes that a block may use on all of these
 
 
 @hashed_once
@@ -56,14 +57,14 @@ class DeviceSpec:
     """The properties of a GPU that decide which kernel is fast there.
 
     Attributes:
-        name: as the driver gives it.
+        name: the driver's name of it.
         capability: compute capability.
-        multiprocessors: their number.
-        clock: cycles a second.
-        bandwidth: bytes a second of its memory.
-        l2_bytes: its L2 cache.
-        fp32_per_clock: float32 operations a cycle of one multiprocessor; a multiply-add is two.
-        tf32, half: operations a second of dense products in TF32, and in 16 bits summed in float32.
+        multiprocessors: number of multiprocessors.
+        clock: cycles per second.
+        bandwidth: bytes per second that its memory moves.
+        l2_bytes: bytes of its L2 cache.
+        fp32_per_clock: float32 operations of one multiprocessor per cycle; a multiply-add counts as two.
+        tf32, half: operations per second of dense products in TF32, and in 16 bits summed in float32.
     """
 
     name: str
@@ -78,33 +79,33 @@ class DeviceSpec:
 
     @property
     def fp32(self) -> float:
-        """float32 operations a second."""
+        """float32 operations per second."""
         return self.fp32_per_clock * self.cycles
 
     @property
     def is_hopper(self) -> bool:
-        """Whether the kernels of Hopper's tensor cores are for it, and estimates what was measured on one."""
+        """Whether kernels for Hopper's tensor cores run on it; estimates for such GPUs were measured on one."""
         return self.capability == HOPPER
 
     @functools.cached_property
     def shared_bytes(self) -> int:
-        """Shared memory that a block may have, and all blocks of a multiprocessor together but for one KiB."""
-        return _of_capability(_SHARED_KIB, self.capability) << 10
+        """Bytes of shared memory that a block may use; a multiprocessor has one KiB more for all its blocks."""
+        return _look_up(_SHARED_KIB, self.capability) << 10
 
     @property
     def features(self) -> frozenset[str]:
-        """What only some GPUs have, that kernels may need."""
+        """Instructions that kernels may need and only some GPUs have."""
         return frozenset({"wgmma", "tma"}) if self.is_hopper else frozenset()
 
     @property
     def cycles(self) -> float:
-        """Cycles a second of all multiprocessors."""
+        """Cycles per second, summed over all multiprocessors."""
         return self.multiprocessors * self.clock
 
     def ratio(self, rate: str) -> float:
-        """Of a rate to the reference's, by its name.
+        """Ratio of the rate with this name to that of the reference.
 
-        On Hopper, where estimates are what was measured, all rates but the clock are in proportion to multiprocessors.
+        On Hopper, whose estimates were measured, the rates other than the clock scale with multiprocessors alone.
         """
         if self.is_hopper:
             return 1.0 if rate == "clock" else self.multiprocessors / REFERENCE.multiprocessors
@@ -112,46 +113,37 @@ class DeviceSpec:
 
     @property
     def bytes_ratio(self) -> float:
-        """Of the bytes that memory moves in a cycle of a multiprocessor, to the reference's."""
+        """Ratio of the bytes that memory moves per cycle of a multiprocessor to those of the reference."""
         return self.ratio("bandwidth") / self.ratio("cycles")
 
     @property
     def slowest_ratio(self) -> float:
-        """The least of the ratios of arithmetic and memory: for what an estimate does not tell apart."""
+        """The smaller ratio of arithmetic and memory, for estimates that do not separate the two."""
         return min(self.ratio("fp32"), self.ratio("bandwidth"))
 
 
 def _row(
     name: str, capability: Capability, multiprocessors: int, clock: float, bandwidth: float, l2: int
 ) -> DeviceSpec:
-    """A GPU by its data sheet: clock in GHz, bandwidth in TB/s, L2 cache in MiB."""
+    """The properties of a GPU from its data sheet: clock in GHz, bandwidth in TB/s, L2 cache in MiB."""
     fp32, tf32, half = _per_clock(name, capability)
-    each_second = multiprocessors * clock * 1e9
-    return DeviceSpec(
-        name,
-        capability,
-        multiprocessors,
-        clock * 1e9,
-        bandwidth * 1e12,
-        l2 << 20,
-        fp32,
-        tf32 * each_second,
-        half * each_second,
-    )
+    cycles = multiprocessors * clock * 1e9
+    rates = fp32, tf32 * cycles, half * cycles
+    return DeviceSpec(name, capability, multiprocessors, clock * 1e9, bandwidth * 1e12, l2 << 20, *rates)
 
 
 def _per_clock(name: str, capability: Capability) -> tuple[int, int, int]:
-    fp32, tf32, half = _of_capability(_PER_CLOCK, capability)
+    fp32, tf32, half = _look_up(_PER_CLOCK, capability)
     return (fp32, tf32 // 2, half // 2) if capability == (8, 9) and "GeForce" in name else (fp32, tf32, half)
 
 
-def _of_capability(table: dict[Capability, Value], capability: Capability) -> Value:
-    """What a table has for a compute capability, or for the newest one before it."""
-    known = [older for older in sorted(table) if older <= capability]
-    return table[known[-1] if known else AMPERE]
+def _look_up(table: dict[Capability, Value], capability: Capability) -> Value:
+    """The value of a table for a compute capability, or for the newest one before it."""
+    found = [older for older in sorted(table) if older <= capability]
+    return table[found[-1] if found else AMPERE]
 
 
-# NVIDIA's data sheets: multiprocessors, boost clock, memory. H20's products are held far below Hopper's.
+# NVIDIA's data sheets: multiprocessors, boost clock, memory. H20's tensor cores are far slower than those of others.
 KNOWN = {
     spec.name: spec
     for spec in (
@@ -167,15 +159,15 @@ KNOWN = {
         _row("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 1.792, 96),
     )
 }
-MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]  # where torch's operator and the kernels for every GPU were measured
-REFERENCE = KNOWN["NVIDIA H200"]  # where estimates were fitted; what is asked about where no GPU is at hand
+MEASURED = KNOWN["NVIDIA H100 80GB HBM3"]  # torch's operator and the portable kernels were measured on it
+REFERENCE = KNOWN["NVIDIA H200"]  # estimates were fitted on it; it stands in where there is no GPU
 
 
 def named(name: str) -> DeviceSpec:
-    """The GPU of :data:`KNOWN` whose name has ``name`` in it; of several the first.
+    """The first GPU of :data:`KNOWN` whose name contains ``name``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no name contains it.
 
     >>> named("A100").capability
     (8, 0)
@@ -188,32 +180,39 @@ def named(name: str) -> DeviceSpec:
 
 @functools.cache
 def spec_of(device: torch.device) -> DeviceSpec:
-    """The properties of a CUDA device; the reference's for what is none, or where none is at hand.
+    """The properties of a CUDA device; those of the reference for any other device, or where there is no GPU.
 
-    ``GEMMCONV_CAPABILITY=8.0`` in the environment replaces the compute capability alone, so that another GPU's choice
-    can be tried. It is read when a process asks for a device first. Kernels are compiled for the real one.
+    ``GEMMCONV_CAPABILITY=8.0`` in the environment replaces the compute capability alone, to try another GPU's choices.
+    It is read once for each device. Kernels are compiled for the real compute capability.
 
     Raises:
-        ValueError: that variable is no compute capability.
+        ValueError: the variable is no compute capability.
     """
     here = device.type == "cuda" and torch.cuda.is_available()
-    spec = _measured(torch.cuda.current_device() if device.index is None else device.index) if here else REFERENCE
-    if (asked := os.environ.get(_VARIABLE)) is None or device.type != "cuda":
+    spec = _read(torch.cuda.current_device() if device.index is None else device.index) if here else REFERENCE
+    if (text := os.environ.get(_VARIABLE)) is None or device.type != "cuda":
         return spec
-    major, dot, minor = asked.partition(".")
+    major, dot, minor = text.partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):
-        raise ValueError(f"{_VARIABLE} must be a compute capability such as 8.0, got {asked!r}; unset it")
+        raise ValueError(f"{_VARIABLE} must be a compute capability such as 8.0, got {text!r}; unset it")
     return replace(spec, capability=(int(major), int(minor)))
 
 
-def _measured(index: int) -> DeviceSpec:
-    """What torch says of a device; of a GPU with a row of its own, what that says beside the number of SMs."""
+def _read(index: int) -> DeviceSpec:
+    """The properties of a device from torch; a GPU of :data:`KNOWN` has its row with the number of SMs from torch."""
     properties = torch.cuda.get_device_properties(index)
     name, capability = properties.name, torch.cuda.get_device_capability(index)
     if (known := KNOWN.get(name)) is not None and known.capability == capability:
         return replace(known, multiprocessors=properties.multi_processor_count)
-    # In kHz, and in bits; older versions of torch do not say. Memory sends twice a cycle.
+    # Clocks in kHz, bus width in bits; 0 in older versions of torch. Memory transfers twice per cycle.
     clock = getattr(properties, "clock_rate", 0) / 1e6 or 1.5
-    moved = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
+    bandwidth = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
     l2 = getattr(properties, "L2_cache_size", 0) >> 20
-    return _row(name, capability, properties.multi_processor_count, clock, moved / 1e12 or 1.0, l2)
+    return _row(name, capability, properties.multi_processor_count, clock, bandwidth / 1e12 or 1.0, l2)
+
+
+def make_current(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a CUDA device is the current one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()

@@ -1,12 +1,12 @@
-"""Tells the calls that torch's dispatcher would only pass on to the implementation, and those that are torch's own.
+"""Recognises calls that need no dispatcher, and calls that torch's own operators have to serve.
 
 The dispatcher serves modes, tensor subclasses, transforms, tracing, autocast and profiling. A plain eager call needs
-none of them, and going through an operator defined in Python costs it 10 us, a third of what a small layer takes in
-all. Such a call may go to the implementation directly. Whatever is not recognised as plain takes the dispatcher.
+none of them, and an operator defined in Python costs it 10 us, a third of a small layer's time. So such a call goes to
+the implementation directly. A call that is not recognised as plain goes through the dispatcher.
 
-Transforms of torch.func come before the dispatcher, and carry an operator of ours through less than torch's own: a
-vmap of it is a loop, jvp of jvp loses a tangent, functionalize and compiled transforms have no rule. Of these only
-gradients, however deep, are served as well.
+Transforms of torch.func act before the dispatcher, and support an operator of ours less well than torch's own: vmap
+becomes a loop, jvp of jvp loses a tangent, functionalize and compiled transforms have no rule. Only gradients, nested
+or not, work as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._C._functorch import TransformType, get_dynamic_layer_stack_depth, ge
 from torch.autograd import forward_ad
 
 _keys_of = torch._C._dispatch_keys
-# What says that a thread is in a mode, beside the level of forward-mode gradients; the last tells of a profiler.
+# Functions that are true in a mode of this thread, other than forward-mode gradients; the last is for a profiler.
 MODES: tuple[Callable[[], Any], ...] = (
     torch._C._len_torch_function_stack,
     torch._C._len_torch_dispatch_stack,
@@ -40,16 +40,16 @@ def _keys_of_dense(device_type: str) -> set[int]:
     return {ordinary, inference}
 
 
-with ThreadPoolExecutor(1) as _fresh:  # a thread in no mode, whatever this one imports gemmconv in
-    _plain_keys = {"cpu": _fresh.submit(_keys_of_dense, "cpu").result()}  # CUDA's come with its first tensor
+with ThreadPoolExecutor(1) as _fresh:  # in a thread of its own, since this one may be in a mode
+    _plain_keys = {"cpu": _fresh.submit(_keys_of_dense, "cpu").result()}  # those of CUDA are read with its first tensor
 _all_plain_keys = set(_plain_keys["cpu"])
 _USUAL = frozenset((Tensor, torch.nn.Parameter, type(None), tuple, list, int, str))  # types of operators' arguments
 
 
 def in_a_mode(or_profiled: bool = True) -> bool:
-    """Whether this thread is in a mode that the dispatcher serves; autocast and inference mode are none of these.
+    """Whether this thread is in a mode that the dispatcher serves; autocast and inference mode do not count.
 
-    The keys that a thread adds and removes would not tell: a backward pass's differ between versions and devices.
+    The dispatch keys that a thread adds and removes do not tell: in a backward pass they differ between versions.
     """
     for is_on in MODES if or_profiled else MODES[:-1]:
         if is_on():
@@ -58,7 +58,7 @@ def in_a_mode(or_profiled: bool = True) -> bool:
 
 
 def are_dense(*tensors: Tensor | None) -> bool:
-    """Whether all are torch's own tensors or parameters with data on the CPU or on CUDA, no views that negate."""
+    """Whether all are torch's own tensors or parameters with data on the CPU or on CUDA, and none is a negated view."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -70,14 +70,14 @@ def are_dense(*tensors: Tensor | None) -> bool:
 
 
 def is_for_torch() -> bool:
-    """Whether transforms of torch.func are active that want torch's own operators."""
+    """Whether transforms of torch.func are active that need torch's own operators."""
     if not _transforms_active():
         return False
     return torch.compiler.is_compiling() or any(kind != TransformType.Grad for kind in _transforms())
 
 
 def are_for_torch(*tensors: Tensor | None) -> bool:
-    """Whether one is of a kind that torch's operator knows and ours cannot: without strides, or a wrapper.
+    """Whether torch's operator has to serve one of these tensors: it has no strides, or is of a wrapper subclass.
 
     A wrapper subclass (distributed, quantised) has rules for torch's operators, and none for those of a library.
     """
@@ -85,7 +85,7 @@ def are_for_torch(*tensors: Tensor | None) -> bool:
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor's class takes the dispatcher's calls itself; torch's own stand-ins for tracing know ours."""
+    """Whether a tensor's class handles the dispatcher's calls, other than torch's fake tensors, which support ours."""
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter or kind.__module__.startswith("torch._subclasses."):
         return False
@@ -93,9 +93,9 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def is_own_kind(value: object) -> bool:
-    """Whether a value is a tensor with data of a class neither torch's nor a wrapper: its methods may be its own.
+    """Whether a value is a tensor with data of another class than torch's, which may have methods of its own.
 
-    Not while torch.compile traces, which serves such classes itself.
+    Wrappers do not count. False while torch.compile traces, which handles such classes itself.
     """
     kind = type(value)
     if kind is Tensor or kind is torch.nn.Parameter or not isinstance(value, Tensor) or torch.compiler.is_compiling():
@@ -104,7 +104,7 @@ def is_own_kind(value: object) -> bool:
 
 
 def as_plain(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Values, of which those that :func:`is_own_kind` become torch's own: with the same data, in the same graph."""
+    """Replace values that :func:`is_own_kind` finds by torch's tensors with the same data, in the same graph."""
     if _USUAL.issuperset(map(type, values)):
         return values
     return tuple(Tensor.as_subclass(value, Tensor) if is_own_kind(value) else value for value in values)
@@ -114,13 +114,13 @@ def _transforms_active() -> bool:
     return get_dynamic_layer_stack_depth() > 0
 
 
-# torch.compile, which may not look into the function before torch 2.13, takes its result for a constant: transforms are
-# guarded anyway. torch.compiler.assume_constant_result does the same, and imports all of torch._dynamo.
+# Before torch 2.13 torch.compile cannot trace into the function. It may treat the result as a constant, since it guards
+# transforms anyway. torch.compiler.assume_constant_result would set this too, but imports all of torch._dynamo.
 _transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def loses_a_tangent() -> bool:
-    """Whether torch.func.jvp is active inside torch.func.jvp: torch differentiates what ours computes only once."""
+    """Whether torch.func.jvp is active inside torch.func.jvp: torch differentiates a tangent of ours only once."""
     return _transforms().count(TransformType.Jvp) > 1
 
 
@@ -130,7 +130,7 @@ def _transforms() -> list[TransformType]:
 
 
 def _is_first_of_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor is a plain one of CUDA, whose keys were not known yet."""
+    """Whether a tensor is the first plain one on CUDA; reads the dispatch keys of such tensors."""
     if not tensor.is_cuda or "cuda" in _plain_keys:
         return False
     _plain_keys["cuda"] = _keys_of_dense("cuda")

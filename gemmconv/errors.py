@@ -1,4 +1,4 @@
-"""Exceptions of gemmconv's own. Every other error is the type that torch raises for the same mistake."""
+"""gemmconv's own exceptions. Every other error has the type that torch raises for this mistake."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class KernelError(RuntimeError):
-    """A kernel cannot be had on this machine, whatever the input. ``auto`` takes torch's operator instead.
+    """A kernel is not available on this machine, whatever the input. ``auto`` takes torch's operator instead.
 
     Attributes:
-        cause: what a warning says of it, in a line, the same for all kernels that fail for the same reason.
+        cause: the line that a warning shows; equal for all kernels that fail for one reason.
     """
 
     def __init__(self, message: str, cause: str | None = None) -> None:
@@ -28,7 +28,7 @@ class CompileError(KernelError):
         cause: the first error that the compiler printed.
         source_name: file name of the kernel under ``csrc``.
         options: the compiler options, macros included.
-        log: what the compiler printed.
+        log: the compiler's output.
         source: the source text that was compiled.
     """
 

@@ -1,7 +1,7 @@
-"""Finds the extension in C, which runs calls and knows them again, and what it needs of torch.
+"""Loads the optional extension in C, which recognises repeated calls and launches their kernels without Python.
 
-The environment variable GEMMCONV_EXECUTOR ("c" or "python") asks for it, or for Python in its place, and for an error
-where that one is not there.
+The environment variable GEMMCONV_EXECUTOR may be "c", which raises an error if the extension was not built, or
+"python", which does without it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ENVIRONMENT = "GEMMCONV_EXECUTOR"
 
 @cache
 def extension() -> Any | None:
-    """The extension, None where it was not built or is not wanted.
+    """The extension; None where it was not built, or GEMMCONV_EXECUTOR is "python".
 
     Raises:
-        KernelError: it is asked for and not there.
+        KernelError: GEMMCONV_EXECUTOR is "c" and it was not built, or has another value.
     """
     wanted = os.environ.get(_ENVIRONMENT, "")
     if wanted not in ("", "c", "python"):
@@ -42,12 +42,10 @@ def extension() -> Any | None:
 
 @cache
 def exchange_of_tensors() -> Any | None:
-    """DLPack's C functions for torch's tensors, by which the extension reads them.
+    """DLPack's C functions for torch's tensors, through which the extension reads them.
 
-    None where there is no extension, where torch has none, before 2.11, and where they are of another version.
-
-    Raises:
-        KernelError: as :func:`extension`.
+    None without the extension, before torch 2.11, which introduced them, and where their version is another. Raises
+    KernelError where :func:`extension` does.
     """
     in_c, found = extension(), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     return found if in_c is not None and found is not None and in_c.takes(found) else None

@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter counts for the operators: what it counts for torch's own."""
+"""Formulas with which torch.utils.flop_counter counts the operators as it counts torch's own."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_MODULE = "torch.utils.flop_counter"  # whose import takes long, so that only its users shall wait for it
+_MODULE = "torch.utils.flop_counter"  # slow to import, so only its users wait for it
 _registered = False
 
 
 def register() -> None:
-    """Have the operators counted, once that module is imported, by modes that are active already too.
-
-    A mode copies what is known when it is made.
-    """
+    """Register the formulas once that module is imported, also with active counters, which copied its registry."""
     global _registered
     counter = sys.modules.get(_MODULE)
     if counter is None or not hasattr(counter, "register_flop_formula"):  # not all of it is imported yet
@@ -35,14 +32,14 @@ def register() -> None:
         for operator, formula in formulas.items():
             counter.register_flop_formula(operator)(formula)
     for mode in _get_current_dispatch_mode_stack():
-        known = getattr(getattr(mode, "counter", None), "flop_registry", None)
-        if known is not None:
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if registry is not None:
             for operator in formulas:
-                known.setdefault(operator, counter.flop_registry[operator])
+                registry.setdefault(operator, counter.flop_registry[operator])
 
 
 def _flops(input_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
-    """Two for each product of an input and a weight."""
+    """Operations of a pass: two for each product of an input and a weight."""
     return 2 * input_shape[0] * math.prod(input_shape[2:]) * math.prod(weight_shape)
 
 

@@ -1,7 +1,7 @@
 """The functional interface: torch.nn.functional's names, order and defaults.
 
-Arrays of NumPy, CuPy and others that speak DLPack may stand for all tensors of a call; the result is then one too.
-Tensors of subclasses that torch's functions take are taken by the same protocol, torch.overrides.
+All tensors of a call may be arrays of one library that speaks DLPack, such as NumPy or CuPy; then so is the result.
+Tensor subclasses are served by the protocol of torch's own functions, torch.overrides.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gemmconv import arrays, ops, validation
 from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.kernels.base import Precision
 from gemmconv.kernels.columns.cpu import is_few_outputs
-from gemmconv.ops import compiled as compiled  # which torch.compile meets
-from gemmconv.ops import plain
+from gemmconv.ops import compiled as compiled  # registers the operators' lowerings for torch.compile
+from gemmconv.ops import plain, signatures
 from gemmconv.selection import NAMES, torch_precision
 
 IntOrPair = int | Sequence[int]
@@ -39,8 +39,8 @@ def conv_transpose2d(
 ) -> Tensor:
     """Transposed 2-D convolution, as torch.nn.functional.conv_transpose2d defines it.
 
-    On each axis, input i and tap k meet at output ``i * stride - padding + k * dilation``; an output is the sum of what
-    meets there, plus the bias, and ``H_out = (H_in - 1) * stride - 2 * padding + dilation * (K_h - 1) + output_padding
+    On each axis, the product of input i and tap k is added to output ``i * stride - padding + k * dilation``, to which
+    the bias is added, and ``H_out = (H_in - 1) * stride - 2 * padding + dilation * (K_h - 1) + output_padding
     + 1``.
 
     Args:
@@ -48,9 +48,9 @@ def conv_transpose2d(
         weight: ``[C_in, C_out/groups, K_h, K_w]``, same dtype and device.
         bias: ``[C_out]`` or None.
         stride, padding, output_padding, dilation: an int or ``(height, width)``, in elements.
-        groups: number of groups that channels fall into.
+        groups: number of groups into which channels are divided.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
-        precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
+        precision: for float32 on CUDA, ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
         workspace_limit: bytes of temporary memory; None for 64 MiB.
 
     Returns:
@@ -58,8 +58,8 @@ def conv_transpose2d(
 
     Raises:
         TypeError: an argument of the wrong type.
-        RuntimeError: shapes, dtypes, devices or values that do not fit together; images of no pixels, input or output,
-            of which torch takes some.
+        RuntimeError: shapes, dtypes, devices or values that do not fit together; an input or output image without
+            pixels, some of which torch accepts.
         ValueError: an unknown algorithm or precision, or a workspace_limit below 1.
         NotImplementedError: an integer dtype, or an algorithm that cannot serve the call.
 
@@ -71,13 +71,15 @@ def conv_transpose2d(
         *(stride, padding, output_padding, groups, dilation),
         *(algorithm, precision, workspace_limit),
     )
-    usual = plain.are_usual(input, weight, bias)
+    are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
-    if usual and not torch.compiler.is_compiling() and (said := plain.as_said(arguments)) is not None:
-        known, key = plain.known(input, weight, bias, said)
-        if known is not None:
-            return known(input, weight, bias)
-    if not usual and arrays.are_foreign(input, weight, bias):
+    # A call whose signature is in the cache.
+    if are_plain and not torch.compiler.is_compiling() and (text := signatures.arguments_key(arguments)) is not None:
+        call, key = plain.find_call(input, weight, bias, text)
+        if call is not None:
+            return call(input, weight, bias)
+    # Arrays of other libraries, tensor subclasses, and stand-ins for tensors.
+    if not are_plain and arrays.are_foreign(input, weight, bias):
         return arrays.call(
             *(conv_transpose2d, {"input": input, "weight": weight, "bias": bias}),
             *(stride, padding, output_padding, groups, dilation),
@@ -101,8 +103,9 @@ def conv_transpose2d(
     is_eager = (
         type(input) is Tensor
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None  # torch.jit.trace has tensors for sizes
+        and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
+    # Calls that torch's operator serves.
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, algorithm):
         return ops.torchs_conv_transpose2d(input, weight, bias, *options)
     if input.is_complex() and algorithm in ("auto", "native"):
@@ -110,11 +113,13 @@ def conv_transpose2d(
         return torch.conv_transpose2d(input, weight, bias, *options)
     arguments = (*options, algorithm, precision, workspace_limit)
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
-        plain.keep(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
+        plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
         return torch.conv_transpose2d(input, weight, bias, *options)
-    if key is not None and (call := plain.keep(key, plain.prepare(input, weight, bias, arguments))) is not None:
+    # A plain call of a new signature.
+    if key is not None and (call := plain.store_call(key, plain.prepare(input, weight, bias, arguments))) is not None:
         return call(input, weight, bias)
-    if torch.onnx.is_in_onnx_export() or (  # ONNX has torch's operator
+    # Under an export, torch.func or a wrapper subclass torch's operator; in all other modes ours, by the dispatcher.
+    if torch.onnx.is_in_onnx_export() or (
         algorithm in ("auto", "native")
         and (is_for_torch() or are_for_torch(input, weight, bias))
         and _rounds_like_torch(input, precision)
@@ -126,9 +131,9 @@ def conv_transpose2d(
 
 
 def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
-    """Whether torch's operator serves a layer on the CPU whose size may not be known: traced, compiled, of a subclass.
+    """Whether torch's operator serves a call on the CPU that is traced, compiled or of a subclass.
 
-    Not where it is exported: what torch.export makes may be moved to a GPU.
+    Its sizes may be unknown. False under torch.export, whose graph may be moved to a GPU.
     """
     if algorithm != "native" and (algorithm != "auto" or is_few_outputs(weight.shape[0], weight.shape[1])):
         return False
@@ -141,11 +146,7 @@ def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:
 
 
 def im2col(
-    input: Tensor,
-    kernel_size: IntOrPair,
-    dilation: IntOrPair = 1,
-    padding: IntOrPair = 0,
-    stride: IntOrPair = 1,
+    input: Tensor, kernel_size: IntOrPair, dilation: IntOrPair = 1, padding: IntOrPair = 0, stride: IntOrPair = 1
 ) -> Tensor:
     """Columns of sliding windows, as torch.nn.functional.unfold defines them.
 
@@ -157,7 +158,7 @@ def im2col(
         ``[N, C*K_h*K_w, L]`` (or without N), L windows in row-major order.
 
     Raises:
-        TypeError, RuntimeError: as conv_transpose2d; a window larger than the padded image.
+        TypeError, RuntimeError: see conv_transpose2d; also a window larger than the padded image.
 
     >>> im2col(torch.ones(1, 2, 5, 5), 3).shape
     torch.Size([1, 18, 9])
@@ -194,7 +195,7 @@ def col2im(
         ``[N, C, H, W]`` (or without N).
 
     Raises:
-        TypeError, RuntimeError: as conv_transpose2d; a number of columns that does not fit the images.
+        TypeError, RuntimeError: see conv_transpose2d; also a number of columns that does not fit the images.
 
     >>> col2im(torch.ones(1, 18, 9), 5, 3).shape
     torch.Size([1, 2, 5, 5])

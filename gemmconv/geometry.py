@@ -20,7 +20,7 @@ Shape4 = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Phase:
-    """The output positions of one axis that share the residue ``(o + P) mod S``, and what they read.
+    """The output positions of one axis that share the residue ``(o + P) mod S``, and the inputs that they read.
 
     Attributes:
         residue: ``(o + P) mod S``.
@@ -46,8 +46,8 @@ def output_extent(size: int, kernel: int, stride: int, padding: int, output_padd
 class Problem:
     """One transposed 2-D convolution, without its data: the key of every cache.
 
-    Sizes are in elements and pairs are ``(height, width)``. Values are taken as they are:
-    ``gemmconv.validation`` refuses those that make no sense.
+    Sizes are in elements and pairs are ``(height, width)``. Values are not checked here, but by
+    ``gemmconv.validation``.
 
     >>> Problem(1, 64, 32, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)).output_shape
     (1, 32, 16, 16)
@@ -67,17 +67,8 @@ class Problem:
     @cached_property
     def output_size(self) -> Pair:
         """``(H_out, W_out)``."""
-        height, width = (
-            output_extent(
-                self.input_size[axis],
-                self.kernel_size[axis],
-                self.stride[axis],
-                self.padding[axis],
-                self.output_padding[axis],
-                self.dilation[axis],
-            )
-            for axis in (0, 1)
-        )
+        pairs = self.input_size, self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation
+        height, width = map(output_extent, *pairs)
         return height, width
 
     @property
@@ -149,7 +140,7 @@ class Problem:
         return self.gemm_batch * self.gemm_m * self.gemm_n
 
     def column_bytes(self, itemsize: int) -> int:
-        """Bytes of the whole column matrix at ``itemsize`` bytes an element."""
+        """Bytes of the whole column matrix at ``itemsize`` bytes per element."""
         return self.column_elements * itemsize
 
     @property

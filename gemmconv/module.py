@@ -1,4 +1,4 @@
-"""The module and the conversion of whole models."""
+"""The layer ConvTranspose2d, and convert, which swaps it for torch's in whole models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.common_types import _size_2_t
 
 from gemmconv import functional, validation
 from gemmconv.kernels.base import Precision
-from gemmconv.ops import followers, plain
+from gemmconv.ops import followers, plain, signatures
 from gemmconv.selection import NAMES
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -20,30 +20,30 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     """torch.nn.ConvTranspose2d, computed by gemmconv.
 
     Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. The first call of
-    a module on a GPU has other threads compile what those made after it will most likely want.
+    a module on a GPU has other threads compile the kernels that the modules made after it are likely to launch.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding: as torch.nn.ConvTranspose2d.
         groups, bias, dilation, padding_mode, device, dtype: as torch.nn.ConvTranspose2d.
         algorithm: ``"auto"``, ``"direct"``, ``"fused"``, ``"gemm_col2im"`` or ``"native"``.
-        precision: of float32 on CUDA: ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
+        precision: for float32 on CUDA, ``"ieee"`` or ``"tf32"``; None follows torch's setting for convolutions.
         workspace_limit: bytes of temporary memory of a call; None for 64 MiB.
 
     Raises:
-        TypeError, RuntimeError: an argument of the wrong type or size, of which torch notices some in the first call.
-        ValueError: as torch.nn.ConvTranspose2d; an unknown algorithm or precision, or a workspace_limit below 1.
+        TypeError, RuntimeError: an argument of the wrong type or size; torch notices some of these in the first call.
+        ValueError: see torch.nn.ConvTranspose2d; also an unknown algorithm or precision, or a workspace_limit below 1.
 
     >>> import torch
     >>> ConvTranspose2d(64, 32, 4, stride=2, padding=1)(torch.ones(1, 64, 8, 8)).shape
     torch.Size([1, 32, 16, 16])
     """
 
-    # Of modules that were made otherwise: another version's pickles, torch's modules whose class was changed.
+    # Defaults where __init__ did not run: a pickle of another version, or a torch module whose class was changed.
     algorithm: str = "auto"
     precision: Precision | None = None
     workspace_limit: int | None = None
-    _said: tuple[Any, bytes | None] | None = None
-    _place: int = -1  # among modules in the order in which they were made
+    _cached_key: tuple[Any, bytes | None] | None = None  # arguments of the last call, and their key
+    _position: int = -1  # in the order in which modules are made
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         self.algorithm = algorithm
         self.precision = precision
         self.workspace_limit = workspace_limit
-        self._place = followers.placed(self)
+        self._position = followers.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a copy, or what was pickled, of its attributes."""
+        """Restore a copied or unpickled module, as a new one in the order of modules."""
         super().__setstate__(state)
-        self._place = followers.placed(self)
+        self._position = followers.register(self)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``input``.
@@ -92,7 +92,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
             ValueError: an output_size that no output_padding below the stride gives.
         """
         compiling = torch.compiler.is_compiling()
-        # As attributes they are found last, after a microsecond; parametrizations and FSDP put them elsewhere.
+        # nn.Module's attribute look-up takes a microsecond more. Parametrizations and FSDP store the tensors elsewhere.
         parameters: dict[str, Any] = {} if compiling else self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
@@ -100,14 +100,14 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         if (
             output_size is None
             and not compiling
-            and plain.are_usual(input, weight, bias)
-            and (said := self._arguments_said()) is not None
+            and plain.are_torch_tensors(input, weight, bias)
+            and (arguments_key := self._arguments_key()) is not None
         ):
-            known, key = plain.known(input, weight, bias, said)
-            if known is not None:
-                return known(input, weight, bias)
+            call, key = plain.find_call(input, weight, bias, arguments_key)
+            if call is not None:
+                return call(input, weight, bias)
             if key is not None and input.is_cuda and self.algorithm != "native":
-                followers.compile_followers(self._place, self, (input, weight, bias))
+                followers.compile_followers(self._position, self, (input, weight, bias))
         if output_size is not None:
             geometry = self.kernel_size, self.stride, self.padding, self.dilation
             output_padding = _output_padding_for("ConvTranspose2d", output_size, input.shape, *geometry)  # type: ignore[arg-type]
@@ -125,18 +125,18 @@ class ConvTranspose2d(nn.ConvTranspose2d):
             workspace_limit=self.workspace_limit,
         )
 
-    def _arguments_said(self) -> bytes | None:
-        """What the arguments of a call are known by, which may change from one call to the next."""
+    def _arguments_key(self) -> bytes | None:
+        """The key of a call's arguments; attributes may have changed since the last call."""
         arguments = (
             *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
             *(self.algorithm, self.precision, self.workspace_limit),
         )
-        if (kept := self._said) is None or kept[0] != arguments:
-            self._said = kept = arguments, plain.as_said(arguments)
-        return kept[1]
+        if (cached := self._cached_key) is None or cached[0] != arguments:
+            self._cached_key = cached = arguments, signatures.arguments_key(arguments)
+        return cached[1]
 
     def extra_repr(self) -> str:
-        """torch.nn.ConvTranspose2d's, then the algorithm and what else is not left to its default."""
+        """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
         parts = [super().extra_repr(), f"algorithm={self.algorithm}"]
         if self.precision is not None:
             parts.append(f"precision={self.precision}")
@@ -146,25 +146,21 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
 
 _output_padding_for = validation.output_padding_for
-torch.fx.wrap("_output_padding_for")  # a node of a traced graph, whose sizes are not known yet
+torch.fx.wrap("_output_padding_for")  # in a traced graph it becomes a node, since sizes are not known yet
 
 
 def convert(
-    model: Model,
-    *,
-    algorithm: str = "auto",
-    precision: Precision | None = None,
-    workspace_limit: int | None = None,
+    model: Model, *, algorithm: str = "auto", precision: Precision | None = None, workspace_limit: int | None = None
 ) -> Model | ConvTranspose2d:
     """Replace every torch.nn.ConvTranspose2d inside a model by gemmconv's, in place.
 
     The new modules hold the same parameters, so optimizers and checkpoints go on working. A layer whose ``compile()``
-    was called is compiled anew, with torch.compile's defaults, since torch does not say with which options it was.
-    Subclasses, and modules with hooks or parametrizations, are left as they are: what else they do could not be kept.
+    was called is compiled again, with torch.compile's defaults, since torch does not tell which options it got.
+    Subclasses, and modules with hooks or parametrizations, stay as they are: a new module would lose what they add.
 
     Args:
         model: any module; a bare torch.nn.ConvTranspose2d works too.
-        algorithm, precision, workspace_limit: as ConvTranspose2d.
+        algorithm, precision, workspace_limit: see ConvTranspose2d.
 
     Returns:
         The model; for a bare torch.nn.ConvTranspose2d, the module that replaces it.
@@ -182,7 +178,7 @@ def convert(
         validation.fail(TypeError, "convert", "model", "be a torch.nn.Module", type(model).__name__)
     validation.choice("convert", algorithm, NAMES, precision, workspace_limit)
     settings = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
-    # A module that stands in several places stays one. They are made in the order in which they are most likely called.
+    # A module used in several places is replaced by one. New modules are made in the likely order of their calls.
     replacements: dict[Any, ConvTranspose2d] = {one: _like(one, settings) for one in model.modules() if _is_plain(one)}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -200,14 +196,14 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _like(module: nn.Module, settings: dict[str, Any]) -> ConvTranspose2d:
-    """A gemmconv module that shares everything of a torch one."""
+    """A gemmconv module that shares all attributes of a torch module, parameters included."""
     new = ConvTranspose2d.__new__(ConvTranspose2d)
     new.__dict__.update(module.__dict__)
     new.__dict__.update(settings)
-    for name, value in vars(module).items():  # those that are empty; what is added to one of them is not the other's
+    for name, value in vars(module).items():  # empty dictionaries of hooks: each module needs its own
         if "_hooks" in name and isinstance(value, dict):
             new.__dict__[name] = value.copy()
     if new.__dict__.pop("_compiled_call_impl", None) is not None:
-        new.compile()  # what was compiled calls the module that it was made of
-    new._place = followers.placed(new)
+        new.compile()  # the copied graph would call the old module
+    new._position = followers.register(new)
     return new

@@ -298,7 +298,7 @@ def log_choice(config: Config, weight_config: Config, direction: Pass, requested
         gradients = choose_gradients(config, weight_config, requested, "log")
         names = dict.fromkeys((gradients.input_grad.name, gradients.weight_grad.name))
         last = replace(config, memory_format=torch.channels_last)
-        made = gradients.choices(*(last, last) if gradients.turned else (config, weight_config))
+        made = gradients.choices(*(last, last) if gradients.via_channels_last else (config, weight_config))
     else:
         algorithm = choose(config, requested, "log", direction)
         names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]

@@ -22,21 +22,22 @@ from gemmconv.algorithms import ALGORITHMS
 from gemmconv.compare.timing import cuda_rounds, medians_ms
 from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
 from gemmconv.module import ConvTranspose2d
-from gemmconv.ops.implementation import config_of, gradients_call, without_data
-from gemmconv.ops.schemas import Options, checked_problem
+from gemmconv.ops.configs import config_of
+from gemmconv.ops.gradients import prepare_gradients
+from gemmconv.ops.schemas import Options, checked_problem, without_data
 from gemmconv.tuned import Entry
-from gemmconv.warmup import left_as_it_is, run_step, show_progress
+from gemmconv.warmup import preserve_state, run_step, show_progress
 
-_MOST = 6  # kernels' tiles that are measured beside torch's operator, those of the least estimates
-_NEAR = 3  # tiles of one kernel
-_ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls of the host in a row
+_MOST_TILES = 6  # measured beside torch's operator: those with the least estimates of all kernels
+_MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
+_ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A layer's call, as it is configured, and the gradients that follow it."""
+    """The configuration of a layer's call, and which gradients its backward pass computes."""
 
     config: Config
     of_input: bool
@@ -44,27 +45,27 @@ class _Call:
 
     @property
     def passes(self) -> tuple[Direction, ...]:
-        wanted: tuple[tuple[Direction, bool], ...] = ("input_grad", self.of_input), ("weight_grad", self.of_weight)
-        return ("forward", *(direction for direction, asked in wanted if asked))
+        gradients: tuple[tuple[Direction, bool], ...] = ("input_grad", self.of_input), ("weight_grad", self.of_weight)
+        return ("forward", *(direction for direction, is_needed in gradients if is_needed))
 
 
 def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: str | Path | None = None) -> list[Entry]:
     """Measure what is fastest for each layer of a model, and let ``auto`` choose it from now on.
 
-    The model is run once, to see what its layers are called with. For each layer, each pass of it, and both gradients
-    together, the few candidates that are estimated to be fastest are timed beside torch's operator, on the device where
-    the model is: a second or two a layer, and the time to compile them. The choices are written to a file, which any
-    process may load (:func:`load_tuned`) and which another call adds to. They hold for their layers on the same kind of
-    device, with images of half to twice as many pixels in all. The model is afterwards what it was.
+    The model is run once to record the arguments of its layers. For each pass of each layer, and for both gradients
+    together, the few candidates with the least estimates are timed beside torch's operator, on the model's device: one
+    or two seconds for each layer, and the time to compile them. The choices are written to a file, which any process
+    may load (:func:`load_tuned`) and to which another call adds. They hold for their layers on this kind of device, for
+    inputs with half to twice as many pixels in the batch. The model's state is restored afterwards.
 
     Args:
         model: any module, converted, on its device. Layers with another ``algorithm`` than ``"auto"`` are left out.
-        example_inputs: what it is called with.
-        backward: whether it is trained: gradients are measured too.
-        path: of the file; None for ``tuned.json`` in the cache's folder.
+        example_inputs: its arguments.
+        backward: whether it is trained, so that gradients are measured too.
+        path: path of the file; None for ``tuned.json`` in the cache's folder.
 
     Returns:
-        What was measured: an entry for each pass, with the microseconds of every algorithm.
+        An entry for each pass that was measured, with the microseconds of each algorithm.
 
     Raises:
         TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
@@ -76,19 +77,19 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
         validation.fail(TypeError, "tune", "backward", "be True or False", repr(backward))
     where = tuned.default_path() if path is None else Path(path)
     if where.exists():
-        tuned.read(where)  # what is no such file is to be known now
+        tuned.read(where)  # raises before the measurements if it is another file
     calls = _calls_of(model, example_inputs, backward)
     steps = [(call, direction) for call in calls for direction in call.passes]
     plans = [(call, direction, _candidates(call.config, direction)) for call, direction in steps]
     _compile(plans)
     found: list[Entry] = []
     for call, direction, candidates in _with_progress(plans):
-        entry = _measured(call.config, direction, candidates)
+        entry = _measure_pass(call.config, direction, candidates)
         if entry is not None:
             found.append(entry)
             tuned.take([entry])
         if direction == call.passes[-1] and call.of_input and call.of_weight:
-            found.append(_measured_gradients(call.config))
+            found.append(_measure_gradients(call.config))
             tuned.take(found[-1:])
     tuned.write(where, found)
     return found
@@ -97,14 +98,14 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
 def load_tuned(path: str | Path | None = None) -> int:
     """Let ``auto`` take the choices of a file that :func:`tune` wrote. Nothing is measured.
 
-    What was prepared before, and graphs that were compiled before, take them too. Entries of another version of
-    gemmconv, and of kernels that are gone, are passed over with a line in the log ``gemmconv``.
+    Layers that were called before and compiled graphs use them, too. Entries of another version of gemmconv, and of
+    kernels that no longer exist, are ignored with a line in the log ``gemmconv``.
 
     Args:
-        path: of the file; None for ``tuned.json`` in the cache's folder.
+        path: path of the file; None for ``tuned.json`` in the cache's folder.
 
     Returns:
-        How many entries there are.
+        The number of entries.
 
     Raises:
         OSError: the file cannot be read.
@@ -116,40 +117,40 @@ def load_tuned(path: str | Path | None = None) -> int:
 
 
 def forget_tuned() -> None:
-    """Let ``auto`` choose by estimates alone again."""
+    """Drop all tuned choices, so that ``auto`` chooses by estimates alone."""
     tuned.forget()
 
 
 def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
-    """What the layers of a model are called with, each once: seen in a step of it."""
+    """The distinct calls of a model's layers, recorded in one step of the model."""
     found: dict[_Call, None] = {}
 
-    def note(layer: ConvTranspose2d, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        input = given[0] if given else named["input"]
-        if layer.algorithm != "auto" or named.get("output_size") is not None or len(given) > 1:
-            return  # another output_padding than the layer's own
+    def record(layer: ConvTranspose2d, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        input = arguments[0] if arguments else named["input"]
+        if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
+            return  # output_padding is not the layer's own
         input = input if input.dim() == 4 else input.unsqueeze(0)
         kind = input.device.type
-        lowered = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(kind) if lowered else input.dtype
+        is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if is_cast else input.dtype
         tensors = tuple(without_data(one, dtype) for one in (input, layer.weight, layer.bias))
         options = Options(*(getattr(layer, name) for name in Options._fields))
         problem = checked_problem("conv_transpose2d", tensors, None, options)
         current = selection.torch_precision(dtype, input.device)
         config = config_of(problem, tensors[0], tensors[1], options, current, layer.bias is not None)
-        wanted = backward and input.requires_grad, backward and layer.weight.requires_grad
-        config = replace(config, trained=wanted[1] and kind == "cpu")
-        found[_Call(config, *wanted)] = None
+        needs = backward and input.requires_grad, backward and layer.weight.requires_grad
+        config = replace(config, trained=needs[1] and kind == "cpu")
+        found[_Call(config, *needs)] = None
 
     layers = [one for one in model.modules() if isinstance(one, ConvTranspose2d)]
-    hooks = [one.register_forward_pre_hook(note, with_kwargs=True) for one in layers]
+    hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in layers]
     gpus = sorted({one.device.index for one in model.parameters() if one.is_cuda})
     try:
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(backward),
             torch.random.fork_rng(gpus),
-            left_as_it_is(model),
+            preserve_state(model),
         ):
             run_step(model, inputs, backward, "tune")
     finally:
@@ -162,7 +163,7 @@ Candidate = tuple[str, Choice]  # the algorithm's name
 
 
 def _candidates(config: Config, direction: Direction) -> list[Candidate]:
-    """Tiles of the least estimates, and torch's operator."""
+    """torch's operator, and the kernels' tiles with the least estimates."""
     found: list[tuple[float, int, Candidate]] = []
     for algorithm in ALGORITHMS:
         if algorithm.why_not(config, direction) is not None or not algorithm.can_serve(config):
@@ -171,14 +172,14 @@ def _candidates(config: Config, direction: Direction) -> list[Candidate]:
             if direction not in kernel.directions or kernel.why_not(config, direction) is not None:
                 continue
             tiles = ((kernel.seconds(config, direction, one), one) for one in kernel.tiles(config, direction))
-            for seconds, tile in heapq.nsmallest(_NEAR, tiles, key=lambda item: item[0]):
+            for seconds, tile in heapq.nsmallest(_MOST_OF_A_KERNEL, tiles, key=lambda item: item[0]):
                 found.append((seconds, len(found), (algorithm.name, Choice(kernel, tile, seconds))))
     ours = [one for *_, one in sorted(one for one in found if one[2][0] != "native")]
-    return [*(one for *_, one in found if one[0] == "native"), *ours[:_MOST]]
+    return [*(one for *_, one in found if one[0] == "native"), *ours[:_MOST_TILES]]
 
 
 def _compile(plans: Sequence[tuple[_Call, Direction, list[Candidate]]]) -> None:
-    """Compile what candidates on GPUs launch, on all cores."""
+    """Compile the kernels of all candidates on GPUs, on all cores."""
     if not any(call.config.device.type == "cuda" for call, *_ in plans):
         return
     from gemmconv.runtime.launch import architecture, compile_ahead
@@ -190,12 +191,12 @@ def _compile(plans: Sequence[tuple[_Call, Direction, list[Candidate]]]) -> None:
             if program is not None:
                 arch = architecture(call.config.device.index or 0)
                 wanted.setdefault(arch, {}).update(dict.fromkeys(selection.compilations_of(program, call.config)))
-    futures = [compile_ahead([(one, dict(macros)) for one, macros in of], arch) for arch, of in wanted.items()]
+    futures = [compile_ahead([(name, dict(macros)) for name, macros in one], arch) for arch, one in wanted.items()]
     show_progress([future for some in futures for _, future in some])
 
 
 def _with_progress(plans: Sequence[Any]) -> Iterator[Any]:
-    """The plans one by one, behind a bar of tqdm's if that is installed, else a line on a terminal."""
+    """Yield the plans with a progress bar of tqdm if that is installed, else with a line on a terminal."""
     with suppress(ImportError):
         from tqdm.auto import tqdm
 
@@ -208,16 +209,12 @@ def _with_progress(plans: Sequence[Any]) -> Iterator[Any]:
 
 
 def _tensors_of(config: Config) -> dict[str, Tensor]:
-    """Random tensors of a layer, in its format."""
+    """Random input, weight and grad_output of a layer, in its memory format."""
     p = config.problem
     shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
-    made = {}
-    for name, shape in shapes.items():
-        tensor = torch.empty_strided(
-            shape, strides_of(shape, config.memory_format), dtype=config.dtype, device=config.device
-        )
-        made[name] = tensor.normal_()
-    return made
+    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
+    formats = {name: (shape, strides_of(shape, config.memory_format)) for name, shape in shapes.items()}
+    return {name: torch.empty_strided(*one, **kind).normal_() for name, one in formats.items()}
 
 
 _OPERANDS: dict[Pass, tuple[str, ...]] = {
@@ -228,17 +225,17 @@ _OPERANDS: dict[Pass, tuple[str, ...]] = {
 }
 
 
-def _measured(config: Config, direction: Direction, candidates: Sequence[Candidate]) -> Entry | None:
-    """The entry of a pass; None where there is nothing to choose from."""
+def _measure_pass(config: Config, direction: Direction, candidates: Sequence[Candidate]) -> Entry | None:
+    """Time the candidates of a pass, and return its entry; None where none of them runs."""
     tensors = _tensors_of(config)
-    given = [tensors[name] for name in _OPERANDS[direction]]
+    operands = [tensors[name] for name in _OPERANDS[direction]]
     bias: list[Any] = [] if direction != "forward" else [None]
     if direction == "forward" and config.bias:
         bias = [torch.zeros(config.problem.out_channels, dtype=config.dtype, device=config.device)]
     runs: list[tuple[Candidate, Run]] = []
     for name, choice in candidates:
         try:
-            run = partial(choice.kernel.prepare(config, direction, choice.tile), *given, *bias)
+            run = partial(choice.kernel.prepare(config, direction, choice.tile), *operands, *bias)
             run()
         except (RuntimeError, NotImplementedError) as error:
             tuned.log.info("tune leaves out %s of %s: %s", choice, config.problem, error)
@@ -246,14 +243,14 @@ def _measured(config: Config, direction: Direction, candidates: Sequence[Candida
             runs.append(((name, choice), run))
     if not runs:
         return None
-    seconds, fastest = _timed([run for _, run in runs], [name == "native" for (name, _), _ in runs], config.device)
+    seconds, fastest = _time_all([run for _, run in runs], [name == "native" for (name, _), _ in runs], config.device)
     (best, choice), _ = runs[fastest]
     times = [(name, one) for ((name, _), _), one in zip(runs, seconds, strict=True)]
     return _entry(config, direction, (best,), times, kernel=choice.kernel.name, tile=choice.tile_text)
 
 
-def _measured_gradients(config: Config) -> Entry:
-    """The entry of both gradients: as they are chosen one by one, as estimates would have them, and as torch's."""
+def _measure_gradients(config: Config) -> Entry:
+    """Time both gradients as chosen one by one, as chosen together by estimates, and by torch; return the entry."""
     torchs = next(algorithm for algorithm in ALGORITHMS if algorithm.name == "native")
     directions: tuple[Direction, ...] = ("input_grad", "weight_grad")
     first, second = (selection.choose(config, "auto", "tune", direction) for direction in directions)
@@ -268,14 +265,14 @@ def _measured_gradients(config: Config) -> Entry:
         if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
     ]
     tensors = _tensors_of(config)
-    given = [tensors[name] for name in _OPERANDS["grads"]]
+    operands = [tensors[name] for name in _OPERANDS["grads"]]
     runs: list[tuple[selection.Gradients, Run]] = []
     for way in dict.fromkeys(ways):
         with suppress(RuntimeError, NotImplementedError):
-            run = partial(gradients_call(way, config, config, tuple(given)), *given)
+            run = partial(prepare_gradients(way, config, config, tuple(operands)), *operands)
             run()
             runs.append((way, run))
-    seconds, fastest = _timed([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
+    seconds, fastest = _time_all([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
     best = runs[fastest][0]
     names = ["+".join(dict.fromkeys((way.input_grad.name, way.weight_grad.name))) for way, _ in runs]
     how = {"share": best.share, "at_once": best.at_once, "turned": best.via_channels_last}
@@ -294,11 +291,11 @@ def _entry(
     return Entry(tuned.key_of(config, direction), size, algorithms, microseconds=least, **more)
 
 
-def _timed(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device) -> tuple[list[float], int]:
-    """The seconds of each candidate, and which one is taken.
+def _time_all(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device) -> tuple[list[float], int]:
+    """The seconds of each candidate, and the index of the one to take.
 
-    On a GPU that is what a step waits for, the device or the host, whichever takes longer; but nothing is taken that
-    keeps the device longer than torch's operator does. On a CPU it is the wall clock's.
+    On a GPU, a candidate's time is the device's or the host's, whichever is longer, since a step waits for both; one
+    that keeps the device longer than torch's operator is not taken. On a CPU it is wall-clock time.
     """
     if device.type != "cuda":
         seconds = [1e-3 * one for one in medians_ms(runs, device)]
@@ -311,7 +308,7 @@ def _timed(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.device
 
 
 def _host_seconds(run: Run, device: torch.device) -> float:
-    """The host's time of a call among several in a row, which the device does not hold up."""
+    """Seconds that the host spends on a call, among several in a row that do not wait for the device."""
     torch.cuda.synchronize(device)
     torch.cuda._sleep(10_000_000)
     start = time.perf_counter()

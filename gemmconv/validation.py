@@ -1,7 +1,7 @@
-"""Every error that a user can cause, in one place.
+"""The checks of arguments, which raise every error that a user can cause.
 
-A check takes what the user wrote and either returns it in one form or raises: the type that torch raises for the same
-mistake, with the argument, the rule, the value and the way out. Nothing is computed before the checks have passed.
+A check takes an argument as the user wrote it, and returns it in one form or raises the exception that torch raises for
+this mistake; the message names the argument, the rule, the value and a remedy. All checks come before computation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gemmconv.geometry import Pair, Problem, output_extent
 
 PRECISIONS = ("ieee", "tf32")
 _AXES = ("height", "width")
-_COUNTS = ("batch", "in_channels", "out_channels", "groups")  # of a problem; all else are pairs
-_LIMIT = 1 << 63  # of integers, and of the bytes of a tensor
+_COUNTS = ("batch", "in_channels", "out_channels", "groups")  # fields of a Problem that are ints; its others are pairs
+_LIMIT = 1 << 63  # integers, and bytes of a tensor, stay below it
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _FOLDS = ("im2col", "col2im")
-_NAMED_PADDINGS = {  # of torch.nn.Conv2d
+_NAMED_PADDINGS = {  # those that torch.nn.Conv2d takes, and a remedy
     "valid": "write padding=0",
     "same": "an output of stride times the input has 2 * padding = dilation * (kernel_size - 1) + 1 + output_padding "
     "- stride",
@@ -35,7 +35,7 @@ def fail(kind: type[Exception], where: str, argument: str, rule: str, got: objec
 
 
 def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
-    """An int or a sequence of one or two ints as ``(height, width)``. NumPy's ints and tensors of one int are ints too.
+    """An int, or one or two ints in a sequence, as ``(height, width)``; NumPy's ints and tensors of one int count too.
 
     Raises:
         TypeError: a value that is no int.
@@ -59,7 +59,7 @@ def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
 
 
 def integer(where: str, argument: str, value: int) -> int:
-    """``value`` as an int. Raises TypeError where it is none."""
+    """``value`` as an int; raises TypeError if it is none."""
     if type(value) is int:
         return value
     if (found := _integer(value)) is None:
@@ -68,7 +68,7 @@ def integer(where: str, argument: str, value: int) -> int:
 
 
 def _integer(value: Any) -> int | None:
-    """An int as it is; NumPy's, or a tensor of one, as an int; None for what is none."""
+    """An int, also from NumPy's ints and tensors of one int; None for any other value."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, torch.SymInt)):
@@ -80,7 +80,7 @@ def _integer(value: Any) -> int | None:
 
 
 def in_64_bits(where: str, arguments: Iterable[tuple[str, Any]]) -> None:
-    """Raises TypeError where an argument is, or has in a pair, an int beyond 64 bits. A symbolic one is none."""
+    """Raise TypeError if an argument is or contains an int beyond 64 bits; symbolic ints are not checked."""
     for argument, value in arguments:
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, int) and not -_LIMIT <= item < _LIMIT:
@@ -88,16 +88,16 @@ def in_64_bits(where: str, arguments: Iterable[tuple[str, Any]]) -> None:
 
 
 def in_memory(where: str, argument: str, shape: Sequence[int], itemsize: int, rule: str, remedy: str) -> None:
-    """Raises RuntimeError where 64 bits cannot count the bytes of a tensor; not of one whose sizes are symbolic."""
+    """Raise RuntimeError if 64 bits cannot count a tensor's bytes; symbolic sizes are not checked."""
     if all(isinstance(extent, int) for extent in shape) and math.prod(shape) * itemsize >= _LIMIT:
         fail(RuntimeError, where, argument, f"{rule} less than 2**63 bytes", f"shape {list(shape)}", remedy)
 
 
 def tensor(where: str, argument: str, value: object) -> None:
-    """Check a tensor for what all operators want.
+    """Check that a value is a dense tensor.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is no tensor.
         NotImplementedError: it is sparse.
     """
     if not isinstance(value, torch.Tensor):
@@ -108,7 +108,7 @@ def tensor(where: str, argument: str, value: object) -> None:
 
 
 def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str | None, limit: int | None) -> None:
-    """Check how a call is to be computed.
+    """Check the algorithm, precision and workspace limit of a call.
 
     Raises:
         ValueError: an unknown algorithm or precision, or a workspace limit below 1 byte.
@@ -127,7 +127,7 @@ def choice(where: str, algorithm: str, algorithms: Sequence[str], precision: str
 
 
 def floating(where: str, argument: str, dtype: torch.dtype, remedy: str = "") -> None:
-    """Raises NotImplementedError where a dtype is neither floating-point nor complex."""
+    """Raise NotImplementedError if a dtype is neither floating-point nor complex."""
     if not (dtype.is_floating_point or dtype.is_complex):
         fail(NotImplementedError, where, argument, "be floating-point", _name(dtype), remedy)
 
@@ -147,27 +147,14 @@ def same_kind(where: str, tensors: Sequence[tuple[str, torch.Tensor | None]]) ->
             continue
         if other.dtype != first.dtype:
             rule = f"have the dtype of {first_name}, {_name(first.dtype)}"
-            fail(
-                RuntimeError,
-                where,
-                name,
-                rule,
-                _name(other.dtype),
-                "convert one of them, or use torch.autocast",
-            )
+            fail(RuntimeError, where, name, rule, _name(other.dtype), "convert one of them, or use torch.autocast")
         if other.device != first.device:
             rule = f"be on the device of {first_name}, {first.device}"
             fail(RuntimeError, where, name, rule, str(other.device), f"use {name}.to({str(first.device)!r})")
 
 
 def parameters(
-    where: str,
-    stride: Pair,
-    padding: Pair,
-    output_padding: Pair,
-    groups: int,
-    dilation: Pair,
-    kernel_size: Pair,
+    where: str, stride: Pair, padding: Pair, output_padding: Pair, groups: int, dilation: Pair, kernel_size: Pair
 ) -> None:
     """Check the geometry that does not depend on the input.
 
@@ -190,12 +177,7 @@ def parameters(
         if output_padding[axis] >= most:
             rule = f"be less than the larger of stride and dilation, {most} on the {label} axis"
             fail(
-                RuntimeError,
-                where,
-                "output_padding",
-                rule,
-                tuple(output_padding),
-                "pad the output afterwards instead",
+                RuntimeError, where, "output_padding", rule, tuple(output_padding), "pad the output afterwards instead"
             )
 
 
@@ -234,18 +216,8 @@ def problem(
         fail(RuntimeError, where, "input", rule, f"{input_shape[1]} in shape {list(input_shape)}")
     if _any_below(1, input_shape[2:]):
         fail(RuntimeError, where, "input", "have a height and a width of at least 1", list(input_shape))
-    result = Problem(
-        input_shape[0],
-        in_channels,
-        weight_shape[1] * groups,
-        groups,
-        (input_shape[2], input_shape[3]),
-        kernel_size,
-        stride,
-        padding,
-        output_padding,
-        dilation,
-    )
+    size, window = (input_shape[2], input_shape[3]), (kernel_size, stride, padding, output_padding, dilation)
+    result = Problem(input_shape[0], in_channels, weight_shape[1] * groups, groups, size, *window)
     if _any_below(1, result.output_size):
         rule = f"leave an output of at least 1x1 for an input of {input_shape[2]}x{input_shape[3]}"
         got = f"{tuple(padding)}, an output of {result.output_size[0]}x{result.output_size[1]}"
@@ -254,11 +226,11 @@ def problem(
 
 
 def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
-    """The problem that someone made, in one form; it and a dtype checked as a call on such tensors would.
+    """A user's Problem with ints and pairs in one form, after the checks that a call on tensors of this dtype makes.
 
     Raises:
-        TypeError: ``made`` is no problem, ``dtype`` none; a value that is no int, or beyond 64 bits.
-        RuntimeError: what :func:`problem` and :func:`sizes` raise; a negative batch, output channels that groups do
+        TypeError: ``made`` is no Problem, or ``dtype`` no dtype; a value that is no int, or beyond 64 bits.
+        RuntimeError: see :func:`problem` and :func:`sizes`; also a negative batch, or output channels that groups do
             not divide.
         NotImplementedError: an integer or boolean dtype.
     """
@@ -285,7 +257,7 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
 
 
 def sizes(where: str, made: Problem, itemsize: int) -> None:
-    """Raises RuntimeError where 64 bits cannot count the bytes of a tensor of a problem."""
+    """Raise RuntimeError if 64 bits cannot count the bytes of a tensor of a problem."""
     for name, shape in (("input", made.input_shape), ("weight", made.weight_shape)):
         in_memory(where, name, shape, itemsize, "have", "use fewer channels or smaller images")
     remedy = f"use a smaller stride or dilation than {made.stride} and {made.dilation}"
@@ -293,20 +265,20 @@ def sizes(where: str, made: Problem, itemsize: int) -> None:
 
 
 def bias_shape(where: str, bias: torch.Tensor | None, out_channels: int) -> None:
-    """Raises RuntimeError where a bias is not ``[C_out]``."""
+    """Raise RuntimeError if a bias is not ``[C_out]``."""
     if bias is not None and tuple(bias.shape) != (out_channels,):
         fail(RuntimeError, where, "bias", f"have shape [C_out] = [{out_channels}]", list(bias.shape))
 
 
 def rank4(where: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raises RuntimeError where a tensor has not four dimensions."""
+    """Raise RuntimeError if a tensor does not have four dimensions."""
     for name, value in tensors:
         if value.dim() != 4:
             fail(RuntimeError, where, name, "have 4 dimensions", list(value.shape))
 
 
 def shape(where: str, argument: str, actual: Sequence[int], expected: Sequence[int]) -> None:
-    """Raises RuntimeError where a tensor's shape is not the expected one."""
+    """Raise RuntimeError if a tensor's shape is not the expected one."""
     if tuple(actual) != tuple(expected):
         fail(RuntimeError, where, argument, f"have shape {list(expected)}", list(actual))
 
@@ -322,7 +294,7 @@ def fold_geometry(
     *,
     shape: tuple[int, int],
 ) -> Problem:
-    """The transposed convolution whose columns a fold of ``shape = (N, C)`` images takes.
+    """The problem whose columns col2im folds into images of ``output_size``; ``shape`` is ``(N, C)``.
 
     Raises:
         RuntimeError: a value outside its range, or a window larger than the padded image.
@@ -334,18 +306,9 @@ def fold_geometry(
     if _any_below(0, reaches) or _any_below(1, output_size):
         rule = f"be at least the window of kernel_size={kernel_size}, dilation={dilation}, less 2 * padding={padding}"
         fail(RuntimeError, where, argument, rule, tuple(output_size))
-    return Problem(
-        shape[0],
-        1,
-        shape[1],
-        1,
-        (reaches[0] // stride[0] + 1, reaches[1] // stride[1] + 1),
-        kernel_size,
-        stride,
-        padding,
-        (reaches[0] % stride[0], reaches[1] % stride[1]),
-        dilation,
-    )
+    size = reaches[0] // stride[0] + 1, reaches[1] // stride[1] + 1
+    output_padding = reaches[0] % stride[0], reaches[1] % stride[1]
+    return Problem(shape[0], 1, shape[1], 1, size, kernel_size, stride, padding, output_padding, dilation)
 
 
 def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) -> tuple[int, int]:
@@ -375,13 +338,13 @@ def module(
     device: Any,
     dtype: Any,
 ) -> dict[str, Any]:
-    """The sizes that a module is made of, in one form, checked before any parameter is made.
+    """A module's sizes as ints and pairs, checked before any parameter is allocated.
 
     Args:
-        where: subject of messages.
+        where: name that messages begin with.
         counts: in_channels, out_channels and groups, by name.
-        pairs: kernel_size, stride, padding, output_padding and dilation; anything that torch makes a pair of.
-        bias, padding_mode, device, dtype: as torch.nn.ConvTranspose2d.
+        pairs: kernel_size, stride, padding, output_padding and dilation, as torch.nn.ConvTranspose2d takes them.
+        bias, padding_mode, device, dtype: see torch.nn.ConvTranspose2d.
 
     Raises:
         TypeError: a value of the wrong type, or beyond 64 bits.
@@ -414,20 +377,20 @@ def module(
         place(where, device)
     try:
         bool(bias)
-    except (RuntimeError, ValueError) as error:  # of a tensor or an array of several elements
+    except (RuntimeError, ValueError) as error:  # a tensor or an array of several elements
         fail(type(error), where, "bias", "be True or False", type(bias).__name__)
     return made
 
 
 def _unpacked(value: Any) -> Any:
-    """A tuple of what can be iterated over, as torch's modules take it; anything else as it is."""
+    """An iterable as a tuple, which torch's modules accept; any other value unchanged."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable) or _integer(value) is not None:
         return value
     return tuple(value)
 
 
 def place(where: str, device: Any) -> torch.device:
-    """A device. Raises TypeError or RuntimeError where torch knows none of that kind or name."""
+    """A torch.device; raises TypeError or RuntimeError if torch accepts no such device."""
     try:
         return torch.device(device)
     except (TypeError, RuntimeError) as error:
@@ -446,14 +409,14 @@ def output_padding_for(
     """The output_padding that gives an ``output_size``.
 
     Args:
-        where: subject of messages.
-        output_size: ``[H_out, W_out]``, or with what stands before it in the output's shape, which is not looked at.
+        where: name that messages begin with.
+        output_size: ``[H_out, W_out]``, or the output's whole shape, whose other extents are ignored.
         input_shape: ``[N, C_in, H, W]`` or ``[C_in, H, W]``.
-        kernel_size, stride, padding, dilation: of the layer.
+        kernel_size, stride, padding, dilation: the layer's settings.
 
     Raises:
-        TypeError: what is no sequence.
-        ValueError: another number of elements, or a size that no output_padding below the stride gives.
+        TypeError: output_size is no sequence.
+        ValueError: it has another number of elements, or a size that no output_padding below the stride gives.
     """
     before = len(input_shape) - 2
     if isinstance(output_size, int):
@@ -475,12 +438,12 @@ def output_padding_for(
 
 
 def _any_below(least: int, values: Sequence[int]) -> bool:
-    """Whether any value is less. Unlike ``min``, it never ties a compiled graph's sizes; data may decide over them."""
+    """Whether any value is less. Unlike ``min``, it adds no guard on sizes of a compiled graph that depend on data."""
     return any(_is_known(value < least) for value in values)
 
 
 def _is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition holds; not where data will decide that in a compiled graph."""
+    """Whether a condition holds; False if it depends on data in a compiled graph."""
     if not isinstance(condition, torch.SymBool):
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false

@@ -1,4 +1,4 @@
-"""What a model's first step would wait for, done before it: choosing, compiling and loading kernels."""
+"""Does before a model's first step what that step would wait for: choose, compile and load kernels."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemmconv import validation
-from gemmconv.ops.autocast import casts
+from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.followers import Call, compile_calls
-from gemmconv.ops.schemas import OPERATORS, Options, hashable
+from gemmconv.ops.schemas import OPERATORS, Options, as_hashable
 
 
 def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> None:
-    """Choose, compile and load all that gemmconv's layers of a model need for inputs like these, then run it once.
+    """Choose, compile and load the kernels that a model's gemmconv layers need for inputs like these, and run it once.
 
-    All kernels are compiled at the same time, those of backward passes too. Where the model is on the CPU there are
-    none, and it is run alone. Parameters, buffers, gradients, training flags and torch's random states are afterwards
-    what they were; for that parameters and buffers are copied meanwhile. Autocast has its effect, if it is on.
+    All kernels are compiled at the same time, those of backward passes too; a model on the CPU has none, it only runs.
+    Parameters, buffers, gradients, training flags and torch's random states are restored afterwards. For this,
+    parameters and buffers are copied. Autocast has its effect, if it is on.
 
     Args:
         model: any module, converted, on its device, in the mode (``train()``, ``eval()``) of the steps to come; one
             for distributed training before it is wrapped.
-        example_inputs: what it is called with; of tensors only shapes, strides, dtypes and devices matter.
-        backward: whether gradients are recorded, and a backward pass to all that requires them is run too.
+        example_inputs: its arguments; only shapes, strides, dtypes and devices of tensors matter.
+        backward: whether gradients are recorded, and a backward pass to all tensors that require them is run too.
 
     Raises:
         TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
@@ -49,7 +49,7 @@ def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> Non
         torch.inference_mode(False),
         torch.set_grad_enabled(backward),
         torch.random.fork_rng(gpus),
-        left_as_it_is(model),
+        preserve_state(model),
     ):
         if gpus:
             _compile(_calls_of(model, example_inputs), backward)
@@ -61,10 +61,10 @@ def _state(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Keep what a step may change of a model, and put it back."""
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """A context after which parameters, buffers and training flags of a model are what they were before."""
     modules = [(one, one.training, one._parameters.copy(), one._buffers.copy()) for one in model.modules()]
-    kept = [(tensor, tensor.detach().clone()) for tensor in _state(model)]
+    copies = [(tensor, tensor.detach().clone()) for tensor in _state(model)]
     try:
         yield
     finally:
@@ -72,12 +72,12 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
             module.training = training
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-        for tensor, before in kept:
-            tensor.data.copy_(before)  # without a new version: a graph that was made before may have saved it
+        for tensor, before in copies:
+            tensor.data.copy_(before)  # leaves the version as it is, since an older graph may have saved the tensor
 
 
-class _Noting(TorchDispatchMode):
-    """Notes calls of the operator."""
+class _CallRecorder(TorchDispatchMode):
+    """Records the arguments of the operator's calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,34 +86,34 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is OPERATORS["conv_transpose2d"]:
             tensors = args[:3] if len(args) > 2 else (*args, None)
-            self.calls.append((tensors, tuple(Options(*hashable(args[3:])))))
+            self.calls.append((tensors, tuple(Options(*as_hashable(args[3:])))))
         return operator(*args, **(kwargs or {}))
 
 
 def _calls_of(model: nn.Module, inputs: Any) -> list[Call]:
-    """The operator's calls on CUDA, found without data; none where the model cannot run so: its run then compiles."""
+    """The operator's calls in a run without data; empty if the model cannot run so, whose real run compiles then."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with suppress(Exception), mode, _Noting() as noting:
+    with suppress(Exception), mode, _CallRecorder() as recorder:
         fake: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named.items()}
         torch.func.functional_call(model, fake, tree_map_only(Tensor, mode.from_tensor, inputs))
-        return noting.calls
+        return recorder.calls
     return []
 
 
 def _compile(calls: list[Call], backward: bool) -> None:
-    """Compile what calls, and their backward passes, launch."""
+    """Compile the kernels that calls and their backward passes launch."""
     compilations: list[Future[Any]] = []
-    for future in compile_calls(calls, backward, torch.float32 if casts("cuda") else None):
-        with suppress(Exception):  # the run raises it
+    for future in compile_calls(calls, backward, torch.float32 if is_autocasting("cuda") else None):
+        with suppress(Exception):  # the run of the model raises it
             compilations += [one for _, one in future.result()]
     show_progress([one for one in dict.fromkeys(compilations) if not one.done()])
 
 
 def show_progress(compilations: Sequence[Future[Any]]) -> None:
-    """Wait for compilations, behind a bar of tqdm's if that is installed, else a line on a terminal."""
+    """Wait for compilations, with a progress bar of tqdm if that is installed, else with a line on a terminal."""
     if not compilations:
         return
     done = as_completed(compilations)
@@ -132,7 +132,7 @@ def show_progress(compilations: Sequence[Future[Any]]) -> None:
 
 
 def run_step(model: nn.Module, inputs: Any, backward: bool, where: str) -> None:
-    """Call a model, and take the gradients of its outputs with respect to all that requires them.
+    """Call a model, and compute the gradients of its outputs for all tensors that require them.
 
     Raises:
         ValueError: ``backward`` is True, and no output requires gradients; the message begins with ``where``.

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemmconv
 from gemmconv.ops import autocast
-from gemmconv.ops.autocast import kept, to_autocast_dtype
+from gemmconv.ops.autocast import cast_cache, to_autocast_dtype
 
 
 def ours(input, weight, bias=None):
@@ -194,19 +194,19 @@ def test_regions_that_use_no_cast_again_have_no_witness_but_now_and_then(images,
         with Casts(weight) as casts, torch.autocast(device, torch.bfloat16):
             for _ in range(calls):
                 ours(images, weight)
-            return kept(images.device, torch.bfloat16) is not None, casts.count
+            return cast_cache(images.device, torch.bfloat16) is not None, casts.count
 
     assert region(1) == (True, 1)
-    found = [region(1) for _ in range(2 * autocast._WITNESSED_ONE_IN)]
-    assert found.count((False, 1)) > 1.9 * autocast._WITNESSED_ONE_IN
-    found = [region(2)[1] for _ in range(4 * autocast._WITNESSED_ONE_IN)]
-    assert found[-2 * autocast._WITNESSED_ONE_IN :] == [1] * 2 * autocast._WITNESSED_ONE_IN
+    found = [region(1) for _ in range(2 * autocast._WITNESS_ONE_IN)]
+    assert found.count((False, 1)) > 1.9 * autocast._WITNESS_ONE_IN
+    found = [region(2)[1] for _ in range(4 * autocast._WITNESS_ONE_IN)]
+    assert found[-2 * autocast._WITNESS_ONE_IN :] == [1] * 2 * autocast._WITNESS_ONE_IN
     for _ in range(2):
         region(1)
-    calls = 2 * autocast._WITNESSED_ONE_IN
+    calls = 2 * autocast._WITNESS_ONE_IN
     witnessed, casts = region(calls)
     assert witnessed
-    assert casts <= autocast._WITNESSED_ONE_IN + 1
+    assert casts <= autocast._WITNESS_ONE_IN + 1
     assert region(calls) == (True, 1)
 
 
@@ -248,12 +248,12 @@ def test_casts_and_leaves_are_freed_with_the_region(gradients, images, device):
 def test_casts_are_not_kept_by_the_frame_of_a_call_that_failed(images, weight, device):
     with torch.no_grad():
         with torch.autocast(device, torch.bfloat16):
-            held = kept(images.device, torch.bfloat16)  # as a traceback would
+            held = cast_cache(images.device, torch.bfloat16)  # as a traceback would
             before = ours(images, weight)
         weight.mul_(2)
         with torch.autocast(device, torch.bfloat16):
             assert torch.equal(ours(images, weight), 2 * before)
-            assert kept(images.device, torch.bfloat16) is not held
+            assert cast_cache(images.device, torch.bfloat16) is not held
 
 
 def test_the_default_dtype_does_not_matter(images, weight, device):

@@ -9,7 +9,7 @@ import gemmconv
 from gemmconv import ops, selection
 from gemmconv.algorithms import ALGORITHMS, Config
 from gemmconv.kernels.base import strides_of
-from gemmconv.ops import autograd, implementation
+from gemmconv.ops import autograd, call_cache
 from tests import reference
 from tests.cases import Case
 from tests.samples import channels_last, problem_of, sample, spread
@@ -218,7 +218,7 @@ def test_gradients_of_nchw_can_be_computed_in_channels_last_between_turns(case, 
     assert gradients.transposes_weight is (algorithm == "native")
     assert not gradients._replace(via_channels_last=False).transposes_weight
     monkeypatch.setattr(selection, "choose_gradients", lambda *arguments: gradients)
-    monkeypatch.setattr(implementation, "plans", {})
+    monkeypatch.setattr(call_cache, "entries", {})
     formats = []
 
     def recording(original):
@@ -378,14 +378,14 @@ def test_a_backward_pass_computes_what_it_is_asked_for(asked, leaf, leaves, monk
         operator = getattr(autograd, f"conv_transpose2d_{name}")
         recorded = lambda *a, name=name, operator=operator: ran.append(name) or operator(*a)  # noqa: E731
         monkeypatch.setattr(autograd, f"conv_transpose2d_{name}", recorded)
-    prepared = autograd.prepared
+    prepare_call = autograd.prepare_call
 
     def recording(direction, *of):
-        call = prepared(direction, *of)
+        call = prepare_call(direction, *of)
         return lambda *tensors: ran.append(direction) or call(*tensors)
 
-    monkeypatch.setattr(autograd, "prepared", recording)
-    monkeypatch.setattr(implementation, "plans", {})
+    monkeypatch.setattr(autograd, "prepare_call", recording)
+    monkeypatch.setattr(call_cache, "entries", {})
     tensors = {"input": data.input, "weight": data.weight, "bias": data.bias}
     if not leaf:
         tensors = {name: tensor * 1.0 for name, tensor in tensors.items()}

@@ -41,7 +41,7 @@ from benchmarks.timing import Effort, Times
 from benchmarks.workloads import SUITES, custom, parse_layer, select, shrunk
 from gemmconv.algorithms.native import Native
 from gemmconv.geometry import Problem
-from gemmconv.ops import implementation
+from gemmconv.ops import call_cache
 from tests import reference
 from tests.samples import REFUSED_ON_A_CPU
 
@@ -574,7 +574,7 @@ def algorithm(monkeypatch):
         monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
         monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])
 
-    monkeypatch.setattr(implementation, "plans", {})
+    monkeypatch.setattr(call_cache, "entries", {})
     return use
 
 

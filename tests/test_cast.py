@@ -20,8 +20,9 @@ from gemmconv.kernels import base
 from gemmconv.kernels.base import with_strides
 from gemmconv.kernels.layout import cast
 from gemmconv.kernels.program import Operand, Output, Program
-from gemmconv.ops import autocast, implementation
-from gemmconv.ops.implementation import Form
+from gemmconv.ops import autocast, gradients
+from gemmconv.ops.configs import Form
+from gemmconv.ops.programs import add_cast_outputs, apply_form
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
 LOW = torch.float16, torch.bfloat16
@@ -96,7 +97,7 @@ def test_a_forward_pass_casts_in_front(case, layout, with_bias, builder, poison)
     with emulator.install(builder):
         exact = program.prepare(CPU)(*low)
         for keeps in (False, True):
-            given = implementation._with_casts(program, low, Form(dtype=torch.float32, keeps_casts=keeps))
+            given = add_cast_outputs(program, low, Form(dtype=torch.float32, returns_casts=keeps))
             call = given.prepare(CPU)
             poison("cpu")
             found, *casts = call(input, weight, bias) if keeps else (call(input, weight, bias),)
@@ -116,7 +117,7 @@ def test_gradients_are_widened_behind(case, written, builder, poison):
     strides = None if written == "contiguous" else data.weight.contiguous(memory_format=torch.channels_last).stride()
     with emulator.install(builder):
         exact = program.prepare(CPU)(data.grad_output, data.input)
-        call = implementation._in_form(program, Form(strides, dtype=torch.float32)).prepare(CPU)
+        call = apply_form(program, Form(strides, dtype=torch.float32)).prepare(CPU)
         poison("cpu")
         found = call(data.grad_output, data.input)
     assert found.dtype == torch.float32
@@ -206,9 +207,9 @@ def test_casts_are_freed_with_the_region(grads):
     module, input = made("wide")
     with torch.set_grad_enabled(grads), torch.autocast("cuda", torch.bfloat16):
         module(input)
-        kept = autocast.kept(input.device, torch.bfloat16)
-        casts = [StorageWeakRef(kept.of(one).cast.untyped_storage()) for one in module.parameters()]
-        del kept
+        cache = autocast.cast_cache(input.device, torch.bfloat16)
+        casts = [StorageWeakRef(cache.find(one).cast.untyped_storage()) for one in module.parameters()]
+        del cache
         gc.collect()
         assert not any(one.expired() for one in casts)
     assert all(one.expired() for one in casts)
@@ -220,7 +221,7 @@ def test_casts_are_not_kept_by_the_frame_of_a_call_that_failed():
     held = []
     with torch.no_grad():
         with torch.autocast("cuda", torch.bfloat16):
-            held.append(autocast.kept(input.device, torch.bfloat16))  # as a traceback would
+            held.append(autocast.cast_cache(input.device, torch.bfloat16))  # as a traceback would
             before = module(input)
         module.weight.mul_(2)
         module.bias.mul_(2)
@@ -317,7 +318,7 @@ def test_a_weight_gradient_comes_in_the_weights_format(algorithm, monkeypatch):
         assert algorithm != "native", "a copy"
         return with_strides(result, strides)
 
-    for module in (base, implementation):
+    for module in (base, gradients):
         monkeypatch.setattr(module, "with_strides", copied)
     module, input = made("small", torch.channels_last, algorithm=algorithm)
     for images in (input[:1], input[:1].clone().requires_grad_()):

@@ -20,7 +20,7 @@ from gemmconv.algorithms.native import Native
 from gemmconv.compare import layers, measure, photo, report, timing
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
-from gemmconv.ops import implementation
+from gemmconv.ops import call_cache
 from gemmconv.selection import explain
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
@@ -200,7 +200,7 @@ def test_wrong_result_is_red_and_has_no_times(monkeypatch, direction):
     fake = Wrong(direction)
     monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])
     monkeypatch.setattr(measure, "ALGORITHMS", (fake,))
-    monkeypatch.setattr(implementation, "plans", {})  # no plan of another test fits
+    monkeypatch.setattr(call_cache, "entries", {})  # no plan of another test fits
     right, auto, wrong = measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert not right.wrong
     assert auto.wrong

@@ -14,9 +14,10 @@ from torch._inductor.utils import run_and_get_code
 import gemmconv
 from gemmconv.device import MEASURED
 from gemmconv.kernels.base import PASSES
-from gemmconv.ops import compiled, implementation
-from gemmconv.ops.implementation import name_of, signature
-from gemmconv.ops.schemas import OPERATORS, WithoutData, taken_apart
+from gemmconv.ops import ahead, compiled, configs
+from gemmconv.ops.call_cache import tensor_signature
+from gemmconv.ops.configs import Form
+from gemmconv.ops.schemas import OPERATORS, WithoutData, operator_name, split_arguments
 from tests.emulator import compiler
 from tests.samples import channels_last
 
@@ -252,26 +253,26 @@ def test_what_a_call_that_casts_launches_is_compiled_ahead(device, monkeypatch):
     """With its casts, which its tensors have not: they are those of the call after them."""
     ahead = []
     monkeypatch.setattr(compiled, "launches_of", lambda *arguments: ahead.append(arguments))
-    monkeypatch.setattr(compiled, "ahead_of", lambda key, device, launches_of: launches_of()())
+    monkeypatch.setattr(compiled, "compile_in_background", lambda key, device, launches_of: launches_of()())
     layer = gemmconv.ConvTranspose2d(3, 4, 4, algorithm="gemm_col2im").to(device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         torch.compile(layer)(torch.randn(2, 3, 5, 6, device=device))
     ((direction, tensors, sizes, _, form),) = ahead
-    assert (direction, sizes, form) == ("forward", None, implementation.Form(dtype=torch.float32))
+    assert (direction, sizes, form) == ("forward", None, Form(dtype=torch.float32))
     assert [one.dtype for one in tensors] == [torch.bfloat16] * 3
 
 
 def test_launches_of_a_call_that_casts_have_the_cast(monkeypatch):
-    monkeypatch.setattr(implementation, "spec_of", lambda device: MEASURED)
-    monkeypatch.setattr(implementation.selection, "torch_precision", lambda dtype, device: "ieee")
+    monkeypatch.setattr(configs, "spec_of", lambda device: MEASURED)
+    monkeypatch.setattr(configs.selection, "torch_precision", lambda dtype, device: "ieee")
     low = [
         WithoutData.of(SHAPES[name], torch.empty(SHAPES[name]).stride(), torch.float16, torch.device("cuda", 0))
         for name in ("input", "weight", "bias")
     ]
     call = low, None, ([2, 2], [1, 1], [0, 0], 1, [1, 1], "gemm_col2im", None, None)
-    with_casts = implementation.launches_of("forward", *call, implementation.Form(dtype=torch.float32))
+    with_casts = ahead.launches_of("forward", *call, Form(dtype=torch.float32))
     assert [step.source for step in with_casts if step.source == "layout/cast.cu"]
-    assert not [step for step in implementation.launches_of("forward", *call) if step.source == "layout/cast.cu"]
+    assert not [step for step in ahead.launches_of("forward", *call) if step.source == "layout/cast.cu"]
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -354,15 +355,15 @@ def test_what_calls_launch_is_compiled_ahead(dynamic, device, monkeypatch):
 
     def seen(direction, served):
         def call(*inputs):
-            tensors, sizes, options = taken_apart(name_of(direction), inputs)
-            called.append((direction, *map(signature, tensors), repr((sizes, options)), None))
+            tensors, sizes, options = split_arguments(operator_name(direction), inputs)
+            called.append((direction, *map(tensor_signature, tensors), repr((sizes, options)), None))
             return served(*inputs)
 
         return call
 
-    monkeypatch.setattr(compiled, "ahead_of", lambda key, device, launches_of: ahead.append(key))
+    monkeypatch.setattr(compiled, "compile_in_background", lambda key, device, launches_of: ahead.append(key))
     for direction in PASSES:
-        operator = OPERATORS[name_of(direction)]
+        operator = OPERATORS[operator_name(direction)]
         monkeypatch.setattr(operator, "served", seen(direction, operator.served))
     network = between_convolutions(device)
     if dynamic:

@@ -30,7 +30,7 @@ from gemmconv.errors import KernelError
 from gemmconv.extension import exchange_of_tensors
 from gemmconv.kernels import bind
 from gemmconv.kernels.base import Config
-from gemmconv.ops import implementation
+from gemmconv.ops import call_cache
 from gemmconv.runtime import cublas, executor, launch, tensor_map
 from tests import executor_checks, reference
 from tests.cases import Case
@@ -217,9 +217,9 @@ def executed(language):
         elif os.environ.get("GEMMCONV_EXECUTOR") == "python":
             pytest.skip("GEMMCONV_EXECUTOR asks for Python")
         assert (executor.extension() is not None) == (language == "c"), "run `make executor`"
-        implementation.plans.clear()
+        call_cache.entries.clear()
         yield
-    implementation.plans.clear()
+    call_cache.entries.clear()
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_graphs_may_be_made_and_forgotten_while_another_is_captured(elsewhere, i
     there = replays()
     assert there > 0
     if elsewhere:
-        implementation.plans.clear()
+        call_cache.entries.clear()
         work(1)  # compiled, and chosen
         there = replays()
         with torch.cuda.stream(stream):
@@ -354,7 +354,7 @@ def test_graphs_may_be_made_and_forgotten_while_another_is_captured(elsewhere, i
                 pool.submit(work, 6).result()
             assert replays() > there
             there = replays()
-        implementation.plans.clear()
+        call_cache.entries.clear()
         twice = twice * 2
     assert replays() < there
     graph.replay()

@@ -20,7 +20,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels import base
 from gemmconv.kernels.base import missing, why_no_kernels
 from gemmconv.kernels.columns import col2im
-from gemmconv.ops import implementation
+from gemmconv.ops import call_cache, left_to_torch
 from gemmconv.runtime import available, sources
 
 GPU = torch.device("cuda", 0)
@@ -33,7 +33,7 @@ LOG = '6: NVRTC_ERROR_COMPILATION:\n\ndirect/forward.cu(33): error: identifier "
 def nothing_said(monkeypatch):
     """No plan and no warning is another test's."""
     monkeypatch.setattr(fallback, "_warned", set())
-    monkeypatch.setattr(implementation, "plans", {})
+    monkeypatch.setattr(call_cache, "entries", {})
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def gpu_at_hand(monkeypatch):
 @pytest.fixture
 def lacking(monkeypatch):
     """As if the device of the tensors could run kernels, and the machine lacked something."""
-    for module in (fallback, implementation):
+    for module in (fallback, left_to_torch):
         monkeypatch.setattr(module, "missing", lambda device: REASON)
 
 

@@ -79,13 +79,13 @@ def as_known(tensors, recorded=True):
 def asked(monkeypatch):
     """What other threads are asked to compile, as (pass, tensors, options); they are this one."""
     asked = []
-    monkeypatch.setattr(followers, "_uncalled", weakref.WeakValueDictionary())
+    monkeypatch.setattr(followers, "_unguessed", weakref.WeakValueDictionary())
     monkeypatch.setattr(followers, "compile_forward_ahead", lambda *call: asked.append(("forward", *call)))
     monkeypatch.setattr(followers, "compile_ahead", lambda *call: asked.append(("backward", *call[:2])))
     monkeypatch.setattr(pool, "submit", lambda work, urgent: work() if not urgent else None)
     monkeypatch.setattr(pool, "cores", lambda: 4)
-    monkeypatch.setattr(plain, "are_usual", lambda *_: True)
-    monkeypatch.setattr(plain, "known", lambda *_: (None, "key"))
+    monkeypatch.setattr(plain, "are_torch_tensors", lambda *_: True)
+    monkeypatch.setattr(plain, "find_call", lambda *_: (None, "key"))
     monkeypatch.setattr(functional, "conv_transpose2d", lambda *_, **__: "result")
     return asked
 
@@ -128,7 +128,7 @@ def test_guesses_are_made_once_about_each_module_and_none_about_those_called(ask
 
 
 def test_autocast_and_images_without_a_batch(asked, monkeypatch):
-    monkeypatch.setattr(followers, "casts", lambda _: True)
+    monkeypatch.setattr(followers, "is_autocasting", lambda _: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float16)
     monkeypatch.setattr(WithoutData, "unsqueeze", lambda one, _: noise(batch=1), raising=False)
     given, note = [], followers.compile_ahead
@@ -205,10 +205,10 @@ def test_no_parametrization_is_computed_for_a_guess(asked):
 def test_at_most_so_many_modules_are_guessed_about(asked):
     layers = layers_of(on_gpu(model_of(gemmconv.ConvTranspose2d, [(8, 8, 3, 1, 1)] * 20)))
     layers[0](noise(channels=8))
-    assert len(asked) == 2 * followers._MOST
+    assert len(asked) == 2 * followers._MOST_GUESSES
     layers[1](noise(channels=8))
-    assert len(asked) == 2 * followers._MOST
-    layers[followers._MOST + 1](noise(channels=8))
+    assert len(asked) == 2 * followers._MOST_GUESSES
+    layers[followers._MOST_GUESSES + 1](noise(channels=8))
     assert len(asked) == 2 * 18
 
 
@@ -220,13 +220,13 @@ def test_calls_that_nothing_follows_from(asked, monkeypatch):
     layers[0](torch.zeros(8, 100, 1, 1, device="meta"))
     layers[0](noise(), output_size=[4, 4])
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "known", lambda *_: (None, None))  # in a mode
+        patch.setattr(plain, "find_call", lambda *_: (None, None))  # in a mode
         layers[0](noise())
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
         layers[0](noise())
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "known", lambda *_: (lambda *_: "known", "key"))
+        patch.setattr(plain, "find_call", lambda *_: (lambda *_: "known", "key"))
         assert layers[0](noise()) == "known"
     assert not asked
     layers[0](noise())
@@ -282,7 +282,7 @@ def test_modules_and_tensors_are_not_kept_alive(asked):
     del model, images, also, parameters
     gc.collect()
     assert [one() for one in gone] == [None] * len(gone)
-    assert not followers._uncalled
+    assert not followers._unguessed
 
 
 def test_modules_may_be_made_and_called_by_many_threads(asked):

@@ -16,7 +16,10 @@ PACKAGE = Path(gemmconv.__file__).parent
 LAYERS = ["module", "functional", "ops", "selection", "algorithms", "tuned", "kernels", "runtime"]
 
 # The modules of ops, from the top down. One may import those below it.
-OPS = ["compiled", "plain", "__init__", "followers", "autograd", "transforms", "autocast", "implementation", "schemas"]
+OPS = [
+    *("compiled", "plain", "recording", "signatures", "__init__", "followers", "autograd", "transforms", "autocast"),
+    *("left_to_torch", "implementation", "ahead", "gradients", "programs", "configs", "call_cache", "schemas"),
+]
 
 # What every part may import, because these import no part that does anything.
 LEAVES = {

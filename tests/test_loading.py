@@ -21,7 +21,7 @@ from gemmconv.kernels import bind
 from gemmconv.kernels.base import strides_of
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.program import Launch, Program
-from gemmconv.ops import autograd, followers, implementation, plain
+from gemmconv.ops import autograd, call_cache, followers, implementation, recording
 from gemmconv.ops.autograd import Backward
 from gemmconv.ops.schemas import WithoutData
 from gemmconv.runtime import compiler, executor, launch, pool
@@ -230,7 +230,7 @@ def test_pool_threads_do_at_once_what_they_are_asked_to(monkeypatch):
 @pytest.fixture
 def on_gpu(loader, monkeypatch):
     """A layer's tensors on a GPU that is not there, and what is compiled for its backward pass."""
-    monkeypatch.setattr(implementation, "plans", {})
+    monkeypatch.setattr(call_cache, "entries", {})
     monkeypatch.setattr(executor, "prepare", lambda *_: executor.Prepared(lambda *_: 0, None))
 
     def tensors(shape=(2, 64, 16, 16), memory_format=torch.contiguous_format, dtype=torch.float16, grads=(1, 1, 1)):
@@ -262,7 +262,7 @@ def test_backward_pass_compiles_nothing_that_was_not_compiled_ahead(memory_forma
     assert not launch._kernels
     shape = (2, 32, 32, 32)
     grad = WithoutData.of(shape, strides_of(shape, memory_format), torch.float16, GPU)
-    Backward.of(tuple(tensors), OPTIONS).prepared(grad, *tensors[:2], tuple(map(bool, grads)))
+    Backward.of(tuple(tensors), OPTIONS).prepare(grad, *tensors[:2], tuple(map(bool, grads)))
     assert Counter(loader.compiled) == ahead
     assert sum(ahead.values()) == len(launch._kernels)
 
@@ -283,7 +283,7 @@ def test_errors_and_warnings_of_what_is_compiled_ahead_are_left_to_the_call(on_g
     assert [future.exception(timeout=60) for _, future in compilations] == [None] * len(compilations)
     assert not recwarn
     with pytest.warns(RuntimeWarning, match="workspace_limit"):
-        Backward.of(tuple(tensors), options).prepared(
+        Backward.of(tuple(tensors), options).prepare(
             WithoutData.of((1, 32, 128, 128), (1 << 19, 1 << 14, 128, 1), torch.float16, GPU), *tensors[:2], (1, 1, 1)
         )
     bad = autograd.compile_ahead(tuple(tensors), ((0, 0), *OPTIONS[1:]))
@@ -292,15 +292,15 @@ def test_errors_and_warnings_of_what_is_compiled_ahead_are_left_to_the_call(on_g
 
 def test_recorded_calls_compile_ahead_and_others_do_not(on_gpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(plain, "compile_ahead", lambda *call: asked.append(call))
-    monkeypatch.setattr(plain, "prepared", lambda *_: lambda *_: None)
+    monkeypatch.setattr(recording, "compile_ahead", lambda *call: asked.append(call))
+    monkeypatch.setattr(recording, "prepare_call", lambda *_: lambda *_: None)
     tensors = tuple(on_gpu())
-    plain._recording(tensors, OPTIONS)
+    recording.prepare_recording(tensors, OPTIONS)
     assert asked == [(tensors, OPTIONS, None)]
     with torch.no_grad():
-        plain._recording(tensors, OPTIONS)
-    plain._recording(tuple(on_gpu(grads=(0, 0, 0))), OPTIONS)
-    plain._recording(tuple(torch.zeros(one.shape, requires_grad=True) for one in tensors), OPTIONS)
+        recording.prepare_recording(tensors, OPTIONS)
+    recording.prepare_recording(tuple(on_gpu(grads=(0, 0, 0))), OPTIONS)
+    recording.prepare_recording(tuple(torch.zeros(one.shape, requires_grad=True) for one in tensors), OPTIONS)
     assert len(asked) == 1
 
 
@@ -322,7 +322,7 @@ def test_dispatched_calls_compile_ahead_and_fake_tensors_do_not(on_gpu, monkeypa
 
 def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_compiled(on_gpu, loader, monkeypatch):
     """With a real choice of kernels, and threads that work it out."""
-    monkeypatch.setattr(followers, "_uncalled", weakref.WeakValueDictionary())
+    monkeypatch.setattr(followers, "_unguessed", weakref.WeakValueDictionary())
     sizes = (48, 64, 4, 1), (64, 32, 4, 2, 1), (32, 16, 4, 2, 1), (16, 3, 4, 2, 1)
     model, calls = [gemmconv.ConvTranspose2d(*size, bias=False, dtype=torch.float16) for size in sizes], []
     for layer, extent in zip(model, (1, 4, 8, 16), strict=True):
@@ -333,9 +333,9 @@ def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_comp
         layer._parameters["weight"] = given[1].requires_grad_()
         arguments = layer.stride, layer.padding, (0, 0), 1, (1, 1), "auto", None, None
         calls.append(((given[0].requires_grad_(extent > 1), given[1], None), arguments))
-    followers.compile_followers(model[0]._place, model[0], calls[0][0])
+    followers.compile_followers(model[0]._position, model[0], calls[0][0])
     end = time.monotonic() + 60
-    while len(ahead := [one for key, one in implementation.plans.items() if key[0] == "ahead"]) < 6:
+    while len(ahead := [one for key, one in call_cache.entries.items() if key[0] == "ahead"]) < 6:
         assert time.monotonic() < end
         time.sleep(1e-2)
     for future in ahead:
@@ -345,10 +345,10 @@ def test_calls_of_followers_compile_nothing_that_the_first_call_has_not_had_comp
     assert len(compiled) > 3
     for (input, weight, _), arguments in calls[1:]:
         assert autograd.compile_ahead((input, weight, None), arguments) in ahead
-        implementation.prepared("forward", (input, weight, None), None, arguments)
+        implementation.prepare_call("forward", (input, weight, None), None, arguments)
         shape = 16, weight.shape[1], 2 * input.shape[2], 2 * input.shape[3]
         grad = WithoutData.of(shape, strides_of(shape, torch.contiguous_format), torch.float16, GPU)
-        Backward.of((input, weight, None), arguments).prepared(grad, input, weight, (True, True, False))
+        Backward.of((input, weight, None), arguments).prepare(grad, input, weight, (True, True, False))
     assert Counter(loader.compiled) == compiled
     assert len(launch._kernels) == sum(compiled.values())
 

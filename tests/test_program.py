@@ -23,7 +23,8 @@ from gemmconv.kernels.program import (
     Zero,
     one_after_the_other,
 )
-from gemmconv.ops import both_programs, implementation
+from gemmconv.ops import both_programs
+from gemmconv.ops.programs import concatenate
 from gemmconv.selection import Gradients
 from tests import emulator, reference
 from tests.cases import Case
@@ -147,7 +148,7 @@ def test_what_a_gradient_keeps_aside_lies_where_the_next_ones_will_be():
     of_input = Program(
         torch.float32, operands, (Output("grad_input", (300,), (1,)),), (of("grad_output", "grad_input"),)
     )
-    both = implementation._after(of_bias, of_input, ("grad_output",))
+    both = concatenate(of_bias, of_input, ("grad_output",))
     assert [output.name for output in both.outputs] == ["grad_input", "grad_bias"]
     made = [(output.shape, output.strides, torch.float32) for output in both.outputs]
     assert bind._laid_out(both, made) == ({"sums": (0, 0)}, 0)

@@ -5,8 +5,8 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import strides_of
-from gemmconv.ops import implementation
-from gemmconv.ops.implementation import Form
+from gemmconv.ops.configs import Form
+from gemmconv.ops.programs import apply_form
 from tests import emulator
 
 pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
@@ -49,7 +49,7 @@ def check(layer, dtype, layout, widens, poison):
     exact = partials.double().sum(0).permute(0, 2, 3, 1).reshape(problem.weight_shape)
     strides = strides_of(problem.weight_shape, layout)
     form = Form(strides if layout is LAST else None, dtype=torch.float32 if widens else None)
-    program = implementation._in_form(program_of(problem, dtype, slices), form)
+    program = apply_form(program_of(problem, dtype, slices), form)
     assert len(launches(program, (partials,), CPU)) == 1, "one launch does it all"
     poison("cpu")
     found = program.prepare(CPU)(partials)

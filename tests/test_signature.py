@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from gemmconv.extension import exchange_of_tensors, extension
-from gemmconv.ops import plain
+from gemmconv.ops import signatures as keys
 from tests.executor_checks import exchange, keeps_no_memory
 
 needs_the_extension = pytest.mark.skipif(
@@ -80,12 +80,12 @@ def signatures(make):
 
 @needs_the_extension
 def test_both_tell_the_same_calls_apart():
-    in_c, in_python = signatures(plain.signature), signatures(plain._signature)
-    assert plain.signature is not plain._signature
+    in_c, in_python = signatures(keys.call_signature), signatures(keys._call_signature_in_python)
+    assert keys.call_signature is not keys._call_signature_in_python
     assert None not in (*in_c.values(), *in_python.values())
     for one, other in itertools.combinations(in_c, 2):
         assert (in_c[one] == in_c[other]) == (in_python[one] == in_python[other]), (one, other)
-    assert signatures(plain.signature) == in_c
+    assert signatures(keys.call_signature) == in_c
 
 
 @needs_the_extension
@@ -101,18 +101,18 @@ def test_both_tell_the_same_gradients_apart():
     weights = None, WEIGHT, WEIGHT.detach().half()
     calls = [*itertools.product([*grads, grads[0].half()], inputs, weights, asked)]
     with torch.no_grad():
-        in_c = [plain.signature_of_gradient(*call) for call in calls]
-        in_python = [plain._signature_of_gradient(*call) for call in calls]
+        in_c = [keys.gradient_signature(*call) for call in calls]
+        in_python = [keys._gradient_signature_in_python(*call) for call in calls]
     for i, j in itertools.combinations(range(len(calls)), 2):
         assert (in_c[i] == in_c[j]) == (in_python[i] == in_python[j])
-    for make in (plain.signature_of_gradient, plain._signature_of_gradient):
+    for make in (keys.gradient_signature, keys._gradient_signature_in_python):
         assert make(*calls[0]) is None  # gradients are recorded
         with torch.no_grad():
             assert make(BIAS, *calls[0][1:]) is None  # of another class
 
 
 @needs_the_extension
-@pytest.mark.parametrize("make", [plain.signature, plain._signature])
+@pytest.mark.parametrize("make", [keys.call_signature, keys._call_signature_in_python])
 def test_calls_in_a_mode_have_none(make):
     found = []
 
@@ -143,10 +143,10 @@ def test_tensors_without_data_are_not_known():
     functional = [torch._to_functional_tensor(one) for one in (INPUT, empty)]
     zeros = [torch._efficientzerotensor(one.shape) for one in (INPUT, empty)]
     for odd in (INPUT.to_sparse(), INPUT.to("meta"), INPUT.cfloat().conj(), empty, *functional, *zeros):
-        assert plain.signature(odd, WEIGHT, BIAS, b"a") is None
-        assert plain.signature(INPUT, WEIGHT, odd, b"a") is None
+        assert keys.call_signature(odd, WEIGHT, BIAS, b"a") is None
+        assert keys.call_signature(INPUT, WEIGHT, odd, b"a") is None
         with torch.no_grad():
-            assert plain.signature_of_gradient(odd, INPUT, WEIGHT, (True,) * 3) is None
+            assert keys.gradient_signature(odd, INPUT, WEIGHT, (True,) * 3) is None
 
 
 @needs_the_extension
@@ -155,14 +155,14 @@ def test_signatures_keep_no_memory():
 
     def work(rounds):
         for _ in range(rounds):
-            plain.signature(INPUT, WEIGHT, BIAS, said)
-            plain.signature(INPUT.to_sparse(), WEIGHT, None, said)
+            keys.call_signature(INPUT, WEIGHT, BIAS, said)
+            keys.call_signature(INPUT.to_sparse(), WEIGHT, None, said)
             with torch.no_grad():
-                plain.signature_of_gradient(INPUT, None, WEIGHT, asked)
+                keys.gradient_signature(INPUT, None, WEIGHT, asked)
             with torch.autocast("cpu", torch.bfloat16):
-                plain.signature(INPUT, WEIGHT, BIAS, said)
+                keys.call_signature(INPUT, WEIGHT, BIAS, said)
             with pytest.raises(TypeError, match="takes 4 arguments, got 1"):
-                plain.signature(INPUT)
+                keys.call_signature(INPUT)
 
     keeps_no_memory(held, work, (500,), (5000,))
 

@@ -97,7 +97,7 @@ def test_warmup_runs_the_model_once_with_the_gradients_that_are_asked_for():
 def test_warmup_finds_the_calls_without_data():
     model, images = Network(), torch.randn(2, 4, 5, 5)
     before = state_of(model)
-    with module.left_as_it_is(model):
+    with module.preserve_state(model):
         calls = module._calls_of(model, (images,))
     assert_same(before, state_of(model))
     (first, options), (second, _) = calls

@@ -12,9 +12,9 @@ The backward passes go the other way, from columns = im2col(grad_output):
 
 Both gradients at once take the same columns. A contiguous NCHW tensor already is those row-major matrices, and one in
 channels_last their transposes, so nothing is rearranged before a product; outputs are folded, and grad_output is
-unfolded, in NCHW. The columns of a chunk (see ``chunking``) share one workspace. Sums stay in float32 (float64 for float64)
-until the result is written, so 16-bit results are rounded once, and every sum has one order, so results repeat to the
-bit.
+unfolded, in NCHW. The columns of a chunk (see ``chunking``) share one workspace. Sums stay in float32 (float64 for
+float64) until the result is written, so 16-bit results are rounded once, and every sum has one order, so results repeat
+to the bit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""The operators ``torch.ops.gemmconv.*``, a module a job; each imports none but those named after it.
+"""The operators ``torch.ops.gemmconv.*``, one topic a module; a module imports none but those after it in this list.
 
-autograd: gradients and tangents. transforms: the operators as functions, under torch.func too. autocast: casts.
-implementation: plans and prepared calls. schemas: what the operators take and return.
+compiled: lowering by torch.compile. plain: calls past the dispatcher. recording: their autograd nodes. signatures: the
+keys of calls. followers: modules to be called next. autograd: derivatives. transforms: torch.func. autocast: casts.
+left_to_torch: torch's operator. implementation: prepared calls. ahead: compilation in the background. gradients:
+prepared gradients. programs, configs: those of passes. call_cache: calls by signature. schemas: operators' arguments.
 """
 
-from gemmconv.ops.implementation import both_gradients, both_programs, is_left_to_torch, torchs_conv_transpose2d
+from gemmconv.ops.gradients import both_gradients
+from gemmconv.ops.left_to_torch import is_left_to_torch, torchs_conv_transpose2d
+from gemmconv.ops.programs import both_programs
 from gemmconv.ops.transforms import col2im, conv_transpose2d, conv_transpose2d_grads, im2col
 
 __all__ = [

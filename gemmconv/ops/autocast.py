@@ -1,9 +1,9 @@
-"""Autocast, as torch does it for conv_transpose2d: tensors no more precise than float32 take its dtype.
+"""Autocast for conv_transpose2d: tensors no more precise than float32 are cast to autocast's dtype, as torch does it.
 
-One cast of a leaf serves all calls of a region that find the leaf as it was; torch's own does, whatever happens to it.
-torch's cache is not open to others. But torch keeps its cast of a witness there, and our casts are freed with it: they
-hang on its graph's node. A witness takes a step 60 us, so where regions use no cast again, most have none, and each
-call casts for itself.
+One cast of a leaf serves all calls of an autocast region, until the leaf changes; torch's own cached cast is used even
+after that. torch's cache is not open to others. So torch is made to cache its cast of a tensor of ours, the witness,
+and our casts hang on the autograd node of that cast: they are freed when torch clears its cache. A witness costs a step
+60 us. So where regions do not use a cast twice, most regions have no witness, and each call casts for itself.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor
 KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}  # by device type
 EVERY_KEY = torch._C.DispatchKeySet(KEYS["cpu"]) | torch._C.DispatchKeySet(KEYS["cuda"])
 _MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-_WITNESSED_ONE_IN = 61  # calls, where regions use no cast again; a prime, so that it is any call of a region by turns
+_WITNESS_ONE_IN = 61  # calls, where regions use no cast twice; a prime, so that each call of a region has its turn
 
 
-def casts(device_type: str) -> bool:
-    """Whether a call on such a device is to cast: not where autocast is off, or has cast already."""
+def is_autocasting(device_type: str) -> bool:
+    """Whether autocast is on for a device type, and the operator's tensors have not been cast yet."""
     key = KEYS.get(device_type)
     if key is None or not torch.is_autocast_enabled(device_type):
         return False
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
-def casting(operator: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
-    """conv_transpose2d on tensors that autocast has cast."""
+def with_autocast(operator: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
+    """A function that casts the tensors of a call of conv_transpose2d as autocast does, and calls the operator."""
     key = torch._C.DispatchKeySet(KEYS[device_type])
 
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(device_type)
 
-        def lower(tensor: Tensor | None) -> Any:
-            return lowered(tensor, dtype) if tensor is not None and tensor.device.type == device_type else tensor
+        def cast(tensor: Tensor | None) -> Any:
+            return lower(tensor, dtype) if tensor is not None and tensor.device.type == device_type else tensor
 
-        tensors = lower(input), lower(weight), lower(bias)  # while operators autocast
+        tensors = cast(input), cast(weight), cast(bias)  # before the guard: autocast must be on
         with torch._C._ExcludeDispatchKeyGuard(key):
             return operator(*tensors, *arguments)
 
@@ -48,115 +48,109 @@ def casting(operator: Callable[..., Tensor], device_type: str) -> Callable[..., 
 
 
 class Cast(NamedTuple):
-    """A leaf, its cast, and the leaf's version then."""
+    """A leaf, its cast, and the leaf's version when it was cast."""
 
     leaf: Tensor
     cast: Tensor
     version: int
 
 
-class Kept:
-    """Casts of leaves, which serve until torch clears its cache. It is to hold those of what :func:`is_kept` alone."""
+class CastCache:
+    """Casts of leaves that :func:`is_cacheable` allows; it lives until torch clears its own cache."""
 
     def __init__(self, regions: _Regions) -> None:
-        self._regions, self._casts = regions, dict[int, tuple[Cast, int]]()  # and where leaves lie, by their ids
+        self._regions, self._casts = regions, dict[int, tuple[Cast, int]]()  # by id of the leaf, with its address
 
-    def of(self, leaf: Tensor) -> Cast | None:
-        """The cast of a leaf, if it has one of what it is now, as far as its version and its place tell."""
-        found, place = self._casts.get(id(leaf), (None, 0))
-        if found is None or found.version != leaf._version or place != leaf.data_ptr():
+    def find(self, leaf: Tensor) -> Cast | None:
+        """The cast of a leaf, unless the leaf's version or address has changed since."""
+        found, address = self._casts.get(id(leaf), (None, 0))
+        if found is None or found.version != leaf._version or address != leaf.data_ptr():
             return None
         self._regions.share = True
         return found
 
     def add(self, leaf: Tensor, cast: Tensor) -> Cast:
-        """Keep a cast of a leaf."""
         made = Cast(leaf, cast, leaf._version)
         self._casts[id(leaf)] = made, leaf.data_ptr()
         return made
 
 
 class _Region:
-    """What lives as long as torch's cache: no frame of a call holds it, as it may hold what is in it."""
+    """Holds a cache of casts as long as torch's cache lives; frames of calls hold the cache of casts, never this."""
 
     def __init__(self, regions: _Regions) -> None:
-        self.kept = Kept(regions)
+        self.cast_cache = CastCache(regions)
 
 
 class _Regions:
-    """What is known of regions of autocast to a dtype, of one device type."""
+    """The current autocast region of a device type and dtype, and whether regions use casts more than once."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         with ThreadPoolExecutor(1) as fresh:  # a thread in no mode
-            self._witness, self._operand = fresh.submit(self._made, device, dtype).result()
+            self._witness, self._operand = fresh.submit(self._make_witness, device, dtype).result()
         self._current: Callable[[], _Region | None] = lambda: None
-        self._unwitnessed = 0  # calls
-        self.share = True  # whether the last that had a witness used a cast again
+        self._calls_without_witness = 0
+        self.share = True  # whether the last region with a witness used a cast again
 
     @staticmethod
-    def _made(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _make_witness(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         witness = torch.empty(0, 0, dtype=torch.float32, device=device, requires_grad=True)
         return witness, torch.empty(0, 0, dtype=dtype, device=device)
 
-    def kept(self) -> Kept | None:
-        """See :func:`kept`."""
+    def cast_cache(self) -> CastCache | None:
+        """See :func:`cast_cache`."""
         if (region := self._current()) is not None:
-            return region.kept
+            return region.cast_cache
         if not self.share:
-            self._unwitnessed += 1
-            if self._unwitnessed % _WITNESSED_ONE_IN:
+            self._calls_without_witness += 1
+            if self._calls_without_witness % _WITNESS_ONE_IN:
                 return None
         self.share = False
-        with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_MODES):  # dispatch modes are shown none of this
-            # Saves nothing, so calls no hook of saved tensors.
+        with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_MODES):  # no dispatch mode sees it
+            # addmm saves none of these tensors, so no hook of saved tensors is called.
             result: Any = torch.addmm(self._witness, self._operand, self._operand)
-        of_node: dict[Any, Any] = result.grad_fn.next_functions[0][0].metadata  # of the node that torch's cast owns
-        region = of_node.setdefault("gemmconv", _Region(self))
+        metadata: dict[Any, Any] = result.grad_fn.next_functions[0][0].metadata  # torch's cached cast owns this node
+        region = metadata.setdefault("gemmconv", _Region(self))
         self._current = weakref.ref(region)
-        return region.kept
+        return region.cast_cache
 
 
 _regions: dict[tuple[str, torch.dtype], _Regions] = {}  # by device type and autocast's dtype
 
 
-def kept(device: torch.device, dtype: torch.dtype) -> Kept | None:
-    """What holds casts until torch clears its cache, to be called under autocast with its dtype.
-
-    None where calls are to cast for themselves.
-    """
+def cast_cache(device: torch.device, dtype: torch.dtype) -> CastCache | None:
+    """The cache of casts of the current autocast region, which has this dtype; None if calls cast for themselves."""
     key = device.type, dtype
     regions = _regions.get(key)
     if regions is None:
         regions = _regions[key] = _Regions(device, dtype)
-    return regions.kept()
+    return regions.cast_cache()
 
 
 def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor of autocast's device has under autocast with this dtype."""
+    """The dtype that autocast to ``dtype`` gives a tensor on its device."""
     return dtype if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
 
 
-def lowered(tensor: Tensor | None, dtype: torch.dtype) -> Any:
-    """The tensor as autocast, with this dtype, has it; to be called under it."""
+def lower(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    """Cast a tensor as autocast to ``dtype``, which must be on, casts it."""
     if tensor is None or tensor.dtype == dtype_of(tensor, dtype):
         return tensor
     return to_autocast_dtype(tensor, dtype)
 
 
 def to_autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, to be called under autocast with autocast's dtype."""
-    if not is_kept(tensor):
+    """``tensor.to(dtype)``, from the cache if it is there; autocast must be on, and ``dtype`` be its dtype."""
+    if not is_cacheable(tensor) or (cache := cast_cache(tensor.device, dtype)) is None:
         return tensor.to(dtype)
-    if (casts := kept(tensor.device, dtype)) is None:
-        return tensor.to(dtype)
-    if (found := casts.of(tensor)) is not None and found.cast.requires_grad:
+    if (found := cache.find(tensor)) is not None and found.cast.requires_grad:
         return found.cast
     with torch.enable_grad():  # one cast serves calls with and without gradients
-        return casts.add(tensor, tensor.to(dtype)).cast
+        return cache.add(tensor, tensor.to(dtype)).cast
 
 
-def is_kept(tensor: Tensor) -> bool:
-    """Whether torch keeps its cast of a tensor, and we can have it or know how long."""
+def is_cacheable(tensor: Tensor) -> bool:
+    """Whether torch would cache its cast of a tensor, and we can tell how long."""
     return (
         tensor.requires_grad
         and tensor.dtype == torch.float32
@@ -167,5 +161,5 @@ def is_kept(tensor: Tensor) -> bool:
         and (type(tensor) is Tensor or type(tensor) is torch.nn.Parameter)
         and not torch.is_inference_mode_enabled()
         and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None  # torch.jit.trace wants all that is done in its graph
+        and torch._C._get_tracing_state() is None  # torch.jit.trace needs the cast in its graph
     )

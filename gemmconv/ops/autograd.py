@@ -1,9 +1,9 @@
-"""Gradients and tangents of the operators, made of the operators themselves.
+"""Gradients and tangents of the operators, computed by the operators themselves.
 
 A transposed convolution and its two gradients are closed under differentiation: each is linear in either of its
-tensors, and its derivatives are the other two. So a backward pass is made of the same operators, and so is the backward
-pass of that; where both gradients are wanted, one operator gives them, so that they share what is done to grad_output.
-im2col and col2im are each other's derivative.
+tensors, and its derivatives are the other two. So a backward pass calls these operators, and so does the backward pass
+of that. Where both gradients are needed one operator computes them, so that they share conversions of grad_output. The
+derivative of im2col is col2im, and that of col2im is im2col.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from torch.autograd import forward_ad
 from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.kernels.base import Pass, strides_of, with_strides
 from gemmconv.kernels.program import Launch
+from gemmconv.ops.ahead import compile_in_background, launches_of
 from gemmconv.ops.autocast import EVERY_KEY
-from gemmconv.ops.implementation import Form, ahead_of, bias_gradient, launches_of, prepared, signature, without_data
+from gemmconv.ops.call_cache import tensor_signature
+from gemmconv.ops.configs import Form
+from gemmconv.ops.gradients import bias_gradient
+from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
     OPERATORS,
     Arguments,
@@ -28,40 +32,41 @@ from gemmconv.ops.schemas import (
     WithoutData,
     checked_problem,
     memory_format,
-    of_plain,
     register,
+    with_plain_tensors,
+    without_data,
 )
 from gemmconv.ops.transforms import (
     Rules,
-    carry,
     col2im,
     conv_transpose2d,
     conv_transpose2d_grads,
     conv_transpose2d_input_grad,
     conv_transpose2d_weight_grad,
     im2col,
+    register_rules,
 )
 
 
 def _conv_transpose2d_uncast(*inputs: Any) -> Tensor:
-    """Gradients and tangents are of the dtypes that the call had, wherever they are computed."""
+    """conv_transpose2d without autocast: gradients and tangents have the dtypes of the forward call."""
     with torch._C._ExcludeDispatchKeyGuard(EVERY_KEY):
         return conv_transpose2d(*inputs)
 
 
-Asked = tuple[bool, bool, bool]  # whether the gradient is, of input, weight and bias
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # in the same order
+Needs = tuple[bool, bool, bool]  # whether a backward pass needs the gradient of input, weight and bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
 
 
 class Backward(NamedTuple):
-    """What a backward pass needs to know of the forward pass beside its tensors.
+    """The backward pass of a forward call: its shapes and arguments without its tensors.
 
     Attributes:
         input_size: ``(height, width)``.
-        weight_shape: of the weight.
-        weight_strides: those of a weight that is dense, which its gradient gets; else optimizers and DDP would copy it
-            each time.
-        options: what follows the tensors of the operator.
+        weight_shape: shape of the weight.
+        weight_strides: strides of a dense weight, else None. The gradient gets them, so that optimizers and DDP need
+            not copy it at each step.
+        options: arguments of the operator after its tensors.
     """
 
     input_size: Any
@@ -71,16 +76,16 @@ class Backward(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Tensors, options: Arguments) -> Backward:
-        """Of an operator's call."""
+        """The backward pass of a call of conv_transpose2d."""
         input, weight = tensors[:2]
         dense = not torch._C._are_functorch_transforms_active() and (
             weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
         )
         return cls(input.shape[2:], weight.shape, weight.stride() if dense else None, options)
 
-    def __call__(self, grad: Tensor, input: Any, weight: Any, asked: Asked) -> Gradients:
-        """The gradients that are asked for, by operators, so that they can be differentiated in turn."""
-        of_input, of_weight, of_bias = asked
+    def __call__(self, grad: Tensor, input: Any, weight: Any, needs: Needs) -> Gradients:
+        """Compute the gradients that are needed, by operators, so that they can be differentiated in turn."""
+        of_input, of_weight, of_bias = needs
         grad_input = grad_weight = None
         if of_input and of_weight:
             grad_input, grad_weight = conv_transpose2d_grads(grad, input, weight, *self.options)
@@ -101,19 +106,17 @@ class Backward(NamedTuple):
             return grad_input, grad_weight, grad.sum((0, 2, 3))
         return grad_input, grad_weight, bias_gradient(grad)
 
-    def prepared(
-        self, grad: Tensor, input: Any, weight: Any, asked: Asked, dtype: torch.dtype | None = None
+    def prepare(
+        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
     ) -> Callable[..., Gradients]:
-        """What computes the same from tensors of such strides, without the dispatcher.
+        """Prepare a call that computes the gradients from tensors of these strides without the dispatcher.
 
-        Args:
-            grad, input, weight, asked: as the call's.
-            dtype: of the weight's and the bias's gradient, if it is another.
+        ``dtype`` is the dtype of the weight's and the bias's gradient, if it is not that of ``grad``.
         """
-        of_input, of_weight, of_bias = asked
+        of_input, of_weight, of_bias = needs
         if not (of_input or of_weight):
             return lambda grad, input, weight: (None, None, bias_gradient(grad) if of_bias else None)
-        one = prepared(*self._operator(grad, input, weight, asked, dtype))
+        one = prepare_call(*self._operator(grad, input, weight, needs, dtype))
         if of_input and of_weight:
             return one if of_bias else lambda grad, input, weight: (*one(grad, input, weight), None)
         if of_input and of_bias:
@@ -125,16 +128,16 @@ class Backward(NamedTuple):
         return lambda grad, input, weight: (None, one(grad, input), None)
 
     def launches(
-        self, grad: Tensor, input: Any, weight: Any, asked: Asked, dtype: torch.dtype | None = None
+        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None = None
     ) -> list[Launch]:
-        """The launches of what :meth:`prepared` returns, from tensors that may be without data."""
-        return launches_of(*self._operator(grad, input, weight, asked, dtype)) if any(asked[:2]) else []
+        """The launches of the call that :meth:`prepare` prepares; tensors may be without data."""
+        return launches_of(*self._operator(grad, input, weight, needs, dtype)) if any(needs[:2]) else []
 
     def _operator(
-        self, grad: Tensor, input: Any, weight: Any, asked: Asked, dtype: torch.dtype | None
+        self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None
     ) -> tuple[Pass, Tensors, Any, Arguments, Form]:
-        """The operator that has the gradients, and how they are returned, as :func:`prepared` takes them."""
-        of_input, of_weight, of_bias = asked
+        """The arguments of :func:`prepare_call` for the operator that computes the needed gradients."""
+        of_input, of_weight, of_bias = needs
         form = Form(self._weight_format() if of_weight else None, of_bias, dtype)
         if of_input and of_weight:
             return "grads", (grad, input, weight), None, self.options, form
@@ -149,37 +152,34 @@ class Backward(NamedTuple):
 
 
 def compile_ahead(tensors: Tensors, options: Arguments, dtype: torch.dtype | None = None) -> Future[Any] | None:
-    """Choose and compile in the background what a call's backward pass, if one follows, is expected to want.
+    """Choose and compile in the background the kernels that a call's backward pass is expected to launch.
 
-    That is the gradients of all tensors that require one, from a grad_output in the output's format.
-
-    Args:
-        tensors, options: of the operator's call; the bias may be None.
-        dtype: of the weight's and the bias's gradient, if it is another.
+    It is expected to need the gradients of all tensors that require one, and a grad_output in the output's format.
+    ``dtype`` is the dtype of the weight's and the bias's gradient, if it is not the input's.
     """
     of_input, of_weight, of_bias = (one is not None and one.requires_grad for one in tensors)
-    asked = of_input, of_weight, of_bias
+    needs = of_input, of_weight, of_bias
 
-    def of_backward() -> Callable[[], list[Launch]]:
+    def make_launches() -> Callable[[], list[Launch]]:
         backward, (input, weight, bias) = Backward.of(tensors, options), map(without_data, tensors)
 
         def launches() -> list[Launch]:
             problem = checked_problem("conv_transpose2d", (input, weight, bias), None, options)
             strides = strides_of(problem.output_shape, memory_format(input, weight))
             grad = WithoutData.of(problem.output_shape, strides, input.dtype, input.device)
-            return backward.launches(grad, input, weight, asked, dtype)
+            return backward.launches(grad, input, weight, needs, dtype)
 
         return launches
 
-    key = *map(signature, tensors), asked, repr(options), dtype
-    return ahead_of(key, tensors[0].device, of_backward)
+    key = *map(tensor_signature, tensors), needs, repr(options), dtype
+    return compile_in_background(key, tensors[0].device, make_launches)
 
 
-# Gradients. That of a setting is None.
+# Gradients. An argument that is no tensor has the gradient None.
 
 
 def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None:
-    """Keep what the gradients that can be asked for need: a frozen weight's layer does not keep its input."""
+    """Save only the tensors that possible gradients need: a layer whose weight is frozen does not save its input."""
     input, weight = inputs[:2]
     of_input, of_weight = ctx.needs_input_grad[:2]
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:  # tangents need both
@@ -193,10 +193,10 @@ def _conv_transpose2d_setup(ctx: Any, inputs: Arguments, output: Tensor) -> None
         compile_ahead(tensors, ctx.options)
 
 
-def is_asked_for(ctx: Any, index: int) -> bool:
-    """Whether this backward pass wants the gradient of a tensor that requires one: autograd.grad may want others.
+def is_needed(ctx: Any, index: int) -> bool:
+    """Whether this backward pass needs the gradient of a tensor; autograd.grad may be asked for others only.
 
-    torch tells it of the node that the gradient would go to, and refuses to of leaves that autograd.grad asks for.
+    torch answers that for the node that the gradient would go to, and refuses to for leaves that autograd.grad names.
     """
     if not ctx.needs_input_grad[index]:
         return False
@@ -207,8 +207,8 @@ def is_asked_for(ctx: Any, index: int) -> bool:
 
 
 def _conv_transpose2d_backward(ctx: Any, grad: Tensor) -> Arguments:
-    asked = is_asked_for(ctx, 0), is_asked_for(ctx, 1), ctx.has_bias and is_asked_for(ctx, 2)
-    gradients = ctx.of_backward(grad, *ctx.saved_tensors, asked)
+    needs = is_needed(ctx, 0), is_needed(ctx, 1), ctx.has_bias and is_needed(ctx, 2)
+    gradients = ctx.of_backward(grad, *ctx.saved_tensors, needs)
     if not ctx.has_bias:
         return gradients[:2]
     return *gradients, *[None] * len(ctx.options)
@@ -331,14 +331,14 @@ def _col2im_tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
 
 
 def _with_gradient(compute: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
-    """``compute`` with a gradient where one is asked for.
+    """``compute`` with an autograd node if gradients are recorded.
 
-    torch.library.register_autograd does the same for 50 us more of every call that needs gradients.
+    torch.library.register_autograd would do this, but costs every call that needs gradients 50 us more.
     """
     setup, gradient, tangent = rules
 
     class Function(torch.autograd.Function):
-        backward, jvp = staticmethod(of_plain(gradient)), staticmethod(of_plain(tangent))
+        backward, jvp = staticmethod(with_plain_tensors(gradient)), staticmethod(with_plain_tensors(tangent))
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -372,4 +372,4 @@ _RULES: dict[str, Rules] = {
 }
 for _name, _rules in _RULES.items():
     register(_name, _with_gradient(_below_autograd(OPERATORS[_name]), _rules), "Autograd")
-    carry(_name, _rules)
+    register_rules(_name, _rules)

@@ -1,4 +1,4 @@
-"""The operators' schemas, the problem that a call poses, and fakes: the results of calls without data."""
+"""The operators' schemas, the checked problem of a call, and fakes: functions that give its results without data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from gemmconv import validation
 from gemmconv.dispatch import as_plain
 from gemmconv.geometry import Pair, Problem
-from gemmconv.kernels.base import Precision
+from gemmconv.kernels.base import Pass, Precision
 from gemmconv.selection import NAMES
 
 _OPTIONS = (
@@ -30,11 +30,11 @@ _SCHEMAS = {
 }
 
 Tensors = tuple[Any, ...]  # tensors, the bias perhaps None
-Arguments = tuple[Any, ...]  # what follows an operator's tensors; the dispatcher leaves trailing defaults out
+Arguments = tuple[Any, ...]  # those after an operator's tensors; the dispatcher leaves trailing defaults out
 
 
 class Options(NamedTuple):
-    """What every convolution operator takes after its tensors and sizes."""
+    """The arguments of every convolution operator after its tensors and sizes."""
 
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
@@ -51,7 +51,7 @@ class Options(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What im2col and col2im take after their tensor and output size."""
+    """The arguments of im2col and col2im after their tensor and output size."""
 
     kernel_size: Pair
     dilation: Pair = (1, 1)
@@ -59,24 +59,25 @@ class Window(NamedTuple):
     stride: Pair = (1, 1)
 
 
-def hashable(arguments: Arguments) -> list[Any]:
+def as_hashable(arguments: Arguments) -> list[Any]:
     return [tuple(item) if isinstance(item, list) else item for item in arguments]
 
 
-# Problems: what a call means, checked. For real tensors once a plan, for fake ones at every call.
+# Problems. They are checked once for each prepared call, and at every call of a fake.
 
 
 def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Arguments) -> Problem:
-    """The problem of a convolution operator's call; ``arguments`` as the dispatcher gives them, or Options.
+    """The problem of a call of the convolution operator ``where``, after all checks of its arguments.
 
-    ``sizes`` is the input's or the weight's, of a call that gives its gradient and not the tensor; else None.
+    ``sizes`` is the height and width of a tensor whose gradient is computed without it, else None. ``arguments`` are
+    those that follow, as the dispatcher passes them, or Options.
     """
-    options = Options(*hashable(arguments))
+    options = Options(*as_hashable(arguments))
     validation.choice(where, options.algorithm, NAMES, options.precision, options.workspace_limit)
     validation.in_64_bits(where, zip(Options._fields, options, strict=True))
     named = tuple(zip(ARGUMENT_NAMES[where], tensors, strict=False))
-    given: Any = dict(named)
-    input, weight, grad_output = given.get("input"), given.get("weight"), given.get("grad_output")
+    by_name: Any = dict(named)
+    input, weight, grad_output = by_name.get("input"), by_name.get("weight"), by_name.get("grad_output")
     if grad_output is not None:
         validation.rank4(where, named[:1] if sizes is None else named)
     input_shape = (grad_output.shape[0], weight.shape[0], *sizes) if input is None else input.shape
@@ -89,7 +90,7 @@ def checked_problem(where: str, tensors: Tensors, sizes: Any, arguments: Argumen
     if grad_output is not None:
         validation.shape(where, "grad_output", grad_output.shape, problem.output_shape)
     else:
-        validation.bias_shape(where, given["bias"], problem.out_channels)
+        validation.bias_shape(where, by_name["bias"], problem.out_channels)
         validation.sizes(where, problem, input.dtype.itemsize)
     return problem
 
@@ -121,7 +122,7 @@ def memory_format(first: Tensor, second: Tensor) -> torch.memory_format:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether torch takes a 4-D tensor for channels_last: by its strides, C innermost, then W, H and N."""
+    """Whether torch calls a 4-D tensor channels_last: its strides have C innermost, then W, H and N."""
     size, stride = tensor.shape, tensor.stride()
     if stride[1] == 0:
         return False
@@ -129,31 +130,43 @@ def _is_channels_last(tensor: Tensor) -> bool:
     for axis in (1, 3, 2, 0):
         if size[axis] == 0 or stride[axis] < least:
             return False
-        if axis == 0 and least == stride[1]:  # all other extents are 1: torch takes that for contiguous
+        if axis == 0 and least == stride[1]:  # all other extents are 1: torch calls that contiguous
             return False
         least = stride[axis] * max(1, size[axis])
     return True
 
 
-# Fakes: the same checks, and the shape, strides and dtype that the implementation gives.
+# Fakes. They make the checks of the implementation, and give the shape, strides and dtype of its result.
 
 
 class WithoutData(Tensor):
-    """What a call is prepared by: shape, strides, dtype and device of a tensor, on a GPU that need not be there."""
+    """Shape, strides, dtype and device of a tensor, by which a call is prepared; the device need not exist."""
 
     @staticmethod
     def of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> WithoutData:
-        """A tensor of this kind."""
         make = Tensor._make_wrapper_subclass
         made: WithoutData = make(WithoutData, shape, strides=strides, dtype=dtype, device=device)
         return made
 
-    # Its attributes are then read as fast as a tensor's.
+    # With torch functions disabled, attributes are read as fast as a tensor's.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, *_: Any) -> NoReturn:
         raise NotImplementedError(f"{operator} of a tensor without data")
+
+
+def without_data(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Any:
+    """A tensor's shape, strides, device and requires_grad, and its dtype or ``dtype``."""
+    if tensor is None:
+        return None
+    made = WithoutData.of(tensor.shape, tensor.stride(), dtype or tensor.dtype, tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def with_parameter_dtype(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """A forward call's tensors, with weight and bias replaced by tensors without data of this dtype if one is given."""
+    return tensors if dtype is None else (tensors[0], *(without_data(one, dtype) for one in tensors[1:]))
 
 
 def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -182,12 +195,12 @@ def _grads_fake(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: 
 
 
 def _im2col_fake(input: Tensor, *arguments: Any) -> Tensor:
-    problem = im2col_problem(input, Window(*hashable(arguments)))
+    problem = im2col_problem(input, Window(*as_hashable(arguments)))
     return _empty((problem.batch, problem.gemm_m, problem.gemm_n), input)
 
 
 def _col2im_fake(columns: Tensor, output_size: Any, *arguments: Any) -> Tensor:
-    problem = col2im_problem(columns, tuple(output_size), Window(*hashable(arguments)))
+    problem = col2im_problem(columns, tuple(output_size), Window(*as_hashable(arguments)))
     return _empty(problem.output_shape, columns)
 
 
@@ -206,18 +219,22 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
 OPERATORS: dict[str, Any] = {name: getattr(torch.ops.gemmconv, name).default for name in _SCHEMAS}
 ARGUMENT_NAMES = {name: [one.name for one in operator._schema.arguments] for name, operator in OPERATORS.items()}
-TENSOR_COUNTS = {  # its first arguments
+TENSOR_COUNTS = {  # tensors come first among the arguments
     name: sum("Tensor" in str(one.type) for one in operator._schema.arguments) for name, operator in OPERATORS.items()
 }
 _WITH_SIZES = {name for name, count in TENSOR_COUNTS.items() if ARGUMENT_NAMES[name][count].endswith("_size")}
 
 
-def taken_apart(where: str, inputs: Arguments) -> tuple[Tensors, Any, Arguments]:
-    """What a convolution operator is called with: its tensors, the sizes of one that it gives, or None, and the rest.
+def operator_name(direction: Pass) -> str:
+    return "conv_transpose2d" if direction == "forward" else f"conv_transpose2d_{direction}"
 
-    >>> taken_apart("conv_transpose2d", ("input", "weight"))
+
+def split_arguments(where: str, inputs: Arguments) -> tuple[Tensors, Any, Arguments]:
+    """The arguments of a convolution operator: tensors, the height and width of the gradient or None, and the others.
+
+    >>> split_arguments("conv_transpose2d", ("input", "weight"))
     (('input', 'weight', None), None, ())
-    >>> taken_apart("conv_transpose2d_input_grad", ("grad_output", "weight", [5, 7], [2, 2]))
+    >>> split_arguments("conv_transpose2d_input_grad", ("grad_output", "weight", [5, 7], [2, 2]))
     (('grad_output', 'weight'), (5, 7), ([2, 2],))
     """
     count = TENSOR_COUNTS[where]
@@ -229,10 +246,10 @@ def taken_apart(where: str, inputs: Arguments) -> tuple[Tensors, Any, Arguments]
 
 
 def register(name: str, call: Callable[..., Any], key: str) -> None:
-    """Have ``call`` serve a dispatch key of an operator, given plain tensors: methods of others may not be torch's."""
+    """Register ``call`` for a dispatch key; it gets plain tensors, since a subclass may have methods of its own."""
     _library.impl(name, lambda *inputs: call(*as_plain(inputs)), key)
 
 
-def of_plain(derivative: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient or tangent, given plain tensors as well: those of a hook or a user may be others."""
-    return lambda ctx, *given: derivative(ctx, *as_plain(given))
+def with_plain_tensors(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a gradient or tangent receive plain tensors: a hook or a user may have passed a subclass."""
+    return lambda ctx, *inputs: derivative(ctx, *as_plain(inputs))

@@ -1,0 +1,94 @@
+"""Compiles in the background what later calls on a GPU will launch; results never depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from gemmconv import selection
+from gemmconv.algorithms.gemm_col2im import ahead
+from gemmconv.kernels.base import Pass, why_no_kernels
+from gemmconv.kernels.forms import launches
+from gemmconv.kernels.program import Launch
+from gemmconv.ops.call_cache import find_or_make, tensor_signature
+from gemmconv.ops.configs import Form, bias_grad_config, default_form, pass_configs
+from gemmconv.ops.programs import apply_form, bias_grad_program, programs_of
+from gemmconv.ops.schemas import (
+    ARGUMENT_NAMES,
+    Arguments,
+    Options,
+    Tensors,
+    as_hashable,
+    checked_problem,
+    operator_name,
+    with_parameter_dtype,
+    without_data,
+)
+
+
+def launches_of(
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form | None = None
+) -> list[Launch]:
+    """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
+    options, where, first = Options(*as_hashable(arguments)), operator_name(direction), tensors[0]
+    form = form or default_form(direction, tensors)
+    current = selection.torch_precision(first.dtype, first.device)
+    problem = checked_problem(where, tensors, sizes, options)
+    config, weight_config = pass_configs(direction, problem, tensors, options, current)
+    programs = programs_of(direction, config, weight_config, options.algorithm, where)
+    if form.with_bias and (of_bias := bias_grad_program(bias_grad_config(first))) is not None:
+        programs.append(of_bias)
+    if direction == "forward":
+        tensors = with_parameter_dtype(tensors, form.dtype)
+    else:
+        programs = [apply_form(program, form) for program in programs]
+    by_name = dict(zip(ARGUMENT_NAMES[where], tensors, strict=False))
+    calls = [(program, tuple(by_name[name] for name in program.arguments)) for program in programs]
+    return [launch for program, operands in calls for launch in launches(program, operands, config.device)]
+
+
+def compile_in_background(
+    key: Hashable, device: torch.device, make_launches: Callable[[], Callable[[], Iterable[Launch]]]
+) -> Future[Any] | None:
+    """Have other threads compile the launches of a call, once for each key.
+
+    Errors are dropped, since the call itself raises them. Returns None where kernels are not available.
+
+    Args:
+        key: signature of the call.
+        device: where it computes.
+        make_launches: returns a function that lists the launches; that function must hold no data.
+    """
+
+    def compile() -> Future[Any] | None:
+        if why_no_kernels(device) is not None:
+            return None
+        from gemmconv.kernels import bind  # needs the CUDA packages, which are there
+
+        list_launches = make_launches()
+
+        def list_ahead() -> Iterable[Launch]:
+            token = ahead.set(True)
+            try:
+                return list_launches()
+            finally:
+                ahead.reset(token)
+
+        return bind.compile_ahead(list_ahead, device)
+
+    future: Future[Any] | None = find_or_make(("ahead", key), compile) if device.type == "cuda" else None
+    return future
+
+
+def compile_forward_ahead(tensors: Tensors, arguments: Arguments) -> Future[Any] | None:
+    """Choose and compile in the background what a forward pass launches; see :func:`compile_in_background`."""
+
+    def make_launches() -> Callable[[], list[Launch]]:
+        operands = tuple(map(without_data, tensors))
+        return lambda: launches_of("forward", operands, None, arguments)
+
+    key = "forward", *map(tensor_signature, tensors), repr(arguments)
+    return compile_in_background(key, tensors[0].device, make_launches)

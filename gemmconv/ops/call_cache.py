@@ -1,0 +1,32 @@
+"""The cache of prepared calls, and of answers about calls: a dictionary by signature that drops its oldest entry."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor
+
+from gemmconv import tuned
+
+entries: dict[Hashable, Any] = {}
+tuned.on_change.append(entries.clear)  # calls that were prepared before are then prepared and chosen anew
+_lock = threading.Lock()  # held while an entry is added
+_MOST_ENTRIES = 4096
+
+
+def find_or_make(key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return the entry of a key; where there is none, make it and add it."""
+    entry = entries.get(key)
+    if entry is None:
+        entry = make()
+        with _lock:
+            if len(entries) >= _MOST_ENTRIES:
+                del entries[next(iter(entries))]
+            entries[key] = entry
+    return entry
+
+
+def tensor_signature(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

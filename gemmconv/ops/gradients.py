@@ -1,0 +1,150 @@
+"""Prepared calls of gradients: the input's, the weight's, both together, and the bias's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemmconv import selection
+from gemmconv.algorithms.fallback import with_fallback
+from gemmconv.device import make_current
+from gemmconv.kernels.base import Config, Pass, with_strides
+from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_nchw
+from gemmconv.kernels.program import Program
+from gemmconv.ops.call_cache import find_or_make, tensor_signature
+from gemmconv.ops.configs import DEFAULT_FORM, Form, bias_grad_config
+from gemmconv.ops.programs import apply_form, bias_grad_program, both_programs, concatenate, gradient_programs
+from gemmconv.ops.schemas import Tensors
+
+
+def prepare_gradients(
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: Form = DEFAULT_FORM
+) -> Callable[..., Any]:
+    """Prepare both gradients as they were chosen, from (grad_output, input, weight)."""
+    if (program := both_programs(gradients, config, weight_config)) is not None:
+        return bind_gradients(program, tensors, form)
+    if (mixed := _prepare_mixed(gradients, config, weight_config, tensors, form)) is not None:
+        return mixed
+    if gradients.via_channels_last:
+        last = replace(config, memory_format=torch.channels_last)
+        call = prepare_via_channels_last(config, both_gradients(gradients, last, last), gradients.transposes_weight)
+    else:
+        call = both_gradients(gradients, config, weight_config)
+    return convert_results("grads", call, tensors[0], form)
+
+
+def both_gradients(
+    gradients: selection.Gradients, config: Config, weight_config: Config
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is transposed once."""
+    if gradients.at_once or gradients.are_torchs_in_one_call(config, weight_config):
+        return gradients.input_grad.grads(config, weight_config)
+    transpose = to_nchw(config, config.problem.output_shape) if gradients.share else None
+    input_grad = gradients.input_grad.input_grad(config)
+    weight_grad = gradients.weight_grad.weight_grad(weight_config)
+
+    def call(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if transpose is not None:
+            grad_output = transpose(grad_output)
+        return input_grad(grad_output, weight), weight_grad(grad_output, input)
+
+    return call
+
+
+def _prepare_mixed(
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: Form
+) -> Callable[..., Any] | None:
+    """Prepare both gradients where torch's operator computes one of them and a program the other, else None."""
+    if config.device.type != "cuda" or gradients.via_channels_last or gradients.at_once or gradients.share:
+        return None
+    of_input, of_weight = gradient_programs(gradients, config, weight_config)
+    grad_output, input, weight = tensors
+    if of_input is None and of_weight is not None:
+        torchs, ours = gradients.input_grad.input_grad(config), bind_gradients(of_weight, (grad_output, input), form)
+
+        def by_torch_and_us(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            found = ours(grad_output, input)
+            return torchs(grad_output, weight), *(found if form.with_bias else (found,))
+
+        return by_torch_and_us
+    if of_input is not None and of_weight is None:
+        torchs = gradients.weight_grad.weight_grad(weight_config)
+        torchs = convert_results("weight_grad", torchs, grad_output, form._replace(with_bias=False))
+        ours = bind_gradients(of_input, (grad_output, weight), form)
+
+        def by_us_and_torch(grad_output: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            first, *bias = ours(grad_output, weight) if form.with_bias else (ours(grad_output, weight),)
+            return first, torchs(grad_output, input), *bias
+
+        return by_us_and_torch
+    return None
+
+
+def bind_gradients(program: Program, tensors: Tensors, form: Form) -> Callable[..., Any]:
+    """Bind a program of gradients to tensors of these strides; its call returns the gradients in this form."""
+    grad_output = tensors[0]
+    of_bias = bias_grad_program(bias_grad_config(grad_output)) if form.with_bias else None
+    if of_bias is not None:
+        program = concatenate(of_bias, program, program.arguments)
+    call = apply_form(program, form).bound(grad_output.device, tensors)
+    return call if of_bias is not None else _add_bias_gradient(call, grad_output, form)
+
+
+def convert_results(direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: Form) -> Callable[..., Any]:
+    """A call that returns the gradients of torch's operator in this form; the weight's is the last of ``call``."""
+    strides, dtype = form.weight_format, form.dtype
+    if direction != "input_grad" and strides is not None:
+        if (returning := getattr(call, "returning", None)) is not None:  # one call of torch's writes these strides
+            call = returning(strides)
+        else:
+            call = _convert_last(call, lambda one: with_strides(one, strides))
+    if direction != "input_grad" and dtype is not None:
+        call = _convert_last(call, lambda one: one.to(dtype))
+    return _add_bias_gradient(call, grad_output, form)
+
+
+def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def converting(*tensors: Tensor) -> Any:
+        results = call(*tensors)
+        return (*results[:-1], convert(results[-1])) if isinstance(results, tuple) else convert(results)
+
+    return converting
+
+
+def _add_bias_gradient(call: Callable[..., Any], grad_output: Tensor, form: Form) -> Callable[..., Any]:
+    """A call that returns the bias's gradient after those of ``call`` if the form asks for it."""
+    if not form.with_bias:
+        return call
+    bias_gradient = _prepare_bias_gradient(grad_output, form)  # by a kernel, whatever computes the others
+
+    def with_bias(grad_output: Tensor, *tensors: Tensor) -> Any:
+        results = call(grad_output, *tensors)
+        grad_bias = bias_gradient(grad_output)
+        return (*results, grad_bias) if isinstance(results, tuple) else (results, grad_bias)
+
+    return with_bias
+
+
+def bias_gradient(grad_output: Tensor) -> Tensor:
+    """Sum a dense grad_output over images and pixels, to the same bits as in a call of several gradients."""
+    with make_current(grad_output.device):
+        key = "bias_grad", tensor_signature(grad_output)
+        call: Callable[[Tensor], Tensor] = find_or_make(key, lambda: _prepare_bias_gradient(grad_output, DEFAULT_FORM))
+        return call(grad_output)
+
+
+def _prepare_bias_gradient(grad_output: Tensor, form: Form) -> Callable[[Tensor], Tensor]:
+    def by_torch() -> Callable[[Tensor], Tensor]:
+        return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
+
+    def by_kernel() -> Callable[[Tensor], Tensor]:
+        program = bias_grad_program(bias_grad_config(grad_output))
+        if program is None:
+            return by_torch()
+        return apply_form(program, form).bound(grad_output.device, (grad_output,))
+
+    return with_fallback(grad_output.device, by_kernel, by_torch)

@@ -1,0 +1,73 @@
+"""Calls that torch's own operator serves, and the checks of their arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemmconv import selection
+from gemmconv.algorithms.fallback import warn_once
+from gemmconv.device import spec_of
+from gemmconv.kernels.base import missing
+from gemmconv.ops.call_cache import find_or_make
+from gemmconv.ops.configs import config_of
+from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem
+
+
+def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """Call torch's own operator, which takes every mode and kind of tensor, after the checks that ours makes."""
+    if not torch.compiler.is_compiling():  # a graph that is traced has no sizes yet
+        tensors = input, weight, bias
+        dtype = torch.float32 if torch.is_autocast_enabled(input.device.type) else None  # autocast makes all of one
+        kinds = None if dtype else tuple(None if one is None else (one.dtype, one.device) for one in tensors)
+        shapes = input.shape, weight.shape, None if bias is None else bias.shape
+        find_or_make(
+            ("check", shapes, kinds, geometry),
+            lambda: checked_problem("conv_transpose2d", _tensors_to_check(tensors, dtype), None, geometry),
+        )
+    return torch.conv_transpose2d(input, weight, bias, *geometry)
+
+
+def _tensors_to_check(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """A call's tensors: the input with a batch, all without data in the dtype that autocast casts them to, if any."""
+    input, *others = tensors
+    tensors = input.unsqueeze(0) if input.dim() == 3 else input, *others
+    if dtype is None or input.dtype == torch.float64:
+        return tensors
+    return tuple(None if one is None else torch.empty_like(one, dtype=dtype, device="meta") for one in tensors)
+
+
+def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
+    """Whether torch's operator, with torch's settings, computes a call and all gradients that it may be asked for.
+
+    Such a call needs no operator of ours in any mode. Raises where the arguments do not fit together.
+    """
+    algorithm, device = arguments[5], input.device
+    if algorithm not in ("auto", "native") or selection.is_deterministic(algorithm, device, spec_of(device)):
+        return False
+    tracked = torch.is_grad_enabled()
+    needs = tracked and input.requires_grad, tracked and weight.requires_grad
+    kind = device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    dtype = input.dtype if cast is None or input.dtype == torch.float64 else cast
+    current = selection.torch_precision(dtype, device)
+
+    def decide() -> bool:
+        options, tensors = Options(*arguments), _tensors_to_check((input, weight, bias), cast)
+        problem = checked_problem("conv_transpose2d", tensors, None, options)
+        config = config_of(problem, tensors[0], tensors[1], options, current, bias is not None)
+        config = replace(config, device=device, spec=spec_of(device), trained=needs[1] and input.is_cpu)
+        left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *needs)
+        if left:
+            selection.log_choice(config, config, "forward", algorithm)
+        if left and algorithm == "auto" and (cause := missing(device)) is not None:
+            warn_once(cause)
+        return left
+
+    kinds = device, input.dtype, weight.dtype, cast, current, None if bias is None else (bias.shape, bias.dtype)
+    layout = input.shape, input.stride(), weight.shape, weight.stride()
+    answer: bool = find_or_make(("torch", layout, kinds, arguments, needs), decide)
+    return answer

@@ -1,0 +1,120 @@
+"""Programs of passes: the steps on a GPU of a forward pass, of a gradient, of both gradients or of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gemmconv import selection
+from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
+from gemmconv.kernels.forms import name_of_cast
+from gemmconv.kernels.program import Output, Program, one_after_the_other
+from gemmconv.kernels.splits import bias_grad
+from gemmconv.ops.configs import Form, bias_grad_config
+from gemmconv.ops.schemas import Tensors, WithoutData
+
+
+def pass_program(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> Program | None:
+    """A whole pass as one program; None where torch's operator or the CPU computes any of it."""
+    if config.device.type != "cuda":
+        return None
+    if direction == "grads":
+        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+        return both_programs(gradients, config, weight_config)
+    choice = selection.choose(config, algorithm, where, direction).choice(config, direction)
+    return None if choice is None else choice.program(config, direction)
+
+
+def programs_of(direction: Pass, config: Config, weight_config: Config, algorithm: str, where: str) -> list[Program]:
+    """The program of a pass, or of the one gradient that torch's operator does not compute."""
+    if (program := pass_program(direction, config, weight_config, algorithm, where)) is not None:
+        return [program]
+    if direction != "grads":
+        return []
+    gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+    return [program for program in gradient_programs(gradients, config, weight_config) if program is not None]
+
+
+def layer_programs(config: Config, backward: bool) -> list[Program]:
+    """The programs of a layer's forward pass and, if wanted, of its gradients; torch's operator needs none."""
+    programs = programs_of("forward", config, config, "auto", "conv_transpose2d")
+    if backward:
+        of_gradients, shape = replace(config, bias=False), config.problem.output_shape
+        programs += programs_of("grads", of_gradients, of_gradients, "auto", "conv_transpose2d_grads")
+        grad = WithoutData.of(shape, strides_of(shape, config.memory_format), config.dtype, config.device)
+        of_bias = bias_grad_program(replace(bias_grad_config(grad), spec=config.spec)) if config.bias else None
+        programs += [] if of_bias is None else [of_bias]
+    return programs
+
+
+def gradient_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> list[Any]:
+    """The programs of the input's and the weight's gradient, or the one of both; None stands for torch's operator."""
+    computed = config, weight_config
+    if gradients.via_channels_last:
+        computed = (replace(config, memory_format=torch.channels_last),) * 2
+    passes: tuple[tuple[Config, Pass], ...] = (computed[0], "input_grad"), (computed[1], "weight_grad")
+    if gradients.at_once:
+        passes = ((replace(computed[0], weight_format=computed[1].memory_format), "grads"),)
+    choices = gradients.choices(*computed)
+    return [choice and choice.program(*one) for choice, one in zip(choices, passes, strict=True)]
+
+
+def both_programs(gradients: selection.Gradients, config: Config, weight_config: Config) -> Program | None:
+    """Both gradients as one program, the weight's first; None where torch's operator or the CPU computes either.
+
+    A tensor that both need transposed is transposed once.
+    """
+    if config.device.type != "cuda":
+        return None
+    programs = gradient_programs(gradients, config, weight_config)
+    if any(program is None for program in programs):
+        return None
+    *others, both = programs
+    for other in others:
+        both = concatenate(both, other, ("grad_output", "input", "weight"))
+    if not gradients.via_channels_last:
+        return both
+    strides = strides_of(config.problem.input_shape, config.memory_format)
+    grad_input = replace(both.outputs[0], strides=strides, written=both.outputs[0].written or torch.channels_last)
+    return replace(both, outputs=(grad_input, *both.outputs[1:]))
+
+
+def bias_grad_program(config: Config) -> Program | None:
+    """The program of a bias's gradient; None where torch computes it."""
+    if config.device.type != "cuda" or why_no_kernels(config.device, config.spec) is not None:
+        return None
+    return bias_grad.program(config)
+
+
+def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> Program:
+    """One program of the steps of both; it returns the outputs of ``later``, then those of ``earlier``.
+
+    The workspace of ``earlier`` shares memory with the outputs of ``later``: see gemmconv/kernels/bind.py.
+    """
+    return replace(one_after_the_other(arguments, earlier, later), outputs=(*later.outputs, *earlier.outputs))
+
+
+def add_cast_outputs(program: Program, tensors: Tensors, form: Form) -> Program:
+    """A forward pass's program, which returns its casts of weight and bias too if the form asks for them."""
+    by_name, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
+    for operand in program.operands if form.returns_casts else ():  # the weight comes first
+        tensor = by_name[operand.given_as]
+        if operand.given_as != "input" and tensor is not None:
+            outputs.append(Output(name_of_cast(operand.name), tuple(tensor.shape), tensor.stride()))
+    return replace(program, outputs=tuple(outputs))
+
+
+def apply_form(program: Program, form: Form) -> Program:
+    """A program of gradients, which returns the weight's and the bias's gradient in this form."""
+
+    def convert(output: Output) -> Output:
+        if output.name not in ("grad_weight", "grad_bias"):
+            return output
+        if output.name == "grad_weight" and (strides := form.weight_format) is not None:
+            output = replace(output, strides=strides, written=torch.contiguous_format if strides[1] == 1 else None)
+        return replace(output, dtype=form.dtype)
+
+    return replace(program, outputs=tuple(map(convert, program.outputs)))

@@ -1,0 +1,92 @@
+"""Signatures of plain calls and of their backward passes: the keys under which prepared calls are cached."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from gemmconv.dispatch import MODES, in_a_mode
+from gemmconv.errors import KernelError
+from gemmconv.extension import exchange_of_tensors, extension
+from gemmconv.ops.autocast import is_autocasting
+from gemmconv.ops.autograd import Needs
+from gemmconv.ops.call_cache import tensor_signature
+from gemmconv.ops.schemas import Arguments
+
+_keys_of = torch._C._dispatch_keys
+_precision = torch._C._get_fp32_precision_getter  # the property of torch.backends takes a microsecond more
+_has_grad, _has_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_has_autocast_cache, _is_inference = torch.is_autocast_cache_enabled, torch.is_inference_mode_enabled
+
+
+def _call_signature_in_python(input: Tensor, weight: Tensor, bias: Tensor | None, arguments_key: bytes) -> Hashable:
+    """The signature of a call on torch's own tensors; None in a mode that the dispatcher serves.
+
+    csrc/signature.c does this faster. Raises RuntimeError where a tensor has no strides.
+    """
+    if in_a_mode():
+        return None
+    cast_to = (_autocast_state(input), _cast_caching(weight), _cast_caching(bias)) if _has_autocast() else None
+    dtype, of_bias, tracked = input.dtype, None, None
+    if bias is not None:
+        of_bias = bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.is_neg()
+    if _has_grad():
+        tracked = input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+    # A negated view has dispatch keys of its own, as wrappers have, which no parameter is.
+    of_weight = weight.is_neg() if type(weight) is Parameter else _keys_of(weight).raw_repr()
+    return (
+        *(arguments_key, input.shape, input.stride(), dtype, input.get_device(), _keys_of(input).raw_repr()),
+        *(weight.shape, weight.stride(), weight.dtype, weight.get_device(), of_weight, of_bias, cast_to, tracked),
+        _precision("cuda", "conv") if dtype is torch.float32 else None,
+    )
+
+
+def _gradient_signature_in_python(grad: Tensor, input: Tensor | None, weight: Tensor | None, needs: Needs) -> Hashable:
+    """The signature of a backward pass; None where the dispatcher has to serve it, as a second one may follow."""
+    if torch.is_grad_enabled() or type(grad) is not Tensor or in_a_mode():
+        return None
+    # Saved tensors count, too: hooks may return them in another format.
+    tensors = tuple([one if one is None else (tensor_signature(one), one.is_neg()) for one in (grad, input, weight)])
+    return tensors, needs, _precision("cuda", "conv") if grad.dtype is torch.float32 else None
+
+
+def _autocast_state(input: Tensor) -> Hashable:
+    """The dtype that autocast casts a call to, and the settings that :func:`is_cacheable` reads; None without it."""
+    device_type = "cuda" if input.is_cuda else input.device.type
+    if not is_autocasting(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type), _has_autocast_cache(), _is_inference()
+
+
+def _cast_caching(one: Tensor | None) -> Hashable:
+    """The properties of a tensor that :func:`is_cacheable` reads."""
+    return None if one is None else (one.requires_grad, one.is_leaf, one._is_view(), one.is_inference())
+
+
+def _signatures() -> tuple[Callable[..., Hashable], Callable[..., Hashable]]:
+    """The functions that make signatures of calls and of backward passes, in C if the extension is there."""
+    try:
+        in_c, exchange = extension(), exchange_of_tensors()
+    except KernelError:  # a call on a GPU raises it
+        in_c = exchange = None
+    if in_c is None or exchange is None:
+        return _call_signature_in_python, _gradient_signature_in_python
+    torchs = MODES, forward_ad, _has_grad, _has_autocast, _autocast_state, (_precision, ("cuda", "conv"))
+    made = in_c.Signatures(exchange, *torchs, Tensor)
+    return made.of_call, made.of_gradient
+
+
+call_signature, gradient_signature = _signatures()
+
+
+def arguments_key(arguments: Arguments) -> bytes | None:
+    """Bytes that tell 1, 1.0 and True apart, which are equal but not all allowed; None for other types."""
+    try:
+        return marshal.dumps(arguments, 2)
+    except ValueError:
+        return None
