@@ -141,7 +141,12 @@ def main() -> None:
     with autocast(dtype):
         print(algorithms(model, images[: options.batch], dtype=dtype))
     ms = times_by_turns([lambda n=network: loss_of(n, *data, dtype).backward() for network in networks], device)
-    print(verdict(f"forward and backward of {options.batch} images in {dtype} on {device.type}", *ms))
+    print(
+        verdict(
+            f"forward and backward of {options.batch} images in {str(dtype).removeprefix('torch.')} on {device.type}",
+            *ms,
+        )
+    )
 
 
 if __name__ == "__main__":
