@@ -17,7 +17,7 @@ from gemmconv.algorithms import fallback
 from gemmconv.device import named
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
-from gemmconv.ops import implementation
+from gemmconv.ops import call_cache
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_info_reports_wrong_settings_and_needs_no_cuda_package():
 @pytest.fixture
 def debug(caplog, monkeypatch):
     caplog.set_level(logging.DEBUG, "gemmconv")
-    monkeypatch.setattr(implementation, "plans", {})
+    monkeypatch.setattr(call_cache, "entries", {})
     return caplog
 
 
