@@ -15,7 +15,7 @@ from gemmconv import selection
 from gemmconv.algorithms import base
 from gemmconv.kernels import search_cache
 from gemmconv.runtime import cache
-from tests.test_sizes import LAYERS, PASSES, config_of
+from tests.test_size_classes import LAYERS, PASSES, config_of
 
 CASES = [
     (layer, precision, memory_format, direction)
