@@ -412,9 +412,9 @@ ENDS_CASES = [
 ]
 
 
-def error_of(results):
+def error_of(results, case=ROUNDED):
     """Return the largest relative error of output, input gradient and weight gradient."""
-    exact = expected(PRECISE, torch.float32)
+    exact = expected(case, torch.float32)
     wanted = (exact.output, exact.input_grad, exact.weight_grad)
     return max(reference.relative_error(one, other) for one, other in zip(results, wanted, strict=False))
 
@@ -435,10 +435,10 @@ def test_precision_tf32_matches_reference(case, algorithm, poison):
 
 @by_own_algorithm
 def test_precision_ieee_is_accurate_to_float32(algorithm):
-    data = sample(PRECISE, torch.float32, "cuda")
+    data = sample(ROUNDED, torch.float32, "cuda")
     for setting in ("ieee", "tf32"):
         with conv_precision(setting):
-            assert error_of(step(data, PRECISE, algorithm=algorithm, precision="ieee")) < 1e-6
+            assert error_of(step(data, ROUNDED, algorithm=algorithm, precision="ieee")) < 1e-6
 
 
 @by_own_algorithm
@@ -481,11 +481,12 @@ def test_precision_tf32_rounds_products(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["auto", *NAMES])
 def test_precision_follows_torchs_convolution_setting(algorithm):
-    data = sample(ROUNDED, torch.float32, "cuda")
+    case = PRECISE if algorithm == "native" else ROUNDED  # of which cuDNN's sums are 2.4e-6 off
+    data = sample(case, torch.float32, "cuda")
     with conv_precision("ieee"):
-        assert error_of(step(data, ROUNDED, algorithm=algorithm)) < 1e-6
+        assert error_of(step(data, case, algorithm=algorithm), case) < 1e-6
     with conv_precision("tf32"):
-        assert 1e-5 < error_of(step(data, ROUNDED, algorithm=algorithm)) < 1e-3
+        assert 1e-5 < error_of(step(data, case, algorithm=algorithm), case) < 1e-3
 
 
 @by_own_algorithm
