@@ -139,7 +139,7 @@ def test_the_log_names_both_gradients_on_a_gpu(dtype, debug):
 
 
 def test_a_fallback_is_logged_for_each_call_that_is_prepared(debug, monkeypatch):
-    monkeypatch.setattr(fallback, "_said", {"the GPU is gone"})  # so that nothing warns
+    monkeypatch.setattr(fallback, "_warned", {"the GPU is gone"})  # so that nothing warns
     for _ in range(2):
         fallback.warn_once("the GPU is gone")
     assert [record.getMessage() for record in debug.records] == ["torch's operator is used, since the GPU is gone"] * 2

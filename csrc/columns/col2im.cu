@@ -15,7 +15,7 @@
  * CELL_ROWS rows and CELL_W columns. With CELL_W = STRIDE_W that is one output of every column phase: outputs
  * j*S .. j*S + S-1 of a row read around input j, so a warp reads each tap's row at consecutive addresses, and which taps
  * an output of the cell has is known when compiling. For strides too wide for that, CELL_W = 1 and the column phase is
- * found at run time, as the row phase always is. Either way every column value is read exactly once.
+ * found at run time, as the row phase always is. Either way every column value is read at most once.
  *
  * A launch folds the output rows [out_row_begin, out_row_begin + out_rows) from columns that hold the input rows
  * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.

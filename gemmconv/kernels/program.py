@@ -26,7 +26,7 @@ MAX_GRID_Y = 65_535  # blocks of a grid along y, and along z
 
 
 class Long(int):
-    """A constant in a kernel's params that is a ``long long`` in C."""
+    """A constant in a kernel's params that is 64 bits wide in C."""
 
 
 @dataclass(frozen=True)
