@@ -172,7 +172,8 @@ def _candidates(config: Config, direction: Direction) -> list[Candidate]:
             if direction not in kernel.directions or kernel.why_not(config, direction) is not None:
                 continue
             tiles = ((kernel.seconds(config, direction, one), one) for one in kernel.tiles(config, direction))
-            for seconds, tile in heapq.nsmallest(_MOST_OF_A_KERNEL, tiles, key=lambda item: item[0]):
+            for _, tile in heapq.nsmallest(_MOST_OF_A_KERNEL, tiles, key=lambda item: item[0]):
+                seconds = kernel.expected(config, direction, tile)  # to compare with other kernels' tiles
                 found.append((seconds, len(found), (algorithm.name, Choice(kernel, tile, seconds))))
     ours = [one for *_, one in sorted(one for one in found if one[2][0] != "native")]
     return [*(one for *_, one in found if one[0] == "native"), *ours[:_MOST_TILES]]
