@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,11 @@ import torch
 
 from gemmconv import tuned
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
-from gemmconv.algorithms.gemm_col2im import HOST_SECONDS as GEMM_COL2IM_HOST_SECONDS
-from gemmconv.algorithms.gemm_col2im import PRODUCTS_HOST_SECONDS
-from gemmconv.algorithms.native import HOST_SECONDS as NATIVE_HOST_SECONDS
 from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Pass, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.forms import launches
@@ -34,21 +33,11 @@ _MOST_STEPS = 12  # most steps of a program that a report of explain lists
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _FALLBACK_GRADIENT = "gemm_col2im"  # computes a gradient that no kernel of the named algorithm takes
-_MIN_GAIN = 5e-6  # seconds: a smaller difference of estimates is within the variation of a launch
-# Algorithms that cost much CPU time; all others are one launch of a graph. For each: host seconds in a backward pass,
-# the slowdown on the device that is accepted to avoid it, and seconds that are accepted for each gradient in any case.
-_HOST_COSTS = {
-    "native": (NATIVE_HOST_SECONDS, 2.0, 0.0),
-    "gemm_col2im": (GEMM_COL2IM_HOST_SECONDS, 1.2, PRODUCTS_HOST_SECONDS),
-}
-# Ratio of two estimates up to which both count as equally fast. On an H100, 30 random layers whose forward passes
-# change from products to kernels alone by this rule took 0.3 to 2.3 times as long, 1.003 times in the mean.
-_EQUAL_SPEED_RATIO = 1.1
-# On GPUs other than Hopper our time must be below this share of torch's estimate. The estimate is for cuDNN's
-# deterministic kernels; torch takes others there, which are up to twice as fast in float32 without TF32.
+_MOST_SLOWDOWN = costs_of("host").most_slowdown
+# Estimates and torch's operator were measured on Hopper. Other GPUs take ours where on Hopper, without its own kernels,
+# what is waited for would be below this share of what is waited for with torch's operator. The share is small since
+# torch takes kernels there that are up to twice as fast as its deterministic ones, in float32 without TF32.
 _CLEARLY_FASTER_RATIO = {"ieee": 0.5, "tf32": 0.65, "half": 0.65}
-_EXTRA_HOST_SECONDS = 10e-6  # host time by which a call of ours may exceed torch's
-_NOT_SLOWER_RATIO = 0.85  # our estimate for the device itself must be below this share of torch's
 
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -78,16 +67,14 @@ def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
     """The algorithms in the order in which ``auto`` tries them, each with the reason for its position.
 
-    CUDA orders them by the estimated time of a call, least first; equal estimates keep the order of ``ALGORITHMS``.
+    CUDA orders them by what is waited for (:class:`Seconds`), least first; equals keep the order of ``ALGORITHMS``.
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
     input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
     large tiles, for arithmetic: it comes first where there are more channels. native pays for transposing tensors in
-    NCHW, and for tensor cores that few channels leave empty. An algorithm that saves more host time than it costs
-    device time comes before native and gemm_col2im: see :func:`_ordered_by_host_time`.
+    NCHW, for tensor cores that few channels leave empty, and for the host, which it keeps the longest.
 
-    Estimates were fitted to Hopper. On other GPUs ``native`` comes first unless another is estimated to be clearly
-    faster: our gain there is only an estimate, and torch's operator is what users have today.
+    Estimates were fitted to Hopper. On other GPUs ``native`` comes first unless another would be clearly faster there.
 
     The CPU has a rule of its own, in :mod:`gemmconv.kernels.cpu.estimate`. Without the C extension ``native`` comes
     first, except in forward passes for which :func:`kernels.columns.cpu.is_faster_than_torch` is true.
@@ -103,9 +90,13 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
         estimates = _estimates(config, direction)
         reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
         if config.spec.is_hopper:
-            return _ordered_by_host_time(config, direction, estimates, reasons)
-        first_one, why = _first_on_other_gpus(config, direction, estimates)
-        return [(first_one, why), *((a, reason) for a, reason in reasons if a is not first_one)]
+            return reasons
+        first_one = _first_on_other_gpus(config, direction)
+        is_known = any(a.name == "native" and seconds.device < math.inf for seconds, a in estimates)
+        why = "torch's operator, since no other is clearly faster" if is_known else "torch's operator was not measured"
+        if first_one.name != "native":
+            why = "clearly faster than torch's operator"
+        return [(first_one, f"{why}: comes first"), *(one for one in reasons if one[0] is not first_one)]
     if direction == "forward" and is_faster_than_torch(config):
         first, why = "gemm_col2im", "first on the CPU for few output channels"
     else:
@@ -114,55 +105,18 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     return [(algorithm, why if i == 0 else "comes later") for i, algorithm in enumerate(order)]
 
 
-def _estimate_text(seconds: float) -> str:
-    return f"estimated at {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate: comes last"
+def _estimate_text(seconds: Seconds) -> str:
+    if seconds.device == math.inf:
+        return "no estimate: comes last"
+    host = f", {1e6 * seconds.host:,.0f} us of the host" if seconds.host else ""
+    return f"estimated at {1e6 * seconds.device:,.0f} us{host}"
 
 
-def _ordered_by_host_time(
-    config: Config,
-    direction: Direction,
-    estimates: Sequence[tuple[float, Algorithm]],
-    reasons: list[tuple[Algorithm, str]],
-) -> list[tuple[Algorithm, str]]:
-    """The order on Hopper: the fastest algorithm with little CPU overhead comes first if it saves more than it costs.
-
-    Kernels alone are enqueued sooner than products or torch's operator, so they win among equally fast forward passes.
-    torch's weight gradient has to be called from Python, and small ones wait for that. The rule leaves out float32,
-    where our weight gradients would compile more kernels for other sizes.
-    """
-    least, first = estimates[0]
-    if direction == "forward":
-        costly, why = tuple(_HOST_COSTS), f"not clearly slower than {first.name}, which keeps the host longer"
-        most = min(least + _MIN_GAIN, _EQUAL_SPEED_RATIO * least)
-    elif direction == "weight_grad" and config.dtype.itemsize == 2:
-        costly, why = ("native",), "while torch's operator keeps the host longer"
-        host_seconds, slowdown, _ = _HOST_COSTS["native"]
-        most = min(host_seconds / 2, slowdown * least)
-    else:
-        return reasons
-    index = next(i for i, (_, algorithm) in enumerate(estimates) if algorithm.name not in costly)
-    seconds, ours = estimates[index]
-    if index == 0 or seconds >= most:
-        return reasons
-    return [(ours, f"{_estimate_text(seconds)}, {why}"), *reasons[:index], *reasons[index + 1 :]]
-
-
-def _first_on_other_gpus(
-    config: Config, direction: Direction, estimates: Sequence[tuple[float, Algorithm]]
-) -> tuple[Algorithm, str]:
-    """The first algorithm on a GPU that is not Hopper, and why: ``native``, unless another is clearly faster."""
-    torch_seconds, torch_operator = next((seconds, a) for seconds, a in estimates if a.name == "native")
-    measured = _on_measured_gpu(config)
-    measured_torch_seconds = torch_operator.estimate(measured, direction)
-    for seconds, algorithm in estimates:
-        if algorithm is torch_operator or seconds == math.inf:
-            continue
-        pairs = (seconds, torch_seconds), (algorithm.estimate(measured, direction), measured_torch_seconds)
-        if _is_clearly_faster(config, *pairs):
-            return algorithm, f"{_estimate_text(seconds)}, clearly below torch's operator: comes first"
-    if torch_seconds == math.inf:
-        return torch_operator, "what torch's operator takes for such a layer is not known: it comes first"
-    return torch_operator, f"{_estimate_text(torch_seconds)}, which no other is clearly below: comes first"
+def _first_on_other_gpus(config: Config, direction: Direction) -> Algorithm:
+    """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster on Hopper."""
+    (seconds, first), *_ = estimates = _estimates(_on_measured_gpu(config), direction)
+    torchs, torch_operator = next(one for one in estimates if one[1].name == "native")
+    return first if seconds.waited < _clearly_below(config, torchs) else torch_operator
 
 
 def _on_measured_gpu(config: Config) -> Config:
@@ -170,24 +124,24 @@ def _on_measured_gpu(config: Config) -> Config:
     return replace(config, spec=replace(MEASURED, capability=config.spec.capability))
 
 
-def _is_clearly_faster(config: Config, here: tuple[float, float], measured: tuple[float, float]) -> bool:
-    """Whether our kernel is clearly faster than torch's on the measured GPU, and not slower by estimates for this one.
-
-    ``here`` and ``measured`` are estimated seconds of our kernel and of torch's operator, on this and the measured GPU.
-    """
-    if measured[1] == math.inf or here[0] > _NOT_SLOWER_RATIO * here[1]:
-        return False
+def _clearly_below(config: Config, torchs: Seconds) -> float:
+    """What is to be waited for with ours at most, on a GPU that is not Hopper, to come before torch's operator."""
     ratio = _CLEARLY_FASTER_RATIO["half" if config.dtype.itemsize == 2 else config.precision]
-    return measured[0] + _EXTRA_HOST_SECONDS < ratio * measured[1]
+    return ratio * torchs.waited if torchs.device < math.inf else 0.0
 
 
 def _estimates(
     config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
-) -> list[tuple[float, Algorithm]]:
-    """Pairs of estimated seconds and algorithm, least first; infinite if the algorithm cannot serve the pass."""
-    able = [a.why_not(config, direction) is None and (direction == "forward" or a.can_serve(config)) for a in among]
-    estimates = [(a.estimate(config, direction) if able[i] else math.inf, not able[i], a) for i, a in enumerate(among)]
-    return [(seconds, a) for seconds, _, a in sorted(estimates, key=lambda item: item[:2])]
+) -> list[tuple[Seconds, Algorithm]]:
+    """Pairs of estimate and algorithm, least first; infinite if the algorithm cannot serve the pass."""
+
+    def of(one: Algorithm) -> tuple[Seconds, bool, Algorithm]:
+        able = one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
+        seconds = one.estimate(config, direction) if able else math.inf
+        return Seconds(seconds, one.host_seconds(config, direction)), not able, one
+
+    found = sorted(map(of, among), key=lambda item: (item[0].waited, item[1]))
+    return [(seconds, one) for seconds, _, one in found]
 
 
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
@@ -213,6 +167,23 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
                 raise NotImplementedError(f'{where}: {algorithm.name}: {reason}; or use algorithm="auto"')
     reasons = "; ".join(f"{algorithm.name}: {algorithm.why_not(config)}" for algorithm in ALGORITHMS)
     raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
+
+    A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts,
+    but host time counts no more than ``_MOST_SLOWDOWN`` times the device time, since in a CUDA graph it costs nothing.
+    """
+
+    device: float
+    host: float = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds that a step waits for the call, by which choices are made."""
+        return max(self.device, min(self.host, _MOST_SLOWDOWN * self.device))
 
 
 class Gradients(NamedTuple):
@@ -254,8 +225,7 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     A named algorithm, or a CPU, takes what :func:`choose` gives for each gradient, in one call if the algorithm can.
     ``"auto"`` on CUDA takes the pair with the least estimate: one algorithm that computes both at once; two that share
     the transpose of grad_output (channels_last); or, for 16-bit tensors in NCHW, two that compute in channels_last
-    with three transposes around them. torch's operator and cuBLAS products are left out if others need less device
-    time than these need host time, or are slower by next to nothing.
+    with three transposes around them.
 
     Args:
         config, weight_config: configurations of the input's and the weight's gradient, equal but for memory formats.
@@ -278,16 +248,7 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     able = tuple(a for a in ALGORITHMS if a.why_not(config) is None)
     if not able:
         choose(config, requested, where)  # raises
-    seconds, gradients = _fastest_of(config, weight_config, able)
-    for costly, (host_seconds, slowdown, extra) in _HOST_COSTS.items():
-        able = tuple(a for a in able if a.name != costly)
-        count = (gradients.input_grad.name, gradients.weight_grad.name).count(costly)
-        if able and count:
-            other_seconds, others = _fastest_of(config, weight_config, able)
-            more = max(_MIN_GAIN, count * extra)
-            if other_seconds < max(min(host_seconds, slowdown * seconds), seconds + more):
-                seconds, gradients = other_seconds, others
-    return gradients
+    return _fastest_of(config, weight_config, able)[1]
 
 
 def log_choice(config: Config, weight_config: Config, direction: Pass, requested: str) -> None:
@@ -326,18 +287,17 @@ def paired(first: Algorithm, second: Algorithm, config: Config) -> Gradients:
     return Gradients(first, second, _share(first, second, config, config))
 
 
-def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:
+def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
     """The result of :func:`_fastest`, or the faster way through channels_last for tensors in NCHW."""
-    seconds, gradients = _fastest(config, weight_config, able)
+    found = [_fastest(config, weight_config, able)]
     # float32 would gain less than the error of the estimates of cuDNN's gradients.
     if config.dtype.itemsize == 2 and config.memory_format is weight_config.memory_format is torch.contiguous_format:
         last = replace(config, memory_format=torch.channels_last)
-        last_seconds, others = _fastest(last, last, able)
-        others = others._replace(via_channels_last=True)
-        last_seconds += via_channels_last_seconds(config, others.transposes_weight)
-        if last_seconds < seconds - _MIN_GAIN:
-            return last_seconds, others
-    return seconds, gradients
+        seconds, others = _fastest(last, last, able)
+        transposes = via_channels_last_seconds(config, others.transposes_weight)
+        longer = replace(seconds, device=seconds.device + transposes)
+        found.append((longer, others._replace(via_channels_last=True)))
+    return min(found, key=lambda item: item[0].waited)
 
 
 def _is_torchs_call(algorithm: Algorithm, config: Config) -> bool:
@@ -372,32 +332,26 @@ def _gradients_on_other_gpus(config: Config, weight_config: Config) -> Gradients
     ours = tuple(a for a in ALGORITHMS if a is not torch_operator and a.why_not(config) is None)
     if not ours:
         return torchs
-    seconds, gradients = _fastest(config, weight_config, ours)
     pair = _on_measured_gpu(config), _on_measured_gpu(weight_config)
-    here = seconds, torch_operator.grads_estimate(config, weight_config)
-    measured = _fastest(*pair, ours)[0], torch_operator.grads_estimate(*pair)
-    if torch_operator.why_not(config) is None and not _is_clearly_faster(config, here, measured):
-        return torchs
-    return gradients
+    of_torch = Seconds(torch_operator.grads_estimate(*pair), torch_operator.host_seconds(config, "grads"))
+    is_faster = _fastest(*pair, ours)[0].waited < _clearly_below(config, of_torch)
+    return _fastest(config, weight_config, ours)[1] if is_faster or torch_operator.why_not(config) else torchs
 
 
 @lru_cache(maxsize=1024)
-def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[float, Gradients]:
-    """Estimated seconds of the fastest gradients of a backward pass, and these gradients."""
-    one, other = _estimates(config, "input_grad", able), _estimates(weight_config, "weight_grad", able)
-    (first_seconds, first), (second_seconds, second) = one[0], other[0]
-    saved, seconds = grad_output_transpose_seconds(config), first_seconds + second_seconds
-    chosen = Gradients(first, second, _share(first, second, config, weight_config))
-    if chosen.share:
-        seconds -= saved
-    else:
-        pairs = [(a + b - saved, Gradients(x, y, True)) for a, x in one for b, y in other]
-        sharing = [pair for pair in pairs if _share(*pair[1][:2], config, weight_config)]
-        least, gradients = min(sharing, key=lambda item: item[0], default=(math.inf, chosen))
-        if least < seconds - _MIN_GAIN:
-            seconds, chosen = least, gradients
-    together = [(a.grads_estimate(config, weight_config), Gradients(a, a, False, True)) for a in able]
-    return min((seconds, chosen), *together, key=lambda item: item[0])
+def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
+    """The gradients of a backward pass for which one waits the least, and their estimate."""
+    inputs, weights = _estimates(config, "input_grad", able), _estimates(weight_config, "weight_grad", able)
+    saved, host = grad_output_transpose_seconds(config), {a: a.host_seconds(config, "grads") for a in able}
+    found = []
+    for (first_seconds, first), (second_seconds, second) in itertools.product(inputs, weights):
+        share = _share(first, second, config, weight_config)
+        seconds = first_seconds.device + second_seconds.device - (saved if share else 0)
+        found.append((Seconds(seconds, max(host[first], host[second])), Gradients(first, second, share)))
+    for one in able:
+        seconds = one.grads_estimate(config, weight_config)
+        found.append((Seconds(seconds, host[one]), Gradients(one, one, False, True)))
+    return min(found, key=lambda item: item[0].waited)
 
 
 @dataclass(frozen=True)
@@ -577,6 +531,6 @@ def _kernel_reports(algorithm: Algorithm, config: Config, direction: Direction) 
         if (made := algorithm.choice_of(kernel, config, direction)) is not None:
             packed = kernel.packed_weight_bytes(config, direction)
             packed_text = f"; keeps {packed:,} bytes of packed weights" if packed else ""
-            yield kernel.name, f"{_estimate_text(made.seconds)}; {made.tile_text}{packed_text}"
+            yield kernel.name, f"estimated at {1e6 * made.seconds:,.0f} us; {made.tile_text}{packed_text}"
         elif (reason := kernel.why_not(config, direction)) != refusal:  # the algorithm's own reason is reported already
             yield kernel.name, f"not for it: {reason}"

@@ -145,4 +145,4 @@ def test_types_of_which_nothing_is_known_are_torchs_elsewhere():
     config = Config(problem, torch.float64, torch.device("cuda", 0), spec=KNOWN["NVIDIA A100-SXM4-80GB"])
     (first, why), *_ = preference(config)
     assert first.name == "native"
-    assert why == "what torch's operator takes for such a layer is not known: it comes first"
+    assert why == "torch's operator was not measured: comes first"

@@ -163,8 +163,8 @@ def test_others_compute_one_gradient_after_the_other():
         Fused().grads(config, config)
 
 
-@pytest.mark.parametrize(("fused_seconds", "taken"), [(50e-6, "direct"), (41e-6, "fused")])
-def test_auto_takes_the_gradients_that_are_clearly_the_fastest_together(fused_seconds, taken, monkeypatch):
+@pytest.mark.parametrize(("fused_seconds", "taken"), [(41e-6, "direct"), (39e-6, "fused")])
+def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, taken, monkeypatch):
     """fused turns nothing for this input gradient, and direct does."""
     problem = Problem(16, 32, 64, 1, (64, 64), (3, 3), stride=(2, 2))
     config = config_of(problem, torch.float32, "ieee", memory_format=torch.channels_last)
@@ -186,27 +186,26 @@ def test_auto_takes_the_gradients_that_are_clearly_the_fastest_together(fused_se
 
 
 @pytest.mark.parametrize(
-    ("microseconds", "expected"),
+    ("microseconds", "forward", "gradient"),
     [
-        ({"native": 20, "fused": 21, "direct": 30}, "fused"),
-        ({"native": 20, "fused": 23}, "native"),
-        ({"gemm_col2im": 20, "direct": 21, "fused": 22}, "direct"),
-        ({"gemm_col2im": 20, "direct": 23}, "gemm_col2im"),
-        ({"gemm_col2im": 100, "direct": 106}, "gemm_col2im"),
-        ({"gemm_col2im": 20, "native": 21, "direct": 21.5}, "direct"),
-        ({"native": 20, "gemm_col2im": 20.5, "fused": 21}, "fused"),
-        ({"gemm_col2im": 20, "native": 21}, "gemm_col2im"),
-        ({"direct": 20, "fused": 20.5}, "direct"),
+        ({"native": 20, "fused": 28, "direct": 30}, "fused", "fused"),  # torch's operator keeps the host for 29 and 40
+        ({"native": 20, "fused": 30}, "native", "fused"),
+        ({"native": 30, "fused": 31}, "native", "fused"),
+        ({"native": 40, "fused": 41}, "native", "native"),
+        ({"native": 10, "fused": 21}, "native", "native"),  # more than twice as long on the device
+        ({"gemm_col2im": 20, "direct": 21, "fused": 22}, "direct", "gemm_col2im"),  # products keep it for 22 and 20
+        ({"gemm_col2im": 20, "native": 21}, "gemm_col2im", "gemm_col2im"),
+        ({"direct": 20, "fused": 20.5}, "direct", "direct"),
     ],
     ids=str,
 )
-def test_forward_passes_that_are_as_fast_are_left_to_kernels_alone(microseconds, expected, monkeypatch):
-    """What calls torch's operator, or cuBLAS, takes the host longer."""
+def test_the_longer_of_device_and_host_time_counts(microseconds, forward, gradient, monkeypatch):
+    """Host time counts up to twice the device time."""
     for algorithm in ALGORITHMS:
         seconds = 1e-6 * microseconds.get(algorithm.name, math.inf)
         monkeypatch.setattr(type(algorithm), "estimate", lambda self, config, direction, seconds=seconds: seconds)
-    assert taken(GROUPED, torch.float16, "ieee", "forward") == expected
-    assert taken(GROUPED, torch.float16, "ieee", "input_grad") == min(microseconds, key=microseconds.__getitem__)
+    assert taken(GROUPED, torch.float16, "ieee", "forward") == forward
+    assert taken(GROUPED, torch.float16, "ieee", "input_grad") == gradient
 
 
 @pytest.mark.parametrize(
@@ -278,31 +277,11 @@ def test_a_bias_makes_native_dearer_and_no_other():
 
 
 def test_auto_takes_what_saves_the_host_more_than_it_costs_the_device():
-    """Forward passes that are as fast, and small gradients of weights of 16 bits."""
-    upsampling = Problem(4, 1024, 512, 1, (32, 32), (2, 2), stride=(2, 2))
-    dcgan = Problem(128, 100, 512, 1, (1, 1), (4, 4))
-    pose = Problem(64, 256, 256, 1, (32, 24), (4, 4), stride=(2, 2), padding=(1, 1))
-    for layer, dtype, direction, name in (
-        (upsampling, torch.bfloat16, "forward", "fused"),
-        (dcgan, torch.bfloat16, "weight_grad", "fused"),
-        (dcgan, torch.float32, "weight_grad", "native"),
-        (replace(dcgan, batch=1 << 14), torch.bfloat16, "weight_grad", "native"),
-        (pose, torch.bfloat16, "input_grad", "native"),
-    ):
-        precision = "ieee" if dtype == torch.bfloat16 else "tf32"
-        assert taken(layer, dtype, precision, direction, memory_format=torch.channels_last) == name
-
-
-def test_auto_takes_gradients_without_products_of_cublas_where_they_are_as_fast():
-    """Then a backward pass is one launch of a graph. What the device saves must be worth the calls of cuBLAS."""
+    """One backward pass is one launch of a graph if no product of cuBLAS and no operator of torch is part of it."""
     tiny = Problem(1, 64, 64, 1, (16, 16), (4, 4), stride=(2, 2), padding=(1, 1))
     few_outputs = Problem(128, 64, 3, 1, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
-    fsrcnn = Problem(16, 56, 1, 1, (128, 128), (9, 9), stride=(3, 3), padding=(4, 4), output_padding=(2, 2))
-    for layer, dtype, name in (
-        (tiny, torch.float32, "fused"),
-        (fsrcnn, torch.float32, "direct"),
-        (few_outputs, torch.float16, "gemm_col2im"),
-    ):
+    upsampling = Problem(4, 1024, 512, 1, (32, 32), (2, 2), stride=(2, 2))
+    for layer, dtype, name in ((tiny, torch.float32, "fused"), (few_outputs, torch.float16, "gemm_col2im")):
         for memory_format in FORMATS:
             precision = "tf32" if dtype == torch.float32 else "ieee"
             config = config_of(layer, dtype, precision, memory_format=memory_format)
@@ -313,6 +292,7 @@ def test_auto_takes_gradients_without_products_of_cublas_where_they_are_as_fast(
         for one in FORMATS
     )
     assert fastest < Fused().estimate(config_of(tiny, torch.float32, "tf32"), "input_grad")
+    assert taken(upsampling, torch.bfloat16, "ieee", "forward", memory_format=torch.channels_last) == "fused"
 
 
 def test_products_are_estimated_by_the_longest_sums_of_a_block():

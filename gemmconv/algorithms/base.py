@@ -24,9 +24,12 @@ from gemmconv.kernels.base import (
     choices,
     missing,
 )
+from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds
 from gemmconv.kernels.search_cache import cached
 from gemmconv.kernels.size_class import representatives
+
+_HOST = costs_of("host")
 
 
 class Algorithm(ABC):
@@ -43,6 +46,16 @@ class Algorithm(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     kernels: tuple[Kernel, ...]
+
+    def host_seconds(self, config: Config, direction: Pass) -> float:
+        """Seconds for which a call keeps the host. 0 on a CPU, and for kernels alone, which are one launch of a graph.
+
+        ``"grads"`` is a backward pass in which it computes one gradient or both.
+        """
+        if config.device.type != "cuda":
+            return 0.0
+        tables = {"forward": _HOST.table("forward"), "grads": _HOST.table("grads")}
+        return tables.get(direction, _HOST.table("gradient")).get(self.name, 0.0)
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """The tuned kernel and tile, else those with the least estimate; None if no kernel computes the pass."""

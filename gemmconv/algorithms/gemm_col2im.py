@@ -49,7 +49,6 @@ _COST = costs_of("gemm_col2im")
 _GRADIENTS = costs_of("gemm_col2im/gradients")
 _FORWARD_RATE, _GRADIENT_RATE = _COST.table("rate"), _GRADIENTS.table("rate")
 _TERM_SECONDS = _GRADIENTS.table("term_seconds")
-HOST_SECONDS, PRODUCTS_HOST_SECONDS = _COST.host_seconds, _COST.products_host_seconds
 
 ahead = ContextVar("ahead", default=False)  # whether a call is prepared ahead, before the user has made it
 

@@ -26,11 +26,8 @@ from gemmconv.kernels.base import (
     restrided,
     strides_of,
 )
-from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.measured import roofline, torchs_seconds
-
-HOST_SECONDS = costs_of("native").host_seconds
 
 
 class Native(AlgorithmOfOne):
