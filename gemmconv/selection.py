@@ -33,11 +33,9 @@ _MOST_STEPS = 12  # most steps of a program that a report of explain lists
 
 _PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _FALLBACK_GRADIENT = "gemm_col2im"  # computes a gradient that no kernel of the named algorithm takes
-_MOST_SLOWDOWN = costs_of("host").most_slowdown
-# Estimates and torch's operator were measured on Hopper. Other GPUs take ours where on Hopper, without its own kernels,
-# what is waited for would be below this share of what is waited for with torch's operator. The share is small since
-# torch takes kernels there that are up to twice as fast as its deterministic ones, in float32 without TF32.
-_CLEARLY_FASTER_RATIO = {"ieee": 0.5, "tf32": 0.65, "half": 0.65}
+_COST = costs_of("choice")
+_CLEARLY_FASTER = _COST.table("clearly_faster")
+_MICROSECONDS = 10**6
 
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -108,8 +106,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 def _estimate_text(seconds: Seconds) -> str:
     if seconds.device == math.inf:
         return "no estimate: comes last"
-    host = f", {1e6 * seconds.host:,.0f} us of the host" if seconds.host else ""
-    return f"estimated at {1e6 * seconds.device:,.0f} us{host}"
+    host = f", {_MICROSECONDS * seconds.host:,.0f} us of the host" if seconds.host else ""
+    return f"estimated at {_MICROSECONDS * seconds.device:,.0f} us{host}"
 
 
 def _first_on_other_gpus(config: Config, direction: Direction) -> Algorithm:
@@ -126,7 +124,7 @@ def _on_measured_gpu(config: Config) -> Config:
 
 def _clearly_below(config: Config, torchs: Seconds) -> float:
     """What is to be waited for with ours at most, on a GPU that is not Hopper, to come before torch's operator."""
-    ratio = _CLEARLY_FASTER_RATIO["half" if config.dtype.itemsize == 2 else config.precision]
+    ratio = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]
     return ratio * torchs.waited if torchs.device < math.inf else 0.0
 
 
@@ -174,7 +172,7 @@ class Seconds:
     """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
 
     A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts,
-    but host time counts no more than ``_MOST_SLOWDOWN`` times the device time, since in a CUDA graph it costs nothing.
+    but host time counts no more than ``most_slowdown`` times the device time, since in a CUDA graph it costs nothing.
     """
 
     device: float
@@ -183,7 +181,7 @@ class Seconds:
     @property
     def waited(self) -> float:
         """Seconds that a step waits for the call, by which choices are made."""
-        return max(self.device, min(self.host, _MOST_SLOWDOWN * self.device))
+        return max(self.device, min(self.host, _COST.most_slowdown * self.device))
 
 
 class Gradients(NamedTuple):
@@ -265,7 +263,7 @@ def log_choice(config: Config, weight_config: Config, direction: Pass, requested
         names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]
     layer, size = " ".join(tuned.key_of(config, direction)), (config.problem.batch, *config.problem.input_size)
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
-    expected = f"expected {1e6 * seconds:,.0f} us" if seconds < math.inf else "no estimate"
+    expected = f"expected {_MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
     chosen = f"{' and '.join(names)}, kernel {kernels}, {expected}"
     tuned.log.debug("auto chooses for %s %s: %s", layer, "x".join(map(str, size)), chosen)
 
@@ -531,6 +529,6 @@ def _kernel_reports(algorithm: Algorithm, config: Config, direction: Direction) 
         if (made := algorithm.choice_of(kernel, config, direction)) is not None:
             packed = kernel.packed_weight_bytes(config, direction)
             packed_text = f"; keeps {packed:,} bytes of packed weights" if packed else ""
-            yield kernel.name, f"estimated at {1e6 * made.seconds:,.0f} us; {made.tile_text}{packed_text}"
+            yield kernel.name, f"estimated at {_MICROSECONDS * made.seconds:,.0f} us; {made.tile_text}{packed_text}"
         elif (reason := kernel.why_not(config, direction)) != refusal:  # the algorithm's own reason is reported already
             yield kernel.name, f"not for it: {reason}"

@@ -29,7 +29,7 @@ from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds
 from gemmconv.kernels.search_cache import cached
 from gemmconv.kernels.size_class import representatives
 
-_HOST = costs_of("host")
+_COST = costs_of("choice")
 
 
 class Algorithm(ABC):
@@ -54,8 +54,8 @@ class Algorithm(ABC):
         """
         if config.device.type != "cuda":
             return 0.0
-        tables = {"forward": _HOST.table("forward"), "grads": _HOST.table("grads")}
-        return tables.get(direction, _HOST.table("gradient")).get(self.name, 0.0)
+        tables = {"forward": _COST.table("forward"), "grads": _COST.table("grads")}
+        return tables.get(direction, _COST.table("gradient")).get(self.name, 0.0)
 
     def choice(self, config: Config, direction: Pass) -> Choice | None:
         """The tuned kernel and tile, else those with the least estimate; None if no kernel computes the pass."""
@@ -188,9 +188,6 @@ def _of_both(config: Config, weight_config: Config) -> Config:
     return replace(config, weight_format=weight_config.memory_format)
 
 
-_NEARLY = 1.15  # times the least estimate for a size class: such a choice may be the fastest for some sizes of it
-
-
 @lru_cache(maxsize=4096)
 def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None) -> Choice | None:
     """The best choice of the size classes, fitted to the sizes; the best for these sizes alone if none fits."""
@@ -209,7 +206,7 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
 def _candidates(
     kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None, of_class: bool = False
 ) -> tuple[Choice, ...]:
-    """The choices whose estimates are at most ``_NEARLY`` times the least, the best one first.
+    """The choices whose estimates are at most ``nearly`` (a cost) times the least, the best one first.
 
     Args:
         lacks: the result of :func:`missing`, on which choices depend too.
@@ -221,7 +218,7 @@ def _candidates(
 
     def search() -> tuple[tuple[int, Any, float], ...]:
         ranked = sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds)
-        nearly = (one for one in ranked if one.seconds <= _NEARLY * ranked[0].seconds)
+        nearly = (one for one in ranked if one.seconds <= _COST.nearly * ranked[0].seconds)
         return tuple((kernels.index(one.kernel), one.tile, one.seconds) for one in nearly)
 
     on_disk = of_class or any(kernel.searched for kernel in kernels)
