@@ -28,7 +28,7 @@ CASES = [
 @pytest.fixture
 def disk(monkeypatch, tmp_path):
     """Results are kept in a folder of the test's, for a GPU that is not there. Returns what lets a process begin."""
-    caches = (search_cache._entries, base._candidates, base._fitted)
+    caches = (search_cache._entries, base._fastest, base._fitted)
 
     def begin():
         monkeypatch.setattr(cache, "default_cache", lambda: cache.KernelCache(tmp_path))

@@ -82,7 +82,7 @@ class Algorithm(ABC):
     def can_serve(self, config: Config) -> bool:
         """Whether it can serve forward passes of the size classes, which are cached, or of exactly these sizes."""
         lacks = missing(config.device)
-        class_choices = (_candidates(self.kernels, one, "forward", lacks, True) for one in representatives(config))
+        class_choices = (_fastest(self.kernels, one, "forward", lacks, True) for one in representatives(config))
         return any(class_choices) or self.why_not(config) is None
 
     def workspace_bytes(self, config: Config, direction: Direction) -> int:
@@ -193,20 +193,21 @@ def _fitted(kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks:
     """The best choice of the size classes, fitted to the sizes; the best for these sizes alone if none fits."""
     fitting = []
     for representative in representatives(config):
-        for kernel, tile, _ in _candidates(kernels, representative, direction, lacks, True):
-            if (fitted := kernel.fitted(config, direction, tile)) is not None:
-                fitting.append(Choice(kernel, fitted, kernel.expected(config, direction, fitted)))
+        if (best := _fastest(kernels, representative, direction, lacks, True)) is not None:
+            tile = best.kernel.fitted(config, direction, best.tile)
+            if tile is not None:
+                fitting.append(Choice(best.kernel, tile, best.kernel.expected(config, direction, tile)))
     if not fitting:
         able = tuple(kernel for kernel in kernels if kernel.refuses(config, direction) is None)
-        fitting = [*_candidates(able, config, direction, lacks)[:1]] if able else []
-    return min(fitting, key=lambda one: one.seconds, default=None)
+        return _fastest(able, config, direction, lacks) if able else None
+    return min(fitting, key=lambda one: one.seconds)
 
 
 @lru_cache(maxsize=4096)
-def _candidates(
+def _fastest(
     kernels: tuple[Kernel, ...], config: Config, direction: Pass, lacks: str | None, of_class: bool = False
-) -> tuple[Choice, ...]:
-    """The choices whose estimates are at most ``nearly`` (a cost) times the least, the best one first.
+) -> Choice | None:
+    """The choice with the least expected time; None if no kernel computes the pass.
 
     Args:
         lacks: the result of :func:`missing`, on which choices depend too.
@@ -216,14 +217,14 @@ def _candidates(
     def key() -> object:
         return [kernel.name for kernel in kernels], _text(config), direction
 
-    def search() -> tuple[tuple[int, Any, float], ...]:
-        ranked = sorted(choices(config, direction, kernels), key=lambda choice: choice.seconds)
-        nearly = (one for one in ranked if one.seconds <= _COST.nearly * ranked[0].seconds)
-        return tuple((kernels.index(one.kernel), one.tile, one.seconds) for one in nearly)
+    def search() -> tuple[int, Any, float] | None:
+        best = min(choices(config, direction, kernels), key=lambda choice: choice.seconds, default=None)
+        return None if best is None else (kernels.index(best.kernel), best.tile, best.seconds)
 
     on_disk = of_class or any(kernel.searched for kernel in kernels)
     on_disk = on_disk and config.device.type == "cuda" and lacks is None
-    return tuple(Choice(kernels[i], *rest) for i, *rest in (cached(key, search, of_class) if on_disk else search()))
+    found = cached(key, search, of_class) if on_disk else search()
+    return None if found is None else Choice(kernels[found[0]], *found[1:])
 
 
 @lru_cache(maxsize=64)
