@@ -245,7 +245,7 @@ def layer_rows(workload: Workload, how: argparse.Namespace) -> Iterator[list[Row
     exact = reference(p, tensors, gradients=any(PASSES[name] for name in how.passes))
     module = DEFAULTS["nchw"].module(p, tensors)
     assert module is not None
-    modules = [module, module, *(gemmconv.convert(module, algorithm=name) for name in how.algorithms)]
+    modules = [module, module, *(gemmconv.convert(copy.copy(module), algorithm=name) for name in how.algorithms)]
     leaves = {"input": tensors.x, **dict(module.named_parameters())}
 
     def forget() -> None:

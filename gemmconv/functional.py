@@ -94,11 +94,11 @@ def conv_transpose2d(
     groups = validation.integer(where, "groups", groups)
     validation.choice(where, algorithm, NAMES, precision, workspace_limit)
     options = (
-        validation.pair(where, "stride", stride),
-        validation.pair(where, "padding", padding),
-        validation.pair(where, "output_padding", output_padding),
+        validation.extents(where, "stride", stride),
+        validation.extents(where, "padding", padding),
+        validation.extents(where, "output_padding", output_padding),
         groups,
-        validation.pair(where, "dilation", dilation),
+        validation.extents(where, "dilation", dilation),
     )
     is_eager = (
         type(input) is Tensor
@@ -204,7 +204,7 @@ def col2im(
         arguments = output_size, kernel_size, dilation, padding, stride
         return arrays.call(col2im, {"columns": columns}, *arguments)
     validation.tensor("col2im", "columns", columns)
-    size = validation.pair("col2im", "output_size", output_size)
+    size = validation.extents("col2im", "output_size", output_size)
     window = _window("col2im", kernel_size, dilation, padding, stride)
     if is_for_torch() or torch.onnx.is_in_onnx_export():
         return torch.nn.functional.fold(columns, size, *window)
@@ -217,8 +217,8 @@ def _window(
     where: str, kernel_size: IntOrPair, dilation: IntOrPair, padding: IntOrPair, stride: IntOrPair
 ) -> tuple[tuple[int, int], ...]:
     return (
-        validation.pair(where, "kernel_size", kernel_size),
-        validation.pair(where, "dilation", dilation),
-        validation.pair(where, "padding", padding),
-        validation.pair(where, "stride", stride),
+        validation.extents(where, "kernel_size", kernel_size),
+        validation.extents(where, "dilation", dilation),
+        validation.extents(where, "padding", padding),
+        validation.extents(where, "stride", stride),
     )

@@ -9,6 +9,7 @@ between input row ``ih``, kernel tap ``kh`` and output row ``oh`` (stride S, pad
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,10 +45,11 @@ def output_extent(size: int, kernel: int, stride: int, padding: int, output_padd
 @hashed_once
 @dataclass(frozen=True)
 class Problem:
-    """One transposed 2-D convolution, without its data: the key of every cache.
+    """One transposed convolution, without its data: the key of every cache.
 
-    Sizes are in elements and pairs are ``(height, width)``. Values are not checked here, but by
-    ``gemmconv.validation``.
+    Sizes are in elements, and have one number for each axis: ``(height, width)``, ``(length,)`` or ``(depth, height,
+    width)``. Kernels compute problems of two axes; gemmconv.rank makes these of others. Values are not checked here,
+    but by ``gemmconv.validation``.
 
     >>> Problem(1, 64, 32, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)).output_shape
     (1, 32, 16, 16)
@@ -67,9 +69,8 @@ class Problem:
     @cached_property
     def output_size(self) -> Pair:
         """``(H_out, W_out)``."""
-        pairs = self.input_size, self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation
-        height, width = map(output_extent, *pairs)
-        return height, width
+        of_axes = self.input_size, self.kernel_size, self.stride, self.padding, self.output_padding, self.dilation
+        return tuple(map(output_extent, *of_axes))  # type: ignore[return-value]
 
     @property
     def input_shape(self) -> Shape4:
@@ -89,20 +90,20 @@ class Problem:
     @property
     def taps(self) -> int:
         """Number of kernel taps, ``K_h * K_w``."""
-        return self.kernel_size[0] * self.kernel_size[1]
+        return math.prod(self.kernel_size)
 
     @property
     def in_pixels(self) -> int:
         """``H_in * W_in``."""
-        return self.input_size[0] * self.input_size[1]
+        return math.prod(self.input_size)
 
     @property
     def out_pixels(self) -> int:
         """``H_out * W_out``."""
-        return self.output_size[0] * self.output_size[1]
+        return math.prod(self.output_size)
 
     def phases(self, axis: int) -> tuple[Phase, ...]:
-        """The S phases of an axis (0 height, 1 width), in order of their residue.
+        """The S phases of an axis (of an image, 0 is the height), in order of their residue.
 
         Output ``o`` receives tap ``k`` iff ``k * D = o + P (mod S)``, then from input ``q - (k * D - residue) / S``.
 

@@ -1,22 +1,75 @@
-"""The layer ConvTranspose2d, and convert, which swaps it for torch's in whole models."""
+"""The layers ConvTranspose1d, ConvTranspose2d and ConvTranspose3d."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch.fx
 from torch import Tensor, nn
-from torch.nn.common_types import _size_2_t
 
-from gemmconv import functional, validation
+from gemmconv import functional, rank, validation
 from gemmconv.kernels.base import Precision
 from gemmconv.ops import followers, plain, signatures
 from gemmconv.selection import NAMES
 
-Model = TypeVar("Model", bound=nn.Module)
+Sizes = int | tuple[int, ...]
 
 
-class ConvTranspose2d(nn.ConvTranspose2d):
+class _Layer(nn.Module):
+    """Arguments, settings and text that the layers of all ranks have in common."""
+
+    # Defaults where __init__ did not run: a pickle of another version, or a torch module whose class was changed.
+    algorithm: str = "auto"
+    precision: Precision | None = None
+    workspace_limit: int | None = None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Sizes = 1,
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        algorithm: str = "auto",
+        precision: Precision | None = None,
+        workspace_limit: int | None = None,
+    ) -> None:
+        rank = RANKS[next(kind for kind in type(self).__mro__ if kind in RANKS)]
+        where = f"ConvTranspose{rank}d"
+        counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
+        sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
+        sizes["dilation"] = dilation
+        checked = validation.module(where, rank, counts, sizes, bias, padding_mode, device, dtype)
+        validation.choice(where, algorithm, NAMES, precision, workspace_limit)
+        super().__init__(**checked, bias=bias, padding_mode=padding_mode, device=device, dtype=dtype)
+        self.algorithm = algorithm
+        self.precision = precision
+        self.workspace_limit = workspace_limit
+        self._register()
+
+    def _register(self) -> None:
+        """Called when the layer was made, copied or unpickled."""
+
+    def extra_repr(self) -> str:
+        """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
+        parts = [super().extra_repr(), f"algorithm={self.algorithm}"]
+        if self.precision is not None:
+            parts.append(f"precision={self.precision}")
+        if self.workspace_limit is not None:
+            parts.append(f"workspace_limit={self.workspace_limit}")
+        return ", ".join(parts)
+
+
+class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
     """torch.nn.ConvTranspose2d, computed by gemmconv.
 
     Parameters, initial values, state_dict and ``output_size`` are those of torch.nn.ConvTranspose2d. The first call of
@@ -38,48 +91,16 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     torch.Size([1, 32, 16, 16])
     """
 
-    # Defaults where __init__ did not run: a pickle of another version, or a torch module whose class was changed.
-    algorithm: str = "auto"
-    precision: Precision | None = None
-    workspace_limit: int | None = None
     _cached_key: tuple[Any, bytes | None] | None = None  # arguments of the last call, and their key
     _position: int = -1  # in the order in which modules are made
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: _size_2_t,
-        stride: _size_2_t = 1,
-        padding: _size_2_t = 0,
-        output_padding: _size_2_t = 0,
-        groups: int = 1,
-        bias: bool = True,
-        dilation: _size_2_t = 1,
-        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        algorithm: str = "auto",
-        precision: Precision | None = None,
-        workspace_limit: int | None = None,
-    ) -> None:
-        where = "ConvTranspose2d"
-        counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
-        pairs = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
-        pairs["dilation"] = dilation
-        sizes = validation.module(where, counts, pairs, bias, padding_mode, device, dtype)
-        validation.choice(where, algorithm, NAMES, precision, workspace_limit)
-        super().__init__(**sizes, bias=bias, padding_mode=padding_mode, device=device, dtype=dtype)
-        self.algorithm = algorithm
-        self.precision = precision
-        self.workspace_limit = workspace_limit
+    def _register(self) -> None:
         self._position = followers.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled module, as a new one in the order of modules."""
         super().__setstate__(state)
-        self._position = followers.register(self)
+        self._register()
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``input``.
@@ -135,75 +156,56 @@ class ConvTranspose2d(nn.ConvTranspose2d):
             self._cached_key = cached = arguments, signatures.arguments_key(arguments)
         return cached[1]
 
-    def extra_repr(self) -> str:
-        """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
-        parts = [super().extra_repr(), f"algorithm={self.algorithm}"]
-        if self.precision is not None:
-            parts.append(f"precision={self.precision}")
-        if self.workspace_limit is not None:
-            parts.append(f"workspace_limit={self.workspace_limit}")
-        return ", ".join(parts)
+
+class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d, computed by gemmconv as images of height 1; see :class:`ConvTranspose2d`.
+
+    >>> import torch
+    >>> ConvTranspose1d(64, 32, 4, stride=2, padding=1)(torch.ones(1, 64, 8)).shape
+    torch.Size([1, 32, 16])
+    """
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """The transposed convolution of ``[N, C_in, L]`` or ``[C_in, L]``; see :meth:`ConvTranspose2d.forward`."""
+        return _compute(self, rank.conv_transpose1d, input, output_size)
+
+
+class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d, computed by gemmconv as images; see :class:`ConvTranspose2d` and gemmconv/rank.py.
+
+    >>> import torch
+    >>> ConvTranspose3d(64, 32, 2, stride=2)(torch.ones(1, 64, 4, 8, 8)).shape
+    torch.Size([1, 32, 8, 16, 16])
+    """
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """The transposed convolution of ``[N, C_in, D, H, W]``, or without N; see :meth:`ConvTranspose2d.forward`."""
+        return _compute(self, rank.conv_transpose3d, input, output_size)
+
+
+RANKS: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+
+
+def _compute(layer: Any, function: Callable[..., Tensor], input: Tensor, output_size: list[int] | None) -> Tensor:
+    """Call a function of one or three axes with a layer's parameters and settings."""
+    output_padding = layer.output_padding
+    if output_size is not None:
+        geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation
+        output_padding = _output_padding_for(type(layer).__name__, output_size, input.shape, *geometry)
+    return function(
+        input,
+        layer.weight,
+        layer.bias,
+        layer.stride,
+        layer.padding,
+        output_padding,
+        layer.groups,
+        layer.dilation,
+        algorithm=layer.algorithm,
+        precision=layer.precision,
+        workspace_limit=layer.workspace_limit,
+    )
 
 
 _output_padding_for = validation.output_padding_for
 torch.fx.wrap("_output_padding_for")  # in a traced graph it becomes a node, since sizes are not known yet
-
-
-def convert(
-    model: Model, *, algorithm: str = "auto", precision: Precision | None = None, workspace_limit: int | None = None
-) -> Model | ConvTranspose2d:
-    """Replace every torch.nn.ConvTranspose2d inside a model by gemmconv's, in place.
-
-    The new modules hold the same parameters, so optimizers and checkpoints go on working. A layer whose ``compile()``
-    was called is compiled again, with torch.compile's defaults, since torch does not tell which options it got.
-    Subclasses, and modules with hooks or parametrizations, stay as they are: a new module would lose what they add.
-
-    Args:
-        model: any module; a bare torch.nn.ConvTranspose2d works too.
-        algorithm, precision, workspace_limit: see ConvTranspose2d.
-
-    Returns:
-        The model; for a bare torch.nn.ConvTranspose2d, the module that replaces it.
-
-    Raises:
-        TypeError: ``model`` is no torch.nn.Module.
-        ValueError: an unknown algorithm or precision, or a workspace_limit below 1.
-
-    >>> convert(nn.Sequential(nn.ConvTranspose2d(4, 2, 3)))
-    Sequential(
-      (0): ConvTranspose2d(4, 2, kernel_size=(3, 3), stride=(1, 1), algorithm=auto)
-    )
-    """
-    if not isinstance(model, nn.Module):
-        validation.fail(TypeError, "convert", "model", "be a torch.nn.Module", type(model).__name__)
-    validation.choice("convert", algorithm, NAMES, precision, workspace_limit)
-    settings = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
-    # A module used in several places is replaced by one. New modules are made in the likely order of their calls.
-    replacements: dict[Any, ConvTranspose2d] = {one: _like(one, settings) for one in model.modules() if _is_plain(one)}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child in replacements:
-                parent._modules[name] = replacements[child]
-    return replacements.get(model, model)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is torch's own ConvTranspose2d with nothing attached to it."""
-    if type(module) is not nn.ConvTranspose2d:
-        return False
-    hooks = (name for name in vars(module) if name.endswith("_hooks"))
-    return not any(getattr(module, name) for name in hooks) and "forward" not in vars(module)
-
-
-def _like(module: nn.Module, settings: dict[str, Any]) -> ConvTranspose2d:
-    """A gemmconv module that shares all attributes of a torch module, parameters included."""
-    new = ConvTranspose2d.__new__(ConvTranspose2d)
-    new.__dict__.update(module.__dict__)
-    new.__dict__.update(settings)
-    for name, value in vars(module).items():  # empty dictionaries of hooks: each module needs its own
-        if "_hooks" in name and isinstance(value, dict):
-            new.__dict__[name] = value.copy()
-    if new.__dict__.pop("_compiled_call_impl", None) is not None:
-        new.compile()  # the copied graph would call the old module
-    new._position = followers.register(new)
-    return new

@@ -17,7 +17,9 @@ import torch
 from gemmconv.geometry import Pair, Problem, output_extent
 
 PRECISIONS = ("ieee", "tf32")
-_AXES = ("height", "width")
+AXES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}  # by the number of axes
+_ON_ALL = {1: "", 2: " on both axes", 3: " on all axes"}
+_IMAGES, _KERNELS = {1: "L", 2: "H, W", 3: "D, H, W"}, {1: "K", 2: "K_h, K_w", 3: "K_d, K_h, K_w"}
 _COUNTS = ("batch", "in_channels", "out_channels", "groups")  # fields of a Problem that are ints; its others are pairs
 _LIMIT = 1 << 63  # integers, and bytes of a tensor, stay below it
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -34,28 +36,32 @@ def fail(kind: type[Exception], where: str, argument: str, rule: str, got: objec
     raise kind(f"{where}: {argument} must {rule}, got {got}" + (f"; {remedy}" if remedy else ""))
 
 
-def pair(where: str, argument: str, value: int | Sequence[int]) -> Pair:
-    """An int, or one or two ints in a sequence, as ``(height, width)``; NumPy's ints and tensors of one int count too.
+def extents(where: str, argument: str, value: int | Sequence[int], rank: int = 2) -> Any:
+    """An int for all axes, or a sequence with one int for all or one for each, as a tuple with an int for each axis.
+
+    NumPy's ints and tensors of one int count too.
 
     Raises:
         TypeError: a value that is no int.
         RuntimeError: a sequence of another length.
     """
     if type(value) is int:
-        return (value, value)
-    if type(value) is tuple and len(value) == 2 and type(value[0]) is int and type(value[1]) is int:
+        return (value,) * rank
+    if type(value) is tuple and len(value) == rank and all(type(item) is int for item in value):
         return value
     values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (value,)
     items = [_integer(item) for item in values]
+    kinds = {1: "an int", 2: "an int or a pair of ints", 3: "an int or three ints"}
     if any(item is None for item in items):
-        rule = "be an int or a pair of ints"
+        rule = f"be {kinds[rank]}"
         if argument == "padding" and isinstance(value, str) and value in _NAMED_PADDINGS and where not in _FOLDS:
             rule += f", since a transposed convolution has no padding={value!r}"
             fail(TypeError, where, argument, rule, repr(value), _NAMED_PADDINGS[value])
         fail(TypeError, where, argument, rule, repr(value))
-    if len(items) not in (1, 2):
-        fail(RuntimeError, where, argument, "have one or two elements", repr(value), "give (height, width)")
-    return (items[0], items[-1])  # type: ignore[return-value]
+    if len(items) not in (1, rank):
+        rule = {1: "have one element", 2: "have one or two elements", 3: "have one or three elements"}[rank]
+        fail(RuntimeError, where, argument, rule, repr(value), f"give ({', '.join(AXES[rank])})")
+    return tuple(items) if len(items) == rank else (items[0],) * rank
 
 
 def integer(where: str, argument: str, value: int) -> int:
@@ -169,10 +175,10 @@ def parameters(
         ("output_padding", output_padding, 0),
     ):
         if _any_below(least, values):
-            fail(RuntimeError, where, name, f"be at least {least} on both axes", tuple(values))
+            fail(RuntimeError, where, name, f"be at least {least}{_ON_ALL[len(stride)]}", tuple(values))
     if groups < 1:
         fail(RuntimeError, where, "groups", "be at least 1", groups)
-    for axis, label in enumerate(_AXES):
+    for axis, label in enumerate(AXES[len(stride)]):
         most = max(stride[axis], dilation[axis])
         if output_padding[axis] >= most:
             rule = f"be less than the larger of stride and dilation, {most} on the {label} axis"
@@ -196,13 +202,14 @@ def problem(
     Raises:
         RuntimeError: ranks, channels, groups, parameters or sizes that do not fit together.
     """
-    if len(input_shape) != 4:
-        rule = "have shape [N, C_in, H, W] or [C_in, H, W]"
+    rank = len(stride)
+    if len(input_shape) != 2 + rank:
+        rule = f"have shape [N, C_in, {_IMAGES[rank]}] or [C_in, {_IMAGES[rank]}]"
         fail(RuntimeError, where, "input", rule, list(input_shape), "use unsqueeze or reshape")
-    if len(weight_shape) != 4:
-        rule = "have shape [C_in, C_out/groups, K_h, K_w]"
+    if len(weight_shape) != 2 + rank:
+        rule = f"have shape [C_in, C_out/groups, {_KERNELS[rank]}]"
         fail(RuntimeError, where, "weight", rule, list(weight_shape))
-    kernel_size = (weight_shape[2], weight_shape[3])
+    kernel_size: Any = tuple(weight_shape[2:])
     if _any_below(1, weight_shape):
         rule = "have at least one input channel, output channel and tap"
         fail(RuntimeError, where, "weight", rule, f"shape {list(weight_shape)}")
@@ -215,12 +222,17 @@ def problem(
         rule = f"have the {in_channels} channels of weight {list(weight_shape)}"
         fail(RuntimeError, where, "input", rule, f"{input_shape[1]} in shape {list(input_shape)}")
     if _any_below(1, input_shape[2:]):
-        fail(RuntimeError, where, "input", "have a height and a width of at least 1", list(input_shape))
-    size, window = (input_shape[2], input_shape[3]), (kernel_size, stride, padding, output_padding, dilation)
+        rule = f"have a {' and a '.join(AXES[rank])} of at least 1"
+        fail(RuntimeError, where, "input", rule, list(input_shape))
+    size: Any = tuple(input_shape[2:])
+    window = kernel_size, stride, padding, output_padding, dilation
     result = Problem(input_shape[0], in_channels, weight_shape[1] * groups, groups, size, *window)
     if _any_below(1, result.output_size):
-        rule = f"leave an output of at least 1x1 for an input of {input_shape[2]}x{input_shape[3]}"
-        got = f"{tuple(padding)}, an output of {result.output_size[0]}x{result.output_size[1]}"
+        least, given, left = ("x".join(map(str, of)) for of in ((1,) * rank, size, result.output_size))
+        rule, got = (
+            f"leave an output of at least {least} for an input of {given}",
+            f"{tuple(padding)}, an output of {left}",
+        )
         fail(RuntimeError, where, "padding", rule, got, "use less padding or a larger input")
     return result
 
@@ -240,7 +252,7 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
     if not isinstance(made, Problem):
         fail(TypeError, where, "problem", "be a gemmconv.Problem", type(made).__name__)
     values: dict[str, Any] = {
-        field.name: (integer if field.name in _COUNTS else pair)(where, field.name, getattr(made, field.name))
+        field.name: (integer if field.name in _COUNTS else extents)(where, field.name, getattr(made, field.name))
         for field in fields(Problem)
     }
     in_64_bits(where, values.items())
@@ -331,29 +343,31 @@ def fold_columns(where: str, columns_shape: Sequence[int], kernel_size: Pair) ->
 
 def module(
     where: str,
+    rank: int,
     counts: Mapping[str, Any],
-    pairs: Mapping[str, Any],
+    sizes: Mapping[str, Any],
     bias: Any,
     padding_mode: str,
     device: Any,
     dtype: Any,
 ) -> dict[str, Any]:
-    """A module's sizes as ints and pairs, checked before any parameter is allocated.
+    """A module's sizes as ints and tuples, checked before any parameter is allocated.
 
     Args:
         where: name that messages begin with.
+        rank: number of axes.
         counts: in_channels, out_channels and groups, by name.
-        pairs: kernel_size, stride, padding, output_padding and dilation, as torch.nn.ConvTranspose2d takes them.
+        sizes: kernel_size, stride, padding, output_padding and dilation, as torch.nn.ConvTranspose2d takes them.
         bias, padding_mode, device, dtype: see torch.nn.ConvTranspose2d.
 
     Raises:
         TypeError: a value of the wrong type, or beyond 64 bits.
         ValueError: groups that are not positive or do not divide the channels, a padding_mode other than "zeros".
-        RuntimeError: a pair of another length, a negative size, an unknown device, a dtype of integers, a bias that is
-            neither true nor false, a weight that no memory can hold.
+        RuntimeError: a sequence of another length, a negative size, an unknown device, a dtype of integers, a bias that
+            is neither true nor false, a weight that no memory can hold.
     """
     made: dict[str, Any] = {name: integer(where, name, value) for name, value in counts.items()}
-    made |= {name: pair(where, name, _unpacked(value)) for name, value in pairs.items()}
+    made |= {name: extents(where, name, _unpacked(value), rank) for name, value in sizes.items()}
     groups, kernel_size = made["groups"], made["kernel_size"]
     if groups < 1:
         fail(ValueError, where, "groups", "be at least 1", groups)
@@ -366,7 +380,7 @@ def module(
         fail(ValueError, where, "padding_mode", 'be "zeros", the only one there is', repr(padding_mode))
     in_64_bits(where, made.items())
     if _any_below(0, kernel_size):
-        fail(RuntimeError, where, "kernel_size", "be at least 0 on both axes", kernel_size)
+        fail(RuntimeError, where, "kernel_size", f"be at least 0{_ON_ALL[rank]}", kernel_size)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         fail(TypeError, where, "dtype", "be a torch.dtype", repr(dtype))
     dtype = dtype or torch.get_default_dtype()
@@ -405,7 +419,7 @@ def output_padding_for(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-) -> Pair:
+) -> tuple[int, ...]:
     """The output_padding that gives an ``output_size``.
 
     Args:
@@ -418,23 +432,25 @@ def output_padding_for(
         TypeError: output_size is no sequence.
         ValueError: it has another number of elements, or a size that no output_padding below the stride gives.
     """
-    before = len(input_shape) - 2
+    rank = len(stride)
+    before = len(input_shape) - rank
     if isinstance(output_size, int):
-        fail(TypeError, where, "output_size", "be (H_out, W_out)", output_size)
-    if len(output_size) not in (2, 2 + before):
-        rule = f"have 2 or {2 + before} elements for a {len(input_shape)}-D input"
+        names = ", ".join(f"{name}_out" for name in _IMAGES[rank].split(", "))
+        fail(TypeError, where, "output_size", f"be ({names})", output_size)
+    if len(output_size) not in (rank, rank + before):
+        rule = f"have {rank} or {rank + before} elements for a {len(input_shape)}-D input"
         fail(ValueError, where, "output_size", rule, output_size)
     result = []
-    for axis, label in enumerate(_AXES):
+    for axis, label in enumerate(AXES[rank]):
         least = output_extent(
             input_shape[before + axis], kernel_size[axis], stride[axis], padding[axis], 0, dilation[axis]
         )
-        size, most = output_size[len(output_size) - 2 + axis], least + stride[axis] - 1
+        size, most = output_size[len(output_size) - rank + axis], least + stride[axis] - 1
         if size < least or size > most:
             rule = f"be from {least} to {most} on the {label} axis for an input of shape {list(input_shape)}"
             fail(ValueError, where, "output_size", rule, output_size)
         result.append(size - least)
-    return result[0], result[1]
+    return tuple(result)
 
 
 def _any_below(least: int, values: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Imports point one way: module, functional, ops, selection, algorithms, tuned, kernels, runtime, leaves."""
+"""Imports point one way: down a list of layers, and to leaves."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ from benchmarks.map import imported_modules
 PACKAGE = Path(gemmconv.__file__).parent
 
 # From the top down. A part may import what lies below it, but only the kernels may reach the runtime.
-LAYERS = ["module", "functional", "ops", "selection", "algorithms", "tuned", "kernels", "runtime"]
+LAYERS = ["convert", "module", "rank", "functional", "ops", "selection", "algorithms", "tuned", "kernels", "runtime"]
 
 # The modules of ops, from the top down. One may import those below it.
 OPS = [
@@ -148,11 +148,19 @@ print("done")
 
 def test_import_gemmconv_offers_the_public_names():
     names = {
+        "conv_transpose1d",
         "conv_transpose2d",
+        "conv_transpose3d",
         "im2col",
         "col2im",
+        "ConvTranspose1d",
         "ConvTranspose2d",
+        "ConvTranspose3d",
         "convert",
+        "converted",
+        "patched",
+        "report",
+        "revert",
         "explain",
         "CompileError",
         "Problem",

@@ -1,5 +1,6 @@
 """What surrounds a call: transforms of torch.func, forward-mode differentiation, hooks, modes, subclasses."""
 
+import copy
 from typing import ClassVar
 
 import pytest
@@ -459,7 +460,7 @@ def test_a_module_with_subclasses_for_parameters_is_what_torch_gives(algorithm, 
     layer = torch.nn.ConvTranspose2d(4, 6, 3, stride=2, device=device)
     layer.weight, layer.bias = Own(layer.weight.detach()), Own(layer.bias.detach())
     images, results = torch.randn(2, 4, 5, 6, device=device), []
-    for convert in (lambda layer: gemmconv.convert(layer, algorithm=algorithm)), lambda layer: layer:
+    for convert in (lambda layer: gemmconv.convert(copy.copy(layer), algorithm=algorithm)), lambda layer: layer:
         try:
             with conv_precision("ieee"):
                 output = convert(layer)(images)

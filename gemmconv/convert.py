@@ -1,0 +1,249 @@
+"""Swaps the layers of whole models for gemmconv's and back, says what was left and why, and patches torch's functions.
+
+A layer is converted by changing its class. So it keeps its identity, parameters, hooks and parametrizations, and every
+list, optimizer and wrapper that holds it. Layers are left alone where the result would not be provably the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from gemmconv import validation
+from gemmconv.functional import conv_transpose2d
+from gemmconv.kernels.base import Precision
+from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from gemmconv.rank import conv_transpose1d, conv_transpose3d
+from gemmconv.selection import NAMES
+from gemmconv.tuned import log
+
+Model = TypeVar("Model", bound=nn.Module)
+
+OURS: dict[type, Any] = {
+    nn.ConvTranspose1d: ConvTranspose1d,
+    nn.ConvTranspose2d: ConvTranspose2d,
+    nn.ConvTranspose3d: ConvTranspose3d,
+}
+TORCHS = {ours: torchs for torchs, ours in OURS.items()}
+_SETTINGS = ("algorithm", "precision", "workspace_limit")
+_OWN_ATTRIBUTES = (*_SETTINGS, "_cached_key", "_position")
+
+
+class Line(NamedTuple):
+    """A transposed convolution of a model.
+
+    Attributes:
+        name: where it is in the model.
+        kind: its class.
+        is_converted: whether gemmconv computes it.
+        reason: the settings of a converted layer; why another was left.
+    """
+
+    name: str
+    kind: str
+    is_converted: bool
+    reason: str
+
+
+class Report(tuple[Line, ...]):
+    """The lines of a model; ``str()`` gives a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no transposed convolution in this model"
+        width = max(len(line.name) for line in self)
+        rows = (f"{'converted' if one.is_converted else 'left':<10} {one.name:<{width}}  {one.reason}" for one in self)
+        return "\n".join(rows)
+
+
+def convert(
+    model: Model, *, algorithm: str = "auto", precision: Precision | None = None, workspace_limit: int | None = None
+) -> Model:
+    """Let gemmconv compute every ConvTranspose1d, ConvTranspose2d and ConvTranspose3d inside a model, in place.
+
+    Each layer stays the same object, with the same parameters, hooks and parametrizations (weight_norm, spectral_norm
+    and pruning among them), so optimizers and checkpoints go on working. Subclasses, layers whose ``forward`` was
+    replaced, lazy layers without parameters, and scripted, sharded or quantised ones stay as they are: :func:`report`
+    says which and why. Layers that are converted already get the new settings. Logs one line, a warning if there was
+    nothing to convert.
+
+    Args:
+        model: any module; a bare layer works too.
+        algorithm, precision, workspace_limit: see ConvTranspose2d.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: ``model`` is no torch.nn.Module.
+        ValueError: an unknown algorithm or precision, or a workspace_limit below 1.
+
+    >>> convert(nn.Sequential(nn.ConvTranspose2d(4, 2, 3)))
+    Sequential(
+      (0): ConvTranspose2d(4, 2, kernel_size=(3, 3), stride=(1, 1), algorithm=auto)
+    )
+    """
+    _check_model("convert", model)
+    validation.choice("convert", algorithm, NAMES, precision, workspace_limit)
+    settings = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
+    for module in model.modules():
+        if (torchs := _torchs_class(module)) is not None and _why_left(module) is None:
+            module.__class__ = _with_base(type(module), torchs, OURS[torchs])
+            module.__dict__.update(settings)
+            module._register()  # type: ignore[operator]
+        elif _own_class(module) is not None:
+            module.__dict__.update(settings)
+    lines = _lines(model)
+    count = sum(line.is_converted for line in lines)
+    text = f"convert: {count} of {len(lines)} transposed convolutions are computed by gemmconv"
+    log.log(30 if count == 0 else 20, text + ("; gemmconv.report(model) says why" if count < len(lines) else ""))
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Give every layer that gemmconv computes its torch class back, in place, and return the model.
+
+    Parameters, hooks and parametrizations stay, and results have the bits that they had before :func:`convert`.
+
+    Raises:
+        TypeError: ``model`` is no torch.nn.Module.
+    """
+    _check_model("revert", model)
+    for module in model.modules():
+        if (ours := _own_class(module)) is not None:
+            module.__class__ = _with_base(type(module), ours, TORCHS[ours])
+            for name in _OWN_ATTRIBUTES:
+                module.__dict__.pop(name, None)
+    return model
+
+
+@contextlib.contextmanager
+def converted(model: Model, **settings: Any) -> Iterator[Model]:
+    """Convert a model inside a ``with`` block; see :func:`convert`. Layers that were converted before stay so."""
+    _check_model("converted", model)
+    before = {one: {name: one.__dict__.get(name) for name in _SETTINGS} for one in model.modules() if _own_class(one)}
+    try:
+        yield convert(model, **settings)
+    finally:
+        revert(model)
+        for module, old in before.items():
+            convert(module, **{name: value for name, value in old.items() if value is not None})
+
+
+def report(model: nn.Module) -> Report:
+    """Print, and return, which transposed convolutions of a model gemmconv computes, and why it left the others.
+
+    Raises:
+        TypeError: ``model`` is no torch.nn.Module.
+    """
+    _check_model("report", model)
+    lines = Report(_lines(model))
+    print(lines)
+    return lines
+
+
+class patched(TorchFunctionMode):
+    """Inside this ``with`` block torch.conv_transpose1d, 2d and 3d, and those of torch.nn.functional, are gemmconv's.
+
+    For models that call the functions and have no layers to convert. Calls from compiled code are not seen: compile
+    inside the block instead. Every torch function called in the block takes a microsecond or two more.
+
+    Args:
+        algorithm, precision, workspace_limit: see ConvTranspose2d.
+
+    >>> with patched():
+    ...     torch.nn.functional.conv_transpose1d(torch.ones(1, 2, 4), torch.ones(2, 1, 2), stride=2).shape
+    torch.Size([1, 1, 8])
+    """
+
+    def __init__(
+        self, *, algorithm: str = "auto", precision: Precision | None = None, workspace_limit: int | None = None
+    ) -> None:
+        super().__init__()
+        validation.choice("patched", algorithm, NAMES, precision, workspace_limit)
+        self._settings: dict[str, Any] = {"algorithm": algorithm, "precision": precision}
+        self._settings["workspace_limit"] = workspace_limit
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the three functions, and call all others."""
+        if (ours := _FUNCTIONS.get(func)) is not None:
+            return ours(*args, **(kwargs or {}), **self._settings)
+        return func(*args, **(kwargs or {}))
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    function: ours
+    for name, ours in (
+        ("conv_transpose1d", conv_transpose1d),
+        ("conv_transpose2d", conv_transpose2d),
+        ("conv_transpose3d", conv_transpose3d),
+    )
+    for function in (getattr(torch, name), getattr(torch.nn.functional, name))
+}
+
+
+def _check_model(where: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        validation.fail(TypeError, where, "model", "be a torch.nn.Module", type(model).__name__)
+
+
+def _torchs_class(module: nn.Module) -> type | None:
+    """torch's class of a layer that gemmconv does not compute; None for ours, and for all that is no such layer."""
+    if _own_class(module) is not None:
+        return None
+    return next((torchs for torchs in OURS if isinstance(module, torchs)), None)
+
+
+def _own_class(module: nn.Module) -> type | None:
+    """gemmconv's class of a layer whose class is this one, or this one with parametrizations; else None."""
+    kind = type(module)
+    base = kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+    return base if base in TORCHS else None
+
+
+def _with_base(kind: type, old: type, new: type) -> type:
+    """``new`` in place of ``old``; for a class of torch's parametrizations, one with another base."""
+    if kind is old:
+        return new
+    parts = {name: value for name, value in kind.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, (new,), parts)
+
+
+def _why_left(module: nn.Module) -> str | None:
+    """Why a layer of torch's is not converted; None if it can be."""
+    kind = type(module)
+    if isinstance(module, LazyModuleMixin):
+        return "it has no parameters yet: run the model once, then convert"
+    if kind.__name__.startswith("FSDP"):
+        return "it was sharded first: convert before fully_shard"
+    if kind not in OURS and not (parametrize.is_parametrized(module) and kind.__bases__[0] in OURS):
+        return f"it is of a subclass, {kind.__module__}.{kind.__qualname__}, which may compute something else"
+    if "forward" in vars(module):
+        return "its forward was replaced: convert before offload hooks, layerwise casting and the like"
+    return None
+
+
+def _lines(model: nn.Module) -> list[Line]:
+    """A line for each transposed convolution, and for each module of another kind that once was one."""
+    lines = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        if _own_class(module) is not None:
+            settings = (f"{one}={value}" for one in _SETTINGS if (value := getattr(module, one)) is not None)
+            lines.append(Line(name, kind.__name__, True, f"{kind.__name__}, {', '.join(settings)}"))
+        elif _torchs_class(module) is not None:
+            reason = _why_left(module) or "convert was not called since it was added"
+            lines.append(Line(name, kind.__name__, False, f"{kind.__name__}: {reason}"))
+        elif "ConvTranspose" in (original := getattr(module, "original_name", kind.__name__)) and not isinstance(
+            module, nn.modules.conv._ConvTransposeNd
+        ):
+            how = "scripted" if isinstance(module, torch.jit.ScriptModule) else f"made a {kind.__module__} module"
+            lines.append(Line(name, original, False, f"{original}: it was {how} first: convert before that"))
+    return lines

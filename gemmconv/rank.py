@@ -1,0 +1,278 @@
+"""Transposed convolutions of one and three axes, made of the operators for images.
+
+A signal is an image of height 1, by views. A volume is computed as images, all depth slices of a batch at once. On the
+depth axis, outputs fall into S phases (gemmconv/geometry.py), and output slice ``q * S + residue - P`` of a phase reads
+input slice ``q - shift`` through each tap of the phase. So the slices of a phase are one transposed convolution of
+images, whose input channels are those of the slices that its taps read, side by side:
+
+    S=2 P=1 K=4:  residue 0 has taps 0 and 2, shifts 0 and 1: images q and q-1, twice the input channels
+                  residue 1 has taps 1 and 3, shifts 0 and 1: the same images, other weights
+
+Sums over depth taps are thus part of one product, which is rounded once, and no columns are written. If the kernel's
+depth equals its stride, all phases read one slice, and are one convolution with S times the output channels.
+Everything is made of operators with gradients, so gradients, transforms and graphs work as for images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemmconv import arrays, validation
+from gemmconv.dispatch import are_for_torch, is_for_torch
+from gemmconv.functional import conv_transpose2d
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Precision
+from gemmconv.selection import NAMES
+
+Ints = int | Sequence[int]
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    algorithm: str = "auto",
+    precision: Precision | None = None,
+    workspace_limit: int | None = None,
+) -> Tensor:
+    """Transposed 1-D convolution, as torch.nn.functional.conv_transpose1d defines it.
+
+    Args:
+        input: ``[N, C_in, L]`` or ``[C_in, L]``.
+        weight: ``[C_in, C_out/groups, K]``.
+        bias: ``[C_out]`` or None.
+        stride, padding, output_padding, dilation: an int, in elements.
+        groups, algorithm, precision, workspace_limit: see conv_transpose2d.
+
+    Returns:
+        ``[N, C_out, L_out]`` (or without N).
+
+    Raises:
+        TypeError, RuntimeError, ValueError, NotImplementedError: see conv_transpose2d.
+
+    >>> conv_transpose1d(torch.ones(1, 4, 8), torch.ones(4, 2, 3), stride=2).shape
+    torch.Size([1, 2, 17])
+    """
+    geometry, options = (stride, padding, output_padding, groups, dilation), (algorithm, precision, workspace_limit)
+    if arrays.are_foreign(input, weight, bias):
+        return _on_arrays(conv_transpose1d, (input, weight, bias), geometry, options)
+    if _is_for_torch(input, weight, bias, algorithm):
+        return torch.conv_transpose1d(input, weight, bias, *_checked(1, input, weight, bias, geometry, options))
+    if type(stride) is type(padding) is type(output_padding) is type(dilation) is int:
+        planar: Any = (1, stride), (0, padding), (0, output_padding), groups, (1, dilation)
+    else:
+        steps, pads, more, groups, apart = _checked(1, input, weight, bias, geometry, options)
+        planar = (1, *steps), (0, *pads), (0, *more), groups, (1, *apart)
+    try:
+        output = conv_transpose2d(
+            input.unsqueeze(-2),
+            weight.unsqueeze(-2),
+            bias,
+            *planar,
+            algorithm=algorithm,
+            precision=precision,
+            workspace_limit=workspace_limit,
+        )
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        _checked(1, input, weight, bias, geometry, options)  # says it in the words of one axis, if it is the caller's
+        raise
+    return output.squeeze(-2)
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    algorithm: str = "auto",
+    precision: Precision | None = None,
+    workspace_limit: int | None = None,
+) -> Tensor:
+    """Transposed 3-D convolution, as torch.nn.functional.conv_transpose3d defines it.
+
+    Args:
+        input: ``[N, C_in, D, H, W]`` or ``[C_in, D, H, W]``.
+        weight: ``[C_in, C_out/groups, K_d, K_h, K_w]``.
+        bias: ``[C_out]`` or None.
+        stride, padding, output_padding, dilation: an int or ``(depth, height, width)``, in elements.
+        groups, algorithm, precision: see conv_transpose2d; the algorithm is that of the images.
+        workspace_limit: bytes of temporary memory of the images' algorithm; the copies of slices are not counted.
+
+    Returns:
+        ``[N, C_out, D_out, H_out, W_out]`` (or without N), channels_last_3d where the input or the weight is.
+
+    Raises:
+        TypeError, RuntimeError, ValueError, NotImplementedError: see conv_transpose2d.
+
+    >>> conv_transpose3d(torch.ones(1, 4, 3, 8, 8), torch.ones(4, 2, 2, 2, 2), stride=2).shape
+    torch.Size([1, 2, 6, 16, 16])
+    """
+    geometry, options = (stride, padding, output_padding, groups, dilation), (algorithm, precision, workspace_limit)
+    if arrays.are_foreign(input, weight, bias):
+        return _on_arrays(conv_transpose3d, (input, weight, bias), geometry, options)
+    checked = _checked(3, input, weight, bias, geometry, options)
+    if input.dim() == 4:
+        batched = conv_transpose3d(
+            input.unsqueeze(0),
+            weight,
+            bias,
+            *checked,
+            algorithm=algorithm,
+            precision=precision,
+            workspace_limit=workspace_limit,
+        )
+        return batched.squeeze(0)
+    if _is_for_torch(input, weight, bias, algorithm) or (
+        algorithm == "auto" and not _is_faster(input, weight, checked)
+    ):
+        return torch.conv_transpose3d(input, weight, bias, *checked)
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:  # so that slices are copied in few bytes
+        dtype = torch.get_autocast_dtype(kind)
+        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
+    return _as_images(input, weight, bias, checked, by_name)
+
+
+def _on_arrays(function: Any, tensors: tuple[Any, ...], geometry: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    by_name = dict(zip(("algorithm", "precision", "workspace_limit"), options, strict=True))
+    return arrays.call(function, dict(zip(("input", "weight", "bias"), tensors, strict=True)), *geometry, **by_name)
+
+
+def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
+    """Whether torch's own operator has to serve a call: by name, of complex tensors, in exports and transforms."""
+    if algorithm == "native" or torch.onnx.is_in_onnx_export():
+        return True
+    if algorithm != "auto" or not isinstance(input, Tensor):
+        return False
+    return input.is_complex() or is_for_torch() or are_for_torch(input, weight, bias)
+
+
+def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> tuple[Any, ...]:
+    """Stride, padding, output_padding, groups and dilation with a number for each axis, after all checks of a call."""
+    where = f"conv_transpose{rank}d"
+    named = (("input", input), ("weight", weight), *((("bias", bias),) if bias is not None else ()))
+    for name, one in named:
+        validation.tensor(where, name, one)
+    stride, padding, output_padding, groups, dilation = geometry
+    algorithm, precision, workspace_limit = options
+    validation.choice(where, algorithm, NAMES, precision, workspace_limit)
+    checked = (
+        validation.extents(where, "stride", stride, rank),
+        validation.extents(where, "padding", padding, rank),
+        validation.extents(where, "output_padding", output_padding, rank),
+        validation.integer(where, "groups", groups),
+        validation.extents(where, "dilation", dilation, rank),
+    )
+    shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
+    problem = validation.problem(where, shape, weight.shape, *checked)
+    if not torch.is_autocast_enabled(input.device.type):
+        validation.same_kind(where, named)
+    validation.bias_shape(where, bias, problem.out_channels)
+    validation.sizes(where, problem, input.dtype.itemsize)
+    return checked
+
+
+def _is_faster(input: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> bool:
+    """Whether a volume is expected to take less time as images than by torch's operator."""
+    return True
+
+
+def _as_images(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], options: dict[str, Any]
+) -> Tensor:
+    """The transposed convolution of ``[N, C_in, D, H, W]``."""
+    (stride, *strides), (padding, *paddings), (more, *mores), groups, (dilation, *dilations) = geometry
+    batch, depth, kernel = input.shape[0], input.shape[2], weight.shape[2]
+    planar = tuple(strides), tuple(paddings), tuple(mores), groups, tuple(dilations)
+    last = _is_channels_last(input) or _is_channels_last(weight)
+    if kernel == stride and padding == more == 0 and dilation == 1:  # all phases read the one slice
+        bias = bias if bias is None else bias.repeat_interleave(stride)
+        images = conv_transpose2d(_slices(input, [0], depth, 1, last), weight.flatten(1, 2), bias, *planar, **options)
+        by_phase = images.unflatten(0, (batch, depth)).unflatten(2, (-1, stride))  # [N, D, C_out, S, H, W]
+        volume = by_phase.permute(0, 2, 1, 3, 4, 5).flatten(2, 3)
+    else:
+        problem = Problem(batch, 1, 1, 1, (depth,), (kernel,), (stride,), (padding,), (more,), (dilation,))  # type: ignore[arg-type]
+        (out_depth,) = problem.output_size  # type: ignore[misc]
+        places, found = [], []
+        for phase in problem.phases(0):
+            begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
+            count = (out_depth - 1 + padding - phase.residue) // stride - begin + 1
+            if count <= 0:
+                continue
+            places.append(begin * stride + phase.residue - padding)
+            if not phase.taps:
+                sample = _slices(input, [0], 1, 1, last)[:1], weight[:, :, 0]
+                image = conv_transpose2d(sample[0] * 0, sample[1], bias, *planar, **options)
+                found.append(image.expand(batch * count, *image.shape[1:]))
+                continue
+            images = _slices(input, [begin - shift for _, shift in phase.taps], count, groups, last)
+            taps = weight.unflatten(0, (groups, -1))  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
+            weights = torch.stack([taps[:, :, :, tap] for tap, _ in phase.taps], 1).flatten(0, 2)
+            found.append(conv_transpose2d(images, weights, bias, *planar, **options))
+        volume = _Interleave.apply(batch, out_depth, stride, tuple(places), last, *found)
+    return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+
+
+def _slices(volume: Tensor, begins: Sequence[int], count: int, groups: int, last: bool) -> Tensor:
+    """Images ``[N * count, channels, H, W]`` of ``count`` slices from each beginning on, side by side in channels.
+
+    Slices beyond the volume are zero. Channels of a group stay together. ``last``: the result is in channels_last.
+    """
+    before, after = max(0, -min(begins)), max(0, max(begins) + count - volume.shape[2])
+    if before or after:
+        volume = torch.nn.functional.pad(volume, (0, 0, 0, 0, before, after))
+    images, axis = (volume.permute(0, 2, 3, 4, 1), 4) if last else (volume.transpose(1, 2), 2)
+    parts = [images.narrow(1, before + begin, count) for begin in begins]
+    if len(parts) == 1:
+        joined = parts[0]
+    elif groups == 1:
+        joined = torch.cat(parts, axis)
+    else:
+        joined = torch.stack([part.unflatten(axis, (groups, -1)) for part in parts], axis + 1).flatten(axis, axis + 2)
+    joined = joined.flatten(0, 1)
+    return joined.permute(0, 3, 1, 2) if last else joined
+
+
+class _Interleave(torch.autograd.Function):
+    """The slices of all phases as one volume ``[N, C, D, H, W]``: phase i has slices places[i], places[i] + S, ..."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(batch: int, depth: int, stride: int, places: tuple[int, ...], last: bool, *phases: Tensor) -> Tensor:
+        channels, height, width = phases[0].shape[1:]
+        shape = (batch, depth, height, width, channels) if last else (batch, channels, depth, height, width)
+        volume = phases[0].new_empty(shape)
+        volume = volume.permute(0, 4, 1, 2, 3) if last else volume
+        for place, images in zip(places, phases, strict=True):
+            volume[:, :, place::stride] = images.unflatten(0, (batch, -1)).transpose(1, 2)
+        return volume
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.stride, ctx.places, ctx.last = inputs[2:5]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        parts = (grad[:, :, place :: ctx.stride] for place in ctx.places)
+        return *(None,) * 5, *(_slices(part, [0], part.shape[2], 1, ctx.last) for part in parts)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous()
