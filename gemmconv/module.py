@@ -23,6 +23,7 @@ class _Layer(nn.Module):
     algorithm: str = "auto"
     precision: Precision | None = None
     workspace_limit: int | None = None
+    _cached_key: tuple[Any, bytes | None] | None = None  # arguments of the last call, and their key
 
     def __init__(
         self,
@@ -59,6 +60,17 @@ class _Layer(nn.Module):
     def _register(self) -> None:
         """Called when the layer was made, copied or unpickled."""
 
+    def _arguments_key(self) -> bytes | None:
+        """The key of a call's arguments, as one on images; attributes may have changed since the last call."""
+        arguments: tuple[Any, ...] = (
+            *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
+            *(self.algorithm, self.precision, self.workspace_limit),
+        )
+        if (cached := self._cached_key) is None or cached[0] != arguments:
+            geometry = arguments[:5] if len(arguments[0]) == 2 else rank.of_height_1(*arguments[:5])
+            self._cached_key = cached = arguments, signatures.arguments_key((*geometry, *arguments[5:]))
+        return cached[1]
+
     def extra_repr(self) -> str:
         """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
         parts = [super().extra_repr(), f"algorithm={self.algorithm}"]
@@ -91,7 +103,6 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
     torch.Size([1, 32, 16, 16])
     """
 
-    _cached_key: tuple[Any, bytes | None] | None = None  # arguments of the last call, and their key
     _position: int = -1  # in the order in which modules are made
 
     def _register(self) -> None:
@@ -146,16 +157,6 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
             workspace_limit=self.workspace_limit,
         )
 
-    def _arguments_key(self) -> bytes | None:
-        """The key of a call's arguments; attributes may have changed since the last call."""
-        arguments = (
-            *(self.stride, self.padding, self.output_padding, self.groups, self.dilation),
-            *(self.algorithm, self.precision, self.workspace_limit),
-        )
-        if (cached := self._cached_key) is None or cached[0] != arguments:
-            self._cached_key = cached = arguments, signatures.arguments_key(arguments)
-        return cached[1]
-
 
 class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     """torch.nn.ConvTranspose1d, computed by gemmconv as images of height 1; see :class:`ConvTranspose2d`.
@@ -167,6 +168,15 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``[N, C_in, L]`` or ``[C_in, L]``; see :meth:`ConvTranspose2d.forward`."""
+        if output_size is None and not torch.compiler.is_compiling():
+            parameters = self._parameters
+            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+            if plain.are_torch_tensors(input, weight, bias) and (arguments_key := self._arguments_key()) is not None:
+                images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)  # type: ignore[union-attr]
+                call, _ = plain.find_call(images, kernels, bias, arguments_key)
+                if call is not None:
+                    return call(images, kernels, bias).squeeze(-2)
         return _compute(self, rank.conv_transpose1d, input, output_size)
 
 

@@ -15,7 +15,9 @@ Everything is made of operators with gradients, so gradients, transforms and gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from torch import Tensor
 from gemmconv import arrays, validation
 from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.functional import conv_transpose2d
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Problem, output_extent
 from gemmconv.kernels.base import Precision
+from gemmconv.ops.schemas import is_channels_last
 from gemmconv.selection import NAMES
 
 Ints = int | Sequence[int]
+_LARGE_ON_A_CPU = 1 << 21  # elements of an output
 
 
 def conv_transpose1d(
@@ -66,13 +70,10 @@ def conv_transpose1d(
     geometry, options = (stride, padding, output_padding, groups, dilation), (algorithm, precision, workspace_limit)
     if arrays.are_foreign(input, weight, bias):
         return _on_arrays(conv_transpose1d, (input, weight, bias), geometry, options)
-    if _is_for_torch(input, weight, bias, algorithm):
-        return torch.conv_transpose1d(input, weight, bias, *_checked(1, input, weight, bias, geometry, options))
-    if type(stride) is type(padding) is type(output_padding) is type(dilation) is int:
-        planar: Any = (1, stride), (0, padding), (0, output_padding), groups, (1, dilation)
-    else:
-        steps, pads, more, groups, apart = _checked(1, input, weight, bias, geometry, options)
-        planar = (1, *steps), (0, *pads), (0, *more), groups, (1, *apart)
+    try:
+        planar = of_height_1(*geometry)
+    except TypeError:  # lists, which have no hash
+        planar = of_height_1(*_checked(1, input, weight, bias, geometry, options))
     try:
         output = conv_transpose2d(
             input.unsqueeze(-2),
@@ -84,7 +85,7 @@ def conv_transpose1d(
             workspace_limit=workspace_limit,
         )
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        _checked(1, input, weight, bias, geometry, options)  # says it in the words of one axis, if it is the caller's
+        _checked(1, input, weight, bias, geometry, options)  # raises in the words of one axis what is the caller's
         raise
     return output.squeeze(-2)
 
@@ -154,6 +155,15 @@ def _on_arrays(function: Any, tensors: tuple[Any, ...], geometry: tuple[Any, ...
     return arrays.call(function, dict(zip(("input", "weight", "bias"), tensors, strict=True)), *geometry, **by_name)
 
 
+@lru_cache(maxsize=1024, typed=True)
+def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:
+    """Stride, padding, output_padding, groups and dilation of a signal, for an image of height 1."""
+    named = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+    one = {name: validation.extents("conv_transpose1d", name, value, 1) for name, value in named.items()}
+    steps, pads, more, apart = one.values()
+    return (1, *steps), (0, *pads), (0, *more), groups, (1, *apart)
+
+
 def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
     """Whether torch's own operator has to serve a call: by name, of complex tensors, in exports and transforms."""
     if algorithm == "native" or torch.onnx.is_in_onnx_export():
@@ -189,8 +199,23 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
 
 
 def _is_faster(input: Tensor, weight: Tensor, geometry: tuple[Any, ...]) -> bool:
-    """Whether a volume is expected to take less time as images than by torch's operator."""
-    return True
+    """Whether a volume is expected to take less time as images than by torch's operator.
+
+    On a CPU: large volumes in NCDHW under a kernel that equals the stride (1.4 to 2.5 times torch's speed, two cores of
+    an AMD EPYC), and strided ones with dilation (2.1 to 2.7 times); others took 0.5 to 1.2 times.
+    """
+    stride, padding, more, groups, dilation = geometry
+    kernel, output_size = (
+        weight.shape[2:],
+        map(output_extent, input.shape[2:], weight.shape[2:], *geometry[:3], dilation),
+    )
+    if input.is_cuda:
+        return True
+    if max(dilation) > 1 and max(stride) > 1:
+        return True
+    outputs = input.shape[0] * weight.shape[1] * groups * math.prod(output_size)
+    apart = tuple(kernel) == stride and max(*padding, *more) == 0
+    return apart and outputs >= _LARGE_ON_A_CPU and not is_channels_last(input) and not is_channels_last(weight)
 
 
 def _as_images(
@@ -200,7 +225,7 @@ def _as_images(
     (stride, *strides), (padding, *paddings), (more, *mores), groups, (dilation, *dilations) = geometry
     batch, depth, kernel = input.shape[0], input.shape[2], weight.shape[2]
     planar = tuple(strides), tuple(paddings), tuple(mores), groups, tuple(dilations)
-    last = _is_channels_last(input) or _is_channels_last(weight)
+    last = is_channels_last(input) or is_channels_last(weight)
     if kernel == stride and padding == more == 0 and dilation == 1:  # all phases read the one slice
         bias = bias if bias is None else bias.repeat_interleave(stride)
         images = conv_transpose2d(_slices(input, [0], depth, 1, last), weight.flatten(1, 2), bias, *planar, **options)
@@ -272,7 +297,3 @@ class _Interleave(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         parts = (grad[:, :, place :: ctx.stride] for place in ctx.places)
         return *(None,) * 5, *(_slices(part, [0], part.shape[2], 1, ctx.last) for part in parts)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous()

@@ -117,17 +117,17 @@ def col2im_problem(columns: Tensor, output_size: Pair, window: Window) -> Proble
 
 def memory_format(first: Tensor, second: Tensor) -> torch.memory_format:
     """torch's rule for a convolution's result: channels_last where either tensor is."""
-    either = _is_channels_last(first) or _is_channels_last(second)
+    either = is_channels_last(first) or is_channels_last(second)
     return torch.channels_last if either else torch.contiguous_format
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether torch calls a 4-D tensor channels_last: its strides have C innermost, then W, H and N."""
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch calls a tensor channels_last or channels_last_3d: strides have C innermost, then W, H and N."""
     size, stride = tensor.shape, tensor.stride()
     if stride[1] == 0:
         return False
     least = 0
-    for axis in (1, 3, 2, 0):
+    for axis in (1, *range(len(size) - 1, 1, -1), 0):
         if size[axis] == 0 or stride[axis] < least:
             return False
         if axis == 0 and least == stride[1]:  # all other extents are 1: torch calls that contiguous

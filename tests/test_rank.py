@@ -1,0 +1,205 @@
+"""Layers and functions of one, two and three axes beside torch's own."""
+
+import random
+import sys
+import types
+import unittest
+
+import numpy as np
+import pytest
+import torch
+
+import gemmconv
+from gemmconv.geometry import output_extent
+from tests.samples import conv_precision
+
+FUNCTIONS = {1: gemmconv.conv_transpose1d, 2: gemmconv.conv_transpose2d, 3: gemmconv.conv_transpose3d}
+TORCHS = {rank: getattr(torch.nn.functional, f"conv_transpose{rank}d") for rank in FUNCTIONS}
+LAYERS = {1: gemmconv.ConvTranspose1d, 2: gemmconv.ConvTranspose2d, 3: gemmconv.ConvTranspose3d}
+ALGORITHMS = "auto", "direct", "fused", "gemm_col2im", "native"
+FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+each_rank = pytest.mark.parametrize("rank", FUNCTIONS)
+COUNT, MANY = 40, 1500  # random layers of each rank
+
+
+def random_call(rank, draw, device="cpu", dtype=torch.float64):
+    """Tensors and geometry of a small random layer; a third have a kernel equal to the stride."""
+    while True:
+        groups = draw.choice((1, 1, 1, 2, 3))
+        channels = groups * draw.randint(1, 6), draw.randint(1, 6)
+        kernel, stride = [draw.randint(1, 4) for _ in range(rank)], [draw.randint(1, 3) for _ in range(rank)]
+        dilation = [draw.randint(1, 2) for _ in range(rank)]
+        if draw.random() < 0.3:
+            kernel, dilation = list(stride), [1] * rank
+        padding = [draw.randint(0, d * (k - 1) // 2) for k, d in zip(kernel, dilation, strict=True)]
+        more = [draw.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+        size = [draw.randint(1, 7) for _ in range(rank)]
+        if min(map(output_extent, size, kernel, stride, padding, more, dilation)) > 0:
+            break
+    torch.manual_seed(draw.randint(0, 1 << 30))
+    shapes = (draw.randint(1, 3), channels[0], *size), (channels[0], channels[1], *kernel), (channels[1] * groups,)
+    tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+    if rank in FORMATS and draw.random() < 0.5:
+        tensors[0] = tensors[0].contiguous(memory_format=FORMATS[rank])
+    tensors[2] = draw.choice((tensors[2], None))
+    return tensors, (stride, padding, more, groups, dilation)
+
+
+def check(rank, draw, algorithm, device="cpu", dtype=torch.float64, bar=1e-12):
+    """Compare output and gradients of a random layer with torch's in float64. False if the algorithm refuses it."""
+    tensors, geometry = random_call(rank, draw, device, dtype)
+    given = [one if one is None else one.requires_grad_() for one in tensors]
+    exact = [one if one is None else one.detach().double().cpu().requires_grad_() for one in tensors]
+    try:
+        output = FUNCTIONS[rank](*given, *geometry, algorithm=algorithm)
+    except NotImplementedError:
+        return False
+    wanted = TORCHS[rank](*exact, *geometry)
+    grad = torch.randn(wanted.shape, dtype=dtype)
+    found = output, *torch.autograd.grad(output, [one for one in given if one is not None], grad.to(device))
+    truth = wanted, *torch.autograd.grad(wanted, [one for one in exact if one is not None], grad.double())
+    for one, true in zip(found, truth, strict=True):
+        assert one.shape == true.shape, (algorithm, geometry)
+        error = (one.double().cpu() - true).norm() / true.norm().clamp_min(1e-30)
+        assert error <= bar, (algorithm, [one if one is None else one.shape for one in tensors], geometry)
+    return True
+
+
+@each_rank
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_random_layers_are_torchs_to_float64(rank, algorithm):
+    draw = random.Random(f"{rank} {algorithm}")
+    assert sum(check(rank, draw, algorithm) for _ in range(COUNT)) > COUNT // 2
+
+
+@pytest.mark.slow
+@each_rank
+def test_many_random_layers_are_torchs_to_float64(rank):
+    draw = random.Random(rank)
+    for number in range(MANY):
+        check(rank, draw, ALGORITHMS[number % len(ALGORITHMS)])
+
+
+@pytest.mark.gpu
+@each_rank
+@pytest.mark.parametrize(
+    ("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str
+)
+def test_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar):
+    draw = random.Random(f"{rank} {dtype}")
+    with conv_precision("ieee"):
+        found = [check(rank, draw, ALGORITHMS[number % len(ALGORITHMS)], "cuda", dtype, bar) for number in range(60)]
+    assert sum(found) > 30
+
+
+@each_rank
+def test_operator_database_of_torch(rank, monkeypatch):
+    stub = types.ModuleType("expecttest")  # torch's own tests inherit from it; its samples do not use it
+    stub.TestCase = unittest.TestCase
+    monkeypatch.setitem(sys.modules, "expecttest", stub)
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = [one for one in op_db if one.name == f"nn.functional.conv_transpose{rank}d"]
+    for sample in info.sample_inputs("cpu", torch.float64, requires_grad=False):
+        wanted = TORCHS[rank](sample.input, *sample.args, **sample.kwargs)
+        for algorithm in ALGORITHMS:
+            found = FUNCTIONS[rank](sample.input, *sample.args, **sample.kwargs, algorithm=algorithm)
+            torch.testing.assert_close(found, wanted)
+
+
+def tensors_of(rank, dtype=torch.float64):
+    return torch.randn(2, 3, *(4, 3, 5)[:rank], dtype=dtype), torch.randn(3, 2, *(3,) * rank, dtype=dtype)
+
+
+@each_rank
+def test_gradients_of_gradients(rank):
+    input, weight = (one.requires_grad_() for one in tensors_of(rank))
+    bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+    def call(*tensors):
+        return FUNCTIONS[rank](*tensors, 2, 1, algorithm="gemm_col2im")
+
+    assert torch.autograd.gradcheck(call, (input, weight, bias), fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, (input, weight, bias), fast_mode=True)
+
+
+@each_rank
+def test_transforms_compiled_graphs_and_exports(rank):
+    layer = LAYERS[rank](3, 2, 3, stride=2, padding=1, algorithm="gemm_col2im").double()
+    input, _ = tensors_of(rank)
+    wanted = layer(input)
+    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(input), wanted)
+    torch.testing.assert_close(torch.export.export(layer, (input,)).module()(input), wanted)
+    images = torch.stack([input, 2 * input])
+    torch.testing.assert_close(torch.func.vmap(layer)(images)[0], wanted)
+    gradients = torch.func.grad(lambda one: layer(one).square().sum())(input)
+    of_torch = torch.autograd.grad(layer(leaf := input.clone().requires_grad_()).square().sum(), leaf)
+    torch.testing.assert_close(gradients, *of_torch)
+
+
+@each_rank
+def test_autocast_computes_in_its_dtype(rank):
+    layer, input = LAYERS[rank](3, 2, 3, stride=2, algorithm="gemm_col2im"), tensors_of(rank, torch.float32)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(input)
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(output.float(), layer(input), atol=0.05, rtol=0.05)
+
+
+@each_rank
+def test_one_without_a_batch_arrays_and_output_size(rank):
+    layer = LAYERS[rank](3, 2, 3, stride=2, padding=1).double()
+    theirs = LAYERS[rank].__mro__[2](3, 2, 3, stride=2, padding=1).double()
+    theirs.load_state_dict(layer.state_dict())
+    input, weight = tensors_of(rank)
+    torch.testing.assert_close(layer(input[0]), layer(input)[0])
+    size = [2 * extent for extent in input.shape[2:]]
+    torch.testing.assert_close(layer(input, output_size=size), theirs(input, output_size=size))
+    with pytest.raises(ValueError, match="output_size must be from"):
+        layer(input, output_size=[99] * rank)
+    array = FUNCTIONS[rank](input.numpy(), weight.numpy(), stride=2)
+    assert isinstance(array, np.ndarray)
+    np.testing.assert_allclose(array, TORCHS[rank](input, weight, stride=2))
+
+
+@each_rank
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"stride": 0}, RuntimeError, "stride must be at least 1"),
+        ({"stride": "2"}, TypeError, "stride must be an int"),
+        ({"stride": (1, 2, 1, 2)}, RuntimeError, "stride must have one"),
+        ({"padding": 9}, RuntimeError, "padding must leave an output of at least 1"),
+        ({"output_padding": 3}, RuntimeError, "output_padding must be less than"),
+        ({"groups": 2}, RuntimeError, "weight must have a number of input channels"),
+        ({"algorithm": "best"}, ValueError, "algorithm must be one of"),
+        ({"bias": torch.zeros(5)}, RuntimeError, "bias must have"),
+        ({"input": torch.zeros(1, 1, 1, 1, 1, 1)}, RuntimeError, "input must have shape"),
+        ({"weight": torch.zeros(3)}, RuntimeError, "weight must have shape"),
+        ({"input": 3}, TypeError, "input must be a torch.Tensor"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_mistakes_are_named_in_the_words_of_the_function(rank, arguments, kind, words):
+    input, weight = tensors_of(rank)
+    call = {"input": input, "weight": weight, "bias": None, **arguments}
+    with pytest.raises(kind, match=f"conv_transpose{rank}d: {words}"):
+        FUNCTIONS[rank](**call)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_volume_keeps_its_memory_format(last):
+    layer = gemmconv.ConvTranspose3d(4, 6, 4, stride=2, padding=1, algorithm="gemm_col2im")
+    volume = torch.randn(2, 4, 3, 5, 6)
+    form = torch.channels_last_3d if last else torch.contiguous_format
+    assert layer(volume.contiguous(memory_format=form)).is_contiguous(memory_format=form)
+
+
+def test_depth_taps_are_summed_before_a_result_is_rounded():
+    """All four depth taps of an output meet in one product, so bfloat16 is rounded once."""
+    volume, weight = torch.randn(1, 64, 6, 6, 6), torch.randn(64, 16, 8, 3, 3)
+    low = gemmconv.conv_transpose3d(volume.bfloat16(), weight.bfloat16(), stride=2, algorithm="gemm_col2im")
+    exact = TORCHS[3](volume.bfloat16().double(), weight.bfloat16().double(), stride=2)
+    assert torch.equal(low, exact.bfloat16()) or (low.double() - exact).norm() / exact.norm() < 1.8e-3
