@@ -61,7 +61,7 @@ def check(rank, draw, algorithm, device="cpu", dtype=torch.float64, bar=1e-12):
     for one, true in zip(found, truth, strict=True):
         assert one.shape == true.shape, (algorithm, geometry)
         error = (one.double().cpu() - true).norm() / true.norm().clamp_min(1e-30)
-        assert error <= bar, (algorithm, [one if one is None else one.shape for one in tensors], geometry)
+        assert error <= bar, (float(error), algorithm, [one if one is None else one.shape for one in tensors], geometry)
     return True
 
 
