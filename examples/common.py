@@ -88,26 +88,12 @@ def check_same(ours: Tensor, of_torch: Tensor, bound: float) -> float:
     return difference
 
 
-def explained(network: nn.Module, images: Tensor, **options: Any) -> list[Any]:
+def explained(network: nn.Module, images: Tensor, **options: Any) -> list[gemmconv.Explanation]:
     """Call a network, and return what ``gemmconv.explain`` says of each transposed convolution in it.
 
-    ``options`` are those of ``gemmconv.explain``, such as the dtype; the device is that of the images unless given.
+    ``options`` are those of ``gemmconv.explain``, such as the dtype.
     """
-    found = []
-
-    def note(layer: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        sizes = (len(inputs[0]), layer.in_channels, layer.out_channels, layer.groups, tuple(inputs[0].shape[2:]))
-        geometry = (layer.kernel_size, layer.stride, layer.padding, layer.output_padding, layer.dilation)
-        problem = gemmconv.Problem(*sizes, *geometry)
-        where = {"device": inputs[0].device, "bias": layer.bias is not None, **options}
-        found.append(gemmconv.explain(problem, **where))
-
-    hooks = [one.register_forward_hook(note) for one in network.modules() if isinstance(one, gemmconv.ConvTranspose2d)]
-    with torch.no_grad():
-        network(images)
-    for hook in hooks:
-        hook.remove()
-    return found
+    return [call for layer in gemmconv.explain(network, images, **options).layers for call in layer.calls]
 
 
 def algorithms(network: nn.Module, images: Tensor, **options: Any) -> str:

@@ -1,6 +1,6 @@
 """Vocoder: the upsampler of HiFi-GAN on signals whose length changes from call to call.
 
-One learns how one-dimensional signals run as images of height 1 with kernels (1, k), and what changing lengths cost.
+One learns that a model of ``Conv1d`` and ``ConvTranspose1d`` is converted as it is, and what changing lengths cost.
 On a GPU gemmconv compiles kernels for classes of lengths, so most new lengths compile nothing. On a CPU there is
 nothing to compile, and the example counts what an H100 would compile. The network (Kong et al. 2020, half of V1's
 channels, one convolution a stage) is not trained and its input is noise: only times and outputs are compared.
@@ -28,14 +28,14 @@ STAGES = (8, 16), (8, 16), (2, 4), (2, 4)  # stride and kernel of each transpose
 
 
 def upsampler(channels: int) -> nn.Sequential:
-    """Make the network: [N, 80, 1, frames] -> [N, 1, 1, 256 * frames]; each stage halves the channels."""
-    layers: list[nn.Module] = [nn.Conv2d(MELS, channels, (1, 7), padding=(0, 3))]
+    """Make the network: [N, 80, frames] -> [N, 1, 256 * frames]; each stage halves the channels."""
+    layers: list[nn.Module] = [nn.Conv1d(MELS, channels, 7, padding=3)]
     for stride, kernel in STAGES:
-        padding = (0, (kernel - stride) // 2)
-        layers += [nn.LeakyReLU(0.1), nn.ConvTranspose2d(channels, channels // 2, (1, kernel), (1, stride), padding)]
+        padding = (kernel - stride) // 2
+        layers += [nn.LeakyReLU(0.1), nn.ConvTranspose1d(channels, channels // 2, kernel, stride, padding)]
         channels //= 2
-        layers += [nn.LeakyReLU(0.1), nn.Conv2d(channels, channels, (1, 3), padding=(0, 1))]
-    return nn.Sequential(*layers, nn.LeakyReLU(0.1), nn.Conv2d(channels, 1, (1, 7), padding=(0, 3)), nn.Tanh())
+        layers += [nn.LeakyReLU(0.1), nn.Conv1d(channels, channels, 3, padding=1)]
+    return nn.Sequential(*layers, nn.LeakyReLU(0.1), nn.Conv1d(channels, 1, 7, padding=3), nn.Tanh())
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
     with torch.no_grad():
         for number in progress(options.lengths, "lengths"):
             frames = lengths[number]
-            signal = torch.randn(1, MELS, 1, frames, device=device)
+            signal = torch.randn(1, MELS, frames, device=device)
             began = time.perf_counter()
             networks[number % 2](signal).sum().item()  # the host has the number when the device is done
             if number > 1:  # the first call of a network also sets up libraries and packs weights

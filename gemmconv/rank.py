@@ -15,7 +15,6 @@ Everything is made of operators with gradients, so gradients, transforms and gra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor
 
 from gemmconv import arrays, validation
-from gemmconv.device import spec_of
+from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.functional import conv_transpose2d
-from gemmconv.geometry import Problem, output_extent
+from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Precision
 from gemmconv.ops.schemas import is_channels_last
 from gemmconv.selection import NAMES, torch_precision
@@ -140,16 +139,63 @@ def conv_transpose3d(
             workspace_limit=workspace_limit,
         )
         return batched.squeeze(0)
-    if _is_for_torch(input, weight, bias, algorithm) or (
-        algorithm == "auto" and not _is_faster(input, weight, checked, precision)
-    ):
-        return torch.conv_transpose3d(input, weight, bias, *checked)
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:  # so that slices are copied in few bytes
+    kind, dtype = input.device.type, input.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
+    problem = validation.problem("conv_transpose3d", input.shape, weight.shape, *checked)
+    last = is_channels_last(input) or is_channels_last(weight)
+    is_ieee = dtype == torch.float32 and (precision or torch_precision(dtype, input.device)) == "ieee"
+    where = problem, last, input.device, spec_of(input.device), is_ieee
+    if _is_for_torch(input, weight, bias, algorithm) or (algorithm == "auto" and not is_faster_as_images(*where)):
+        return torch.conv_transpose3d(input, weight, bias, *checked)
+    if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
-    return _as_images(input, weight, bias, checked, by_name)
+    return _as_images(input, weight, bias, problem, last, by_name)
+
+
+def image_problems(problem: Problem) -> list[Problem]:
+    """The problems of images that a signal or a volume is computed as; a problem of images is its own.
+
+    >>> [one.input_shape for one in image_problems(Problem(2, 8, 4, 1, (5, 6, 7), (4, 4, 4), (2, 2, 2), (1, 1, 1),
+    ...     (0, 0, 0), (1, 1, 1)))]
+    [(10, 16, 6, 7), (10, 16, 6, 7)]
+    """
+    p, rank = problem, len(problem.input_size)
+    fields = p.input_size, p.kernel_size, p.stride, p.padding, p.output_padding, p.dilation
+    if rank == 1:
+        low = (1, 1, 1, 0, 0, 1)
+        fields = tuple((one, *of) for one, of in zip(low, fields, strict=True))  # type: ignore[assignment]
+        return [Problem(p.batch, p.in_channels, p.out_channels, p.groups, *fields)]
+    if rank == 2:
+        return [p]
+    found: dict[Problem, None] = {}
+    for _, _, count, taps, phases in _depth_phases(p):
+        if taps:
+            channels = p.in_channels * len(taps), p.out_channels * phases
+            images = Problem(p.batch * count, *channels, p.groups, *(of[1:] for of in fields))  # type: ignore[arg-type]
+            found[images] = None
+    return list(found)
+
+
+def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int, int], ...], int]]:
+    """What is computed together of a volume's depth axis.
+
+    Returns:
+        The first output slice; the q of it; the number of q; pairs of a tap and its shift; and how many phases share
+        them: all S if the kernel equals the stride, which then are output channels, else 1.
+    """
+    (depth, *_), (kernel, *_), (stride, *_) = problem.input_size, problem.kernel_size, problem.stride
+    (padding, *_), (more, *_), (dilation, *_) = problem.padding, problem.output_padding, problem.dilation
+    if kernel == stride and padding == more == 0 and dilation == 1:
+        return [(0, 0, depth, ((0, 0),), stride)]
+    found = []
+    for phase in problem.phases(0):
+        begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
+        count = (problem.output_size[0] - 1 + padding - phase.residue) // stride - begin + 1
+        if count > 0:
+            found.append((begin * stride + phase.residue - padding, begin, count, phase.taps, 1))
+    return found
 
 
 def _on_arrays(function: Any, tensors: tuple[Any, ...], geometry: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
@@ -200,7 +246,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     return checked
 
 
-def _is_faster(input: Tensor, weight: Tensor, geometry: tuple[Any, ...], precision: Precision | None) -> bool:
+def is_faster_as_images(problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, is_ieee: bool) -> bool:
     """Whether a volume is expected to take less time as images than by torch's operator: a rule from measured layers.
 
     18 layers of nnU-Net, SwinUNETR, MONAI, VNet and KernelBench on an H200 (torch 2.11, cuDNN 9.19, TF32 and bfloat16,
@@ -209,67 +255,58 @@ def _is_faster(input: Tensor, weight: Tensor, geometry: tuple[Any, ...], precisi
     float32 without TF32 all at least 1.15 times; other dense layers 0.6 to 1.1 times, which are torch's. On two cores
     of an AMD EPYC: large volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7
     times, others 0.5 to 1.2 times.
+
+    Args:
+        problem: the volume's.
+        last: whether it is in channels_last_3d.
+        device, spec: where it is computed.
+        is_ieee: whether products are float32 that is not rounded to TF32.
     """
-    stride, padding, more, groups, dilation = geometry
-    last = is_channels_last(input) or is_channels_last(weight)
-    channels = weight.shape[0] // groups, weight.shape[1]
-    apart = tuple(weight.shape[2:]) == stride and max(*padding, *more) == 0  # no two taps meet at an output
-    if input.is_cuda:
-        if groups > 1 or max(dilation) > 1 or min(channels) < _DENSE:
+    p, channels = problem, (problem.gemm_k, problem.out_channels // problem.groups)
+    apart = p.kernel_size == p.stride and max(*p.padding, *p.output_padding) == 0  # no two taps meet at an output
+    if device.type == "cuda":
+        if p.groups > 1 or max(p.dilation) > 1 or min(channels) < _DENSE:
             return True
-        if not spec_of(input.device).is_hopper:
+        if not spec.is_hopper:
             return False
-        current = precision or torch_precision(input.dtype, input.device)
-        if apart or (input.dtype == torch.float32 and current == "ieee"):
-            return not last
-        return max(stride) == 1 and max(channels) <= _FEW
-    if max(dilation) > 1 and max(stride) > 1:
+        return not last if apart or is_ieee else max(p.stride) == 1 and max(channels) <= _FEW
+    if max(p.dilation) > 1 and max(p.stride) > 1:
         return True
-    output_size = map(output_extent, input.shape[2:], weight.shape[2:], stride, padding, more, dilation)
-    return apart and not last and input.shape[0] * channels[1] * groups * math.prod(output_size) >= _LARGE_ON_A_CPU
+    return apart and not last and p.batch * p.out_channels * p.out_pixels >= _LARGE_ON_A_CPU
 
 
 def _as_images(
-    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...], options: dict[str, Any]
+    input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, last: bool, options: dict[str, Any]
 ) -> Tensor:
-    """The transposed convolution of ``[N, C_in, D, H, W]``."""
-    (stride, *strides), (padding, *paddings), (more, *mores), groups, (dilation, *dilations) = geometry
-    batch, depth, kernel = input.shape[0], input.shape[2], weight.shape[2]
-    planar = tuple(strides), tuple(paddings), tuple(mores), groups, tuple(dilations)
-    last = is_channels_last(input) or is_channels_last(weight)
-    if kernel == stride and padding == more == 0 and dilation == 1:  # all phases read the one slice
+    """The transposed convolution of ``[N, C_in, D, H, W]``; ``last``: the result is in channels_last_3d."""
+    p, parts = problem, _depth_phases(problem)
+    batch, depth, groups = p.batch, p.input_size[0], p.groups
+    planar: Any = p.stride[1:], p.padding[1:], p.output_padding[1:], groups, p.dilation[1:]
+    if (phases := parts[0][-1]) > 1:
         # The phase is the outer part of the channels where channels lie innermost, so that copies move whole pixels.
         kernels = weight.transpose(1, 2) if last else weight
         if bias is not None:
-            of_groups = bias.unflatten(0, (groups, 1, -1)).expand(-1, stride, -1)
-            bias = of_groups.flatten() if last else bias.repeat_interleave(stride)
+            of_groups = bias.unflatten(0, (groups, 1, -1)).expand(-1, phases, -1)
+            bias = of_groups.flatten() if last else bias.repeat_interleave(phases)
         images = conv_transpose2d(_slices(input, [0], depth, 1, last), kernels.flatten(1, 2), bias, *planar, **options)
         by_phase = images.unflatten(0, (batch, depth))
         if last:
-            by_phase = by_phase.unflatten(2, (groups, stride, -1)).movedim(3, 2).flatten(3, 4)  # [N, D, S, C_out, H, W]
+            by_phase = by_phase.unflatten(2, (groups, phases, -1)).movedim(3, 2).flatten(3, 4)  # [N, D, S, C_out, H, W]
         else:
-            by_phase = by_phase.unflatten(2, (-1, stride)).transpose(2, 3)
+            by_phase = by_phase.unflatten(2, (-1, phases)).transpose(2, 3)
         volume = by_phase.permute(0, 3, 1, 2, 4, 5).flatten(2, 3)
     else:
-        problem = Problem(batch, 1, 1, 1, (depth,), (kernel,), (stride,), (padding,), (more,), (dilation,))  # type: ignore[arg-type]
-        (out_depth,) = problem.output_size  # type: ignore[misc]
-        places, found = [], []
-        for phase in problem.phases(0):
-            begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
-            count = (out_depth - 1 + padding - phase.residue) // stride - begin + 1
-            if count <= 0:
-                continue
-            places.append(begin * stride + phase.residue - padding)
-            if not phase.taps:
-                sample = _slices(input, [0], 1, 1, last)[:1], weight[:, :, 0]
-                image = conv_transpose2d(sample[0] * 0, sample[1], bias, *planar, **options)
-                found.append(image.expand(batch * count, *image.shape[1:]))
-                continue
-            images = _slices(input, [begin - shift for _, shift in phase.taps], count, groups, last)
-            taps = weight.unflatten(0, (groups, -1))  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
-            weights = torch.stack([taps[:, :, :, tap] for tap, _ in phase.taps], 1).flatten(0, 2)
-            found.append(conv_transpose2d(images, weights, bias, *planar, **options))
-        volume = _Interleave.apply(batch, out_depth, stride, tuple(places), last, *found)
+        taps_of, found = weight.unflatten(0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
+        for _, begin, count, taps, _ in parts:
+            if taps:
+                images = _slices(input, [begin - shift for _, shift in taps], count, groups, last)
+                kernels = torch.stack([taps_of[:, :, :, tap] for tap, _ in taps], 1).flatten(0, 2)
+                found.append(conv_transpose2d(images, kernels, bias, *planar, **options))
+            else:  # no tap reaches these slices
+                image = conv_transpose2d(0 * _slices(input, [0], 1, 1, last), weight[:, :, 0], bias, *planar, **options)
+                found.append(image[:1].expand(batch * count, *image.shape[1:]))
+        places = tuple(part[0] for part in parts)
+        volume = _Interleave.apply(batch, p.output_size[0], p.stride[0], places, last, *found)
     return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 

@@ -420,7 +420,7 @@ class Explanation:
         return f"{names}, in channels_last between transposes" if self.gradients_turned else names
 
 
-def explain(
+def explain_problem(
     problem: Problem,
     *,
     dtype: torch.dtype = torch.float32,
@@ -453,13 +453,13 @@ def explain(
         NotImplementedError: an integer dtype, or the algorithm cannot serve the problem.
 
     >>> problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
-    >>> explain(problem, algorithm="gemm_col2im").algorithm
+    >>> explain_problem(problem, algorithm="gemm_col2im").algorithm
     'gemm_col2im'
-    >>> explain(problem, device="cuda").algorithm
+    >>> explain_problem(problem, device="cuda").algorithm
     'fused'
-    >>> explain(problem, gpu="H100", dtype=torch.float16, direction="weight_grad").kernel
+    >>> explain_problem(problem, gpu="H100", dtype=torch.float16, direction="weight_grad").kernel
     'sm90/wgrad_nhwc'
-    >>> explain(problem, gpu="A100").algorithm
+    >>> explain_problem(problem, gpu="A100").algorithm
     'native'
     """
     problem = made_problem("explain", problem, dtype)

@@ -21,7 +21,7 @@ from gemmconv.compare import layers, measure, photo, report, timing
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.ops import call_cache
-from gemmconv.selection import explain
+from gemmconv.selection import explain_problem as explain
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
 pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")

@@ -69,8 +69,23 @@ def test_vocoder_gives_torchs_outputs(tmp_path):
     assert 0 < first <= total
 
 
-def test_segmentation_learns(tmp_path):
-    settings = ("--dtype", "bfloat16", "--steps", "40", "--batch", "8", "--size", "32", "--width", "8")
+@pytest.mark.parametrize("axes", ["2", "3"])
+def test_segmentation_learns(tmp_path, axes):
+    batch, size = ("8", "32") if axes == "2" else ("2", "16")
+    settings = (
+        "--axes",
+        axes,
+        "--dtype",
+        "bfloat16",
+        "--steps",
+        "40",
+        "--batch",
+        batch,
+        "--size",
+        size,
+        "--width",
+        "8",
+    )
     text = output_of("segmentation", tmp_path, *settings)
     before, after = numbers(r"training loss: ([\d.]+) -> ([\d.]+)", text)
     assert after < 0.7 * before

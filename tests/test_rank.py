@@ -1,9 +1,8 @@
 """Layers and functions of one, two and three axes beside torch's own."""
 
 import random
+import subprocess
 import sys
-import types
-import unittest
 
 import numpy as np
 import pytest
@@ -92,19 +91,29 @@ def test_random_layers_on_a_gpu_are_torchs_to_float64(rank, dtype, bar):
     assert sum(found) > 30
 
 
-@each_rank
-def test_operator_database_of_torch(rank, monkeypatch):
-    stub = types.ModuleType("expecttest")  # torch's own tests inherit from it; its samples do not use it
-    stub.TestCase = unittest.TestCase
-    monkeypatch.setitem(sys.modules, "expecttest", stub)
-    from torch.testing._internal.common_methods_invocations import op_db
-
+def test_operator_database_of_torch():
+    """torch's samples of its functions; in a process of its own, since their module changes torch's settings."""
+    code = """
+import sys, types, unittest, torch
+stub = types.ModuleType("expecttest")  # torch's own tests inherit from it; the samples do not use it
+stub.TestCase = unittest.TestCase
+sys.modules.setdefault("expecttest", stub)
+from torch.testing._internal.common_methods_invocations import op_db
+from tests.test_rank import ALGORITHMS, FUNCTIONS, TORCHS
+compared = 0
+for rank in FUNCTIONS:
     (info,) = [one for one in op_db if one.name == f"nn.functional.conv_transpose{rank}d"]
     for sample in info.sample_inputs("cpu", torch.float64, requires_grad=False):
         wanted = TORCHS[rank](sample.input, *sample.args, **sample.kwargs)
         for algorithm in ALGORITHMS:
             found = FUNCTIONS[rank](sample.input, *sample.args, **sample.kwargs, algorithm=algorithm)
             torch.testing.assert_close(found, wanted)
+            compared += 1
+print(compared)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) >= 3 * len(ALGORITHMS)
 
 
 def tensors_of(rank, dtype=torch.float64):

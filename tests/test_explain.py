@@ -1,0 +1,52 @@
+"""explain() of layers and models; explain() of problems is tested with the choice."""
+
+import pytest
+import torch
+from torch import nn
+
+import gemmconv
+
+
+def test_a_layer_is_explained_by_a_tensor_or_a_shape():
+    layer = nn.ConvTranspose2d(64, 32, 4, 2, 1).bfloat16()
+    images = torch.randn(2, 64, 16, 16, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    found = gemmconv.explain(layer, images, gpu="H100")
+    (call,) = found.calls
+    assert found.algorithm == call.algorithm == "fused"
+    assert (call.config.dtype, call.config.memory_format) == (torch.bfloat16, torch.channels_last)
+    assert "conv_transpose2d [2, 64, 16, 16]" in str(found)
+    assert gemmconv.explain(layer, (64, 16, 16), gpu="H100").input_shape == (1, 64, 16, 16)
+    ours = gemmconv.convert(layer, algorithm="gemm_col2im")
+    assert gemmconv.explain(ours, (2, 64, 16, 16)).algorithm == "gemm_col2im"
+
+
+def test_signals_and_volumes_are_explained_by_their_images():
+    signal = gemmconv.explain(nn.ConvTranspose1d(8, 4, 4, 2), (3, 8, 50), gpu="H100")
+    assert signal.calls[0].config.problem.input_shape == (3, 8, 1, 50)
+    apart = gemmconv.explain(nn.ConvTranspose3d(64, 32, 2, 2), (1, 64, 8, 9, 10), gpu="H100")
+    assert apart.calls[0].config.problem.input_shape == (8, 64, 9, 10)
+    assert apart.calls[0].config.problem.out_channels == 64
+    dense = gemmconv.explain(nn.ConvTranspose3d(64, 32, 3, 2, 1), (1, 64, 8, 9, 10), gpu="H100", precision="tf32")
+    assert dense.algorithm == "native"
+    assert "torch's operator is expected to be faster" in str(dense)
+
+
+def test_a_model_is_explained_by_a_table():
+    model = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 2, 2))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    found = gemmconv.explain(model, torch.randn(1, 8, 5, 6), gpu="H100")
+    assert [one.input_shape for one in found.layers] == [(1, 8, 5, 6), (1, 4, 10, 12)]
+    head, *rows = str(found).splitlines()
+    assert head.split("  ")[0] == "layer"
+    assert [row.split()[0] for row in rows] == ["0", "2"]
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert not any(layer._forward_pre_hooks for layer in model)
+
+
+def test_what_cannot_be_explained_is_refused():
+    with pytest.raises(TypeError, match=r"the first argument must be a gemmconv\.Problem, a layer"):
+        gemmconv.explain(3)
+    with pytest.raises(TypeError, match="a layer must be followed by its input"):
+        gemmconv.explain(nn.ConvTranspose2d(2, 2, 2))
+    with pytest.raises(RuntimeError, match="explain: input must have shape"):
+        gemmconv.explain(nn.ConvTranspose2d(2, 2, 2), (3,))
