@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from gemmconv import validation
+from gemmconv.dispatch import HARMLESS_MODES
 from gemmconv.functional import conv_transpose2d
 from gemmconv.kernels.base import Precision
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -178,6 +179,8 @@ class patched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+HARMLESS_MODES.add(patched)  # a layer of ours inside the block is a plain call
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     function: ours
     for name, ours in (
@@ -241,9 +244,9 @@ def _lines(model: nn.Module) -> list[Line]:
         elif _torchs_class(module) is not None:
             reason = _why_left(module) or "convert was not called since it was added"
             lines.append(Line(name, kind.__name__, False, f"{kind.__name__}: {reason}"))
-        elif "ConvTranspose" in (original := getattr(module, "original_name", kind.__name__)) and not isinstance(
-            module, nn.modules.conv._ConvTransposeNd
-        ):
-            how = "scripted" if isinstance(module, torch.jit.ScriptModule) else f"made a {kind.__module__} module"
-            lines.append(Line(name, original, False, f"{original}: it was {how} first: convert before that"))
+        elif "ConvTranspose" in (original := getattr(module, "original_name", kind.__name__)):
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            if is_scripted or kind.__module__.startswith("torch.ao"):
+                how = "scripted" if is_scripted else "quantised"
+                lines.append(Line(name, original, False, f"{original}: it was {how} first: convert before that"))
     return lines

@@ -19,11 +19,23 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_dynamic_layer_stack_depth, get_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 _keys_of = torch._C._dispatch_keys
+HARMLESS_MODES: set[type] = {DeviceContext}  # of torch functions: they change no call that is recognised as plain
+
+
+def _function_modes() -> bool:
+    """Whether a mode of torch functions is active that may change a plain call."""
+    count = torch._C._len_torch_function_stack()
+    return count > 0 and any(
+        type(torch._C._get_function_stack_at(place)) not in HARMLESS_MODES for place in range(count)
+    )
+
+
 # Functions that are true in a mode of this thread, other than forward-mode gradients; the last is for a profiler.
 MODES: tuple[Callable[[], Any], ...] = (
-    torch._C._len_torch_function_stack,
+    _function_modes,
     torch._C._len_torch_dispatch_stack,
     torch._C._are_functorch_transforms_active,
     torch._C._get_tracing_state,

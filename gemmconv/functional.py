@@ -93,6 +93,9 @@ def conv_transpose2d(
         validation.tensor(where, "bias", bias)
     groups = validation.integer(where, "groups", groups)
     validation.choice(where, algorithm, NAMES, precision, workspace_limit)
+    if input.is_mkldnn and algorithm not in ("auto", "native"):
+        rule = f"be a dense tensor with algorithm={algorithm!r}"
+        validation.fail(NotImplementedError, where, "input", rule, "one of mkldnn", "use input.to_dense()")
     options = (
         validation.extents(where, "stride", stride),
         validation.extents(where, "padding", padding),
