@@ -21,10 +21,11 @@ from gemmconv import selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.compare.timing import cuda_rounds, medians_ms
 from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
-from gemmconv.module import ConvTranspose2d
+from gemmconv.module import ConvTranspose1d, ConvTranspose2d
 from gemmconv.ops.configs import config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, without_data
+from gemmconv.rank import of_height_1
 from gemmconv.tuned import Entry
 from gemmconv.warmup import preserve_state, run_step, show_progress
 
@@ -59,7 +60,8 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     inputs with half to twice as many pixels in the batch. The model's state is restored afterwards.
 
     Args:
-        model: any module, converted, on its device. Layers with another ``algorithm`` than ``"auto"`` are left out.
+        model: any module, converted, on its device. Volumes are left out, and layers with another ``algorithm`` than
+            ``"auto"``.
         example_inputs: its arguments.
         backward: whether it is trained, so that gradients are measured too.
         path: path of the file; None for ``tuned.json`` in the cache's folder.
@@ -125,16 +127,19 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
     """The distinct calls of a model's layers, recorded in one step of the model."""
     found: dict[_Call, None] = {}
 
-    def record(layer: ConvTranspose2d, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        input = arguments[0] if arguments else named["input"]
+    def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        input, weight = arguments[0] if arguments else named["input"], layer.weight
         if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
             return  # output_padding is not the layer's own
+        given = [getattr(layer, name) for name in Options._fields]
+        if isinstance(layer, ConvTranspose1d):  # an image of height 1
+            input, weight, given[:5] = input.unsqueeze(-2), weight.unsqueeze(-2), of_height_1(*given[:5])
         input = input if input.dim() == 4 else input.unsqueeze(0)
         kind = input.device.type
         is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
         dtype = torch.get_autocast_dtype(kind) if is_cast else input.dtype
-        tensors = tuple(without_data(one, dtype) for one in (input, layer.weight, layer.bias))
-        options = Options(*(getattr(layer, name) for name in Options._fields))
+        tensors = tuple(without_data(one, dtype) for one in (input, weight, layer.bias))
+        options = Options(*given)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
         current = selection.torch_precision(dtype, input.device)
         config = config_of(problem, tensors[0], tensors[1], options, current, layer.bias is not None)
@@ -142,7 +147,7 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
         config = replace(config, trained=needs[1] and kind == "cpu")
         found[_Call(config, *needs)] = None
 
-    layers = [one for one in model.modules() if isinstance(one, ConvTranspose2d)]
+    layers = [one for one in model.modules() if isinstance(one, ConvTranspose1d | ConvTranspose2d)]
     hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in layers]
     gpus = sorted({one.device.index for one in model.parameters() if one.is_cuda})
     try:

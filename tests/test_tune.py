@@ -68,6 +68,13 @@ def test_tune_measures_each_pass_and_what_it_finds_is_chosen(tmp_path):
     assert all(f"measured: {us:,.1f} us" in reasons[name] for name, us in forward.microseconds.items())
 
 
+def test_signals_are_tuned_as_images_of_height_1(tmp_path):
+    layer, signal = gemmconv.ConvTranspose1d(8, 4, 4, 2, 1), torch.randn(2, 8, 30)
+    (entry,) = gemmconv.tune(layer, signal, backward=False, path=tmp_path / "tuned.json")
+    assert list(entry.size) == [2, 1, 30]
+    assert layer(signal).shape == (2, 4, 60)
+
+
 def test_inference_alone_is_measured_without_gradients(tmp_path):
     found = gemmconv.tune(layer(), torch.randn(2, 8, 6, 5), backward=False, path=tmp_path / "tuned.json")
     assert [one.key[1] for one in found] == ["forward"]

@@ -552,7 +552,9 @@ def test_explain_takes_a_problem_with_ints_and_lists_for_pairs():
 
 
 def test_explain_rejects_what_is_no_problem():
-    with pytest.raises(TypeError, match=r"explain: the first argument must be a gemmconv\.Problem, a layer .* got tuple"):
+    with pytest.raises(
+        TypeError, match=r"explain: the first argument must be a gemmconv\.Problem, a layer .* got tuple"
+    ):
         gemmconv.explain((2, 4, 6))
 
 
