@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Progress(len(found)) as progress:
         for name, path in found:
             try:
-                rows[name] = row_of(path, device, options.compiled)
+                row = rows[name] = row_of(path, device, options.compiled)
+                progress.say(f"{name}: {row['torch'] / row['converted']:.2f}x of {row['torch']:.3f} ms")
             except (ValueError, RuntimeError, NotImplementedError) as error:
                 failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             gc.collect()
