@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch.fx
@@ -60,6 +61,12 @@ class _Layer(nn.Module):
     def _register(self) -> None:
         """Called when the layer was made, copied or unpickled."""
 
+    def _arguments(self) -> tuple[Any, ...]:
+        """The arguments of a call on images after its tensors."""
+        geometry = self.stride, self.padding, self.output_padding, self.groups, self.dilation
+        planar = geometry if len(self.stride) == 2 else rank.of_height_1(*geometry)  # type: ignore[arg-type]
+        return *planar, self.algorithm, self.precision, self.workspace_limit
+
     def _arguments_key(self) -> bytes | None:
         """The key of a call's arguments, as one on images; attributes may have changed since the last call."""
         arguments: tuple[Any, ...] = (
@@ -67,8 +74,7 @@ class _Layer(nn.Module):
             *(self.algorithm, self.precision, self.workspace_limit),
         )
         if (cached := self._cached_key) is None or cached[0] != arguments:
-            geometry = arguments[:5] if len(arguments[0]) == 2 else rank.of_height_1(*arguments[:5])
-            self._cached_key = cached = arguments, signatures.arguments_key((*geometry, *arguments[5:]))
+            self._cached_key = cached = arguments, signatures.arguments_key(self._arguments())
         return cached[1]
 
     def extra_repr(self) -> str:
@@ -169,11 +175,17 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``[N, C_in, L]`` or ``[C_in, L]``; see :meth:`ConvTranspose2d.forward`."""
         if output_size is None and not torch.compiler.is_compiling():
-            parameters = self._parameters
+            parameters: dict[str, Any] = self._parameters
             weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
             bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
             if plain.are_torch_tensors(input, weight, bias) and (arguments_key := self._arguments_key()) is not None:
-                images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)  # type: ignore[union-attr]
+                call, key = plain.find_call(input, weight, bias, arguments_key)
+                if call is None and key is not None and input.dim() == 3:
+                    with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):  # said in words of signals
+                        call = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
+                if call is not None:
+                    return call(input, weight, bias)
+                images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
                 call, _ = plain.find_call(images, kernels, bias, arguments_key)
                 if call is not None:
                     return call(images, kernels, bias).squeeze(-2)

@@ -24,6 +24,7 @@ class Form(NamedTuple):
         dtype: dtype of weight and bias as arguments, and of their gradients; None for the dtype of the input.
         returns_casts: whether a forward call returns its casts of weight and bias after the output.
         trained: see :class:`Config`.
+        is_signal: whether a forward call takes tensors of one axis, whose memory is that of images of height 1.
     """
 
     weight_format: Strides | None = None
@@ -31,6 +32,7 @@ class Form(NamedTuple):
     dtype: torch.dtype | None = None
     returns_casts: bool = False
     trained: bool = False
+    is_signal: bool = False
 
 
 DEFAULT_FORM = Form()

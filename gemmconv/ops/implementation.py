@@ -19,7 +19,7 @@ from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import Form, default_form, pass_configs
 from gemmconv.ops.gradients import bind_gradients, convert_results, prepare_gradients
-from gemmconv.ops.programs import add_cast_outputs, pass_program
+from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
     OPERATORS,
     Arguments,
@@ -72,8 +72,14 @@ def prepare_call(
             if direction == "forward":
                 if program is not None:
                     operands = with_parameter_dtype(tensors, form.dtype)
+                    if form.is_signal:
+                        program = with_signal_output(program)
                     return add_cast_outputs(program, tensors, form).bound(config.device, operands)
                 torchs = selection.choose(config, options.algorithm, where, direction).forward(config)
+                if form.is_signal:
+                    return lambda input, weight, bias: torchs(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(
+                        -2
+                    )
                 return _cast_parameters(torchs, first.dtype, form)
             if program is not None:
                 return bind_gradients(program, tensors, form)

@@ -19,6 +19,8 @@ from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops import call_cache
 from gemmconv.ops.autocast import is_autocasting, is_cacheable, lower
 from gemmconv.ops.call_cache import find_or_make
+from gemmconv.ops.configs import Form
+from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.recording import Call, prepare_recording
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
 from gemmconv.ops.signatures import call_signature
@@ -70,6 +72,20 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
         return lambda input, weight, bias: casting(cast(input), weight, bias)
     call = prepare_recording(tuple(map(cast, tensors)), arguments)
     return lambda input, weight, bias: call(cast(input), cast(weight), cast(bias))
+
+
+def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
+    """Prepare a call on a batch of signals as images of height 1; None if it records gradients or is not plain.
+
+    Args:
+        input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
+        arguments: all arguments of the operator on images after its tensors.
+    """
+    tensors = input.unsqueeze(-2), weight.unsqueeze(-2), bias
+    recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    if recorded or in_a_mode() or not are_dense(*tensors) or is_autocasting(input.device.type):
+        return None
+    return prepare_call("forward", tensors, None, arguments, Form(is_signal=True))
 
 
 def _call_casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:

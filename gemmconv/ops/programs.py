@@ -107,6 +107,14 @@ def add_cast_outputs(program: Program, tensors: Tensors, form: Form) -> Program:
     return replace(program, outputs=tuple(outputs))
 
 
+def with_signal_output(program: Program) -> Program:
+    """A forward pass of images of height 1, whose output has no axis for the height."""
+    (output,) = program.outputs
+    (batch, channels, _, length), (of_batch, of_channel, _, of_length) = output.shape, output.strides
+    signal = replace(output, shape=(batch, channels, length), strides=(of_batch, of_channel, of_length))
+    return replace(program, outputs=(signal,))
+
+
 def apply_form(program: Program, form: Form) -> Program:
     """A program of gradients, which returns the weight's and the bias's gradient in this form."""
 
