@@ -170,11 +170,14 @@ def image_problems(problem: Problem) -> list[Problem]:
     if rank == 2:
         return [p]
     found: dict[Problem, None] = {}
-    for _, _, count, taps, phases in _depth_phases(p):
+    for _, _, slices, taps, phases in _depth_phases(p):
         if taps:
             channels = p.in_channels * len(taps), p.out_channels * phases
-            images = Problem(p.batch * count, *channels, p.groups, *(of[1:] for of in fields))  # type: ignore[arg-type]
-            found[images] = None
+            planar: list[Any] = [of[1:] for of in fields]
+            count = slices
+            if _is_apart(p, 0) and _is_apart(p, 1):  # one high image
+                planar[0], count = (p.input_size[0] * p.input_size[1], p.input_size[2]), 1
+            found[Problem(p.batch * count, *channels, p.groups, *planar)] = None
     return list(found)
 
 
@@ -185,17 +188,23 @@ def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int
         The first output slice; the q of it; the number of q; pairs of a tap and its shift; and how many phases share
         them: all S if the kernel equals the stride, which then are output channels, else 1.
     """
-    (depth, *_), (kernel, *_), (stride, *_) = problem.input_size, problem.kernel_size, problem.stride
-    (padding, *_), (more, *_), (dilation, *_) = problem.padding, problem.output_padding, problem.dilation
-    if kernel == stride and padding == more == 0 and dilation == 1:
+    depth, stride = problem.input_size[0], problem.stride[0]
+    padding, found = problem.padding[0], []
+    if _is_apart(problem, 0):
         return [(0, 0, depth, ((0, 0),), stride)]
-    found = []
     for phase in problem.phases(0):
         begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
         count = (problem.output_size[0] - 1 + padding - phase.residue) // stride - begin + 1
         if count > 0:
             found.append((begin * stride + phase.residue - padding, begin, count, phase.taps, 1))
     return found
+
+
+def _is_apart(problem: Problem, axis: int) -> bool:
+    """Whether no two taps of an axis meet at an output, and all outputs come from a tap: the kernel is the stride."""
+    p = problem
+    plain = p.padding[axis] == p.output_padding[axis] == 0 and (p.dilation[axis] == 1 or p.kernel_size[axis] == 1)
+    return plain and p.kernel_size[axis] == p.stride[axis]
 
 
 def _on_arrays(function: Any, tensors: tuple[Any, ...], geometry: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
@@ -263,7 +272,7 @@ def is_faster_as_images(problem: Problem, last: bool, device: torch.device, spec
         is_ieee: whether products are float32 that is not rounded to TF32.
     """
     p, channels = problem, (problem.gemm_k, problem.out_channels // problem.groups)
-    apart = p.kernel_size == p.stride and max(*p.padding, *p.output_padding) == 0  # no two taps meet at an output
+    apart = all(_is_apart(p, axis) for axis in range(3))
     if device.type == "cuda":
         if p.groups > 1 or max(p.dilation) > 1 or min(channels) < _DENSE:
             return True
@@ -282,19 +291,22 @@ def _as_images(
     p, parts = problem, _depth_phases(problem)
     batch, depth, groups = p.batch, p.input_size[0], p.groups
     planar: Any = p.stride[1:], p.padding[1:], p.output_padding[1:], groups, p.dilation[1:]
-    if (phases := parts[0][-1]) > 1:
+    if _is_apart(p, 0):  # all phases read one slice, and are output channels
+        phases, merged = parts[0][-1], _is_apart(p, 1)
         # The phase is the outer part of the channels where channels lie innermost, so that copies move whole pixels.
         kernels = weight.transpose(1, 2) if last else weight
         if bias is not None:
             of_groups = bias.unflatten(0, (groups, 1, -1)).expand(-1, phases, -1)
             bias = of_groups.flatten() if last else bias.repeat_interleave(phases)
-        images = conv_transpose2d(_slices(input, [0], depth, 1, last), kernels.flatten(1, 2), bias, *planar, **options)
-        by_phase = images.unflatten(0, (batch, depth))
+        # Rows of neighbouring slices do not meet either: then a volume is one high image, without a copy.
+        images = input.flatten(2, 3) if merged else _slices(input, [0], depth, 1, last)
+        images = conv_transpose2d(images, kernels.flatten(1, 2), bias, *planar, **options)
+        volume = images.unflatten(2, (depth, -1)) if merged else images.unflatten(0, (batch, depth)).transpose(1, 2)
         if last:
-            by_phase = by_phase.unflatten(2, (groups, phases, -1)).movedim(3, 2).flatten(3, 4)  # [N, D, S, C_out, H, W]
+            of_phases = volume.unflatten(1, (groups, phases, -1)).permute(0, 4, 2, 5, 6, 1, 3)
+            volume = of_phases.flatten(1, 2).flatten(4, 5).permute(0, 4, 1, 2, 3)
         else:
-            by_phase = by_phase.unflatten(2, (-1, phases)).transpose(2, 3)
-        volume = by_phase.permute(0, 3, 1, 2, 4, 5).flatten(2, 3)
+            volume = volume.unflatten(1, (-1, phases)).transpose(2, 3).flatten(2, 3)
     else:
         taps_of, found = weight.unflatten(0, (groups, -1)), []  # [groups, C_in/groups, C_out/groups, K_d, K_h, K_w]
         for _, begin, count, taps, _ in parts:

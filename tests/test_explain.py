@@ -24,7 +24,7 @@ def test_signals_and_volumes_are_explained_by_their_images():
     signal = gemmconv.explain(nn.ConvTranspose1d(8, 4, 4, 2), (3, 8, 50), gpu="H100")
     assert signal.calls[0].config.problem.input_shape == (3, 8, 1, 50)
     apart = gemmconv.explain(nn.ConvTranspose3d(64, 32, 2, 2), (1, 64, 8, 9, 10), gpu="H100")
-    assert apart.calls[0].config.problem.input_shape == (8, 64, 9, 10)
+    assert apart.calls[0].config.problem.input_shape == (1, 64, 72, 10)
     assert apart.calls[0].config.problem.out_channels == 64
     dense = gemmconv.explain(nn.ConvTranspose3d(64, 32, 3, 2, 1), (1, 64, 8, 9, 10), gpu="H100", precision="tf32")
     assert dense.algorithm == "native"
