@@ -162,22 +162,20 @@ def image_problems(problem: Problem) -> list[Problem]:
     [(10, 16, 6, 7), (10, 16, 6, 7)]
     """
     p, rank = problem, len(problem.input_size)
-    fields = p.input_size, p.kernel_size, p.stride, p.padding, p.output_padding, p.dilation
+    fields: tuple[Any, ...] = p.input_size, p.kernel_size, p.stride, p.padding, p.output_padding, p.dilation
     if rank == 1:
-        low = (1, 1, 1, 0, 0, 1)
-        fields = tuple((one, *of) for one, of in zip(low, fields, strict=True))  # type: ignore[assignment]
-        return [Problem(p.batch, p.in_channels, p.out_channels, p.groups, *fields)]
+        high = ((one, *of) for one, of in zip((1, 1, 1, 0, 0, 1), fields, strict=True))
+        return [Problem(p.batch, p.in_channels, p.out_channels, p.groups, *high)]
     if rank == 2:
         return [p]
     found: dict[Problem, None] = {}
     for _, _, slices, taps, phases in _depth_phases(p):
         if taps:
             channels = p.in_channels * len(taps), p.out_channels * phases
-            planar: list[Any] = [of[1:] for of in fields]
-            count = slices
+            (size, *planar), count = (of[1:] for of in fields), slices
             if _is_apart(p, 0) and _is_apart(p, 1):  # one high image
-                planar[0], count = (p.input_size[0] * p.input_size[1], p.input_size[2]), 1
-            found[Problem(p.batch * count, *channels, p.groups, *planar)] = None
+                size, count = (size[0] * slices, size[1]), 1
+            found[Problem(p.batch * count, *channels, p.groups, size, *planar)] = None
     return list(found)
 
 
