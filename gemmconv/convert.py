@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from gemmconv import validation
-from gemmconv.dispatch import HARMLESS_MODES
+from gemmconv.dispatch import HARMLESS_MODES, patched_blocks
 from gemmconv.functional import conv_transpose2d
 from gemmconv.kernels.base import Precision
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -153,8 +153,9 @@ def report(model: nn.Module) -> Report:
 class patched(TorchFunctionMode):
     """Inside this ``with`` block torch.conv_transpose1d, 2d and 3d, and those of torch.nn.functional, are gemmconv's.
 
-    For models that call the functions and have no layers to convert. Calls from compiled code are not seen: compile
-    inside the block instead. Every torch function called in the block takes a microsecond or two more.
+    For models that call the functions and have no layers to convert. Layers of gemmconv keep their own settings. Calls
+    from compiled code are not seen: compile inside the block instead. Every torch function called in the block takes a
+    microsecond or two more.
 
     Args:
         algorithm, precision, workspace_limit: see ConvTranspose2d.
@@ -171,6 +172,15 @@ class patched(TorchFunctionMode):
         validation.choice("patched", algorithm, NAMES, precision, workspace_limit)
         self._settings: dict[str, Any] = {"algorithm": algorithm, "precision": precision}
         self._settings["workspace_limit"] = workspace_limit
+
+    def __enter__(self) -> patched:
+        patched_blocks.count += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        patched_blocks.count -= 1
+        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the three functions, and call all others."""

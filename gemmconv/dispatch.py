@@ -11,6 +11,7 @@ or not, work as well.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +24,21 @@ from torch.utils._device import DeviceContext
 
 _keys_of = torch._C._dispatch_keys
 HARMLESS_MODES: set[type] = {DeviceContext}  # of torch functions: they change no call that is recognised as plain
+
+
+class _Blocks(threading.local):
+    """How many ``patched`` blocks this thread is in."""
+
+    count = 0
+
+
+patched_blocks = _Blocks()
+
+
+def only_patched() -> bool:
+    """Whether ``patched`` blocks are the only modes of torch functions, and see calls: a layer of ours needs none."""
+    alone = torch._C._len_torch_function_stack() == patched_blocks.count
+    return alone and not torch._C._is_torch_function_all_disabled()
 
 
 def _function_modes() -> bool:

@@ -65,7 +65,8 @@ def explain(subject: Problem | nn.Module, *inputs: Any, **options: Any) -> Any:
 
     Args:
         subject: a Problem; a layer, torch's or gemmconv's, with its input as a tensor or a shape; or a model with its
-            arguments, which is run once without gradients, and whose state is restored.
+            positional arguments, which is run once without gradients, and whose state is restored. An ``output_size``
+            that a model gives to a layer is not seen.
         inputs: the input of the layer, or the arguments of the model.
         options: device, algorithm, precision, workspace_limit, memory_format, bias, dtype: of the call; a layer has its
             own. ``direction="input_grad"`` or ``"weight_grad"`` explains a gradient. ``gpu="A100"`` chooses for a GPU
@@ -102,10 +103,11 @@ def _recording(model: nn.Module, found: list[LayerExplanation], options: dict[st
     """Hooks that explain each call of the model's layers."""
     names: dict[Any, str] = {one: name for name, one in model.named_modules() if isinstance(one, _LAYERS)}
 
-    def record(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        found.append(_of_layer(names[layer], layer, arguments[0], options))
+    def record(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        input = arguments[0] if arguments else named["input"]
+        found.append(_of_layer(names[layer], layer, input, options))
 
-    hooks = [one.register_forward_pre_hook(record) for one in names]
+    hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in names]
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from gemmconv import functional, rank, validation
+from gemmconv.dispatch import only_patched, patched_blocks
 from gemmconv.kernels.base import Precision
 from gemmconv.ops import followers, plain, signatures
 from gemmconv.selection import NAMES
@@ -130,6 +131,9 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
             ValueError: an output_size that no output_padding below the stride gives.
         """
         compiling = torch.compiler.is_compiling()
+        if not compiling and patched_blocks.count and only_patched():
+            with torch._C.DisableTorchFunction():
+                return self.forward(input, output_size)
         # nn.Module's attribute look-up takes a microsecond more. Parametrizations and FSDP store the tensors elsewhere.
         parameters: dict[str, Any] = {} if compiling else self._parameters
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
@@ -174,6 +178,9 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``[N, C_in, L]`` or ``[C_in, L]``; see :meth:`ConvTranspose2d.forward`."""
+        if not torch.compiler.is_compiling() and patched_blocks.count and only_patched():
+            with torch._C.DisableTorchFunction():
+                return self.forward(input, output_size)
         if output_size is None and not torch.compiler.is_compiling():
             parameters: dict[str, Any] = self._parameters
             weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
@@ -202,6 +209,9 @@ class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The transposed convolution of ``[N, C_in, D, H, W]``, or without N; see :meth:`ConvTranspose2d.forward`."""
+        if not torch.compiler.is_compiling() and patched_blocks.count and only_patched():
+            with torch._C.DisableTorchFunction():
+                return self.forward(input, output_size)
         return _compute(self, rank.conv_transpose3d, input, output_size)
 
 

@@ -157,9 +157,9 @@ def conv_transpose3d(
 def image_problems(problem: Problem) -> list[Problem]:
     """The problems of images that a signal or a volume is computed as; a problem of images is its own.
 
-    >>> [one.input_shape for one in image_problems(Problem(2, 8, 4, 1, (5, 6, 7), (4, 4, 4), (2, 2, 2), (1, 1, 1),
-    ...     (0, 0, 0), (1, 1, 1)))]
-    [(10, 16, 6, 7), (10, 16, 6, 7)]
+    >>> volume = Problem(2, 8, 4, 1, (5, 6, 7), (4, 4, 4), (2, 2, 2), (1, 1, 1), (0, 0, 0), (1, 1, 1))
+    >>> [one.input_shape for one in image_problems(volume)]
+    [(10, 16, 6, 7)]
     """
     p, rank = problem, len(problem.input_size)
     fields: tuple[Any, ...] = p.input_size, p.kernel_size, p.stride, p.padding, p.output_padding, p.dilation
@@ -313,10 +313,12 @@ def _as_images(
                 kernels = torch.stack([taps_of[:, :, :, tap] for tap, _ in taps], 1).flatten(0, 2)
                 found.append(conv_transpose2d(images, kernels, bias, *planar, **options))
             else:  # no tap reaches these slices
-                image = conv_transpose2d(0 * _slices(input, [0], 1, 1, last), weight[:, :, 0], bias, *planar, **options)
-                found.append(image[:1].expand(batch * count, *image.shape[1:]))
+                connected = input[:0].sum() + weight[:0].sum()  # 0, whose gradients are zeros as torch's are
+                value = connected + (input.new_zeros(p.out_channels) if bias is None else bias)
+                found.append(value[:, None, None].expand(batch * count, -1, *p.output_size[1:]))
         places = tuple(part[0] for part in parts)
-        volume = _Interleave.apply(batch, p.output_size[0], p.stride[0], places, last, *found)
+        kind = _Interleave if torch.compiler.is_compiling() else _InterleaveWithTangents
+        volume = kind.apply(batch, p.output_size[0], p.stride[0], places, last, *found)
     return volume.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 
@@ -357,9 +359,20 @@ class _Interleave(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.stride, ctx.places, ctx.last = inputs[2:5]
+        ctx.arguments, ctx.shapes = inputs[:5], [phase.shape for phase in inputs[5:]]
+        _, _, ctx.stride, ctx.places, ctx.last = ctx.arguments
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         parts = (grad[:, :, place :: ctx.stride] for place in ctx.places)
         return *(None,) * 5, *(_slices(part, [0], part.shape[2], 1, ctx.last) for part in parts)
+
+
+class _InterleaveWithTangents(_Interleave):
+    """Interleaves with forward-mode gradients, which torch.compile does not trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        given = next(one for one in tangents[5:] if one is not None)
+        pairs = zip(tangents[5:], ctx.shapes, strict=True)
+        return _Interleave.forward(*ctx.arguments, *(given.new_zeros(of) if one is None else one for one, of in pairs))

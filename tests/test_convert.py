@@ -251,3 +251,17 @@ def test_functions_are_patched_for_a_block(rank, monkeypatch):
         with pytest.raises(RuntimeError) as plain:
             function(input, weight, stride=0)
         assert name not in str(plain.value)  # torch's own words again
+
+
+def test_layers_of_ours_keep_their_settings_in_a_patched_block(monkeypatch):
+    layer = gemmconv.ConvTranspose2d(4, 3, 3, stride=2, algorithm="native")
+    seen, images = [], torch.randn(1, 4, 5, 6)
+    monkeypatch.setattr(gemmconv.patched, "__torch_function__", lambda *arguments: seen.append(arguments))
+    with torch.no_grad(), gemmconv.patched(algorithm="direct"):
+        found = [layer(images) for _ in range(2)]
+    assert seen == []
+    assert all(one.shape == (1, 3, 11, 13) for one in found)
+    complex_layer = gemmconv.ConvTranspose2d(4, 3, 3, dtype=torch.complex64)
+    monkeypatch.undo()
+    with gemmconv.patched(algorithm="gemm_col2im"):
+        assert complex_layer(images.to(torch.complex64)).dtype == torch.complex64

@@ -141,6 +141,27 @@ def test_gradients_of_gradients(rank):
 
 
 @each_rank
+def test_tangents_and_what_no_tap_reaches(rank):
+    """With a kernel of 1 and a stride of 2 every other output is the bias, whatever the input holds."""
+    input, weight = tensors_of(rank)
+    weight, bias = weight[(..., *(slice(1),) * rank)], torch.randn(2, dtype=torch.float64)
+    for one in (input, weight):
+        found = torch.func.jvp(
+            lambda input, weight: FUNCTIONS[rank](input, weight, bias, 2, algorithm="gemm_col2im"),
+            *((input, weight), (input if one is input else 0 * input, weight if one is weight else 0 * weight)),
+        )
+        wanted = TORCHS[rank](input, weight, bias, 2)
+        torch.testing.assert_close(found[0], wanted)
+        torch.testing.assert_close(found[1], wanted - bias.view(-1, *(1,) * rank))
+    input.flatten()[0] = torch.inf
+    found, wanted = (
+        FUNCTIONS[rank](input, weight, bias, 2, algorithm="gemm_col2im"),
+        TORCHS[rank](input, weight, bias, 2),
+    )
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+@each_rank
 def test_transforms_compiled_graphs_and_exports(rank):
     layer = LAYERS[rank](3, 2, 3, stride=2, padding=1, algorithm="gemm_col2im").double()
     input, _ = tensors_of(rank)
