@@ -256,12 +256,14 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
 def is_faster_as_images(problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, is_ieee: bool) -> bool:
     """Whether a volume is expected to take less time as images than by torch's operator: a rule from measured layers.
 
-    18 layers of nnU-Net, SwinUNETR, MONAI, VNet and KernelBench on an H200 (torch 2.11, cuDNN 9.19, TF32 and bfloat16,
-    speed over torch's NCDHW): kernel equal to stride 1.4 to 1.8 times forward and 1.1 to 2.1 times backward; groups,
-    dilation or few channels 1.7 to 23 times and 1.2 to 5.4 times; stride 1 and at most 64 channels 1.5 to 3.4 times; in
-    float32 without TF32 all at least 1.15 times; other dense layers 0.6 to 1.1 times, which are torch's. On two cores
-    of an AMD EPYC: large volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7
-    times, others 0.5 to 1.2 times.
+    18 layers of nnU-Net, SwinUNETR, MONAI, VNet and KernelBench on an H200 (torch 2.11, cuDNN 9.19, TF32 and bfloat16),
+    speed over torch's operator in NCDHW: kernel equal to stride 1.5 to 2.1 times forward and 1.3 to 2.1 times backward,
+    with a depth of 1 from 2.5 to 7.3 times; groups, dilation or few channels 1.7 to 23 times and 1.2 to 5.4 times;
+    stride 1 and at most 64 channels 1.5 to 3.4 times; in float32 without TF32 all at least 1.15 times; other dense
+    layers 0.6 to 1.1 times, which are torch's. In channels_last_3d a kernel equal to the stride took 0.6 to 1.4 times
+    forward and 0.1 to 1.5 times backward, with a depth of 1 from 1.2 to 4.7 times. On two cores of an AMD EPYC: large
+    volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7 times, others 0.5 to
+    1.2 times.
 
     Args:
         problem: the volume's.
@@ -276,7 +278,9 @@ def is_faster_as_images(problem: Problem, last: bool, device: torch.device, spec
             return True
         if not spec.is_hopper:
             return False
-        return not last if apart or is_ieee else max(p.stride) == 1 and max(channels) <= _FEW
+        if apart:
+            return not last or p.kernel_size[0] == 1
+        return not last if is_ieee else max(p.stride) == 1 and max(channels) <= _FEW
     if max(p.dilation) > 1 and max(p.stride) > 1:
         return True
     return apart and not last and p.batch * p.out_channels * p.out_pixels >= _LARGE_ON_A_CPU
