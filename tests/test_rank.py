@@ -18,7 +18,7 @@ LAYERS = {1: gemmconv.ConvTranspose1d, 2: gemmconv.ConvTranspose2d, 3: gemmconv.
 ALGORITHMS = "auto", "direct", "fused", "gemm_col2im", "native"
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 each_rank = pytest.mark.parametrize("rank", FUNCTIONS)
-COUNT, MANY = 40, 1500  # random layers of each rank
+COUNT, MANY = 40, 1700  # random layers of each rank
 
 
 def random_call(rank, draw, device="cpu", dtype=torch.float64):
