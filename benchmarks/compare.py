@@ -32,6 +32,7 @@ from benchmarks.results import LOOKED_AT, RESULTS, Key, Results, Row, in_mode
 from benchmarks.several import Part
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
+from gemmconv.compare.layers import pick_device
 
 # A CPU measures a layer's forward pass in some tens of milliseconds below these.
 _CPU_FLOPS, _CPU_BYTES = 400_000_000, 32 << 20
@@ -129,7 +130,7 @@ class _Request:
 
 def _request(arguments: argparse.Namespace) -> _Request:
     began = time.monotonic()
-    devices = tuple(map(environment.pick_device, separated(arguments.device) if arguments.device else (None,)))
+    devices = tuple(map(pick_device, separated(arguments.device) if arguments.device else (None,)))
     device = devices[0]
     if len(set(devices)) > 1 and len(kinds := set(map(environment.slug, devices))) > 1:
         raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
@@ -225,26 +226,26 @@ def _run(request: _Request) -> int:
     print(f"{missing} rows to measure, at least", flush=True)
 
     lost = ""
-    with Progress(missing) as progress:
-        try:
-            for part in _measured(request, plan, files, progress.say) if missing else ():
-                row, workload = part.row, part.workload
-                if row is None:
-                    files.save(workload.suite)
-                    progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
-                    continue
-                if files.is_new(part):
-                    progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
-                is_first = files.add(row, part)
-                progress.step(f"{row.workload} {row.precision}", is_first and row.mode == "eager")
-                if row.status in ("wrong", "failed"):
-                    progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
-        except DeviceLost as error:
-            lost = str(error)
-        except KeyboardInterrupt:
-            print("\ninterrupted", flush=True)
-        finally:
-            files.save_all()
+    progress = Progress(missing)
+    try:
+        for part in _measured(request, plan, files, progress.say) if missing else ():
+            row, workload = part.row, part.workload
+            if row is None:
+                files.save(workload.suite)
+                progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
+                continue
+            if files.is_new(part):
+                progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
+            is_first = files.add(row, part)
+            progress.done += is_first and row.mode == "eager"
+            if row.status in ("wrong", "failed"):
+                progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
+    except DeviceLost as error:
+        lost = str(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", flush=True)
+    finally:
+        files.save_all()
     complete = not files.missing(plan)
     if complete and not lost:
         _first_calls(request, files, bool(missing))

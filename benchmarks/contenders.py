@@ -18,6 +18,7 @@ import torch
 import gemmconv
 from benchmarks.reference import Tensors
 from gemmconv import algorithms, ops, selection
+from gemmconv.compare.measure import module_of
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
@@ -221,20 +222,8 @@ class Contender:
         """The layer as a module that holds the tensors' parameters."""
         if self.unfused:
             return None
-        p = problem
-        arguments = (
-            *(p.in_channels, p.out_channels, p.kernel_size, p.stride, p.padding, p.output_padding),
-            *(p.groups, tensors.bias is not None, p.dilation),
-        )
-        module: torch.nn.ConvTranspose2d
-        if self.kind == "torch":
-            module = torch.nn.ConvTranspose2d(*arguments, device="meta")
-        else:
-            module = gemmconv.ConvTranspose2d(*arguments, device="meta", algorithm=self.name)
-        module.weight = torch.nn.Parameter(tensors.weight)
-        if tensors.bias is not None:
-            module.bias = torch.nn.Parameter(tensors.bias)
-        return module
+        algorithm = self.name if self.kind == "gemmconv" else None
+        return module_of(problem, tensors.weight, tensors.bias, algorithm)
 
 
 def _unfused(problem: Problem) -> Forward:

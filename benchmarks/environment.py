@@ -20,31 +20,6 @@ _PACKAGE = Path(gemmconv.__file__).parent
 SUSTAINED = "sustained load"  # what a GPU is called that does not rest
 
 
-def pick_device(text: str | None) -> torch.device:
-    """The device to measure on: what was asked for, else a CUDA device where there is one, else the CPU.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if text is None:
-        return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}")
-    if not count:
-        raise ValueError(f"argument --device: torch finds no CUDA device here, got {text!r}; use --device cpu")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= count:
-        raise ValueError(f"argument --device: must be below cuda:{count}, got {text!r}")
-    return torch.device("cuda", index)
-
-
 def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
     """Everything that a row must say about where it comes from. ``source`` changes with the library's own files.
 

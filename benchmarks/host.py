@@ -18,7 +18,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import environment
 from benchmarks.contenders import DEFAULTS, LAYOUTS, Contender, torch_settings
 from benchmarks.flags import chosen, separated
 from benchmarks.measure import bar_of
@@ -37,6 +36,7 @@ from benchmarks.turns import (
     timed,
 )
 from benchmarks.workloads import Workload, parse_layer
+from gemmconv.compare.layers import pick_device
 
 # What a call takes on the host depends on the number of launches: of one kernel up to four, for a pass.
 _LAYERS = {
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--layout", type=separated, metavar="L", help=f"of {', '.join(LAYOUTS)} (default: all)")
     arguments = parser.parse_args(argv)
     try:
-        device = environment.pick_device(arguments.device)
+        device = pick_device(arguments.device)
         on_cpu = device.type == "cpu"
         names = chosen("--layers", arguments.layers, LAYERS, tuple(LAYERS))
         every = [one for one in PRECISIONS if not (on_cpu and one == "tf32")]

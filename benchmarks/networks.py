@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 import gemmconv
-from benchmarks import environment
 from benchmarks.contenders import LAYOUTS
 from benchmarks.flags import chosen, separated
 from benchmarks.measure import first_line
 from benchmarks.timing import Run, captured, synchronize
 from benchmarks.turns import INFERENCE, TRAINING, Group, Pace, Turn, add_flags, judged, kernels_of, measure, timed
 from benchmarks.workloads import Workload
+from gemmconv.compare.layers import pick_device
 from gemmconv.compare.measure import relative_error
 from gemmconv.geometry import Problem
 
@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--run", type=separated, metavar="R", help=f"of {', '.join(RUNS)} (default: all; on a CPU eager)")
     arguments = parser.parse_args(argv)
     try:
-        device = environment.pick_device(arguments.device)
+        device = pick_device(arguments.device)
         on_cpu = device.type == "cpu"
         names = chosen("--networks", arguments.networks, NETWORKS, tuple(NETWORKS))
         default = [mode for mode, (precision, _) in MODES.items() if (precision == "fp32") == on_cpu]

@@ -323,18 +323,15 @@ def measure(cases: Sequence[Case], kernels: tuple[str, ...], near: int, drawn: i
     spec, arch, began, drifts = spec_of(device), architecture(0), time.monotonic(), list[float]()
     levels = [(0, 0), (near, drawn)] if near or drawn else [(0, 0)]
     jobs = [(case, spec, arch, kernels, *level) for level in levels for case in cases]
-    with (
-        multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool,
-        Progress(len(jobs)) as progress,
-    ):
-        saved = time.monotonic()
+    progress, saved = Progress(len(jobs)), time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
         for (case, *_), candidates in zip(jobs, pool.imap(_compiled, jobs), strict=True):
             with torch_settings(case[1]):
                 found = list(bench.rows(case, candidates, known))
             rows += found
             known.update(row.key for row in found)
             drifts += [row.seconds / before[row.key] for row in found if before.get(row.key, math.nan) > 0]
-            progress.step(f"{case[0].name} {' '.join(case[1:])}")
+            progress.done += 1
             if time.monotonic() - began > seconds:
                 break
             if time.monotonic() - saved > 60:

@@ -303,25 +303,25 @@ def measure(
         compile_ahead(layers, precisions, ("both",), layouts, device, only_auto=True)
     lost = ""
     run = turns.begin(about, {}) if left else 0
-    with Progress(len(left)) as progress:
-        for group in groups:
-            missing = [row for row in group.rows if row.key not in done]
-            if not missing or lost or time.monotonic() > deadline:
-                continue
-            visit = _attempt(group.open)
-            for row in missing:
-                if lost or time.monotonic() > deadline:
-                    break
-                found = visit if isinstance(visit, Exception) else _attempt(partial(visit, row))
-                if isinstance(found, Exception):
-                    found = replace(row, status="failed", reason=first_line(found))
-                    lost = _lost(device)
-                turns.add(replace(found, run=run))
-                turns.save(path)
-                done.add(row.key)
-                progress.step(title(row))
-                progress.say(said(found))
-            del visit
+    progress = Progress(len(left))
+    for group in groups:
+        missing = [row for row in group.rows if row.key not in done]
+        if not missing or lost or time.monotonic() > deadline:
+            continue
+        visit = _attempt(group.open)
+        for row in missing:
+            if lost or time.monotonic() > deadline:
+                break
+            found = visit if isinstance(visit, Exception) else _attempt(partial(visit, row))
+            if isinstance(found, Exception):
+                found = replace(row, status="failed", reason=first_line(found))
+                lost = _lost(device)
+            turns.add(replace(found, run=run))
+            turns.save(path)
+            done.add(row.key)
+            progress.done += 1
+            progress.say(said(found))
+        del visit
     rows = [turns.rows[row.key] for row in wanted if row.key in done]
     print(f"\nfiles: {path}, and .csv beside it")
     if lost:

@@ -1048,7 +1048,7 @@ def test_command_line_says_that_there_is_no_gpu(monkeypatch, capsys):
     assert end.value.code == 2
     text = " ".join(capsys.readouterr().err.split())
     assert "torch finds no CUDA device here, got 'cuda'; use --device cpu" in text
-    assert environment.pick_device(None) == CPU
+    assert compare.pick_device(None) == CPU
 
 
 def test_command_line_lists_the_workloads(capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
+import torch
+
 from gemmconv import validation
 from gemmconv.geometry import Problem
 
@@ -110,6 +112,31 @@ def shrink(layer: Layer, flops: int = CPU_FLOPS, traffic: int = CPU_BYTES) -> La
             break
         problem = smaller
     return layer if problem == layer.problem else replace(layer, problem=problem, full=layer.problem)
+
+
+def pick_device(text: str | None) -> torch.device:
+    """The device of a flag ``--device``; None means the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text is None:
+        text = "cuda" if count else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}")
+    if not count:
+        raise ValueError(f"argument --device: torch finds no CUDA device here, got {text!r}; use --device cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(f"argument --device: must be below cuda:{count}, got {text!r}")
+    return torch.device("cuda", index)
 
 
 def positive(text: str) -> int:
