@@ -12,15 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import check, environment, first_call, several, summary
-from benchmarks.contenders import (
-    LAYOUTS,
-    PRECISIONS,
-    SEARCHES,
-    Contender,
-    Lanes,
-    gemmconv_contenders,
-    torch_contenders,
-)
+from benchmarks.contenders import LAYOUTS, PRECISIONS, SEARCHES, Contender, Lanes, gemmconv_contenders, torch_contenders
 from benchmarks.flags import chosen, separated
 from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once

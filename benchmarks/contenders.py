@@ -27,12 +27,7 @@ T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Gradients = Callable[[Tensors], tuple[torch.Tensor, ...]]
 
-PRECISIONS = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 
 PASSES: dict[str, tuple[Direction, ...]] = {
@@ -242,10 +237,7 @@ def _unfused(problem: Problem) -> Forward:
 DEFAULT_TORCH = "torch_nchw"
 
 # torch as it is, by layout. They are measured first: their errors are the measure of gemmconv's.
-DEFAULTS = {
-    "nchw": Contender(DEFAULT_TORCH),
-    "channels_last": Contender("torch_channels_last", "channels_last"),
-}
+DEFAULTS = {"nchw": Contender(DEFAULT_TORCH), "channels_last": Contender("torch_channels_last", "channels_last")}
 TORCH = (
     *DEFAULTS.values(),
     Contender("torch_deterministic", deterministic=True),

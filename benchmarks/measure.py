@@ -555,9 +555,7 @@ class _Bench:
 
 
 def _pass(
-    direction: str,
-    tensors: Tensors,
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    direction: str, tensors: Tensors, forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 ) -> Callable[[], Results]:
     """A forward pass without autograd, or with it a backward pass of a graph that is kept, or both together."""
     if direction == "forward":

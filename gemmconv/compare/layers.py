@@ -187,8 +187,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) 
     With ``by_size`` one flag says how many images there are, and of what size.
     """
     group = parser.add_argument_group(
-        "layer",
-        "arguments of torch.nn.ConvTranspose2d, and the input's size; a pair is 3 or 3x5 (height, width)",
+        "layer", "arguments of torch.nn.ConvTranspose2d, and the input's size; a pair is 3 or 3x5 (height, width)"
     )
     if not by_size:
         group.add_argument("--batch", type=positive, default=1, metavar="N", help="images in the input (default: 1)")

@@ -132,11 +132,7 @@ def steps_per_layer() -> int:
 
 
 def measure_layer(
-    layer: Layer,
-    device: torch.device,
-    dtype: torch.dtype,
-    precision: Precision | None,
-    step: Step = lambda name: None,
+    layer: Layer, device: torch.device, dtype: torch.dtype, precision: Precision | None, step: Step = lambda name: None
 ) -> list[Row]:
     """Measure torch, ``auto`` and every algorithm on one layer.
 
@@ -307,11 +303,7 @@ def _check(row: Row, module: torch.nn.ConvTranspose2d, data: _Data) -> Row:
 
 
 def _with_times(
-    rows: Sequence[Row],
-    modules: Mapping[int, torch.nn.ConvTranspose2d],
-    data: _Data,
-    device: torch.device,
-    step: Step,
+    rows: Sequence[Row], modules: Mapping[int, torch.nn.ConvTranspose2d], data: _Data, device: torch.device, step: Step
 ) -> list[Row]:
     """Fill in times and ratios of the rows whose result is right; torch's is row 0."""
     right = [index for index, row in enumerate(rows) if row.skipped is None and not row.wrong]
