@@ -202,7 +202,7 @@ def _run(request: _Request) -> int:
     """Measure, save, print. Returns the exit status."""
     device = request.device
     about = environment.describe(device, request.effort.sustained)
-    print(_heading(about), flush=True)
+    print(environment.text_of(about), flush=True)
     files = _Files(request, about)
     plan = Plan(
         device,
@@ -408,13 +408,6 @@ def _first_calls(request: _Request, files: _Files, again: bool) -> None:
         files.first_costs(*first_call.measure(layers, request.precisions, request.device))
     except (RuntimeError, OSError, ValueError) as error:
         print(f"first calls were not measured: {error}", flush=True)
-
-
-def _heading(about: dict[str, str]) -> str:
-    parts = [f"gemmconv {about['gemmconv']} ({about['commit']}) on {about['gpu']}", f"torch {about['torch']}"]
-    if about["cuda"]:
-        parts += [f"CUDA {about['cuda']}", f"cuDNN {about['cudnn']}", f"driver {about['driver']}"]
-    return ", ".join(parts)
 
 
 def _ceilings_line(ceilings: Ceilings) -> str:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,14 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+
+
+def text_of(run: Mapping[str, str]) -> str:
+    """What :func:`describe` returned, in one line."""
+    parts = [run["gpu"], f"gemmconv {run['gemmconv']} ({run['commit']})", f"torch {run['torch']}"]
+    if run["cuda"]:
+        parts += [f"CUDA {run['cuda']}", f"cuDNN {run['cudnn']}", f"driver {run['driver']}"]
+    return ", ".join(parts)
 
 
 def slug(device: torch.device, sustained: bool = False) -> str:

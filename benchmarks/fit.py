@@ -25,7 +25,8 @@ import torch
 
 from benchmarks import rows as measured_rows
 from benchmarks.precompile import asked
-from benchmarks.rows import AUTO, RESULTS, Row
+from benchmarks.results import RESULTS
+from benchmarks.rows import AUTO, Row
 from benchmarks.workloads import custom
 from gemmconv.device import KNOWN
 from gemmconv.kernels import measured

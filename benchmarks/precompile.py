@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.ops import both_programs
 from gemmconv.selection import choose, choose_gradients, is_deterministic
+from gemmconv.tune import OPERANDS
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -113,15 +114,7 @@ def load(call: Callable[..., object], config: Config, one: Pass) -> None:
     from gemmconv.kernels.bind import Call  # which needs the CUDA packages
 
     p = config.problem
-    input, weight, grad_output = (
-        torch.empty(shape, dtype=config.dtype, device="meta", memory_format=config.memory_format)
-        for shape in (p.input_shape, p.weight_shape, p.output_shape)
-    )
-    of: dict[Pass, tuple[torch.Tensor, ...]] = {
-        "forward": (input, weight),
-        "input_grad": (grad_output, weight),
-        "weight_grad": (grad_output, input),
-        "grads": (grad_output, input, weight),
-    }
+    shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
+    kind: Any = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
     if isinstance(call, Call):
-        call.load(*of[one])
+        call.load(*(torch.empty(shapes[name], **kind) for name in OPERANDS[one]))

@@ -20,9 +20,7 @@ several GPUs each takes its share of the layers. ``benchmarks.fit`` reads the fi
 from __future__ import annotations
 
 import argparse
-import csv
 import gzip
-import io
 import itertools
 import math
 import multiprocessing
@@ -31,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -47,7 +45,7 @@ from benchmarks.precompile import asked, load, only_compile
 from benchmarks.progress import Progress
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
-from benchmarks.results import replace_file
+from benchmarks.results import RESULTS, read_table, replace_file, table_text
 from benchmarks.workloads import SUITES, Workload, custom, select
 from gemmconv import algorithms
 from gemmconv.algorithms import Algorithm
@@ -56,8 +54,8 @@ from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.errors import CompileError
 from gemmconv.kernels.base import PASSES, Choice, Config, Kernel, Pass
 from gemmconv.selection import choose
+from gemmconv.tune import OPERANDS
 
-RESULTS = Path(__file__).parent / "results"
 ROLES = AUTO, OWN, NEAR, DRAWN = ("auto", "own", "near", "drawn")
 ANCHORS = ("seed2", "dcgan2", "hifigan3")  # layers that every run measures
 _SUITES = "public,models,random-1,random-2:50"  # the last to judge by, all others to fit with
@@ -113,22 +111,15 @@ class Row:
 
 def read(path: Path) -> tuple[dict[str, str], list[Row]]:
     """The head (GPU, versions, commits) and the rows of a file."""
-    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    head = dict(line.removeprefix("# ").split(": ", 1) for line in lines if line.startswith("# "))
-    table: Iterable[dict[str, Any]] = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return head, [Row(**{**row, "seconds": float(row["seconds"]), "estimate": float(row["estimate"])}) for row in table]
+    head, table = read_table(gzip.decompress(path.read_bytes()).decode())
+    numbers = ({name: float(row[name]) for name in ("seconds", "estimate")} for row in table)
+    return head, [Row(**{**row, **both}) for row, both in zip(table, numbers, strict=True)]  # type: ignore[arg-type]
 
 
 def write(path: Path, head: Mapping[str, str], rows: Iterable[Row]) -> None:
     """Write a file by an atomic rename."""
-    file = io.StringIO()
-    file.writelines(f"# {name}: {value}\n" for name, value in head.items())
-    writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({**asdict(row), "seconds": f"{row.seconds:.5g}", "estimate": f"{row.estimate:.5g}"})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, gzip.compress(file.getvalue().encode(), mtime=0))
+    text = table_text(head, [asdict(row) for row in rows], digits=5)
+    replace_file(path, gzip.compress(text.encode(), mtime=0))
 
 
 def merged(paths: Sequence[Path]) -> tuple[dict[str, str], list[Row]]:
@@ -269,12 +260,8 @@ class Bench:
         """A call that gives the right result, or None and what is wrong."""
         workload, precision, layout, direction = case
         tensors, expected = self._data(workload, config.dtype, layout)
-        arguments = {
-            "forward": (tensors.x, tensors.weight, tensors.bias),
-            "input_grad": (tensors.grad_output, tensors.weight),
-            "weight_grad": (tensors.grad_output, tensors.x),
-            "grads": (tensors.grad_output, tensors.x, tensors.weight),
-        }[direction]
+        named = {"input": tensors.x, "weight": tensors.weight, "grad_output": tensors.grad_output}
+        arguments = [*(named[name] for name in OPERANDS[direction]), *[tensors.bias] * (direction == "forward")]
         try:
             call = partial(kernel.prepare(config, direction, tile), *arguments)
             for name in _GRADIENTS[direction]:  # the result is likely to take this memory: what is not written shows

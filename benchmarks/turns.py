@@ -20,7 +20,7 @@ import torch
 import gemmconv
 from benchmarks import environment, summary
 from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
-from benchmarks.measure import first_line
+from benchmarks.measure import first_line, worst_of
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.results import BY_TURNS, RESULTS, File, Key, Row, joined
@@ -233,10 +233,10 @@ def timed(
 
 def judged(row: Turn, errors: Mapping[str, float], bars: Mapping[str, float]) -> Turn:
     """The row with the error that is closest to its bar, or furthest over it; ``wrong`` where one is over or a NaN."""
-    if wrong := [name for name, error in errors.items() if not error <= bars[name]]:
-        reason = f"{wrong[0]}: error {errors[wrong[0]]:.1e} is over {bars[wrong[0]]:.1e}"
+    worst = worst_of(errors, bars)
+    if not errors[worst] <= bars[worst]:
+        reason = f"{worst}: error {errors[worst]:.1e} is over {bars[worst]:.1e}"
         return replace(row, status="wrong", reason=reason)
-    worst = max(errors, key=lambda name: errors[name] / bars[name])
     return replace(row, error=errors[worst], bar=bars[worst])
 
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gemmconv import validation
-from gemmconv.compare.layers import DEMO_LAYERS, Layer, shrink
+from gemmconv.compare.layers import DEMO_LAYERS, Layer, checked_problem, shrink
 from gemmconv.geometry import Problem
 
 _PART = re.compile(r"(op|[nckhwspdg])(\d+)(?:x(\d+))?")
@@ -79,19 +78,9 @@ def parse_layer(text: str) -> tuple[Problem, bool]:
     groups, channels = values["g"][0], values["c"]
     if groups < 1 or channels[0] % groups or channels[1] % groups:
         raise ValueError(f"layer: both channels must be divisible by g, got {channels} and {groups}")
-    try:
-        problem = validation.problem(
-            "layer",
-            (values["n"][0], channels[0], values["h"][0], values["w"][0]),
-            (channels[0], channels[1] // groups, *values["k"]),
-            values["s"],
-            values["p"],
-            values["op"],
-            groups,
-            values["d"],
-        )
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+    size = values["h"][0], values["w"][0]
+    window = [values[key] for key in ("k", "s", "p", "op", "d")]
+    problem = checked_problem(values["n"][0], channels, groups, size, *window)
     if not (problem.batch and problem.in_pixels):
         raise ValueError(f"layer: n, h and w must be at least 1, got {text!r}")
     return problem, bias

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gemmconv import validation
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 
 # Below both limits, two cores of a CPU check and time all algorithms on a layer of the demo in 3 to 8 seconds.
 CPU_FLOPS = 600_000_000
@@ -209,6 +209,25 @@ def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) 
     group.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True, help="default: --bias")
 
 
+def checked_problem(batch: int, channels: Pair, groups: int, size: Pair, kernel: Pair, *window: Pair) -> Problem:
+    """The geometry of a layer.
+
+    Args:
+        batch, groups, size, kernel: of the layer; ``size`` is that of the input.
+        channels: of the input and of the output, multiples of ``groups``.
+        window: stride, padding, output padding, dilation.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+    shapes = (batch, channels[0], *size), (channels[0], channels[1] // groups, *kernel)
+    stride, padding, output_padding, dilation = window
+    try:
+        return validation.problem("layer", *shapes, stride, padding, output_padding, groups, dilation)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
 def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
     """The layer that the flags of :func:`add_layer_arguments` describe.
 
@@ -220,17 +239,7 @@ def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
     for flag, value in (("--in-channels", arguments.in_channels), ("--out-channels", channels)):
         if value % groups:
             raise ValueError(f"{flag} must be divisible by --groups, got {value} and {groups}")
-    try:
-        problem = validation.problem(
-            "layer",
-            (batch, arguments.in_channels, *size),
-            (arguments.in_channels, channels // groups, *arguments.kernel),
-            arguments.stride,
-            arguments.padding,
-            arguments.output_padding,
-            groups,
-            arguments.dilation,
-        )
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+    a = arguments
+    window = a.kernel, a.stride, a.padding, a.output_padding, a.dilation
+    problem = checked_problem(batch, (a.in_channels, channels), groups, (size[0], size[1]), *window)
     return Layer(f"{pair_text(problem.kernel_size)} kernel", problem, bias=arguments.bias)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -260,7 +260,7 @@ def module_of(
     """gemmconv's layer, or with ``algorithm=None`` torch's, with these parameters."""
     p = problem
     channels, window = (p.in_channels, p.out_channels), (p.kernel_size, p.stride, p.padding, p.output_padding)
-    arguments: Any = (*channels, *window, p.groups, bias is not None, p.dilation)
+    arguments = (*channels, *window, p.groups, bias is not None, p.dilation)
     module: torch.nn.ConvTranspose2d
     if algorithm is None:
         module = torch.nn.ConvTranspose2d(*arguments, device="meta")
