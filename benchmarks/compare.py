@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the command line asks for."""
+    """The parsed command line."""
 
     devices: tuple[torch.device, ...]
     workloads: list[Workload]
@@ -115,7 +115,7 @@ class _Request:
 
     @property
     def looks(self) -> Callable[[Row], int]:
-        """Of :class:`benchmarks.measure.Plan`."""
+        """How often a row is timed, for :attr:`benchmarks.measure.Plan.looks`."""
         is_quick = replace(self.effort, sustained=False) == QUICK
         return once if self.device.type == "cpu" or is_quick else looks_at
 
@@ -264,7 +264,7 @@ def _is_wrong(rows: Sequence[Row]) -> bool:
 
 
 def _measured(request: _Request, plan: Plan, files: _Files, say: Callable[[str], None]) -> Iterator[Part]:
-    """What is measured of the workloads, until all is or the deadline comes. ``say`` prints what else was done."""
+    """Measure the workloads and yield parts, until all is done or the deadline comes. ``say`` prints a line."""
     workloads = [workload for workload in request.workloads if files.missing(plan, [workload])]
     if len(request.devices) > 1:
         tasks = [

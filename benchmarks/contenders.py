@@ -1,4 +1,4 @@
-"""What is compared: gemmconv's algorithms, and torch in its settings.
+"""The contenders of a comparison: gemmconv's algorithms, and torch in its settings.
 
 torch keeps one cuDNN plan for each convolution it has met, and looks there before it looks at ``cudnn.benchmark``: the
 first call of a shape decides for both settings. It keeps them for each thread, so the benchmark's contenders live in
@@ -53,7 +53,7 @@ class Lanes:
         return len(self._pools)
 
     def run_in(self, lane: int, work: Callable[[], T]) -> T:
-        """What the work gives in one of the threads."""
+        """Run a function in one of the threads, and return its result."""
         return self._pools[lane].submit(work).result()
 
 
@@ -111,7 +111,7 @@ class Contender:
         return None
 
     def config(self, problem: Problem, precision: str, device: torch.device, bias: bool = False) -> Config:
-        """What gemmconv decides on."""
+        """The configuration from which gemmconv chooses algorithms and kernels."""
         dtype = PRECISIONS[precision]
         rounding: Precision = selection.torch_precision(dtype, device)
         memory_format, spec = LAYOUTS[self.layout], spec_of(device)
@@ -153,7 +153,7 @@ class Contender:
         return max(algorithm.workspace_bytes(config, one) for one, (algorithm, config) in chosen.items())
 
     def _chosen(self, config: Config, direction: str) -> dict[Direction, tuple[algorithms.Algorithm, Config]]:
-        """What gemmconv takes for the passes of a direction, and what it computes then."""
+        """The algorithm of each pass of a direction, with the configuration that it computes."""
         chosen: dict[Direction, tuple[algorithms.Algorithm, Config]] = {}
         if "forward" in PASSES[direction]:
             chosen["forward"] = selection.choose(config, self.name, "benchmarks"), config
@@ -163,7 +163,7 @@ class Contender:
         return chosen
 
     def _gradients(self, config: Config) -> tuple[selection.Gradients, Config]:
-        """What gemmconv takes for both gradients, and what it computes then."""
+        """The choice for both gradients, with the configuration that is computed."""
         gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
         return gradients, replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
 

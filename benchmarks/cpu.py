@@ -357,7 +357,7 @@ def _print_first_call(how: argparse.Namespace) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What the head of a file says: the CPU, its instruction set and threads, versions, the commit and the date."""
+    """The head of a file: the CPU, its instruction set and threads, versions, the commit and the date."""
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
     cpu = name[1] if name else platform.processor() or platform.machine()
@@ -410,7 +410,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def title(row: Row) -> str:
-    """What a row measures, in a phrase."""
+    """The name of a row's layer or network."""
     return row["name"] if "suite" in row else f"{row['name']} n{row['batch']}"
 
 

@@ -44,7 +44,7 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
 
 
 def text_of(run: Mapping[str, str]) -> str:
-    """What :func:`describe` returned, in one line."""
+    """Return the result of :func:`describe` in one line."""
     parts = [run["gpu"], f"gemmconv {run['gemmconv']} ({run['commit']})", f"torch {run['torch']}"]
     if run["cuda"]:
         parts += [f"CUDA {run['cuda']}", f"cuDNN {run['cudnn']}", f"driver {run['driver']}"]

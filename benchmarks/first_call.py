@@ -1,4 +1,4 @@
-"""What the first call of a layer costs in a new process, with an empty and with a filled kernel cache.
+"""Times the first call of a layer in a new process, with an empty and with a filled kernel cache.
 
 The parent starts this module twice with one cache folder. The child first runs another layer, so that libraries and
 handles are there, and then times one call of every layer; it prints JSON.

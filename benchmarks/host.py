@@ -1,4 +1,4 @@
-"""What the host takes for a call of a layer, torch's module and gemmconv's: the time until the call has returned.
+"""The host's time for a call of a layer, torch's module and gemmconv's: the time until the call has returned.
 
     python -m benchmarks.host --budget 60
 
@@ -38,7 +38,7 @@ from benchmarks.turns import (
 from benchmarks.workloads import Workload, parse_layer
 from gemmconv.compare.layers import pick_device
 
-# What a call takes on the host depends on the number of launches: of one kernel up to four, for a pass.
+# The host's time depends on the number of launches. These layers have one to four for a pass.
 _LAYERS = {
     "k3": "n1 c64x64 k3 h16 w16 p1 bias",
     "k4": "n1 c64x32 k4 h8 w8 s2 p1 bias",
@@ -94,7 +94,7 @@ class _Layers:
 def groups(
     names: Sequence[str], precisions: Sequence[str], layouts: Sequence[str], device: torch.device, quick: bool
 ) -> list[Group]:
-    """What to measure."""
+    """The rows to measure, in groups that share a layer."""
     found = []
     for name, precision, layout in itertools.product(names, precisions, layouts):
         layer = LAYERS[name]

@@ -45,7 +45,7 @@ _SAMPLE = 1 << 16
 # How much further tensors lie from each other, modulo pages, in each look: no two looks have the same places.
 _STEP_BYTES = 655 * 512
 
-# What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
+# cuDNN's rounding errors in float32 grow with the sum's length; twice the error of torch itself is right too.
 _IEEE_BAR = 1e-6
 
 # torch's own rows are wrong only beyond these: far off, or in fp32 with TF32's errors.
@@ -94,7 +94,7 @@ def looks_at(row: Row) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure of every workload.
+    """The rows to measure of every workload, and how.
 
     Attributes:
         device: where.
@@ -614,6 +614,6 @@ def worst_of(errors: Mapping[str, float], bars: Mapping[str, float]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What a row says about an error."""
+    """The type of an error and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]

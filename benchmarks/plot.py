@@ -57,7 +57,7 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _heading(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
-    """What made the rows: GPU and versions, with the commits of gemmconv's own rows."""
+    """A heading that says what made the rows: GPU and versions, with the commits of gemmconv's own rows."""
     own = [runs[index] for index in dict.fromkeys(row.run for row in rows if not row.is_torch)]
     commits = ", ".join(dict.fromkeys(run["commit"][:7] for run in own))
     heading = f"{own[-1]['gpu']}, gemmconv {own[-1]['gemmconv']} ({commits}), torch {own[-1]['torch']}"

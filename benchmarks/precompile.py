@@ -54,7 +54,7 @@ def compile_ahead(
 
 
 def in_processes(work: Callable[[T], Result], jobs: Sequence[T]) -> Iterator[Result]:
-    """What ``work`` returns for each job, in order, on all cores."""
+    """Run ``work`` for each job on all cores, and yield the results in order."""
     if jobs:
         with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
             yield from pool.imap(work, jobs)
@@ -73,7 +73,7 @@ def only_compile(arch: str) -> None:
 
 
 def asked(problem: Problem, precision: str, layout: str, spec: DeviceSpec, bias: bool = False) -> Config:
-    """What ``auto`` is asked for on a GPU, where torch's convolutions round as a benchmark's precision says."""
+    """The configuration of a layer on a GPU, where torch's convolutions round as a benchmark's precision says."""
     rounding: Precision = "tf32" if precision == "tf32" else "ieee"
     where = torch.device("cuda", 0)
     return Config(

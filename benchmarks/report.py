@@ -150,7 +150,7 @@ def section(
 
 
 def _waiting_parts(rows: Sequence[Row], waited: Waited, link: str = "") -> list[str]:
-    """What a user waits for; where it was not measured, a sentence about that."""
+    """The part about networks and the host; where they were not measured, a sentence about that."""
     turns = waiting.current(*waited)
     made = ["; ".join(made_with(turns, waited[1])) + "."] if turns else [waiting.NOT_MEASURED]
     if left_out := [row for row in waited[0] if row not in turns]:

@@ -124,7 +124,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What a row of another file must share to be the same measurement."""
+        """The fields that identify a measurement; a row of another file with this key measures the same."""
         return (
             *(self.suite, self.workload, self.layer, self.precision),
             *(self.layout, self.direction, self.mode, self.algorithm),
@@ -132,7 +132,7 @@ class Row:
 
     @property
     def cell(self) -> Key:
-        """What rows share that are compared with each other."""
+        """The fields that rows share if their times may be compared with each other."""
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
     def untimed(self) -> Row:
@@ -329,7 +329,7 @@ class Results(File[Row]):
 def newest_runs(
     rows: Iterable[R], runs: Sequence[dict[str, Any]], kind: Callable[[R], Hashable]
 ) -> dict[Hashable, dict[str, Any]]:
-    """Of each kind of rows the newest run that made one."""
+    """The newest run that made a row, for each kind of rows."""
     newest: dict[Hashable, dict[str, Any]] = {}
     for row in rows:
         run = runs[row.run]

@@ -100,12 +100,12 @@ class Row:
 
     @property
     def case(self) -> tuple[str, str, str, str]:
-        """What rows that can replace each other share."""
+        """The fields that rows share if their kernels can replace each other."""
         return self.layer, self.precision, self.layout, self.direction
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a row of another run must share to be the same measurement."""
+        """The fields that identify a measurement in any run."""
         return (*self.case, self.kernel, self.tile)
 
 
@@ -139,7 +139,7 @@ def merged(paths: Sequence[Path]) -> tuple[dict[str, str], list[Row]]:
     return joined, list(found.values())
 
 
-# What to measure.
+# Cases and candidates.
 
 Case = tuple[Workload, str, str, Pass]
 Candidate = tuple[str, Any, str, float]  # kernel by name, tile, role, estimate
@@ -165,7 +165,7 @@ def workloads_of(suite: str) -> Sequence[Workload]:
 
 
 def config_of(case: Case, spec: DeviceSpec) -> Config:
-    """What the kernels are asked for in a case."""
+    """The configuration of a case."""
     workload, precision, layout, direction = case
     config = asked(workload.problem, precision, layout, spec, workload.bias)
     return replace(config, weight_format=config.memory_format) if direction == "grads" else config
@@ -174,7 +174,7 @@ def config_of(case: Case, spec: DeviceSpec) -> Config:
 def candidates_of(
     config: Config, direction: Pass, near: int, drawn: int, kernels: Iterable[str] = KERNELS
 ) -> list[Candidate]:
-    """What takes part in a case: own tiles of all kernels first."""
+    """The kernels and tiles to measure in a case, own tiles of all kernels first."""
     chosen = None
     if direction != "grads":
         chosen = choose(config, "auto", "benchmarks", direction).choice(config, direction)

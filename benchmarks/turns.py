@@ -87,7 +87,7 @@ class Turn:
 
     @property
     def key(self) -> Key:
-        """What a row of another file must share to be the same measurement."""
+        """The fields that identify a measurement in any file."""
         return (self.suite, self.workload, self.shape, self.precision, self.layout, self.mode, self.step)
 
     @property
@@ -332,7 +332,7 @@ def measure(
 
 
 def _attempt(work: Callable[[], Any]) -> Any:
-    """What the work gives, or its exception: a row says so, and the others are still measured."""
+    """Return the result of a function, or its exception, so that other rows are still measured."""
     try:
         return work()
     except Exception as error:
@@ -350,7 +350,7 @@ def _lost(device: torch.device) -> str:
 
 
 def title(row: Turn) -> str:
-    """What a row is of, in one phrase."""
+    """The network or layer, settings and step of a row in one phrase."""
     return f"{row.workload}, {row.precision} {row.layout}, {row.mode} {row.step}"
 
 
