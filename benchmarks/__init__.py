@@ -1,4 +1,4 @@
-"""What a user waits for, and every algorithm against every setting of torch, with the floor beside it.
+"""Benchmarks: networks and the host in wall-clock time, and every algorithm beside torch's settings and the floor.
 
 Run as ``python -m benchmarks.networks``, ``python -m benchmarks.host`` and ``python -m benchmarks.compare``.
 
@@ -19,11 +19,11 @@ check         two result files, row by row
 random_layers layers that nobody picked, the same for a seed
 compile_time  what compiling a training step's kernels takes, beside another checkout
 first_call    what the first call of a layer costs, in processes of their own
-plot          speed-ups, rooflines, sweeps
-report        summary, plots and the tables of docs/guide/results.md
+plot          charts of speed-ups
+report        summary, charts and the tables of docs/guide/results.md
 compare       the command line
-flags         what command lines do with several values
-progress      how far it is
+flags         values of flags, with commas between
+progress      lines that say how far a command is
 several       the work shared between GPUs
 precompile    kernels compiled ahead, in processes
 rows          measured times of every kernel and of torch's operator, for many layers

@@ -12,15 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import check, environment, first_call, several, summary
-from benchmarks.contenders import (
-    LAYOUTS,
-    PRECISIONS,
-    SEARCHES,
-    Contender,
-    Lanes,
-    gemmconv_contenders,
-    torch_contenders,
-)
+from benchmarks.contenders import LAYOUTS, PRECISIONS, SEARCHES, Contender, Lanes, gemmconv_contenders, torch_contenders
 from benchmarks.flags import chosen, separated
 from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once
@@ -32,6 +24,7 @@ from benchmarks.results import LOOKED_AT, RESULTS, Key, Results, Row, in_mode
 from benchmarks.several import Part
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
+from gemmconv.compare.layers import pick_device
 
 # A CPU measures a layer's forward pass in some tens of milliseconds below these.
 _CPU_FLOPS, _CPU_BYTES = 400_000_000, 32 << 20
@@ -101,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the command line asks for."""
+    """The parsed command line."""
 
     devices: tuple[torch.device, ...]
     workloads: list[Workload]
@@ -122,14 +115,14 @@ class _Request:
 
     @property
     def looks(self) -> Callable[[Row], int]:
-        """Of :class:`benchmarks.measure.Plan`."""
+        """How often a row is timed, for :attr:`benchmarks.measure.Plan.looks`."""
         is_quick = replace(self.effort, sustained=False) == QUICK
         return once if self.device.type == "cpu" or is_quick else looks_at
 
 
 def _request(arguments: argparse.Namespace) -> _Request:
     began = time.monotonic()
-    devices = tuple(map(environment.pick_device, separated(arguments.device) if arguments.device else (None,)))
+    devices = tuple(map(pick_device, separated(arguments.device) if arguments.device else (None,)))
     device = devices[0]
     if len(set(devices)) > 1 and len(kinds := set(map(environment.slug, devices))) > 1:
         raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
@@ -209,7 +202,7 @@ def _run(request: _Request) -> int:
     """Measure, save, print. Returns the exit status."""
     device = request.device
     about = environment.describe(device, request.effort.sustained)
-    print(_heading(about), flush=True)
+    print(environment.text_of(about), flush=True)
     files = _Files(request, about)
     plan = Plan(
         device,
@@ -225,26 +218,26 @@ def _run(request: _Request) -> int:
     print(f"{missing} rows to measure, at least", flush=True)
 
     lost = ""
-    with Progress(missing) as progress:
-        try:
-            for part in _measured(request, plan, files, progress.say) if missing else ():
-                row, workload = part.row, part.workload
-                if row is None:
-                    files.save(workload.suite)
-                    progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
-                    continue
-                if files.is_new(part):
-                    progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
-                is_first = files.add(row, part)
-                progress.step(f"{row.workload} {row.precision}", is_first and row.mode == "eager")
-                if row.status in ("wrong", "failed"):
-                    progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
-        except DeviceLost as error:
-            lost = str(error)
-        except KeyboardInterrupt:
-            print("\ninterrupted", flush=True)
-        finally:
-            files.save_all()
+    progress = Progress(missing)
+    try:
+        for part in _measured(request, plan, files, progress.say) if missing else ():
+            row, workload = part.row, part.workload
+            if row is None:
+                files.save(workload.suite)
+                progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
+                continue
+            if files.is_new(part):
+                progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
+            is_first = files.add(row, part)
+            progress.done += is_first and row.mode == "eager"
+            if row.status in ("wrong", "failed"):
+                progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
+    except DeviceLost as error:
+        lost = str(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", flush=True)
+    finally:
+        files.save_all()
     complete = not files.missing(plan)
     if complete and not lost:
         _first_calls(request, files, bool(missing))
@@ -271,7 +264,7 @@ def _is_wrong(rows: Sequence[Row]) -> bool:
 
 
 def _measured(request: _Request, plan: Plan, files: _Files, say: Callable[[str], None]) -> Iterator[Part]:
-    """What is measured of the workloads, until all is or the deadline comes. ``say`` prints what else was done."""
+    """Measure the workloads and yield parts, until all is done or the deadline comes. ``say`` prints a line."""
     workloads = [workload for workload in request.workloads if files.missing(plan, [workload])]
     if len(request.devices) > 1:
         tasks = [
@@ -415,13 +408,6 @@ def _first_calls(request: _Request, files: _Files, again: bool) -> None:
         files.first_costs(*first_call.measure(layers, request.precisions, request.device))
     except (RuntimeError, OSError, ValueError) as error:
         print(f"first calls were not measured: {error}", flush=True)
-
-
-def _heading(about: dict[str, str]) -> str:
-    parts = [f"gemmconv {about['gemmconv']} ({about['commit']}) on {about['gpu']}", f"torch {about['torch']}"]
-    if about["cuda"]:
-        parts += [f"CUDA {about['cuda']}", f"cuDNN {about['cudnn']}", f"driver {about['driver']}"]
-    return ", ".join(parts)
 
 
 def _ceilings_line(ceilings: Ceilings) -> str:

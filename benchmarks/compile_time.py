@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def kernels() -> Kernels:
-    """What the step compiles, each kernel once."""
+    """The kernels that the step compiles, each once."""
     seen, found = set(), Kernels()
     for name, step in _launches():
         if (key := (step.source, tuple(sorted(step.macros.items())))) not in seen:
@@ -107,7 +107,7 @@ def measure(only: str = "") -> Seconds:
 
 
 def _in(tree: Path, only: str) -> Seconds:
-    """What a checkout takes, in a process of its own."""
+    """The seconds of a checkout, measured in a new process."""
     command = [sys.executable, __file__, "--json", "--only", only]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=False)

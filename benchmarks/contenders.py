@@ -1,4 +1,4 @@
-"""What is compared: gemmconv's algorithms, and torch in its settings.
+"""The contenders of a comparison: gemmconv's algorithms, and torch in its settings.
 
 torch keeps one cuDNN plan for each convolution it has met, and looks there before it looks at ``cudnn.benchmark``: the
 first call of a shape decides for both settings. It keeps them for each thread, so the benchmark's contenders live in
@@ -18,6 +18,7 @@ import torch
 import gemmconv
 from benchmarks.reference import Tensors
 from gemmconv import algorithms, ops, selection
+from gemmconv.compare.measure import module_of
 from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
@@ -26,12 +27,7 @@ T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Gradients = Callable[[Tensors], tuple[torch.Tensor, ...]]
 
-PRECISIONS = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 
 PASSES: dict[str, tuple[Direction, ...]] = {
@@ -57,7 +53,7 @@ class Lanes:
         return len(self._pools)
 
     def run_in(self, lane: int, work: Callable[[], T]) -> T:
-        """What the work gives in one of the threads."""
+        """Run a function in one of the threads, and return its result."""
         return self._pools[lane].submit(work).result()
 
 
@@ -115,7 +111,7 @@ class Contender:
         return None
 
     def config(self, problem: Problem, precision: str, device: torch.device, bias: bool = False) -> Config:
-        """What gemmconv decides on."""
+        """The configuration from which gemmconv chooses algorithms and kernels."""
         dtype = PRECISIONS[precision]
         rounding: Precision = selection.torch_precision(dtype, device)
         memory_format, spec = LAYOUTS[self.layout], spec_of(device)
@@ -157,7 +153,7 @@ class Contender:
         return max(algorithm.workspace_bytes(config, one) for one, (algorithm, config) in chosen.items())
 
     def _chosen(self, config: Config, direction: str) -> dict[Direction, tuple[algorithms.Algorithm, Config]]:
-        """What gemmconv takes for the passes of a direction, and what it computes then."""
+        """The algorithm of each pass of a direction, with the configuration that it computes."""
         chosen: dict[Direction, tuple[algorithms.Algorithm, Config]] = {}
         if "forward" in PASSES[direction]:
             chosen["forward"] = selection.choose(config, self.name, "benchmarks"), config
@@ -167,7 +163,7 @@ class Contender:
         return chosen
 
     def _gradients(self, config: Config) -> tuple[selection.Gradients, Config]:
-        """What gemmconv takes for both gradients, and what it computes then."""
+        """The choice for both gradients, with the configuration that is computed."""
         gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
         return gradients, replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
 
@@ -221,20 +217,8 @@ class Contender:
         """The layer as a module that holds the tensors' parameters."""
         if self.unfused:
             return None
-        p = problem
-        arguments = (
-            *(p.in_channels, p.out_channels, p.kernel_size, p.stride, p.padding, p.output_padding),
-            *(p.groups, tensors.bias is not None, p.dilation),
-        )
-        module: torch.nn.ConvTranspose2d
-        if self.kind == "torch":
-            module = torch.nn.ConvTranspose2d(*arguments, device="meta")
-        else:
-            module = gemmconv.ConvTranspose2d(*arguments, device="meta", algorithm=self.name)
-        module.weight = torch.nn.Parameter(tensors.weight)
-        if tensors.bias is not None:
-            module.bias = torch.nn.Parameter(tensors.bias)
-        return module
+        algorithm = self.name if self.kind == "gemmconv" else None
+        return module_of(problem, tensors.weight, tensors.bias, algorithm)
 
 
 def _unfused(problem: Problem) -> Forward:
@@ -253,10 +237,7 @@ def _unfused(problem: Problem) -> Forward:
 DEFAULT_TORCH = "torch_nchw"
 
 # torch as it is, by layout. They are measured first: their errors are the measure of gemmconv's.
-DEFAULTS = {
-    "nchw": Contender(DEFAULT_TORCH),
-    "channels_last": Contender("torch_channels_last", "channels_last"),
-}
+DEFAULTS = {"nchw": Contender(DEFAULT_TORCH), "channels_last": Contender("torch_channels_last", "channels_last")}
 TORCH = (
     *DEFAULTS.values(),
     Contender("torch_deterministic", deterministic=True),

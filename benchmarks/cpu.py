@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import io
 import math
 import platform
-import random
 import re
 import subprocess
 import sys
@@ -27,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -39,17 +35,17 @@ import gemmconv
 from benchmarks import environment
 from benchmarks.contenders import DEFAULTS, LAYOUTS
 from benchmarks.flags import chosen, separated
-from benchmarks.measure import first_line
+from benchmarks.measure import first_line, worst_of
 from benchmarks.networks import UNet, dcgan, fsrcnn, hifigan
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Tensors, random_tensors, reference
-from benchmarks.results import RESULTS, replace_file
+from benchmarks.results import RESULTS, replace_file, table_text
 from benchmarks.timing import Run
 from benchmarks.turns import INFERENCE, TRAINING
-from benchmarks.workloads import Workload, format_layer, parse_layer, shrunk
+from benchmarks.workloads import Workload, parse_layer, shrunk
 from gemmconv.compare.layers import positive
 from gemmconv.compare.measure import error_bar, relative_error
-from gemmconv.geometry import Problem
+from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.selection import NAMES
 
 CPU = torch.device("cpu")
@@ -61,11 +57,7 @@ PASSES: dict[str, tuple[str, ...]] = {"forward": (), "both": ("input", "weight",
 PASSES |= {"input_grad": ("input",), "weight_grad": ("weight",)}
 
 _LOSES = 0.97  # a row below this ratio loses
-_PAIRS, _LEAST_PAIRS, _PATIENCE = (
-    7,
-    3,
-    10,
-)  # at least 7 pairs, or 3 where they take 10 times the seconds that were given
+_PAIRS, _LEAST_PAIRS, _PATIENCE = 7, 3, 10  # at least 7 pairs, or 3 where they take 10 times the given seconds
 _TIMES_TORCH = 4.0  # how many times torch's error is right, where that is more than the bar of the element type
 _LISTED = 10  # losing rows of an algorithm that are listed; all of auto's are
 
@@ -89,9 +81,18 @@ _PROBE = {
     "hifigan 512-256": "n1 c512x256 k1x16 h1 w64 s1x8 p0x4",
     "hifigan 64-32": "n1 c64x32 k1x4 h1 w2048 s1x2 p0x1",
     "depthwise k4s2": "n1 c64x64 k4 h64 w64 s2 p1 g64",
+    # Layers that were drawn at random once.
+    "n2 c128x256 k5 h26 w56 s3 p2": "n2 c128x256 k5 h26 w56 s3 p2 bias",
+    "n1 c256x96 k4 h79 w8 s4 p1": "n1 c256x96 k4 h79 w8 s4 p1",
+    "n1 c16x48 k3 h15 w33 s2 p1": "n1 c16x48 k3 h15 w33 s2 p1 bias",
+    "n1 c8x3 k7 h73 w36 s3 p3": "n1 c8x3 k7 h73 w36 s3 p3 bias",
+    "n1 c256x64 k5 h77 w48 s4": "n1 c256x64 k5 h77 w48 s4",
+    "n1 c3x128 k6 h72 w18 s2 p2": "n1 c3x128 k6 h72 w18 s2 p2 bias",
+    "n1 c192x64 k5 h18 w32 s4 p1": "n1 c192x64 k5 h18 w32 s4 p1",
+    "n2 c48x64 k7 h22 w40 s3 p2": "n2 c48x64 k7 h22 w40 s3 p2 bias",
+    "n4 c3x64 k4 h12 w74 s3": "n4 c3x64 k4 h12 w74 s3 bias",
+    "n1 c64x24 k7 h78 w36 s4": "n1 c64x24 k7 h78 w36 s4 bias",
 }
-_PROBE_SEED, _PROBE_COUNT, _PROBE_FLOPS = 12, 26, 6e9  # layers drawn at random make up the count
-_PROBE_CHANNELS = (3, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 # Networks with the shape of one input. They are small enough for a training step of 8 inputs to take about a second on
 # two cores: the U-Net has half its usual channels, and inputs are smaller than on a GPU.
@@ -143,7 +144,7 @@ def judged(errors: Errors, torch_errors: Errors, bar: float) -> Row:
     """
     errors = {name: errors.get(name, math.inf) for name in torch_errors}  # a result that is missing is wrong
     bars = {name: max(bar, _TIMES_TORCH * error) for name, error in torch_errors.items()}
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name] / bars[name])
+    worst = worst_of(errors, bars)
     found = {"error": errors[worst], "torch_error": torch_errors[worst]}
     if errors[worst] <= bars[worst]:
         return {"status": "ok", **found}
@@ -194,23 +195,12 @@ def compare(
 
 
 def probe_layers() -> list[Workload]:
-    """The layers of the suite ``probe``: those of networks and of the demo, and ten at random, always the same.
+    """The layers of the suite ``probe``: those of networks and of the demo, and ten that were drawn at random.
 
     >>> len(probe_layers()), probe_layers()[-1].layer
     (26, 'n1 c64x24 k7 h78 w36 s4 bias')
     """
-    found = {name: parse_layer(text) for name, text in _PROBE.items()}
-    draw = random.Random(_PROBE_SEED)
-    while len(found) < _PROBE_COUNT:
-        kernel = draw.randint(2, 7)
-        stride, padding = draw.randint(1, min(4, kernel)), draw.randint(0, (kernel - 1) // 2)
-        channels = draw.choice(_PROBE_CHANNELS), draw.choice(_PROBE_CHANNELS)
-        batch, size = draw.choice((1, 1, 2, 4)), (draw.randint(8, 80), draw.randint(8, 80))
-        pairs = (kernel, kernel), (stride, stride), (padding, padding)
-        problem, bias = Problem(batch, *channels, 1, size, *pairs), draw.random() < 0.5
-        if problem.useful_flops <= _PROBE_FLOPS:
-            found[format_layer(problem)] = problem, bias
-    return [Workload(name, "probe", *layer) for name, layer in found.items()]
+    return [Workload(name, "probe", *parse_layer(text)) for name, text in _PROBE.items()]
 
 
 def sized(workload: Workload) -> Workload:
@@ -367,17 +357,13 @@ def _print_first_call(how: argparse.Namespace) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What the head of a file says: the CPU, its instruction set and threads, versions, the commit and the date."""
+    """The head of a file: the CPU, its instruction set and threads, versions, the commit and the date."""
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
     cpu = name[1] if name else platform.processor() or platform.machine()
-    try:
-        isa = import_module("gemmconv.kernels.cpu.library").isa_name()
-    except (ImportError, AttributeError):
-        isa = None  # this version has no library for CPUs
     about = environment.describe(CPU)
     kept = {one: about[one] for one in ("torch", "python", "gemmconv", "source", "commit", "date")}
-    return {"cpu": cpu, "isa": str(isa or "unknown"), "threads": str(torch.get_num_threads()), **kept}
+    return {"cpu": cpu, "isa": str(isa_name() or "unknown"), "threads": str(torch.get_num_threads()), **kept}
 
 
 def folder_name(about: Mapping[str, str]) -> str:
@@ -388,17 +374,6 @@ def folder_name(about: Mapping[str, str]) -> str:
     """
     cpu = re.sub(r"\((r|tm)\)|\b(cpu|processor)\b|@.*", " ", about["cpu"].lower())
     return "-".join(re.findall(r"[a-z0-9]+", f"{cpu} {about['isa']} {about['threads']}t".lower()))
-
-
-def save(path: Path, about: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Write a CSV file by an atomic rename: lines of ``# name: value`` about the machine, then the rows."""
-    text = io.StringIO("".join(f"# {name}: {value}\n" for name, value in about.items()))
-    text.seek(0, io.SEEK_END)
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(rows[0])
-    writer.writerows([f"{one:.6g}" if isinstance(one, float) else one for one in row.values()] for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text.getvalue())
 
 
 def loses(row: Row, beyond_noise: bool = False) -> bool:
@@ -435,7 +410,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def title(row: Row) -> str:
-    """What a row measures, in a phrase."""
+    """The name of a row's layer or network."""
     return row["name"] if "suite" in row else f"{row['name']} n{row['batch']}"
 
 
@@ -510,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += made
             print(f"[{index + 1}/{len(visits)}] {_visit_said(made)}", flush=True)
             if keeps:
-                save(path, about, rows)
+                replace_file(path, table_text(about, rows))
     print(summary(rows))
     print(f"\nfile: {path}" if keeps else "\nno file, since --only or --limit was given without --out")
     return int(any(row["status"] == "wrong" for row in rows))

@@ -10,7 +10,6 @@ is worth on layers that it was not fitted to. The instruction set is that of the
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections import defaultdict
@@ -20,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.results import RESULTS, read_table
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 from gemmconv.kernels.cpu import estimate
 
-_RESULTS = Path(__file__).parent / "results" / "cpu"
 _TARGET = Path(estimate.__file__).with_name("speedup.json")
 _RIDGE = 3.0  # rows' worth of belief that a size does not matter
 _MOST = 1.7  # logarithm to base 2 beyond which a row counts no more: by how much a choice is right does not matter
@@ -50,11 +49,10 @@ def _problem(row: dict[str, str]) -> Problem:
 def _rows() -> dict[str, list[tuple[dict[str, float], float]]]:
     """For each group its rows: sizes, and the logarithm of the ratio."""
     found = defaultdict(list)
-    for path in sorted(_RESULTS.glob("*/random-*.csv")):
-        lines = path.read_text().splitlines()
-        isa = next(line.removeprefix("# isa: ") for line in lines if line.startswith("# isa: "))
-        _as_on(isa)
-        for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+    for path in sorted((RESULTS / "cpu").glob("*/random-*.csv")):
+        head, table = read_table(path.read_text())
+        _as_on(head["isa"])
+        for row in table:
             if row["status"] != "ok" or row["algorithm"] != "fused" or row["pass"] == "both":
                 continue
             memory_format = torch.channels_last if row["memory_format"] == "channels_last" else torch.contiguous_format
@@ -88,10 +86,8 @@ def main() -> None:
     coefficients = {}
     for key, rows in sorted(_rows().items()):
         names = list(rows[0][0])
-        values, ratios = (
-            np.array([[one[name] for name in names] for one, _ in rows]),
-            np.array([one for _, one in rows]),
-        )
+        values = np.array([[one[name] for name in names] for one, _ in rows])
+        ratios = np.array([one for _, one in rows])
         if len(rows) < _FEWEST:
             print(f"{key}: {len(rows)} rows are too few")
             continue

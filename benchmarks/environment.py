@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -18,31 +19,6 @@ from gemmconv import info
 
 _PACKAGE = Path(gemmconv.__file__).parent
 SUSTAINED = "sustained load"  # what a GPU is called that does not rest
-
-
-def pick_device(text: str | None) -> torch.device:
-    """The device to measure on: what was asked for, else a CUDA device where there is one, else the CPU.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if text is None:
-        return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}")
-    if not count:
-        raise ValueError(f"argument --device: torch finds no CUDA device here, got {text!r}; use --device cpu")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= count:
-        raise ValueError(f"argument --device: must be below cuda:{count}, got {text!r}")
-    return torch.device("cuda", index)
 
 
 def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
@@ -65,6 +41,14 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+
+
+def text_of(run: Mapping[str, str]) -> str:
+    """Return the result of :func:`describe` in one line."""
+    parts = [run["gpu"], f"gemmconv {run['gemmconv']} ({run['commit']})", f"torch {run['torch']}"]
+    if run["cuda"]:
+        parts += [f"CUDA {run['cuda']}", f"cuDNN {run['cudnn']}", f"driver {run['driver']}"]
+    return ", ".join(parts)
 
 
 def slug(device: torch.device, sustained: bool = False) -> str:

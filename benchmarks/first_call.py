@@ -1,4 +1,4 @@
-"""What the first call of a layer costs in a new process, with an empty and with a filled kernel cache.
+"""Times the first call of a layer in a new process, with an empty and with a filled kernel cache.
 
 The parent starts this module twice with one cache folder. The child first runs another layer, so that libraries and
 handles are there, and then times one call of every layer; it prints JSON.
@@ -7,6 +7,7 @@ handles are there, and then times one call of every layer; it prints JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from benchmarks.contenders import (
     torch_settings,
 )
 from benchmarks.reference import random_tensors
+from benchmarks.timing import synchronize
 from benchmarks.workloads import custom
 
 _WARM_UP = "n1 c24x40 k3 h20 w28 s2"
@@ -69,16 +72,11 @@ def _first_ms(contender: Contender, layer: str, precision: str, device: torch.de
     tensors = random_tensors(workload, device).to(PRECISIONS[precision])
     forward = contender.forward(workload.problem)
     with torch_settings(precision, contender.benchmark, contender.deterministic), torch.no_grad():
-        _wait(device)
+        synchronize(device)
         start = time.perf_counter()
         forward(tensors.x, tensors.weight, tensors.bias)
-        _wait(device)
+        synchronize(device)
         return 1e3 * (time.perf_counter() - start)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,19 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     contenders = [*(c for c in TORCH if c.name in _TORCH), *gemmconv_contenders(("nchw",))]
     contenders = [c for c in contenders if c.name not in ("native", "auto")]
     found = []
-    for layer in (_WARM_UP, *arguments.layers):
-        for precision in arguments.precisions.split(","):
-            for contender in contenders:
-
-                def visit(c: Contender = contender, layer: str = layer, precision: str = precision) -> float:
-                    return _first_ms(c, layer, precision, device)
-
-                try:
-                    ms = lanes.run_in(0, visit) if contender.benchmark else visit()
-                except RuntimeError:  # refused or failed: the row itself says why
-                    continue
-                if layer != _WARM_UP:
-                    found.append((layer, precision, contender.name, round(ms, 3)))
+    every = itertools.product((_WARM_UP, *arguments.layers), arguments.precisions.split(","), contenders)
+    for layer, precision, contender in every:
+        visit = partial(_first_ms, contender, layer, precision, device)
+        try:
+            ms = lanes.run_in(0, visit) if contender.benchmark else visit()
+        except RuntimeError:  # refused or failed: the row itself says why
+            continue
+        if layer != _WARM_UP:
+            found.append((layer, precision, contender.name, round(ms, 3)))
     print(json.dumps(found))
     return 0
 

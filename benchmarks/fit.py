@@ -25,7 +25,8 @@ import torch
 
 from benchmarks import rows as measured_rows
 from benchmarks.precompile import asked
-from benchmarks.rows import AUTO, RESULTS, Row
+from benchmarks.results import RESULTS
+from benchmarks.rows import AUTO, Row
 from benchmarks.workloads import custom
 from gemmconv.device import KNOWN
 from gemmconv.kernels import measured
@@ -81,7 +82,7 @@ def load(results: Path) -> list[Row]:
 
 
 def config_of(row: Row) -> Config:
-    """What the kernels were asked for."""
+    """The configuration that a row was measured with."""
     return _config(row.layer, row.precision, row.layout)
 
 
@@ -97,7 +98,7 @@ def _sizes(layer: str) -> tuple[float, ...]:
 
 
 def samples(rows: Iterable[Row]) -> dict[str, list[Sample]]:
-    """What each correction is fitted to."""
+    """The samples of each correction, by its key."""
     found: dict[str, list[Sample]] = defaultdict(list)
     for row in rows:
         key, estimate = measured.key_of(row.kernel, config_of(row), row.direction), row.estimate
@@ -193,12 +194,12 @@ def regret_of(rows: Iterable[Row], chosen: Callable[[Sequence[Row]], Row]) -> di
 
 
 def as_then(rows: Sequence[Row]) -> Row:
-    """What ``auto`` took when the rows were measured; the least estimate where it had the same tile as its kernel."""
+    """The row that ``auto`` chose when rows were measured, or the one of the least estimate if none is marked."""
     return next((row for row in rows if row.role == AUTO), min(rows, key=lambda row: row.estimate))
 
 
 def as_now(rows: Sequence[Row]) -> Row:
-    """What is expected to be the fastest."""
+    """The row that is now expected to be the fastest."""
     return min(rows, key=expected)
 
 

@@ -1,4 +1,4 @@
-"""What several command lines do with values that are given with commas."""
+"""Values of command-line flags, given with commas between them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _EFFORT = Effort(target_ms=40.0, least=5, most=20, cap_ms=400.0)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do.
+    """The measured rates of the machine.
 
     Attributes:
         copy_tbps: terabytes a second of a device-to-device copy, bytes read and written.

@@ -1,4 +1,4 @@
-"""What the host takes for a call of a layer, torch's module and gemmconv's: the time until the call has returned.
+"""The host's time for a call of a layer, torch's module and gemmconv's: the time until the call has returned.
 
     python -m benchmarks.host --budget 60
 
@@ -18,7 +18,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import environment
 from benchmarks.contenders import DEFAULTS, LAYOUTS, Contender, torch_settings
 from benchmarks.flags import chosen, separated
 from benchmarks.measure import bar_of
@@ -37,8 +36,9 @@ from benchmarks.turns import (
     timed,
 )
 from benchmarks.workloads import Workload, parse_layer
+from gemmconv.compare.layers import pick_device
 
-# What a call takes on the host depends on the number of launches: of one kernel up to four, for a pass.
+# The host's time depends on the number of launches. These layers have one to four for a pass.
 _LAYERS = {
     "k3": "n1 c64x64 k3 h16 w16 p1 bias",
     "k4": "n1 c64x32 k4 h8 w8 s2 p1 bias",
@@ -94,7 +94,7 @@ class _Layers:
 def groups(
     names: Sequence[str], precisions: Sequence[str], layouts: Sequence[str], device: torch.device, quick: bool
 ) -> list[Group]:
-    """What to measure."""
+    """The rows to measure, in groups that share a layer."""
     found = []
     for name, precision, layout in itertools.product(names, precisions, layouts):
         layer = LAYERS[name]
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--layout", type=separated, metavar="L", help=f"of {', '.join(LAYOUTS)} (default: all)")
     arguments = parser.parse_args(argv)
     try:
-        device = environment.pick_device(arguments.device)
+        device = pick_device(arguments.device)
         on_cpu = device.type == "cpu"
         names = chosen("--layers", arguments.layers, LAYERS, tuple(LAYERS))
         every = [one for one in PRECISIONS if not (on_cpu and one == "tf32")]

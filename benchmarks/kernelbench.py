@@ -104,15 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no problem with a transposed convolution in {options.checkout}", file=sys.stderr)
         return 1
     rows, failed = dict[str, dict[str, Any]](), dict[str, str]()
-    with Progress(len(found)) as progress:
-        for name, path in found:
-            try:
-                row = rows[name] = row_of(path, device, options.compiled)
-                progress.say(f"{name}: {row['torch'] / row['converted']:.2f}x of {row['torch']:.3f} ms")
-            except (ValueError, RuntimeError, NotImplementedError) as error:
-                failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            gc.collect()
-            progress.step(name)
+    progress = Progress(len(found))
+    for name, path in found:
+        try:
+            row = rows[name] = row_of(path, device, options.compiled)
+            progress.say(f"{name}: {row['torch'] / row['converted']:.2f}x of {row['torch']:.3f} ms")
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        gc.collect()
+        progress.done += 1
     print_table(rows, failed)
     return int(bool(failed) or any(map(is_slower, rows.values())))
 

@@ -43,7 +43,7 @@ GPU = "H100"  # whose kernels the traced call chooses among
 LAYER, SHAPE = (64, 32, 4, 2, 1), (1, 64, 16, 16)  # channels, kernel size, stride, padding; of the input
 
 
-# What is in the tree.
+# The contents of the tree.
 
 
 def described(path: Path) -> str:

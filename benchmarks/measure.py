@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -45,7 +45,7 @@ _SAMPLE = 1 << 16
 # How much further tensors lie from each other, modulo pages, in each look: no two looks have the same places.
 _STEP_BYTES = 655 * 512
 
-# What cuDNN rounds away in float32 grows with the sum's length; twice what torch itself loses is right too.
+# cuDNN's rounding errors in float32 grow with the sum's length; twice the error of torch itself is right too.
 _IEEE_BAR = 1e-6
 
 # torch's own rows are wrong only beyond these: far off, or in fp32 with TF32's errors.
@@ -94,7 +94,7 @@ def looks_at(row: Row) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure of every workload.
+    """The rows to measure of every workload, and how.
 
     Attributes:
         device: where.
@@ -403,7 +403,7 @@ class _Bench:
         else:
             own = self._errors_of_torch(row)
             bars = {name: bar_of(name, row.precision, own) for name in errors}
-        closest = max(errors, key=lambda name: _badness(errors[name] / bars[name]))
+        closest = worst_of(errors, bars)
         wrong = not errors[closest] <= bars[closest]
         finite: dict[str, Any] = {name: error if math.isfinite(error) else None for name, error in errors.items()}
         what = "output" if closest == "output" else f"gradient of {closest}"
@@ -555,9 +555,7 @@ class _Bench:
 
 
 def _pass(
-    direction: str,
-    tensors: Tensors,
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    direction: str, tensors: Tensors, forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 ) -> Callable[[], Results]:
     """A forward pass without autograd, or with it a backward pass of a graph that is kept, or both together."""
     if direction == "forward":
@@ -610,11 +608,12 @@ def _untimed_look(row: Row, why: str) -> Row:
     return replace(row, looks=row.looks + 1, reason="; ".join(filter(None, (row.reason, why))))
 
 
+def worst_of(errors: Mapping[str, float], bars: Mapping[str, float]) -> str:
+    """The name of the error that is closest to its bar, or furthest over it; NaN is over any bar."""
+    return max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name] / bars[name])
+
+
 def first_line(error: Exception) -> str:
-    """What a row says about an error."""
+    """The type of an error and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
-
-
-def _badness(ratio: float) -> float:
-    return math.inf if math.isnan(ratio) else ratio

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 import gemmconv
-from benchmarks import environment
 from benchmarks.contenders import LAYOUTS
 from benchmarks.flags import chosen, separated
 from benchmarks.measure import first_line
 from benchmarks.timing import Run, captured, synchronize
 from benchmarks.turns import INFERENCE, TRAINING, Group, Pace, Turn, add_flags, judged, kernels_of, measure, timed
 from benchmarks.workloads import Workload
+from gemmconv.compare.layers import pick_device
 from gemmconv.compare.measure import relative_error
 from gemmconv.geometry import Problem
 
@@ -44,7 +44,7 @@ MODES = {
 _PACE, _QUICK = Pace(0.25), Pace(0.01, 3, 2.0)
 _WARM_UP = 3  # calls: torch.compile captures a graph in the second, and replays it from the third on
 
-# What a whole network may lose whatever torch's loses, and how many times what torch's loses: gradients that nearly
+# Errors that are always right for a whole network, and how many times torch's error is right too: gradients that nearly
 # cancel, such as those of what a batch normalisation takes away, are noise for both.
 _BARS = {"fp32": 1e-4, "tf32": 2e-3, "bf16": 2e-2}
 _TIMES_TORCH = 4.0
@@ -258,7 +258,7 @@ class _Networks:
         return timed(row, runs, self._device, self._pace, after=self._forget)
 
     def _prepared(self, row: Turn) -> list[tuple[Run, Callable[[], Results]]]:
-        """Of each network what :meth:`_run` gives; if torch's own fails, its error says what the converted one does."""
+        """The runs of all networks by :meth:`_run`; if torch's own fails, its error tells how the converted one did."""
         *torchs, ours = self._networks
         try:
             found = [self._run(network, row) for network in torchs]
@@ -272,7 +272,7 @@ class _Networks:
         return [*found, self._run(ours, row)]
 
     def _run(self, network: nn.Module, row: Turn) -> tuple[Run, Callable[[], Results]]:
-        """What to time of a network, warmed up, and what gives the results of one more call."""
+        """A warmed-up step of a network to time, and a function that returns the results of one more step."""
         compiled = torch.compile(network, **COMPILE[row.mode]) if row.mode in COMPILE else network
 
         def run() -> Tensor:
@@ -323,7 +323,7 @@ def _shape(name: str, device: torch.device, quick: bool) -> Shape:
 def groups(
     runs: Sequence[str], names: Sequence[str], modes: Sequence[str], device: torch.device, quick: bool
 ) -> list[Group]:
-    """What to measure: eager before all else, that a budget may end the rest."""
+    """The rows to measure in groups, eager ones first, so that a budget may end the rest."""
     found = []
     for run, name, mode in itertools.product(runs, names, modes):
         shape = _shape(name, device, quick)
@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--run", type=separated, metavar="R", help=f"of {', '.join(RUNS)} (default: all; on a CPU eager)")
     arguments = parser.parse_args(argv)
     try:
-        device = environment.pick_device(arguments.device)
+        device = pick_device(arguments.device)
         on_cpu = device.type == "cpu"
         names = chosen("--networks", arguments.networks, NETWORKS, tuple(NETWORKS))
         default = [mode for mode, (precision, _) in MODES.items() if (precision == "fp32") == on_cpu]

@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.ops import both_programs
 from gemmconv.selection import choose, choose_gradients, is_deterministic
+from gemmconv.tune import OPERANDS
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -53,7 +54,7 @@ def compile_ahead(
 
 
 def in_processes(work: Callable[[T], Result], jobs: Sequence[T]) -> Iterator[Result]:
-    """What ``work`` returns for each job, in order, on all cores."""
+    """Run ``work`` for each job on all cores, and yield the results in order."""
     if jobs:
         with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
             yield from pool.imap(work, jobs)
@@ -72,7 +73,7 @@ def only_compile(arch: str) -> None:
 
 
 def asked(problem: Problem, precision: str, layout: str, spec: DeviceSpec, bias: bool = False) -> Config:
-    """What ``auto`` is asked for on a GPU, where torch's convolutions round as a benchmark's precision says."""
+    """The configuration of a layer on a GPU, where torch's convolutions round as a benchmark's precision says."""
     rounding: Precision = "tf32" if precision == "tf32" else "ieee"
     where = torch.device("cuda", 0)
     return Config(
@@ -113,15 +114,7 @@ def load(call: Callable[..., object], config: Config, one: Pass) -> None:
     from gemmconv.kernels.bind import Call  # which needs the CUDA packages
 
     p = config.problem
-    input, weight, grad_output = (
-        torch.empty(shape, dtype=config.dtype, device="meta", memory_format=config.memory_format)
-        for shape in (p.input_shape, p.weight_shape, p.output_shape)
-    )
-    of: dict[Pass, tuple[torch.Tensor, ...]] = {
-        "forward": (input, weight),
-        "input_grad": (grad_output, weight),
-        "weight_grad": (grad_output, input),
-        "grads": (grad_output, input, weight),
-    }
+    shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
+    kind: Any = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
     if isinstance(call, Call):
-        call.load(*of[one])
+        call.load(*(torch.empty(shapes[name], **kind) for name in OPERANDS[one]))

@@ -40,7 +40,7 @@ class Tensors:
     grad_output: torch.Tensor
 
     def to(self, dtype: torch.dtype) -> Tensors:
-        """The same values, rounded to an element type."""
+        """Return the tensors, rounded to an element type."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return Tensors(self.x.to(dtype), self.weight.to(dtype), bias, self.grad_output.to(dtype))
 

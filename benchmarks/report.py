@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import summary, waiting
-from benchmarks.environment import is_sustained
+from benchmarks.environment import is_sustained, text_of
 from benchmarks.results import BY_TURNS, RESULTS, Row, load_all, newest_runs
 from benchmarks.turns import Turn, load_turns
 
@@ -86,10 +86,7 @@ def made_with(rows: Sequence[Row] | Sequence[Turn], runs: Sequence[dict[str, Any
     names = ((row.suite if isinstance(row, Row) else f"{row.suite} {row.mode}", row.run) for row in rows)
     for suite, index in dict.fromkeys(names):
         run = runs[index]
-        parts = [run["gpu"], f"gemmconv {run['gemmconv']} ({run['commit']})", f"torch {run['torch']}"]
-        if run["cuda"]:
-            parts += [f"CUDA {run['cuda']}", f"cuDNN {run['cudnn']}", f"driver {run['driver']}"]
-        found[", ".join([*parts, run["date"][:10]])][suite] = None
+        found[f"{text_of(run)}, {run['date'][:10]}"][suite] = None
     return [f"{environment} ({', '.join(suites)})" for environment, suites in found.items()]
 
 
@@ -153,7 +150,7 @@ def section(
 
 
 def _waiting_parts(rows: Sequence[Row], waited: Waited, link: str = "") -> list[str]:
-    """What a user waits for; where it was not measured, a sentence about that."""
+    """The part about networks and the host; where they were not measured, a sentence about that."""
     turns = waiting.current(*waited)
     made = ["; ".join(made_with(turns, waited[1])) + "."] if turns else [waiting.NOT_MEASURED]
     if left_out := [row for row in waited[0] if row not in turns]:

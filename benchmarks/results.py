@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -123,7 +124,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What a row of another file must share to be the same measurement."""
+        """The fields that identify a measurement; a row of another file with this key measures the same."""
         return (
             *(self.suite, self.workload, self.layer, self.precision),
             *(self.layout, self.direction, self.mode, self.algorithm),
@@ -131,7 +132,7 @@ class Row:
 
     @property
     def cell(self) -> Key:
-        """What rows share that are compared with each other."""
+        """The fields that rows share if their times may be compared with each other."""
         return (self.suite, self.workload, self.layer, self.precision, self.direction, self.mode)
 
     def untimed(self) -> Row:
@@ -287,21 +288,17 @@ class File(Generic[R]):
 
     def save(self, path: Path) -> None:
         """Write the JSON file, and the CSV file beside it, each by an atomic rename."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         columns = [column.name for column in fields(self.kind)]
         rows = [[_short(value) for value in asdict(row).values()] for row in self.finished()]
         head = {"format": FORMAT, "runs": self.runs, "columns": columns}
         body = ",\n".join(json.dumps(values, separators=(",", ":"), allow_nan=False) for values in rows)
         replace_file(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{body}\n]}}\n')
         made = ("gpu", "driver", "cuda", "cudnn", "torch", "python", "gemmconv", "source", "commit", "date")
-        partial = path.with_suffix(".csv.part")
-        with partial.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*columns[:-1], *made])
-            for values in rows:
-                environment = self.runs[values[-1]]
-                writer.writerow([*("" if v is None else v for v in values[:-1]), *(environment[n] for n in made)])
-        os.replace(partial, path.with_suffix(".csv"))
+        table = io.StringIO(newline="")
+        writer = csv.writer(table)
+        writer.writerow([*columns[:-1], *made])
+        writer.writerows([*values[:-1], *(self.runs[values[-1]][name] for name in made)] for values in rows)
+        replace_file(path.with_suffix(".csv"), table.getvalue())
 
 
 class Results(File[Row]):
@@ -332,7 +329,7 @@ class Results(File[Row]):
 def newest_runs(
     rows: Iterable[R], runs: Sequence[dict[str, Any]], kind: Callable[[R], Hashable]
 ) -> dict[Hashable, dict[str, Any]]:
-    """Of each kind of rows the newest run that made one."""
+    """The newest run that made a row, for each kind of rows."""
     newest: dict[Hashable, dict[str, Any]] = {}
     for row in rows:
         run = runs[row.run]
@@ -387,13 +384,31 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else above / below
 
 
+def table_text(head: Mapping[str, str], rows: Sequence[Mapping[str, Any]], digits: int = 6) -> str:
+    """Lines of ``# name: value``, then the rows as CSV, their floats with so many digits."""
+    text = io.StringIO()
+    text.writelines(f"# {name}: {value}\n" for name, value in head.items())
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(rows[0])
+    writer.writerows([f"{one:.{digits}g}" if isinstance(one, float) else one for one in row.values()] for row in rows)
+    return text.getvalue()
+
+
+def read_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The head and the rows of what :func:`table_text` made."""
+    lines = text.splitlines()
+    head = dict(line.removeprefix("# ").split(": ", 1) for line in lines if line.startswith("# "))
+    return head, list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
 def _short(value: Any) -> Any:
     """Six digits are more than a measurement has."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file by an atomic rename."""
+    """Write a file by an atomic rename, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(partial, path)

@@ -20,9 +20,7 @@ several GPUs each takes its share of the layers. ``benchmarks.fit`` reads the fi
 from __future__ import annotations
 
 import argparse
-import csv
 import gzip
-import io
 import itertools
 import math
 import multiprocessing
@@ -31,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -47,7 +45,7 @@ from benchmarks.precompile import asked, load, only_compile
 from benchmarks.progress import Progress
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
-from benchmarks.results import replace_file
+from benchmarks.results import RESULTS, read_table, replace_file, table_text
 from benchmarks.workloads import SUITES, Workload, custom, select
 from gemmconv import algorithms
 from gemmconv.algorithms import Algorithm
@@ -56,8 +54,8 @@ from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.errors import CompileError
 from gemmconv.kernels.base import PASSES, Choice, Config, Kernel, Pass
 from gemmconv.selection import choose
+from gemmconv.tune import OPERANDS
 
-RESULTS = Path(__file__).parent / "results"
 ROLES = AUTO, OWN, NEAR, DRAWN = ("auto", "own", "near", "drawn")
 ANCHORS = ("seed2", "dcgan2", "hifigan3")  # layers that every run measures
 _SUITES = "public,models,random-1,random-2:50"  # the last to judge by, all others to fit with
@@ -102,33 +100,26 @@ class Row:
 
     @property
     def case(self) -> tuple[str, str, str, str]:
-        """What rows that can replace each other share."""
+        """The fields that rows share if their kernels can replace each other."""
         return self.layer, self.precision, self.layout, self.direction
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a row of another run must share to be the same measurement."""
+        """The fields that identify a measurement in any run."""
         return (*self.case, self.kernel, self.tile)
 
 
 def read(path: Path) -> tuple[dict[str, str], list[Row]]:
     """The head (GPU, versions, commits) and the rows of a file."""
-    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    head = dict(line.removeprefix("# ").split(": ", 1) for line in lines if line.startswith("# "))
-    table: Iterable[dict[str, Any]] = csv.DictReader(line for line in lines if not line.startswith("#"))
-    return head, [Row(**{**row, "seconds": float(row["seconds"]), "estimate": float(row["estimate"])}) for row in table]
+    head, table = read_table(gzip.decompress(path.read_bytes()).decode())
+    numbers = ({name: float(row[name]) for name in ("seconds", "estimate")} for row in table)
+    return head, [Row(**{**row, **both}) for row, both in zip(table, numbers, strict=True)]  # type: ignore[arg-type]
 
 
 def write(path: Path, head: Mapping[str, str], rows: Iterable[Row]) -> None:
     """Write a file by an atomic rename."""
-    file = io.StringIO()
-    file.writelines(f"# {name}: {value}\n" for name, value in head.items())
-    writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({**asdict(row), "seconds": f"{row.seconds:.5g}", "estimate": f"{row.estimate:.5g}"})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, gzip.compress(file.getvalue().encode(), mtime=0))
+    text = table_text(head, [asdict(row) for row in rows], digits=5)
+    replace_file(path, gzip.compress(text.encode(), mtime=0))
 
 
 def merged(paths: Sequence[Path]) -> tuple[dict[str, str], list[Row]]:
@@ -148,7 +139,7 @@ def merged(paths: Sequence[Path]) -> tuple[dict[str, str], list[Row]]:
     return joined, list(found.values())
 
 
-# What to measure.
+# Cases and candidates.
 
 Case = tuple[Workload, str, str, Pass]
 Candidate = tuple[str, Any, str, float]  # kernel by name, tile, role, estimate
@@ -174,7 +165,7 @@ def workloads_of(suite: str) -> Sequence[Workload]:
 
 
 def config_of(case: Case, spec: DeviceSpec) -> Config:
-    """What the kernels are asked for in a case."""
+    """The configuration of a case."""
     workload, precision, layout, direction = case
     config = asked(workload.problem, precision, layout, spec, workload.bias)
     return replace(config, weight_format=config.memory_format) if direction == "grads" else config
@@ -183,7 +174,7 @@ def config_of(case: Case, spec: DeviceSpec) -> Config:
 def candidates_of(
     config: Config, direction: Pass, near: int, drawn: int, kernels: Iterable[str] = KERNELS
 ) -> list[Candidate]:
-    """What takes part in a case: own tiles of all kernels first."""
+    """The kernels and tiles to measure in a case, own tiles of all kernels first."""
     chosen = None
     if direction != "grads":
         chosen = choose(config, "auto", "benchmarks", direction).choice(config, direction)
@@ -269,12 +260,8 @@ class Bench:
         """A call that gives the right result, or None and what is wrong."""
         workload, precision, layout, direction = case
         tensors, expected = self._data(workload, config.dtype, layout)
-        arguments = {
-            "forward": (tensors.x, tensors.weight, tensors.bias),
-            "input_grad": (tensors.grad_output, tensors.weight),
-            "weight_grad": (tensors.grad_output, tensors.x),
-            "grads": (tensors.grad_output, tensors.x, tensors.weight),
-        }[direction]
+        named = {"input": tensors.x, "weight": tensors.weight, "grad_output": tensors.grad_output}
+        arguments = [*(named[name] for name in OPERANDS[direction]), *[tensors.bias] * (direction == "forward")]
         try:
             call = partial(kernel.prepare(config, direction, tile), *arguments)
             for name in _GRADIENTS[direction]:  # the result is likely to take this memory: what is not written shows
@@ -323,18 +310,15 @@ def measure(cases: Sequence[Case], kernels: tuple[str, ...], near: int, drawn: i
     spec, arch, began, drifts = spec_of(device), architecture(0), time.monotonic(), list[float]()
     levels = [(0, 0), (near, drawn)] if near or drawn else [(0, 0)]
     jobs = [(case, spec, arch, kernels, *level) for level in levels for case in cases]
-    with (
-        multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool,
-        Progress(len(jobs)) as progress,
-    ):
-        saved = time.monotonic()
+    progress, saved = Progress(len(jobs)), time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
         for (case, *_), candidates in zip(jobs, pool.imap(_compiled, jobs), strict=True):
             with torch_settings(case[1]):
                 found = list(bench.rows(case, candidates, known))
             rows += found
             known.update(row.key for row in found)
             drifts += [row.seconds / before[row.key] for row in found if before.get(row.key, math.nan) > 0]
-            progress.step(f"{case[0].name} {' '.join(case[1:])}")
+            progress.done += 1
             if time.monotonic() - began > seconds:
                 break
             if time.monotonic() - saved > 60:

@@ -19,7 +19,7 @@ from benchmarks.workloads import Workload
 
 _PATIENCE_SECONDS = 1.0  # until processes are looked after that say nothing
 
-# What a workload of public and models takes on an H200, roughly, so that two halves of these suites take equally long.
+# Rough times of a workload of public and models on an H200; halves of these suites then take equally long.
 _SECONDS_EACH, _SECONDS_A_FLOP = 8.0, 0.26e-9
 
 

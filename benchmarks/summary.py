@@ -1,4 +1,4 @@
-"""What the rows say together: geometric means, worst cases, and the rows that lose."""
+"""Summaries of rows: geometric means, worst cases, and the rows that lose."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def compared(rows: Iterable[Row], kind: tuple[str, str] = DEFAULT) -> list[Row]:
 
 
 def losing(rows: Iterable[Row], kind: tuple[str, str] = DEFAULT) -> list[Row]:
-    """Those of them that are slower than torch's best setting, the worst first."""
+    """The compared rows that are slower than torch's best setting, the worst first."""
     slower = (row for row in compared(rows, kind) if (row.speedup_best or 0.0) < 1)
     return sorted(slower, key=lambda row: row.speedup_best or 0.0)
 
@@ -175,7 +175,7 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """The same in Markdown."""
+    """A table in Markdown; the first ``left`` columns are aligned left, the others right."""
     rule = ["---" if index < left else "--:" for index in range(len(headings))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
 

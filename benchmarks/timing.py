@@ -102,7 +102,7 @@ def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float 
 
 
 def _nothing(index: int) -> None:
-    """What there is to do before a run."""
+    """Do nothing before a run."""
 
 
 def time_calls(run: Run, device: torch.device, effort: Effort) -> Times:

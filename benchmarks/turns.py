@@ -20,7 +20,7 @@ import torch
 import gemmconv
 from benchmarks import environment, summary
 from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
-from benchmarks.measure import first_line
+from benchmarks.measure import first_line, worst_of
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.results import BY_TURNS, RESULTS, File, Key, Row, joined
@@ -87,7 +87,7 @@ class Turn:
 
     @property
     def key(self) -> Key:
-        """What a row of another file must share to be the same measurement."""
+        """The fields that identify a measurement in any file."""
         return (self.suite, self.workload, self.shape, self.precision, self.layout, self.mode, self.step)
 
     @property
@@ -233,10 +233,10 @@ def timed(
 
 def judged(row: Turn, errors: Mapping[str, float], bars: Mapping[str, float]) -> Turn:
     """The row with the error that is closest to its bar, or furthest over it; ``wrong`` where one is over or a NaN."""
-    if wrong := [name for name, error in errors.items() if not error <= bars[name]]:
-        reason = f"{wrong[0]}: error {errors[wrong[0]]:.1e} is over {bars[wrong[0]]:.1e}"
+    worst = worst_of(errors, bars)
+    if not errors[worst] <= bars[worst]:
+        reason = f"{worst}: error {errors[worst]:.1e} is over {bars[worst]:.1e}"
         return replace(row, status="wrong", reason=reason)
-    worst = max(errors, key=lambda name: errors[name] / bars[name])
     return replace(row, error=errors[worst], bar=bars[worst])
 
 
@@ -303,25 +303,25 @@ def measure(
         compile_ahead(layers, precisions, ("both",), layouts, device, only_auto=True)
     lost = ""
     run = turns.begin(about, {}) if left else 0
-    with Progress(len(left)) as progress:
-        for group in groups:
-            missing = [row for row in group.rows if row.key not in done]
-            if not missing or lost or time.monotonic() > deadline:
-                continue
-            visit = _attempt(group.open)
-            for row in missing:
-                if lost or time.monotonic() > deadline:
-                    break
-                found = visit if isinstance(visit, Exception) else _attempt(partial(visit, row))
-                if isinstance(found, Exception):
-                    found = replace(row, status="failed", reason=first_line(found))
-                    lost = _lost(device)
-                turns.add(replace(found, run=run))
-                turns.save(path)
-                done.add(row.key)
-                progress.step(title(row))
-                progress.say(said(found))
-            del visit
+    progress = Progress(len(left))
+    for group in groups:
+        missing = [row for row in group.rows if row.key not in done]
+        if not missing or lost or time.monotonic() > deadline:
+            continue
+        visit = _attempt(group.open)
+        for row in missing:
+            if lost or time.monotonic() > deadline:
+                break
+            found = visit if isinstance(visit, Exception) else _attempt(partial(visit, row))
+            if isinstance(found, Exception):
+                found = replace(row, status="failed", reason=first_line(found))
+                lost = _lost(device)
+            turns.add(replace(found, run=run))
+            turns.save(path)
+            done.add(row.key)
+            progress.done += 1
+            progress.say(said(found))
+        del visit
     rows = [turns.rows[row.key] for row in wanted if row.key in done]
     print(f"\nfiles: {path}, and .csv beside it")
     if lost:
@@ -332,7 +332,7 @@ def measure(
 
 
 def _attempt(work: Callable[[], Any]) -> Any:
-    """What the work gives, or its exception: a row says so, and the others are still measured."""
+    """Return the result of a function, or its exception, so that other rows are still measured."""
     try:
         return work()
     except Exception as error:
@@ -350,7 +350,7 @@ def _lost(device: torch.device) -> str:
 
 
 def title(row: Turn) -> str:
-    """What a row is of, in one phrase."""
+    """The network or layer, settings and step of a row in one phrase."""
     return f"{row.workload}, {row.precision} {row.layout}, {row.mode} {row.step}"
 
 

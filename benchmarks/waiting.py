@@ -1,4 +1,4 @@
-"""What a user waits for, in Markdown: whole networks, the host's part of a call, and calls of small layers."""
+"""Tables in Markdown of what a user waits for: whole networks, the host's part of a call, and calls of small layers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ NOT_MEASURED = (
 
 
 def current(rows: Sequence[Turn], runs: Sequence[dict[str, Any]]) -> list[Turn]:
-    """Of each suite and mode the rows of the newest sources that it was measured with."""
+    """The rows that were measured with the newest sources of their suite and mode."""
     newest = newest_runs(rows, runs, lambda row: (row.suite, row.mode))
     return [row for row in rows if runs[row.run]["source"] == newest[row.suite, row.mode]["source"]]
 
 
 def parts(turns: Sequence[Turn], rows: Sequence[Row], link: str = "") -> list[str]:
-    """What a user waits for, as paragraphs and tables.
+    """Paragraphs and tables about networks, the host and calls of small layers.
 
     Args:
         turns: of the suites by turns.

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gemmconv import validation
-from gemmconv.compare.layers import DEMO_LAYERS, Layer, shrink
+from gemmconv.compare.layers import DEMO_LAYERS, Layer, checked_problem, shrink
 from gemmconv.geometry import Problem
 
 _PART = re.compile(r"(op|[nckhwspdg])(\d+)(?:x(\d+))?")
@@ -31,7 +30,6 @@ class Workload:
         suite: the suite it belongs to.
         problem: the geometry to measure.
         bias: whether the layer adds a bias.
-        axis, value: of a sweep: what is varied, and its value here.
         quick: whether ``--quick`` takes it.
         note: what was made smaller, where ``problem`` is not the geometry that was asked for.
     """
@@ -40,8 +38,6 @@ class Workload:
     suite: str
     problem: Problem
     bias: bool = False
-    axis: str = ""
-    value: int = 0
     quick: bool = False
     note: str = ""
 
@@ -82,19 +78,9 @@ def parse_layer(text: str) -> tuple[Problem, bool]:
     groups, channels = values["g"][0], values["c"]
     if groups < 1 or channels[0] % groups or channels[1] % groups:
         raise ValueError(f"layer: both channels must be divisible by g, got {channels} and {groups}")
-    try:
-        problem = validation.problem(
-            "layer",
-            (values["n"][0], channels[0], values["h"][0], values["w"][0]),
-            (channels[0], channels[1] // groups, *values["k"]),
-            values["s"],
-            values["p"],
-            values["op"],
-            groups,
-            values["d"],
-        )
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+    size = values["h"][0], values["w"][0]
+    window = [values[key] for key in ("k", "s", "p", "op", "d")]
+    problem = checked_problem(values["n"][0], channels, groups, size, *window)
     if not (problem.batch and problem.in_pixels):
         raise ValueError(f"layer: n, h and w must be at least 1, got {text!r}")
     return problem, bias
@@ -214,26 +200,20 @@ _QUICK = ("seed2", "seed3", "kb71", "kb75", "dcgan2", "dcgan5", "pose3", "sam2",
 
 
 def _build() -> dict[str, tuple[Workload, ...]]:
-    def make(suite: str, name: str, text: str, axis: str = "", value: int = 0) -> Workload:
-        problem, bias = parse_layer(text)
-        return Workload(name, suite, problem, bias, axis, value, quick=name in _QUICK)
+    def make(suite: str, layers: dict[str, str]) -> tuple[Workload, ...]:
+        return tuple(Workload(name, suite, *parse_layer(text), quick=name in _QUICK) for name, text in layers.items())
 
     seeds = tuple(
         Workload(f"seed{i}", "seeds", layer.problem, layer.bias, quick=f"seed{i}" in _QUICK)
         for i, layer in enumerate(DEMO_LAYERS)
     )
-    sweep = tuple(
-        make("sweep", f"{axis}_{value}", text.format(value, value, p=value // 2), axis, value)
+    sweeps = {
+        f"{axis}_{value}": text.format(value, value, p=value // 2)
         for axis, (text, values) in _SWEEPS.items()
         for value in values
-    )
-    return {
-        "seeds": seeds,
-        "public": tuple(make("public", *item) for item in _PUBLIC.items()),
-        "models": tuple(make("models", *item) for item in _MODELS.items()),
-        "sweep": sweep,
-        "latency": tuple(make("latency", *item) for item in _LATENCY.items()),
     }
+    suites = {"public": _PUBLIC, "models": _MODELS, "sweep": sweeps, "latency": _LATENCY}
+    return {"seeds": seeds} | {name: make(name, layers) for name, layers in suites.items()}
 
 
 SUITES = _build()

@@ -16,7 +16,7 @@ import torch
 
 from gemmconv import __version__, info
 from gemmconv.compare import require_demo_extra
-from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, shrink
+from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, pick_device, shrink
 from gemmconv.device import KNOWN, Capability, named, spec_of
 from gemmconv.kernels.base import Config, Precision, why_no_kernels
 from gemmconv.selection import compilations_of, is_deterministic, torch_precision
@@ -111,7 +111,7 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
     """The layer's configuration on the GPU, and the compute capability to compile for."""
     text, dtype, layer = arguments.device or "cuda", _DTYPES[arguments.dtype], layer_from_arguments(arguments)
     if text.startswith("cuda") and torch.cuda.is_available():
-        where = _device(text)
+        where = pick_device(text)
         spec, capability = spec_of(where), torch.cuda.get_device_capability(where)
     else:
         where = torch.device("cuda", 0)
@@ -129,7 +129,7 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
         where,
         arguments.precision or current,
         torch_precision=current,
-        memory_format=torch.channels_last if arguments.channels_last else torch.contiguous_format,
+        memory_format=_memory_format(arguments),
         bias=layer.bias,
         spec=spec,
         deterministic=is_deterministic("auto", where, spec),
@@ -167,23 +167,17 @@ def _warmup(config: Config, capability: Capability, backward: bool) -> int:
 
 def _tune(arguments: argparse.Namespace) -> int:
     """Measure one layer, and print the microseconds of every algorithm."""
-    from gemmconv.module import ConvTranspose2d
+    from gemmconv.compare.measure import module_of
     from gemmconv.tune import tune
 
-    device, dtype, layer = _device(arguments.device), _DTYPES[arguments.dtype], layer_from_arguments(arguments)
+    device, dtype, layer = pick_device(arguments.device), _DTYPES[arguments.dtype], layer_from_arguments(arguments)
     _check_precision(arguments.precision, dtype, device)
-    p = layer.problem
-    module = ConvTranspose2d(
-        *(p.in_channels, p.out_channels, p.kernel_size, p.stride, p.padding, p.output_padding, p.groups, layer.bias),
-        dilation=p.dilation,
-        device=device,
-        dtype=dtype,
-        precision=arguments.precision,
-    )
-    x = torch.randn(p.input_shape, device=device, dtype=dtype, requires_grad=arguments.backward)
-    if arguments.channels_last:
-        module.weight = torch.nn.Parameter(module.weight.contiguous(memory_format=torch.channels_last))
-        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_(arguments.backward)
+    shapes = layer.problem.input_shape, layer.problem.weight_shape
+    memory_format = _memory_format(arguments)
+    x, weight = (torch.randn(one, device=device, dtype=dtype).contiguous(memory_format=memory_format) for one in shapes)
+    bias = x.new_zeros(layer.problem.out_channels) if layer.bias else None
+    module = module_of(layer.problem, weight, bias, "auto", arguments.precision)
+    x.requires_grad_(arguments.backward)
     for entry in tune(module, x, backward=arguments.backward, path=arguments.path):
         times = ", ".join(f"{name} {us:,.1f} us" for name, us in sorted(entry.microseconds.items(), key=lambda x: x[1]))
         taken = " and ".join(dict.fromkeys(entry.algorithms))
@@ -191,25 +185,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _device(text: str | None) -> torch.device:
-    """The device to run on; a CUDA device gets its index."""
-    if text is None:
-        text = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        raise ValueError(f"argument --device: torch finds no CUDA device here, got {text!r}; use --device cpu")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= count:
-        raise ValueError(f"argument --device: must be below cuda:{count}, got {text!r}")
-    return torch.device("cuda", index)
+def _memory_format(arguments: argparse.Namespace) -> torch.memory_format:
+    return torch.channels_last if arguments.channels_last else torch.contiguous_format
 
 
 def _check_precision(precision: str | None, dtype: torch.dtype, device: torch.device) -> None:
@@ -219,7 +196,7 @@ def _check_precision(precision: str | None, dtype: torch.dtype, device: torch.de
 
 def _comparison(arguments: argparse.Namespace) -> tuple[Any, ...]:
     """The arguments of :func:`_compare`, checked."""
-    device, dtype = _device(arguments.device), _DTYPES[arguments.dtype]
+    device, dtype = pick_device(arguments.device), _DTYPES[arguments.dtype]
     _check_precision(arguments.precision, dtype, device)
     layers: tuple[Layer, ...] = DEMO_LAYERS if arguments.command == "demo" else (layer_from_arguments(arguments),)
     _check_folder("--out", arguments.out)

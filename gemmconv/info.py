@@ -107,7 +107,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _answer(ask: Callable[[], Any]) -> Any:
-    """What ``ask`` returns, or the first line of its error: libraries raise exceptions of their own."""
+    """Return the result of ``ask``, or the first line of its error: libraries raise exceptions of their own."""
     try:
         return ask()
     except Exception as error:

@@ -223,7 +223,8 @@ def _tensors_of(config: Config) -> dict[str, Tensor]:
     return {name: torch.empty_strided(*one, **kind).normal_() for name, one in formats.items()}
 
 
-_OPERANDS: dict[Pass, tuple[str, ...]] = {
+# The tensors that each pass takes, in order.
+OPERANDS: dict[Pass, tuple[str, ...]] = {
     "forward": ("input", "weight"),
     "input_grad": ("grad_output", "weight"),
     "weight_grad": ("grad_output", "input"),
@@ -234,7 +235,7 @@ _OPERANDS: dict[Pass, tuple[str, ...]] = {
 def _measure_pass(config: Config, direction: Direction, candidates: Sequence[Candidate]) -> Entry | None:
     """Time the candidates of a pass, and return its entry; None where none of them runs."""
     tensors = _tensors_of(config)
-    operands = [tensors[name] for name in _OPERANDS[direction]]
+    operands = [tensors[name] for name in OPERANDS[direction]]
     bias: list[Any] = [] if direction != "forward" else [None]
     if direction == "forward" and config.bias:
         bias = [torch.zeros(config.problem.out_channels, dtype=config.dtype, device=config.device)]
@@ -271,7 +272,7 @@ def _measure_gradients(config: Config) -> Entry:
         if one.why_not(config, "weight_grad") is None and one.grads_estimate(config, config) < math.inf
     ]
     tensors = _tensors_of(config)
-    operands = [tensors[name] for name in _OPERANDS["grads"]]
+    operands = [tensors[name] for name in OPERANDS["grads"]]
     runs: list[tuple[selection.Gradients, Run]] = []
     for way in dict.fromkeys(ways):
         with suppress(RuntimeError, NotImplementedError):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
+import torch
+
 from gemmconv import validation
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Pair, Problem
 
 # Below both limits, two cores of a CPU check and time all algorithms on a layer of the demo in 3 to 8 seconds.
 CPU_FLOPS = 600_000_000
@@ -112,6 +114,31 @@ def shrink(layer: Layer, flops: int = CPU_FLOPS, traffic: int = CPU_BYTES) -> La
     return layer if problem == layer.problem else replace(layer, problem=problem, full=layer.problem)
 
 
+def pick_device(text: str | None) -> torch.device:
+    """The device of a flag ``--device``; None means the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text is None:
+        text = "cuda" if count else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"argument --device: must be cpu, cuda or cuda:INDEX, got {text!r}")
+    if not count:
+        raise ValueError(f"argument --device: torch finds no CUDA device here, got {text!r}; use --device cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(f"argument --device: must be below cuda:{count}, got {text!r}")
+    return torch.device("cuda", index)
+
+
 def positive(text: str) -> int:
     """Argument type: an integer of at least 1."""
     return _integer(text, least=1)
@@ -160,8 +187,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) 
     With ``by_size`` one flag says how many images there are, and of what size.
     """
     group = parser.add_argument_group(
-        "layer",
-        "arguments of torch.nn.ConvTranspose2d, and the input's size; a pair is 3 or 3x5 (height, width)",
+        "layer", "arguments of torch.nn.ConvTranspose2d, and the input's size; a pair is 3 or 3x5 (height, width)"
     )
     if not by_size:
         group.add_argument("--batch", type=positive, default=1, metavar="N", help="images in the input (default: 1)")
@@ -183,6 +209,25 @@ def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) 
     group.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True, help="default: --bias")
 
 
+def checked_problem(batch: int, channels: Pair, groups: int, size: Pair, kernel: Pair, *window: Pair) -> Problem:
+    """The geometry of a layer.
+
+    Args:
+        batch, groups, size, kernel: of the layer; ``size`` is that of the input.
+        channels: of the input and of the output, multiples of ``groups``.
+        window: stride, padding, output padding, dilation.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+    shapes = (batch, channels[0], *size), (channels[0], channels[1] // groups, *kernel)
+    stride, padding, output_padding, dilation = window
+    try:
+        return validation.problem("layer", *shapes, stride, padding, output_padding, groups, dilation)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
 def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
     """The layer that the flags of :func:`add_layer_arguments` describe.
 
@@ -194,17 +239,7 @@ def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
     for flag, value in (("--in-channels", arguments.in_channels), ("--out-channels", channels)):
         if value % groups:
             raise ValueError(f"{flag} must be divisible by --groups, got {value} and {groups}")
-    try:
-        problem = validation.problem(
-            "layer",
-            (batch, arguments.in_channels, *size),
-            (arguments.in_channels, channels // groups, *arguments.kernel),
-            arguments.stride,
-            arguments.padding,
-            arguments.output_padding,
-            groups,
-            arguments.dilation,
-        )
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+    a = arguments
+    window = a.kernel, a.stride, a.padding, a.output_padding, a.dilation
+    problem = checked_problem(batch, (a.in_channels, channels), groups, (size[0], size[1]), *window)
     return Layer(f"{pair_text(problem.kernel_size)} kernel", problem, bias=arguments.bias)

@@ -15,6 +15,7 @@ from gemmconv.compare.layers import Layer
 from gemmconv.compare.photo import windows
 from gemmconv.compare.timing import medians_ms
 from gemmconv.device import spec_of
+from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Precision
 from gemmconv.module import ConvTranspose2d
 from gemmconv.selection import choose, choose_gradients, is_deterministic, torch_precision
@@ -131,11 +132,7 @@ def steps_per_layer() -> int:
 
 
 def measure_layer(
-    layer: Layer,
-    device: torch.device,
-    dtype: torch.dtype,
-    precision: Precision | None,
-    step: Step = lambda name: None,
+    layer: Layer, device: torch.device, dtype: torch.dtype, precision: Precision | None, step: Step = lambda name: None
 ) -> list[Row]:
     """Measure torch, ``auto`` and every algorithm on one layer.
 
@@ -166,7 +163,7 @@ def measure_layer(
 
         step(BASELINE)
         torch.backends.cudnn.benchmark = True
-        modules = {0: _module(layer, data, None, None)}
+        modules = {0: module_of(layer.problem, data.weight, data.bias)}
         bar = error_bar(dtype, current)
         rows = [_check(Row(layer, BASELINE, current, bar=bar, gradient_bar=10 * bar), modules[0], data)]
         torch.backends.cudnn.benchmark = False
@@ -188,7 +185,8 @@ def measure_layer(
                 gradient_bar=gradient_bar,
             )
             if row.skipped is None:
-                module = modules[len(rows)] = _module(layer, data, name, precision)
+                module = module_of(layer.problem, data.weight, data.bias, name, precision)
+                modules[len(rows)] = module
                 row = _check(replace(row, workspace_bytes=_workspace_bytes(passes, config)), module, data)
             rows.append(row)
         return _with_times(rows, modules, data, device, step)
@@ -223,27 +221,16 @@ def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:
     count = max(1, min(problem.batch, int(_REFERENCE_FLOPS[device.type] // flops_each)))
     last = problem.batch - 1
     images = sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
-    if len(images) == problem.batch:
-        masked = grad_output
-    else:
-        masked = torch.zeros_like(grad_output)
-        masked[images] = grad_output[images]
+    masked = torch.zeros_like(grad_output)
+    masked[images] = grad_output[images]
 
     weight64 = weight.to(torch.float64, copy=True).requires_grad_()
     bias64 = None if bias is None else bias.to(torch.float64, copy=True).requires_grad_()
     outputs, grad_inputs = [], []
     for image in images:  # one at a time, to bound the memory that float64 takes
         x64 = x[image : image + 1].to(torch.float64, copy=True).requires_grad_()
-        output = torch.nn.functional.conv_transpose2d(
-            x64,
-            weight64,
-            bias64,
-            problem.stride,
-            problem.padding,
-            problem.output_padding,
-            problem.groups,
-            problem.dilation,
-        )
+        window = problem.stride, problem.padding, problem.output_padding, problem.groups, problem.dilation
+        output = torch.nn.functional.conv_transpose2d(x64, weight64, bias64, *window)
         output.backward(masked[image : image + 1].double())
         outputs.append(output.detach())
         assert x64.grad is not None
@@ -263,28 +250,25 @@ def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:
     )
 
 
-def _module(layer: Layer, data: _Data, algorithm: str | None, precision: Precision | None) -> torch.nn.ConvTranspose2d:
-    """gemmconv's layer, or with ``algorithm=None`` torch's, holding the data's parameters."""
-    problem = layer.problem
-    arguments = (
-        problem.in_channels,
-        problem.out_channels,
-        problem.kernel_size,
-        problem.stride,
-        problem.padding,
-        problem.output_padding,
-        problem.groups,
-        layer.bias,
-        problem.dilation,
-    )
+def module_of(
+    problem: Problem,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    algorithm: str | None = None,
+    precision: Precision | None = None,
+) -> torch.nn.ConvTranspose2d:
+    """gemmconv's layer, or with ``algorithm=None`` torch's, with these parameters."""
+    p = problem
+    channels, window = (p.in_channels, p.out_channels), (p.kernel_size, p.stride, p.padding, p.output_padding)
+    arguments = (*channels, *window, p.groups, bias is not None, p.dilation)
     module: torch.nn.ConvTranspose2d
     if algorithm is None:
         module = torch.nn.ConvTranspose2d(*arguments, device="meta")
     else:
         module = ConvTranspose2d(*arguments, device="meta", algorithm=algorithm, precision=precision)
-    module.weight = torch.nn.Parameter(data.weight)
-    if data.bias is not None:
-        module.bias = torch.nn.Parameter(data.bias)
+    module.weight = torch.nn.Parameter(weight)
+    if bias is not None:
+        module.bias = torch.nn.Parameter(bias)
     return module
 
 
@@ -319,11 +303,7 @@ def _check(row: Row, module: torch.nn.ConvTranspose2d, data: _Data) -> Row:
 
 
 def _with_times(
-    rows: Sequence[Row],
-    modules: Mapping[int, torch.nn.ConvTranspose2d],
-    data: _Data,
-    device: torch.device,
-    step: Step,
+    rows: Sequence[Row], modules: Mapping[int, torch.nn.ConvTranspose2d], data: _Data, device: torch.device, step: Step
 ) -> list[Row]:
     """Fill in times and ratios of the rows whose result is right; torch's is row 0."""
     right = [index for index, row in enumerate(rows) if row.skipped is None and not row.wrong]
