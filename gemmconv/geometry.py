@@ -159,10 +159,13 @@ class Problem:
         return self.image_bytes(itemsize) + itemsize * (weight + (self.out_channels if bias else 0))
 
 
-@lru_cache(maxsize=1024)
-def _phases(kernel_size: int, stride: int, dilation: int) -> tuple[Phase, ...]:
+def phases_of(kernel_size: int, stride: int, dilation: int) -> tuple[Phase, ...]:
+    """The phases of an axis, without the cache of :meth:`Problem.phases`, which torch.compile does not trace."""
     reached = [(tap, *divmod(tap * dilation, stride)) for tap in range(kernel_size)]
     return tuple(
         Phase(residue, tuple((tap, shift) for tap, shift, rest in reached if rest == residue))
         for residue in range(stride)
     )
+
+
+_phases = lru_cache(maxsize=1024)(phases_of)

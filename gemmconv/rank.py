@@ -16,7 +16,6 @@ Everything is made of operators with gradients, so gradients, transforms and gra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from gemmconv import arrays, validation
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.dispatch import are_for_torch, is_for_torch
 from gemmconv.functional import conv_transpose2d
-from gemmconv.geometry import Problem
+from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Precision
 from gemmconv.ops.schemas import is_channels_last
 from gemmconv.selection import NAMES, torch_precision
@@ -72,15 +71,11 @@ def conv_transpose1d(
     if arrays.are_foreign(input, weight, bias):
         return _on_arrays(conv_transpose1d, (input, weight, bias), geometry, options)
     try:
-        planar = of_height_1(*geometry)
-    except TypeError:  # lists, which have no hash
-        planar = of_height_1(*_checked(1, input, weight, bias, geometry, options))
-    try:
         output = conv_transpose2d(
             input.unsqueeze(-2),
             weight.unsqueeze(-2),
             bias,
-            *planar,
+            *of_height_1(*geometry),
             algorithm=algorithm,
             precision=precision,
             workspace_limit=workspace_limit,
@@ -145,13 +140,20 @@ def conv_transpose3d(
     problem = validation.problem("conv_transpose3d", input.shape, weight.shape, *checked)
     last = is_channels_last(input) or is_channels_last(weight)
     is_ieee = dtype == torch.float32 and (precision or torch_precision(dtype, input.device)) == "ieee"
-    where = problem, last, input.device, spec_of(input.device), is_ieee
+    where = problem, last, input.device, _spec_of(input.device), is_ieee
     if _is_for_torch(input, weight, bias, algorithm) or (algorithm == "auto" and not is_faster_as_images(*where)):
         return torch.conv_transpose3d(input, weight, bias, *checked)
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     return _as_images(input, weight, bias, problem, last, by_name)
+
+
+def _spec_of(device: torch.device) -> DeviceSpec:
+    return spec_of(device)
+
+
+_spec_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look into its cache
 
 
 def image_problems(problem: Problem) -> list[Problem]:
@@ -190,7 +192,7 @@ def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int
     padding, found = problem.padding[0], []
     if _is_apart(problem, 0):
         return [(0, 0, depth, ((0, 0),), stride)]
-    for phase in problem.phases(0):
+    for phase in phases_of(problem.kernel_size[0], stride, problem.dilation[0]):
         begin = -(-(padding - phase.residue) // stride)  # the first and the last q of the phase's outputs
         count = (problem.output_size[0] - 1 + padding - phase.residue) // stride - begin + 1
         if count > 0:
@@ -210,7 +212,6 @@ def _on_arrays(function: Any, tensors: tuple[Any, ...], geometry: tuple[Any, ...
     return arrays.call(function, dict(zip(("input", "weight", "bias"), tensors, strict=True)), *geometry, **by_name)
 
 
-@lru_cache(maxsize=1024, typed=True)
 def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:
     """Stride, padding, output_padding, groups and dilation of a signal, for an image of height 1."""
     named = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
