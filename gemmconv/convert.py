@@ -7,6 +7,7 @@ list, optimizer and wrapper that holds it. Layers are left alone where the resul
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -104,7 +105,10 @@ def convert(
     lines = _lines(model)
     count = sum(line.is_converted for line in lines)
     text = f"convert: {count} of {len(lines)} transposed convolutions are computed by gemmconv"
-    log.log(30 if count == 0 else 20, text + ("; gemmconv.report(model) says why" if count < len(lines) else ""))
+    log.log(
+        logging.INFO if count else logging.WARNING,
+        text + ("; gemmconv.report(model) says why" if count < len(lines) else ""),
+    )
     return model
 
 

@@ -122,30 +122,20 @@ def conv_transpose3d(
     geometry, options = (stride, padding, output_padding, groups, dilation), (algorithm, precision, workspace_limit)
     if arrays.are_foreign(input, weight, bias):
         return _on_arrays(conv_transpose3d, (input, weight, bias), geometry, options)
-    checked = _checked(3, input, weight, bias, geometry, options)
+    problem = _checked(3, input, weight, bias, geometry, options)
+    by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if input.dim() == 4:
-        batched = conv_transpose3d(
-            input.unsqueeze(0),
-            weight,
-            bias,
-            *checked,
-            algorithm=algorithm,
-            precision=precision,
-            workspace_limit=workspace_limit,
-        )
-        return batched.squeeze(0)
+        return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **by_name).squeeze(0)
     kind, dtype = input.device.type, input.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    problem = validation.problem("conv_transpose3d", input.shape, weight.shape, *checked)
     last = is_channels_last(input) or is_channels_last(weight)
     is_ieee = dtype == torch.float32 and (precision or torch_precision(dtype, input.device)) == "ieee"
     where = problem, last, input.device, _spec_of(input.device), is_ieee
     if _is_for_torch(input, weight, bias, algorithm) or (algorithm == "auto" and not is_faster_as_images(*where)):
-        return torch.conv_transpose3d(input, weight, bias, *checked)
+        return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     return _as_images(input, weight, bias, problem, last, by_name)
 
 
@@ -229,8 +219,14 @@ def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
     return input.is_complex() or is_for_torch() or are_for_torch(input, weight, bias)
 
 
-def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> tuple[Any, ...]:
-    """Stride, padding, output_padding, groups and dilation with a number for each axis, after all checks of a call."""
+def _geometry(problem: Problem) -> tuple[Any, ...]:
+    """The arguments of torch's operator after its tensors."""
+    p = problem
+    return p.stride, p.padding, p.output_padding, p.groups, p.dilation
+
+
+def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
+    """The problem of a call, with a batch of 1 if it has none, after all checks."""
     where = f"conv_transpose{rank}d"
     named = (("input", input), ("weight", weight), *((("bias", bias),) if bias is not None else ()))
     for name, one in named:
@@ -251,7 +247,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
         validation.same_kind(where, named)
     validation.bias_shape(where, bias, problem.out_channels)
     validation.sizes(where, problem, input.dtype.itemsize)
-    return checked
+    return problem
 
 
 def is_faster_as_images(problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, is_ieee: bool) -> bool:
