@@ -15,7 +15,10 @@
  * same few rows, and step after step. In channels_last they are output channels: neighbouring threads have row after row (in
  * an input gradient a thread's own elements are neighbours).
  *
- * Macros: ELEMENT_T, SPLIT; INPUT_GRAD (output channels of the layer are input channels here); IN_CHANNELS, OUT_CHANNELS (of a
+ * With FRAGMENTS a row of units is [4][UNITS] words, the first words of all units before the second ones: mma.sync's lanes of a row
+ * each read theirs at once.
+ *
+ * Macros: ELEMENT_T, SPLIT; FRAGMENTS; INPUT_GRAD (output channels of the layer are input channels here); IN_CHANNELS, OUT_CHANNELS (of a
  * group), TAPS; STEPS, STEP_TABLE; CHANNEL_SETS, CHUNKS, UNITS (of a chunk); SIDES, PHASE_SIDES (SIDES where sides have slots of
  * their own; 1 where they have output channels of their own); ROWS (of a side), SLOTS, CHANNELS, ROW_ORDER; CHANNEL_PAIRS (two
  * units of float32 have channels 0 1 4 5 and 2 3 6 7). Set by gemmconv/kernels/weights/pack.py.
@@ -31,8 +34,9 @@ struct pack_params {
     int channels_last;  // how the weights lie
 };
 
-constexpr int kThreads = 256, kOwn = 8;  // input channels of a thread
-constexpr int kElements = elements_of_unit<ELEMENT_T>, kOwnUnits = kOwn / kElements, kParts = SPLIT ? 2 : 1;
+constexpr int kElements = elements_of_unit<ELEMENT_T>;
+constexpr int kThreads = 256, kOwn = FRAGMENTS ? UNITS * kElements : 8;  // input channels of a thread
+constexpr int kOwnUnits = kOwn / kElements, kParts = SPLIT ? 2 : 1;
 constexpr int kRows = SIDES * ROWS, kPlaces = PHASE_SIDES * SLOTS;
 constexpr int kRowsAlong = 4;                  // 64 bytes; of weights in NCHW
 constexpr int kStepsAlong = least(STEPS, 32);  // of a block
@@ -97,11 +101,24 @@ extern "C" __global__ void __launch_bounds__(kThreads) weights_pack_kernel(const
         }
     }
     const long long matrix = step.matrix + static_cast<long long>(unit / UNITS) * step.matrices;
-    unit_t* target = p.packed + (matrix * (kParts * UNITS) + unit % UNITS) * kRows + row;
+    parts_t<kParts> parts[kOwnUnits];
     #pragma unroll
-    for (int u = 0; u < kOwnUnits; ++u) {
-        const parts_t<kParts> parts = pack_unit<kParts>(values[u]);
+    for (int u = 0; u < kOwnUnits; ++u) parts[u] = pack_unit<kParts>(values[u]);
+    #pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        unit_t* target = p.packed + (matrix * kParts + part) * (UNITS * kRows);
+#if FRAGMENTS
+        auto* words = reinterpret_cast<words_t<UNITS * 4>*>(target) + row * 4;
         #pragma unroll
-        for (int part = 0; part < kParts; ++part) target[part * (UNITS * kRows) + u * kRows] = parts.part[part];
+        for (int word = 0; word < 4; ++word) {
+            words_t<UNITS * 4> together;
+            #pragma unroll
+            for (int u = 0; u < UNITS; ++u) together.word[u] = parts[u].part[part].word[word];
+            words[word] = together;
+        }
+#else
+        #pragma unroll
+        for (int u = 0; u < kOwnUnits; ++u) target[(unit % UNITS + u) * kRows + row] = parts[u].part[part];
+#endif
     }
 }

@@ -8,6 +8,7 @@ A gradient that none of its kernels takes goes to gemm_col2im.
 from __future__ import annotations
 
 from gemmconv.algorithms.base import Algorithm
+from gemmconv.kernels.conv import gemm_mma
 from gemmconv.kernels.cpu import implicit_product
 from gemmconv.kernels.sm90 import (
     gemm_depth_to_space,
@@ -37,5 +38,6 @@ class Fused(Algorithm):
         implicit_gemm_nhwc.KERNEL,
         wgrad_nchw.KERNEL,
         wgrad_nhwc.KERNEL,
+        gemm_mma.KERNEL,
         implicit_product.KERNEL,
     )

@@ -4,3 +4,4 @@
 __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int most(int a, int b) { return a > b ? a : b; }

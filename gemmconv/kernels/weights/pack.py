@@ -15,7 +15,7 @@ MOST_ENTRIES = 30_000  # most 16-bit entries of the table of steps, in 64 KiB of
 STEPS = 32  # steps of a block
 THREADS, _OWN = 256, 8  # threads of a block, input channels of a thread
 _USUAL = dict.fromkeys(("CHUNKS", "SIDES", "PHASE_SIDES", "SLOTS"), 1) | dict.fromkeys(
-    ("SPLIT", "INPUT_GRAD", "ROW_ORDER", "CHANNEL_PAIRS"), 0
+    ("SPLIT", "INPUT_GRAD", "ROW_ORDER", "CHANNEL_PAIRS", "FRAGMENTS"), 0
 )
 
 
@@ -68,7 +68,8 @@ def blocks_of(channels: int, rows: int, steps: int, sets: int) -> int:
 def packing(macros: Macros, groups: int = 1) -> Launch:
     """The launch that packs ``weight`` for a kernel that reads ``packed``."""
     size = {name: value for name, value in macros.items() if isinstance(value, int)}
-    channels = size["CHUNKS"] * size["UNITS"] * (4 if macros["ELEMENT_T"] == "float" else 8)
-    blocks = blocks_of(channels, size["SIDES"] * size["ROWS"], size["STEPS"], groups * size["CHANNEL_SETS"])
+    chunk = size["UNITS"] * (4 if macros["ELEMENT_T"] == "float" else 8)
+    threads = size["CHUNKS"] * chunk // (chunk if size["FRAGMENTS"] else _OWN)
+    blocks = blocks_of(threads * _OWN, size["SIDES"] * size["ROWS"], size["STEPS"], groups * size["CHANNEL_SETS"])
     params: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
     return Launch("weights/pack.cu", macros, (blocks, 1, 1), (THREADS, 1, 1), params)

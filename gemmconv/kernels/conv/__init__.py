@@ -1,0 +1,1 @@
+"""Kernels of ``fused`` for every GPU with tensor cores."""
