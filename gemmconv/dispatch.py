@@ -99,7 +99,7 @@ def are_dense(*tensors: Tensor | None) -> bool:
 
 def is_for_torch() -> bool:
     """Whether transforms of torch.func are active that need torch's own operators."""
-    if not _transforms_active():
+    if not transforms_active():
         return False
     return torch.compiler.is_compiling() or any(kind != TransformType.Grad for kind in _transforms())
 
@@ -138,13 +138,13 @@ def as_plain(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(Tensor.as_subclass(value, Tensor) if is_own_kind(value) else value for value in values)
 
 
-def _transforms_active() -> bool:
+def transforms_active() -> bool:
     return get_dynamic_layer_stack_depth() > 0
 
 
 # Before torch 2.13 torch.compile cannot trace into the function. It may treat the result as a constant, since it guards
 # transforms anyway. torch.compiler.assume_constant_result would set this too, but imports all of torch._dynamo.
-_transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
+transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def loses_a_tangent() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from gemmconv import validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.geometry import Problem
+from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import RANKS
-from gemmconv.rank import image_problems, is_faster_as_images
+from gemmconv.ops import volumes
+from gemmconv.rank import image_problems, way_of
 from gemmconv.selection import Explanation, explain_problem
 from gemmconv.warmup import preserve_state
 
@@ -32,6 +34,7 @@ class LayerExplanation:
         input_shape: of the call.
         algorithm: the algorithm of the call; "native" for a volume that torch's operator computes.
         calls: an explanation for each problem of images that a call is computed as; a volume may have several.
+        product: expected seconds of a volume that is one product; None for others.
     """
 
     name: str
@@ -39,10 +42,13 @@ class LayerExplanation:
     input_shape: tuple[int, ...]
     algorithm: str
     calls: tuple[Explanation, ...]
+    product: float | None = None
 
     def __str__(self) -> str:
         text = f"{self.layer} on {list(self.input_shape)}: {self.algorithm}"
-        if self.algorithm != self.calls[0].algorithm:
+        if self.product is not None:
+            text += f", as one product by {gemm_mma.KERNEL.name}, which is expected to be faster than these images:"
+        elif self.algorithm != self.calls[0].algorithm:
             text += ", since torch's operator is expected to be faster than these images:"
         return "\n".join([text, *map(str, self.calls)])
 
@@ -135,8 +141,12 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     config, algorithm = calls[0].config, calls[0].algorithm
     last, is_ieee = config.memory_format is torch.channels_last, config.precision == "ieee" and dtype == torch.float32
     if rank == 3 and {**given, **options}.get("algorithm", "auto") == "auto":
-        as_images = is_faster_as_images(problem, last, config.device, config.spec, is_ieee)
-        algorithm = algorithm if as_images else "native"
+        way = way_of(problem, last, config.device, config.spec, is_ieee)
+        of_volume = replace(volumes.config_of(problem, dtype, config.device, config.precision), spec=config.spec)
+        if way == "product" and (tile := gemm_mma.KERNEL.tile(of_volume, "forward")) is not None:
+            seconds = gemm_mma.KERNEL.seconds(of_volume, "forward", tile)
+            return LayerExplanation(name, str(layer), shape, "fused", calls, seconds)
+        algorithm = algorithm if way == "images" else "native"
     return LayerExplanation(name, str(layer), shape, algorithm, calls)
 
 
@@ -151,6 +161,8 @@ def _row(one: LayerExplanation) -> tuple[str, ...]:
         compiled += len(call.compilations)
     workspace = max(call.workspace_bytes.get(call.algorithm, 0) for call in one.calls)
     kernels = dict.fromkeys(call.kernel for call in one.calls if call.algorithm == one.algorithm) or ("native",)
+    if one.product is not None:
+        ours, kernels, compiled = one.product, (gemm_mma.KERNEL.name,), 2
     texts = (f"{1e6 * seconds:,.0f}" if seconds < math.inf else "-" for seconds in (ours, theirs))
     size = "x".join(map(str, one.input_shape))
     return one.name or "-", size, one.algorithm, "+".join(kernels), *texts, f"{workspace:,}", str(compiled)

@@ -11,26 +11,31 @@ images, whose input channels are those of the slices that its taps read, side by
 Sums over depth taps are thus part of one product, which is rounded once, and no columns are written. If the kernel's
 depth equals its stride, all phases read one slice, and are one convolution with S times the output channels.
 Everything is made of operators with gradients, so gradients, transforms and graphs work as for images.
+
+Dense volumes that are slower as images are one product by a kernel of their own (gemmconv/ops/volumes.py) on Hopper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gemmconv import arrays, validation
 from gemmconv.device import DeviceSpec, spec_of
-from gemmconv.dispatch import are_for_torch, is_for_torch
+from gemmconv.dispatch import are_for_torch, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Precision
+from gemmconv.ops import volumes
 from gemmconv.ops.schemas import is_channels_last
 from gemmconv.selection import NAMES, torch_precision
 
 Ints = int | Sequence[int]
+Way = Literal["images", "product", "torch"]  # of computing a volume
 _DENSE, _FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
 _LARGE_ON_A_CPU = 1 << 21  # elements of an output
 
@@ -131,11 +136,18 @@ def conv_transpose3d(
         dtype = torch.get_autocast_dtype(kind)
     last = is_channels_last(input) or is_channels_last(weight)
     is_ieee = dtype == torch.float32 and (precision or torch_precision(dtype, input.device)) == "ieee"
-    where = problem, last, input.device, _spec_of(input.device), is_ieee
-    if _is_for_torch(input, weight, bias, algorithm) or (algorithm == "auto" and not is_faster_as_images(*where)):
+    way = way_of(problem, last, input.device, _spec_of(input.device), is_ieee)
+    if way == "product" and dtype == torch.float64:
+        way = "torch"
+    if _is_for_torch(input, weight, bias, algorithm) or (algorithm == "auto" and way == "torch"):
         return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if algorithm == "auto" and way == "product":
+        has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+        if has_tangents or transforms_active():  # for which the operator has no rules
+            return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
+        return volumes.conv_transpose3d(input, weight, bias, problem, "ieee" if is_ieee else "tf32")
     return _as_images(input, weight, bias, problem, last, by_name)
 
 
@@ -250,14 +262,15 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     return problem
 
 
-def is_faster_as_images(problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, is_ieee: bool) -> bool:
-    """Whether a volume is expected to take less time as images than by torch's operator: a rule from measured layers.
+def way_of(problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, is_ieee: bool) -> Way:
+    """The way of computing a volume that is expected to take the least time: a rule from measured layers.
 
     18 layers of nnU-Net, SwinUNETR, MONAI, VNet and KernelBench on an H200 (torch 2.11, cuDNN 9.19, TF32 and bfloat16),
     speed over torch's operator in NCDHW: kernel equal to stride 1.5 to 2.1 times forward and 1.3 to 2.1 times backward,
     with a depth of 1 from 2.5 to 7.3 times; groups, dilation or few channels 1.7 to 23 times and 1.2 to 5.4 times;
-    stride 1 and at most 64 channels 1.5 to 3.4 times; in float32 without TF32 all at least 1.15 times; other dense
-    layers 0.6 to 1.1 times, which are torch's. In channels_last_3d a kernel equal to the stride took 0.6 to 1.4 times
+    stride 1 and at most 64 channels 1.5 to 3.4 times; other dense layers 0.6 to 1.1 times. Those are one product: ten
+    layers took 1.1 to 14 times torch's speed forward in TF32, 1.1 to 13 in bfloat16, 1.1 to 6 without TF32; gradients,
+    0.4 to 3 times, are torch's. In channels_last_3d a kernel equal to the stride took 0.6 to 1.4 times
     forward and 0.1 to 1.5 times backward, with a depth of 1 from 1.2 to 4.7 times. On two cores of an AMD EPYC: large
     volumes under a kernel equal to the stride 1.4 to 2.5 times, strides with dilation 2.1 to 2.7 times, others 0.5 to
     1.2 times.
@@ -272,15 +285,18 @@ def is_faster_as_images(problem: Problem, last: bool, device: torch.device, spec
     apart = all(_is_apart(p, axis) for axis in range(3))
     if device.type == "cuda":
         if p.groups > 1 or max(p.dilation) > 1 or min(channels) < _DENSE:
-            return True
+            return "images"
         if not spec.is_hopper:
-            return False
+            return "torch"
         if apart:
-            return not last or p.kernel_size[0] == 1
-        return not last if is_ieee else max(p.stride) == 1 and max(channels) <= _FEW
+            return "images" if not last or p.kernel_size[0] == 1 else "torch"
+        if not is_ieee and max(p.stride) == 1 and max(channels) <= _FEW:
+            return "images"
+        return "torch" if last else "product"
     if max(p.dilation) > 1 and max(p.stride) > 1:
-        return True
-    return apart and not last and p.batch * p.out_channels * p.out_pixels >= _LARGE_ON_A_CPU
+        return "images"
+    is_large = p.batch * p.out_channels * p.out_pixels >= _LARGE_ON_A_CPU
+    return "images" if apart and not last and is_large else "torch"
 
 
 def _as_images(

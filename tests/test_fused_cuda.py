@@ -121,6 +121,7 @@ OTHERS = {
     "gemm_fold_rows": 3,
     "wgrad_nchw": 5,
     "wgrad_nhwc": 7,
+    "gemm_mma": 1,
 }
 
 
@@ -146,7 +147,7 @@ class Run:
 
     @property
     def kernel(self):
-        return KERNELS[f"sm90/{self.name}"]
+        return KERNELS[f"{'conv' if self.name == 'gemm_mma' else 'sm90'}/{self.name}"]
 
     @property
     def tiles(self):
@@ -274,6 +275,7 @@ LINES_CASES = [
     Case(2, 40, 104, (9, 33), (5, 3), (3, 2), (2, 1), (1, 0), (1, 3)),
 ]
 RUNS += runs_of("wgrad_nhwc", (*LINES_CASES, *GRADIENT_CASES), HALVES, *FORMATS)
+RUNS += runs_of("gemm_mma", (*TILED_CASES[:4], *LARGE_CASES), ("ieee", "tf32", "float16"), *FORMATS)
 
 
 def compile_tiles(run):

@@ -168,6 +168,8 @@ PASSES = {  # of each operation, the kernel and what it computes
     "fused_input_grad": ("sm90/implicit_gemm", "input_grad"),
     "fused_weight_grad": ("sm90/wgrad_nchw", "weight_grad"),
     "fused_weight_grad_lines": ("sm90/wgrad_nhwc", "weight_grad"),
+    "gemm_mma": ("conv/gemm_mma", "forward"),
+    "gemm_mma_input_grad": ("conv/gemm_mma", "input_grad"),
     "gemm_fold": ("sm90/gemm_fold", "forward"),
     "gemm_fold_narrow": ("sm90/gemm_fold_narrow", "forward"),
     "gemm_fold_pixels": ("sm90/gemm_fold_pixels", "forward"),
@@ -594,6 +596,18 @@ def runs_in_two_types(operation, cases, stays):
     some_are_slow(runs, 2, lambda run: stays(run.tile))
     return runs
 
+
+# Each case in either pass, by any tile; types and formats in turn.
+GEMM_MMA_PASSES = itertools.product((*CASES, *TILED_CASES), ("gemm_mma", "gemm_mma_input_grad"))
+GEMM_MMA_RUNS = [
+    run_in(kind, operation, case, 0, 7 * i + 5 * j, [*FORMATS][(i + i // 2 + j) % 2])
+    for i, (case, operation) in enumerate(GEMM_MMA_PASSES)
+    for j, kind in enumerate((HALVES[i % 2], *THREE[:2]))
+]
+GEMM_MMA_RUNS = [run for run in GEMM_MMA_RUNS if run.tile is not None]
+some_are_slow(GEMM_MMA_RUNS, 3)
+GEMM_MMA = Run("gemm_mma", TILED_CASES[6], torch.float16, "channels_last", choice=0)
+GEMM_MMA_CHUNKS = Run("gemm_mma", MANY_CHANNELS, choice=0)
 
 IMAGE_ROW_RUNS = runs_in_two_types(
     "gemm_fold_pixels",
@@ -1191,6 +1205,11 @@ TILE_PATHS = {
         lambda tile: tile.size[0] < tile.problem.input_size[0], lambda tile: tile.size[1] < tile.problem.input_size[1],
     ]),
     "forward_mma": (MMA_RUNS, [*PATHS.values()]),
+    "gemm_mma": (GEMM_MMA_RUNS, [
+        lambda tile: tile.splits > 1, lambda tile: tile.phases > 1, lambda tile: tile.units == 2,
+        lambda tile: tile.cells[1] > 1, lambda tile: tile.warps[0] == 1, lambda tile: tile.warps[1] == 1,
+        lambda tile: tile.tiles[1] == 8,
+    ]),
     "implicit_gemm": (FUSED_RUNS, [*FUSED_PATHS.values()]),
 }
 # fmt: on
@@ -1216,7 +1235,7 @@ def test_usual_runs_have_what_tiles_are_for():
 
 TYPED_RUNS = (
     *(MMA_RUNS, FOLD_RUNS, IMAGE_RUNS, IMAGE_ROW_RUNS, SHUFFLE_RUNS, CELL_ROW_RUNS, ROW_RUNS),
-    *(GRADIENT_RUNS, LINES_RUNS, GRADS_MMA_RUNS, GRADS_RUNS),
+    *(GRADIENT_RUNS, LINES_RUNS, GRADS_MMA_RUNS, GRADS_RUNS, GEMM_MMA_RUNS),
 )
 RUNS = [
     *(runs_of("im2col", "contiguous") + runs_of("col2im", "contiguous")),
@@ -1494,6 +1513,18 @@ EDITS = {
         "grads_mma_channels_of_the_next_image":
             (Run("grads_mma", WARPS_WITHOUT_CHANNELS[0], torch.float16), r"CI % kBlockCi == 0 \|\| first_ci \+ ci",
              "CI % 8 == 0 || first_ci + ci", "written outside of a tensor"),
+    },
+    "conv/gemm_mma.cu": {
+        "gemm_mma_no_barrier": (GEMM_MMA, *NO_BARRIER),
+        "gemm_mma_copies_not_waited_for": (GEMM_MMA, r"cp_async_wait<[^;]*;", ";"),
+        "gemm_mma_chunks_overwritten": (GEMM_MMA_CHUNKS, r"next_stage = stage;", "next_stage = 0;"),
+        "gemm_mma_weights_not_waited_for":
+            (GEMM_MMA, r"grid_dependency_wait\(\);", "", "did not wait for the launch before"),
+    },
+    "epilogue/store_tile.cuh": {
+        "gemm_mma_bias_left_out": (GEMM_MMA, r"p\.bias != nullptr", "false"),
+        "gemm_mma_last_outputs":
+            (GEMM_MMA, r"w < p\.out\.w &&", "w + 1 < p.out.w &&", "relative error inf|not written"),
     },
     "direct/forward_mma.cu": {
         "mma_no_barrier": (MMA, *NO_BARRIER),

@@ -10,7 +10,7 @@ import stat
 import tempfile
 import warnings
 from collections import Counter, defaultdict
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, product
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ pytest.importorskip("cuda.core", reason="compiling needs the cuda-core package")
 from gemmconv.folder import cache_folder
 from gemmconv.kernels import sm90
 from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.conv import gemm_mma
 from gemmconv.kernels.direct import forward as direct_forward
 from gemmconv.kernels.direct import forward_mma as direct_forward_mma
 from gemmconv.kernels.direct import grads_mma as direct_grads_mma
@@ -114,7 +115,8 @@ def kernel_variants():
         for to_last in (False, True):
             macros = transpose.macros_of(channels, pixels, to_last, itemsize)
             variants[f"transpose-{channels}-{pixels}-{itemsize}-{to_last}"] = ("layout/transpose.cu", macros)
-    return variants | fused_variants() | fold_variants() | one_format_variants() | row_variants() | gradient_variants()
+    variants |= fused_variants() | fold_variants() | one_format_variants() | row_variants() | gradient_variants()
+    return variants | gemm_mma_variants()
 
 
 def mma_variants():
@@ -199,6 +201,23 @@ def fold_variants():
             "sm90/gemm_fold_narrow.cu",
             gemm_fold_narrow.macros_of(tile, dtype),
         )
+    return variants
+
+
+def gemm_mma_variants():
+    """conv/gemm_mma.cu with each entry of its menu in each precision, layers and formats in turn, and its weights."""
+    problems, variants = problems_by_name(), {}
+    passes = cycle([("kb69", "forward"), ("dcgan2", "forward"), ("kb78", "input_grad"), ("kernel_2", "forward")])
+    formats = cycle([torch.contiguous_format, torch.channels_last, torch.channels_last])
+    kinds = ("float32", "ieee"), ("float32", "tf32"), ("float16", "ieee"), ("bfloat16", "ieee")
+    for (kind, precision), entry in product(kinds, gemm_mma.MENU):
+        (name, direction), layout = next(passes), next(formats)
+        config = config_of(problems[name], getattr(torch, kind), layout, precision)
+        tiles = (one for one in gemm_mma.KERNEL.tiles(config, direction) if (*one.warps, *one.tiles) == entry)
+        if (tile := next(tiles, None)) is not None:
+            work, label = gemm_mma.Work(config, direction, tile), f"{kind}-{precision}-{'-'.join(map(str, entry))}"
+            variants[f"gemm_mma-{label}"] = ("conv/gemm_mma.cu", gemm_mma.macros_of(work))
+            variants[f"gemm_mma_weights-{label}"] = ("weights/pack.cu", gemm_mma.weight_macros_of(work))
     return variants
 
 
@@ -357,8 +376,8 @@ OTHERS = [arch for arch in ARCHITECTURES if arch != "sm_90a"]
 
 
 def architectures_of(source_name):
-    """Those that a source is for; fused is Hopper's alone."""
-    return ["sm_90a"] if source_name.startswith(("sm90/", "weights/")) else ARCHITECTURES
+    """Those that a source is for."""
+    return ["sm_90a"] if source_name.startswith("sm90/") else ARCHITECTURES
 
 
 def type_of(macros):
@@ -410,6 +429,10 @@ def most_registers(source_name, macros):
         )
         threads = 32 * math.prod(macros[name] for name in names)
         return min(255, 65_536 // (threads * macros["MIN_BLOCKS"]))
+    if source_name == "conv/gemm_mma.cu":
+        warps, tiles = ((macros[f"{name}_M"], macros[f"{name}_N"]) for name in ("WARPS", "TILES"))
+        tile = gemm_mma.Tile(warps, tiles, 1, (1, 1, 1), 2)
+        return min(255, 65_536 // (tile.threads * tile.resident(1 + macros["SPLIT"])) // 8 * 8)
     if source_name == "sm90/gemm_fold_narrow.cu":
         threads = 128 * macros["WARPGROUPS"] + macros["FOLDERS"] + macros["PRODUCERS"]
         warpgroups = -(-threads // 128)  # ptxas gives registers to whole ones

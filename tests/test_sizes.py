@@ -196,6 +196,10 @@ SERVED = [
              like=lambda kernel, config, direction, tile, fitted:
              fitted.possible and (config.problem != tile.problem or fitted.cycles <= tile.cycles))
       for layer in NHWC_LAYERS for kind in (HALF, TF32)),
+    *(Served("conv/gemm_mma", direction, kind, [layer, *sized(layer, 8, (8, 90), (24, 104), (1, 32), 8)], layout,
+             like=lambda kernel, config, direction, tile, fitted: fitted == tile)
+      for layer in WGRAD_NCHW[:3] for direction in ("forward", "input_grad") for kind in (HALF, TF32, IEEE)
+      for layout in FORMATS),
     # Rows of outputs that are whole 16 bytes, or that are not.
     *(Served("sm90/wgrad_nchw", "weight_grad", kind,
              [replace(layer, input_size=(40, 56 + odd)), *sized(layer, 8, (8, 90), (24, 104), (1, 32), 8, odd)],

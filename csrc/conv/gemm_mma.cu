@@ -41,6 +41,7 @@
 #include "numeric/units.cuh"
 
 constexpr int kMostPhases = 128, kMostTaps = 512;
+constexpr int kStages = 2;  // buffers of a chunk; three were no faster
 #if PARTIALS
 using output_t = float;
 #else
@@ -59,7 +60,7 @@ struct gemm_mma_params {
     extent_t step, span;                           // inputs and outputs from a cell to the next
     extent_t first, patch;                         // least shift; pixels that a block reads
     extent_t tiles;                                // of an image
-    int phase_sets, channel_blocks;
+    int taps, channel_blocks;
     int chunks, split_chunks;                      // in all, and of a block
     int tap_begin[kMostPhases + 1];                // first tap of each phase (d, h, w)
     int tap_offset[kMostTaps + 1];                 // bytes of the patch from a cell's first pixel to the tap's
@@ -73,11 +74,11 @@ constexpr int kChunkChannels = UNITS * kElements;
 constexpr int kSteps = UNITS / 2;           // products of a tap along a chunk: an instruction takes 32 bytes of channels
 constexpr int kPitch = (UNITS | 1) * 16;    // bytes from a pixel to the next
 constexpr int kTapUnits = kParts * UNITS * kChannels;  // of a tap's weights
-constexpr int kSums = TILES_M * TILES_N * 4, kRegisters = kSums * kParts + TILES_N * 4 * kParts + 72;  // of a thread, about
+constexpr int kSums = TILES_M * TILES_N * 4, kRegisters = kSums * kParts + TILES_N * 4 * kParts + 76;  // of a thread, about
 constexpr int kBlocks = kRegisters * kThreads * 2 <= 65536 ? (kRegisters * kThreads * 3 <= 65536 ? 3 : 2) : 1;
 static_assert(WARPS_N % PHASES == 0 && kCells % (TILE_H * TILE_W) == 0 && UNITS % 2 == 0, "tiles come out even");
 
-// Shared memory: places of the patch's pixels in the image, later of the tile's outputs; then STAGES patches, later outputs.
+// Shared memory: places of the patch's pixels in the image, later of the tile's outputs; then kStages patches, later outputs.
 extern __shared__ __align__(16) unsigned char shared[];
 
 using sums_t = float[TILES_M][TILES_N][4];
@@ -271,21 +272,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) conv_gemm_mma_ke
     const block_t block = block_of(p);
     const int first_chunk = block.split * p.split_chunks, chunks = least(p.split_chunks, p.chunks - first_chunk);
 
-    // Prologue: all buffers but one.
-    find_pixels(p, block, places);
-    loader_t loader(p, block, first_chunk, places);
-    __syncthreads();
-    #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) {
-        if (i < chunks) loader.begin(stages + i * stage_bytes);
-        loader.finish();
-    }
-
-    // The warp's phase, its taps and their weights, and where its lanes' rows of cells begin.
+    // The taps of the warp's phase and their weights, and where its lanes' rows of cells begin.
     const int phase = (block.phase.d * p.span.h + block.phase.h) * p.span.w + block.phase.w + warp_n % PHASES;
-    const int tap_begin = p.tap_begin[phase], taps = p.tap_begin[phase + 1] - tap_begin, all_taps = p.tap_begin[p.span.d * p.span.h * p.span.w];
-    const long long matrices = (static_cast<long long>(block.group) * p.channel_blocks * all_taps + tap_begin * p.channel_blocks +
-                                block.channel_block * taps) * p.chunks + first_chunk * taps;
+    const int tap_begin = p.tap_begin[phase], taps = p.tap_begin[phase + 1] - tap_begin;
+    const long long before = static_cast<long long>(block.group) * p.taps + tap_begin;  // taps of other groups and phases
+    const long long matrices = (before * p.channel_blocks + block.channel_block * taps) * p.chunks + first_chunk * taps;
     const unit_t* weights = p.packed + matrices * kTapUnits + warp_n / PHASES * kWarpChannels * UNITS;
     int row_offsets[TILES_M];
     #pragma unroll
@@ -295,42 +286,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) conv_gemm_mma_ke
         row_offsets[m] = ((d * p.patch.h + h) * p.patch.w + w) * kPitch + lane / 16 * 16;
     }
 
-    // Main loop. Weights of the next tap are on their way while one multiplies; those after the last are of no use.
-    sums_t sums;
-    clear(sums);
+    // Prologue: the weights of the first tap, and all buffers but one.
     right_t rights[TILES_N];
     grid_dependency_wait();
     fetch(rights, weights);
-    int stage = 0, next_stage = (STAGES - 1) * stage_bytes;  // bytes from the first
+    find_pixels(p, block, places);
+    loader_t loader(p, block, first_chunk, places);
+    __syncthreads();
+    #pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) {
+        if (i < chunks) loader.begin(stages + i * stage_bytes);
+        loader.finish();
+    }
+
+    // Main loop. Weights of the next tap are on their way while one multiplies; those after the last are of no use.
+    sums_t sums;
+    clear(sums);
+    int stage = 0, next_stage = (kStages - 1) * stage_bytes;  // bytes from the first
     #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        cp_async_wait<STAGES - 2>();
+        cp_async_wait<kStages - 2>();
         __syncthreads();
-        if (chunk + STAGES - 1 < chunks) loader.begin(stages + next_stage);
+        if (chunk + kStages - 1 < chunks) loader.begin(stages + next_stage);
         if (COPY_BYTES == 0) loader.finish();
         const unsigned char* rows[TILES_M];
         #pragma unroll
         for (int m = 0; m < TILES_M; ++m) rows[m] = stages + stage + row_offsets[m];
         next_stage = stage;
-        stage = stage + stage_bytes == STAGES * stage_bytes ? 0 : stage + stage_bytes;
+        stage = stage == (kStages - 1) * stage_bytes ? 0 : stage + stage_bytes;
         int offset = p.tap_offset[tap_begin];
         #pragma unroll 1
         for (int tap = 0; tap < taps; ++tap) {
             const int next_offset = p.tap_offset[tap_begin + tap + 1];
-#if SPLIT
-            sums_t chain;
-            clear(chain);
-#else
-            sums_t& chain = sums;
-#endif
             weights += kTapUnits;
             right_t next[TILES_N];
             fetch(next, weights);
             if (COPY_BYTES > 0 && loader.more()) loader.step();
-            multiply(chain, rows, offset, rights);
+#if SPLIT
+            sums_t of_tap;
+            clear(of_tap);
+            multiply(of_tap, rows, offset, rights);
+            add(sums, of_tap);
+#else
+            multiply(sums, rows, offset, rights);
+#endif
             #pragma unroll
             for (int n = 0; n < TILES_N; ++n) rights[n] = next[n];
-            if (SPLIT) add(sums, chain);
             offset = next_offset;
         }
         if (COPY_BYTES > 0) loader.finish();

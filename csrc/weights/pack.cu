@@ -101,24 +101,27 @@ extern "C" __global__ void __launch_bounds__(kThreads) weights_pack_kernel(const
         }
     }
     const long long matrix = step.matrix + static_cast<long long>(unit / UNITS) * step.matrices;
-    parts_t<kParts> parts[kOwnUnits];
-    #pragma unroll
-    for (int u = 0; u < kOwnUnits; ++u) parts[u] = pack_unit<kParts>(values[u]);
-    #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        unit_t* target = p.packed + (matrix * kParts + part) * (UNITS * kRows);
 #if FRAGMENTS
-        auto* words = reinterpret_cast<words_t<UNITS * 4>*>(target) + row * 4;
+    parts_t<kParts> parts[UNITS];
+    #pragma unroll
+    for (int u = 0; u < UNITS; ++u) parts[u] = pack_unit<kParts>(values[u]);
+    auto* target = reinterpret_cast<words_t<UNITS * 4>*>(p.packed + matrix * (kParts * UNITS) * kRows) + row * 4;
+    #pragma unroll
+    for (int part = 0; part < kParts; ++part, target += kRows * 4)
         #pragma unroll
         for (int word = 0; word < 4; ++word) {
             words_t<UNITS * 4> together;
             #pragma unroll
             for (int u = 0; u < UNITS; ++u) together.word[u] = parts[u].part[part].word[word];
-            words[word] = together;
+            target[word] = together;
         }
 #else
+    unit_t* target = p.packed + (matrix * (kParts * UNITS) + unit % UNITS) * kRows + row;
+    #pragma unroll
+    for (int u = 0; u < kOwnUnits; ++u) {
+        const parts_t<kParts> parts = pack_unit<kParts>(values[u]);
         #pragma unroll
-        for (int u = 0; u < kOwnUnits; ++u) target[(unit % UNITS + u) * kRows + row] = parts[u].part[part];
-#endif
+        for (int part = 0; part < kParts; ++part) target[part * (UNITS * kRows) + u * kRows] = parts.part[part];
     }
+#endif
 }

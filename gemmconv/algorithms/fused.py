@@ -1,4 +1,4 @@
-"""``fused``: the matrix product and the fold of its columns in one kernel, on Hopper's tensor cores or a CPU's vectors.
+"""``fused``: the matrix product and the fold of its columns in one kernel, on tensor cores or a CPU's vectors.
 
 Columns are never written to memory.
 
@@ -27,7 +27,7 @@ class Fused(Algorithm):
     """See the module."""
 
     name = "fused"
-    summary = "product and col2im in one kernel, on Hopper's tensor cores or a CPU; no columns"
+    summary = "product and col2im in one kernel, on tensor cores or a CPU; no columns"
     kernels = (
         implicit_gemm.KERNEL,
         gemm_fold_rows.KERNEL,

@@ -1,22 +1,21 @@
-"""One GEMM over a table of taps, on the tensor cores of any GPU since sm_80: host side of csrc/conv/gemm_mma.cu.
+"""One GEMM over a table of taps on the tensor cores of any GPU since sm_80: host side of csrc/conv/gemm_mma.cu.
 
-It computes forward passes and input gradients of groups with several channels. csrc/weights/pack.cu lays the weights out
-before, in a launch of its own.
+It computes forward passes and input gradients of signals, images and volumes. csrc/weights/pack.cu lays the weights out
+before it, in a launch of its own, and with split-K csrc/splits/reduce.cu adds up the parts after it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from gemmconv.device import DeviceSpec
-from gemmconv.geometry import Problem
+from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import power_of_two
@@ -25,111 +24,27 @@ from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering
 from gemmconv.kernels.splits import reduce
 from gemmconv.kernels.weights import pack
 
-_COST = costs_of("conv/gemm_mma")
-_MOST_PHASES, _MOST_TAPS = 128, 512  # of the tables in the kernel's params
-_INT32_MAX = 2**31 - 1
-import os
-STG = int(os.environ.get('STG','2'))
-GATHER = int(os.environ.get('GATHER','1'))
-# Warps along cells and channels, and tiles of 16 cells and of 8 channels of each warp.
+# Warps along cells and along channels; for each warp, tiles of 16 cells and tiles of 8 channels.
 MENU = (
     (2, 2, 4, 8),
     (4, 1, 4, 8),
+    (1, 4, 4, 8),
     (2, 2, 4, 4),
     (4, 1, 4, 4),
-    (4, 1, 4, 2),
-    (4, 1, 4, 1),
-    (2, 2, 2, 4),
-    (2, 3, 4, 8),
-    (2, 3, 2, 4),
-    (1, 4, 4, 8),
     (1, 4, 4, 4),
+    (2, 3, 2, 4),
+    (2, 2, 2, 4),
+    (4, 1, 4, 1),
 )
+_COST = costs_of("conv/gemm_mma")
+_MOST_PHASES, _MOST_TAPS = 128, 512  # of the tables in the kernel's params
+_MOST_SUMS = 32  # tiles of 16 x 8 sums that a warp has registers for; float32 in two parts takes two of each
+_STAGES = 2  # buffers of a chunk
+_FEW_WAVES = 4  # of blocks: so few are counted as whole ones
+_INT32_MAX = 2**31 - 1
 
-
-@dataclass(frozen=True)
-class Layer:
-    """A pass as the kernel sees it: cells, shifts and taps of three axes; the depth of an image is 1.
-
-    Attributes:
-        channels: input and output channels of a group.
-        step, span: inputs and outputs from a cell to the next.
-        taps: for each phase, its taps, and the shift of each from a cell's first input.
-    """
-
-    problem: Problem
-    direction: Pass
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        p = self.problem
-        own = p.in_channels // p.groups, p.out_channels // p.groups
-        return own if self.direction == "forward" else (own[1], own[0])
-
-    @property
-    def sizes(self) -> tuple[Extent3, Extent3]:
-        """Pixels of inputs and of outputs."""
-        sizes = _of_three(self.problem.input_size, 1), _of_three(self.problem.output_size, 1)
-        return sizes if self.direction == "forward" else (sizes[1], sizes[0])
-
-    @property
-    def step(self) -> Extent3:
-        return (1, 1, 1) if self.direction == "forward" else _of_three(self.problem.stride, 1)
-
-    @property
-    def span(self) -> Extent3:
-        return _of_three(self.problem.stride, 1) if self.direction == "forward" else (1, 1, 1)
-
-    @property
-    def cells(self) -> Extent3:
-        """Cells of an image."""
-        return _of_three([-(-size // span) for size, span in zip(self.sizes[1], self.span, strict=True)], 1)
-
-    @property
-    def taps(self) -> list[list[tuple[int, Extent3]]]:
-        return _taps(self.problem, self.direction)
-
-    @property
-    def reach(self) -> tuple[Extent3, Extent3]:
-        """Least and largest shift of each axis."""
-        shifts = [*zip(*(shift for phase in self.taps for _, shift in phase), strict=True)]
-        return _of_three([*map(min, shifts)], 0), _of_three([*map(max, shifts)], 0)
-
-    def patch(self, cells: Extent3, wide: int) -> tuple[Extent3, Extent3]:
-        """The least shift of a patch, and the pixels that a tile of cells reads; columns in whole groups of ``wide``."""
-        first, last = self.reach
-        first = first[0], first[1], first[2] // wide * wide
-        axes = zip(cells, self.step, first, last, strict=True)
-        depth, height, width = ((count - 1) * step + most - least + 1 for count, step, least, most in axes)
-        return first, (depth, height, -(-width // wide) * wide)
-
-
-def _of_three(values: Any, other: int) -> Extent3:
-    first, second, third = (*(other,) * (3 - len(values)), *values)
-    return first, second, third
-
-
-@lru_cache(maxsize=1024)
-def _taps(problem: Problem, direction: Pass) -> list[list[tuple[int, Extent3]]]:
-    p, phases = problem, list[list[tuple[int, Extent3]]]()
-    kernel, stride, padding, dilation = (
-        _of_three(values, other)
-        for values, other in ((p.kernel_size, 1), (p.stride, 1), (p.padding, 0), (p.dilation, 1))
-    )
-    taps = [*enumerate(itertools.product(*map(range, kernel)))]
-    if direction == "input_grad":
-        return [[(i, _shift(tap, dilation, padding)) for i, tap in taps]]
-    for phase in itertools.product(*map(range, stride)):
-        reached = [
-            (i, [divmod(r + pad - k * d, s) for r, pad, k, d, s in zip(phase, padding, tap, dilation, stride, strict=True)])
-            for i, tap in taps
-        ]
-        phases.append([(i, _of_three([q for q, _ in axes], 0)) for i, axes in reached if not any(r for _, r in axes)])
-    return phases
-
-
-def _shift(tap: Any, dilation: Extent3, padding: Extent3) -> Extent3:
-    return _of_three([k * d - pad for k, d, pad in zip(tap, dilation, padding, strict=True)], 0)
+Extents = tuple[int, ...]  # of one to three axes
+Taps = tuple[tuple[int, Extent3], ...]  # taps of a phase, each with its shift
 
 
 @dataclass(frozen=True)
@@ -142,8 +57,7 @@ class Tile:
         phases: column phases of a block.
         cells: cells of a block along depth, height and width.
         units: 16 bytes of channels in a chunk.
-        stages: buffers of a chunk.
-        splits: parts of the chunks, each of which other blocks sum up.
+        splits: parts into which the chunks are split (split-K).
     """
 
     warps: tuple[int, int]
@@ -151,7 +65,6 @@ class Tile:
     phases: int
     cells: Extent3
     units: int
-    stages: int
     splits: int = 1
 
     @property
@@ -160,153 +73,261 @@ class Tile:
 
     @property
     def channels(self) -> int:
-        """Output channels of a block."""
+        """Output channels of a block, for each phase."""
         return self.warps[1] // self.phases * self.tiles[1] * 8
 
+    def resident(self, parts: int) -> int:
+        """Blocks of a multiprocessor that the kernel leaves registers for; ``parts``: of a float32 value."""
+        registers = 4 * self.tiles[1] * (self.tiles[0] + 1) * parts + 76
+        return max(1, min(3, 65536 // (registers * self.threads)))
 
-class _Work:
-    """A tile of a configuration's pass: its extents, its bytes and how many blocks there are."""
+
+class Work:
+    """A pass of a layer as a tile computes it.
+
+    Attributes:
+        in_channels, out_channels: channels of a group.
+        inputs, outputs: pixels of an image; the depth of an image is 1.
+        step, span: inputs and outputs from a cell to the next.
+        phases: the taps of each phase, with their shifts from a cell's first input.
+    """
 
     def __init__(self, config: Config, direction: Pass, tile: Tile) -> None:
-        self.tile, self.layer = tile, Layer(config.problem, direction)
-        self.batch, self.groups = config.problem.batch, config.problem.groups
-        self.split = config.dtype == torch.float32 and config.precision == "ieee"
+        p = config.problem
+        self.config, self.direction, self.tile = config, direction, tile
+        self.batch, self.groups, self.itemsize = p.batch, p.groups, config.dtype.itemsize
+        self.parts = 2 if config.dtype == torch.float32 and config.precision == "ieee" else 1
         self.channels_last = config.memory_format is torch.channels_last
-        self.itemsize, self.parts = config.dtype.itemsize, 2 if self.split else 1
+        channels, sizes = (p.in_channels, p.out_channels), (_extents(p.input_size), _extents(p.output_size))
+        steps = (1, 1, 1), _extents(p.stride)
+        order = (0, 1) if direction == "forward" else (1, 0)
+        self.in_channels, self.out_channels = (channels[i] // p.groups for i in order)
+        self.inputs, self.outputs = (sizes[i] for i in order)
+        self.step, self.span = (steps[i] for i in order)
+        self.phases = _phases(p.kernel_size, p.stride, p.padding, p.dilation, direction)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
-        return -(-self.layer.channels[0] * self.itemsize // (16 * self.tile.units))
+        return -(-self.in_channels * self.itemsize // (16 * self.tile.units))
 
-    @property
+    @cached_property
     def split_chunks(self) -> int:
         return -(-self.chunks // self.tile.splits)
 
-    @property
-    def tiles(self) -> Extent3:
-        counts = zip(self.layer.cells, self.tile.cells, strict=True)
-        return _of_three([-(-all_ // own) for all_, own in counts], 1)
+    @cached_property
+    def grid(self) -> Extent3:
+        """Tiles of an image."""
+        sizes = zip(self.outputs, self.span, self.tile.cells, strict=True)
+        return _extents([-(-outputs // (span * cells)) for outputs, span, cells in sizes])
 
     @property
     def channel_blocks(self) -> int:
-        return -(-self.layer.channels[1] // self.tile.channels)
+        return -(-self.out_channels // self.tile.channels)
 
-    @property
+    @cached_property
     def blocks(self) -> int:
-        """Blocks of each split."""
-        phases = math.prod(self.layer.span) // self.tile.phases
-        return self.batch * math.prod(self.tiles) * self.groups * phases * self.channel_blocks
+        """Thread blocks of each split."""
+        phase_sets = len(self.phases) // self.tile.phases
+        return self.batch * math.prod(self.grid) * self.groups * phase_sets * self.channel_blocks
 
-    @property
+    @cached_property
     def copy_bytes(self) -> int:
-        """Bytes of an asynchronous copy; 0 where no such copy is as small as what lies together in memory."""
-        if GATHER and not self.channels_last and self.layer.sizes[0][2] % 4 == 0:
-            return 0
-        together = math.gcd(16, self.layer.channels[0] * self.itemsize) if self.channels_last else self.itemsize
-        return together if together >= 4 else 0
+        """Bytes of an asynchronous copy; 0 where pixels are loaded through registers."""
+        if self.channels_last:
+            together = math.gcd(16, self.in_channels * self.itemsize)
+            return together if together >= 4 else 0
+        # Four pixels of four channels take as many instructions through registers as one pixel by asynchronous copies.
+        return 4 if self.itemsize == 4 and self.inputs[2] % 4 else 0
 
     @property
     def wide(self) -> int:
-        """Neighbouring pixels that are loaded together where copies are not asynchronous."""
-        return 1 if self.copy_bytes or self.channels_last else math.gcd(4, self.layer.sizes[0][2])
+        """Neighbouring pixels that are loaded together through registers."""
+        return 1 if self.copy_bytes or self.channels_last else math.gcd(4, self.inputs[2])
 
-    @property
+    @cached_property
     def patch(self) -> tuple[Extent3, Extent3]:
-        return self.layer.patch(self.tile.cells, self.wide)
-
-    @property
-    def wide_index(self) -> bool:
-        """Whether an image has 2**31 elements or more."""
-        channels = zip(self.layer.channels, self.layer.sizes, strict=True)
-        return max(self.groups * count * math.prod(size) for count, size in channels) > _INT32_MAX
-
-    @property
-    def vector(self) -> int:
-        """Outputs that are stored together."""
-        most = 16 // (4 if self.tile.splits > 1 else self.itemsize)
-        if self.channels_last:
-            return math.gcd(most, self.layer.channels[1])
-        if self.tile.phases < self.layer.span[2]:
-            return 1
-        return math.gcd(most, self.layer.sizes[1][2], self.tile.cells[2] * self.tile.phases)
+        """The least shift of a block's patch, and its pixels; columns in whole groups of :attr:`wide`."""
+        shifts = [*zip(*(shift for taps in self.phases for _, shift in taps), strict=True)]
+        first, wide = [*map(min, shifts)], self.wide
+        first[2] = first[2] // wide * wide
+        axes = zip(self.tile.cells, self.step, first, map(max, shifts), strict=True)
+        pixels = [(cells - 1) * step + last - least + 1 for cells, step, least, last in axes]
+        pixels[2] = -(-pixels[2] // wide) * wide
+        return _extents(first), _extents(pixels)
 
     @property
     def pitch(self) -> int:
         """Bytes from a pixel of the patch to the next."""
         return (self.tile.units | 1) * 16
 
-    @property
-    def patch_pixels(self) -> int:
-        return math.prod(self.patch[1])
+    @cached_property
+    def is_wide_index(self) -> bool:
+        """Whether an image has 2**31 elements or more."""
+        of_group = self.in_channels * math.prod(self.inputs), self.out_channels * math.prod(self.outputs)
+        return self.groups * max(of_group) > _INT32_MAX
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of an output as it is stored: partial sums of split-K are float32."""
+        return 4 if self.tile.splits > 1 else self.itemsize
+
+    @cached_property
+    def vector(self) -> int:
+        """Outputs that are stored together."""
+        most = 16 // self.stored_bytes
+        if self.channels_last:
+            return math.gcd(most, self.out_channels)
+        if self.tile.phases < self.span[2]:  # phases between them belong to other blocks
+            return 1
+        return math.gcd(most, self.outputs[2], self.tile.cells[2] * self.tile.phases)
+
+    @cached_property
     def shared_bytes(self) -> int:
-        outputs = math.prod(self.tile.cells) * self.tile.phases
-        itemsize = 4 if self.tile.splits > 1 else self.itemsize
-        staged = self.tile.warps[1] // self.tile.phases * min(self.tile.tiles[1], 16 // itemsize) * 8
-        lines, line = (outputs, staged) if self.channels_last else (staged, outputs)
-        stages = self.tile.stages * self.patch_pixels * self.pitch
-        places = max(self.patch_pixels, outputs) * (8 if self.wide_index else 4)
-        return -(-places // 16) * 16 + max(stages, lines * (line * itemsize + 16))
+        outputs, pixels = math.prod(self.tile.cells) * self.tile.phases, math.prod(self.patch[1])
+        channels = self.tile.warps[1] // self.tile.phases * min(self.tile.tiles[1], 16 // self.stored_bytes) * 8
+        lines, line = (outputs, channels) if self.channels_last else (channels, outputs)
+        places = max(pixels, outputs) * (8 if self.is_wide_index else 4)
+        return -(-places // 16) * 16 + max(_STAGES * pixels * self.pitch, lines * (line * self.stored_bytes + 16))
 
-    @property
+    @cached_property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weights, and of one product more, which is fetched and not used."""
-        of_tap = self.parts * self.tile.units * self.tile.channels * 16
-        taps = sum(map(len, self.layer.taps))
-        return (self.groups * self.channel_blocks * self.chunks * taps + 1) * of_tap
+        """Bytes of the packed weights, with one tap more, which is fetched and not used."""
+        taps = self.groups * self.channel_blocks * self.chunks * self.config.problem.taps
+        return (taps + 1) * self.parts * self.tile.units * self.tile.channels * 16
 
     @property
     def partial_bytes(self) -> int:
         """Bytes of the partial sums of split-K."""
-        outputs = self.batch * self.groups * self.layer.channels[1] * math.prod(self.layer.sizes[1])
+        outputs = self.batch * self.groups * self.out_channels * math.prod(self.outputs)
         return 4 * outputs * self.tile.splits if self.tile.splits > 1 else 0
 
-    @property
-    def resident(self) -> int:
-        """Blocks of a multiprocessor, as csrc/conv/gemm_mma.cu asks registers for."""
-        registers = 4 * self.tile.tiles[1] * (self.tile.tiles[0] + 1) * self.parts + 72
-        return max(1, min(3, 65536 // (registers * self.tile.threads)))
-
     def seconds(self, spec: DeviceSpec) -> float:
-        """Estimated seconds: a block multiplies, or waits for its patches and outputs, and blocks come in waves."""
-        rate = (spec.half if self.itemsize == 2 else spec.tf32) / spec.cycles * (_COST.hopper_share if spec.is_hopper else 1)
-        tile, taps = self.tile, max(map(len, self.layer.taps))
-        shared = max(1, min(self.resident, spec.shared_bytes // (self.shared_bytes + 1024)))
-        flops = 2 * tile.channels * tile.phases * math.prod(tile.cells) * tile.units * 16 // self.itemsize
-        products = flops * taps * self.split_chunks * (3 if self.split else 1) / rate
-        loads = self.patch_pixels * self.split_chunks * (_COST.load_cycles if self.copy_bytes else _COST.gather_cycles)
-        stores = math.prod(tile.cells) * tile.phases * tile.channels * _COST.store_cycles
-        alone = _COST.block_cycles + loads + stores + products / _COST.alone_share
-        busy = products / _COST.busy_share
-        waves = math.ceil(self.blocks * tile.splits / (spec.multiprocessors * shared))
-        return waves * max(alone, busy * shared) / spec.clock
+        """Estimated seconds: blocks share the tensor cores, and each takes its own time for everything else."""
+        tile, pixels = self.tile, math.prod(self.patch[1])
+        # Taps of a block: the most of its column phases; the mean of row phases, which are other blocks.
+        sets = [max(map(len, self.phases[i : i + tile.phases])) for i in range(0, len(self.phases), tile.phases)]
+        taps = sum(sets) / len(sets)
+        slower = _COST.narrow_share * (8 / tile.tiles[1] - 1)
+        slower += _COST.rounding_share if self.itemsize == 4 and self.parts == 1 else 0
+        products = taps * self.split_chunks * tile.units / 2 * math.prod(tile.tiles) * math.prod(tile.warps)
+        per_second = spec.half / 4096 if self.itemsize == 2 else spec.tf32 / 2048  # of 16 x 8 sums, 32 bytes deep
+        rate = min(per_second / spec.cycles, _COST.most_products)
+        busy = _COST.product_share * products * (3 if self.parts == 2 else 1) * (1 + slower) / rate
+        if self.copy_bytes:
+            pieces = max(1, 4 * tile.units // self.copy_bytes)
+            loaded = -(-pixels // (tile.threads // 4)) * pieces * _COST.copy_cycles
+        else:
+            loaded = -(-pixels * tile.units // (tile.threads * self.wide)) * _COST.gather_cycles
+        chunks = self.split_chunks * (_COST.chunk_cycles + loaded + taps * _COST.tap_cycles)
+        stored = math.prod(tile.cells) * tile.phases * tile.channels / tile.threads
+        stores = stored * (_COST.output_cycles + _COST.store_cycles * 16 / (self.vector * self.itemsize))
+        resident = max(1, min(tile.resident(self.parts), spec.shared_bytes // (self.shared_bytes + 1024)))
+        blocks = self.blocks * tile.splits / spec.multiprocessors
+        waves = blocks / resident
+        waves = math.ceil(waves) if waves < _FEW_WAVES else waves
+        cycles = waves * (min(resident, math.ceil(blocks)) * busy + _COST.block_cycles + chunks + stores)
+        packed = self.packed_bytes / _COST.weight_rate
+        partial = _COST.partial_passes * self.partial_bytes / spec.bandwidth
+        return _COST.launch_seconds + packed + cycles / spec.clock + partial
+
+
+def _extents(values: Sequence[int]) -> Extent3:
+    """Extents along depth, height and width; axes that there are not have 1."""
+    depth, height, width = (*(1,) * (3 - len(values)), *values)
+    return depth, height, width
+
+
+@lru_cache(maxsize=1024)
+def _phases(
+    kernel_size: Extents, stride: Extents, padding: Extents, dilation: Extents, direction: Pass
+) -> tuple[Taps, ...]:
+    """The taps of each phase, with their shifts. Phases and taps are in order of depth, row, column."""
+    kernel, stride, dilation = map(_extents, (kernel_size, stride, dilation))
+    padding = (*(0,) * (3 - len(padding)), *padding)
+    taps, phases = [*enumerate(itertools.product(*map(range, kernel)))], []
+    if direction == "input_grad":
+        shifts = [[k * d - p for k, d, p in zip(tap, dilation, padding, strict=True)] for _, tap in taps]
+        return (tuple((i, _extents(shift)) for (i, _), shift in zip(taps, shifts, strict=True)),)
+    for phase in itertools.product(*map(range, stride)):
+        axes = [
+            (i, [divmod(r + p - k * d, s) for r, p, k, d, s in zip(phase, padding, tap, dilation, stride, strict=True)])
+            for i, tap in taps
+        ]
+        phases.append(tuple((i, _extents([q for q, _ in of])) for i, of in axes if not any(rest for _, rest in of)))
+    return tuple(phases)
 
 
 def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
-    """The tiles that a pass may take: those of the menu that fit shared memory, and cells in the shapes of images."""
-    layer = Layer(config.problem, direction)
-    if min(layer.channels) < 2 or 0 in (config.problem.batch, *layer.sizes[0], *layer.sizes[1]):
+    """The tiles that a pass may take: those of the menu, with cells in every shape that an image fills."""
+    p = config.problem
+    if math.prod(p.stride) > _MOST_PHASES or p.taps > _MOST_TAPS or 0 in (p.batch, p.taps):
         return
-    if math.prod(layer.span) > _MOST_PHASES or config.problem.taps > _MOST_TAPS:
+    layer = Work(config, direction, Tile((1, 1), (1, 1), 1, (1, 1, 1), 2))
+    if min(layer.in_channels, layer.out_channels) < 2 or 0 in (*layer.inputs, *layer.outputs):
         return
-    channel_bytes = layer.channels[0] * config.dtype.itemsize
-    units = 4 if channel_bytes > 32 else 2
-    depth, height, width = (power_of_two(count) for count in layer.cells)
+    units = 4 if layer.in_channels * layer.itemsize > 32 else 2
+    depth, height, width = map(power_of_two, layer.grid)
     for warps_m, warps_n, tiles_m, tiles_n in MENU:
-        phases = math.gcd(warps_n, layer.span[2])
-        block = warps_m * tiles_m * 16
-        for tile_w in (8, 16, 32, 64, 128, 256):
-            for tile_h in (1, 2, 4, 8, 16, 32):
-                tile_d = block // (tile_w * tile_h)
-                if tile_d * tile_w * tile_h != block or tile_w > max(8, width) or tile_h > height or tile_d > depth:
-                    if (tile_d, tile_h) != (1, height) or tile_w > 2 * max(8, width):
-                        continue
-                tile = Tile((warps_m, warps_n), (tiles_m, tiles_n), phases, (tile_d, tile_h, tile_w), units, STG)
-                work = _Work(config, direction, tile)
-                room = work.resident * config.spec.multiprocessors // work.blocks
-                for splits in {1} | ({min(room, work.chunks), min(2 * room, work.chunks)} if room > 1 else set()):
-                    yield replace(tile, splits=-(-work.chunks // -(-work.chunks // splits)))
+        if tiles_m * tiles_n * layer.parts > _MOST_SUMS:
+            continue
+        for tile_w, tile_h in itertools.product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32)):
+            tile_d, rest = divmod(warps_m * tiles_m * 16, tile_w * tile_h)
+            fills = tile_d <= depth and tile_h <= height and tile_w <= max(8, width)
+            if rest or tile_d == 0 or not (fills or (tile_d, tile_w) == (1, 8)):
+                continue
+            phases, cells = math.gcd(warps_n, layer.span[2]), (tile_d, tile_h, tile_w)
+            tile = Tile((warps_m, warps_n), (tiles_m, tiles_n), phases, cells, units)
+            work = Work(config, direction, tile)
+            if work.shared_bytes > config.spec.shared_bytes:
+                continue
+            room = (
+                tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
+            )  # splits that fill the GPU once
+            for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
+                yield replace(tile, splits=-(-work.chunks // -(-work.chunks // splits)))
+
+
+def macros_of(work: Work) -> Macros:
+    """Macros that specialise csrc/conv/gemm_mma.cu."""
+    tile = work.tile
+    macros: Macros = {
+        **_common_macros(work),
+        "CHANNELS_LAST": int(work.channels_last),
+        "WARPS_M": tile.warps[0],
+        "WARPS_N": tile.warps[1],
+        "TILES_M": tile.tiles[0],
+        "TILES_N": tile.tiles[1],
+        "PHASES": tile.phases,
+        "TILE_H": tile.cells[1],
+        "TILE_W": tile.cells[2],
+        "COPY_BYTES": work.copy_bytes,
+        "WIDE": work.wide,
+        "VECTOR": work.vector,
+        "PARTIALS": int(tile.splits > 1),
+    }
+    return {**macros, "INDEX_64": 1} if work.is_wide_index else macros
+
+
+def weight_macros_of(work: Work) -> Macros:
+    """Macros that specialise csrc/weights/pack.cu."""
+    others: Macros = {
+        **_common_macros(work),
+        "FRAGMENTS": 1,
+        "INPUT_GRAD": int(work.direction == "input_grad"),
+        "IN_CHANNELS": work.in_channels,
+        "OUT_CHANNELS": work.out_channels,
+        "TAPS": work.config.problem.taps,
+        "CHANNEL_SETS": work.channel_blocks,
+        "CHUNKS": work.chunks,
+        "ROWS": work.tile.channels,
+        "CHANNELS": work.tile.channels,
+    }
+    return pack.macros_of(([[tap] for tap, _ in taps] for taps in work.phases), others)
+
+
+def _common_macros(work: Work) -> Macros:
+    element = ELEMENT_TYPES[work.config.dtype]
+    return {"ELEMENT_T": element, "SPLIT": int(work.parts == 2), "UNITS": work.tile.units}
 
 
 class GemmMma(Kernel):
@@ -315,92 +336,59 @@ class GemmMma(Kernel):
     name = "conv/gemm_mma"
     directions = ("forward", "input_grad")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    serves = "layers of several channels a group whose patches fit shared memory"
+    serves = "groups of several channels whose patches fit shared memory"
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        for tile in tiles_of(config, direction):
-            if _Work(config, direction, tile).shared_bytes <= config.spec.shared_bytes:
-                yield tile
+        return tiles_of(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        work = _Work(config, direction, tile)
-        return _COST.launch_seconds + work.seconds(config.spec) + 2 * work.packed_bytes / _COST.weight_rate
+        return Work(config, direction, tile).seconds(config.spec)
+
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
+        return tile if Work(config, direction, tile).shared_bytes <= config.spec.shared_bytes else None
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
-        work = _Work(config, direction, tile)
+        work = Work(config, direction, tile)
         return work.packed_bytes + work.partial_bytes
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
-        work = _Work(config, direction, tile)
-        layer, split_k = work.layer, tile.splits > 1
-        (in_channels, out_channels), (inputs, outputs) = layer.channels, layer.sizes
-        (first, patch), taps = work.patch, layer.taps
-        begins = [*itertools.accumulate(map(len, taps), initial=0)]
+        work, is_split = Work(config, direction, tile), tile.splits > 1
+        first, patch = work.patch
+        begins = [*itertools.accumulate(map(len, work.phases), initial=0)]
         offsets = [
             (((d - first[0]) * patch[1] + h - first[1]) * patch[2] + w - first[2]) * work.pitch
-            for phase in taps
-            for _, (d, h, w) in phase
+            for taps in work.phases
+            for _, (d, h, w) in taps
         ]
-        bias = "bias" if direction == "forward" else None
         params: Params = {
             "input, packed": ("input", "packed"),
-            "bias, output": (bias, "partials" if split_k else "output"),
-            "batch, groups, in_channels, out_channels": (work.batch, work.groups, in_channels, out_channels),
-            "in_d, in_h, in_w": inputs,
-            "out_d, out_h, out_w": outputs,
-            "step_d, step_h, step_w": layer.step,
-            "span_d, span_h, span_w": layer.span,
+            "bias, output": ("bias" if direction == "forward" else None, "partials" if is_split else "output"),
+            "batch, groups": (work.batch, work.groups),
+            "in_channels, out_channels": (work.in_channels, work.out_channels),
+            "in_d, in_h, in_w": work.inputs,
+            "out_d, out_h, out_w": work.outputs,
+            "step_d, step_h, step_w": work.step,
+            "span_d, span_h, span_w": work.span,
             "first_d, first_h, first_w": first,
             "patch_d, patch_h, patch_w": patch,
-            "tiles_d, tiles_h, tiles_w": work.tiles,
-            "phase_sets, channel_blocks": (math.prod(layer.span) // tile.phases, work.channel_blocks),
+            "tiles_d, tiles_h, tiles_w": work.grid,
+            "taps, channel_blocks": (len(offsets), work.channel_blocks),
             "chunks, split_chunks": (work.chunks, work.split_chunks),
             f"tap_begin[{_MOST_PHASES + 1}]": (*begins, *[0] * (_MOST_PHASES + 1 - len(begins))),
             f"tap_offset[{_MOST_TAPS + 1}]": (*offsets, *[0] * (_MOST_TAPS + 1 - len(offsets))),
         }
-        element: Macros = {"ELEMENT_T": ELEMENT_TYPES[config.dtype], "SPLIT": int(work.split), "UNITS": tile.units}
-        macros: Macros = {
-            **element,
-            "CHANNELS_LAST": int(work.channels_last),
-            "WARPS_M": tile.warps[0],
-            "WARPS_N": tile.warps[1],
-            "TILES_M": tile.tiles[0],
-            "TILES_N": tile.tiles[1],
-            "PHASES": tile.phases,
-            "TILE_H": tile.cells[1],
-            "TILE_W": tile.cells[2],
-            "COPY_BYTES": work.copy_bytes,
-            "STAGES": tile.stages,
-            "WIDE": work.wide,
-            "VECTOR": work.vector,
-            "PARTIALS": int(split_k),
-        }
-        if work.wide_index:
-            macros["INDEX_64"] = 1
-        of_weights: Macros = {
-            **element,
-            "INPUT_GRAD": int(direction == "input_grad"),
-            "IN_CHANNELS": in_channels,
-            "OUT_CHANNELS": out_channels,
-            "TAPS": config.problem.taps,
-            "CHANNEL_SETS": work.channel_blocks,
-            "CHUNKS": work.chunks,
-            "ROWS": tile.channels,
-            "CHANNELS": tile.channels,
-            "FRAGMENTS": 1,
-        }
-        sets = [[[tap] for tap, _ in phase] for phase in taps]
         grid, block = (work.blocks, tile.splits, 1), (tile.threads, 1, 1)
         launches = [
-            pack.packing(pack.macros_of(sets, of_weights), work.groups),
-            Launch("conv/gemm_mma.cu", macros, grid, block, params, work.shared_bytes, overlaps=True),
+            pack.packing(weight_macros_of(work), work.groups),
+            Launch("conv/gemm_mma.cu", macros_of(work), grid, block, params, work.shared_bytes, overlaps=True),
         ]
         scratch = {"packed": work.packed_bytes}
-        if split_k:
-            elements = math.prod(outputs) * out_channels * work.groups * work.batch
-            launches.append(reduce.sums(config.dtype, elements, tile.splits, "partials", "output"))
+        if is_split:
+            launches.append(
+                reduce.sums(config.dtype, work.partial_bytes // (4 * tile.splits), tile.splits, "partials", "output")
+            )
             scratch["partials"] = work.partial_bytes
-        return gathering(config, direction, launches if work.blocks else (), scratch)
+        return gathering(config, direction, launches, scratch)
 
 
 KERNEL = GemmMma()

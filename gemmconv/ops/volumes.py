@@ -1,0 +1,87 @@
+"""A volume's forward pass as one tensor-core product (conv/gemm_mma), as an operator; its gradients are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemmconv.algorithms.fallback import with_fallback
+from gemmconv.device import make_current, spec_of
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config, Precision
+from gemmconv.kernels.conv import gemm_mma
+from gemmconv.ops.call_cache import find_or_make, tensor_signature
+
+_SCHEMA = (
+    "(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] output_padding,"
+    " SymInt groups, SymInt[] dilation, str precision) -> Tensor"
+)
+
+
+def config_of(problem: Problem, dtype: torch.dtype, device: torch.device, precision: Precision) -> Config:
+    """What a call of the operator asks of the kernel."""
+    return Config(problem, dtype, device, precision, spec=spec_of(device))
+
+
+def conv_transpose3d(
+    input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, precision: Precision
+) -> Tensor:
+    """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked."""
+    p = problem
+    geometry = p.stride, p.padding, p.output_padding, p.groups, p.dilation
+    output: Tensor = _operator(input, weight, bias, *geometry, precision)
+    return output
+
+
+def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    *geometry, precision = (one if isinstance(one, int | str) else tuple(one) for one in arguments)
+    tensors = (input.contiguous(), weight.contiguous(), bias)
+    key = "volume", *map(tensor_signature, tensors), *geometry, precision
+
+    def torchs() -> Callable[..., Tensor]:
+        return lambda *tensors: torch.conv_transpose3d(*tensors, *geometry)
+
+    def ours() -> Callable[..., Tensor]:
+        rounding: Precision = "tf32" if precision == "tf32" else "ieee"
+        config = config_of(_problem(input.shape, weight.shape, *geometry), input.dtype, input.device, rounding)
+        if gemm_mma.KERNEL.why_not(config, "forward") is not None:
+            return torchs()
+        return gemm_mma.KERNEL.prepare(config, "forward", gemm_mma.KERNEL.tile(config, "forward"))
+
+    with make_current(input.device):
+        call = find_or_make(key, lambda: with_fallback(input.device, ours, torchs))
+        output: Tensor = call(*tensors)
+        return output
+
+
+def _problem(input: Sequence[int], weight: Sequence[int], *geometry: Any) -> Problem:
+    stride, padding, output_padding, groups, dilation = geometry
+    sizes: Any = tuple(input[2:]), tuple(weight[2:]), stride, padding, output_padding, dilation
+    return Problem(input[0], input[1], weight[1] * groups, groups, *sizes)
+
+
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    return input.new_empty(_problem(input.shape, weight.shape, *arguments[:5]).output_shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias, *ctx.geometry, _ = inputs
+    ctx.save_for_backward(input, weight)
+    ctx.bias_sizes = None if bias is None else list(bias.shape)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+    stride, padding, output_padding, groups, dilation = ctx.geometry
+    gradients = torch.ops.aten.convolution_backward(
+        *(grad_output, *ctx.saved_tensors, ctx.bias_sizes, stride, padding, dilation),
+        *(True, output_padding, groups, list(ctx.needs_input_grad[:3])),
+    )
+    return *gradients, *(None,) * 6
+
+
+_operator = torch.library.custom_op("gemmconv::conv_transpose3d", _compute, mutates_args=(), schema=_SCHEMA)
+_operator.register_fake(_fake)
+_operator.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,133 @@
+"""Volumes as one product: the kernel on three axes, and the operator that conv_transpose3d puts it behind."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import gemmconv
+from gemmconv import rank
+from gemmconv.device import named
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Config
+from gemmconv.kernels.conv import gemm_mma
+from gemmconv.ops import volumes
+from tests import emulator
+
+PROBLEMS = [
+    Problem(2, 24, 20, 1, (3, 5, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
+    Problem(1, 40, 24, 2, (4, 3, 9), (2, 3, 1), (1, 2, 3), (0, 1, 0), (0, 1, 2), (2, 1, 1)),
+    Problem(2, 8, 40, 1, (2, 4, 4), (3, 5, 3), (1, 1, 1), (1, 2, 0), (0, 0, 0), (1, 1, 1)),
+    Problem(1, 16, 3, 1, (5, 4, 12), (4, 4, 4), (2, 2, 2), (1, 1, 1), (0, 0, 0), (1, 1, 1)),
+]
+KINDS = [(torch.float32, "ieee", 2e-6), (torch.float32, "tf32", 2e-3), (torch.float16, "ieee", 2e-3)]
+ARGUMENTS = {"stride": 2, "padding": 1, "output_padding": 1}
+
+
+def geometry_of(problem):
+    p = problem
+    return {
+        "stride": p.stride,
+        "padding": p.padding,
+        "output_padding": p.output_padding,
+        "groups": p.groups,
+        "dilation": p.dilation,
+    }
+
+
+def tensors_of(problem, dtype=torch.float32, device="cpu"):
+    shapes = problem.input_shape, problem.weight_shape, (problem.out_channels,)
+    return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler (g++ or c++) to emulate with")
+@pytest.mark.parametrize(("problem", "kind"), itertools.product(PROBLEMS, KINDS), ids=str)
+def test_kernel_computes_both_passes_of_volumes(problem, kind, builder, poison):
+    dtype, precision, tolerance = kind
+    config = Config(problem, dtype, torch.device("cpu"), precision)
+    input, weight, bias = tensors_of(problem, dtype)
+    grad_output = torch.randn(problem.output_shape).to(dtype)
+    x, w, b = (one.double().requires_grad_() for one in (input, weight, bias))
+    output = torch.conv_transpose3d(x, w, b, **geometry_of(problem))
+    (gradient,) = torch.autograd.grad(output, x, grad_output.double())
+    with emulator.install(builder):
+        for direction, arguments, exact in (
+            ("forward", (input, weight, bias), output),
+            ("input_grad", (grad_output, weight), gradient),
+        ):
+            tiles = [*gemm_mma.KERNEL.tiles(config, direction)]
+            call = gemm_mma.KERNEL.prepare(config, direction, tiles[len(tiles) // 2])
+            poison("cpu")
+            error = (call(*arguments).double() - exact).norm() / exact.norm()
+            assert error < tolerance
+
+
+@pytest.fixture
+def as_products(monkeypatch):
+    """Every volume is one product, which a CPU leaves to torch's operator."""
+    monkeypatch.setattr(rank, "way_of", lambda *_: "product")
+
+
+def test_operator_is_torchs_with_gradients_of_any_order(as_products):
+    tensors = [one.requires_grad_() for one in tensors_of(PROBLEMS[0])]
+    torch.library.opcheck(volumes._operator, (*tensors, (2,) * 3, (1,) * 3, (1,) * 3, 1, (1,) * 3, "ieee"))
+    found, wanted = [], []
+    for results, function in ((found, gemmconv.conv_transpose3d), (wanted, torch.conv_transpose3d)):
+        output = function(*tensors, **ARGUMENTS)
+        first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
+        results += [output, *first, *torch.autograd.grad(sum(one.sum() for one in first), tensors[:2])]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_operator_compiles_and_leaves_transforms_and_float64_to_torch(as_products):
+    input, weight, bias = tensors_of(PROBLEMS[0])
+    wanted = torch.conv_transpose3d(input, weight, bias, **ARGUMENTS)
+
+    def call(input):
+        return gemmconv.conv_transpose3d(input, weight, bias, **ARGUMENTS)
+
+    torch.testing.assert_close(torch.compile(call, fullgraph=True)(input), wanted)
+    torch.testing.assert_close(torch.func.vmap(call)(torch.stack([input] * 2))[1], wanted)
+    gradient = torch.func.grad(lambda input: call(input).sum())(input)
+    assert gradient.shape == input.shape
+    with forward_ad.dual_level():
+        dual = call(forward_ad.make_dual(input, torch.ones_like(input)))
+        assert forward_ad.unpack_dual(dual).tangent is not None
+    double = gemmconv.conv_transpose3d(input.double(), weight.double(), **ARGUMENTS)
+    torch.testing.assert_close(double, torch.conv_transpose3d(input.double(), weight.double(), **ARGUMENTS))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(input).dtype == torch.bfloat16
+
+
+def test_rule_takes_dense_volumes_on_hopper():
+    hopper, device = named("H200"), torch.device("cuda", 0)
+    dense = Problem(2, 32, 64, 1, (16,) * 3, (3,) * 3, (2,) * 3, (1,) * 3, (0,) * 3, (1,) * 3)
+    assert rank.way_of(dense, False, device, hopper, False) == "product"
+    assert rank.way_of(dense, True, device, hopper, False) == "torch"
+    assert rank.way_of(dense, False, device, named("A100"), False) == "torch"
+    assert rank.way_of(replace(dense, kernel_size=(2,) * 3, padding=(0,) * 3), False, device, hopper, False) == "images"
+    assert rank.way_of(replace(dense, groups=2), False, device, hopper, False) == "images"
+
+
+def test_explain_says_that_a_volume_is_one_product():
+    layer = torch.nn.ConvTranspose3d(32, 64, 3, stride=2, padding=1)
+    found = gemmconv.explain(layer, (16, 32, 16, 32, 32), gpu="H200", precision="tf32", device="cuda")
+    assert found.algorithm == "fused"
+    assert 0 < found.product < 1e-2
+    assert "as one product by conv/gemm_mma" in str(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("problem", "kind"), itertools.product(PROBLEMS, KINDS), ids=str)
+def test_volumes_match_torch_on_a_gpu(problem, kind, as_products, poison):
+    dtype, precision, tolerance = kind
+    input, weight, bias = (one.requires_grad_() for one in tensors_of(problem, dtype, "cuda"))
+    x, w, b = (one.detach().double() for one in (input, weight, bias))
+    wanted = torch.conv_transpose3d(x, w, b, **geometry_of(problem))
+    poison("cuda")
+    output = gemmconv.conv_transpose3d(input, weight, bias, **geometry_of(problem), precision=precision)
+    assert (output - wanted).norm() / wanted.norm() < tolerance
+    gradients = torch.autograd.grad(output.sum(), (input, weight, bias))
+    assert [one.shape for one in gradients] == [one.shape for one in (input, weight, bias)]
