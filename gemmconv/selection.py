@@ -68,7 +68,7 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
     CUDA orders them by what is waited for (:class:`Seconds`), least first; equals keep the order of ``ALGORITHMS``.
     The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
     its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
-    input channels a group, on tensor cores up to about 64. fused (Hopper) pays for two launches and, at the rate of
+    input channels a group, on tensor cores up to about 64. fused pays for two launches and, at the rate of
     large tiles, for arithmetic: it comes first where there are more channels. native pays for transposing tensors in
     NCHW, for tensor cores that few channels leave empty, and for the host, which it keeps the longest.
 
@@ -459,8 +459,8 @@ def explain_problem(
     'fused'
     >>> explain_problem(problem, gpu="H100", dtype=torch.float16, direction="weight_grad").kernel
     'sm90/wgrad_nhwc'
-    >>> explain_problem(problem, gpu="A100").algorithm
-    'native'
+    >>> explain_problem(problem, gpu="A100").kernel
+    'conv/gemm_mma'
     """
     problem = made_problem("explain", problem, dtype)
     choice("explain", algorithm, NAMES, precision, workspace_limit)

@@ -3,8 +3,8 @@
  * Outputs of an axis are cut into cells of SPAN neighbours; phase r is output r of each cell. Cell j reads, for a tap of its
  * phase, the input at j * STEP + shift:
  *
- *   transposed convolution  SPAN = S, STEP = 1: tap k belongs to the phase r for which S divides r + P - k*D; the quotient is its shift
- *   its input gradient      SPAN = 1, STEP = S: every tap k belongs to the one phase; its shift is k*D - P
+ *   transposed convolution  SPAN = S, STEP = 1: tap k is of the phase r for which S divides r + P - k*D; its shift is the quotient
+ *   its input gradient      SPAN = 1, STEP = S: every tap k is of the one phase; its shift is k*D - P
  *
  * For one phase, the outputs of all cells are then a matrix product
  *
@@ -18,21 +18,25 @@
  *   phase 0. A block of row phase 0 loads 10 x 18 pixels (shifts -1 to 1). Its warps of column phase 0 multiply the pixels at
  *   (0, 0), (0, -1), (-1, 0), (-1, -1), those of phase 1 at (0, 1), (0, 0), (-1, 1), (-1, 0).
  *
- * Prologue: for each chunk the block copies the patch, all pixels that any tap of its cells reads, to shared memory as [pixel][unit],
- * zeros outside of the image. An odd number of units between pixels keeps neighbours in different banks. Copies are asynchronous, in
- * STAGES buffers, except where an element is smaller than the least asynchronous copy: 16-bit NCHW goes through registers.
- * Main loop: a tap is an offset into the patch, so each pixel is loaded once for all taps. ldmatrix reads the left side; the right
- * side comes from the L2 cache in the order in which it is used (weights/pack.cu), a step ahead, straight into registers.
+ * Prologue: the block copies the patch, all pixels that any tap of its cells reads, to shared memory as [pixel][unit], chunk by
+ * chunk, zeros outside of the image. An odd number of units from a pixel to the next keeps neighbours in different banks. Copies
+ * are asynchronous, a chunk ahead. Pixels in NCHW go through registers where four of a channel are aligned together, or two
+ * bytes are all that lies together.
+ * Main loop: a tap is an offset into the patch, so each pixel is loaded once for all taps. ldmatrix reads the left side. The right
+ * side comes from the L2 cache in the order in which it is used (FRAGMENTS of weights/pack.cu), a tap ahead, into registers.
  * Epilogue: epilogue/store_tile.cuh.
  *
  * float32 in SPLIT has two parts of TF32 on both sides, and three products. Tensor cores cut sums off where float32 would
  * round, so they sum the products of one tap alone there, and sums are added up in float32.
  *
+ * What limits it: beginning and ending a block, which only another block of the multiprocessor hides. docs/notes/gemm_mma.md has
+ * the measurements.
+ *
  * Macros: ELEMENT_T, SPLIT; CHANNELS_LAST; WARPS_M, WARPS_N; TILES_M, TILES_N (of 16 cells and of 8 channels, of a warp); PHASES
- * (divides WARPS_N and the span across); TILE_H, TILE_W; UNITS (of a chunk, even); COPY_BYTES (of an asynchronous copy, or 0);
- * STAGES; WIDE (pixels that are loaded
- * together where there is none); VECTOR (outputs that are stored together); PARTIALS (split-K: outputs are float32 sums of a part of all chunks, which
- * splits/reduce.cu adds up); INDEX_64 (images of 2^31 elements). Chosen by gemmconv/kernels/conv/gemm_mma.py.
+ * (divides WARPS_N and the span across); TILE_H, TILE_W; UNITS (of a chunk, even); COPY_BYTES (of an asynchronous copy; 0 through
+ * registers), WIDE (pixels that are loaded together through registers); VECTOR (outputs that are stored together); PARTIALS
+ * (split-K: outputs are float32 sums over some of the chunks, which splits/reduce.cu adds up); INDEX_64 (images of 2^31 elements).
+ * Chosen by gemmconv/kernels/conv/gemm_mma.py.
  */
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
