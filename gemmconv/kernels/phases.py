@@ -8,10 +8,26 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 from gemmconv.geometry import Pair, Problem
+from gemmconv.kernels.base import Pass
 
 _MOST_REACH = 2**20
+
+
+class Tap(NamedTuple):
+    """A tap of an axis, as a cell meets it.
+
+    Attributes:
+        tap: which of the kernel's.
+        phase: which output of a cell it reaches.
+        shift: from the cell's first input to the input that it reads.
+    """
+
+    tap: int
+    phase: int
+    shift: int
 
 
 def cells_of(problem: Problem) -> Pair:
@@ -32,14 +48,27 @@ def phase_shifts(problem: Problem, axis: int) -> tuple[frozenset[int], ...]:
     >>> phase_shifts(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
     (frozenset({0, -1}), frozenset({0, 1}))
     """
+    taps = taps_of(problem, "forward", axis)
+    return tuple(frozenset(of.shift for of in taps if of.phase == phase) for phase in range(problem.stride[axis]))
+
+
+def taps_of(problem: Problem, direction: Pass, axis: int) -> tuple[Tap, ...]:
+    """The taps of an axis, in order: of a forward pass, or of an input gradient, whose cells are single inputs.
+
+    >>> taps_of(Problem(1, 1, 1, 1, (8, 8), (3, 3), stride=(2, 2), padding=(1, 1)), "forward", 0)
+    (Tap(tap=0, phase=1, shift=1), Tap(tap=1, phase=0, shift=0), Tap(tap=2, phase=1, shift=0))
+    """
     p = problem
-    return _phase_shifts(p.kernel_size[axis], p.stride[axis], p.padding[axis], p.dilation[axis])
+    return axis_taps(direction, p.kernel_size[axis], p.stride[axis], p.padding[axis], p.dilation[axis])
 
 
 @lru_cache(maxsize=1024)
-def _phase_shifts(kernel_size: int, stride: int, padding: int, dilation: int) -> tuple[frozenset[int], ...]:
-    reaches = [[residue + padding - tap * dilation for tap in range(kernel_size)] for residue in range(stride)]
-    return tuple(frozenset(reach // stride for reach in row if reach % stride == 0) for row in reaches)
+def axis_taps(direction: Pass, kernel_size: int, stride: int, padding: int, dilation: int) -> tuple[Tap, ...]:
+    """:func:`taps_of` an axis without a problem."""
+    places = [tap * dilation - padding for tap in range(kernel_size)]
+    if direction == "input_grad":
+        return tuple(Tap(tap, 0, place) for tap, place in enumerate(places))
+    return tuple(Tap(tap, place % stride, -(place // stride)) for tap, place in enumerate(places))
 
 
 def reach_of(problem: Problem, axis: int) -> Pair:

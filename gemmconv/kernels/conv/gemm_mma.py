@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +21,7 @@ from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.integers import power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.phases import axis_taps
 from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering
 from gemmconv.kernels.splits import reduce
 from gemmconv.kernels.weights import pack
@@ -244,17 +246,11 @@ def _phases(
     """The taps of each phase, with their shifts. Phases and taps are in order of depth, row, column."""
     kernel, stride, dilation = map(_extents, (kernel_size, stride, dilation))
     padding = (*(0,) * (3 - len(padding)), *padding)
-    taps, phases = [*enumerate(itertools.product(*map(range, kernel)))], []
-    if direction == "input_grad":
-        shifts = [[k * d - p for k, d, p in zip(tap, dilation, padding, strict=True)] for _, tap in taps]
-        return (tuple((i, _extents(shift)) for (i, _), shift in zip(taps, shifts, strict=True)),)
-    for phase in itertools.product(*map(range, stride)):
-        axes = [
-            (i, [divmod(r + p - k * d, s) for r, p, k, d, s in zip(phase, padding, tap, dilation, stride, strict=True)])
-            for i, tap in taps
-        ]
-        phases.append(tuple((i, _extents([q for q, _ in of])) for i, of in axes if not any(rest for _, rest in of)))
-    return tuple(phases)
+    axes = [axis_taps(direction, *of) for of in zip(kernel, stride, padding, dilation, strict=True)]
+    span, found = stride if direction == "forward" else (1, 1, 1), defaultdict[Extent3, list[tuple[int, Extent3]]](list)
+    for i, (depth, row, column) in enumerate(itertools.product(*axes)):
+        found[depth.phase, row.phase, column.phase].append((i, (depth.shift, row.shift, column.shift)))
+    return tuple(tuple(found[d, h, w]) for d, h, w in itertools.product(*map(range, span)))
 
 
 def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:

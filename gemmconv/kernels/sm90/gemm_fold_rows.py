@@ -25,6 +25,7 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
+from gemmconv.kernels.phases import Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.sm90.base import INT32_MAX, Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -59,21 +60,6 @@ _MOST_PRODUCTS, _MOST_GROUPS = 96, 16
 _MOST_REGISTERS, _OTHER_REGISTERS, _FEW_WORDS = 250, 40, 64  # of a thread
 _MOST_TF32_STAGES = 16
 _LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
-
-
-@dataclass(frozen=True)
-class Tap:
-    """A tap of an axis.
-
-    Attributes:
-        tap: which of the kernel's.
-        phase: which output of a cell it reaches.
-        shift: from the cell to the input that it reads.
-    """
-
-    tap: int
-    phase: int
-    shift: int
 
 
 class RowTile(Gathering):
@@ -758,28 +744,6 @@ class TileTf32(RowTile):
     def packed_as(self) -> Macros:
         sets = {"CHANNEL_SETS": self.channel_sets, "ROWS": self.lines, "CHANNEL_PAIRS": 1}
         return {**sets, "SLOTS": len(self.taps_across), "CHANNELS": self.outs}
-
-
-def taps_of(problem: Problem, direction: Pass, axis: int) -> tuple[Tap, ...]:
-    """The taps of an axis.
-
-    >>> taps_of(Problem(1, 1, 1, 1, (8, 8), (3, 3), stride=(2, 2), padding=(1, 1)), "forward", 0)
-    (Tap(tap=0, phase=1, shift=1), Tap(tap=1, phase=0, shift=0), Tap(tap=2, phase=1, shift=0))
-    """
-    p = problem
-    return _taps_of(direction, p.kernel_size[axis], p.stride[axis], p.padding[axis], p.dilation[axis])
-
-
-@lru_cache(maxsize=1024)
-def _taps_of(direction: Pass, kernel_size: int, stride: int, padding: int, dilation: int) -> tuple[Tap, ...]:
-    found = []
-    for tap in range(kernel_size):
-        place = tap * dilation - padding
-        if direction == "forward":
-            found.append(Tap(tap, place % stride, -(place // stride)))
-        else:
-            found.append(Tap(tap, 0, place))
-    return tuple(found)
 
 
 def may_gather(problem: Problem, direction: Pass) -> bool:

@@ -17,6 +17,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.pass_geometry import Gathering
+from gemmconv.kernels.phases import taps_of
 from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
@@ -1011,11 +1012,11 @@ def _line_box(
 @lru_cache(maxsize=4096)
 def _axis_taps(problem: Problem, direction: Pass, axis: int, phase: int) -> dict[int, int]:
     """The taps that reach one of a cell's outputs, by the shifts from its first input to what they read."""
-    stride, dilation, taps = problem.stride[axis], problem.dilation[axis], range(problem.kernel_size[axis])
+    taps, stride = taps_of(problem, direction, axis), problem.stride[axis]
     if direction == "input_grad":
-        return {phase * stride - problem.padding[axis] + tap * dilation: tap for tap in taps}
-    reaches = [(phase + problem.padding[axis] - tap * dilation, tap) for tap in taps]
-    return {reach // stride: tap for reach, tap in reaches if reach % stride == 0}
+        return {phase * stride + of.shift: of.tap for of in taps}
+    inputs, own = divmod(phase, stride)  # a cell may have several inputs
+    return {inputs + of.shift: of.tap for of in taps if of.phase == own}
 
 
 @lru_cache(maxsize=1024)
