@@ -1,4 +1,4 @@
-"""What the four examples share: flags, progress, pictures, and a comparison with torch's layers."""
+"""Shared by the four examples: flags, progress, pictures, and a comparison with torch's layers."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def image_problems(problem: Problem) -> list[Problem]:
 
 
 def _depth_phases(problem: Problem) -> list[tuple[int, int, int, tuple[tuple[int, int], ...], int]]:
-    """What is computed together of a volume's depth axis.
+    """The parts of a volume's depth axis that are computed together.
 
     Returns:
         The first output slice; the q of it; the number of q; pairs of a tap and its shift; and how many phases share

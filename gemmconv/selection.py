@@ -123,7 +123,7 @@ def _on_measured_gpu(config: Config) -> Config:
 
 
 def _clearly_below(config: Config, torchs: Seconds) -> float:
-    """What is to be waited for with ours at most, on a GPU that is not Hopper, to come before torch's operator."""
+    """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper."""
     ratio = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]
     return ratio * torchs.waited if torchs.device < math.inf else 0.0
 

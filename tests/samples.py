@@ -162,7 +162,7 @@ def tile_for(module, config, direction=None):
 
 
 def rows_tile_for(config, direction):
-    """The same of sm90/gemm_fold_rows."""
+    """The tile that sm90/gemm_fold_rows takes for a configuration."""
     return tile_for(gemm_fold_rows, config, direction)
 
 

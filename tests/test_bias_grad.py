@@ -72,7 +72,7 @@ def test_sums_on_the_gpu(case, layout, dtype, poison):
 @pytest.mark.parametrize("wanted", ["input", "weight", "input weight"])
 @pytest.mark.parametrize("layout", FORMATS, ids=str)
 def test_it_comes_with_other_gradients(layout, wanted, device):
-    """Of a plain backward pass."""
+    """The gradients of a plain backward pass."""
     leaves = {"input": torch.randn(3, 8, 5, 6), "weight": torch.randn(8, 6, 3, 3), "bias": torch.randn(6)}
     leaves = {name: leaf.to(device, torch.float64) for name, leaf in leaves.items()}
     leaves |= {name: leaves[name].contiguous(memory_format=layout) for name in ("input", "weight")}

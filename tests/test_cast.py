@@ -88,7 +88,7 @@ CASES = [Case(2, 3, 4, (5, 6), (3, 2), (2, 1)), Case(1, 8, 8, (4, 4), (4, 4), (2
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_forward_pass_casts_in_front(case, layout, with_bias, builder, poison):
-    """The same bits as of what torch cast; the casts are returned where they are to be kept."""
+    """Bits equal to those of torch's casts; the casts are returned where they are to be kept."""
     data = sample(case, torch.float32, "cpu")
     input, weight = (one.contiguous(memory_format=layout) for one in (data.input.bfloat16(), data.weight))
     bias = data.bias if with_bias else None

@@ -47,7 +47,7 @@ each_tile = each_of(tiles())
 
 
 def rows_of(tile):
-    """Of each M tile the (line, column phase) of its rows, as the kernel finds them."""
+    """The (line, column phase) of each row of each M tile, as the kernel finds them."""
     stride, found = tile.problem.stride[1], [[] for _ in range(tile.m_tiles)]
     for slot in range(2 * tile.m_tiles):
         if tile.channels % 16 == 0:

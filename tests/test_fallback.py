@@ -454,7 +454,7 @@ def test_kernel_errors_name_their_cause_without_the_log():
 
 @pytest.fixture
 def images_and_weight():
-    """Of a layer that is computed by kernels of ours, forward and backward, on most GPUs."""
+    """A layer that kernels of ours compute, forward and backward, on most GPUs."""
     return [torch.randn(shape, device="cuda", requires_grad=True) for shape in ((2, 96, 33, 40), (96, 3, 8, 8))]
 
 

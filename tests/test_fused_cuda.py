@@ -111,7 +111,7 @@ def kind_of(plan):
     return plan.way, plan.units, max(plan.unit) > 1, plan.strips > 1, box, plan.pitch % 2
 
 
-# Of each kernel, how many other tiles it has beside its own.
+# How many other tiles each kernel has beside its own.
 OTHERS = {
     "gemm_fold_narrow": 2,
     "gemm_fold": 5,

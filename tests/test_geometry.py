@@ -59,7 +59,7 @@ def scattered(problem, axis):
 
 
 def gathered(problem, axis):
-    """The same triples as the phases describe them."""
+    """These triples as the phases describe them."""
     stride, padding = problem.stride[axis], problem.padding[axis]
     phases = problem.phases(axis)
     return [

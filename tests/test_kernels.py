@@ -688,7 +688,7 @@ row_run_of = functools.partial(run_of, "gemm_fold_rows")
 
 
 def row_run_in(case, *fields):
-    """Of the tile with these slots, columns, rows and whole sectors."""
+    """The run of the tile with these slots, columns, rows and whole sectors."""
     return row_run_of(case, lambda tile: (tile.slots, tile.columns, tile.rows, tile.whole_sectors) == fields)
 
 
@@ -870,7 +870,7 @@ def test_runs_on_tensor_cores_load_in_every_way():
     }
 
 
-# The same as an input gradient, where it is possible: strides are those of the inputs then.
+# As an input gradient, where it is possible: strides are those of the inputs then.
 FUSED_GRADIENTS = [
     run
     for i, one in enumerate(FUSED_RUNS)

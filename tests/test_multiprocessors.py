@@ -112,7 +112,7 @@ def test_weight_gradients_are_cut_into_slices_for_the_multiprocessors_there_are(
 
 @each_smaller
 def test_auto_takes_what_it_takes_on_the_reference(spec):
-    """Of forward passes in NCHW, ours or torch's; ``fused`` too, where no other's estimate is close there."""
+    """Forward passes in NCHW, ours or torch's; ``fused`` too, where no other's estimate is close there."""
     others = set()
     for workload in WORKLOADS:
         for dtype, precision in KINDS:

@@ -25,7 +25,7 @@ from gemmconv.device import KNOWN, spec_of
 from gemmconv.selection import choose_gradients, preference
 
 ELSEWHERE = [name for name, spec in KNOWN.items() if not spec.is_hopper]
-# Of the least and the greatest compute capability that kernels are for; the others run with ``make test-slow``.
+# GPUs of the least and the greatest compute capability that kernels are for; the others run with ``make test-slow``.
 USUAL = ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"]
 each_elsewhere = pytest.mark.parametrize(
     "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in ELSEWHERE]
@@ -115,7 +115,7 @@ def portable_times():
 
 @each_elsewhere
 def test_nothing_is_taken_that_was_measured_to_be_much_slower_than_torch(name):
-    """Of ours at most 5% slower; and torch's operator nowhere where another algorithm took less than half its time."""
+    """At most 5% slower; and torch's operator is nowhere taken where another algorithm took less than half its time."""
     compared = 0
     for workload in WORKLOADS:
         for precision, layout in itertools.product(PRECISIONS, FORMATS):

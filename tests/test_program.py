@@ -113,7 +113,7 @@ def test_regions_that_are_never_needed_together_share_memory():
 
 
 def test_regions_lie_where_an_output_will_be_as_long_as_it_is_not_written():
-    """Of b and c the output has room for one; a step that may begin early may write it while c is still read."""
+    """The output has room for one of b and c; a step that may begin early may write it while c is still read."""
 
     def laid_out(*steps, elements=128):
         outputs, made = (Output("y", (elements,), (1,)),), (((elements,), (1,), torch.float32),)

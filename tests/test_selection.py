@@ -226,7 +226,7 @@ def test_input_gradients_of_many_taps_take_native_long(layer, dtype, least):
 @pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 def test_output_padding_of_a_stride_or_more_is_not_left_to_torchs_own_products(direction, memory_format):
-    """Of random layers all four such, 8 gradients, took torch's im2col, an image at a time: 11 times the estimate."""
+    """All four such random layers, 8 gradients, took torch's im2col, an image at a time: 11 times the estimate."""
     dilated = Problem(27, 120, 16, 1, (5, 47), (2, 2), output_padding=(0, 1), dilation=(2, 2))
     config = config_of(dilated, torch.bfloat16, "ieee", memory_format=memory_format)
     assert Native().estimate(config, direction) == math.inf
@@ -296,7 +296,7 @@ def test_auto_takes_what_saves_the_host_more_than_it_costs_the_device():
 
 
 def test_products_are_estimated_by_the_longest_sums_of_a_block():
-    """Of few images, blocks sum many terms; as many images share as many terms; one alone is cut."""
+    """With few images, blocks sum many terms; as many images share as many terms; one alone is cut."""
 
     def seconds(batch, size, direction="weight_grad"):
         layer = Problem(batch, 56, 1, 1, (size, size), (9, 9), stride=(3, 3), padding=(4, 4), output_padding=(2, 2))

@@ -69,7 +69,7 @@ STATES = {
 
 
 def signatures(make):
-    """Of all calls in all states."""
+    """All calls in all states."""
     found = {}
     for (call, given), (state, enter) in itertools.product(CALLS.items(), STATES.items()):
         tensors, said = given[:3], (*given, b"a")[3]
@@ -192,7 +192,7 @@ def test_what_is_raised_while_a_signature_is_made_is_raised():
 
 
 def test_other_functions_of_dlpack_are_not_taken(monkeypatch):
-    """Of another version, of none, or of no extension: gemmconv does without."""
+    """With an extension of another version, of none, or without one, gemmconv does without it."""
     in_c = extension()
     if in_c is not None:
         for version, whole in (((1, 3), True), ((1, 1), True), ((2, 0), True), ((1, 3), False)):

@@ -40,7 +40,7 @@ CASES = list(itertools.product(LAYERS, ("tf32", "ieee", "bf16"), FORMATS, PASSES
 QUICK = list(itertools.product(("k2s2", "k4s2"), ("tf32", "bf16"), FORMATS, PASSES))
 SIZES, MOST, MEDIAN = 60, 16, 8  # sizes of a layer, and compilations that they may take
 FEW_SIZES, MOST_OF_FEW, MEDIAN_OF_FEW = 20, 12, 6
-# Of layers that take more than MOST: strides of 1, whose tiles differ more from size to size, and a few of stride 2.
+# Layers that take more than MOST: strides of 1, whose tiles differ more from size to size, and a few of stride 2.
 ABOVE = {
     ("k3s1", "tf32", "nchw", "forward"): 25,
     ("k3s1", "tf32", "nchw", "input_grad"): 25,

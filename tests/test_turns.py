@@ -395,7 +395,7 @@ def test_report_leaves_turns_of_older_sources_out():
 
 
 def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
-    """Of GPUs that rested; another's come first, and the folder's own no more."""
+    """Numbers of GPUs that rested; another's come first, and the folder's own no more."""
     monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
     page = tmp_path / "results.md"
     page.write_text(f"{report.START}\n{report.END}\n")

@@ -58,7 +58,7 @@ def test_blocks_have_every_weight_of_a_group_once(tile):
         for most, step in ((ci, tile.ci_tile), (co, tile.block_co), (kernel_h, taps_h), (kernel_w, taps_w))
     ]
     assert tile.problem.groups * math.prod(map(len, starts)) == tile.weight_blocks
-    # Of a block, which warpgroup and row has which output channel, and which warpgroup which taps.
+    # In a block, which warpgroup and row has which output channel, and which warpgroup which taps.
     classes = max(1, tile.planes)
     channels = Counter(
         row % (tile.block_co // classes) * classes + row // (tile.block_co // classes) for row in range(tile.block_co)

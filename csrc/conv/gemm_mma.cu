@@ -92,7 +92,7 @@ struct block_t {
     extent_t cell, phase;  // the first cell; the phase, across the first of PHASES
 };
 
-/* What a block computes. Blocks of the same cells are neighbours: what one has loaded the L2 cache has for the others. */
+/* The work of this block. Blocks of the same cells are neighbours, so the L2 cache has their inputs after the first. */
 __device__ __forceinline__ block_t block_of(const gemm_mma_params& p) {
     block_t block;
     int rest = blockIdx.x;

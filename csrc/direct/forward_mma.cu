@@ -497,7 +497,7 @@ direct_forward_mma_kernel(const __grid_constant__ direct_forward_mma_params p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     ELEMENT_T* stage = reinterpret_cast<ELEMENT_T*>(biases + kBiases) + warp * kStageElements;
 
-    // What the block and the warp own.
+    // The channels and cells of the block and of the warp.
     const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N;
     const int first_group = static_cast<int>(blockIdx.y) / kOutBlocks * GROUPS;
     const int block_out = static_cast<int>(blockIdx.y) % kOutBlocks * (WARPS_M * CHANNELS);

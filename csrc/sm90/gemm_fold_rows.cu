@@ -111,7 +111,7 @@ constexpr int kTurnOf0 = 1, kTurnOf1 = 2;
 
 struct barriers_t : ring_barriers_t<STAGES> { barrier_t weights; };
 
-/* What a block works on: a row phase, output channels, a group; the same for all of its items. */
+/* The row phase, output channels and group of a block, which all of its items share. */
 struct set_t { int number, phase, channels, group; };
 __device__ __forceinline__ set_t set_of(const gemm_fold_rows_params& p) {
     const int number = blockIdx.x % (kSets * p.groups);

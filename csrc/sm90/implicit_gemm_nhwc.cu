@@ -95,7 +95,7 @@ constexpr int kMostSlots = 4, kMostStages = 12;
 struct barriers_t { ring_barriers_t<kMostSlots> slots; ring_barriers_t<kMostStages> stages; };
 extern __shared__ __align__(1024) unsigned char shared[];
 
-/* What the index-th item is: its first image, its strip, its first row of those, its phase of either axis, its first output channel. */
+/* The index-th item: its first image, its strip, its first row of those, its phase of either axis, its first output channel. */
 struct item_t {
     int index, image, strip, row, phase_h, phase_w, first;
     __device__ __forceinline__ item_t(const implicit_gemm_nhwc_params& p, int index) : index(index) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void produce_weights(const implicit_gemm_nhwc_params&
     });
 }
 
-/* What the i-th row of an item is: a cell's image, of those that the item has, and its row and column, of the strip.
+/* The i-th row of an item: a cell's image, of those that the item has, and its row and column, of the strip.
  * Rows of images behind those, and of columns beyond strip_cells, are no cells. An item of a part of a strip has one
  * image.
  */

@@ -103,7 +103,7 @@ __constant__ constexpr int kSlotRows[] = SLOT_ROWS;
 __constant__ constexpr int kSlotColumns[] = SLOT_COLUMNS;
 __constant__ constexpr int kSlotOf[kTilePixels / SEGMENT][SIDES_H * TAPS_H] = SLOT_OF;
 
-/* What a block has: tiles [first, end) of the pixels, of a slice. */
+/* The pixels of a block: tiles [first, end) of a slice. */
 struct work_t { int group, ci, co, kh, kw, slice, first, end; };
 __device__ __forceinline__ work_t work_of(const wgrad_nchw_params& p) {
     int rest = blockIdx.x;

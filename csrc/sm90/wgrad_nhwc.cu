@@ -106,7 +106,7 @@ __device__ constexpr int box_line(int step) {
 }
 constexpr int kInputPair = PAIR_ROWS ? TILE_W : 8, kBoxPair = PAIR_ROWS ? kBoxW : 8;  // lines between both halves of a step
 
-/* What a block has: tiles [first, end) of the pixels, of a slice. */
+/* The pixels of a block: tiles [first, end) of a slice. */
 struct work_t { int group, ci, co, kh, kw, slice, first, end; };
 __device__ __forceinline__ work_t work_of(const wgrad_nhwc_params& p) {
     int rest = blockIdx.x;

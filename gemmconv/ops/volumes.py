@@ -22,7 +22,7 @@ _SCHEMA = (
 
 
 def config_of(problem: Problem, dtype: torch.dtype, device: torch.device, precision: Precision) -> Config:
-    """What a call of the operator asks of the kernel."""
+    """The configuration that a call of the operator asks of the kernel."""
     return Config(problem, dtype, device, precision, spec=spec_of(device))
 
 

@@ -150,7 +150,7 @@ void (*kernel_call)(const void*);
 const void* kernel_params;
 
 alignas(1024) unsigned char static_shared[kStaticBytes + kMostArrays * (kGuardBytes + 16)];
-// Of the current block.
+// The current block's.
 std::vector<shared_array_t> shared_arrays;
 std::vector<barrier_t> barriers;
 int passed[kNamedBarriers];  // threads that came to a barrier and went on, since it was last complete
@@ -432,7 +432,7 @@ constexpr unsigned long long kLines128 = 1, kLines64 = 2;  // bits 62-63
 size_t address_of(unsigned long long matrix) { return (matrix & 0x3fff) * 16; }
 size_t leading_of(unsigned long long matrix) { return (matrix >> 16 & 0x3fff) * 16; }
 size_t stride_of(unsigned long long matrix) { return (matrix >> 32 & 0x3fff) * 16; }
-/* Of a matrix in lines; 0 for others. */
+/* For a matrix in lines; 0 for others. */
 size_t line_bytes_of(unsigned long long matrix) { return matrix >> 62 == kLines128 ? 128 : matrix >> 62 == kLines64 ? 64 : 0; }
 
 using floats_t = float __attribute__((vector_size(16)));

@@ -51,7 +51,7 @@ Taps = tuple[tuple[int, Extent3], ...]  # taps of a phase, each with its shift
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/conv/gemm_mma.cu computes; see its header.
+    """The work of a block of csrc/conv/gemm_mma.cu; see its header.
 
     Attributes:
         warps: warps along cells and along channels.

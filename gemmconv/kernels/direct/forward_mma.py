@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/direct/forward_mma.cu owns; see its header.
+    """The work of a block of csrc/direct/forward_mma.cu; see its header.
 
     ``staged`` says whether outputs are turned round in shared memory: where the lanes' own do not make whole sectors.
     """
@@ -301,7 +301,7 @@ class Tile:
 
     @cached_property
     def _costs(self) -> tuple[float, float, float, float]:
-        """What a tile costs: cycles of a block alone, busy cycles, those of what is moved, and a factor of all."""
+        """The costs of a tile: cycles of a block alone, busy cycles, cycles of memory traffic, and a factor of all."""
         steps, turns = sum(map(len, self.turns)), len(self.turns) * self.groups
         turned_store = _COST.channels_last_turning_factor if self.channels_last else _COST.turning_factor
         store = _COST.n_tile_instructions * (turned_store if self.staged else 1)

@@ -40,7 +40,7 @@ _LONGEST_SUM = 1024  # products of 8 pixels that are added one by one, so that r
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block and a warp of csrc/direct/grads_mma.cu own; the macros of the same names, in lower case.
+    """The work of a block and of a warp of csrc/direct/grads_mma.cu; the macros of the same names, in lower case.
 
     ``multiprocessors`` are those of the GPU.
     """
@@ -125,7 +125,7 @@ class Tile:
 
     @cached_property
     def _tile_seconds(self) -> float:
-        """What a tile adds to the time of a multiprocessor: rows that are loaded, their elements, and products."""
+        """The work that a tile adds to a multiprocessor: rows that are loaded, their elements, and products."""
         lanes = min(32, power_of_two(self.patch.vectors))
         rows = self.channels_out * self.patch.rows
         loads = self.channels_out * -(-self.patch.rows * lanes // 32) * -(-self.patch.vectors // lanes)

@@ -33,7 +33,7 @@ _MOST_TAPS = 16
 
 
 class Tile(PositionRows):
-    """What a block of csrc/sm90/gemm_depth_to_space.cu does; see its header."""
+    """The work of a block of csrc/sm90/gemm_depth_to_space.cu; see its header."""
 
     @cached_property
     def input_size(self) -> Pair:

@@ -46,7 +46,7 @@ _LEAST_FOLDED = 32  # positions, where images are smaller
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/sm90/gemm_fold.cu does; see its header.
+    """The work of a block of csrc/sm90/gemm_fold.cu; see its header.
 
     Attributes:
         problem: the geometry.

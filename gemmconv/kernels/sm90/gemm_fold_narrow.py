@@ -62,7 +62,7 @@ _MOST_TOGETHER = 12  # outputs that a thread folds together
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/sm90/gemm_fold_narrow.cu does; see its header.
+    """The work of a block of csrc/sm90/gemm_fold_narrow.cu; see its header.
 
     Attributes:
         rows: input rows of a step.

@@ -39,7 +39,7 @@ _MOST_HALO = 32  # inputs of a window's neighbours
 
 @dataclass(frozen=True)
 class Tile(PositionRows):
-    """What a block of csrc/sm90/gemm_fold_pixels.cu does; see its header.
+    """The work of a block of csrc/sm90/gemm_fold_pixels.cu; see its header.
 
     Attributes:
         images: of an item.
@@ -166,7 +166,7 @@ class Tile(PositionRows):
 
     @property
     def least_cycles(self) -> float:
-        """What such a tile does not take less than, whatever its sets."""
+        """A lower bound of the time of such a tile, whatever its sets."""
         items, blocks = self._items_of_set, self.line_blocks
         computed = items / self.multiprocessors * (_COST.item_cycles + blocks * self._block_cycles)
         return self._overlapped(computed, items * (blocks * self.lines * CHUNK_BYTES + self.slot_bytes))
@@ -223,7 +223,7 @@ def _in_sets(block: Tile) -> Iterator[Tile]:
 
 
 def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterator[Tile]:
-    """What blocks may have of lines and positions, as tiles of one set."""
+    """The lines and positions that blocks may have, as tiles of one set."""
     p = problem
     step = math.lcm(16, p.taps)
     if p.groups > 1 or p.batch == 0 or step > MOST_LINES or p.in_pixels % _PIECE:

@@ -63,7 +63,7 @@ _LINE_PAD = 4  # outputs from the end of a line in shared memory to the next
 
 
 class RowTile(Gathering):
-    """What a block does that goes along rows of cells, some columns of the input a step.
+    """The work of a block that goes along rows of cells, some columns of the input a step.
 
     Attributes:
         itemsize: bytes of an element.
@@ -371,7 +371,7 @@ class RowTile(Gathering):
 
 @dataclass(frozen=True)
 class Tile16(RowTile):
-    """What a block does in 16 bits.
+    """The work of a block in 16 bits.
 
     Attributes:
         slots: taps that a product's rows have, each with 64 / slots output channels.
@@ -578,7 +578,7 @@ def word_of(span: int) -> int:
 
 @dataclass(frozen=True)
 class TileTf32(RowTile):
-    """What a block does in TF32.
+    """The work of a block in TF32.
 
     Attributes:
         outs: output channels of a block.

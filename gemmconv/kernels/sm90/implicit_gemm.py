@@ -145,7 +145,7 @@ def input_map(plan: Plan) -> TensorMapSpec:
 
 
 def _loader_params(plan: Plan) -> Params:
-    """What depends on how inputs come into shared memory."""
+    """The params that depend on how inputs come into shared memory."""
     params: dict[str, Any] = {}
     plane_spots = plan.patch // (plan.wide if plan.unit[1] == 1 else 1)
     if plan.landing:

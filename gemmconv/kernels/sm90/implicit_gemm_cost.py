@@ -1,4 +1,4 @@
-"""What csrc/sm90/implicit_gemm.cu takes for a plan: an estimate in cycles, by which plans are chosen.
+"""Estimated cycles of csrc/sm90/implicit_gemm.cu for a plan, by which plans are chosen.
 
 What a block multiplies, loads and stores adds up, nearly: they overlap, but hold each other up. Boxes overlap with the
 rest. What the costs were fitted to, and how well they do, stands beside them in gemmconv/costs.
@@ -69,7 +69,7 @@ def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
 
 
 def _overlapping(plan: Plan, *parts: float) -> float:
-    """What parts of an item take together."""
+    """The time of parts of an item that overlap."""
     if plan.way == "lines":
         overlap = _COST.lines_overlap
     elif plan.way == "blocks":

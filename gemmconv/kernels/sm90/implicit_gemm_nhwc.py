@@ -46,7 +46,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block of csrc/sm90/implicit_gemm_nhwc.cu does; see its header.
+    """The work of a block of csrc/sm90/implicit_gemm_nhwc.cu; see its header.
 
     Attributes:
         problem: the geometry.
@@ -259,7 +259,7 @@ def _lines_of(problem: Problem, itemsize: int, row_blocks: int) -> list[int]:
 
 
 def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors: int) -> Iterator[Tile]:
-    """What the rows of an item may be, as tiles of the fewest lines."""
+    """The rows that an item may have, as tiles of the fewest lines."""
     dense = Tile(problem, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
     yield from _cuts_of(dense)
     if itemsize == 2:

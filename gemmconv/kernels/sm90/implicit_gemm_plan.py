@@ -65,7 +65,7 @@ Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each s
 
 
 class Variant(NamedTuple):
-    """What is compiled of a plan beside its fields, and might follow from sizes.
+    """The compiled properties of a plan that are not fields, and might follow from sizes.
 
     Attributes:
         together: units that a thread loads together.
@@ -229,7 +229,7 @@ class Plan(Gathering):
 
     @property
     def row_order(self) -> int:
-        """What rows g and g + 8 of an M block are to each other."""
+        """How rows g and g + 8 of an M block belong together."""
         if self.lined:
             return ROWS_LINES
         if self.pairing != PAIR_ROWS:
@@ -499,10 +499,10 @@ class Plan(Gathering):
 
     @cached_property
     def items(self) -> int:
-        """What blocks take one after the other."""
+        """The items that blocks take one after the other."""
         return self.tiles * self.sets
 
-    # What comes as boxes, or lands.
+    # Inputs that come as boxes, or that land.
 
     @property
     def may_be_boxed(self) -> bool:
@@ -738,7 +738,7 @@ class Plan(Gathering):
 
     @cached_property
     def variant(self) -> Variant:
-        """What is compiled beside the fields."""
+        """The compiled properties that are not fields."""
         if self.compiled:
             return self.compiled
         return Variant(
@@ -949,7 +949,7 @@ class Plan(Gathering):
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-# What was worked out that other columns, sides, units, loaders leave, or other sizes; and what follows from variants.
+# Memoized properties that survive other columns, sides, units, loaders or sizes; and those that follow from variants.
 _OF_LEFT_SIDES = (
     *("in_channels", "out_channels", "element_units", "span", "unit", "phases", "_reach"),
     *("channels", "lined", "pairing", "inner", "staged"),

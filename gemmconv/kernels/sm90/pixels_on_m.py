@@ -1,4 +1,4 @@
-"""What gemm_depth_to_space and gemm_fold_pixels share: products whose rows are positions (pipeline/pixels_on_m.cuh)."""
+"""Shared by gemm_depth_to_space and gemm_fold_pixels: products whose rows are positions (pipeline/pixels_on_m.cuh)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class PositionRows:
-    """What a block of such a kernel does.
+    """The work of a block of such a kernel.
 
     Attributes:
         problem: the geometry.

@@ -44,7 +44,7 @@ _TAP_CYCLES, _ROUND_CYCLES = _COST.table("tap_cycles"), _COST.table("round_cycle
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block works on; see csrc/sm90/wgrad_nchw.cu.
+    """The work of a block; see csrc/sm90/wgrad_nchw.cu.
 
     Attributes:
         problem: the geometry.
@@ -317,7 +317,7 @@ class Tile:
         return self._seconds(rounds * (-(-self.tiles // slices) * self.cycles + self._stored_cycles), slices)
 
     def least_seconds(self, limit: int, flat: bool) -> float:
-        """What no tile takes less than that has as much of the weights, of lines that are flat or are not."""
+        """A lower bound of the time of tiles with as much of the weights, of lines that are flat or are not."""
         problem, (height, width) = self.problem, (self.problem.input_size[0], self.input_width)
         shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // 32
         if flat:
@@ -397,7 +397,7 @@ def _lines_of(problem: Problem, itemsize: int, flat: bool) -> list[int]:
 
 
 def _blocks_of(problem: Problem, itemsize: int, split: bool, multiprocessors: int) -> Iterator[Tile]:
-    """What blocks may have of the weights, as tiles of one line."""
+    """The parts of the weights that blocks may have, as tiles of one line."""
     kernel_h, kernel_w = problem.kernel_size
     line = 128 // itemsize
     channels = -(-problem.gemm_k // 16) * 16

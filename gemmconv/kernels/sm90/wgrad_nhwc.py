@@ -93,7 +93,7 @@ class Taps:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block works on; see csrc/sm90/wgrad_nhwc.cu.
+    """The work of a block; see csrc/sm90/wgrad_nhwc.cu.
 
     Attributes:
         problem: the geometry.
@@ -303,7 +303,7 @@ def _reaches(problem: Problem) -> bool:
 
 
 def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:
-    """What blocks may have of the weights of a layer, as tiles of one pixel."""
+    """The parts of a layer's weights that blocks may have, as tiles of one pixel."""
     ci, co = problem.gemm_k, problem.out_channels // problem.groups
     for side, axis in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2), (3, 3)):
         sides = [side if axis == other else 1 for other in range(4)]
@@ -339,7 +339,7 @@ def _taps_of(problem: Problem, axis: int, sides: int) -> Iterator[Taps]:
 
 
 def _all_sizes(problem: Problem) -> Iterator[Size]:
-    """What pixels a tile may have: several images where it has all of each."""
+    """The pixels that a tile may have: several images where it has all of each."""
     height, width = problem.input_size
     narrow = 1 << (width - 1).bit_length()
     for columns, rows, images in itertools.product((narrow, *_WIDTHS) if narrow < 8 else _WIDTHS, _POWERS, _POWERS):
