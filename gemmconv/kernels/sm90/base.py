@@ -23,7 +23,7 @@ _FORMATS = {torch.contiguous_format: "NCHW", torch.channels_last: "channels_last
 
 
 def variant_of(config: Config) -> tuple[int, bool, bool]:
-    """The variant that tiles depend on: bytes of an element, whether float32 is three products, whether channels_last."""
+    """The variant that tiles are for: bytes of an element, whether float32 is three products, whether channels_last."""
     split = config.dtype == torch.float32 and config.precision == "ieee"
     return config.dtype.itemsize, split, config.memory_format is torch.channels_last
 
