@@ -17,6 +17,7 @@ Dense volumes that are slower as images are one product by a kernel of their own
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -31,12 +32,14 @@ from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Precision
 from gemmconv.ops import volumes
+from gemmconv.ops.call_cache import find_or_make
 from gemmconv.ops.schemas import is_channels_last
 from gemmconv.selection import NAMES, torch_precision
 
 Ints = int | Sequence[int]
 Way = Literal["images", "product", "torch"]  # of computing a volume
 _DENSE, _FEW = 16, 64  # channels of a group: fewer are few for a tensor core; at most so many are few for cuDNN
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _LARGE_ON_A_CPU = 1 << 21  # elements of an output
 
 
@@ -127,7 +130,7 @@ def conv_transpose3d(
     geometry, options = (stride, padding, output_padding, groups, dilation), (algorithm, precision, workspace_limit)
     if arrays.are_foreign(input, weight, bias):
         return _on_arrays(conv_transpose3d, (input, weight, bias), geometry, options)
-    problem = _checked(3, input, weight, bias, geometry, options)
+    problem = _known(3, input, weight, bias, geometry, options)
     by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if input.dim() == 4:
         return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **by_name).squeeze(0)
@@ -235,6 +238,21 @@ def _geometry(problem: Problem) -> tuple[Any, ...]:
     """The arguments of torch's operator after its tensors."""
     p = problem
     return p.stride, p.padding, p.output_padding, p.groups, p.dilation
+
+
+def _known(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
+    """:func:`_checked`, which repeated calls of plain tensors pass by."""
+    tensors = input, weight, bias
+    if torch.compiler.is_compiling() or not all(type(one) in _PLAIN for one in tensors):
+        return _checked(rank, input, weight, bias, geometry, options)
+    try:  # unlike a tuple's, this text tells 1, 1.0 and True apart
+        text = marshal.dumps((geometry, options), 2)
+    except ValueError:
+        return _checked(rank, input, weight, bias, geometry, options)
+    described = (None if one is None else (one.shape, one.dtype, one.device, one.layout) for one in tensors)
+    key = "checked", rank, *described, text, torch.is_autocast_enabled(input.device.type)
+    problem: Problem = find_or_make(key, lambda: _checked(rank, input, weight, bias, geometry, options))
+    return problem
 
 
 def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
