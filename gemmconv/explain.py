@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from gemmconv import validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.geometry import Problem
+from gemmconv.kernels.base import Precision
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import RANKS
 from gemmconv.ops import volumes
-from gemmconv.rank import image_problems, way_of
+from gemmconv.rank import choose_way, image_problems
 from gemmconv.selection import Explanation, explain_problem
 from gemmconv.warmup import preserve_state
 
@@ -141,8 +142,9 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     config, algorithm = calls[0].config, calls[0].algorithm
     last, is_ieee = config.memory_format is torch.channels_last, config.precision == "ieee" and dtype == torch.float32
     if rank == 3 and {**given, **options}.get("algorithm", "auto") == "auto":
-        way = way_of(problem, last, config.device, config.spec, is_ieee)
-        of_volume = replace(volumes.config_of(problem, dtype, config.device, config.precision), spec=config.spec)
+        precision: Precision = "ieee" if is_ieee else "tf32"
+        of_volume = replace(volumes.config_of(problem, dtype, config.device, precision, last), spec=config.spec)
+        way = choose_way(of_volume)
         if way == "product" and (tile := gemm_mma.KERNEL.tile(of_volume, "forward")) is not None:
             seconds = gemm_mma.KERNEL.seconds(of_volume, "forward", tile)
             return LayerExplanation(name, str(layer), shape, "fused", calls, seconds)

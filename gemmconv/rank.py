@@ -19,18 +19,18 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gemmconv import arrays, validation
+from gemmconv import arrays, tuned, validation
 from gemmconv.device import DeviceSpec, spec_of
 from gemmconv.dispatch import are_for_torch, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
-from gemmconv.kernels.base import Precision
+from gemmconv.kernels.base import Config, Pass, Precision
 from gemmconv.ops import volumes
 from gemmconv.ops.call_cache import find_or_make
 from gemmconv.ops.schemas import is_channels_last
@@ -139,19 +139,62 @@ def conv_transpose3d(
         dtype = torch.get_autocast_dtype(kind)
     last = is_channels_last(input) or is_channels_last(weight)
     is_ieee = dtype == torch.float32 and (precision or torch_precision(dtype, input.device)) == "ieee"
-    way = way_of(problem, last, input.device, _spec_of(input.device), is_ieee)
-    if way == "product" and dtype == torch.float64:
-        way = "torch"
-    if _is_for_torch(input, weight, bias, algorithm) or (algorithm == "auto" and way == "torch"):
+    if _is_for_torch(input, weight, bias, algorithm):
+        return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
+    way: Way = "images"
+    if algorithm == "auto" and not torch.compiler.is_compiling() and tuned.count():
+        records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        config = volumes.config_of(problem, dtype, input.device, "ieee" if is_ieee else "tf32", last)
+        way = choose_way(config, "grads" if records else "forward")
+    elif algorithm == "auto":
+        way = _by_rule(problem, last, input.device, _spec_of(input.device), dtype, is_ieee)
+    return compute(way, input, weight, bias, problem, last, dtype, is_ieee, by_name)
+
+
+def choose_way(config: Config, direction: Pass = "forward") -> Way:
+    """How ``auto`` computes a volume: as it was measured by :func:`gemmconv.tune`, else by a rule.
+
+    Args:
+        config: of the volume; torch.channels_last stands for channels_last_3d.
+        direction: ``"forward"``, or ``"grads"`` for a call whose gradients are recorded.
+    """
+    entry = tuned.entry_of(config, direction)
+    if entry is not None:
+        return cast(Way, entry.algorithms[0])
+    last = config.memory_format is torch.channels_last
+    is_ieee = config.dtype == torch.float32 and config.precision == "ieee"
+    return _by_rule(config.problem, last, config.device, config.spec, config.dtype, is_ieee)
+
+
+def _by_rule(
+    problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, dtype: torch.dtype, is_ieee: bool
+) -> Way:
+    way = way_of(problem, last, device, spec, is_ieee)
+    return "torch" if way == "product" and dtype == torch.float64 else way
+
+
+def compute(
+    way: Way,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    problem: Problem,
+    last: bool,
+    dtype: torch.dtype,
+    is_ieee: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    """Compute a batch of volumes in one way; ``dtype`` is what autocast makes of the tensors."""
+    has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    if way == "torch" or (
+        way == "product" and (has_tangents or transforms_active())
+    ):  # which a product has no rules for
         return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if algorithm == "auto" and way == "product":
-        has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-        if has_tangents or transforms_active():  # for which the operator has no rules
-            return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
+    if way == "product":
         return volumes.conv_transpose3d(input, weight, bias, problem, "ieee" if is_ieee else "tf32")
-    return _as_images(input, weight, bias, problem, last, by_name)
+    return _as_images(input, weight, bias, problem, last, options)
 
 
 def _spec_of(device: torch.device) -> DeviceSpec:

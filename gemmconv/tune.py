@@ -21,11 +21,13 @@ from gemmconv import selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.compare.timing import cuda_rounds, medians_ms
 from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
-from gemmconv.module import ConvTranspose1d, ConvTranspose2d
+from gemmconv.kernels.conv import gemm_mma
+from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from gemmconv.ops import volumes
 from gemmconv.ops.configs import config_of
 from gemmconv.ops.gradients import prepare_gradients
-from gemmconv.ops.schemas import Options, checked_problem, without_data
-from gemmconv.rank import of_height_1
+from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
+from gemmconv.rank import Way, compute, of_height_1
 from gemmconv.tuned import Entry
 from gemmconv.warmup import preserve_state, run_step, show_progress
 
@@ -50,6 +52,16 @@ class _Call:
         return ("forward", *(direction for direction, is_needed in gradients if is_needed))
 
 
+@dataclass(frozen=True)
+class _Volume:
+    """A call of a volume's layer: its configuration, whether it has a bias, and whether gradients are recorded."""
+
+    config: Config
+    bias: bool
+    is_trained: bool
+    options: tuple[tuple[str, Any], ...]
+
+
 def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: str | Path | None = None) -> list[Entry]:
     """Measure what is fastest for each layer of a model, and let ``auto`` choose it from now on.
 
@@ -60,8 +72,8 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     inputs with half to twice as many pixels in the batch. The model's state is restored afterwards.
 
     Args:
-        model: any module, converted, on its device. Volumes are left out, and layers with another ``algorithm`` than
-            ``"auto"``.
+        model: any module, converted, on its device. Layers with another ``algorithm`` than ``"auto"`` are left out.
+            For volumes the ways of computing them are timed: as images, as one product, by torch's operator.
         example_inputs: its arguments.
         backward: whether it is trained, so that gradients are measured too.
         path: path of the file; None for ``tuned.json`` in the cache's folder.
@@ -80,7 +92,7 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     where = tuned.default_path() if path is None else Path(path)
     if where.exists():
         tuned.read(where)  # raises before the measurements if it is another file
-    calls = _calls_of(model, example_inputs, backward)
+    calls, of_volumes = _calls_of(model, example_inputs, backward)
     steps = [(call, direction) for call in calls for direction in call.passes]
     plans = [(call, direction, _candidates(call.config, direction)) for call, direction in steps]
     _compile(plans)
@@ -93,6 +105,10 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
         if direction == call.passes[-1] and call.of_input and call.of_weight:
             found.append(_measure_gradients(call.config))
             tuned.take(found[-1:])
+    for volume in of_volumes:
+        entries = _measure_volume(volume)
+        found += entries
+        tuned.take(entries)
     tuned.write(where, found)
     return found
 
@@ -123,14 +139,18 @@ def forget_tuned() -> None:
     tuned.forget()
 
 
-def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
+def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call], list[_Volume]]:
     """The distinct calls of a model's layers, recorded in one step of the model."""
     found: dict[_Call, None] = {}
+    of_volumes: dict[_Volume, None] = {}
 
     def record(layer: Any, arguments: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         input, weight = arguments[0] if arguments else named["input"], layer.weight
         if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
             return  # output_padding is not the layer's own
+        if isinstance(layer, ConvTranspose3d):
+            of_volumes[_volume_of(layer, input, backward)] = None
+            return
         given = [getattr(layer, name) for name in Options._fields]
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
             input, weight, given[:5] = input.unsqueeze(-2), weight.unsqueeze(-2), of_height_1(*given[:5])
@@ -147,7 +167,7 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
         config = replace(config, trained=needs[1] and kind == "cpu")
         found[_Call(config, *needs)] = None
 
-    layers = [one for one in model.modules() if isinstance(one, ConvTranspose1d | ConvTranspose2d)]
+    layers = [one for one in model.modules() if isinstance(one, ConvTranspose1d | ConvTranspose2d | ConvTranspose3d)]
     hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in layers]
     gpus = sorted({one.device.index for one in model.parameters() if one.is_cuda})
     try:
@@ -161,7 +181,53 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> list[_Call]:
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found)
+    return list(found), list(of_volumes)
+
+
+def _volume_of(layer: ConvTranspose3d, input: Tensor, backward: bool) -> _Volume:
+    """The call of a volume's layer."""
+    input = input if input.dim() == 5 else input.unsqueeze(0)
+    kind, dtype = input.device.type, input.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    geometry: Any = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
+    problem = validation.problem("tune", input.shape, layer.weight.shape, *geometry)
+    precision = layer.precision or selection.torch_precision(dtype, input.device)
+    last = is_channels_last(input) or is_channels_last(layer.weight)
+    config = volumes.config_of(problem, dtype, input.device, precision, last)
+    options = tuple((name, getattr(layer, name)) for name in ("algorithm", "precision", "workspace_limit"))
+    return _Volume(config, layer.bias is not None, backward and layer.weight.requires_grad, options)
+
+
+def _measure_volume(call: _Volume) -> list[Entry]:
+    """Time a volume in each way, without gradients and, if it is trained, a whole step; return the entries."""
+    config, p = call.config, call.config.problem
+    last, is_ieee = config.memory_format is torch.channels_last, config.precision == "ieee"
+    kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": call.is_trained}
+    input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
+    bias = torch.randn(p.out_channels, **kind) if call.bias else None
+    if last:
+        input = input.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_(call.is_trained)
+    leaves = [one for one in (input, weight, bias) if one is not None]
+    ways: list[Way] = ["torch", "images"]
+    if not last and gemm_mma.KERNEL.why_not(config, "forward") is None:
+        ways.append("product")
+
+    def run(way: Way, direction: Pass) -> None:
+        with torch.set_grad_enabled(direction == "grads"):
+            output = compute(way, input, weight, bias, p, last, config.dtype, is_ieee, dict(call.options))
+            if direction == "grads":
+                torch.autograd.grad(output.sum(), leaves)
+
+    found = []
+    directions: tuple[Pass, ...] = ("forward", "grads") if call.is_trained else ("forward",)
+    for direction in directions:
+        runs = [partial(run, way, direction) for way in ways]
+        for one in runs:
+            one()
+        seconds, fastest = _time_all(runs, [way == "torch" for way in ways], config.device)
+        found.append(_entry(config, direction, (ways[fastest],), zip(ways, seconds, strict=True)))
+    return found
 
 
 Candidate = tuple[str, Choice]  # the algorithm's name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -36,15 +37,16 @@ class Entry:
 
     Attributes:
         key: layer, pass, dtype, precision, memory format and device, as text.
-        size: batch, height and width of the input that was measured.
-        algorithms: the algorithms that ``auto`` takes: one, or for both gradients the input's and the weight's.
+        size: batch and sizes of the input that was measured.
+        algorithms: the algorithms that ``auto`` takes: one, or for both gradients the input's and the weight's. For a
+            volume the way of computing it, whose ``"grads"`` is a whole training step.
         kernel, tile: kernel of the algorithm and its tile; empty where there is only one.
         how: how both gradients share work, by the attributes' names of ``selection.Gradients``.
         microseconds: the least time of each algorithm that was measured.
     """
 
     key: Key
-    size: tuple[int, int, int]
+    size: tuple[int, ...]
     algorithms: tuple[str, ...]
     kernel: str = ""
     tile: str = ""
@@ -53,11 +55,10 @@ class Entry:
 
     @property
     def pixels(self) -> int:
-        batch, height, width = self.size
-        return batch * height * width
+        return math.prod(self.size)
 
 
-_entries: dict[Key, dict[tuple[int, int, int], Entry]] = {}  # by key and size
+_entries: dict[Key, dict[tuple[int, ...], Entry]] = {}  # by key and size
 _logged: set[str] = set()
 on_change: list[Callable[[], object]] = []  # called when entries change: caches of choices are cleared then
 
@@ -160,8 +161,7 @@ def read(path: Path) -> list[Entry]:
 
 
 def _entry(key: list[str], size: list[int], algorithms: list[str], **others: Any) -> Entry:
-    batch, height, width = size
-    return Entry(tuple(key), (batch, height, width), tuple(algorithms), **others)
+    return Entry(tuple(key), tuple(size), tuple(algorithms), **others)
 
 
 def write(path: Path, entries: Iterable[Entry]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gemmconv
-from gemmconv import tuned
+from gemmconv import rank, tuned
 from gemmconv.algorithms import gemm_col2im
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
@@ -73,6 +73,27 @@ def test_signals_are_tuned_as_images_of_height_1(tmp_path):
     (entry,) = gemmconv.tune(layer, signal, backward=False, path=tmp_path / "tuned.json")
     assert list(entry.size) == [2, 1, 30]
     assert layer(signal).shape == (2, 4, 60)
+
+
+def test_volumes_take_the_way_that_was_measured(tmp_path, monkeypatch):
+    """As images or by torch's operator on a CPU, apart for inference and for training steps."""
+    layer, volume = gemmconv.ConvTranspose3d(8, 4, 2, 2), torch.randn(2, 8, 3, 4, 5)
+    entries = gemmconv.tune(layer, volume, path=tmp_path / "tuned.json")
+    assert [entry.key[1] for entry in entries] == ["forward", "grads"]
+    assert all({*entry.microseconds} == {"torch", "images"} for entry in entries)
+    assert all(entry.size == (2, 3, 4, 5) for entry in entries)
+    taken, compute = [], rank.compute
+    monkeypatch.setattr(rank, "compute", lambda way, *others: (taken.append(way), compute(way, *others))[1])
+    theirs = torch.nn.functional.conv_transpose3d(volume, layer.weight, layer.bias, 2)
+    for ways in ("images", "torch"), ("torch", "images"):
+        gemmconv.forget_tuned()
+        tuned.take([replace(entry, algorithms=(way,)) for entry, way in zip(entries, ways, strict=True)])
+        with torch.no_grad():
+            torch.testing.assert_close(layer(volume), theirs)
+        torch.testing.assert_close(layer(volume), theirs)
+        assert (*taken,) == ways
+        taken.clear()
+    assert gemmconv.explain(layer, volume).algorithm == "native"
 
 
 def test_inference_alone_is_measured_without_gradients(tmp_path):

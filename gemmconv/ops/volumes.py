@@ -21,9 +21,12 @@ _SCHEMA = (
 )
 
 
-def config_of(problem: Problem, dtype: torch.dtype, device: torch.device, precision: Precision) -> Config:
-    """The configuration that a call of the operator asks of the kernel."""
-    return Config(problem, dtype, device, precision, spec=spec_of(device))
+def config_of(
+    problem: Problem, dtype: torch.dtype, device: torch.device, precision: Precision, last: bool = False
+) -> Config:
+    """The configuration of a volume's call; ``last``: it is in channels_last_3d, which the kernel does not take."""
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    return Config(problem, dtype, device, precision, memory_format=memory_format, spec=spec_of(device))
 
 
 def conv_transpose3d(
