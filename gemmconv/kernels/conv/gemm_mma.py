@@ -254,7 +254,7 @@ def _phases(
 
 
 def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
-    """The tiles that a pass may take: those of the menu, with cells in every shape that an image fills."""
+    """The tiles that a pass may take: those of the menu, with cells in a row and in blocks that an image fills."""
     p = config.problem
     if math.prod(p.stride) > _MOST_PHASES or p.taps > _MOST_TAPS or 0 in (p.batch, p.taps):
         return
@@ -266,8 +266,9 @@ def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
     for warps_m, warps_n, tiles_m, tiles_n in MENU:
         if tiles_m * tiles_n * layer.parts > _MOST_SUMS:
             continue
-        for tile_w, tile_h in itertools.product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32)):
-            tile_d, rest = divmod(warps_m * tiles_m * 16, tile_w * tile_h)
+        block = warps_m * tiles_m * 16
+        for tile_w, tile_h in ((block, 1), *itertools.product((8, 16, 32), (1, 2, 4, 8, 16, 32))):
+            tile_d, rest = divmod(block, tile_w * tile_h)
             fills = tile_d <= depth and tile_h <= height and tile_w <= max(8, width)
             if rest or tile_d == 0 or not (fills or (tile_d, tile_w) == (1, 8)):
                 continue
