@@ -64,6 +64,16 @@ def test_kernel_computes_both_passes_of_volumes(problem, kind, builder, poison):
             assert error < tolerance
 
 
+def test_partial_sums_of_split_k_stay_within_the_workspace():
+    problem = Problem(2, 512, 512, 1, (16, 16), (3, 3), (2, 2), (1, 1), (1, 1))
+    config = Config(problem, torch.bfloat16, torch.device("cuda", 0))
+    for limit, are_split in ((config.workspace_limit, True), (1 << 20, False)):
+        limited = replace(config, workspace_limit=limit)
+        works = [gemm_mma.Work(limited, "forward", tile) for tile in gemm_mma.KERNEL.tiles(limited, "forward")]
+        assert any(work.tile.splits > 1 for work in works) == are_split
+        assert all(work.partial_bytes <= limit for work in works)
+
+
 @pytest.fixture
 def as_products(monkeypatch):
     """Every volume is one product, which a CPU leaves to torch's operator."""

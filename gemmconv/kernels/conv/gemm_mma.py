@@ -277,11 +277,14 @@ def tiles_of(config: Config, direction: Pass) -> Iterator[Tile]:
             work = Work(config, direction, tile)
             if work.shared_bytes > config.spec.shared_bytes:
                 continue
-            room = (
-                tile.resident(work.parts) * config.spec.multiprocessors // work.blocks
-            )  # splits that fill the GPU once
+            at_once = tile.resident(work.parts) * config.spec.multiprocessors
+            room = at_once // work.blocks  # splits that fill the GPU once
             for splits in {1, *(min(count, work.chunks) for count in (room, 2 * room) if room > 1)}:
-                yield replace(tile, splits=-(-work.chunks // -(-work.chunks // splits)))
+                split = replace(tile, splits=-(-work.chunks // -(-work.chunks // splits)))
+                of_split = Work(config, direction, split)
+                fits = of_split.shared_bytes <= config.spec.shared_bytes
+                if fits and of_split.partial_bytes <= config.workspace_limit:
+                    yield split
 
 
 def macros_of(work: Work) -> Macros:
