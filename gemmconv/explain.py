@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gemmconv import validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Precision
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import RANKS
 from gemmconv.ops import volumes
@@ -140,10 +139,10 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
         given["memory_format"] = torch.channels_last
     calls = tuple(explain_problem(one, **{**given, **options}) for one in image_problems(problem))
     config, algorithm = calls[0].config, calls[0].algorithm
-    last, is_ieee = config.memory_format is torch.channels_last, config.precision == "ieee" and dtype == torch.float32
+    last = config.memory_format is torch.channels_last
     if rank == 3 and {**given, **options}.get("algorithm", "auto") == "auto":
-        precision: Precision = "ieee" if is_ieee else "tf32"
-        of_volume = replace(volumes.config_of(problem, dtype, config.device, precision, last), spec=config.spec)
+        of_volume = volumes.config_of(problem, config.dtype, config.device, config.precision, last)
+        of_volume = replace(of_volume, spec=config.spec)  # of the GPU that was named, where one was
         way = choose_way(of_volume)
         if way == "product" and (tile := gemm_mma.KERNEL.tile(of_volume, "forward")) is not None:
             seconds = gemm_mma.KERNEL.seconds(of_volume, "forward", tile)

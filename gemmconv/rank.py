@@ -138,13 +138,14 @@ def conv_transpose3d(
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     last = is_channels_last(input) or is_channels_last(weight)
-    is_ieee = dtype == torch.float32 and (precision or torch_precision(dtype, input.device)) == "ieee"
+    rounding = precision or torch_precision(dtype, input.device)
+    is_ieee = dtype == torch.float32 and rounding == "ieee"
     if _is_for_torch(input, weight, bias, algorithm):
         return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
     way: Way = "images"
     if algorithm == "auto" and not torch.compiler.is_compiling() and tuned.count():
         records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        config = volumes.config_of(problem, dtype, input.device, "ieee" if is_ieee else "tf32", last)
+        config = volumes.config_of(problem, dtype, input.device, rounding, last)
         way = choose_way(config, "grads" if records else "forward")
     elif algorithm == "auto":
         way = _by_rule(problem, last, input.device, _spec_of(input.device), dtype, is_ieee)

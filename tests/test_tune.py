@@ -75,9 +75,10 @@ def test_signals_are_tuned_as_images_of_height_1(tmp_path):
     assert layer(signal).shape == (2, 4, 60)
 
 
-def test_volumes_take_the_way_that_was_measured(tmp_path, monkeypatch):
-    """As images or by torch's operator on a CPU, apart for inference and for training steps."""
-    layer, volume = gemmconv.ConvTranspose3d(8, 4, 2, 2), torch.randn(2, 8, 3, 4, 5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_volumes_take_the_way_that_was_measured(tmp_path, monkeypatch, dtype):
+    """On a CPU a volume goes as images or to torch's operator; inference and training steps have their own entries."""
+    layer, volume = gemmconv.ConvTranspose3d(8, 4, 2, 2).to(dtype), torch.randn(2, 8, 3, 4, 5, dtype=dtype)
     entries = gemmconv.tune(layer, volume, path=tmp_path / "tuned.json")
     assert [entry.key[1] for entry in entries] == ["forward", "grads"]
     assert all({*entry.microseconds} == {"torch", "images"} for entry in entries)
