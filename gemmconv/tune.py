@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
 _ROUNDS, _CALLS = 9, 20  # samples of a candidate; calls in a row when the host's time is measured
 
 Run = Callable[[], object]
+C = TypeVar("C")  # what tells candidates apart
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,16 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call
         input, weight = arguments[0] if arguments else named["input"], layer.weight
         if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
             return  # output_padding is not the layer's own
+        kind = input.device.type
+        is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if is_cast else input.dtype
         if isinstance(layer, ConvTranspose3d):
-            of_volumes[_volume_of(layer, input, backward)] = None
+            of_volumes[_volume_of(layer, input, dtype, backward)] = None
             return
         given = [getattr(layer, name) for name in Options._fields]
         if isinstance(layer, ConvTranspose1d):  # an image of height 1
             input, weight, given[:5] = input.unsqueeze(-2), weight.unsqueeze(-2), of_height_1(*given[:5])
         input = input if input.dim() == 4 else input.unsqueeze(0)
-        kind = input.device.type
-        is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(kind) if is_cast else input.dtype
         tensors = tuple(without_data(one, dtype) for one in (input, weight, layer.bias))
         options = Options(*given)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
@@ -184,12 +185,9 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call
     return list(found), list(of_volumes)
 
 
-def _volume_of(layer: ConvTranspose3d, input: Tensor, backward: bool) -> _Volume:
-    """The call of a volume's layer."""
+def _volume_of(layer: ConvTranspose3d, input: Tensor, dtype: torch.dtype, backward: bool) -> _Volume:
+    """The call of a volume's layer; ``dtype`` is what autocast makes of the input."""
     input = input if input.dim() == 5 else input.unsqueeze(0)
-    kind, dtype = input.device.type, input.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
     geometry: Any = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
     problem = validation.problem("tune", input.shape, layer.weight.shape, *geometry)
     precision = layer.precision or selection.torch_precision(dtype, input.device)
@@ -223,12 +221,34 @@ def _measure_volume(call: _Volume) -> list[Entry]:
     found = []
     directions: tuple[Pass, ...] = ("forward", "grads") if call.is_trained else ("forward",)
     for direction in directions:
-        runs = [partial(run, way, direction) for way in ways]
-        for one in runs:
-            one()
-        seconds, fastest = _time_all(runs, [way == "torch" for way in ways], config.device)
-        found.append(_entry(config, direction, (ways[fastest],), zip(ways, seconds, strict=True)))
+
+        def prepare(way: Way, of: Pass = direction) -> Run:
+            return partial(run, way, of)
+
+        runs = _able(ways, prepare, config)
+        if not runs:
+            continue
+        able = [way for way, _ in runs]
+        seconds, fastest = _time_all([one for _, one in runs], [way == "torch" for way in able], config.device)
+        found.append(_entry(config, direction, (able[fastest],), zip(able, seconds, strict=True)))
     return found
+
+
+def _able(candidates: Iterable[C], prepare: Callable[[C], Run], config: Config) -> list[tuple[C, Run]]:
+    """The candidates that run, each after a first run.
+
+    One that raises, as for want of memory, is left out with a line in the log.
+    """
+    runs = []
+    for candidate in candidates:
+        try:
+            run = prepare(candidate)
+            run()
+        except (RuntimeError, NotImplementedError) as error:
+            tuned.log.info("tune leaves out %s of %s: %s", candidate, config.problem, error)
+        else:
+            runs.append((candidate, run))
+    return runs
 
 
 Candidate = tuple[str, Choice]  # the algorithm's name
@@ -306,15 +326,12 @@ def _measure_pass(config: Config, direction: Direction, candidates: Sequence[Can
     bias: list[Any] = [] if direction != "forward" else [None]
     if direction == "forward" and config.bias:
         bias = [torch.zeros(config.problem.out_channels, dtype=config.dtype, device=config.device)]
-    runs: list[tuple[Candidate, Run]] = []
-    for name, choice in candidates:
-        try:
-            run = partial(choice.kernel.prepare(config, direction, choice.tile), *operands, *bias)
-            run()
-        except (RuntimeError, NotImplementedError) as error:
-            tuned.log.info("tune leaves out %s of %s: %s", choice, config.problem, error)
-        else:
-            runs.append(((name, choice), run))
+
+    def prepare(candidate: Candidate) -> Run:
+        _, choice = candidate
+        return partial(choice.kernel.prepare(config, direction, choice.tile), *operands, *bias)
+
+    runs = _able(candidates, prepare, config)
     if not runs:
         return None
     seconds, fastest = _time_all([run for _, run in runs], [name == "native" for (name, _), _ in runs], config.device)
@@ -340,12 +357,11 @@ def _measure_gradients(config: Config) -> Entry:
     ]
     tensors = _tensors_of(config)
     operands = [tensors[name] for name in OPERANDS["grads"]]
-    runs: list[tuple[selection.Gradients, Run]] = []
-    for way in dict.fromkeys(ways):
-        with suppress(RuntimeError, NotImplementedError):
-            run = partial(prepare_gradients(way, config, config, tuple(operands)), *operands)
-            run()
-            runs.append((way, run))
+
+    def prepare(way: selection.Gradients) -> Run:
+        return partial(prepare_gradients(way, config, config, tuple(operands)), *operands)
+
+    runs = _able(dict.fromkeys(ways), prepare, config)
     seconds, fastest = _time_all([run for _, run in runs], [way == ways[0] for way, _ in runs], config.device)
     best = runs[fastest][0]
     names = ["+".join(dict.fromkeys((way.input_grad.name, way.weight_grad.name))) for way, _ in runs]

@@ -97,6 +97,20 @@ def test_volumes_take_the_way_that_was_measured(tmp_path, monkeypatch, dtype):
     assert gemmconv.explain(layer, volume).algorithm == "native"
 
 
+def test_a_way_that_fails_is_left_out(tmp_path, monkeypatch, caplog):
+    """Where a volume lacks the memory to go as images, torch's operator is measured and taken."""
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(rank, "_as_images", fail)
+    layer, volume = gemmconv.ConvTranspose3d(8, 4, 2, 2), torch.randn(2, 8, 3, 4, 5)
+    with caplog.at_level(logging.INFO, "gemmconv"):
+        entries = gemmconv.tune(layer, volume, path=tmp_path / "tuned.json")
+    assert [(entry.algorithms, {*entry.microseconds}) for entry in entries] == [(("torch",), {"torch"})] * 2
+    assert caplog.text.count("tune leaves out images") == 2
+
+
 def test_inference_alone_is_measured_without_gradients(tmp_path):
     found = gemmconv.tune(layer(), torch.randn(2, 8, 6, 5), backward=False, path=tmp_path / "tuned.json")
     assert [one.key[1] for one in found] == ["forward"]
