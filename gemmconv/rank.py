@@ -187,9 +187,9 @@ def compute(
 ) -> Tensor:
     """Compute a batch of volumes in one way; ``dtype`` is what autocast makes of the tensors."""
     has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-    if way == "torch" or (
-        way == "product" and (has_tangents or transforms_active())
-    ):  # which a product has no rules for
+    if way == "product" and (has_tangents or transforms_active()):
+        way = "torch"  # the product's operator has no rules for tangents and transforms
+    if way == "torch":
         return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

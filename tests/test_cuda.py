@@ -301,7 +301,7 @@ def test_both_gradients_at_once_of_more_than_two_to_the_31_elements(groups, memo
     for image in images:
         grad_output[image].normal_()
     output = gemmconv.conv_transpose2d(x, w, None, algorithm="direct", **case.parameters)
-    # As large as the input gradient: what the poison fixture fills is too small for it.
+    # The poison fixture fills less memory than the input gradient takes, so memory of its size is poisoned here.
     poisoned = [torch.full_like(x, torch.nan) for _ in range(3)]
     del poisoned
     input_grad, weight_grad = torch.autograd.grad(output, (x, w), grad_output)

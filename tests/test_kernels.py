@@ -870,7 +870,7 @@ def test_runs_on_tensor_cores_load_in_every_way():
     }
 
 
-# As an input gradient, where it is possible: strides are those of the inputs then.
+# The same runs as input gradients, where a tile serves them. An input gradient has its strides between inputs.
 FUSED_GRADIENTS = [
     run
     for i, one in enumerate(FUSED_RUNS)
