@@ -144,8 +144,8 @@ FOLD_CASES = [
     Case(3, 16, 2, (1, 3), (4, 6), (2, 3), (0, 4), (0, 2)),
 ]
 
-# Small images, for csrc/sm90/gemm_fold.cu: several to a tile and one alone; taps that a warp has or a warpgroup shares;
-# cells that are positions and others; pieces of eight and of four; rows and channels that fill nothing.
+# Small images, for csrc/sm90/gemm_fold_pixels.cu: several to an item and one alone; cells that are positions and
+# others; pieces of eight and of four; rows and channels that fill nothing.
 IMAGE_CASES = [
     Case(5, 20, 19, (4, 4), (4, 4), (2, 2), (1, 1)),
     Case(7, 136, 40, (8, 6), (4, 4), (2, 2), (1, 1)),
@@ -160,7 +160,7 @@ IMAGE_CASES = [
     Case(1, 200, 8, (12, 14), (4, 4), (2, 2), (1, 1)),
 ]
 
-# For csrc/sm90/gemm_fold_pixels.cu beside those: nine taps, images of one block of rows and of two, and signals in
+# Beside those: nine taps, images of one block of rows and of two, and signals in
 # windows, with neighbours on either side and on one; of many channels, in an even and an odd number of slots.
 IMAGE_ROW_CASES = [
     Case(3, 40, 24, (6, 8), (3, 3), (2, 2), (1, 1), (1, 1)),

@@ -114,7 +114,6 @@ def kind_of(plan):
 # How many other tiles each kernel has beside its own.
 OTHERS = {
     "gemm_fold_narrow": 2,
-    "gemm_fold": 5,
     "gemm_fold_pixels": 3,
     "gemm_depth_to_space": 3,
     "implicit_gemm_nhwc": 3,
@@ -210,7 +209,6 @@ LARGE_IMAGE_CASES = [
     Case(40, 136, 264, (14, 14), (2, 2), (2, 2)),
     Case(50, 64, 24, (16, 16), (4, 4), (2, 2), (1, 1)),
 ]
-RUNS += runs_of("gemm_fold", (*IMAGE_CASES, *LARGE_IMAGE_CASES), ONE_PRODUCT, "contiguous")
 # Signals of many windows, nine taps, inputs that are held and that are not.
 LARGE_IMAGE_ROW_CASES = [
     Case(60, 264, 72, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
@@ -355,7 +353,6 @@ def test_gradients_of_strides_that_no_tensor_map_takes_match_reference(case, num
         Run(case, "float16", "contiguous", name)
         for name, case in (
             ("gemm_fold_narrow", FOLD_CASES[0]),
-            ("gemm_fold", IMAGE_CASES[0]),
             ("gemm_fold_pixels", IMAGE_CASES[0]),
             ("gemm_fold_rows", ROW_CASES[0]),
         )

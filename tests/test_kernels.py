@@ -119,11 +119,6 @@ FUSED_PATHS = {
     "widest": lambda plan: plan.columns * plan.blocks == 256,
     "rows_of_a_cell": lambda plan: plan.blocks > 2,
     "weights_laid_out_by_blocks_of_steps": lambda plan: sum(plan.set_steps) > pack.STEPS,
-    "blocks": lambda plan: plan.way == "blocks",
-    "blocks_of_patches": lambda plan: plan.way == "blocks" and plan.box_blocks > 1,
-    "blocks_of_their_own": lambda plan: plan.way == "blocks" and plan.box_blocks == 1 and plan.tile > 64,
-    "blocks_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 1,
-    "blocks_of_rows_shared": lambda plan: plan.way == "blocks" and plan.warpgroups_m == 2,
     "lines": lambda plan: plan.way == "lines",
     "half_lines": lambda plan: plan.way == "lines" and plan.units == 4,
     "lines_of_images": lambda plan: plan.way == "lines" and plan.line_box[0] > 1,
@@ -153,7 +148,7 @@ FUSED_PATHS = {
     "landing_strips": lambda plan: plan.landing and plan.strips > 1,
     "landing_cells_of_several_inputs": lambda plan: plan.landing and plan.unit > (1, 1),
     "landing_in_parts_of_a_chunk": lambda plan: plan.landing and plan.landing_units < plan.units,
-    "landing_beside_most_sums": lambda plan: plan.landing and plan.loaders == 224 and plan.columns * plan.blocks == 256,
+    "landing_beside_most_sums": lambda plan: plan.landing and plan.columns * plan.blocks == 256,
 }
 
 
@@ -170,7 +165,6 @@ PASSES = {  # of each operation, the kernel and what it computes
     "fused_weight_grad_lines": ("sm90/wgrad_nhwc", "weight_grad"),
     "gemm_mma": ("conv/gemm_mma", "forward"),
     "gemm_mma_input_grad": ("conv/gemm_mma", "input_grad"),
-    "gemm_fold": ("sm90/gemm_fold", "forward"),
     "gemm_fold_narrow": ("sm90/gemm_fold_narrow", "forward"),
     "gemm_fold_pixels": ("sm90/gemm_fold_pixels", "forward"),
     "gemm_depth_to_space": ("sm90/gemm_depth_to_space", "forward"),
@@ -433,12 +427,6 @@ FUSED_RUNS += [
     Run("fused", case, (torch.float16, torch.bfloat16)[i % 2], layout, i % 2, choice=path)
     for i, (path, layout, case) in enumerate(
         [
-            ("blocks", "contiguous", Case(3, 20, 40, (4, 16), (2, 2), (2, 2))),
-            ("blocks", "contiguous", Case(5, 128, 48, (8, 8), (1, 1), (1, 1), groups=2)),
-            ("blocks_of_patches", "contiguous", Case(3, 36, 40, (16, 16), (2, 2), (2, 2))),
-            ("blocks_of_their_own", "contiguous", Case(7, 36, 40, (8, 8), (2, 3), (2, 3))),
-            ("blocks_shared", "contiguous", Case(3, 36, 40, (8, 16), (2, 2), (2, 2))),
-            ("blocks_of_rows_shared", "contiguous", Case(5, 36, 70, (4, 32), (4, 4), (4, 4))),
             ("lined", "contiguous", Case(3, 20, 30, (1, 9), (1, 16), (1, 8))),
             ("lined", "contiguous", Case(2, 24, 44, (4, 7), (2, 4), (2, 4), groups=2)),
             ("lined", "contiguous", Case(2, 20, 18, (3, 6), (2, 18), (1, 16), (1, 1))),
@@ -497,10 +485,9 @@ FUSED_PIXELS = Run(
 FUSED_LINED = Run("fused", Case(3, 20, 30, (1, 9), (1, 16), (1, 8)), torch.float16, choice="lined")
 FUSED_LINES = run_of_many_items(
     Case(5, 224, 24, (5, 9), (3, 3), (1, 1), (1, 1)),
-    lambda plan: plan.boxed and plan.line_box[0] > 1,
+    lambda plan: plan.way == "lines" and plan.line_box[0] > 1,
     layout="channels_last",
 )
-FUSED_BLOCKS = run_of_many_items(Case(7, 224, 24, (8, 8), (2, 2), (2, 2)), lambda plan: plan.boxed, columns=64)
 FUSED_TURNS = Run(
     "fused", Case(5, 40, 24, (9, 11), (3, 3), (1, 1), (1, 1)), torch.float16, "channels_last", 0, "lines_by_turns"
 )
@@ -514,7 +501,6 @@ FUSED_RUNS += [
     FUSED,
     FUSED_LANDED,
     FUSED_LANDED_BOX,
-    FUSED_BLOCKS,
     FUSED_LINES,
     FUSED_STRIPS,
     FUSED_TURNS,
@@ -561,23 +547,6 @@ FOLD_RUNS += [
     fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.rows > 1, "fp32", "channels_last", 3),
     fold_run_of(FOLD_CASES[6], lambda tile: tile.boxed and tile.stages == 2, layout="channels_last"),
 ]
-
-
-# Each case in its own tile and in others, many with few blocks.
-IMAGE_RUNS = [
-    run_in(kind, "gemm_fold", case, i + j, choice)
-    for i, case in enumerate(IMAGE_CASES)
-    for j, kind in enumerate((*HALVES, "tf32"))
-    for choice in (None, 5 * i + 7 * j)
-]
-IMAGE_RUNS = [run for run in IMAGE_RUNS if run.tile is not None]
-some_are_slow(IMAGE_RUNS, 6)
-# Few stages for many chunks, in either way that inputs come.
-IMAGE_RUNS += [run_in(kind, "gemm_fold", IMAGE_CASES[-1], 1, choice=-1) for kind in ("fp16", "tf32")]
-# A block with many items of many chunks and passes.
-IMAGES = run_of("gemm_fold", IMAGE_CASES[1], lambda tile: (tile.images, tile.warpgroups, tile.blocks) == (2, 1, 2))
-IMAGES_TF32 = replace(IMAGES, dtype=torch.float32, tf32=True)
-IMAGE_RUNS += [IMAGES, IMAGES_TF32]
 
 
 def runs_in_two_types(operation, cases, stays):
@@ -677,7 +646,7 @@ ROW_RUNS = [
     for kind in (HALVES[i % 2], "tf32")
 ]
 ROW_RUNS = [run for run in ROW_RUNS if run.tile is not None]
-some_are_slow(ROW_RUNS, 2, lambda run: run.case in [ROW_CASES[i] for i in (3, 7, 10, 11, 12)])
+some_are_slow(ROW_RUNS, 2, lambda run: run.case in [ROW_CASES[i] for i in (2, 3, 7, 9, 10, 11, 12)])
 ROW_RUNS += [  # whose rows end before those of the input
     Run("gemm_fold_rows", Case(1, 32, 32, (3, 136), (2, 1), (1, 1), (0, 24), groups=2), torch.float16),
     Run("gemm_fold_rows", Case(1, 16, 16, (3, 132), (2, 5), (1, 1), (0, 8)), torch.float32, tf32=True),
@@ -685,16 +654,8 @@ ROW_RUNS += [  # whose rows end before those of the input
 
 
 row_run_of = functools.partial(run_of, "gemm_fold_rows")
-
-
-def row_run_in(case, *fields):
-    """The run of the tile with these slots, columns, rows and whole sectors."""
-    return row_run_of(case, lambda tile: (tile.slots, tile.columns, tile.rows, tile.whole_sectors) == fields)
-
-
-ROWS = row_run_in(Case(2, 32, 64, (5, 128), (3, 3), (1, 1), (1, 1)), 1, 64, 2, False)
-ROWS_IN_PARTS = row_run_in(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), 1, 128, 2, False)
-ROWS_OF_SECTORS = row_run_in(Case(2, 32, 64, (5, 128), (3, 3)), 1, 64, 2, True)
+ROWS = row_run_of(Case(2, 32, 64, (5, 136), (3, 3), (1, 1), (1, 1)), lambda tile: tile.slots == 1)
+ROWS_IN_PARTS = row_run_of(Case(2, 16, 32, (5, 256), (2, 2), (2, 2)), lambda tile: tile.slots == 1)
 ROWS_TF32 = row_run_of(ROWS.case, lambda tile: (tile.outs, tile.chunk) == (32, 16), "tf32")
 # Not all chunks of two steps have a stage.
 ROWS_OF_MANY_CHUNKS = row_run_of(Case(1, 96, 16, (3, 40), (1, 3)), lambda tile: tile.chunk == 8, "tf32")
@@ -702,7 +663,7 @@ ROWS_OF_MANY_CHUNKS = row_run_of(Case(1, 96, 16, (3, 40), (1, 3)), lambda tile: 
 ROWS_OF_TAPS_APART = row_run_of(
     Case(1, 32, 32, (3, 36), (3, 7)), lambda tile: tile.taps_together < tile.weight_rows, "tf32"
 )
-ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_OF_SECTORS, ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART]
+ROW_RUNS += [ROWS, ROWS_IN_PARTS, ROWS_TF32, ROWS_OF_MANY_CHUNKS, ROWS_OF_TAPS_APART]
 
 
 # Each case in each type, in its own tile and in others.
@@ -915,7 +876,7 @@ ROUNDING_RUNS = [
         )
         for tf32 in (True, False)
     ),
-    IMAGES_TF32,
+    IMAGE_ROW_WINDOWS,
     Run("grads_mma", Case(2, 16, 12, (5, 8), (3, 3), (1, 1), (1, 1), groups=2)),
 ]
 # NaN as GPUs make it, which an addition would take for an overflow, the same with a sign, and infinity.
@@ -1127,16 +1088,6 @@ TILE_PATHS = {
         lambda tile: tile.vector > 1, lambda tile: tile.problem.out_channels * tile.problem.taps % tile.lines == 0,
         lambda tile: cells_of(tile.problem) == tile.problem.input_size,
     ]),
-    "gemm_fold": (IMAGE_RUNS, [
-        lambda tile: tile.in_place, lambda tile: tile.fold_warps == 4, lambda tile: tile.warpgroups == 2,
-        lambda tile: tile.blocks == 2, lambda tile: tile.turned, lambda tile: tile.piece == 4,
-        lambda tile: tile.images > 1, lambda tile: tile.problem.batch % tile.images > 0,
-        lambda tile: tile.positions < tile.columns, lambda tile: tile.folded < tile.positions,
-        lambda tile: tile.vector > 1, lambda tile: tile.turned and tile.stages == 3 and tile.chunks > 2,
-        lambda tile: not tile.turned and tile.stages == 2 and tile.chunks > 2,
-        lambda tile: tile.problem.in_channels % 64 == 0, lambda tile: tile.problem.out_channels % tile.tile_outs == 0,
-        lambda tile: cells_of(tile.problem) == tile.problem.input_size,
-    ]),
     "gemm_fold_rows_tf32": ([run for run in ROW_RUNS if run.tf32], [
         lambda tile: tile.direction == "forward", lambda tile: tile.multiplied % tile.columns == 0,
         lambda tile: tile.multiplied < tile.input_size[1], lambda tile: tile.vector == 1, lambda tile: tile.vector == 4,
@@ -1151,17 +1102,13 @@ TILE_PATHS = {
         lambda tile: tile.cells[0] % tile.rows > 0, lambda tile: tile.cells[0] > tile.rows,
     ]),
     "gemm_fold_rows": ([run for run in ROW_RUNS if not run.tf32], [
-        lambda tile: tile.direction == "forward", lambda tile: tile.slots == 2, lambda tile: tile.rows == 2,
-        lambda tile: tile.columns == 64, lambda tile: tile.steps > 1, lambda tile: tile.multiplied % tile.columns == 0,
-        lambda tile: tile.multiplied < tile.input_size[1], lambda tile: tile.line_cells < tile.columns,
-        lambda tile: tile.whole_sectors,
-        # Words are cut.
-        lambda tile: tile.whole_sectors and tile.vector < math.gcd(2 * tile.span[1], 8), lambda tile: tile.vector == 1,
-        lambda tile: tile.vector == 8, lambda tile: tile.delayed == 0, lambda tile: max(tile.delays) == 8,
+        lambda tile: tile.direction == "forward", lambda tile: tile.slots == 2, lambda tile: tile.steps > 1,
+        lambda tile: tile.multiplied % tile.columns == 0, lambda tile: tile.multiplied < tile.input_size[1],
+        lambda tile: tile.vector == 1, lambda tile: tile.vector == 8,
+        lambda tile: tile.delayed == 0, lambda tile: max(tile.delays) == 8,
         lambda tile: len(tile.taps_across) % tile.slots == 0, lambda tile: tile.channels == tile.in_channels,
         lambda tile: tile.out_channels % tile.outs == 0, lambda tile: tile.channel_sets > 1,
         lambda tile: tile.problem.groups > 1, lambda tile: len({*map(len, tile.taps_down)}) > 1,
-        lambda tile: any(-1 in own for rows in tile.row_taps for own in rows), lambda tile: tile.row_step > 1,
         lambda tile: tile.cells[0] % tile.rows > 0,
     ]),
     "wgrad_nchw": (GRADIENT_RUNS, [
@@ -1234,7 +1181,7 @@ def test_usual_runs_have_what_tiles_are_for():
 
 
 TYPED_RUNS = (
-    *(MMA_RUNS, FOLD_RUNS, IMAGE_RUNS, IMAGE_ROW_RUNS, SHUFFLE_RUNS, CELL_ROW_RUNS, ROW_RUNS),
+    *(MMA_RUNS, FOLD_RUNS, IMAGE_ROW_RUNS, SHUFFLE_RUNS, CELL_ROW_RUNS, ROW_RUNS),
     *(GRADIENT_RUNS, LINES_RUNS, GRADS_MMA_RUNS, GRADS_RUNS, GEMM_MMA_RUNS),
 )
 RUNS = [
@@ -1557,7 +1504,6 @@ EDITS = {
             (FUSED_TURNS, r"(if \(PING_PONG && warpgroup == 0\) )(named_barrier_arrive<kTurnOf1, 256>\(\);)",
              r"\1{ \2 \2 }", "arrivals and nobody who waits|deadlock"),
         "fused_weights_not_waited_for": (FUSED, r"barrier_wait\(s\.weight_full[^;]*;", "", UNREAD),
-        "fused_blocks_not_waited_for": (FUSED_BLOCKS, r"barrier_wait\(s\.patch_full[^;]*;", "", UNREAD),
         "fused_weights_released_too_early":
             (FUSED, r"if \(step > 0 \|\|[^;]*;\s*(held_weights = weights[^;]*;)", r"\1 release_weights();", LATE),
         "fused_patch_released_too_early": (FUSED, r"(held_patch = patches[^;]*;)", r"\1 release_patch();"),
@@ -1579,24 +1525,8 @@ EDITS = {
         "fold_sums_read_too_early": (FOLD, r"wgmma_finish_rows\(sum\);", "", UNFINISHED),
         "fold_channels_not_cleared": (FOLD_PIECES, r"channel < kPadded; \+\+channel", "channel < 0; ++channel"),
     },
-    "load/gemm_fold_16bit.cuh": {
-        "images_inputs_passed_on_too_early": (IMAGES, r"cp_async_wait<1>\(\);", ""),
-        "images_stages_overwritten": (IMAGES, r"barrier_wait\(barriers\.empty[^;]*;", "", OVERWRITTEN),
-        "images_stages_released_too_early": (IMAGES, r"wgmma_wait<1>\(\);", "wgmma_wait<2>();"),
-        "images_sums_read_too_early": (IMAGES, r"wgmma_finish_rows\(sums\[block\]\);", "", f"{UNFINISHED}|deadlock"),
-    },
-    "sm90/gemm_fold.cu": {
-        "images_columns_read_too_early": (IMAGES, r"meet_group\(\);(\s*gather)", r"\1"),
-        "images_columns_overwritten": (IMAGES, r"(return cell_of\([^;]*; \}\);\s*)meet_group\(\);", r"\1"),
-    },
-    "load/gemm_fold_tf32.cuh": {
-        "images_landing_not_waited_for": (IMAGES_TF32, r"cp_async_wait<[^;]*;", ""),
-        "images_landing_overwritten": (IMAGES_TF32, r"__syncwarp\(\);(\s*begin\(slot\))", r"\1"),
-        "images_lines_overwritten": (IMAGES_TF32, r"barrier_wait\(barriers\.empty[^;]*;", ";", OVERWRITTEN),
-        "images_words_overwritten": (IMAGES_TF32, r"wgmma_wait<1>\(\);", "", UNFINISHED),
-    },
     "epilogue/fold_smem.cuh": {
-        "images_border_column": (IMAGES, r"0 <= column && column < image\.in_w", "column < image.in_w"),
+        "image_rows_border_column": (IMAGE_ROWS, r"0 <= column && column < image\.in_w", "column < image.in_w"),
     },
     "sm90/gemm_fold_pixels.cu": {
         "image_rows_columns_read_too_early":
@@ -1650,8 +1580,6 @@ EDITS = {
         "rows_of_another_lane": (ROWS, r"lane % 4 \+ lanes < 4", "lane % 4 + lanes <= 4"),
         "rows_lines_read_too_early":
             (ROWS, r"__syncwarp\(\);(\s*#pragma unroll\s*for \(int i = 0; i < kPieces)", r"\1"),
-        "rows_left_over_too_early": (ROWS_OF_SECTORS, r"__syncwarp\(\);(\s*ELEMENT_T\* left)", r"\1"),
-        "rows_left_over_lost": (ROWS_OF_SECTORS, r"left \+ kLineOutputs\)", "left)"),
         "rows_lines_overwritten": (ROWS_IN_PARTS, r"__syncwarp\(\);(\s*each<LINE_CELLS / 8>)", r"\1"),
         "rows_end_too_early":
             (ROWS, r"for \(; step < p\.steps; \+\+step\)", "for (; step < 0; ++step)", "relative error inf"),
@@ -1675,10 +1603,6 @@ EDITS = {
         "fused_places_not_waited_for": (FUSED, r"named_barrier_sync<kLoadersMeet, PRODUCERS>\(\);", ""),
         "fused_patch_not_free": (FUSED, r"barrier_wait\(s\.patch_empty[^;]*;", "", LATE),
         "fused_border_column": (FUSED, r"\(iw\) >= p\.w_in", "(iw) + 1 >= p.w_in"),
-    },
-    "load/tma_nchw.cuh": {
-        "fused_blocks_into_what_is_read": (FUSED_BLOCKS, r"barrier_wait\(s\.patch_empty[^;]*;", "", OVERWRITTEN),
-        "fused_blocks_of_other_images": (FUSED_BLOCKS, r"block - image \* p\.strip_boxes", "block"),
     },
     "load/tma_nhwc.cuh": {
         "fused_lines_into_what_is_read": (FUSED_LINES, r"barrier_wait\(s\.patch_empty[^;]*;", "", OVERWRITTEN),
@@ -1757,7 +1681,6 @@ MISTAKES |= {
         ("past_dynamic_shared", Run("forward", LAYER), "direct/forward.cu"),
         ("mma_past_dynamic_shared", MMA, "direct/forward_mma.cu"),
         ("fold_past_dynamic_shared", FOLD, "sm90/gemm_fold_narrow.cu"),
-        ("images_past_dynamic_shared", IMAGES, "sm90/gemm_fold.cu"),
         ("image_rows_past_dynamic_shared", IMAGE_ROWS, "sm90/gemm_fold_pixels.cu", BEHIND_BARRIERS),
         ("shuffle_past_dynamic_shared", SHUFFLE, "sm90/gemm_depth_to_space.cu", BEHIND_BARRIERS),
         (

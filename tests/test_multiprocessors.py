@@ -92,8 +92,8 @@ def test_grids_of_persistent_kernels_are_what_runs_at_once(spec, launches):
                     assert 0 < blocks <= most, (workload.name, source)
                     fullest[source] = max(fullest.get(source, 0), blocks / most)
     products = "implicit_gemm", "implicit_gemm_nhwc", "gemm_depth_to_space"
-    folds = "", "_narrow", "_pixels", "_rows"
-    names = [*products, *(f"gemm_fold{fold}" for fold in folds)]
+    folds = "narrow", "pixels", "rows"
+    names = [*products, *(f"gemm_fold_{fold}" for fold in folds)]
     assert set(fullest) == {"direct/forward_mma", *(f"sm90/{name}" for name in names)}
     assert min(fullest.values()) > 0.9  # none leaves multiprocessors idle that it might have
 

@@ -5,10 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from gemmconv.kernels.sm90 import gemm_depth_to_space, gemm_fold, gemm_fold_narrow, gemm_fold_pixels, implicit_gemm_nhwc
+from gemmconv.kernels.sm90 import gemm_depth_to_space, gemm_fold_narrow, gemm_fold_pixels, implicit_gemm_nhwc
 from tests import (
     test_gemm_depth_to_space,
-    test_gemm_fold,
     test_gemm_fold_narrow,
     test_gemm_fold_pixels,
     test_implicit_gemm_nhwc,
@@ -19,7 +18,6 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 # A layer that they take, and those that they do not.
 LAYERS = {
     gemm_depth_to_space: (test_gemm_depth_to_space.MASK_HEAD, test_gemm_depth_to_space.DECLINED),
-    gemm_fold: (test_gemm_fold.FIRST_OF_POSE, test_gemm_fold.DECLINED),
     gemm_fold_pixels: (test_gemm_fold_pixels.THIRD_OF_DCGAN, test_gemm_fold_pixels.DECLINED),
     implicit_gemm_nhwc: (test_implicit_gemm_nhwc.SECOND_OF_DCGAN, test_implicit_gemm_nhwc.DECLINED),
 }

@@ -224,14 +224,6 @@ def gemm_mma_variants():
 # Kernel, name of a layer to measure, type; which tile, None for its own. Of implicit_gemm_nhwc, which blocks of rows,
 # lines and what lies between groups.
 ONE_FORMAT = [
-    *(
-        ("gemm_fold", name, kind, choice)
-        for name in ("pose1", "dcgan2", "dcgan3", "dcgan4", "maskrcnn", "hifigan1", "fcn8s_up2")
-        for kind, choice in (
-            *(("float16", None), ("bfloat16", None), ("float16", 0)),
-            *(("float16", -1), ("tf32", None), ("tf32", -1)),
-        )
-    ),
     ("gemm_depth_to_space", "maskrcnn", "float16", None),
     ("gemm_depth_to_space", "maskrcnn", "float32", None),
     ("gemm_depth_to_space", "unet1", "float32", None),
@@ -445,8 +437,6 @@ def most_registers(source_name, macros):
     )
     if source_name in of_384:
         return 65_536 // 384 // 8 * 8  # as launch bounds have it; those who multiply take more once others gave some up
-    if source_name == "sm90/gemm_fold.cu":
-        return min(255, 65_536 // (128 * (macros["WARPGROUPS"] + 1)) // 8 * 8)
     if source_name in ("sm90/wgrad_nchw.cu", "sm90/wgrad_nhwc.cu"):
         warpgroups = math.prod(macros.get(f"SIDES_{side}", 1) for side in ("CI", "CO", "H", "W"))
         return min(255, 65_536 // (128 * (warpgroups + 1)) // 8 * 8)

@@ -71,7 +71,6 @@ DIRECT_SIZES = [
 ]
 SHUFFLES = [Problem(8, ci, co, 1, (24, 40), k, k) for ci, co, k in
             ((256, 256, (2, 2)), (128, 64, (4, 4)), (512, 256, (1, 2)), (96, 64, (2, 1)))]
-WHOLE = Problem(32, 256, 128, 1, (8, 6), (4, 4), (2, 2), (1, 1))
 DCGAN, *_ = NARROW = [
     Problem(16, 64, 3, 1, (32, 32), (4, 4), (2, 2), (1, 1)),
     Problem(4, 56, 1, 1, (128, 128), (9, 9), (3, 3), (4, 4), (2, 2)),
@@ -141,12 +140,6 @@ def of_rows(kernel, config, direction, tile, fitted):
     )
 
 
-def of_whole_images(kernel, config, direction, tile, fitted):
-    """Whether the work tiles are as many more as the groups of images."""
-    before, now = (-(-problem.batch // tile.images) for problem in (tile.problem, config.problem))
-    return fitted.items * before == tile.items * now
-
-
 def of_narrow(kernel, config, direction, tile, fitted):
     """Whether the segments of a fitted tile are those of a tile that the kernel may take otherwise."""
     found = [one.segments for one in kernel.tiles(config, direction) if replace(one, segments=1) == fitted]
@@ -171,9 +164,6 @@ SERVED = [
     *(Served("sm90/gemm_depth_to_space", "forward", kind, [layer, *sized(layer, 12, (5, 120), (16, 160), unit=8)],
              like=of_own(lambda tile: tile.cycles > 0 and tile.sets * tile.blocks >= tile.line_blocks))
       for layer in SHUFFLES for kind in (HALF, TF32)),
-    *(Served("sm90/gemm_fold", "forward", kind, at(WHOLE, *((n, (8, 6)) for n in (32, 1, 2, 3, 7, 16, 33, 100, 1000))),
-             like=of_whole_images)
-      for kind in (HALF, TF32)),
     *(Served("sm90/gemm_fold_narrow", "forward", kind,
              [replace(layer, input_size=(height, width - rest)),
               *sized(layer, 8, (1, 1) if height == 1 else (height // 2, 2 * height - 1), (width // 2 + 1, width),
@@ -332,7 +322,6 @@ DECLINED = [
     # Other pieces, odd rows; 36 inputs: no eight of them; 49, which nobody computes.
     ("sm90/gemm_depth_to_space", "forward", HALF, NCHW, SHUFFLES[0], lambda tile: True,
      (8, (24, 41)), (8, (6, 6)), (8, (7, 7))),
-    *(("sm90/gemm_fold", "forward", kind, NCHW, WHOLE, lambda tile: True, (32, (8, 8))) for kind in (HALF, TF32)),
     # Rows of 56 and 60 bytes, of which there are no boxes; more than a row has room for; offsets of 64 bits.
     ("sm90/gemm_fold_narrow", "forward", HALF, NCHW, DCGAN, lambda tile: tile.whole,
      *((16, (32, width)) for width in (28, 30, 40)), (16, (2**21, 32)), (2**31 - 40, (32, 32))),

@@ -1,8 +1,8 @@
 /* fused for small images, and for signals: columns are computed on tensor cores and folded in shared memory.
  *
- * The same as sm90/gemm_fold.cu, but for what is a row of the product: here a position is, whose inputs a thread takes as they
- * lie (pipeline/pixels_on_m.cuh). Tensor cores take the other side of TF32 K-major alone: those are the weights, laid out by a
- * launch of its own, since inputs would have to go through registers and shared memory again.
+ * A position is a row of the product, whose inputs a thread takes as they lie (pipeline/pixels_on_m.cuh). Weights are the right
+ * side. Tensor cores take that of TF32 K-major alone, so a launch of its own lays them out; in 16 bits they are read as torch has
+ * them. Only inputs are multiplied, no gaps between images or their rows.
  *
  * An item is some images, or a window of one row (WINDOWED), with as much of its neighbours as its cells read. At the end of a
  * block of lines the warps that multiply write the columns of FOLD_OUTS output channels to shared memory, all of them at once,

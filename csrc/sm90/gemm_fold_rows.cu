@@ -19,7 +19,7 @@
  *                16 bits (PIXELS_ON_M 0)                             TF32 (PIXELS_ON_M 1)
  *   left         64 rows, which are SLOTS taps x 64 / SLOTS output   16 inputs of a row, of each of four warps, from
  *                channels; TILES of them have all taps across        registers
- *   right        COLUMNS inputs of a row, which no thread touches    LINES: OUTS output channels of each tap across
+ *   right        128 inputs of a row, which no thread touches        LINES: OUTS output channels of each tap across
  *   K            rows of the input, CHANNELS input channels each     WEIGHT_ROWS taps down, each CHANNELS input channels,
  *                                                                    CHUNK of which are a stage
  *   columns      a warp has whole rows of sums, lane t of four       a thread has inputs 2g and 2g + 1
@@ -37,41 +37,39 @@
  * An infinite weight may make NaN of an output that its tap gives nothing, beyond the image; in TF32 an infinite input of what it
  * makes infinite, where a row phase has fewer taps down than another: the products that it lacks have weights of zero.
  *
- * Two warpgroups multiply by turns: one folds and stores while the other multiplies. Each has a row of cells of its own (ROWS 2),
- * or both the same row and other output channels (ROWS 1); of TF32 each warp has a row of its own (ROWS 8). There words of the
- * first products are loaded before a turn, those of the others while products run: of TAPS_TOGETHER taps down at a time, since
- * whenever products are waited for some time goes by. One thread begins all copies, of all input rows of a step together, since
- * small boxes take as long as large ones. Weights of a set (a group, a row phase, output channels) stay in shared memory; a block
- * takes items of one set alone.
+ * Two warpgroups multiply by turns: one folds and stores while the other multiplies. In 16 bits each has a row of cells of its
+ * own, in TF32 each warp. There words of the first products are loaded before a turn, those of the others while products run: of
+ * TAPS_TOGETHER taps down at a time, since whenever products are waited for some time goes by. One thread begins all copies, of
+ * all input rows of a step together, since small boxes take as long as large ones. Weights of a set (a group, a row phase, output
+ * channels) stay in shared memory; a block takes items of one set alone.
  *
  * What limits 16 bits is shared memory: products of 64 x 128 read it three quarters of their time, beside shuffles and lines of
- * outputs; with 64 x 64 all of it. A warp that folds is alone on its scheduler, so its instructions count: what comes from one
- * lane is added up before it is shuffled, and pieces of lines are loaded together before they are stored. Before that,
- * KernelBench 71 took 261 us, and takes 208 (sm90/implicit_gemm.cu 292). TF32: memory, where there is much of it. A product of
+ * outputs. A warp that folds is alone on its scheduler, so its instructions count: what comes from one lane is added up before it
+ * is shuffled, and pieces of lines are loaded together before they are stored. Before that, KernelBench 71 took 261 us, and takes 208 (sm90/implicit_gemm.cu 292). TF32: memory, where there is much of it. A product of
  * 64 x 8 x 192 keeps tensor cores busy for 96 cycles, and reads weights for 48 and words for 16; beside that come boxes, shuffles
  * and lines. While each piece of a line was stored by a branch of its own, folds took longer than the products that were to hide
  * them (KernelBench 57 2366 us, and 2019). docs/notes has the measurements.
  *
  * Memory is written in sectors of 32 bytes, and a part of one costs as much as to read and to write all of it. Rows of outputs
- * begin anywhere in a sector. So where WHOLE_SECTORS are stored a line lies in shared memory as far behind a sector's beginning as
- * in memory, behind what was left over of the line before; what is left over of it waits for the next line. 8 x 64 planes of 1026
- * x 1026 floats, in lines of 128 bytes, nothing else done: 1657 us, 8 x 32 planes of 514 x 1026 350 us, of 512 x 1024 152 us.
+ * begin anywhere in a sector. So in TF32, where WHOLE_SECTORS are stored, a line lies in shared memory as far behind a sector's
+ * beginning as in memory, behind what was left over of the line before; what is left over of it waits for the next line. (In 16
+ * bits that gained at most a tenth, for two layers of KernelBench.) 8 x 64 planes of 1026 x 1026 floats, in lines of 128 bytes, nothing else done: 1657 us, 8 x 32 planes of 514 x 1026 350 us, of 512 x 1024 152 us.
  *
  * Macros: ELEMENT_T, PIXELS_ON_M; CHANNELS (of a group, up to whole products, or whole CHUNKs), IN_CHANNELS, OUT_CHANNELS (of a
- * group); ROWS; CHANNEL_SETS, PHASES (rows of a cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across (the
+ * group); CHANNEL_SETS, PHASES (rows of a cell: SPAN_H), SPAN_W; DELAYED, and tables DELAY and PHASE of each tap across (the
  * phase is -1 for a place that has none); WEIGHT_ROWS (taps down, of the phase that has most); INPUT_ROWS (of an item), FIRST_ROW
  * (of each phase: from an item's first cell to its first input row); STAGES; VECTOR (outputs that begin at their multiples in
- * memory, and are stored together unless WHOLE_SECTORS are); SHARED_BYTES.
- * 16 bits: TILES, SLOTS, COLUMNS; ROW_TAP (of each phase and input row, for either warpgroup: which of the phase's taps it is, or
+ * memory; in 16 bits they are stored together); SHARED_BYTES.
+ * 16 bits: TILES, SLOTS; ROW_TAP (of each phase and input row, for either warpgroup: which of the phase's taps it is, or
  * -1); LINE_CELLS (of a line that is stored together), LINE_PITCH (outputs).
- * TF32: CHUNK (a multiple of 8); OUTS (a multiple of 8), LINES (up to a multiple of 16); TAPS_TOGETHER (which WEIGHT_ROWS is a
- * multiple of); ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of a tap).
+ * TF32: WHOLE_SECTORS; CHUNK (a multiple of 8); OUTS (a multiple of 8), LINES (up to a multiple of 16); TAPS_TOGETHER (which
+ * WEIGHT_ROWS is a multiple of); ROW_PLACE (of each phase, WEIGHT_ROWS: from a cell's first input row to that of a tap).
  * Chosen by gemmconv/kernels/sm90/gemm_fold_rows.py.
  */
 #if PIXELS_ON_M
 #define WGMMA_COLUMNS LINES
 #else
-#define WGMMA_COLUMNS COLUMNS
+#define WGMMA_COLUMNS 128  // inputs of a row, of a step
 #endif
 #include "numeric/divide.cuh"
 #include "numeric/integers.cuh"
@@ -99,6 +97,7 @@ struct gemm_fold_rows_params {
 
 constexpr int kProducers = 128, kThreads = kProducers + 256;
 constexpr int kSets = CHANNEL_SETS * PHASES;  // of a group
+constexpr int kRows = PIXELS_ON_M ? 8 : 2;     // of cells, of an item
 
 __constant__ constexpr int kDelay[] = DELAY;
 __constant__ constexpr int kPhase[] = PHASE;
@@ -122,7 +121,7 @@ __device__ __forceinline__ set_t set_of(const gemm_fold_rows_params& p) {
 struct item_t {
     int image, row;
     __device__ __forceinline__ item_t(const gemm_fold_rows_params& p, int i)
-        : image(divided(i, p.by_image_items)), row((i - image * p.image_items) * ROWS) {}
+        : image(divided(i, p.by_image_items)), row((i - image * p.image_items) * kRows) {}
 };
 
 #if PIXELS_ON_M
@@ -153,22 +152,20 @@ constexpr int kFirstBarrier = kFirstBias + OUTS * 4;
 static_assert(kStageBytes % 512 == 0, "a stage begins where the order of pieces does");
 #else
 constexpr int kUnits = CHANNELS / 8, kSteps = CHANNELS / 16;
-constexpr int kColumns = COLUMNS, kStepsTogether = 1, kChunk = CHANNELS, kChunks = 1;
-constexpr int kBoxColumns = 64, kBoxes = COLUMNS / kBoxColumns, kRowBytes = CHANNELS * 128;
+constexpr int kColumns = WGMMA_COLUMNS, kStepsTogether = 1, kChunk = CHANNELS, kChunks = 1;
+constexpr int kBoxColumns = 64, kBoxes = kColumns / kBoxColumns, kRowBytes = CHANNELS * 128;
 constexpr int kBoxBytes = INPUT_ROWS * kRowBytes, kStageBytes = kBoxes * kBoxBytes;
-constexpr int kSides = ROWS == 1 ? 2 : 1;  // warpgroups with output channels of their own
-constexpr int kTileBytes = kUnits * 64 * 16, kTapBytes = TILES * kTileBytes, kSideBytes = WEIGHT_ROWS * kTapBytes;
-constexpr int kWeightBytes = kSides * kSideBytes;
-constexpr int kOuts = 64 / SLOTS, kWarpOuts = kOuts / 4;  // output channels of a warpgroup, and of a warp
+constexpr int kTileBytes = kUnits * 64 * 16, kTapBytes = TILES * kTileBytes, kWeightBytes = WEIGHT_ROWS * kTapBytes;
+constexpr int kOuts = 64 / SLOTS, kWarpOuts = kOuts / 4;  // output channels of a block, and of a warp
 constexpr int kLanes = 4, kOwnOuts = 2 / SLOTS;  // that columns go round; output channels of a lane
 constexpr int kWarpOutputs = kWarpOuts * LINE_PITCH;
-static_assert(CHANNELS % 16 == 0 && COLUMNS % kBoxColumns == 0, "products and boxes are whole");
-static_assert(COLUMNS % LINE_CELLS == 0 && LINE_CELLS % 8 == 0, "lines are whole, and of whole blocks of eight");
+static_assert(CHANNELS % 16 == 0, "products are whole");
+static_assert(kColumns % LINE_CELLS == 0 && LINE_CELLS % 8 == 0, "lines are whole, and of whole blocks of eight");
 
 __constant__ constexpr int kRowTap[] = ROW_TAP;
 
 // Shared memory: stages [STAGES][kBoxes][INPUT_ROWS][CHANNELS][64 columns] swizzled, weights
-// [kSides][WEIGHT_ROWS][TILES][kUnits][64 rows] of 16 bytes, outputs [8 warps][kWarpOuts][LINE_PITCH], barriers.
+// [WEIGHT_ROWS][TILES][kUnits][64 rows] of 16 bytes, outputs [8 warps][kWarpOuts][LINE_PITCH], barriers.
 constexpr int kFirstWeight = STAGES * kStageBytes, kFirstOutput = kFirstWeight + kWeightBytes;
 constexpr int kFirstBarrier = kFirstOutput + 8 * kWarpOutputs * static_cast<int>(sizeof(ELEMENT_T));
 #endif
@@ -543,7 +540,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
 }
 #else
-using sums_t = float[TILES][COLUMNS / 2];
+using sums_t = float[TILES][kColumns / 2];
 
 /* The column E of a tap, of a lane's two of a block of eight. */
 template <int BLOCK, int OUT, int TAP, int E> __device__ __forceinline__ float column(const sums_t& sums) {
@@ -553,70 +550,28 @@ template <int BLOCK, int OUT, int TAP, int E> __device__ __forceinline__ float c
 /* The largest power of two that is not more than n. */
 __device__ constexpr int power_within(int n) { return n < 2 ? 1 : 2 * power_within(n / 2); }
 
-constexpr int kSector = 16;                            // outputs
-constexpr int kStored = WHOLE_SECTORS ? 8 : VECTOR;    // that a thread stores together
 constexpr int kLineOutputs = LINE_CELLS * SPAN_W;
-static_assert(!WHOLE_SECTORS || (kLineOutputs % kSector == 0 && COLUMNS * SPAN_W % kSector == 0 && LINE_PITCH % 8 == 0 &&
-                                 LINE_PITCH >= kLineOutputs + kSector),
-              "lines are whole sectors, and a sector lies behind them");
-
-/* How many outputs lie between the beginning of a sector and one in memory. */
-__device__ __forceinline__ int beyond_sector(const ELEMENT_T* output) {
-    return WHOLE_SECTORS ? static_cast<int>(reinterpret_cast<unsigned long long>(output) / sizeof(ELEMENT_T) % kSector) : 0;
-}
-
-#if WHOLE_SECTORS
-using piece_t = vector_t<kStored>;  // as lanes write them: what is read as another type may be read before
-
-/* Stores those of a piece, whose first is in `column` of a row, that the row has. */
-__device__ __forceinline__ void store_piece(ELEMENT_T* to, const piece_t& piece, int column, int width) {
-    if (column < 0 || column + kStored > width) {
-        #pragma unroll
-        for (int e = 0; e < kStored; e += VECTOR) {
-            // VECTOR divides the row, and where it begins.
-            if (static_cast<unsigned>(column + e) >= width) continue;
-            vector_t<VECTOR> part;
-            #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) part.value[i] = piece.value[e + i];
-            *reinterpret_cast<vector_t<VECTOR>*>(to + e) = part;
-        }
-    } else {
-        unsigned words[4];
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const ELEMENT_T pair[2] = {piece.value[i * 2], piece.value[i * 2 + 1]};
-            words[i] = mma_words<ELEMENT_T>::pack(pair);
-        }
-        store_words(to, words, 1);
-    }
-}
-#else
-using piece_t = words_t<kStored * static_cast<int>(sizeof(ELEMENT_T))>;
-__device__ __forceinline__ void store_piece(ELEMENT_T* to, const piece_t& piece, int, int) {
-    *reinterpret_cast<piece_t*>(to) = piece;
-}
-#endif
+using piece_t = words_t<VECTOR * static_cast<int>(sizeof(ELEMENT_T))>;  // that a thread stores together
 
 /* Folds the columns of a step, adds the bias and stores, by way of shared memory: a warp has whole lines of channels.
  * `ow` is where the step's first cell begins in the row, and may lie before it; `there` is false for rows beyond the image.
- * `early` is how far behind a sector's beginning lines g and g + 8 begin.
  */
 __device__ __forceinline__ void fold(
-    const gemm_fold_rows_params& p, const sums_t& sums, before_t (&before)[kOwnOuts], const float (&bias)[2 / SLOTS],
-    const int (&early)[2 / SLOTS], int channels, ELEMENT_T* stage, ELEMENT_T* target, int ow, bool there) {
-    constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, WHOLE_SECTORS ? VECTOR : 8);  // outputs of two cells; written together
-    constexpr int kParts = COLUMNS / LINE_CELLS, kPieces = kLineOutputs / kStored;
+    const gemm_fold_rows_params& p, const sums_t& sums, before_t (&before)[kOwnOuts], const float (&bias)[2 / SLOTS], int channels,
+    ELEMENT_T* stage, ELEMENT_T* target, int ow, bool there) {
+    constexpr int kRun = 2 * SPAN_W, kWord = gcd(kRun, 8);  // outputs of two cells; written together
+    constexpr int kParts = kColumns / LINE_CELLS, kPieces = kLineOutputs / VECTOR;
     // Pieces of a line and lines that a warp handles in one turn; turns; turns whose pieces are in registers together.
     constexpr int kAcross = least(kPieces, 32), kAtOnce = least(power_within(32 / kAcross), kWarpOuts);
     constexpr int kTurns = kWarpOuts / kAtOnce;
-    constexpr int kTogether = least(kTurns, kStored == 1 ? 8 : WHOLE_SECTORS ? 4 : 16 / kStored);
-    constexpr bool kFull = OUT_CHANNELS % (kSides * kOuts) == 0;  // all output channels are there
+    constexpr int kTogether = least(kTurns, VECTOR == 1 ? 8 : 16 / VECTOR);
+    constexpr bool kFull = OUT_CHANNELS % kOuts == 0;  // all output channels are there
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const long long pixels = static_cast<long long>(p.h_out) * p.w_out;
     each<kParts>([&](auto part) {
         constexpr int kFirstCell = decltype(part)::value * LINE_CELLS;
         const int first = ow + kFirstCell * SPAN_W;
-        if (!there || first - (WHOLE_SECTORS ? kSector - 1 : 0) >= p.w_out) return;  // and nothing comes after it
+        if (!there || first >= p.w_out) return;  // and nothing comes after it
         __syncwarp();
         each<LINE_CELLS / 8>([&](auto tile) {
             constexpr int kBlock = kFirstCell / 8 + decltype(tile)::value;
@@ -629,8 +584,7 @@ __device__ __forceinline__ void fold(
                         [&](auto tap, auto e) { return column<kBlock, kHalf, decltype(tap)::value, decltype(e)::value>(sums); },
                         before[kHalf], bias[kHalf], lane);
                 });
-                ELEMENT_T* to =
-                    stage + ((kHalf * 8 + g) * LINE_PITCH + (decltype(tile)::value * 8 + 2 * t) * SPAN_W + early[kHalf]);
+                ELEMENT_T* to = stage + ((kHalf * 8 + g) * LINE_PITCH + (decltype(tile)::value * 8 + 2 * t) * SPAN_W);
                 #pragma unroll
                 for (int i = 0; i < kRun; i += kWord) {
                     vector_t<kWord> word;
@@ -643,12 +597,12 @@ __device__ __forceinline__ void fold(
         __syncwarp();
         #pragma unroll
         for (int i = 0; i < kPieces; i += kAcross) {
-            const int piece = i + lane % kAcross, column = first + piece * kStored;
+            const int piece = i + lane % kAcross, column = first + piece * VECTOR;
             if (lane >= kAtOnce * kAcross || piece >= kPieces) continue;
             // VECTOR divides the output's width, and where steps begin: all outputs of such a piece are there, or none.
-            if (!WHOLE_SECTORS && static_cast<unsigned>(column) >= p.w_out) continue;
+            if (static_cast<unsigned>(column) >= p.w_out) continue;
             int line = lane / kAcross;
-            const ELEMENT_T* from = stage + line * LINE_PITCH + piece * kStored;
+            const ELEMENT_T* from = stage + line * LINE_PITCH + piece * VECTOR;
             ELEMENT_T* to = target + (line * pixels + column);
             #pragma unroll
             for (int turn = 0; turn < kTurns; turn += kTogether) {
@@ -657,30 +611,22 @@ __device__ __forceinline__ void fold(
                 for (int k = 0; k < least(kTogether, kTurns - turn); ++k, from += kAtOnce * LINE_PITCH)
                     pieces[k] = *reinterpret_cast<const piece_t*>(from);
                 #pragma unroll
-                for (int k = 0; k < least(kTogether, kTurns - turn); ++k, to += kAtOnce * pixels, line += kAtOnce) {
-                    // Equal for all pieces of a line, which are half sectors.
-                    const int behind = beyond_sector(to - piece * kStored);
-                    if (kFull || line < channels) store_piece(to - behind, pieces[k], column - behind, p.w_out);
-                }
+                for (int k = 0; k < least(kTogether, kTurns - turn); ++k, to += kAtOnce * pixels, line += kAtOnce)
+                    if (kFull || line < channels) *reinterpret_cast<piece_t*>(to) = pieces[k];
             }
-        }
-        if constexpr (WHOLE_SECTORS) {
-            __syncwarp();
-            ELEMENT_T* left = stage + (lane / 2 * LINE_PITCH + lane % 2 * 8);
-            if (lane / 2 < kWarpOuts) *reinterpret_cast<piece_t*>(left) = *reinterpret_cast<const piece_t*>(left + kLineOutputs);
         }
     });
 }
 
 /* A warpgroup's part of item after item. `warpgroup` is the same for a whole warp, as far as the compiler can see. */
 __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const set_t& set, barriers_t& barriers, int warpgroup) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, side = ROWS == 1 ? warpgroup : 0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool speaker = lane == 0;  // arrives at barriers for its warp
-    const descriptor_t weights = descriptor_k_major(shared + kFirstWeight + side * kSideBytes, 64 * 16, 128);
+    const descriptor_t weights = descriptor_k_major(shared + kFirstWeight, 64 * 16, 128);
     const descriptor_t inputs = descriptor_mn_major(shared, kBoxBytes, 1024);
     ELEMENT_T* const stage = reinterpret_cast<ELEMENT_T*>(shared + kFirstOutput) + (warpgroup * 4 + warp) * kWarpOutputs;
 
-    const int first_out = (set.channels * kSides + side) * kOuts + warp * kWarpOuts;
+    const int first_out = set.channels * kOuts + warp * kWarpOuts;
     const int channels = min(kWarpOuts, OUT_CHANNELS - first_out);  // of the warp, that there are
     float bias[2 / SLOTS];
     #pragma unroll
@@ -693,21 +639,15 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
     if (warpgroup == 1) named_barrier_arrive<kTurnOf0, 256>();
     ring_t ring;
     each_item<item_t>(p, kSets * p.groups, [&](const item_t& item) {
-        const int row = item.row + (ROWS == 2 ? warpgroup : 0), oh = row * PHASES + set.phase;
+        const int row = item.row + warpgroup, oh = row * PHASES + set.phase;
         const bool there = row < p.cells_h && oh < p.h_out;
         const long long plane = (static_cast<long long>(item.image) * p.groups + set.group) * OUT_CHANNELS + first_out;
         ELEMENT_T* const target = p.output + (plane * p.h_out + oh) * p.w_out;
-        int early[2 / SLOTS];
-        #pragma unroll
-        for (int half = 0; half < 2 / SLOTS; ++half) {
-            const long long line = static_cast<long long>(half * 8 + lane / 4) * p.h_out * p.w_out;
-            early[half] = beyond_sector(target + (line - DELAYED * SPAN_W));
-        }
         sums_t sums;
         before_t before[kOwnOuts] = {};
         int step = 0;
         #pragma unroll 1
-        for (; step * COLUMNS < p.columns; ++step) {
+        for (; step * kColumns < p.columns; ++step) {
             if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();
             else named_barrier_sync<kTurnOf1, 256>();
             barrier_wait(barriers.full[ring.stage], ring.parity);
@@ -715,7 +655,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             wgmma_fence();
             #pragma unroll 1
             for (int i = 0; i < INPUT_ROWS; ++i) {
-                const int tap = kRowTap[(set.phase * INPUT_ROWS + i) * 2 + (ROWS == 2 ? warpgroup : 0)];
+                const int tap = kRowTap[(set.phase * INPUT_ROWS + i) * 2 + warpgroup];
                 if (tap < 0) continue;
                 const descriptor_t left = advance(weights, tap * kTapBytes);
                 const descriptor_t right = advance(inputs, ring.stage * kStageBytes + i * kRowBytes);
@@ -723,7 +663,7 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
                 for (int k = 0; k < kSteps; ++k)
                     #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile)
-                        wgmma<ELEMENT_T, COLUMNS, true>(sums[tile], advance(left, tile * kTileBytes + k * 2048),
+                        wgmma<ELEMENT_T, kColumns, true>(sums[tile], advance(left, tile * kTileBytes + k * 2048),
                                                         advance(right, k * 2048), accumulate || k > 0);
                 wgmma_commit();
                 accumulate = 1;
@@ -734,12 +674,12 @@ __device__ __forceinline__ void consume(const gemm_fold_rows_params& p, const se
             for (int tile = 0; tile < TILES; ++tile) wgmma_finish(sums[tile]);
             if (speaker) barrier_arrive(barriers.empty[ring.stage]);
             ring.advance(STAGES);
-            fold(p, sums, before, bias, early, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
+            fold(p, sums, before, bias, channels, stage, target, (step * kColumns - DELAYED) * SPAN_W, there);
         }
         // Behind the row's end there are no columns but those that are late, and outputs that hold the bias alone.
         #pragma unroll 1
         for (; step < p.steps; ++step)
-            fold(p, {}, before, bias, early, channels, stage, target, (step * COLUMNS - DELAYED) * SPAN_W, there);
+            fold(p, {}, before, bias, channels, stage, target, (step * kColumns - DELAYED) * SPAN_W, there);
     });
     if (warpgroup == 0) named_barrier_sync<kTurnOf0, 256>();  // the other's last turn has ended
 }

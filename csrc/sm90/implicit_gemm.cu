@@ -21,8 +21,7 @@
  *   K      steps of a shift, and UNITS units of 16 bytes of channels               (numeric/units.cuh)
  *
  * Both sides are read from shared memory, K-major, without swizzling: [unit][row or position], 16 bytes each. So a shift
- * needs no alignment but its 16 bytes, which are one position. (In load/tma_nchw.cuh and load/tma_nhwc.cuh the right side
- * lies another way.) float32 as SPLIT has two parts of TF32 on both sides, and three products; tensor cores sum short
+ * needs no alignment but its 16 bytes, which are one position. (In load/tma_nhwc.cuh the right side lies another way.) float32 as SPLIT has two parts of TF32 on both sides, and three products; tensor cores sum short
  * chains only, which are added up in float32, because they cut their sums off where float32 would round.
  *
  * Values must be finite: an infinite input may make NaN of outputs that a weight of zero by its place, or a part that is
@@ -30,8 +29,8 @@
  *
  * A block stays on its multiprocessor and takes item after item: a tile of positions, a set of M blocks, a group. One or two of
  * its warpgroups produce: all warps but one load the inputs of the tile, chunk after chunk of channels, round them and lay them
- * out, from where they land in shared memory (load/landing.cuh) or through registers (load/registers.cuh); or they come to where
- * products read them, as boxes of a tensor map (load/tma_nchw.cuh, load/tma_nhwc.cuh; there float32 is rounded where it lies).
+ * out, from where they land in shared memory (load/landing.cuh) or through registers (load/registers.cuh); or, in
+ * channels_last, they come to where products read them, as boxes of a tensor map (load/tma_nhwc.cuh; float32 is rounded there).
  * One thread copies the weights of each step as weights/pack.cu has laid them out. The
  * other two multiply, each BLOCKS M blocks with COLUMNS positions, and store (epilogue/store_phases.cuh). Two rings of stages lie between.
  * Where the weights of a set fit shared memory, they stay there (stationary), and a block takes items of one set alone.
@@ -47,7 +46,7 @@
  * with H and W; SLOTS, CHANNELS, ROW_ORDER; BLOCKS, COLUMNS; WARPGROUPS_M (2: each warpgroup has M blocks of its own; 1:
  * positions of its own), PHASE_SIDES (2: its M blocks are other phases; 1: other output channels); PHASE_SETS (of PHASE_SIDES x
  * BLOCKS x SLOTS phases), CHANNEL_SETS; UNITS (of a chunk), CHUNKS; PING_PONG (weights stay, and all inputs of an item have a
- * stage: a turn ends only then); PRODUCERS (threads: 96 or 224), LOADED_TOGETHER (units that one has on their way); BOXED;
+ * stage: a turn ends only then); PRODUCERS (threads: 224, or 96 where BOXED), LOADED_TOGETHER (units that one has on their way); BOXED;
  * LANDING_UNITS (0 without), LANDING_STAGES, LANDING_BOX, PARTIAL_PIECES, SHARERS, LANDED_TURNS (see
  * load/landing.cuh); CHAIN (steps, of SPLIT); WIDE (inputs that are taken together), VECTOR_LOADS (units lie aligned in
  * channels_last); PAIRING, STAGED, LINE_CELLS, VECTOR, PAIRED_CELLS (see epilogue/store_phases.cuh); INDEX_64.
@@ -59,10 +58,8 @@
 #include "ptx/elect.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/named_barrier.cuh"
-#if BOXED && CHANNELS_LAST
+#if BOXED
 #include "load/tma_nhwc.cuh"
-#elif BOXED
-#include "load/tma_nchw.cuh"
 #elif LANDING_UNITS > 0
 #include "load/landing.cuh"
 #else
@@ -169,7 +166,7 @@ __device__ __forceinline__ void consume(const implicit_gemm_params& p, const sta
                         lefts[k] = advance(left, k * 2 * kRows * 16);
                         rights[k] = advance(shifted, k * along);
                     }
-                    wgmma<ELEMENT_T, COLUMNS, kBlocked>(sums[block], lefts, rights, step > 0 || chunk > 0);
+                    wgmma<ELEMENT_T, COLUMNS>(sums[block], lefts, rights, step > 0 || chunk > 0);
                     wgmma_commit();
                     wgmma_wait<1>();
 #endif

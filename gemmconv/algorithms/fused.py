@@ -12,7 +12,6 @@ from gemmconv.kernels.conv import gemm_mma
 from gemmconv.kernels.cpu import implicit_product
 from gemmconv.kernels.sm90 import (
     gemm_depth_to_space,
-    gemm_fold,
     gemm_fold_narrow,
     gemm_fold_pixels,
     gemm_fold_rows,
@@ -32,7 +31,6 @@ class Fused(Algorithm):
         implicit_gemm.KERNEL,
         gemm_fold_rows.KERNEL,
         gemm_fold_narrow.KERNEL,
-        gemm_fold.KERNEL,
         gemm_fold_pixels.KERNEL,
         gemm_depth_to_space.KERNEL,
         implicit_gemm_nhwc.KERNEL,

@@ -151,8 +151,8 @@ def architecture_of(capability: tuple[int, int]) -> str:
 def kernel_name(source_name: str) -> str:
     """The name of the kernel in a source.
 
-    >>> kernel_name("sm90/gemm_fold.cu")
-    'sm90_gemm_fold_kernel'
+    >>> kernel_name("sm90/gemm_fold_rows.cu")
+    'sm90_gemm_fold_rows_kernel'
     """
     return f"{source_name.removesuffix('.cu').replace('/', '_')}_kernel"
 

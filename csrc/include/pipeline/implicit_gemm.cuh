@@ -21,7 +21,7 @@
 
 struct implicit_gemm_params {
 #if BOXED || LANDING_BOX
-    tensor_map_t map;  // of the input: see load/tma_nchw.cuh, load/landing.cuh
+    tensor_map_t map;  // of the input: see load/tma_nhwc.cuh, load/landing.cuh
 #endif
     const ELEMENT_T* __restrict__ input;
     const unit_t* __restrict__ packed;
@@ -60,7 +60,7 @@ struct implicit_gemm_params {
 #endif
 #if BOXED
     unsigned long long by_boxes, by_positions, by_strip_boxes;
-    int strip_boxes;  // of lines; or the blocks of an image
+    int strip_boxes;
 #endif
     int step_offset[STEPS];  // positions from a patch's first to the input that a tile's first cell reads in a step
 };
@@ -82,15 +82,11 @@ constexpr int kTile = 2 / WARPGROUPS_M * COLUMNS;  // positions
 constexpr int kPlanes = UNIT_H * UNIT_W;
 constexpr int kSets = PHASE_SETS * CHANNEL_SETS;
 constexpr int kChannelSides = WARPGROUPS_M / PHASE_SIDES;  // warpgroups with output channels of their own
-// How a patch lies; see load/tma_nchw.cuh and load/tma_nhwc.cuh.
-constexpr bool kBlocked = BOXED && !CHANNELS_LAST, kBoxedLines = BOXED && CHANNELS_LAST;
-constexpr int kSwizzled = 64, kSwizzledBlock = UNITS * kSwizzled;  // positions, and units, of a block
+// How a patch lies; where BOXED see load/tma_nhwc.cuh.
 constexpr int kLineBytes = UNITS * 16;
-constexpr int kPositionBytes = kBoxedLines ? kLineBytes : 16;
-/* Bytes from one unit of a patch to the next, where units are apart. */
-__device__ __forceinline__ int unit_bytes(const implicit_gemm_params& p) { return (kBlocked ? kSwizzled : p.unit_pitch) * 16; }
+constexpr int kPositionBytes = BOXED ? kLineBytes : 16;
 /* Bytes that a step of the instruction goes on. */
-__device__ __forceinline__ int step_bytes(const implicit_gemm_params& p) { return kBoxedLines ? 32 : 2 * unit_bytes(p); }
+__device__ __forceinline__ int step_bytes(const implicit_gemm_params& p) { return BOXED ? 32 : 32 * p.unit_pitch; }
 constexpr bool kRounded = BOXED && sizeof(ELEMENT_T) == 4;  // where they lie, by all loaders but a warp
 constexpr int kRounders = PRODUCERS - 32;
 constexpr int kSteps = UNITS / 2;  // of the instruction: two units
@@ -118,7 +114,7 @@ constexpr int kLandingChannels = LANDING_UNITS * kElements;
 /* Spots of a patch; see load/patch_elements.cuh. */
 __device__ __forceinline__ int spots_of(const implicit_gemm_params& p) { return p.patch * kPlanes / WIDE; }
 
-// Shared memory: patches [patch_stages][kParts][UNITS][unit_pitch] (BOXED: see load/tma_nchw.cuh and load/tma_nhwc.cuh), weights
+// Shared memory: patches [patch_stages][kParts][UNITS][unit_pitch] (BOXED: see load/tma_nhwc.cuh), weights
 // [weight_stages][kParts][UNITS][kRows], landing [LANDING_STAGES][kLandingChannels] of landed_channel bytes, outputs
 // [8 warps][kWarpOutputs], barriers, places [2][spots] (none if BOXED), in the landing where inputs land.
 constexpr int kWeightUnits = kParts * UNITS * kRows;
@@ -225,12 +221,10 @@ __device__ __forceinline__ int box_positions(const implicit_gemm_params& p) { re
 
 /* The right sides of the first stage, from a place of the patch of a tile on. */
 __device__ __forceinline__ descriptor_t patches_of(const implicit_gemm_params& p, const stages_t& s, int tile, int place) {
-#if BOXED && CHANNELS_LAST
+#if BOXED
     const int first = first_position_of(p, tile), skipped = first - divided(first, p.by_positions) * box_positions(p);
     return descriptor_k_major_swizzled<kLineBytes>(s.patches + (place + skipped) * UNITS);
-#elif BOXED
-    return descriptor_mn_major(s.patches + place / kSwizzled * kSwizzledBlock, kSwizzledBlock * 16, unit_bytes(p));
 #else
-    return descriptor_k_major(s.patches + place, unit_bytes(p), 128);
+    return descriptor_k_major(s.patches + place, p.unit_pitch * 16, 128);
 #endif
 }

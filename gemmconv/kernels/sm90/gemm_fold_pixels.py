@@ -313,8 +313,7 @@ class GemmFoldPixels(OneFormatForward):
     only_in = torch.contiguous_format
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        margin = _COST.margin if tile.itemsize == 2 or tile.windows[0] > 1 else 1
-        return margin * tile.cycles / CLOCK_RATE
+        return tile.cycles / CLOCK_RATE
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         return fitted(tile, config.problem)

@@ -2,7 +2,7 @@
 
 It is for forward passes and the input gradients of stride 1, where rows of inputs are whole pieces of 16 bytes, every
 phase has a tap, the stride across is at most four, taps across reach over at most eight inputs, and the weights of some
-output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most twelve and groups have at
+output channels, of 32 or 64 in 16 bits, fit shared memory. In 16 bits taps across are at most six and groups have at
 most 256 input channels, a multiple of 16 if there are several; in TF32 a phase across has more than one tap.
 ``tile_of`` gives None for others. Words are those of the kernel's header.
 """
@@ -37,7 +37,6 @@ _LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
 _BARRIER_BYTES = 8
 _PIECE_BYTES = 16  # that lie together in memory
 _CARRIED = 8  # columns of the step before
-_LONGEST_STEP = 8  # of a tensor map: from one element of a box to the next
 _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
 _MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
 _THREADS = 384
@@ -46,7 +45,7 @@ _SECTOR_BYTES, _PRODUCT_BYTES = 32, 32  # that memory writes together; of channe
 # Constants for 16-bit types.
 _LINE = 64  # columns of a box, 128 bytes
 _BLOCK_ROWS = 64  # of a product
-_SLOTS, _COLUMNS, _ROWS = (1, 2), (64, 128), (1, 2)  # of tiles; 96, 192 and 256 columns were hardly ever faster
+_SLOTS = 1, 2  # taps of a product
 _MOST_SUMS = 192  # registers of a thread
 _MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
@@ -70,7 +69,6 @@ class RowTile(Gathering):
         pixels_on_m: whether inputs are the left side of products, and weights the right one.
         problem: the geometry.
         direction: "forward" or "input_grad".
-        whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
         columns: inputs of a row of a step.
         rows: of cells of an item.
         multiprocessors: of the GPU: as many blocks run at once.
@@ -78,20 +76,18 @@ class RowTile(Gathering):
 
     itemsize: ClassVar[int]
     pixels_on_m: ClassVar[bool]
+    columns: ClassVar[int]
+    rows: ClassVar[int]
     of_layer: ClassVar[tuple[str, ...]] = (
         "taps_across",
         "delayed",
         "given",
         "taps_down",
-        "row_step",
         "first_rows",
         "input_rows",
         "compiled",
         "packing",
     )  # what does not depend on sizes
-    whole_sectors: bool
-    columns: int
-    rows: int
     multiprocessors: int
 
     def sized(self, problem: Problem) -> Any:
@@ -178,13 +174,6 @@ class RowTile(Gathering):
         return max(map(len, self.taps_down))
 
     @cached_property
-    def row_step(self) -> int:
-        """From one input row of an item to the next: one where several rows of cells read them."""
-        stride, dilation = self.problem.stride[0], self.problem.dilation[0]
-        steps = dilation if self.direction == "input_grad" else dilation // math.gcd(stride, dilation)
-        return 1 if self.rows > 1 or self.weight_rows == 1 else steps
-
-    @cached_property
     def first_rows(self) -> list[int]:
         """From an item's first cell to its first input row, of each row phase."""
         return [min(tap.shift for tap in taps) for taps in self.taps_down]
@@ -193,7 +182,7 @@ class RowTile(Gathering):
     def input_rows(self) -> int:
         """Rows of the input that an item reads, of the row phase that reads most."""
         reaches = [max(tap.shift for tap in taps) - min(tap.shift for tap in taps) for taps in self.taps_down]
-        return (max(reaches) + self.rows - 1) // self.row_step + 1
+        return max(reaches) + self.rows
 
     # Steps along a row, and items.
 
@@ -205,7 +194,7 @@ class RowTile(Gathering):
     @property
     def kept(self) -> int:
         """Outputs of a row that may be stored later than what is beside them."""
-        raise NotImplementedError
+        return 0
 
     @property
     def steps(self) -> int:
@@ -263,9 +252,9 @@ class RowTile(Gathering):
     @property
     def addressable(self) -> bool:
         """Whether boxes and integers hold it."""
-        boxes = self.input_rows * self.row_step <= _LONGEST_BOX and self.row_step <= _LONGEST_STEP
         last = (self.cells[0] + self.rows) * self.span[0], (self.steps + 1) * self.columns * self.span[1]
-        return boxes and max(self.items + self.multiprocessors, self.packed_bytes // 16, *last) <= INT32_MAX
+        largest = max(self.items + self.multiprocessors, self.packed_bytes // 16, *last)
+        return self.input_rows <= _LONGEST_BOX and largest <= INT32_MAX
 
     @cached_property
     def cycles(self) -> float:
@@ -310,7 +299,6 @@ class RowTile(Gathering):
             "WEIGHT_ROWS": self.weight_rows,
             "PIXELS_ON_M": int(self.pixels_on_m),
             "SPAN_W": self.span[1],
-            "ROWS": self.rows,
             "DELAYED": self.delayed,
             "DELAY": table(self.delays + [0] * self._pads),
             "PHASE": table([tap.phase for tap in self.taps_across] + [-1] * self._pads),
@@ -318,7 +306,6 @@ class RowTile(Gathering):
             "FIRST_ROW": table(self.first_rows),
             "STAGES": self.stages,
             "VECTOR": self.vector,
-            "WHOLE_SECTORS": int(self.whole_sectors),
             "SHARED_BYTES": self.shared_bytes,
             **self.macros,
         }
@@ -355,8 +342,7 @@ class RowTile(Gathering):
         channels = self.in_channels * p.groups
         row, plane = width * self.itemsize, height * width * self.itemsize
         sizes, strides = (width, channels, height, p.batch), (plane, row, channels * plane)
-        box, steps = (*self.box, 1), (1, 1, self.row_step, 1)
-        return TensorMapSpec("input", self.itemsize, sizes, strides, box, steps, fetched=self.fetched)
+        return TensorMapSpec("input", self.itemsize, sizes, strides, (*self.box, 1), fetched=self.fetched)
 
     @property
     def fetched(self) -> int:
@@ -371,24 +357,21 @@ class RowTile(Gathering):
 
 @dataclass(frozen=True)
 class Tile16(RowTile):
-    """The work of a block in 16 bits.
+    """The work of a block in 16 bits, either warpgroup with a row of cells of its own.
 
     Attributes:
         slots: taps that a product's rows have, each with 64 / slots output channels.
-        columns: inputs of a row of a step.
-        rows: of cells of an item: of either warpgroup one, or both the same.
     """
 
     problem: Problem
     direction: Pass
     slots: int
-    columns: int
-    rows: int
-    whole_sectors: bool
     multiprocessors: int = REFERENCE.multiprocessors
 
     itemsize: ClassVar[int] = 2
     pixels_on_m: ClassVar[bool] = False
+    columns: ClassVar[int] = 128
+    rows: ClassVar[int] = 2
     of_layer: ClassVar[tuple[str, ...]] = (*RowTile.of_layer, "line_cells", "line_pitch")
 
     @property
@@ -402,18 +385,13 @@ class Tile16(RowTile):
         return -(-len(self.taps_across) // self.slots)
 
     @property
-    def sides(self) -> int:
-        """Warpgroups with output channels of their own."""
-        return 2 if self.rows == 1 else 1
-
-    @property
     def outs(self) -> int:
-        """Output channels of a warpgroup."""
+        """Output channels of a block."""
         return _BLOCK_ROWS // self.slots
 
     @property
     def set_outs(self) -> int:
-        return self.outs * self.sides
+        return self.outs
 
     @cached_property
     def row_taps(self) -> list[list[list[int]]]:
@@ -421,8 +399,8 @@ class Tile16(RowTile):
         found = []
         for first, taps in zip(self.first_rows, self.taps_down, strict=True):
             places = {tap.shift - first: i for i, tap in enumerate(taps)}
-            reads = [i * self.row_step for i in range(self.input_rows)]
-            found.append([[places.get(place - row, -1) for row in range(self.rows)] for place in reads])
+            rows = range(self.rows)
+            found.append([[places.get(place - row, -1) for row in rows] for place in range(self.input_rows)])
         return found
 
     # Stores.
@@ -439,26 +417,11 @@ class Tile16(RowTile):
         span = self.span[1]
         return math.gcd(self.piece, self.output_size[1], self.delayed * span, self.line_cells * span)
 
-    @property
-    def _lines_are_sectors(self) -> bool:
-        """Whether lines have as much as some sectors."""
-        return self.line_cells * self.span[1] % self.sector == self.columns * self.span[1] % self.sector == 0
-
-    @property
-    def stored(self) -> int:
-        """Outputs that a thread stores together."""
-        return self.piece if self.whole_sectors else self.vector
-
-    @property
-    def kept(self) -> int:
-        return self.sector - 1 if self.whole_sectors else 0
-
     @cached_property
     def line_pitch(self) -> int:
         """Outputs from a line to the next, in shared memory: such that lanes write to different banks."""
-        first = self.line_cells * self.span[1] + (self.sector if self.whole_sectors else 0)
-        word = math.gcd(2 * self.span[1], self.vector) if self.whole_sectors else word_of(self.span[1])
-        return _line_pitch(first, 2 * self.span[1], word, self.stored)
+        span = self.span[1]
+        return _line_pitch(self.line_cells * span, 2 * span, word_of(span), self.vector)
 
     # Shared memory.
 
@@ -473,7 +436,7 @@ class Tile16(RowTile):
 
     @property
     def weight_bytes(self) -> int:
-        return self.sides * self.weight_rows * self.tap_bytes
+        return self.weight_rows * self.tap_bytes
 
     @property
     def _output_bytes(self) -> int:
@@ -497,17 +460,15 @@ class Tile16(RowTile):
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory, boxes and integers hold it."""
-        sectors = not self.whole_sectors or (self.cuts_sectors and self._lines_are_sectors)
-        return sectors and self.tiles * self.columns // 2 <= _MOST_SUMS and self.stages > 1 and self.addressable
+        return self.tiles * self.columns // 2 <= _MOST_SUMS and self.stages > 1 and self.addressable
 
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of a call, its launches among them.
 
         Of a step a warpgroup multiplies, and folds while the other multiplies. What both ask of shared memory counts,
-        where it is more: reads of products, three accesses for the outputs of a line, shuffles. Whole sectors take up
-        to 13% longer where folds are what is waited for; where memory is, sectors that are written in two parts count
-        more than once.
+        where it is more: reads of products, three accesses for the outputs of a line, shuffles. Where memory is what is
+        waited for, sectors that are written in two parts count more than once.
         """
         blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
         products, span = self.weight_rows * self.channels / self.product_channels * self.tiles, self.span[1]
@@ -518,36 +479,28 @@ class Tile16(RowTile):
         accesses = 4 * shuffles + 3 * outputs * self.itemsize / 128
         shared = 2 * (_COST.read_factor * read + _COST.access_factor * accesses)
         folding = pairs * (_COST.tap_cycles * len(self.taps_across) + _COST.pair_cycles * span)
-        folding += shuffles + _COST.store_cycles * outputs / (32 * self.stored)
+        folding += shuffles + _COST.store_cycles * outputs / (32 * self.vector)
         overlap = _COST.overlap
         step = (shared**overlap + (products * self.columns / 2 + folding) ** overlap) ** (1 / overlap)
         multiplied = -(-self.multiplied // self.columns)
         unmultiplied = (self.steps - multiplied) * _COST.unmultiplied_factor * folding
         computing = rounds * -(-self.items // blocks) * (multiplied * step + unmultiplied)
-        if self.whole_sectors:
-            cached = self._output_bytes_of_all <= _CACHED_BYTES
-            computing *= _COST.whole_sectors_cached_factor if cached else _COST.whole_sectors_factor
         return _COST.start_cycles + (computing**overlap + self._written_cycles**overlap) ** (1 / overlap)
 
     @property
     def _written_cycles(self) -> float:
         """Cycles to move inputs and outputs; the L2 cache merges partial sectors while it has room for them."""
-        outputs = self._output_bytes_of_all
-        twice = self.cuts_sectors and not self.whole_sectors and outputs > _CACHED_BYTES
-        return self.moved_cycles + (_COST.cut_sectors * self.cycles_of_bytes(outputs) if twice else 0)
-
-    @property
-    def _output_bytes_of_all(self) -> int:
         p = self.problem
-        return p.batch * p.groups * self.out_channels * math.prod(self.output_size) * self.itemsize
+        outputs = p.batch * p.groups * self.out_channels * math.prod(self.output_size) * self.itemsize
+        twice = self.cuts_sectors and outputs > _CACHED_BYTES
+        return self.moved_cycles + (_COST.cut_sectors * self.cycles_of_bytes(outputs) if twice else 0)
 
     @property
     def macros(self) -> Macros:
         return {
             "TILES": self.tiles,
             "SLOTS": self.slots,
-            "COLUMNS": self.columns,
-            "ROW_TAP": table([tap for phase in self.row_taps for row in phase for tap in row * (2 // self.rows)]),
+            "ROW_TAP": table([tap for phase in self.row_taps for row in phase for tap in row]),
             "LINE_CELLS": self.line_cells,
             "LINE_PITCH": self.line_pitch,
         }
@@ -555,7 +508,7 @@ class Tile16(RowTile):
     @property
     def packed_as(self) -> Macros:
         order = pack.ROWS_SLOTS if self.slots == 2 else pack.ROWS_PLAIN
-        sets = {"CHANNEL_SETS": self.channel_sets * self.sides, "ROWS": _BLOCK_ROWS, "ROW_ORDER": order}
+        sets = {"CHANNEL_SETS": self.channel_sets, "ROWS": _BLOCK_ROWS, "ROW_ORDER": order}
         return {**sets, "SLOTS": self.slots, "CHANNELS": self.outs}
 
 
@@ -583,6 +536,7 @@ class TileTf32(RowTile):
     Attributes:
         outs: output channels of a block.
         chunk: input channels of a stage.
+        whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
     """
 
     problem: Problem
@@ -590,12 +544,12 @@ class TileTf32(RowTile):
     outs: int
     chunk: int
     whole_sectors: bool
-    columns: int = 16
-    rows: int = 8
     multiprocessors: int = REFERENCE.multiprocessors
 
     itemsize: ClassVar[int] = 4
     pixels_on_m: ClassVar[bool] = True
+    columns: ClassVar[int] = 16
+    rows: ClassVar[int] = 8
     of_layer: ClassVar[tuple[str, ...]] = (*RowTile.of_layer, "taps_together", "row_places")
 
     @property
@@ -736,6 +690,7 @@ class TileTf32(RowTile):
             "CHUNK": self.chunk,
             "OUTS": self.outs,
             "LINES": self.lines,
+            "WHOLE_SECTORS": int(self.whole_sectors),
             "ROW_PLACE": table([place for phase in self.row_places for place in phase]),
             "TAPS_TOGETHER": self.taps_together,
         }
@@ -786,8 +741,8 @@ def tiles_of(
 
 
 def _tiles_of_16_bits(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[RowTile]:
-    choices = (problem,), (direction,), _SLOTS, _COLUMNS, _ROWS, (False, True), (multiprocessors,)
-    for tile in itertools.starmap(Tile16, itertools.product(*choices)):
+    for slots in _SLOTS:
+        tile = Tile16(problem, direction, slots, multiprocessors)
         if tile.input_size[1] % tile.piece or tile.channels > _LONGEST_BOX:
             return
         if problem.groups > 1 and tile.in_channels != tile.channels:
@@ -802,7 +757,7 @@ def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> I
     sets = range(1, -(-channels // _WHOLE_OUTS) + 1)
     outs = {-(-channels // (count * _WHOLE_OUTS)) * _WHOLE_OUTS for count in sets}
     for set_outs, chunk in itertools.product(sorted(outs, reverse=True), _CHUNKS):
-        tile = TileTf32(problem, direction, set_outs, chunk, whole_sectors, multiprocessors=multiprocessors)
+        tile = TileTf32(problem, direction, set_outs, chunk, whole_sectors, multiprocessors)
         if tile.input_size[1] % tile.piece:
             return
         if len(tile.taps_across) == tile.span[1]:
@@ -837,7 +792,7 @@ class GemmFoldRows(Sm90Kernel):
         if config.problem.batch == 0 or sized.input_size[1] % tile.piece or not sized.addressable:
             return None
         # In 16 bits parts of sectors may be stored.
-        return None if tile.pixels_on_m and sized.cuts_sectors > sized.whole_sectors else sized
+        return None if isinstance(sized, TileTf32) and sized.cuts_sectors > sized.whole_sectors else sized
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: RowTile) -> int:
         return tile.packed_bytes

@@ -30,7 +30,7 @@ from gemmconv.kernels.program import (
 )
 from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
-from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_POSITIONS, BLOCK_ROWS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
+from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
 from gemmconv.kernels.weights import pack
 
 _COST = costs_of("sm90/implicit_gemm")
@@ -67,7 +67,7 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "VECTOR": plan.vector,
         "PAIRED_CELLS": int(variant.paired),
         "VECTOR_LOADS": int(plan.vector_loads),
-        "BOXED": int(plan.boxed),
+        "BOXED": int(plan.way == "lines"),
         "LANDING_BOX": int(plan.landing_box),
         "LANDING_UNITS": plan.landing_units,
         "LANDING_STAGES": plan.landing_stages,
@@ -117,10 +117,9 @@ def _common_macros(plan: Plan) -> Macros:
 def input_map(plan: Plan) -> TensorMapSpec:
     """The tensor map of the input.
 
-    The input is [positions][channels][blocks of positions][images] where products read blocks as they come, and
-    [channels][columns][rows][images] where they read lines, all of an image in one row where nothing lies between rows,
-    or of all images. A box has lines of one plane. The input is [columns][rows][channels][images] where it lands, all
-    of an image in one row where it lands as stretches.
+    The input is [channels][columns][rows][images] where products read lines, all of an image in one row where nothing
+    lies between rows, or of all images. A box has lines of one plane. The input is [columns][rows][channels][images]
+    where it lands, all of an image in one row where it lands as stretches.
     """
     p, itemsize, pixels = plan.problem, plan.itemsize, math.prod(plan.input_size)
     channels = plan.in_channels * p.groups
@@ -131,11 +130,6 @@ def input_map(plan: Plan) -> TensorMapSpec:
         strides = channels * itemsize, width * channels * itemsize, pixels * channels * itemsize
         box = plan.units * plan.element_units, columns, rows, images
         return TensorMapSpec("input", itemsize, sizes, strides, box, steps)
-    if plan.boxed:
-        sizes = BLOCK_POSITIONS, channels, pixels // BLOCK_POSITIONS, p.batch
-        strides = pixels * itemsize, BLOCK_POSITIONS * itemsize, channels * pixels * itemsize
-        box = BLOCK_POSITIONS, plan.units * plan.element_units, plan.box_blocks, 1
-        return TensorMapSpec("input", itemsize, sizes, strides, box)
     rows, width = plan.box_size
     columns = pixels if rows == 1 else plan.input_size[1]
     sizes = columns, pixels // columns, channels, p.batch
@@ -157,22 +151,20 @@ def _loader_params(plan: Plan) -> Params:
             "run_pitch, run_pieces": (plan.run_pitch, rows),
             "landed_channel, rows_above": (plan.landed_channel_bytes, -(-max(0, -plan.first) // plan.pitch)),
         }
-    elif not plan.boxed:
+    elif plan.way == "loaded":
         params |= {
             "by_spots, by_plane_spots": (small_reciprocal(plan.spots), small_reciprocal(plane_spots)),
             "batches, together": (plan.batches, -(-plan.loads // plan.batches)),
         }
-    if plan.boxed or plan.landing:
-        rows, width = (plan.box_blocks, 1) if plan.way == "blocks" else plan.box_size
+    if plan.way != "loaded":
         images = plan.line_box[0] if plan.way == "lines" else 0
         params |= {
-            "box_images, box_rows, box_width": (images, rows, width),
+            "box_images, box_rows, box_width": (images, *plan.box_size),
             "boxes, flat": (plan.boxes, int(plan.flat)),
         }
-    if plan.boxed:
-        blocks = math.prod(plan.input_size) // BLOCK_POSITIONS
-        positions = images * rows * width if plan.way == "lines" else BLOCK_POSITIONS
-        strip_boxes = plan.strip_rows * plan.pitch // positions if plan.way == "lines" else blocks
+    if plan.way == "lines":
+        positions = math.prod(plan.line_box)
+        strip_boxes = plan.strip_rows * plan.pitch // positions
         params |= {
             "by_boxes, by_positions, by_strip_boxes": (*map(reciprocal, (plan.boxes, positions, max(1, strip_boxes))),),
             "strip_boxes": strip_boxes,
@@ -231,7 +223,7 @@ class ImplicitGemm(Sm90Kernel):
         sets = tile.phase_sets * tile.channel_sets * p.groups
         offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)
         params: Params = {
-            **({"map": input_map(tile)} if tile.boxed or tile.landing_box else {}),
+            **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
             "input, packed": ("input", "packed"),
             "bias, output": ("bias" if tile.direction == "forward" else None, "output"),
             "by_strips, by_strip_rows, by_strip_tiles": (

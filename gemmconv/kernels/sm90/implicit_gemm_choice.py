@@ -13,7 +13,14 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_items, item_cycles_of
-from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, FEW_LOADERS, MANY_LOADERS, WIDEST, Plan, Way
+from gemmconv.kernels.sm90.implicit_gemm_plan import (
+    BLOCK_ROWS,
+    FEW_LOADERS,
+    MANY_LOADERS,
+    MOST_COLUMNS,
+    WIDEST,
+    Plan,
+)
 
 _PROMISING = 4  # kinds of plans, all plans of which are looked at, and plans
 _BATCHES = (1, 64)  # for which kinds are promising, or not
@@ -22,7 +29,7 @@ _BATCHES = (1, 64)  # for which kinds are promising, or not
 _WIDTHS, _NARROW_WIDTHS = (62, 94, 126, 190, 254, 510), (14, 30)
 _WHOLE_WIDTHS = (64, 128, 256)  # of strips of rows of 1024 and the like, that are whole sectors of memory
 
-_COLUMNS = (32, 64, 96, 128, 192, 256)  # of a tile, where a block has many
+_COLUMNS = (32, 64, 96, 128, MOST_COLUMNS)  # of a tile, where a block has many
 _WIDES = (1, 2)  # inputs that may be taken together
 # Column phases of which a warpgroup may have all. With seven, storing them runs out of registers.
 _ALL_COLUMNS = (3, 4, 5, 6, 8)
@@ -97,7 +104,7 @@ def _known(plan: Plan) -> _Searched:
 def _promise(kind: Plan) -> tuple[float, ...]:
     """Roughly the cycles of a kind, for each of the batches; infinite where nothing that is tried is possible."""
     widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
-    loaders = FEW_LOADERS if kind.boxed else MANY_LOADERS
+    loaders = FEW_LOADERS if kind.way == "lines" else MANY_LOADERS
     pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
     tried = (kind.varied(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
     known = [_known(plan) for plan in tried if plan.possible]
@@ -174,7 +181,7 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
 def _of_kind(kind: Plan) -> Iterator[Plan]:
     """The plans of a kind, possible or not."""
     columns = [one for one in _COLUMNS if one * kind.blocks <= WIDEST]
-    loaders = (MANY_LOADERS,) if kind.landing else (MANY_LOADERS, FEW_LOADERS)
+    loaders = (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,)
     for one, units, threads in itertools.product(columns, _units(kind), loaders):
         yield kind.varied(columns=one, units=units, loaders=threads)
 
@@ -182,17 +189,15 @@ def _of_kind(kind: Plan) -> Iterator[Plan]:
 @lru_cache(maxsize=1024)
 def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
     """The plan with every other number of columns that is possible."""
-    most = min(2 * plan.columns, WIDEST // plan.blocks)
+    most = min(2 * plan.columns, MOST_COLUMNS, WIDEST // plan.blocks)
     columns = (one for one in range(32, most + 1, 32) if 2 * one >= plan.columns != one)
     return tuple(one for one in (plan.varied(columns=count) for count in columns) if one.possible)
 
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
-    way: Way = "lines" if plan.channels_last else "blocks"
-    boxed = replace(plan, way=way)
-    if boxed.may_be_boxed:
-        yield boxed
+    if plan.channels_last and (lines := replace(plan, way="lines")).may_be_boxed:
+        yield lines
     for wide, landing in itertools.product(_WIDES, (False, True)):
         loaded = replace(plan, wide=wide, way="landing" if landing else "loaded")
         if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COST = costs_of("sm90/implicit_gemm")
 _COLUMN_CYCLES, _STEP_CYCLES = _COST.table("column_cycles"), _COST.table("step_cycles")
-_BATCH_CYCLES, _TURN_CYCLES = _COST.table("batch_cycles"), _COST.table("turn_cycles")
+_TURN_CYCLES = _COST.table("turn_cycles")
 _UNIT_CYCLES, _VECTOR_UNIT_CYCLES = _COST.table("unit_cycles"), _COST.table("vector_unit_cycles")
 _ROUNDING_CYCLES, _LINES_STAGES_FACTOR = _COST.table("rounding_cycles"), _COST.table("lines_stages_factor")
 _NOT_HIDDEN = _COST.table("not_hidden")
@@ -72,8 +72,6 @@ def _overlapping(plan: Plan, *parts: float) -> float:
     """The time of parts of an item that overlap."""
     if plan.way == "lines":
         overlap = _COST.lines_overlap
-    elif plan.way == "blocks":
-        overlap = _COST.blocks_overlap
     else:
         overlap = _COST.landing_overlap if plan.landing else _COST.loaded_overlap
     return sum(part**overlap for part in parts) ** (1 / overlap)
@@ -140,13 +138,12 @@ def _loaded(plan: Plan) -> float:
     bring = {
         "loaded": _of_registers,
         "landing": _of_landings,
-        "blocks": _of_blocks,
         "lines": _of_lines,
     }
     loaded = bring[plan.way](plan)
     if not plan.resident:
         loaded += plan.item_steps * plan.weight_bytes * _COST.weight_cycles
-    if plan.strips > 1 and not plan.boxed:
+    if plan.strips > 1 and plan.way != "lines":
         inputs = plan.chunks * plan.units * plan.element_units * plan.spots * plan.wide
         loaded = (loaded + inputs / (plan.strip_cells * plan.unit[1]) * _COST.run_cycles) * _COST.strips_factor
     return loaded
@@ -156,11 +153,11 @@ def _of_registers(plan: Plan) -> float:
     """Cycles to load the inputs of an item into registers and store them in shared memory."""
     assert plan.stages is not None
     if plan.vector_loads:
-        turn, few_factor = _VECTOR_UNIT_CYCLES[plan.parts], _COST.few_vector_loaders_factor
+        turn = _VECTOR_UNIT_CYCLES[plan.parts]
     else:
-        turn, few_factor = plan.wide * _UNIT_CYCLES[plan.itemsize, plan.parts, plan.wide], _COST.few_loaders_factor
-    laid_out = plan.loads * plan.loaders / 32 * turn * (few_factor if plan.few_loaders else 1)
-    cycles = plan.chunks * (plan.batches * _BATCH_CYCLES[plan.loaders] + laid_out)
+        turn = plan.wide * _UNIT_CYCLES[plan.itemsize, plan.parts, plan.wide]
+    laid_out = plan.loads * plan.loaders / 32 * turn
+    cycles = plan.chunks * (plan.batches * _COST.batch_cycles + laid_out)
     return cycles * (_COST.two_stages_factor if plan.stages[0] == 2 else 1)
 
 
@@ -173,12 +170,6 @@ def _of_landings(plan: Plan) -> float:
     landings = plan.chunks * plan.units // plan.landing_units
     copied = plan.landing_bytes * _COST.landed_byte_cycles * (_COST.landing_box_factor if plan.landing_box else 1)
     return _COST.item_cycles + landings * (_COST.landing_cycles + busy + copied)
-
-
-def _of_blocks(plan: Plan) -> float:
-    """Cycles to bring the inputs of an item as blocks."""
-    boxes = plan.boxes * math.prod(plan.unit)
-    return plan.chunks * max(boxes * _COST.box_cycles, plan.patch_bytes * _COST.box_byte_cycles)
 
 
 def _of_lines(plan: Plan) -> float:

@@ -30,7 +30,7 @@ BLOCK_ROWS, _WARP_ROWS = 64, 16
 # is slow if many pieces are written together, whatever their size; with boxes, stages matter more.
 _LINE_BYTES, _LONG_LINE_BYTES = 128, 256
 WIDEST = 256  # columns of all accumulators of a warpgroup: 128 registers of a thread
-_MOST_COLUMNS = 192  # of one instruction beside many loaders: a kernel of 512 threads cannot name more registers
+MOST_COLUMNS = 192  # of one instruction: a kernel of 512 threads cannot name more registers
 _PLACE_BYTES, _SPOT_BYTES = 2 * 8, 2 * 4  # in two tables, of at most 64 bits each, and of 32
 _LANDING_BYTES = 24 << 10  # that are on their way at least, where that is possible, and that a stage has at most
 _MOST_LANDINGS = 6
@@ -44,8 +44,7 @@ _BOX_ALIGNMENT, _LONGEST_BOX = 128, 256  # bytes, and elements of a line
 _MOST_BOXES, _LONGEST_STEP = 32, 8  # of lines, of a patch: a lane has one; from one line of a box to the next
 _NARROW = 30  # cells of a strip, which are then not always whole vectors of outputs
 _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and beside them
-BLOCK_POSITIONS = 64  # of what lies in one piece in shared memory where inputs come as boxes
-FEW_LOADERS, MANY_LOADERS = 96, 224  # threads
+FEW_LOADERS, MANY_LOADERS = 96, 224  # threads; few where inputs come as boxes alone
 _MOST_ENTRIES, _MOST_STEPS = 12_000, 900  # of all tables in 64 KiB of constant memory; of offsets, in 4 KiB of params
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
 _SECTOR_BYTES = 32  # that memory reads and writes at a time
@@ -58,7 +57,7 @@ _LINED_VECTOR = 4  # outputs that warps with whole rows store together at least;
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 
 
-Way = Literal["loaded", "landing", "blocks", "lines"]
+Way = Literal["loaded", "landing", "lines"]
 
 
 Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each slot of each side, -1 for none
@@ -110,8 +109,8 @@ class Plan(Gathering):
         strips: into how many strips an image is cut.
         wide: inputs beside each other in a row that are taken together.
         way: how inputs come into shared memory. "loaded" through registers, or "landing" there as they lie in memory,
-            to be laid out by threads. Or to where products read them, as boxes of a tensor map: "blocks" of positions
-            of NCHW, "lines" of channels_last.
+            to be laid out by threads. Or "lines" of channels_last come to where products read them, as boxes of a
+            tensor map.
         loaders: threads that load inputs, 96 or 224.
         multiprocessors: of the GPU: as many blocks run at once.
         compiled: what is compiled beside this, where that was chosen for other sizes; None where it follows from these.
@@ -172,11 +171,6 @@ class Plan(Gathering):
     @property
     def landing(self) -> bool:
         return self.way == "landing"
-
-    @property
-    def boxed(self) -> bool:
-        """Whether inputs come as boxes to where products read them."""
-        return self.way in ("blocks", "lines")
 
     # Phases and output channels: the left sides.
 
@@ -248,7 +242,7 @@ class Plan(Gathering):
         """Cells of a line, of what a warp has of a row of the output, which are turned round together."""
         if self.lined:
             return _WARP_ROWS // self.blocks
-        long = self.itemsize == 2 and self.inner > 1 and not self.boxed
+        long = self.itemsize == 2 and self.inner > 1 and self.way != "lines"
         cells, wanted = 8, _LONG_LINE_BYTES if long else _LINE_BYTES
         while cells * self.inner * self.itemsize < wanted and self.columns % (2 * cells) == 0:
             cells *= 2
@@ -447,8 +441,6 @@ class Plan(Gathering):
         """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
         if self.way == "lines":
             return -(-math.prod(self.unit) * self.plane_pitch // 8) * 8
-        if self.boxed:
-            return self.patch
         positions, apart = self.patch * math.prod(self.unit), 8 // self.units
         return positions + (apart - positions) % 8
 
@@ -506,12 +498,7 @@ class Plan(Gathering):
 
     @property
     def may_be_boxed(self) -> bool:
-        """Whether products can read inputs as they lie in memory, this way.
-
-        As blocks, nothing is shifted, and images are whole blocks of 16 bits. As lines, pixels are whole units.
-        """
-        if self.way == "blocks":
-            return self.itemsize == 2 and self._unshifted and math.prod(self.input_size) % BLOCK_POSITIONS == 0
+        """Whether products can read inputs as they lie in memory, as lines: pixels are whole units."""
         units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
         fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
         return units and (self.whole_images or fits)
@@ -548,9 +535,7 @@ class Plan(Gathering):
     @property
     def boxes(self) -> int:
         """Boxes of a plane of a patch."""
-        if self.way == "lines":
-            return _boxes_of(self.tile, self.first, self.patch, self._box_positions)
-        return self.tile // BLOCK_POSITIONS // self.box_blocks if self.way == "blocks" else 1
+        return _boxes_of(self.tile, self.first, self.patch, self._box_positions) if self.way == "lines" else 1
 
     @property
     def _unshifted(self) -> bool:
@@ -561,12 +546,6 @@ class Plan(Gathering):
     def _whole_chunks(self) -> bool:
         """Whether a chunk has no channels of another group."""
         return self.problem.groups == 1 or self.in_channels % (self.units * self.element_units) == 0
-
-    @property
-    def box_blocks(self) -> int:
-        """Blocks of a box: those of a patch, or one where patches may go from one image to the next."""
-        whole = self.way == "blocks" and math.prod(self.input_size) % self.tile == 0
-        return self.tile // BLOCK_POSITIONS if whole else 1
 
     @property
     def may_land(self) -> bool:
@@ -677,8 +656,8 @@ class Plan(Gathering):
 
     @property
     def rounded(self) -> bool:
-        """Whether threads round what has come as boxes to where products read it."""
-        return self.boxed and self.itemsize == 4
+        """Whether threads round lines where products read them."""
+        return self.way == "lines" and self.itemsize == 4
 
     @property
     def _stage_bytes(self) -> Pair:
@@ -769,7 +748,9 @@ class Plan(Gathering):
         alike = self.resized(problem, strips=strips, compiled=None)
         if strips > 1 and (strips - 1) * alike.strip_cells >= cells:
             alike = self.resized(problem, strips=-(-cells // alike.strip_cells), compiled=None)
-        if not alike.aligned or (alike.landing and not alike.may_land) or (alike.boxed and not alike.may_be_boxed):
+        if not alike.aligned or (alike.landing and not alike.may_land):
+            return None
+        if alike.way == "lines" and not alike.may_be_boxed:
             return None
         old = self.variant
         plan = alike._compiled_as(old._replace(landing_box=alike._may_land_as_box, paired=alike._paired))
@@ -806,8 +787,6 @@ class Plan(Gathering):
     @cached_property
     def loaded_words(self) -> int:
         """Words that a thread loads at once, of the registers that those who multiply leave."""
-        if self.few_loaders:
-            return 56 if self.vector_loads or self.split else 64
         most = 40 if self.vector_loads else 64
         return min(most, self._load_registers // 2, self._load_registers - self._other_registers)
 
@@ -819,8 +798,6 @@ class Plan(Gathering):
     @cached_property
     def _load_registers(self) -> int:
         """Registers of a thread that loads: those that two warpgroups with sums leave."""
-        if self.few_loaders:
-            return 136
         return 256 - max(144 if self.blocks > 2 else 136, self._sums + (48 if self.split else 56))
 
     @cached_property
@@ -841,7 +818,7 @@ class Plan(Gathering):
     def _other_bytes(self) -> int:
         """Bytes beside the stages: places of inputs, what lands, outputs that are turned round."""
         outputs = self._turned_bytes
-        if self.boxed:
+        if self.way == "lines":
             return outputs
         if self.landing:
             places = self.spots * _SPOT_BYTES + self.landing_stages * self.landing_bytes
@@ -856,7 +833,7 @@ class Plan(Gathering):
         """Stages of inputs and of weights; None where the fewest do not fit."""
         steps, (patch_bytes, weight_bytes) = max(self.set_steps), self._stage_bytes
         most, for_stages = steps * self.chunks, SHARED_BYTES - self._other_bytes
-        for patches, least in (_BOX_STAGES[steps >= _MANY_STEPS] if self.boxed else _STAGES).items():
+        for patches, least in (_BOX_STAGES[steps >= _MANY_STEPS] if self.way == "lines" else _STAGES).items():
             weights = (for_stages - patches * patch_bytes) // weight_bytes
             if weights >= most and self.sets <= self.multiprocessors:
                 return patches, max(1, most)
@@ -910,7 +887,6 @@ class Plan(Gathering):
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
-        few = self.few_loaders
         if self.lined and self.vector < _LINED_VECTOR:
             return False
         if (self.strips - 1) * self.strip_cells >= self.cells[1]:
@@ -918,17 +894,15 @@ class Plan(Gathering):
         if self.way == "lines":
             boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
             aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
-            loaders = few or (self.rounded and self.columns <= _MOST_COLUMNS)
-            loads = loaders and self._whole_chunks and self.units > 2 and boxes <= _MOST_BOXES and aligned
-        elif self.boxed:
-            loads = few and self.columns % BLOCK_POSITIONS == 0 and self._whole_chunks
+            loads = (self.few_loaders or self.rounded) and self._whole_chunks and self.units > 2
+            loads = loads and boxes <= _MOST_BOXES and aligned
         else:
             words = min(self.loaded_words, self._load_registers // 3)
-            loads = self._sums > 96 if few else self.columns <= _MOST_COLUMNS
-            loads = loads and (self.pieces <= self.loaders if self.landing else self._unit_words <= words)
+            loads = self.pieces <= self.loaders if self.landing else self._unit_words <= words
         steps = sum(self.set_steps)
         return (
             loads
+            and self.columns <= MOST_COLUMNS
             and (self.blocks + self.split) * self.columns <= WIDEST
             and self.span[1] <= PHASE_BASE
             and steps <= _MOST_STEPS

@@ -26,7 +26,7 @@ _LOADERS = 96  # threads
 _BARRIER_BYTES = 16  # of a slot or a stage
 _MOST_RING = 12
 _STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # that hide how long weights take from the L2 cache
-_SETS = (1, 2, 3, 4, 6, 8, 12, 16)
+_SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _INT32_MAX = 2**31 - 1
 
 
