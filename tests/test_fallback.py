@@ -63,17 +63,37 @@ def compile_error():
     return CompileError("direct/forward.cu", ["-arch=sm_90a"], LOG, "nope x;")
 
 
-def messages(caught):
-    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+@pytest.fixture
+def said():
+    """said(): the messages of all RuntimeWarnings so far."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lambda: [str(one.message) for one in caught if one.category is RuntimeWarning]
 
 
 # What is missing
 
 
-@pytest.mark.usefixtures("gpu_at_hand")
-def test_missing_is_nothing_on_a_whole_machine():
-    assert missing(GPU) is None
-    assert why_no_kernels(GPU, REFERENCE) is None
+UPDATE = "update the driver, or pip install 'gemmconv[cuda12]'"
+UPGRADE = "NVRTC must know the device's compute capability 9.0, got NVRTC"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "architecture", "driver", "message"),
+    [
+        ((13, 0), 90, (13, 0), None),
+        ((12, 9), 90, (12, 2), None),
+        ((12, 9), 90, (13, 0), None),
+        ((13, 0), 90, (12, 4), f"the driver must load what NVRTC 13.0 compiles, got a driver for CUDA 12.4; {UPDATE}"),
+        ((12, 4), 70, (13, 0), f"{UPGRADE} 12.4; pip install --upgrade nvidia-cuda-nvrtc-cu12"),
+        ((13, 0), 70, (13, 0), f"{UPGRADE} 13.0; pip install --upgrade nvidia-cuda-nvrtc"),
+    ],
+    ids=str,
+)
+def test_missing_names_an_old_driver_or_compiler_and_the_way_out(compiler, architecture, driver, message, gpu_at_hand):
+    gpu_at_hand.compiler, gpu_at_hand.driver = compiler, driver
+    gpu_at_hand.architectures = frozenset({80, architecture})
+    assert missing(GPU) == why_no_kernels(GPU, REFERENCE) == message
 
 
 @pytest.mark.parametrize("cuda", ["12.8", "13.0"])
@@ -103,35 +123,12 @@ def test_missing_names_the_extra_that_matches_torch(place, error, cuda, gpu_at_h
 
 
 def test_missing_says_that_rocm_has_no_kernels(gpu_at_hand, monkeypatch):
+    """There a compute capability says nothing."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert missing(GPU) == "torch must be built for NVIDIA GPUs, got one for ROCm 6.4.43482"
-
-
-def test_missing_names_an_old_driver_and_both_ways_out(gpu_at_hand):
-    gpu_at_hand.driver = (12, 4)
-    assert missing(GPU) == (
-        "the driver must load what NVRTC 13.0 compiles, got a driver for CUDA 12.4; "
-        "update the driver, or pip install 'gemmconv[cuda12]'"
-    )
-
-
-def test_missing_takes_an_older_minor_version_of_the_driver_and_a_newer_driver(gpu_at_hand):
-    for compiler, driver in (((12, 9), (12, 2)), ((12, 9), (13, 0))):
-        gpu_at_hand.compiler, gpu_at_hand.driver = compiler, driver
-        missing.cache_clear()
-        assert missing(GPU) is None
-
-
-@pytest.mark.parametrize(
-    ("compiler", "package"), [((12, 4), "nvidia-cuda-nvrtc-cu12"), ((13, 0), "nvidia-cuda-nvrtc")], ids=str
-)
-def test_missing_names_an_architecture_that_the_compiler_does_not_know(compiler, package, gpu_at_hand):
-    gpu_at_hand.compiler, gpu_at_hand.architectures = compiler, frozenset({70, 80})
-    version = ".".join(map(str, compiler))
-    assert missing(GPU) == (
-        f"NVRTC must know the device's compute capability 9.0, got NVRTC {version}; pip install --upgrade {package}"
-    )
+    spec = replace(REFERENCE, capability=(9, 4))
+    assert "ROCm 6.4" in Fused().why_not(Config(PROBLEM, torch.float32, GPU, spec=spec))
 
 
 def test_missing_names_sources_that_are_not_there(gpu_at_hand, monkeypatch, tmp_path):
@@ -150,14 +147,13 @@ def test_missing_is_asked_once(gpu_at_hand, monkeypatch):
     assert calls == [(9, 0)]
 
 
+@pytest.mark.filterwarnings("error")
 def test_missing_imports_the_runtime_in_spite_of_a_filter_that_makes_errors_of_warnings(gpu_at_hand, monkeypatch):
     def deprecated(name):
         warnings.warn("old", DeprecationWarning, stacklevel=1)
 
     monkeypatch.setattr(available, "importlib", SimpleNamespace(import_module=deprecated))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert missing(GPU) is None
+    assert missing(GPU) is None
 
 
 def test_missing_says_nothing_of_gpus_that_no_kernel_is_for(gpu_at_hand, monkeypatch):
@@ -194,6 +190,7 @@ def test_versions_are_read_from_the_libraries(monkeypatch):
 # The choice
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 def test_explain_says_what_is_missing(capability, dtype, gpu_at_hand, monkeypatch):
@@ -201,16 +198,14 @@ def test_explain_says_what_is_missing(capability, dtype, gpu_at_hand, monkeypatc
     monkeypatch.setattr(base, "spec_of", lambda device: spec)
     monkeypatch.setattr(selection, "spec_of", lambda device: spec)
     gpu_at_hand.driver = (12, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for direction in ("forward", "input_grad", "weight_grad"):
-            found = gemmconv.explain(PROBLEM, device="cuda", dtype=dtype, direction=direction)
-            assert found.algorithm == "native"
-            assert found.gradients == ("native", "native")
-            assert not found.gradients_turned
-            assert not found.config.deterministic  # torch's operator as it is without gemmconv
-            for name in ("direct", "fused", "gemm_col2im"):
-                assert found.reasons[name] == f"cannot serve it: {missing(GPU)}"
+    for direction in ("forward", "input_grad", "weight_grad"):
+        found = gemmconv.explain(PROBLEM, device="cuda", dtype=dtype, direction=direction)
+        assert found.algorithm == "native"
+        assert found.gradients == ("native", "native")
+        assert not found.gradients_turned
+        assert not found.config.deterministic  # torch's operator as it is without gemmconv
+        for name in ("direct", "fused", "gemm_col2im"):
+            assert found.reasons[name] == f"cannot serve it: {missing(GPU)}"
 
 
 @pytest.mark.parametrize("name", ["direct", "fused", "gemm_col2im"])
@@ -246,43 +241,40 @@ def few_outputs():
     return torch.randn(2, 24, 5, 6, requires_grad=True), torch.randn(24, 1, 3, 3, requires_grad=True)
 
 
+def assert_as_torch(output, wanted, leaves, tolerance=None, grad_tolerance=None):
+    """An output and its gradients are those of another output of the same leaves."""
+    torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
+    grad = torch.randn_like(output)
+    found, right = (torch.autograd.grad(one, leaves, grad) for one in (output, wanted))
+    torch.testing.assert_close(found, right, rtol=tolerance, atol=grad_tolerance)
+
+
 def check_call(**options):
-    """Forward and both gradients are torch's."""
     tensors = few_outputs()
     output = gemmconv.conv_transpose2d(*tensors, stride=2, **options)
-    wanted = F.conv_transpose2d(*tensors, stride=2)
-    torch.testing.assert_close(output, wanted)
-    grad = torch.randn_like(output)
-    for ours, theirs in zip(
-        torch.autograd.grad(output, tensors, grad), torch.autograd.grad(wanted, tensors, grad), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
+    assert_as_torch(output, F.conv_transpose2d(*tensors, stride=2), tensors)
 
 
 @pytest.mark.usefixtures("lacking")
-def test_calls_warn_once_of_what_is_missing():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for dtype in (torch.float32, torch.float64):
-            images, weight = (one.detach().to(dtype) for one in few_outputs())
-            for _ in range(2):
-                gemmconv.conv_transpose2d(images, weight)
-        check_call()
-        gemmconv.im2col(images, 3)
-        gemmconv.col2im(torch.ones(1, 18, 9), 5, 3)
-        with torch.autocast("cpu"):  # through the dispatcher
-            gemmconv.conv_transpose2d(images.float(), weight.float())
-    assert messages(caught) == [f"gemmconv: torch's operator is used, since {REASON}"]
+def test_calls_warn_once_of_what_is_missing(said):
+    for dtype in (torch.float32, torch.float64):
+        images, weight = (one.detach().to(dtype) for one in few_outputs())
+        for _ in range(2):
+            gemmconv.conv_transpose2d(images, weight)
+    check_call()
+    gemmconv.im2col(images, 3)
+    gemmconv.col2im(torch.ones(1, 18, 9), 5, 3)
+    with torch.autocast("cpu"):  # through the dispatcher
+        gemmconv.conv_transpose2d(images.float(), weight.float())
+    assert said() == [f"gemmconv: torch's operator is used, since {REASON}"]
 
 
 @pytest.mark.usefixtures("lacking")
-def test_calls_of_several_threads_warn_once():
+def test_calls_of_several_threads_warn_once(said):
     images, weight = (one.detach() for one in few_outputs())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda size: gemmconv.conv_transpose2d(images[..., :size], weight), [1, 2, 3, 4] * 4))
-    assert len(messages(caught)) == 1
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda size: gemmconv.conv_transpose2d(images[..., :size], weight), [1, 2, 3, 4] * 4))
+    assert len(said()) == 1
 
 
 @pytest.mark.usefixtures("lacking")
@@ -298,11 +290,10 @@ def test_calls_raise_each_time_where_a_filter_makes_errors_of_warnings():
 
 
 @pytest.mark.usefixtures("lacking")
+@pytest.mark.filterwarnings("error")
 def test_named_algorithms_warn_of_nothing_that_they_do_without():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name in ("native", "gemm_col2im"):
-            check_call(algorithm=name)
+    for name in ("native", "gemm_col2im"):
+        check_call(algorithm=name)
 
 
 @pytest.fixture
@@ -327,16 +318,13 @@ def broken(monkeypatch):
     return prepared
 
 
-def test_calls_take_torchs_operator_where_a_kernel_does_not_compile(broken):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            check_call()
-    (message,) = messages(caught)
-    assert message == (
+def test_calls_take_torchs_operator_where_a_kernel_does_not_compile(broken, said):
+    for _ in range(3):
+        check_call()
+    assert said() == [
         "gemmconv: torch's operator is used, since a kernel did not compile: direct/forward.cu(33): error: identifier "
         '"nope" is undefined; a named algorithm raises all that the compiler printed'
-    )
+    ]
     assert sorted(broken) in (["forward", "grads"], ["forward", "input_grad"])  # once for each plan
 
 
@@ -363,13 +351,12 @@ def test_a_named_algorithm_raises_what_does_not_compile(broken):
         grads(output, images, weight, algorithm="gemm_col2im")
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_kernel_that_does_not_compile_is_raised_where_torch_would_round_otherwise(broken, monkeypatch):
     native = selection.ALGORITHMS[-1].__class__
     monkeypatch.setattr(native, "why_not", lambda self, config, direction="forward": "it rounds otherwise")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(CompileError, match="nope"):
-            gemmconv.conv_transpose2d(*few_outputs())
+    with pytest.raises(CompileError, match="nope"):
+        gemmconv.conv_transpose2d(*few_outputs())
 
 
 @pytest.mark.usefixtures("broken")
@@ -461,28 +448,20 @@ def images_and_weight():
 def check_on_gpu(tensors):
     leaves = [*tensors, torch.randn(3, device="cuda", requires_grad=True)]
     output = gemmconv.conv_transpose2d(*leaves, stride=4)
-    wanted = F.conv_transpose2d(*leaves, stride=4)
-    torch.testing.assert_close(output, wanted, rtol=1e-3, atol=1e-3)
-    grad = torch.randn_like(output)
-    for ours, theirs in zip(
-        torch.autograd.grad(output, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-2)
+    assert_as_torch(output, F.conv_transpose2d(*leaves, stride=4), leaves, 1e-3, 2e-2)
     torch.testing.assert_close(gemmconv.im2col(tensors[0], 3), F.unfold(tensors[0], 3))
     torch.testing.assert_close(gemmconv.col2im(gemmconv.im2col(tensors[0], 2), (33, 40), 2).shape, tensors[0].shape)
 
 
 @pytest.mark.gpu
-def test_gpu_calls_take_torchs_operator_where_something_is_missing(monkeypatch, images_and_weight):
+def test_gpu_calls_take_torchs_operator_where_something_is_missing(monkeypatch, images_and_weight, said):
     monkeypatch.setattr(base, "what_is_missing", lambda capability: REASON)
     missing.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            check_on_gpu(images_and_weight)
-        with torch.autocast("cuda"):
-            gemmconv.conv_transpose2d(*images_and_weight, stride=4).sum().backward()
-    assert messages(caught) == [f"gemmconv: torch's operator is used, since {REASON}"]
+    for _ in range(2):
+        check_on_gpu(images_and_weight)
+    with torch.autocast("cuda"):
+        gemmconv.conv_transpose2d(*images_and_weight, stride=4).sum().backward()
+    assert said() == [f"gemmconv: torch's operator is used, since {REASON}"]
     for name in ("direct", "fused", "gemm_col2im"):
         with pytest.raises(NotImplementedError, match="pip install 'them'"):
             gemmconv.conv_transpose2d(*images_and_weight, algorithm=name)
@@ -495,7 +474,7 @@ def test_gpu_lacks_nothing_here():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("trouble", ["compile", "load"])
-def test_gpu_calls_take_torchs_operator_where_kernels_fail(trouble, monkeypatch, images_and_weight):
+def test_gpu_calls_take_torchs_operator_where_kernels_fail(trouble, monkeypatch, images_and_weight, said):
     from gemmconv.runtime import launch
 
     def compile(source_name, macros, arch, **options):
@@ -508,20 +487,11 @@ def test_gpu_calls_take_torchs_operator_where_kernels_fail(trouble, monkeypatch,
     monkeypatch.setattr(launch, "compile", compile)
     launch._kernels.clear()
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                check_on_gpu(images_and_weight)
-        (message,) = messages(caught)
+        for _ in range(2):
+            check_on_gpu(images_and_weight)
+        (message,) = said()
         assert ("did not compile" if trouble == "compile" else "update the driver") in message
         with pytest.raises(KernelError):
             gemmconv.conv_transpose2d(*images_and_weight, stride=4, algorithm="direct")
     finally:
         launch._kernels.clear()
-
-
-def test_fused_says_first_what_is_missing(gpu_at_hand, monkeypatch):
-    """On ROCm a compute capability says nothing."""
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    spec = replace(REFERENCE, capability=(9, 4))
-    assert "ROCm 6.4" in Fused().why_not(Config(PROBLEM, torch.float32, GPU, spec=spec))
