@@ -1,6 +1,8 @@
 """The benchmarks: workloads, the gate, resuming, the files, and what is made from them."""
 
+import contextlib
 import csv
+import functools
 import importlib
 import itertools
 import json
@@ -41,9 +43,9 @@ from benchmarks.timing import Effort, Times
 from benchmarks.workloads import SUITES, custom, parse_layer, select, shrunk
 from gemmconv.algorithms.native import Native
 from gemmconv.geometry import Problem
-from gemmconv.ops import call_cache
 from tests import reference
 from tests.samples import REFUSED_ON_A_CPU
+from tests.wrong import Wrong, broken, off, one_nan, take_alone, unwritten
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(0.02, dict.fromkeys(PRECISIONS, 0.1))
@@ -97,13 +99,9 @@ def timed(monkeypatch, medians):
 # Workloads.
 
 
-def test_parse_layer_reads_every_part():
-    problem, bias = parse_layer("n64 c64x128 k3x5 h128 w256 s2x3 p1 d2x1 g4 op1x0 bias")
-    assert problem == Problem(64, 64, 128, 4, (128, 256), (3, 5), (2, 3), (1, 1), (1, 0), (2, 1))
-    assert bias
-
-
-def test_parse_layer_defaults():
+def test_parse_layer_reads_every_part_and_has_defaults():
+    problem = Problem(64, 64, 128, 4, (128, 256), (3, 5), (2, 3), (1, 1), (1, 0), (2, 1))
+    assert parse_layer("n64 c64x128 k3x5 h128 w256 s2x3 p1 d2x1 g4 op1x0 bias") == (problem, True)
     assert parse_layer("c8 k3 h4 w5") == (Problem(1, 8, 8, 1, (4, 5), (3, 3)), False)
 
 
@@ -139,33 +137,19 @@ def test_suites_are_filled_and_valid():
 
 
 # Useful flops and elements (input, weight and output) of published measurements of cuDNN, to compare with.
+# fmt: off
 KNOWN = {
-    "kb57": (618475290624, 1075877888),
-    "kb65": (360777252864, 270624768),
-    "kb69": (515396075520, 411230208),
-    "kb71": (77309411328, 269232128),
-    "kb75": (8053063680, 218371584),
-    "kb78": (180388626432, 268456960),
-    "kb81": (4831838208, 211965952),
-    "dcgan2": (8589934592, 5242880),
-    "dcgan4": (8589934592, 12713984),
-    "dcgan5": (805306368, 9964544),
-    "pose1": (25769803776, 13107200),
-    "pose3": (51539607552, 32505856),
-    "maskrcnn": (26306674688, 64487424),
-    "unet1": (17179869184, 14680064),
-    "unet4": (17179869184, 100696064),
-    "sam1": (8589934592, 33619968),
-    "sam2": (4294967296, 50339840),
-    "fsrcnn": (2378170368, 17043896),
-    "fcn8s": (7398752256, 44841216),
-    "depthwise": (268435456, 41945088),
-    "odd": (904334760, 6709071),
-    "tiny": (18874368, 69632),
-    "seed0": (515396075520, 411230208),
-    "seed2": (360777252864, 270624768),
+    "kb57": (618475290624, 1075877888), "kb65": (360777252864, 270624768), "kb69": (515396075520, 411230208),
+    "kb71": (77309411328, 269232128), "kb75": (8053063680, 218371584), "kb78": (180388626432, 268456960),
+    "kb81": (4831838208, 211965952), "dcgan2": (8589934592, 5242880), "dcgan4": (8589934592, 12713984),
+    "dcgan5": (805306368, 9964544), "pose1": (25769803776, 13107200), "pose3": (51539607552, 32505856),
+    "maskrcnn": (26306674688, 64487424), "unet1": (17179869184, 14680064), "unet4": (17179869184, 100696064),
+    "sam1": (8589934592, 33619968), "sam2": (4294967296, 50339840), "fsrcnn": (2378170368, 17043896),
+    "fcn8s": (7398752256, 44841216), "depthwise": (268435456, 41945088), "odd": (904334760, 6709071),
+    "tiny": (18874368, 69632), "seed0": (515396075520, 411230208), "seed2": (360777252864, 270624768),
     "seed3": (4831838208, 211965952),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -359,9 +343,9 @@ def test_each_look_has_places_of_its_own_whatever_was_before(device, monkeypatch
 
 
 def test_jitter_of_short_rows_is_not_looked_at_six_times_as_often():
-    row = results.Row("s", "w", "l", "tf32", "nchw", "forward", "eager", "a", median_ms=0.01, looks=9)
-    assert not replace(row, fastest_ms=0.010, slowest_ms=0.012).lacks_looks(thrice)
-    assert replace(row, fastest_ms=0.010, slowest_ms=0.0131).lacks_looks(thrice)
+    row = row_of(median_ms=0.01, fastest_ms=0.010, looks=9)
+    assert not replace(row, slowest_ms=0.012).lacks_looks(thrice)
+    assert replace(row, slowest_ms=0.0131).lacks_looks(thrice)
 
 
 def test_no_two_looks_have_the_same_places():
@@ -424,7 +408,7 @@ def test_each_look_at_what_is_searched_for_searches_anew_and_the_mean_counts(fas
 
 
 def test_algorithms_far_from_the_floor_are_looked_at_once():
-    row = results.Row("s", "w", "l", "tf32", "nchw", "forward", "eager", "direct", median_ms=5, floor_ms=0.4)
+    row = row_of(algorithm="direct", median_ms=5, floor_ms=0.4)
     short = replace(row, median_ms=0.9, floor_ms=0.01)
     others = replace(row, floor_ms=0.6), replace(row, algorithm="torch_nchw"), replace(row, floor_ms=None), short
     assert [measure.looks_at(one) for one in (row, *others)] == [1, 2, 2, 2, 3]
@@ -436,35 +420,37 @@ def test_long_calls_are_searched_for_once(monkeypatch):
     assert len(set(threads)) == 1
 
 
-def test_a_search_that_finds_what_is_wrong_does_not_count(monkeypatch):
-    rows, _ = searched_rows(monkeypatch, [0.5] * 2, wrong={2})
-    assert [row.looks for row in rows] == [1, 2, 3]
-    assert (rows[-1].status, rows[-1].median_ms, rows[-1].repeats) == ("ok", 0.5, 6)
-    assert rows[-1].reason.startswith("another search: wrong: error 1.0e+00 of the output")
+@pytest.mark.parametrize(
+    ("trouble", "repeats", "reason"),
+    [
+        ({"wrong": {2}}, [3, 6, 6], "wrong: error 1.0e+00 of the output"),
+        ({"failing": {1}}, [3, 3, 6], "failed: RuntimeError: FIND was unable to find an engine"),
+    ],
+    ids=["wrong", "failing"],
+)
+def test_a_search_that_is_wrong_or_fails_does_not_count(trouble, repeats, reason, monkeypatch):
+    rows, _ = searched_rows(monkeypatch, [0.5, 0.5], **trouble)
+    assert [(row.looks, row.status) for row in rows] == [(1, "ok"), (2, "ok"), (3, "ok")]
+    assert [row.repeats for row in rows] == repeats
+    assert rows[-1].median_ms == 0.5
+    assert rows[-1].reason.startswith(f"another search: {reason}")
+    assert "\n" not in rows[-1].reason
 
 
-def test_what_another_search_found_is_held_against_what_is_right_where_the_first_is_not_known(monkeypatch):
+def test_looks_go_on_with_what_was_searched_for_before(monkeypatch):
+    """Where the results of the first search are not known, what another finds is held against what is right."""
     rows, _ = searched_rows(monkeypatch, [0.5] * 3)
-    before = {rows[0].key: rows[0]}
-    again, _ = searched_rows(monkeypatch, [0.5] * 2, wrong={1}, done=before.get)
+    again, _ = searched_rows(monkeypatch, [0.6] * 15, done={rows[1].key: rows[1]}.get)
+    assert [row.looks for row in again] == list(range(3, 18))
+    again, _ = searched_rows(monkeypatch, [0.5] * 2, wrong={1}, done={rows[0].key: rows[0]}.get)
     assert [row.looks for row in again] == [2, 3]
-    assert [bool(row.reason) for row in again] == [True, True]
-    assert again[0].reason.startswith("another search: wrong")
-
-
-def test_a_search_that_fails_leaves_what_others_found(monkeypatch):
-    rows, _ = searched_rows(monkeypatch, [0.5, 0.51], failing={1})
-    assert [(row.looks, row.status, row.repeats) for row in rows] == [(1, "ok", 3), (2, "ok", 3), (3, "ok", 6)]
-    assert rows[-1].reason == "another search: failed: RuntimeError: FIND was unable to find an engine"
+    assert all(row.reason.startswith("another search: wrong") for row in again)
 
 
 def test_rows_of_another_rule_of_searches_are_measured_anew():
-    row = results.Row(
-        "s", "w", "l", "tf32", "nchw", "forward", "eager", "torch_nchw_benchmark", median_ms=1, fastest_ms=1
-    )
-    other = replace(row, algorithm="torch_nchw")
-    file = Results([{**ABOUT, "searches": "fastest"}], {one.key: one for one in (row, other)})
-    mean = {**ABOUT, "searches": "mean", "source": "other"}
+    row, other = row_of(algorithm="torch_nchw_benchmark"), row_of(algorithm="torch_nchw")
+    file = results_of(row, other, about={**ABOUT, "searches": "fastest"})
+    mean = {**ABOUT, "source": "other"}
     assert file.done(other.key, mean, keep_torch=True) == other
     assert file.done(row.key, mean, keep_torch=True) is None
     assert file.done(row.key, {**mean, "searches": "fastest"}, keep_torch=True) == row
@@ -477,13 +463,6 @@ def test_samples_are_of_all_of_a_result():
     assert measure._SAMPLE <= len(sample) <= 2 * measure._SAMPLE
     result[-1, :, -1:] = 1.0
     assert measure.relative_error(measure._samples_of({"output": result})["output"][1], sample) > 0
-
-
-def test_looks_go_on_with_what_was_searched_for_before(monkeypatch):
-    rows, _ = searched_rows(monkeypatch, [0.5] * 3)
-    before = {rows[1].key: rows[1]}
-    again, _ = searched_rows(monkeypatch, [0.6] * 15, done=before.get)
-    assert [row.looks for row in again] == list(range(3, 18))
 
 
 def test_latency_rows_have_calls_and_modules():
@@ -518,62 +497,10 @@ def test_gradients_without_autograd_are_those_of_autograd(layer):
         assert max(errors.values()) < 1e-6, contender
 
 
-class Wrong(Native):
-    """Right but for one thing."""
-
-    def __init__(self, direction, damage):
-        self.direction, self.damage = direction, damage
-
-    def _prepare(self, direction, config):
-        call = getattr(super(), direction)(config)
-        return call if direction != self.direction else lambda *tensors: self.damage(call(*tensors))
-
-    def forward(self, config):
-        return self._prepare("forward", config)
-
-    def input_grad(self, config):
-        return self._prepare("input_grad", config)
-
-    def weight_grad(self, config):
-        return self._prepare("weight_grad", config)
-
-    def grads(self, config, weight_config):
-        input_grad, weight_grad = self.input_grad(config), self.weight_grad(weight_config)
-        return lambda grad_output, input, weight: (input_grad(grad_output, weight), weight_grad(grad_output, input))
-
-
-def off(result):
-    return result * 1.001
-
-
-def unwritten(result):
-    fresh = torch.empty_like(result)  # holds NaN: the gate sees to that
-    fresh[1:] = result[1:]
-    return fresh
-
-
-def one_nan(result):
-    result = result.clone()
-    result[0, 0, 0, 0] = torch.nan
-    return result
-
-
-def broken(result):
-    raise ArithmeticError("first line\nsecond line")
-
-
 @pytest.fixture
 def algorithm(monkeypatch):
-    """algorithm(fake): the only algorithm there is, with no plans of others, and on the CPU too."""
-
-    def use(fake):
-        monkeypatch.setattr("gemmconv.ops.is_left_to_torch", lambda *_: False)
-        monkeypatch.setattr("gemmconv.algorithms.ALGORITHMS", (fake,))
-        monkeypatch.setattr("gemmconv.selection.ALGORITHMS", (fake,))
-        monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])
-
-    monkeypatch.setattr(call_cache, "entries", {})
-    return use
+    """algorithm(fake): the only algorithm there is."""
+    return functools.partial(take_alone, monkeypatch)
 
 
 @pytest.mark.parametrize("damage", [off, unwritten, one_nan])
@@ -642,21 +569,14 @@ def test_bars_follow_torch_where_it_loses_more():
 
 def test_torch_settings_come_back():
     def state():
-        return (
-            torch.backends.cudnn.conv.fp32_precision,
-            torch.backends.cuda.matmul.fp32_precision,
-            torch.backends.cudnn.benchmark,
-            torch.backends.cudnn.deterministic,
-        )
-
-    def inside():
-        with contenders.torch_settings("fp32", benchmark=True, deterministic=True):
-            assert state() == ("ieee", "ieee", True, True)
-            raise KeyError
+        cudnn = torch.backends.cudnn
+        precisions = cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+        return *precisions, cudnn.benchmark, cudnn.deterministic
 
     before = state()
-    with pytest.raises(KeyError):
-        inside()
+    with contextlib.suppress(KeyError), contenders.torch_settings("fp32", benchmark=True, deterministic=True):
+        assert state() == ("ieee", "ieee", True, True)
+        raise KeyError
     assert state() == before
     with contenders.torch_settings("tf32"):
         assert state()[:2] == ("tf32", "tf32")
@@ -707,26 +627,24 @@ def test_searches_run_in_threads_of_their_own():
     assert len(set(threads)) == 4
 
 
-@pytest.mark.parametrize(("name", "took"), [("pose1", "fused"), ("unet1", "fused")])
-def test_what_auto_took_and_its_workspace_are_of_one_choice(name, took):
-    """Nobody knows native's."""
+@pytest.mark.parametrize("name", ["pose1", "unet1"])
+def test_what_auto_took_and_its_workspace_are_of_one_choice(name):
+    (workload,) = select(SUITES, [name])
     auto = Contender("auto", "channels_last", "gemmconv")
-    (problem,) = (workload.problem for workload in SUITES["models"] if workload.name == name)
-    arguments = (problem, "fp16", torch.device("cuda", 0), "forward")
     for bias in (False, True):
-        assert auto.took(*arguments, bias) == took
-        assert (auto.workspace_bytes(*arguments, bias) is None) == (took == "native")
-        assert auto.kernels(*arguments, bias).startswith("native" if took == "native" else "sm90/")
+        call = workload.problem, "fp16", torch.device("cuda", 0), "forward", bias
+        assert auto.took(*call) == "fused"
+        assert auto.workspace_bytes(*call) is not None
+        assert auto.kernels(*call).startswith("sm90/")
 
 
 def test_auto_says_which_gradients_are_turned():
-    (upsampling,) = (workload.problem for workload in SUITES["models"] if workload.name == "pointpillars3")
-    device = torch.device("cuda", 0)
+    (upsampling,) = select(SUITES, ["pointpillars3"])
+    call = upsampling.problem, "fp16", torch.device("cuda", 0)
     nchw, last = (Contender("auto", kind="gemmconv", layout=layout) for layout in ("nchw", "channels_last"))
-    took = last.took(upsampling, "fp16", device, "backward")
-    assert nchw.took(upsampling, "fp16", device, "backward") == f"{took} turned"
-    assert nchw.took(upsampling, "fp16", device, "both").endswith(" turned")
-    assert not nchw.took(upsampling, "fp16", device, "forward").endswith("turned")
+    assert nchw.took(*call, "backward") == f"{last.took(*call, 'backward')} turned"
+    assert nchw.took(*call, "both").endswith(" turned")
+    assert not nchw.took(*call, "forward").endswith("turned")
 
 
 @pytest.mark.gpu
@@ -770,6 +688,11 @@ def row_of(**changes):
     }
     values |= changes
     return Row(**{"fastest_ms": values["median_ms"], "slowest_ms": values["median_ms"], **values})
+
+
+def around(median_ms, **changes):
+    """A row whose samples lie within 1% of its median."""
+    return row_of(**{"median_ms": median_ms, "p20_ms": 0.99 * median_ms, "p80_ms": 1.01 * median_ms, **changes})
 
 
 ABOUT = {
@@ -833,16 +756,14 @@ def test_results_count_a_row_as_done_only_for_its_maker():
 
 
 def test_ratios_take_the_best_torch_of_any_layout():
-    rows = results.with_ratios(
-        [
-            row_of(),
-            row_of(algorithm="torch_nchw", median_ms=4.0),
-            row_of(algorithm="torch_channels_last", layout="channels_last", median_ms=0.5),
-            row_of(algorithm="torch_unfused", median_ms=None),
-            row_of(algorithm="torch_nchw", mode="graph", median_ms=0.1),
-        ],
-        [ABOUT],
-    )
+    rows = [
+        row_of(),
+        row_of(algorithm="torch_nchw", median_ms=4.0),
+        row_of(algorithm="torch_channels_last", layout="channels_last", median_ms=0.5),
+        row_of(algorithm="torch_unfused", median_ms=None),
+        row_of(algorithm="torch_nchw", mode="graph", median_ms=0.1),
+    ]
+    rows = results.with_ratios(rows, [ABOUT])
     assert (rows[0].speedup_default, rows[0].speedup_best, rows[0].best_torch) == (4.0, 0.5, "torch_channels_last")
     assert rows[0].floor_ratio == 2.0
     assert rows[3].speedup_best is None
@@ -1018,34 +939,24 @@ def test_command_line_reports_a_wrong_kernel(quick_run, algorithm, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--device", "tpu"], "argument --device: must be cpu, cuda or cuda:INDEX, got 'tpu'"),
-        (["--device", "cpu", "--precision", "tf32"], "argument --precision: tf32 needs a CUDA device"),
-        (
-            ["--device", "cpu", "--precision", "fp8"],
-            "argument --precision: must be of fp32, tf32, fp16, bf16, got 'fp8'",
-        ),
-        (["--suite", "nonsense"], "argument --suite: must be of seeds, public"),
-        (["--device", "cpu", "--algorithms", "x"], "argument --algorithms: must be of direct, fused, gemm_col2im"),
-        (["--device", "cpu", "--workload", "x"], "argument --workload: must be of seed0"),
-        (["--layer", "n1"], "layer: c, k, h, w missing"),
-        (["--device", "cpu", "--sustained"], "argument --sustained: needs a CUDA device"),
-        (["--check", "nowhere", "nowhere"], "argument --check: must be a result file or a folder"),
+        ("--device tpu", "argument --device: must be cpu, cuda or cuda:INDEX, got 'tpu'"),
+        ("--device cuda", "torch finds no CUDA device here, got 'cuda'; use --device cpu"),
+        ("--device cpu --precision tf32", "argument --precision: tf32 needs a CUDA device"),
+        ("--device cpu --precision fp8", "argument --precision: must be of fp32, tf32, fp16, bf16, got 'fp8'"),
+        ("--suite nonsense", "argument --suite: must be of seeds, public"),
+        ("--device cpu --algorithms x", "argument --algorithms: must be of direct, fused, gemm_col2im"),
+        ("--device cpu --workload x", "argument --workload: must be of seed0"),
+        ("--layer n1", "layer: c, k, h, w missing"),
+        ("--device cpu --sustained", "argument --sustained: needs a CUDA device"),
+        ("--check nowhere nowhere", "argument --check: must be a result file or a folder"),
     ],
 )
-def test_command_line_refuses(flags, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        compare.main(flags)
-    assert end.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_command_line_says_that_there_is_no_gpu(monkeypatch, capsys):
+def test_command_line_refuses(flags, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as end:
-        compare.main(["--device", "cuda"])
+        compare.main(flags.split())
     assert end.value.code == 2
-    text = " ".join(capsys.readouterr().err.split())
-    assert "torch finds no CUDA device here, got 'cuda'; use --device cpu" in text
+    assert message in " ".join(capsys.readouterr().err.split())
     assert compare.pick_device(None) == CPU
 
 
@@ -1060,9 +971,8 @@ def test_first_calls_are_measured_until_there_are_some(monkeypatch, tmp_path):
     costs = {("n1 c8x8 k3 h4 w5", "fp32", "direct"): 2.0}
     monkeypatch.setattr(first_call, "measure", lambda layers, *_: calls.append(layers) or (costs, {}))
     latency = replace(custom("n1 c8x8 k3 h4 w5"), suite="latency")
-    request = SimpleNamespace(
-        workloads=[latency], device=torch.device("cuda", 0), directions=("forward",), precisions=("fp32",), out=tmp_path
-    )
+    given = {"workloads": [latency], "directions": ("forward",), "precisions": ("fp32",)}
+    request = SimpleNamespace(**given, device=torch.device("cuda", 0), out=tmp_path)
     results_of(row_of(suite="latency", precision="fp32", algorithm="direct")).save(tmp_path / "latency.json")
     for again, count in ((False, 1), (False, 1), (True, 2)):
         compare._first_calls(request, compare._Files(request, ABOUT), again)
@@ -1094,30 +1004,20 @@ def saved(path, *rows, about=ABOUT):
     return path
 
 
-def scaled(row, factor):
-    times = {
-        name: factor * getattr(row, name) for name in ("median_ms", "p20_ms", "p80_ms", "fastest_ms", "slowest_ms")
-    }
-    return replace(row, **times)
-
-
-SHORT = {"workload": "tiny", "median_ms": 0.01, "p20_ms": 0.01, "p80_ms": 0.01}
-SHORT_AND_NOISY = {"workload": "tiny", "median_ms": 0.012, "p20_ms": 0.0119, "p80_ms": 0.0121}
-FOUR = row_of(), row_of(direction="backward"), row_of(precision="bf16"), row_of(algorithm="native")
-SLOWER = scaled(FOUR[0], 1.2), scaled(FOUR[1], 0.5), replace(scaled(FOUR[2], 1.2), p20_ms=0.9), FOUR[3]
+NOISY = [row_of(), row_of(workload="tiny", median_ms=0.01, p20_ms=0.01, p80_ms=0.01)]
+NOISIER = [around(1.04), row_of(workload="tiny", median_ms=0.012, p20_ms=0.0119, p80_ms=0.0121)]
+FOUR = [row_of(), row_of(direction="backward"), row_of(precision="bf16"), row_of(algorithm="native")]
+SLOWER = [around(1.2), around(0.5, direction="backward"), around(1.2, precision="bf16", p20_ms=0.9), FOUR[3]]
+BROKEN = [row_of(median_ms=None, status="wrong", reason="error 1 is over 0")]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "status", "words"),
     [
         (FOUR, FOUR, 0, ["slower: 0", "faster: 0"]),
-        (
-            [row_of(), row_of(**SHORT)],
-            [scaled(row_of(), 1.04), row_of(**SHORT_AND_NOISY)],
-            *(0, ["2 rows with a time in both", "slower: 0", "1 rows, 0 differ by more than 5%"]),
-        ),
+        (NOISY, NOISIER, 0, ["2 rows with a time in both", "slower: 0", "1 rows, 0 differ by more than 5%"]),
         (FOUR, SLOWER, 1, ["slower: 1", "faster: 1", "kb57 tf32 forward", "1.20x the time"]),
-        ([row_of()], [row_of(median_ms=None, status="wrong", reason="error 1 is over 0")], 1, ["broken: 1"]),
+        ([row_of()], BROKEN, 1, ["broken: 1"]),
     ],
     ids=["equal", "noisy", "slower", "without a time"],
 )
@@ -1138,6 +1038,16 @@ def test_check_refuses_another_machine(tmp_path):
 # What is made from the files.
 
 
+RUN = {**ABOUT, "ceilings": {}}
+
+
+def page_in(folder):
+    """A page with nothing between its markers."""
+    page = folder / "results.md"
+    page.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
+    return page
+
+
 def losing_and_winning():
     torch_rows = [row_of(algorithm="torch_nchw", median_ms=2.0, took="", workload=name) for name in ("kb57", "kb65")]
     return results.with_ratios([*torch_rows, row_of(), row_of(workload="kb65", median_ms=8.0)], [ABOUT])
@@ -1154,10 +1064,9 @@ def test_summary_puts_losing_rows_first():
     assert text.index("kb65") < text.index("geometric mean")
 
 
-def test_report_writes_between_the_markers(tmp_path, capsys):
+def test_report_writes_between_the_markers(tmp_path):
     results_of(*losing_and_winning()).save(tmp_path / "public.json")
-    page = tmp_path / "results.md"
-    page.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nend\n")
+    page = page_in(tmp_path)
     assert report.main([str(tmp_path), "--page", str(page)]) == 0
     text = page.read_text()
     assert text.startswith(f"# Title\n\n{report.START}\n## What you wait for\n\n")
@@ -1166,44 +1075,62 @@ def test_report_writes_between_the_markers(tmp_path, capsys):
     assert "Slower than the best torch setting in 1 of 2 rows** of `auto` in NCHW (0 of 0 in channels_last" in text
     assert "| kb65 | tf32 | forward | native |" in text
     assert "Rows that lose" in (tmp_path / "summary.md").read_text()
-    again = page.read_text()
     assert report.main([str(tmp_path), "--page", str(page)]) == 0
-    assert page.read_text() == again
+    assert page.read_text() == text
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="must hold the lines"):
+        report.write_between(page, "text")
+
+
+def save_by_age(folder, *names, age=1000):
+    """Save results in a folder of each name, each a second younger than the one before."""
+    for number, name in enumerate(names):
+        results_of(*losing_and_winning()).save(folder / name / "public.json")
+        os.utime(folder / name / "public.json", (age + number, age + number))
 
 
 def test_report_is_of_the_results_that_the_page_shows(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
+    folder = tmp_path / "results"
+    monkeypatch.setattr(report, "_RESULTS", folder)
     page = tmp_path / "results.md"
     assert report.shown_results(page) is None
     page.write_text(f"[no](no)\n{report.START}\n[x](y)\n{report.END}\n[results/gone](results/gone)\n")
     assert report.shown_results(page) is None
-    for age, name in enumerate(("shown", "newer")):
-        results_of(*losing_and_winning()).save(tmp_path / "results" / name / "public.json")
-        os.utime(tmp_path / "results" / name / "public.json", (1000 + age, 1000 + age))
-    assert report.main([str(tmp_path / "results" / "shown"), "--page", str(page)]) == 0
+    save_by_age(folder, "shown", "newer")
+    assert report.main([str(folder / "shown"), "--page", str(page)]) == 0
     assert report.main(["--page", str(page)]) == 0
-    assert report.shown_results(page) == tmp_path / "results" / "shown"
-    (tmp_path / "results" / "shown" / "public.json").unlink()
+    assert report.shown_results(page) == folder / "shown"
+    (folder / "shown" / "public.json").unlink()
     assert report.main(["--page", str(page)]) == 0
-    assert report.shown_results(page) == tmp_path / "results" / "newer"
-    below = tmp_path / "docs" / "results.md"
-    below.parent.mkdir()
-    below.write_text(f"{report.START}\n{report.END}\n")
+    assert report.shown_results(page) == folder / "newer"
+    (tmp_path / "docs").mkdir()
+    below = page_in(tmp_path / "docs")
     assert report.main(["--page", str(below)]) == 0
     assert "[results/newer](../results/newer)" in below.read_text()
-    assert report.shown_results(below).samefile(tmp_path / "results" / "newer")
+    assert report.shown_results(below).samefile(folder / "newer")
+
+
+def test_report_is_of_the_newest_results_of_a_gpu_that_rested(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_RESULTS", tmp_path)
+    with pytest.raises(ValueError, match="holds no result files"):
+        report.newest_results()
+    names = ["cpu-2-threads", "nvidia-h200-sustained-load", "nvidia-h100", "nvidia-h200"]
+    for age, name in enumerate(names):
+        save_by_age(tmp_path, name, age=1000 + age)
+        assert report.newest_results().name == name
+    save_by_age(tmp_path, *names[:2], age=2000)
+    assert report.newest_results().name == "nvidia-h200"
+
+
+def run_of(commit, date):
+    return {**RUN, "commit": commit, "source": commit, "date": date}
 
 
 def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
-    older, newer = (
-        {"commit": commit, "source": commit, "date": date}
-        for commit, date in (("0123456789", "2026-01-01"), ("f", "2026-01-02"))
-    )
-    runs = [{**ABOUT, **run, "ceilings": {}} for run in (older, newer)]
+    runs = [run_of("0123456789", "2026-01-01"), run_of("f", "2026-01-02")]
     torch_row = row_of(algorithm="torch_nchw", median_ms=2.0, took="")
-    rows = results.with_ratios(
-        [torch_row, row_of(median_ms=8.0), replace(row_of(median_ms=4.0, layout="channels_last"), run=1)], runs
-    )
+    rows = [torch_row, row_of(median_ms=8.0), row_of(median_ms=4.0, layout="channels_last", run=1)]
+    rows = results.with_ratios(rows, runs)
     current, left_out = report.current_and_older(rows, runs)
     assert [row.median_ms for row in current] == [2.0, 4.0]
     assert [row.median_ms for row in left_out] == [8.0]
@@ -1219,19 +1146,15 @@ def test_report_leaves_rows_of_older_commits_to_the_summary(tmp_path):
 
 def test_report_says_where_torch_has_no_right_result():
     wrong = row_of(algorithm="torch_nchw", status="wrong", median_ms=None, took="")
-    text = report.section(results.with_ratios([wrong, row_of()], [ABOUT]), [{**ABOUT, "ceilings": {}}], "results", [])
+    text = report.section(results.with_ratios([wrong, row_of()], [RUN]), [RUN], "results", [])
     assert "0 of 0 rows** of `auto` in NCHW" in text
     assert "torch has no right result in time or memory for 1 more: kb57 tf32 forward." in text
 
 
 def test_report_shows_suites_of_different_commits_unless_one_is_days_older():
-    rows = [row_of(), row_of(algorithm="torch_nchw", took=""), replace(row_of(suite="sweep"), run=1)]
-
-    def runs_of(*dates):
-        runs = (("a" * 7, dates[0]), ("b" * 7, dates[1]))
-        return [{**ABOUT, "commit": name, "source": name, "date": date, "ceilings": {}} for name, date in runs]
-
-    close, apart = runs_of("2026-01-01T23:00:00Z", "2026-01-02T01:00:00Z"), runs_of("2026-01-01", "2026-01-03")
+    rows = [row_of(), row_of(algorithm="torch_nchw", took=""), row_of(suite="sweep", run=1)]
+    close = [run_of("a" * 7, "2026-01-01T23:00:00Z"), run_of("b" * 7, "2026-01-02T01:00:00Z")]
+    apart = [run_of("a" * 7, "2026-01-01"), run_of("b" * 7, "2026-01-03")]
     assert report.current_and_older(rows, close) == (rows, [])
     public, sweep = report.made_with(rows, close)
     assert "aaaaaaa" in public
@@ -1241,49 +1164,19 @@ def test_report_shows_suites_of_different_commits_unless_one_is_days_older():
     assert report.current_and_older(rows, apart) == (rows[2:], rows[:1])
 
 
-def test_report_is_of_the_newest_results_of_a_gpu_that_rested(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_RESULTS", tmp_path)
-    with pytest.raises(ValueError, match="holds no result files"):
-        report.newest_results()
-    names = ["cpu-2-threads", "nvidia-h200-sustained-load", "nvidia-h100", "nvidia-h200"]
-    for age, name in enumerate(names):
-        (tmp_path / name).mkdir()
-        file = saved(tmp_path / name / "public.json", row_of())
-        os.utime(file, (1000 + age, 1000 + age))
-        assert report.newest_results().name == name
-    os.utime(tmp_path / names[0] / "public.json", (2000, 2000))
-    os.utime(tmp_path / names[1] / "public.json", (2000, 2000))
-    assert report.newest_results().name == "nvidia-h200"
-
-
-def test_report_wants_markers(tmp_path):
-    page = tmp_path / "results.md"
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match="must hold the lines"):
-        report.write_between(page, "text")
-
-
 def test_charts_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = []
-    for workload in (*SUITES["public"][:2], *SUITES["sweep"][:5]):
-        for name, factor in (("torch_nchw", 4.0), ("torch_unfused", 9.0), ("gemm_col2im", 2.5), ("auto", 2.0)):
-            floor = CEILINGS.floor_ms(workload.problem, "tf32", "forward", workload.bias)
-            rows.append(
-                row_of(
-                    **{"suite": workload.suite, "workload": workload.name, "layer": workload.layer},
-                    **{"algorithm": name, "median_ms": factor * floor, "floor_ms": floor},
-                    flops=work(workload.problem, "forward"),
-                    least_bytes=least_bytes(workload.problem, 4, "forward", workload.bias),
-                )
-            )
-    for suite in ("public", "sweep"):
-        results_of(*(row for row in rows if row.suite == suite)).save(tmp_path / f"{suite}.json")
+    for suite, count in (("public", 2), ("sweep", 5)):
+        rows = [
+            row_of(suite=suite, workload=workload.name, layer=workload.layer, algorithm=name, median_ms=ms)
+            for workload in SUITES[suite][:count]
+            for name, ms in (("torch_nchw", 4.0), ("torch_unfused", 9.0), ("gemm_col2im", 2.5), ("auto", 2.0))
+        ]
+        results_of(*rows).save(tmp_path / f"{suite}.json")
     names = [path.name for path in plot.draw(tmp_path)]
     assert names == ["speedup_public_forward.png", "speedup_sweep_forward.png"]
     assert all((tmp_path / "plots" / name).stat().st_size > 10_000 for name in names)
-    of_torch = (row for row in rows if row.suite == "sweep" and row.is_torch)
-    results_of(*of_torch).save(tmp_path / "sweep.json")
+    results_of(*(row for row in rows if row.is_torch)).save(tmp_path / "sweep.json")
     assert [path.name for path in plot.draw(tmp_path)] == ["speedup_public_forward.png"]
 
 

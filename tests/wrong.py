@@ -1,0 +1,59 @@
+"""Algorithms that are wrong or fail, for the tests of what measures them."""
+
+import torch
+
+from gemmconv.algorithms.native import Native
+from gemmconv.ops import call_cache
+
+
+class Wrong(Native):
+    """torch's operator, right but for one pass, whose result is damaged."""
+
+    def __init__(self, direction, damage):
+        self.direction, self.damage = direction, damage
+
+    def _prepare(self, direction, config):
+        call = getattr(super(), direction)(config)
+        return call if direction != self.direction else lambda *tensors: self.damage(call(*tensors))
+
+    def forward(self, config):
+        return self._prepare("forward", config)
+
+    def input_grad(self, config):
+        return self._prepare("input_grad", config)
+
+    def weight_grad(self, config):
+        return self._prepare("weight_grad", config)
+
+    def grads(self, config, weight_config):
+        input_grad, weight_grad = self.input_grad(config), self.weight_grad(weight_config)
+        return lambda grad_output, input, weight: (input_grad(grad_output, weight), weight_grad(grad_output, input))
+
+
+def off(result):
+    return result * 1.001
+
+
+def unwritten(result):
+    fresh = torch.empty_like(result)  # holds NaN: the gate sees to that
+    fresh[1:] = result[1:]
+    return fresh
+
+
+def one_nan(result):
+    result = result.clone()
+    result[0, 0, 0, 0] = torch.nan
+    return result
+
+
+def broken(result):
+    raise ArithmeticError("first line\nsecond line")
+
+
+def take_alone(monkeypatch, fake):
+    """Let an algorithm be the only one there is, with no plans of others, and on the CPU too."""
+    monkeypatch.setattr(call_cache, "entries", {})
+    monkeypatch.setattr("gemmconv.ops.is_left_to_torch", lambda *_: False)
+    for place in ("algorithms", "selection", "compare.measure"):
+        monkeypatch.setattr(f"gemmconv.{place}.ALGORITHMS", (fake,))
+    monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])
