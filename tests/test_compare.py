@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import math
 import re
 import subprocess
 import sys
@@ -20,11 +19,10 @@ from gemmconv.algorithms.native import Native
 from gemmconv.compare import layers, measure, photo, report, timing
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
-from gemmconv.ops import call_cache
 from gemmconv.selection import explain_problem as explain
+from tests.wrong import Wrong, off, take_alone
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console
-pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")
 pytest.importorskip("matplotlib", reason="the comparison needs the extra demo")
 
 CPU = torch.device("cpu")
@@ -52,14 +50,9 @@ def text_of(table):
 # Layers.
 
 
-def test_layer_defaults_are_those_of_torch():
+def test_layer_takes_every_flag_and_has_torchs_defaults():
     layer = parse()
-    assert layer.problem == Problem(1, 4, 6, 1, (8, 9), (3, 3))
-    assert layer.bias
-    assert layer.shrink_note() is None
-
-
-def test_layer_takes_every_flag():
+    assert (layer.problem, layer.bias, layer.shrink_note()) == (Problem(1, 4, 6, 1, (8, 9), (3, 3)), True, None)
     flags = "--batch 2 --stride 3x2 --padding 1,0 --output-padding 1 --dilation 2 --groups 2 --no-bias"
     layer = parse(*flags.split())
     assert layer.problem == Problem(2, 4, 6, 2, (8, 9), (3, 3), (3, 2), (1, 0), (1, 1), (2, 2))
@@ -97,11 +90,8 @@ def test_shrink_says_by_how_much():
     ]
 
 
-def test_shrink_leaves_a_small_layer_alone():
+def test_shrink_leaves_a_small_layer_alone_and_ends_when_nothing_can_get_smaller():
     assert layers.shrink(SMALL) is SMALL
-
-
-def test_shrink_ends_when_nothing_can_get_smaller():
     layer = replace(SMALL, problem=replace(SMALL.problem, padding=(1, 2)))
     problem = layers.shrink(layer, flops=0, traffic=0).problem
     assert problem.batch == 1
@@ -111,19 +101,14 @@ def test_shrink_ends_when_nothing_can_get_smaller():
 # The photograph.
 
 
-def test_windows_are_normalised_and_deterministic():
-    x = photo.windows((2, 3, 64, 48))
-    assert x.shape == (2, 3, 64, 48)
-    assert x.dtype == torch.float32
-    assert x.is_contiguous()
+@pytest.mark.parametrize("shape", [(2, 3, 64, 48), (8, 64, 32, 32), (4, 6, 512, 512), (1, 4, 900, 700)], ids=str)
+def test_windows_are_normalised_and_all_differ(shape):
+    x = photo.windows(shape)
+    assert (x.shape, x.dtype, x.is_contiguous()) == (shape, torch.float32, True)
     assert float(x.mean()) == pytest.approx(0, abs=1e-5)
     assert float(x.std(correction=0)) == pytest.approx(1, abs=1e-5)
-    assert torch.equal(x, photo.windows((2, 3, 64, 48)))
-
-
-@pytest.mark.parametrize("shape", [(8, 64, 32, 32), (4, 6, 512, 512), (1, 4, 900, 700)], ids=str)
-def test_windows_all_differ(shape):
-    rows = photo.windows(shape).flatten(0, 1).flatten(1)
+    assert torch.equal(x, photo.windows(shape))
+    rows = x.flatten(0, 1).flatten(1)
     assert len({row.numpy().tobytes() for row in rows}) == len(rows)
     assert float(rows.std(dim=1).min()) > 0
 
@@ -172,63 +157,28 @@ def test_measure_puts_the_benchmark_flag_back(monkeypatch):
     assert seen == [True, *[False] * len(others)] * 2
 
 
-class Wrong(GemmCol2im):
-    """Right but for one thing."""
-
-    def __init__(self, direction):
-        self.direction = direction
-
-    def grads_estimate(self, config, weight_config):
-        return math.inf
-
-    def off(self, direction, config):
-        call = getattr(super(), direction)(config)
-        return call if direction != self.direction else lambda *tensors: call(*tensors) * 1.001
-
-    def forward(self, config):
-        return self.off("forward", config)
-
-    def input_grad(self, config):
-        return self.off("input_grad", config)
-
-    def weight_grad(self, config):
-        return self.off("weight_grad", config)
-
-
 @pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
 def test_wrong_result_is_red_and_has_no_times(monkeypatch, direction):
-    fake = Wrong(direction)
-    monkeypatch.setattr("gemmconv.selection.preference", lambda config, direction="forward": [(fake, "alone")])
-    monkeypatch.setattr(measure, "ALGORITHMS", (fake,))
-    monkeypatch.setattr(call_cache, "entries", {})  # no plan of another test fits
+    take_alone(monkeypatch, Wrong(direction, off))
     right, auto, wrong = measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert not right.wrong
     assert auto.wrong
     assert wrong.wrong
     assert wrong.error_is_wrong == (direction == "forward")
     assert wrong.forward_ms is wrong.both_ms is wrong.forward_ratio is wrong.both_ratio is None
-    line = next(line for line in text_of(report.table([right, wrong])).splitlines() if "gemm_col2im" in line)
+    line = next(line for line in text_of(report.table([right, wrong])).splitlines() if "native" in line)
     assert re.search(r"\x1b\[1;31m *1\.0e-03\x1b\[0m", line)
     assert "1.000" not in line
-    assert any(note.startswith("gemm_col2im is wrong") and "no times" in note for note in report.notes([right, wrong]))
-
-
-def test_not_a_number_is_wrong():
-    row = measure.Row(SMALL, "x", "ieee", error=float("nan"), gradient_error=0.0, bar=1e-5)
-    assert row.wrong
+    assert any(note.startswith("native is wrong") and "no times" in note for note in report.notes([right, wrong]))
 
 
 def test_refused_algorithm_is_skipped_with_its_reason(monkeypatch):
-    class Refuses(Native):
-        name = "refuses"
-
-        def why_not(self, config):
-            return "kernel must be 1x1, got 3x5"
-
-    monkeypatch.setattr(measure, "ALGORITHMS", (Refuses(),))
+    refuses = Native()
+    monkeypatch.setattr(refuses, "why_not", lambda config: "kernel must be 1x1, got 3x5")
+    monkeypatch.setattr(measure, "ALGORITHMS", (refuses,))
     rows = measure.measure_layer(SMALL, CPU, torch.float32, None)
     assert rows[2].forward_ms is None
-    assert report.notes(rows)[1:] == ["refuses was not run: kernel must be 1x1, got 3x5"]
+    assert report.notes(rows)[1:] == ["native was not run: kernel must be 1x1, got 3x5"]
 
 
 def auto_row(forward, both):

@@ -1,11 +1,12 @@
 """Tiles, grids and choices on GPUs of Hopper with fewer multiprocessors than the reference; no GPU is touched."""
 
 import ctypes
-import functools
+import itertools
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,38 +35,24 @@ WORKLOADS = SUITES["public"] + SUITES["models"]
 each_smaller = pytest.mark.parametrize("spec", SMALLER, ids=lambda spec: spec.name)
 
 
-class Launches(list):
-    """The grids that kernels would be launched with, by the name of the source."""
-
-    def load(self, source, macros, index, shared_bytes=0):
-        launches = self
-
-        class Kernel:
-            def launch(self, grid, block, params, shared_bytes=0, overlaps=False):
-                launches.append((source.removesuffix(".cu"), math.prod(grid)))
-
-        return Kernel()
-
-
 @pytest.fixture
 def launches(monkeypatch):
+    """The grids that kernels would be launched with, by the name of the source."""
     pytest.importorskip("cuda.core", reason="loading kernels needs the cuda-core package")
     from gemmconv.runtime import executor, launch, tensor_map
 
-    found = Launches()
-    monkeypatch.setattr(launch, "load", found.load)
+    found = []
+
+    def load(source, macros, index, shared_bytes=0):
+        def launch(grid, block, params, shared_bytes=0, overlaps=False):
+            found.append((source.removesuffix(".cu"), math.prod(grid)))
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(launch, "load", load)
     monkeypatch.setattr(tensor_map, "encode", lambda *_: (ctypes.c_ulonglong * 16)())
     monkeypatch.setattr(executor, "extension", lambda: None)
     return found
-
-
-def ways_of(config):
-    """All tiles and plans of persistent kernels for a forward pass, each with what prepares its call."""
-    persistent = [kernel for kernel in KERNELS.values() if kernel.features or kernel is direct_forward_mma.KERNEL]
-    return [
-        (choice.tile, functools.partial(choice.kernel.prepare, config, "forward", choice.tile))
-        for choice in choices(config, "forward", persistent)
-    ]
 
 
 def most_blocks(way, multiprocessors):
@@ -78,23 +65,21 @@ def most_blocks(way, multiprocessors):
 @each_smaller
 def test_grids_of_persistent_kernels_are_what_runs_at_once(spec, launches):
     fullest = {}
-    for workload in WORKLOADS:
+    persistent = [kernel for kernel in KERNELS.values() if kernel.features or kernel is direct_forward_mma.KERNEL]
+    for workload, (dtype, precision), layout in itertools.product(WORKLOADS, KINDS[1:], (NCHW, LAST)):
         problem = workload.problem
-        for dtype, precision in KINDS[1:]:
-            for layout in (NCHW, LAST):
-                config = replace(config_of(problem, dtype, layout, precision), spec=spec)
-                input = torch.empty(problem.input_shape, dtype=dtype, device="meta").to(memory_format=layout)
-                weight = torch.empty(problem.weight_shape, dtype=dtype, device="meta")
-                for way, prepare in ways_of(config):
-                    prepare()(input, weight, None)
-                    source, blocks = launches[-1]
-                    most = most_blocks(way, spec.multiprocessors)
-                    assert 0 < blocks <= most, (workload.name, source)
-                    fullest[source] = max(fullest.get(source, 0), blocks / most)
-    products = "implicit_gemm", "implicit_gemm_nhwc", "gemm_depth_to_space"
-    folds = "narrow", "pixels", "rows"
-    names = [*products, *(f"gemm_fold_{fold}" for fold in folds)]
-    assert set(fullest) == {"direct/forward_mma", *(f"sm90/{name}" for name in names)}
+        config = replace(config_of(problem, dtype, layout, precision), spec=spec)
+        input = torch.empty(problem.input_shape, dtype=dtype, device="meta").to(memory_format=layout)
+        weight = torch.empty(problem.weight_shape, dtype=dtype, device="meta")
+        for choice in choices(config, "forward", persistent):
+            choice.kernel.prepare(config, "forward", choice.tile)(input, weight, None)
+            source, blocks = launches[-1]
+            most = most_blocks(choice.tile, spec.multiprocessors)
+            assert 0 < blocks <= most, (workload.name, source)
+            fullest[source] = max(fullest.get(source, 0), blocks / most)
+    products = {"sm90/implicit_gemm", "sm90/implicit_gemm_nhwc", "sm90/gemm_depth_to_space"}
+    folds = {f"sm90/gemm_fold_{kind}" for kind in ("narrow", "pixels", "rows")}
+    assert set(fullest) == {"direct/forward_mma"} | products | folds
     assert min(fullest.values()) > 0.9  # none leaves multiprocessors idle that it might have
 
 

@@ -44,33 +44,31 @@ def disk(monkeypatch, tmp_path):
         one.cache_clear()
 
 
-def chosen(layer, precision, memory_format, direction, size=(40, 50)):
-    config = config_of(layer, precision, memory_format, 3, (1, 700) if layer == "vocoder" else size)
+def config_for(layer, precision, memory_format):
+    return config_of(layer, precision, memory_format, 3, (1, 700) if layer == "vocoder" else (40, 50))
+
+
+def chosen(*layer, direction):
+    config = config_for(*layer)
     algorithm = selection.choose(config, "auto", "test", direction)
     return str(algorithm.choice(config, direction)), algorithm.estimate(config, direction)
 
 
-def searched(monkeypatch):
-    """The configurations that are searched for from now on."""
-    found, choices = [], base.choices
-    monkeypatch.setattr(base, "choices", lambda config, *rest: found.append(config) or choices(config, *rest))
-    return found
-
-
 @pytest.mark.parametrize("case", CASES[:6] + CASES[-9:], ids="-".join)
 def test_another_process_chooses_the_same_without_a_search(case, disk, monkeypatch):
-    first = chosen(*case)
+    first = chosen(*case[:3], direction=case[3])
     search_cache.write()
     disk()
-    searches = searched(monkeypatch)
-    assert chosen(*case) == first
+    searches, choices = [], base.choices
+    monkeypatch.setattr(base, "choices", lambda config, *rest: searches.append(config) or choices(config, *rest))
+    assert chosen(*case[:3], direction=case[3]) == first
     assert not [config for config in searches if config in base.representatives(config)]
 
 
 def test_every_tile_is_what_it_was_before_it_was_kept(disk):
     kinds = set()
     for case in CASES:
-        config = config_of(*case[:3], 3, (1, 700) if case[0] == "vocoder" else (40, 50))
+        config = config_for(*case[:3])
         for algorithm in selection.ALGORITHMS:
             if (choice := algorithm.choice(config, case[3])) is not None:
                 kinds.add(choice.kernel.name)

@@ -242,68 +242,6 @@ def test_a_tile_fits_other_sizes_and_nothing_is_compiled_for_them(served):
     assert missed <= served.misses
 
 
-class Few(NamedTuple):
-    """A layer of which random sizes take few different kernels, in this pass and with these types and formats.
-
-    Attributes:
-        most: how many kernels they take at most, which may depend on the tiles that were taken.
-        least: how many different kernels they take at least, beside those that pack weights.
-        every: whether all tiles that the kernel may take count, and not only the best one of each size.
-        counts: which tiles count.
-    """
-
-    kernel: str
-    direction: str
-    kind: tuple[torch.dtype, str]
-    sizes: list[Problem]
-    layout: torch.memory_format
-    most: int | Callable[[list[Any]], int]
-    least: int = 1
-    every: bool = False
-    counts: Callable[[Any], bool] = lambda tile: True
-
-    configs, __str__ = Served.configs, Served.__str__
-
-
-# fmt: off
-FEW = [
-    *(Few(*of_layer, 4) for of_layer in DIRECT_SIZES),
-    *(Few("sm90/gemm_depth_to_space", "forward", kind, [*sized(layer, 60, (16, 159), (16, 159))], NCHW,
-          lambda tiles: 2 * len({(tile.piece, tile.paired) for tile in tiles}))
-      for layer in SHUFFLES for kind in (HALF, TF32)),
-    *(Few("sm90/gemm_fold_narrow", "forward", kind,
-          [*sized(layer, 60, (1, 1) if layer.input_size[0] == 1 else (16, 159), (16, 159),
-                  unit=1 if layout is NHWC else 16 // kind[0].itemsize)], layout, 8, least=2)
-      for layer, kind, layout in NARROW_KINDS),
-    *(Few("sm90/gemm_fold_rows", direction, kind,
-          [*sized(layer, 60, (1, 1) if layer.input_size[0] == 1 else (16, 159), (16, 159), unit=8)], NCHW, 5)
-      for layer, direction in ROWS for kind in (BFLOAT16, TF32)),
-    *(Few("sm90/implicit_gemm_nhwc", "forward", kind, [layer], NHWC, 7, every=True)
-      for layer in NHWC_LAYERS for kind in (HALF, TF32)),
-    *(Few("sm90/wgrad_nchw", "weight_grad", kind, [*sized(layer, 25, (16, 159), (16, 159))], NCHW, 5,
-          counts=lambda tile: not tile.flat)
-      for layer in WGRAD_NCHW for kind in (HALF, TF32, IEEE)),
-    *(Few("sm90/wgrad_nhwc", "weight_grad", HALF, [*sized(layer, 60, (16, 159), (16, 159))], NHWC, 3)
-      for layer in WGRAD_NHWC[:3]),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("few", FEW, ids=str)
-def test_a_layer_of_any_size_takes_few_kernels(few):
-    kernel, direction, taken, compiled = KERNELS[few.kernel], few.direction, [], set()
-    for config in few.configs():
-        for tile in [*kernel.tiles(config, direction)] if few.every else [tile_of(kernel, config, direction)]:
-            if tile is not None and few.counts(tile):
-                taken.append(tile)
-                compiled.add(tuple(map(str, compiled_for(kernel, config, direction, tile))))
-    if not taken and few.kernel.startswith("direct/"):
-        pytest.skip("declined: left to others")
-    assert 0 < len(compiled) <= (few.most(taken) if callable(few.most) else few.most)
-    packings, mains = {steps[:-1] for steps in compiled}, {steps[-1] for steps in compiled}
-    assert max(few.least, len(packings)) <= len(mains)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("channels", [3, 16, 66, 96])
 def test_tensors_are_transposed_by_few_kernels(channels, dtype):
@@ -359,11 +297,8 @@ def test_a_tile_declines_what_it_cannot_compute(kernel, direction, kind, layout,
 
 
 def test_a_tile_that_cuts_sectors_serves_rows_of_whole_ones():
-    cut, whole = (
-        config_of(replace(ROWS_OF_SECTORS, input_size=(256, width)), torch.float32, precision="tf32")
-        for width in (256, 252)
-    )
-    kernel = KERNELS["sm90/gemm_fold_rows"]
+    kernel, whole = KERNELS["sm90/gemm_fold_rows"], config_of(ROWS_OF_SECTORS, torch.float32, precision="tf32")
+    cut = replace(whole, problem=replace(ROWS_OF_SECTORS, input_size=(256, 256)))
     fitted = kernel.fitted(whole, "forward", kernel.tile(cut, "forward"))  # has no need of whole sectors, but may
     assert fitted.whole_sectors
     assert not fitted.cuts_sectors
@@ -418,17 +353,14 @@ def of_kernel(algorithm, kernel, direction):
 )
 def test_tiles_of_a_class_compute_what_they_should(algorithm, kernel, direction, builder, poison):
     for case, config, choice in of_kernel(algorithm, kernel, direction):
-        data, exact = sample(case, config.dtype, "cpu"), expected(case, config.dtype)
-        form = config.memory_format
-        output, input, weight = (
-            one.contiguous(memory_format=form) for one in (data.grad_output, data.input, data.weight)
-        )
+        data, exact, form = sample(case, config.dtype, "cpu"), expected(case, config.dtype), config.memory_format
+        tensors = data.grad_output, data.input, data.weight
+        output, input, weight = (one.contiguous(memory_format=form) for one in tensors)
         backward = {"input_grad": (output, weight), "weight_grad": (output, input)}
         poison("cpu")
         with emulator.install(builder):
-            result = choice.program(config, direction).prepare(config.device)(
-                *backward.get(direction, (input, weight, data.bias))
-            )
+            call = choice.program(config, direction).prepare(config.device)
+            result = call(*backward.get(direction, (input, weight, data.bias)))
         wanted = getattr(exact, "output" if direction == "forward" else direction)
         reference.assert_close(result, wanted, config.dtype, config.precision)
 
