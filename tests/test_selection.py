@@ -23,14 +23,23 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="fused is for Hopper"
 )
 
-FORMATS = torch.contiguous_format, torch.channels_last
+NCHW, LAST = FORMATS = torch.contiguous_format, torch.channels_last
+FP32, TF32, FP16, BF16 = (
+    *((torch.float32, "ieee"), (torch.float32, "tf32")),
+    *((torch.float16, "ieee"), (torch.bfloat16, "ieee")),
+)
 DENSE = Problem(128, 512, 256, 1, (4, 4), (4, 4), stride=(2, 2), padding=(1, 1))  # DCGAN 2
 GROUPED = Problem(16, 32, 64, 4, (64, 64), (3, 3), stride=(2, 2))
 KERNELBENCH_75 = Problem(16, 32, 64, 4, (128, 256), (3, 5), (2, 3), (1, 2), dilation=(2, 1))
 FEW_PIXELS = Problem(128, 100, 512, 1, (1, 1), (4, 4))  # DCGAN 1
+POINTWISE = Problem(4, 64, 128, 1, (248, 216), (1, 1))  # PointPillars 1
+UPSAMPLING = Problem(4, 1024, 512, 1, (32, 32), (2, 2), stride=(2, 2))  # U-Net 1
+FSRCNN = Problem(1, 56, 1, 1, (512, 512), (9, 9), (3, 3), (4, 4), (2, 2))  # 73 us and 80, on an H200 and an H100
+TINY = Problem(4, 4, 4, 1, (32, 32), (4, 4), (2, 2), (1, 1))  # 7.0 and 6.3
+MASK_RCNN = Problem(256, 256, 256, 1, (14, 14), (2, 2), stride=(2, 2))
 
 
-def config_of(problem, dtype, precision, torch_precision=None, memory_format=torch.contiguous_format, bias=False):
+def config_of(problem, dtype, precision, torch_precision=None, memory_format=NCHW, bias=False):
     return Config(
         problem,
         dtype,
@@ -48,61 +57,73 @@ def taken(problem, dtype, precision, direction, requested="auto", **options):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "fastest"), [(torch.float32, "tf32", "native"), (torch.float16, "ieee", "fused")], ids=str
+    ("problem", "kind", "direction", "memory_format", "name"),
+    [
+        # Many channels.
+        *((DENSE, kind, "forward", NCHW, "fused") for kind in (TF32, FP16)),
+        (DENSE, TF32, "weight_grad", LAST, "native"),
+        (DENSE, FP16, "weight_grad", LAST, "fused"),
+        (UPSAMPLING, BF16, "forward", LAST, "fused"),
+        # What turns nothing.
+        (POINTWISE, FP16, "weight_grad", LAST, "fused"),
+        (POINTWISE, TF32, "weight_grad", LAST, "native"),
+        # Few channels and long strides.
+        *((KERNELBENCH_75, kind, "forward", one, "direct") for kind in (FP32, TF32, FP16) for one in FORMATS),
+        # Few output channels: what was measured to be faster.
+        (FSRCNN, FP32, "forward", NCHW, "fused"),
+        (TINY, FP32, "forward", NCHW, "direct"),
+        # A product would read the weights for each image.
+        (FEW_PIXELS, TF32, "forward", NCHW, "fused"),
+        # Input gradients of few channels.
+        (replace(MASK_RCNN, out_channels=32), TF32, "input_grad", LAST, "fused"),
+        (replace(MASK_RCNN, out_channels=64), TF32, "input_grad", LAST, "native"),
+    ],
 )
-def test_auto_takes_weight_gradients_of_many_channels_in_channels_last_from_the_fastest(dtype, precision, fastest):
-    assert taken(DENSE, dtype, precision, "weight_grad", memory_format=torch.channels_last) == fastest
-    assert taken(DENSE, dtype, precision, "forward") == "fused"
-    assert taken(GROUPED, dtype, precision, "weight_grad") != "native"
+def test_auto_takes_the_fastest(problem, kind, direction, memory_format, name):
+    assert taken(problem, *kind, direction, memory_format=memory_format) == name
 
 
-def test_auto_takes_gradients_in_channels_last_from_what_turns_nothing():
-    pointwise = Problem(4, 64, 128, 1, (248, 216), (1, 1))  # PointPillars 1
-    assert taken(pointwise, torch.float16, "ieee", "weight_grad", memory_format=torch.channels_last) == "fused"
-    assert taken(pointwise, torch.float32, "tf32", "weight_grad", memory_format=torch.channels_last) == "native"
-    for algorithm, directions, turning in (  # products take the input in either format
+def test_auto_takes_others_than_native():
+    for kind in (TF32, FP16):
+        assert taken(GROUPED, *kind, "weight_grad") != "native"
+    for direction in ("input_grad", "weight_grad"):
+        assert taken(DENSE, *FP32, direction) != "native"
+    assert taken(DENSE, *TF32, "weight_grad", torch_precision="ieee") != "native"  # it would round otherwise
+
+
+def test_algorithms_of_one_format_count_the_turning_of_another():
+    """Products take the input in either format."""
+    for algorithm, directions, turning in (
         (GemmCol2im(), ("forward", "input_grad", "weight_grad"), grad_output_transpose_seconds),
         (Direct(), ("input_grad", "weight_grad"), transpose_seconds),
     ):
         for direction in directions:
+            configs = [config_of(POINTWISE, *FP16, memory_format=one) for one in FORMATS]
+            choices = [algorithm.choice(config, direction) for config in configs]
             nchw, channels_last = (
-                algorithm.choice(one, direction).kernel.seconds(one, direction, algorithm.choice(one, direction).tile)
-                for one in (config_of(pointwise, torch.float16, "ieee", memory_format=one) for one in FORMATS)
+                choice.kernel.seconds(config, direction, choice.tile)
+                for choice, config in zip(choices, configs, strict=True)
             )
-            config = config_of(pointwise, torch.float16, "ieee", memory_format=torch.channels_last)
-            assert channels_last - nchw == pytest.approx(turning(config))
-            assert turning(config) > pointwise.batch * pointwise.in_pixels * 128 * 2 / 4e12
+            assert channels_last - nchw == pytest.approx(turning(configs[1]))
+            assert turning(configs[1]) > POINTWISE.batch * POINTWISE.in_pixels * 128 * 2 / 4e12
 
 
-def test_auto_takes_layers_of_few_channels_and_long_strides_from_direct_in_either_format():
-    for memory_format in FORMATS:
-        for dtype, precision in ((torch.float32, "ieee"), (torch.float32, "tf32"), (torch.float16, "ieee")):
-            assert taken(KERNELBENCH_75, dtype, precision, "forward", memory_format=memory_format) == "direct"
-
-
-def test_auto_takes_float32_of_few_output_channels_from_what_was_measured_to_be_faster():
-    fsrcnn = Problem(1, 56, 1, 1, (512, 512), (9, 9), (3, 3), (4, 4), (2, 2))  # 73 us and 80, on an H200 and an H100
-    tiny = Problem(4, 4, 4, 1, (32, 32), (4, 4), (2, 2), (1, 1))  # 7.0 and 6.3
-    assert taken(fsrcnn, torch.float32, "ieee", "forward") == "fused"
-    assert taken(tiny, torch.float32, "ieee", "forward") == "direct"
-
-
-def gradients_taken(problem, dtype, precision, requested="auto", memory_format=torch.channels_last):
+def gradients_taken(problem, dtype, precision, requested="auto", memory_format=LAST):
     config = config_of(problem, dtype, precision, memory_format=memory_format)
     return choose_gradients(config, config, requested, "test")
 
 
 def test_gradients_share_the_turning_of_grad_output_where_both_turn_it():
-    found = gradients_taken(KERNELBENCH_75, torch.float32, "ieee")
+    found = gradients_taken(KERNELBENCH_75, *FP32)
     assert (found.input_grad.name, found.weight_grad.name, found.share) == ("direct", "direct", True)
-    assert not gradients_taken(KERNELBENCH_75, torch.float32, "ieee", memory_format=torch.contiguous_format).share
-    assert gradients_taken(KERNELBENCH_75, torch.float32, "ieee", "gemm_col2im").share
-    assert not gradients_taken(KERNELBENCH_75, torch.float32, "ieee", "native").share
+    assert not gradients_taken(KERNELBENCH_75, *FP32, memory_format=NCHW).share
+    assert gradients_taken(KERNELBENCH_75, *FP32, "gemm_col2im").share
+    assert not gradients_taken(KERNELBENCH_75, *FP32, "native").share
 
 
 def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_than_turning_costs():
     upsampling = Problem(4, 256, 128, 1, (62, 54), (4, 4), stride=(4, 4))  # PointPillars 3
-    nchw, last = (config_of(upsampling, torch.float16, "ieee", memory_format=one) for one in FORMATS)
+    nchw, last = (config_of(upsampling, *FP16, memory_format=one) for one in FORMATS)
     found = choose_gradients(nchw, nchw, "auto", "test")
     assert found.via_channels_last
     assert found == choose_gradients(last, last, "auto", "test")._replace(via_channels_last=True)
@@ -112,51 +133,51 @@ def test_gradients_of_nchw_are_computed_in_channels_last_where_that_gains_more_t
     for requested in ("fused", "gemm_col2im", "native"):
         assert not choose_gradients(nchw, nchw, requested, "test").via_channels_last
     for precision in ("ieee", "tf32"):
-        found = gradients_taken(upsampling, torch.float32, precision, memory_format=torch.contiguous_format)
+        found = gradients_taken(upsampling, torch.float32, precision, memory_format=NCHW)
         assert not found.via_channels_last
-    assert not gradients_taken(DENSE, torch.float16, "ieee", memory_format=torch.contiguous_format).via_channels_last
+    assert not gradients_taken(DENSE, *FP16, memory_format=NCHW).via_channels_last
     explained = [gemmconv.explain(upsampling, device="cuda", dtype=torch.float16, memory_format=one) for one in FORMATS]
     assert [one.gradients_turned for one in explained] == [True, False]
     assert ["in channels_last between transposes" in str(one) for one in explained] == [True, False]
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 @pytest.mark.parametrize("requested", ["auto", "direct"])
 def test_direct_computes_both_gradients_at_once_where_that_is_faster(requested, memory_format):
     depthwise = Problem(16, 128, 128, 128, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
     for problem, dtype, precision, at_once in (
         (depthwise, torch.float64, "ieee", True),
-        (depthwise, torch.float32, "ieee", True),
-        (depthwise, torch.float16, "ieee", True),
-        (KERNELBENCH_75, torch.float32, "ieee", False),  # on tensor cores alone
-        (KERNELBENCH_75, torch.float32, "tf32", True),
-        (KERNELBENCH_75, torch.bfloat16, "ieee", True),
+        (depthwise, *FP32, True),
+        (depthwise, *FP16, True),
+        (KERNELBENCH_75, *FP32, False),  # on tensor cores alone
+        (KERNELBENCH_75, *TF32, True),
+        (KERNELBENCH_75, *BF16, True),
     ):
         found = gradients_taken(problem, dtype, precision, requested, memory_format)
         assert (found.input_grad.name, found.weight_grad.name) == ("direct", "direct")
         assert found.at_once is at_once
     empty = replace(KERNELBENCH_75, batch=0)
-    assert not gradients_taken(empty, torch.float16, "ieee", "direct", memory_format).at_once
-    assert not gradients_taken(DENSE, torch.float16, "ieee", requested, memory_format).at_once
+    assert not gradients_taken(empty, *FP16, "direct", memory_format).at_once
+    assert not gradients_taken(DENSE, *FP16, requested, memory_format).at_once
 
 
 def test_gemm_col2im_writes_columns_once_for_both_gradients():
     few_outputs = Problem(128, 64, 3, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
     algorithm = GemmCol2im()
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        config = config_of(few_outputs, torch.float16, "ieee", memory_format=memory_format)
+    for memory_format in FORMATS:
+        config = config_of(few_outputs, *FP16, memory_format=memory_format)
         one_by_one = algorithm.estimate(config, "input_grad") + algorithm.estimate(config, "weight_grad")
         assert 0.5 * one_by_one < algorithm.grads_estimate(config, config) < one_by_one
-        found = gradients_taken(few_outputs, torch.float16, "ieee", "gemm_col2im", memory_format)
+        found = gradients_taken(few_outputs, *FP16, "gemm_col2im", memory_format)
         assert found.at_once
     larger = replace(few_outputs, input_size=(64, 64))
-    found = gradients_taken(larger, torch.float16, "ieee", memory_format=torch.contiguous_format)
+    found = gradients_taken(larger, *FP16, memory_format=NCHW)
     assert (found.input_grad.name, found.weight_grad.name, found.at_once) == ("gemm_col2im", "gemm_col2im", True)
-    assert not gradients_taken(DENSE, torch.float16, "ieee").at_once
+    assert not gradients_taken(DENSE, *FP16).at_once
 
 
 def test_others_compute_one_gradient_after_the_other():
-    config = config_of(KERNELBENCH_75, torch.float16, "ieee")
+    config = config_of(KERNELBENCH_75, *FP16)
     for algorithm in (Fused(), Native()):
         assert algorithm.grads_estimate(config, config) == math.inf
     with pytest.raises(NotImplementedError):
@@ -167,7 +188,7 @@ def test_others_compute_one_gradient_after_the_other():
 def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, taken, monkeypatch):
     """fused turns nothing for this input gradient, and direct does."""
     problem = Problem(16, 32, 64, 1, (64, 64), (3, 3), stride=(2, 2))
-    config = config_of(problem, torch.float32, "ieee", memory_format=torch.channels_last)
+    config = config_of(problem, *FP32, memory_format=LAST)
     saved = grad_output_transpose_seconds(config)
     assert not Fused().transposes(config, "input_grad")
     assert Direct().transposes(config, "input_grad")
@@ -179,7 +200,7 @@ def test_auto_takes_the_gradients_that_are_the_fastest_together(fused_seconds, t
             lambda self, config, direction: seconds[direction].get(self.name, math.inf),
         )
     monkeypatch.setattr(selection, "_fastest", selection._fastest.__wrapped__)  # keeps nothing of these estimates
-    found = gradients_taken(problem, torch.float32, "ieee")
+    found = gradients_taken(problem, *FP32)
     assert (found.input_grad.name, found.weight_grad.name) == (taken, "fused")
     assert found.share is (taken == "direct")
     assert choose(config, "auto", "test", "input_grad").name == "fused"
@@ -204,8 +225,8 @@ def test_the_longer_of_device_and_host_time_counts(microseconds, forward, gradie
     for algorithm in ALGORITHMS:
         seconds = 1e-6 * microseconds.get(algorithm.name, math.inf)
         monkeypatch.setattr(type(algorithm), "estimate", lambda self, config, direction, seconds=seconds: seconds)
-    assert taken(GROUPED, torch.float16, "ieee", "forward") == forward
-    assert taken(GROUPED, torch.float16, "ieee", "input_grad") == gradient
+    assert taken(GROUPED, *FP16, "forward") == forward
+    assert taken(GROUPED, *FP16, "input_grad") == gradient
 
 
 @pytest.mark.parametrize(
@@ -218,9 +239,9 @@ def test_the_longer_of_device_and_host_time_counts(microseconds, forward, gradie
 )
 def test_input_gradients_of_many_taps_take_native_long(layer, dtype, least):
     precision = "ieee" if dtype == torch.bfloat16 else "tf32"
-    config = config_of(layer, dtype, precision, memory_format=torch.channels_last)
+    config = config_of(layer, dtype, precision, memory_format=LAST)
     assert Native().estimate(config, "input_grad") > least
-    assert taken(layer, dtype, precision, "input_grad", memory_format=torch.channels_last) != "native"
+    assert taken(layer, dtype, precision, "input_grad", memory_format=LAST) != "native"
 
 
 @pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
@@ -228,12 +249,10 @@ def test_input_gradients_of_many_taps_take_native_long(layer, dtype, least):
 def test_output_padding_of_a_stride_or_more_is_not_left_to_torchs_own_products(direction, memory_format):
     """All four such random layers, 8 gradients, took torch's im2col, an image at a time: 11 times the estimate."""
     dilated = Problem(27, 120, 16, 1, (5, 47), (2, 2), output_padding=(0, 1), dilation=(2, 2))
-    config = config_of(dilated, torch.bfloat16, "ieee", memory_format=memory_format)
+    config = config_of(dilated, *BF16, memory_format=memory_format)
     assert Native().estimate(config, direction) == math.inf
-    assert taken(dilated, torch.bfloat16, "ieee", direction, memory_format=memory_format) != "native"
-    assert (
-        taken(dilated, torch.bfloat16, "ieee", direction, memory_format=memory_format, requested="native") == "native"
-    )
+    assert taken(dilated, *BF16, direction, memory_format=memory_format) != "native"
+    assert taken(dilated, *BF16, direction, memory_format=memory_format, requested="native") == "native"
     for served in (replace(dilated, output_padding=(0, 0)), replace(dilated, stride=(2, 2))):
         assert Native().estimate(replace(config, problem=served), direction) < math.inf
 
@@ -248,7 +267,7 @@ def test_native_is_deterministic_where_a_config_says_so(monkeypatch, determinist
 
     plain = torch.conv_transpose2d
     monkeypatch.setattr(torch, "conv_transpose2d", conv_transpose2d)
-    config = config_of(Problem(1, 64, 64, 1, (6, 6), (2, 2)), torch.bfloat16, "ieee")
+    config = config_of(Problem(1, 64, 64, 1, (6, 6), (2, 2)), *BF16)
     input, weight = (torch.ones(shape, dtype=config.dtype) for shape in (config.problem.input_shape, (64, 64, 2, 2)))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     Native().forward(replace(config, deterministic=deterministic))(input, weight, None)
@@ -266,11 +285,7 @@ def test_auto_is_deterministic_on_hopper_alone():
 
 
 def test_a_bias_makes_native_dearer_and_no_other():
-    upsampling = Problem(4, 1024, 512, 1, (32, 32), (2, 2), stride=(2, 2))  # U-Net 1
-    without, with_bias = (
-        config_of(upsampling, torch.float16, "ieee", memory_format=torch.channels_last, bias=bias)
-        for bias in (False, True)
-    )
+    without, with_bias = (config_of(UPSAMPLING, *FP16, memory_format=LAST, bias=bias) for bias in (False, True))
     for algorithm in ALGORITHMS:
         less, more = (algorithm.estimate(config, "forward") for config in (without, with_bias))
         assert (less < more) if algorithm.name == "native" else (less == more)
@@ -280,19 +295,13 @@ def test_auto_takes_what_saves_the_host_more_than_it_costs_the_device():
     """One backward pass is one launch of a graph if no product of cuBLAS and no operator of torch is part of it."""
     tiny = Problem(1, 64, 64, 1, (16, 16), (4, 4), stride=(2, 2), padding=(1, 1))
     few_outputs = Problem(128, 64, 3, 1, (64, 64), (4, 4), stride=(2, 2), padding=(1, 1))
-    upsampling = Problem(4, 1024, 512, 1, (32, 32), (2, 2), stride=(2, 2))
-    for layer, dtype, name in ((tiny, torch.float32, "fused"), (few_outputs, torch.float16, "gemm_col2im")):
+    for layer, kind, name in ((tiny, TF32, "fused"), (few_outputs, FP16, "gemm_col2im")):
         for memory_format in FORMATS:
-            precision = "tf32" if dtype == torch.float32 else "ieee"
-            config = config_of(layer, dtype, precision, memory_format=memory_format)
-            gradients = choose_gradients(config, config, "auto", "test")
+            gradients = gradients_taken(layer, *kind, memory_format=memory_format)
             assert gradients.input_grad.name == gradients.weight_grad.name == name
-    fastest = min(
-        GemmCol2im().estimate(config_of(tiny, torch.float32, "tf32", memory_format=one), "input_grad")
-        for one in FORMATS
-    )
-    assert fastest < Fused().estimate(config_of(tiny, torch.float32, "tf32"), "input_grad")
-    assert taken(upsampling, torch.bfloat16, "ieee", "forward", memory_format=torch.channels_last) == "fused"
+    configs = [config_of(tiny, *TF32, memory_format=one) for one in FORMATS]
+    fastest = min(GemmCol2im().estimate(config, "input_grad") for config in configs)
+    assert fastest < Fused().estimate(configs[0], "input_grad")
 
 
 def test_products_are_estimated_by_the_longest_sums_of_a_block():
@@ -300,7 +309,7 @@ def test_products_are_estimated_by_the_longest_sums_of_a_block():
 
     def seconds(batch, size, direction="weight_grad"):
         layer = Problem(batch, 56, 1, 1, (size, size), (9, 9), stride=(3, 3), padding=(4, 4), output_padding=(2, 2))
-        return GemmCol2im().estimate(config_of(layer, torch.bfloat16, "ieee"), direction)
+        return GemmCol2im().estimate(config_of(layer, *BF16), direction)
 
     assert seconds(1, 512) < seconds(64, 64) < seconds(16, 128) < seconds(4, 256)
     assert seconds(4, 256, "input_grad") == pytest.approx(seconds(16, 128, "input_grad"), rel=0.1)
@@ -311,7 +320,7 @@ def test_a_last_slice_is_as_long_as_it_is():
 
     def seconds(height):
         layer = Problem(1, 64, 32, 1, (height, 32), (3, 3), padding=(1, 1))
-        return GemmCol2im().estimate(config_of(layer, torch.float32, "ieee"), "weight_grad")
+        return GemmCol2im().estimate(config_of(layer, *FP32), "weight_grad")
 
     assert seconds(32) < seconds(33) < 1.3 * seconds(32)
 
@@ -330,24 +339,12 @@ def test_products_whose_rows_are_no_whole_units_take_longer():
     assert ratio("ieee", torch.bfloat16) > 2
 
 
-def test_auto_takes_input_gradients_of_few_channels_in_tf32_from_others():
-    for out_channels, name in ((32, "fused"), (64, "native")):
-        layer = Problem(256, 256, out_channels, 1, (14, 14), (2, 2), stride=(2, 2))  # Mask R-CNN has 256
-        assert taken(layer, torch.float32, "tf32", "input_grad", memory_format=torch.channels_last) == name
-
-
 def test_auto_takes_gradients_that_torch_takes_the_host_longer_for_than_ours_the_device():
     """Where the device takes longer, what takes it the least time."""
     layer = Problem(16, 256, 128, 1, (1, 64), (1, 16), stride=(1, 8), padding=(0, 4))
     for batch, names in ((16, {"fused"}), (1024, {"native", "fused"})):
-        config = config_of(replace(layer, batch=batch), torch.bfloat16, "ieee", memory_format=torch.channels_last)
-        gradients = choose_gradients(config, config, "auto", "test")
+        gradients = gradients_taken(replace(layer, batch=batch), *BF16)
         assert {gradients.input_grad.name, gradients.weight_grad.name} == names
-
-
-def test_auto_leaves_float32_gradients_of_native_alone():
-    for direction in ("input_grad", "weight_grad"):
-        assert taken(DENSE, torch.float32, "ieee", direction) != "native"
 
 
 def test_auto_takes_native_on_gpus_older_than_the_kernels(monkeypatch):
@@ -357,15 +354,7 @@ def test_auto_takes_native_on_gpus_older_than_the_kernels(monkeypatch):
         assert {taken(DENSE, dtype, "ieee", direction) for dtype in (torch.float32, torch.bfloat16)} == {"native"}
     assert fold.prepare_col2im(DENSE, torch.bfloat16, torch.device("cuda", 0)).__name__ == "<lambda>"  # torch's
     with pytest.raises(NotImplementedError, match=r"direct: the device must have compute capability 8\.0 .* got 7\.5"):
-        choose(config_of(DENSE, torch.float32, "ieee"), "direct", "test")
-
-
-def test_auto_takes_no_native_that_would_round_otherwise():
-    assert taken(DENSE, torch.float32, "tf32", "weight_grad", torch_precision="ieee") != "native"
-
-
-def test_auto_takes_fused_where_a_product_would_read_the_weights_for_each_image():
-    assert taken(FEW_PIXELS, torch.float32, "tf32", "forward") == "fused"
+        choose(config_of(DENSE, *FP32), "direct", "test")
 
 
 def test_deterministic_leaves_what_another_thread_has_set_meanwhile():
@@ -423,7 +412,7 @@ def test_direct_names_the_rule_and_the_value(changes, reason):
         assert Direct().why_not(config, direction) == reason
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("direction", ["forward", "input_grad", "weight_grad"])
 def test_explain_lists_what_a_pass_compiles(direction, memory_format):
     problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
@@ -431,7 +420,7 @@ def test_explain_lists_what_a_pass_compiles(direction, memory_format):
     report = gemmconv.explain(problem, gpu="H100", algorithm="gemm_col2im", **how)
     sources = [source for source, _ in report.compilations]
     assert len({*report.compilations}) == len(sources) > 0
-    assert any(source.startswith("layout/") for source in sources) == (memory_format is torch.channels_last)
+    assert any(source.startswith("layout/") for source in sources) == (memory_format is LAST)
     assert f"compiles {len(sources)} kernel" in str(report)
     for kind in ({"device": "cpu"}, {"gpu": "H100", "algorithm": "native"}):
         other = gemmconv.explain(problem, **how, **kind)
