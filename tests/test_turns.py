@@ -13,10 +13,10 @@ from torch import nn
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the package")
 
 import gemmconv
-from benchmarks import check, contenders, host, networks, precompile, report, turns, waiting
-from benchmarks.results import Row, load_all
+from benchmarks import check, host, networks, precompile, report, turns, waiting
+from benchmarks.results import load_all
 from benchmarks.turns import INFERENCE, STEPS, TRAINING, Group, Pace, Turn, Turns, load_turns
-from tests.test_benchmarks import ABOUT, losing_and_winning, results_of
+from tests.test_benchmarks import ABOUT, RUN, losing_and_winning, page_in, results_of
 
 CPU = torch.device("cpu")
 BLINK = Pace(0.0, 3, 0.01, 2)
@@ -80,7 +80,7 @@ def test_turns_survive_the_file_and_are_no_rows_of_other_suites(tmp_path):
     rows = [turn_of(), turn_of(step=TRAINING, status="failed", ratio=None, reason="no")]
     turns_of(*rows).save(tmp_path / "networks.json")
     results_of(*losing_and_winning()).save(tmp_path / "public.json")
-    assert load_turns(tmp_path) == (rows, [{**ABOUT, "ceilings": {}}])
+    assert load_turns(tmp_path) == (rows, [RUN])
     assert {row.suite for row in load_all(tmp_path)[0]} == {"public"}
     with (tmp_path / "networks.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -167,20 +167,15 @@ def test_a_network_that_is_wrong_has_no_time(quick, monkeypatch):
     monkeypatch.setattr(gemmconv, "convert", convert)
     status, rows = quick(networks, "--networks", "fsrcnn")
     assert status == 1
-    assert {(row.step, row.status, row.ratio is None) for row in rows} == {
-        (INFERENCE, "ok", False),
-        (TRAINING, "wrong", True),
-    }
+    outcomes = {(row.step, row.status, row.ratio is None) for row in rows}
+    assert outcomes == {(INFERENCE, "ok", False), (TRAINING, "wrong", True)}
 
 
 def test_networks_are_compiled_and_a_failure_of_that_is_a_row(quick, monkeypatch):
     monkeypatch.setattr(networks, "COMPILE", {"compile": {"backend": "eager"}, "reduce-overhead": {"backend": "none"}})
     status, rows = quick(networks, "--networks", "fsrcnn", "--modes", "fp32", "--run", "compile,reduce-overhead")
     assert status == 0
-    assert [(row.mode, row.status) for row in rows] == [
-        *[("compile", "ok")] * 2,
-        *[("reduce-overhead", "failed")] * 2,
-    ]
+    assert [(row.mode, row.status) for row in rows] == [("compile", "ok")] * 2 + [("reduce-overhead", "failed")] * 2
     assert re.fullmatch("RuntimeError: torch's own network: .*none.*; the converted one: .*none.*", rows[-1].reason)
 
 
@@ -202,13 +197,9 @@ def test_settings_come_back():
         return cudnn.conv.fp32_precision, matmul.fp32_precision, cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark
 
     before = now()
-    for precision, expected in (("tf32", ("tf32", "tf32")), ("fp32", ("none", "ieee"))):
+    for precision, expected in (("tf32", ("tf32", "tf32", "high")), ("fp32", ("none", "ieee", "highest"))):
         with networks.settings(precision):
-            assert now()[:2] == expected
-            assert torch.get_float32_matmul_precision() == ("high" if precision == "tf32" else "highest")
-        assert now() == before
-        with contenders.torch_settings(precision):
-            assert torch.backends.cudnn.conv.fp32_precision == ("tf32" if precision == "tf32" else "ieee")
+            assert (*now()[:2], torch.get_float32_matmul_precision()) == expected
         assert now() == before
 
 
@@ -277,18 +268,8 @@ def test_a_layer_that_is_wrong_has_no_host_time(quick, monkeypatch):
 
 @pytest.mark.gpu
 def test_every_run_mode_of_networks_on_the_gpu(tmp_path):
-    flags = [
-        "--device",
-        "cuda",
-        "--quick",
-        "--out",
-        str(tmp_path),
-        "--networks",
-        "dcgan,fsrcnn",
-        "--modes",
-        "tf32,bf16",
-    ]
-    assert networks.main([*flags, "--run", "eager,graph"]) == 0
+    flags = "--device cuda --quick --networks dcgan,fsrcnn --modes tf32,bf16 --run eager,graph"
+    assert networks.main([*flags.split(), "--out", str(tmp_path)]) == 0
     rows = list(Turns.load(tmp_path / "networks.json").rows.values())
     assert [row.reason for row in rows] == [""] * 16
     assert all(row.torch_peak_bytes and row.ours_peak_bytes for row in rows if row.mode == "eager")
@@ -319,33 +300,29 @@ def test_kernels_are_compiled_ahead_for_auto_alone(monkeypatch):
 
 def a_table():
     """Rows of two networks and the host; a training step and a compiled one lose, another failed."""
-    steps = {INFERENCE: 2.0, TRAINING: 0.5}
-    rows = [
-        turn_of(step=step, ratio=ratio, torch_peak_bytes=4 << 20, ours_peak_bytes=3 << 20, peak_ratio=0.75)
-        for step, ratio in steps.items()
+    memory = {"torch_peak_bytes": 4 << 20, "ours_peak_bytes": 3 << 20, "peak_ratio": 0.75}
+    failed = {"ratio": None, "itself": None, "status": "failed", "reason": "Unsupported: x"}
+    layer = {"suite": "host", "shape": "n1 c8x8 k3 h4 w4", "kernels": "direct/forward"}
+    return [
+        turn_of(ratio=2.0, **memory),
+        turn_of(step=TRAINING, ratio=0.5, **memory),
+        turn_of(mode="compile", ratio=0.99, itself=0.98),
+        turn_of(mode="compile", step=TRAINING, **failed),
+        turn_of(workload="unet", ratio=4.5),
+        *(turn_of(**layer, workload="k3", step=step, ratio=1.5, torch_ms=0.03, ours_ms=0.02) for step in STEPS),
+        turn_of(**layer, workload="k4", ratio=0.6, torch_ms=0.012, ours_ms=0.02),
     ]
-    rows.append(turn_of(mode="compile", ratio=0.99, itself=0.98))
-    rows.append(
-        turn_of(mode="compile", step=TRAINING, ratio=None, itself=None, status="failed", reason="Unsupported: x")
-    )
-    rows.append(turn_of(workload="unet", ratio=4.5))
-    layer = {"suite": "host", "workload": "k3", "shape": "n1 c8x8 k3 h4 w4", "kernels": "direct/forward"}
-    rows += [turn_of(**layer, step=step, ratio=1.5, torch_ms=0.03, ours_ms=0.02) for step in STEPS]
-    return [*rows, turn_of(**{**layer, "workload": "k4"}, ratio=0.6, torch_ms=0.012, ours_ms=0.02)]
 
 
 def test_report_shows_first_what_a_user_waits_for(tmp_path):
-    about = {**ABOUT, "ceilings": {}}
-    text = report.section(losing_and_winning(), [about], "results", [], (a_table(), [about]))
+    text = report.section(losing_and_winning(), [RUN], "results", [], (a_table(), [RUN]))
     assert text.startswith("## What you wait for\n\nNVIDIA H200, gemmconv 0.1 (def)")
     assert "(networks eager, networks compile, host eager)." in text.splitlines()[2]
     device = text.index("## Device time, layer by layer")
     slower = text.index("**Slower than torch in 2 of 4 rows**, in 1 by more than torch differs from itself.")
     worst = text.index("| dcgan | tf32 | nchw | eager | training | 2.000 | 1.000 | 0.50x | 1.00x |")
     nearly = text.index("| dcgan | tf32 | nchw | compile | inference | 2.000 | 1.000 | 0.99x | 0.98x |")
-    table = text.index(
-        "| workload | precision | layout | eager inference | eager training | compile inference | compile tr"
-    )
+    table = text.index("| workload | precision | layout | eager inference | eager training | compile inference | co")
     assert slower < worst < nearly < table < device
     assert "- failed: dcgan, tf32 nchw, compile training: Unsupported: x" in text
     assert "| dcgan | tf32 | nchw | 2.00x | 0.50x | 0.99x | failed |" in text
@@ -356,10 +333,9 @@ def test_report_shows_first_what_a_user_waits_for(tmp_path):
     assert "| tf32 | nchw | 0.95x | 0.60x | 1.50x | 1.50x | 1.50x | 1.50x |" in text
     assert "direct/forward" not in text
     assert "kb65" in text[device:]
-    full = report.full(losing_and_winning(), [about], (a_table(), [about]))
-    assert (
-        full.index("# What a user waits for") < full.index("dcgan") < full.index("# Device time") < full.index("kb65")
-    )
+    full = report.full(losing_and_winning(), [RUN], (a_table(), [RUN]))
+    parts = [full.index(part) for part in ("# What a user waits for", "dcgan", "# Device time", "kb65")]
+    assert parts == sorted(parts)
     assert "30.0 / 20.0 (1.50x) | 30.0 / 20.0 (1.50x) | 30.0 / 20.0 (1.50x) | direct/forward |" in full
     assert waiting.NOT_MEASURED not in text + full
 
@@ -374,10 +350,9 @@ def test_report_lists_the_worst_alone_on_the_page():
 
 
 def test_report_says_what_was_not_measured(tmp_path):
-    about = {**ABOUT, "ceilings": {}}
-    text = report.section(losing_and_winning(), [about], "results", [])
+    text = report.section(losing_and_winning(), [RUN], "results", [])
     assert text.startswith(f"## What you wait for\n\n{waiting.NOT_MEASURED}\n\n## Device time")
-    assert waiting.NOT_MEASURED in report.full(losing_and_winning(), [about])
+    assert waiting.NOT_MEASURED in report.full(losing_and_winning(), [RUN])
 
 
 def test_report_leaves_turns_of_older_sources_out():
@@ -397,8 +372,7 @@ def test_report_leaves_turns_of_older_sources_out():
 def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
     """Numbers of GPUs that rested; another's come first, and the folder's own no more."""
     monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
-    page = tmp_path / "results.md"
-    page.write_text(f"{report.START}\n{report.END}\n")
+    page = page_in(tmp_path)
 
     def measured(name, suite, day, ratio):
         path = tmp_path / "results" / name / f"{suite}.json"
@@ -422,28 +396,20 @@ def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
 
 def test_report_of_turns_alone(tmp_path):
     turns_of(turn_of()).save(tmp_path / "networks.json")
-    page = tmp_path / "results.md"
-    page.write_text(f"{report.START}\n{report.END}\n")
+    page = page_in(tmp_path)
     assert report.main([str(tmp_path), "--page", str(page)]) == 0
     assert "| dcgan | tf32 | nchw | 2.00x |" in page.read_text()
     assert "| dcgan | tf32 | nchw | 2.00x |" in (tmp_path / "summary.md").read_text()
 
 
-def test_report_shows_latency_where_it_was_measured(tmp_path):
-    about = {**ABOUT, "ceilings": {}}
-    rows = [
-        replace(row, suite="latency", workload="tiny", mode=mode)
-        for mode in ("eager", "graph", "call", "module")
-        for row in losing_and_winning()[2:3]
-    ]
-    assert all(isinstance(row, Row) for row in rows)
-    first, device = report.section(rows, [about], "results", []).split("## Device time")
+def test_report_shows_latency_where_it_was_measured():
+    won = losing_and_winning()[2]
+    rows = [replace(won, suite="latency", workload="tiny", mode=mode) for mode in ("eager", "graph", "call", "module")]
+    first, device = report.section(rows, [RUN], "results", []).split("## Device time")
     assert "| latency | call | tf32 | forward | 1 | 2.00x | 2.00x | 2.00x | 2.00x |" in first
-    assert "| latency | module | tf32 | forward | 1 |" in first
-    assert "| latency | eager | tf32 | forward | 1 |" in device
-    assert "| latency | graph | tf32 | forward | 1 |" in device
-    without = report.section(losing_and_winning(), [about], "results", [])
-    assert "latency" not in without
+    for part, mode in ((first, "module"), (device, "eager"), (device, "graph")):
+        assert f"| latency | {mode} | tf32 | forward | 1 |" in part
+    assert "latency" not in report.section(losing_and_winning(), [RUN], "results", [])
 
 
 def test_check_compares_turns(tmp_path, capsys):
