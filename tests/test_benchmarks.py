@@ -621,12 +621,6 @@ def test_a_sustained_load_is_another_machine():
     assert environment.slug(CPU, True) == environment.slug(CPU) + "-sustained-load"
 
 
-def test_searches_run_in_threads_of_their_own():
-    lanes = Lanes(3)
-    threads = [*(lanes.run_in(lane, threading.get_ident) for lane in range(len(lanes))), threading.get_ident()]
-    assert len(set(threads)) == 4
-
-
 @pytest.mark.parametrize("name", ["pose1", "unet1"])
 def test_what_auto_took_and_its_workspace_are_of_one_choice(name):
     (workload,) = select(SUITES, [name])

@@ -64,10 +64,11 @@ def check(mistake: Mistake, ours: Callable[..., Any], theirs: Callable[..., Any]
         assert isinstance(torch_caught.value, mistake.error)
 
 
-def each(error: type[Exception], argument: str, *values: Any, torch_raises: bool = True) -> list[Mistake]:
-    """A mistake for each value of an argument; messages show the value, a tensor's by its shape."""
+def each(error: type[Exception], torch_raises: bool = True, **arguments: list[Any]) -> list[Mistake]:
+    """A mistake for each value of each argument; messages show the value, a tensor's by its shape."""
     return [
         Mistake(f"{argument}={shown}", {argument: value}, error, argument, shown, torch_raises)
+        for argument, values in arguments.items()
         for value in values
         for shown in [str(list(value.shape)) if isinstance(value, torch.Tensor) else repr(value)]
     ]
@@ -80,9 +81,7 @@ def by_mistake(mistakes: list[Mistake]) -> pytest.MarkDecorator:
 GOOD_CONVOLUTION = {"input": INPUT, "weight": WEIGHT, "bias": BIAS}
 # gemmconv's own options; torch has none of them.
 OPTION_MISTAKES = [
-    *each(ValueError, "algorithm", "fastest", None, torch_raises=False),
-    *each(ValueError, "precision", "fp16", torch_raises=False),
-    *each(ValueError, "workspace_limit", -1, 2**63, torch_raises=False),
+    *each(ValueError, False, algorithm=["fastest", None], precision=["fp16"], workspace_limit=[-1, 2**63]),
 ]
 INTEGERS = {name: tensor.long() for name, tensor in GOOD_CONVOLUTION.items()}
 BOOLEANS = {"input": INPUT.bool(), "weight": WEIGHT.bool(), "bias": None}
@@ -93,14 +92,10 @@ CONVOLUTION_MISTAKES = [
     Mistake("bias_number", {"bias": 1.5}, TypeError, "bias", "float"),
     Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "2 * padding = dilation * (kernel_size - 1)"),
     Mistake("padding_valid", {"padding": "valid"}, TypeError, "padding", "write padding=0"),
-    *each(TypeError, "stride", 1.5, (1, 2.5), b"2", (1, 2**70)),
-    *each(TypeError, "padding", "full", (2**63, 0)),
-    *each(TypeError, "output_padding", (0, -(2**70))),
-    *each(TypeError, "dilation", None, (2**64, 1)),
-    *each(TypeError, "groups", 2.0),
+    *each(TypeError, stride=[1.5, (1, 2.5), b"2"], padding=["full"], dilation=[None], groups=[2.0]),
+    *each(TypeError, stride=[(1, 2**70)], padding=[(2**63, 0)], output_padding=[(0, -(2**70))], dilation=[(2**64, 1)]),
     # torch raises ValueError of an int, and TypeError of the pair that its module makes of it.
-    *each(TypeError, "stride", 2**70, torch_raises=False),
-    *each(TypeError, "groups", 2**70, torch_raises=False),
+    *each(TypeError, False, stride=[2**70], groups=[2**70]),
     Mistake("output_of_2**64_bytes", {"stride": 2**31}, RuntimeError, "stride", "2**63 bytes"),
     Mistake("output_of_more_pixels", {"dilation": (2**62, 2)}, RuntimeError, "dilation", "2**63 bytes"),
     # Layouts
@@ -110,24 +105,17 @@ CONVOLUTION_MISTAKES = [
     Mistake("input_csr", {"input": csr(INPUT[0])}, RuntimeError, "input", "sparse_csr; use input.to_dense()"),
     Mistake("weight_csr", {"weight": csr(WEIGHT[0])}, RuntimeError, "weight", "weight.to_dense()"),
     # Ranks, shapes and numbers of values
-    *each(RuntimeError, "input", INPUT[0, 0], INPUT[None], INPUT[:, :3], INPUT[:, :, :0], INPUT[..., :0]),
+    *each(RuntimeError, input=[INPUT[0, 0], INPUT[None], INPUT[:, :3], INPUT[:, :, :0], INPUT[..., :0]]),
+    *each(RuntimeError, weight=[WEIGHT[0], WEIGHT[None], WEIGHT[..., :0]], bias=[BIAS[:3], BIAS[None], BIAS[0]]),
     Mistake("unbatched_channels", {"input": INPUT[0, :3]}, RuntimeError, "input", "got 3 in shape"),
-    *each(RuntimeError, "weight", WEIGHT[0], WEIGHT[None], WEIGHT[..., :0]),
-    *each(RuntimeError, "bias", BIAS[:3], BIAS[None], BIAS[0]),
     Mistake("bias_of_one_group", {"groups": 2, "bias": BIAS}, RuntimeError, "bias", "6"),
-    *each(RuntimeError, "stride", (1, 1, 2), ()),
-    *each(RuntimeError, "padding", (0, 1, 2)),
-    *each(RuntimeError, "output_padding", (0, 0, 0)),
-    *each(RuntimeError, "dilation", (1, 2, 3)),
+    *each(RuntimeError, stride=[(1, 1, 2), ()], padding=[(0, 1, 2)], output_padding=[(0, 0, 0)], dilation=[(1, 2, 3)]),
     # Ranges
-    *each(RuntimeError, "stride", 0, (2, -1)),
-    *each(RuntimeError, "dilation", 0, (-1, 1)),
-    *each(RuntimeError, "padding", -1, 10),
-    *each(RuntimeError, "output_padding", (0, -1), 1),
+    *each(RuntimeError, stride=[0, (2, -1)], dilation=[0, (-1, 1)], padding=[-1, 10], groups=[0, -2, 3]),
+    *each(RuntimeError, output_padding=[(0, -1), 1]),
     Mistake("of_one_axis", {"stride": (3, 2), "output_padding": (2, 2)}, RuntimeError, "output_padding", "(2, 2)"),
     # torch returns an empty output.
     Mistake("output_empty", {"padding": (3, 4), "input": INPUT[..., :4, :]}, RuntimeError, "padding", "3", False),
-    *each(RuntimeError, "groups", 0, -2, 3),
     # Dtypes and devices
     Mistake("weight_dtype", {"weight": WEIGHT.double()}, RuntimeError, "weight", "float64"),
     Mistake("bias_dtype", {"bias": BIAS.double()}, RuntimeError, "bias", "float64"),
@@ -250,39 +238,25 @@ GOOD_MODULE = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
 MODULE_MISTAKES = [
     Mistake("in_channels", {"groups": 3}, ValueError, "in_channels", "4"),
     Mistake("out_channels", {"groups": 2, "out_channels": 7}, ValueError, "out_channels", "7"),
-    *each(ValueError, "groups", 0, -1),
-    *each(ValueError, "padding_mode", "reflect", "ones"),
+    *each(ValueError, groups=[0, -1], padding_mode=["reflect", "ones"]),
     *OPTION_MISTAKES,
     # Types
-    *each(TypeError, "in_channels", 4.0, "4", None, True),
-    *each(TypeError, "out_channels", 6.0, (6, 6)),
-    *each(TypeError, "groups", "1", 2.0, True),
-    *each(TypeError, "kernel_size", "3", (3, 3.0), None),
-    *each(TypeError, "stride", None, "2", True),
+    *each(TypeError, in_channels=[4.0, "4", None, True], out_channels=[6.0, (6, 6)], groups=["1", 2.0, True]),
+    *each(TypeError, kernel_size=["3", (3, 3.0), None], stride=[None, "2", True], output_padding=[0.5], dilation=["2"]),
+    *each(TypeError, dtype=["float32"], device=[1.5]),
+    *each(RuntimeError, device=["nowhere"]),
     Mistake("stride_numpy_float", {"stride": np.float32(2)}, TypeError, "stride", "2.0"),
     Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "no padding='same'"),
     Mistake("padding_valid", {"padding": "valid"}, TypeError, "padding", "write padding=0"),
-    *each(TypeError, "output_padding", 0.5),
-    *each(TypeError, "dilation", "2"),
-    *each(TypeError, "dtype", "float32"),
     Mistake("dtype_integer", {"dtype": torch.int32}, RuntimeError, "dtype", "int32"),
-    *each(RuntimeError, "device", "nowhere"),
-    *each(TypeError, "device", 1.5),
     Mistake("bias_tensor", {"bias": torch.ones(6)}, RuntimeError, "bias", "Tensor"),
     Mistake("bias_array", {"bias": np.ones(6)}, ValueError, "bias", "ndarray"),
     # Numbers of values, and sizes
-    *each(RuntimeError, "kernel_size", (), (3, 3, 3), (3, -1)),
-    *each(RuntimeError, "stride", (2, 2, 2)),
+    *each(RuntimeError, kernel_size=[(), (3, 3, 3), (3, -1)], stride=[(2, 2, 2)], in_channels=[-4], out_channels=[-6]),
     Mistake("padding_array", {"padding": np.array([1, 1, 1])}, RuntimeError, "padding", "1"),
-    *each(RuntimeError, "in_channels", -4),
-    *each(RuntimeError, "out_channels", -6),
-    *each(TypeError, "in_channels", 2**70),
-    *each(TypeError, "out_channels", 2**63),
+    *each(TypeError, in_channels=[2**70], out_channels=[2**63], kernel_size=[2**70], stride=[2**70]),
+    *each(TypeError, padding=[(0, 2**70)], dilation=[-(2**70)]),
     Mistake("groups_huge", {"groups": 2**70}, ValueError, "in_channels", str(2**70)),
-    *each(TypeError, "kernel_size", 2**70),
-    *each(TypeError, "stride", 2**70),
-    *each(TypeError, "padding", (0, 2**70)),
-    *each(TypeError, "dilation", -(2**70)),
     Mistake("weight_huge", {"kernel_size": 2**40}, RuntimeError, "weight", str(2**40)),
     Mistake("weight_of_2**63_bytes", {"in_channels": 2**61, "out_channels": 1}, RuntimeError, "weight", str(2**61)),
 ]
@@ -329,9 +303,9 @@ FORWARD_MISTAKES = [
     Mistake("input_dtype", {"input": INPUT.double()}, RuntimeError, "weight", "float32"),
     Mistake("input_array", {"input": INPUT.numpy()}, TypeError, "input", "ndarray"),
     Mistake("input_coo", {"input": INPUT.to_sparse()}, RuntimeError, "input", "input.to_dense()"),
-    *each(RuntimeError, "input", INPUT[0, 0], INPUT[:, :3]),
-    *each(TypeError, "output_size", 11),
-    *each(ValueError, "output_size", (2, 13), (11, 20), (11,), (6, 11, 13)),
+    *each(RuntimeError, input=[INPUT[0, 0], INPUT[:, :3]]),
+    *each(TypeError, output_size=[11]),
+    *each(ValueError, output_size=[(2, 13), (11, 20), (11,), (6, 11, 13)]),
     Mistake("output_size_unbatched", {"input": INPUT[0], "output_size": (2, 20)}, ValueError, "output_size", "2"),
 ]
 
@@ -348,13 +322,9 @@ def test_module_forward_rejects(mistake):
 GOOD_UNFOLD = {"input": INPUT, "kernel_size": 3}
 UNFOLD_MISTAKES = [
     Mistake("input_list", {"input": [1.0]}, TypeError, "input", "list"),
-    *each(RuntimeError, "input", INPUT[None]),
-    *each(RuntimeError, "kernel_size", 0, (3, 9), (3, 3, 3)),
-    *each(TypeError, "kernel_size", 2.5, 2**70),
-    *each(RuntimeError, "stride", (0, 1)),
-    *each(RuntimeError, "dilation", 0),
-    *each(RuntimeError, "padding", -1),
-    *each(TypeError, "padding", (0, 2**63)),
+    *each(RuntimeError, input=[INPUT[None]], kernel_size=[0, (3, 9), (3, 3, 3)], stride=[(0, 1)], dilation=[0]),
+    *each(RuntimeError, padding=[-1]),
+    *each(TypeError, kernel_size=[2.5, 2**70], padding=[(0, 2**63)]),
     Mistake("padding_name", {"padding": "same"}, TypeError, "padding", "same"),
     Mistake("integers", {"input": INPUT.long()}, RuntimeError, "input", "int64"),
     Mistake("input_coo", {"input": INPUT.to_sparse()}, RuntimeError, "input", "input.to_dense()"),
@@ -373,13 +343,10 @@ GOOD_FOLD = {"columns": COLUMNS, "output_size": (5, 6), "kernel_size": 3}
 HUGE_IMAGES = {"columns": COLUMNS[..., :4], "output_size": 2**40 + 3, "stride": 2**40}
 FOLD_MISTAKES = [
     Mistake("columns_list", {"columns": [1.0]}, TypeError, "columns", "list"),
-    *each(RuntimeError, "columns", COLUMNS[0, 0], COLUMNS[None], COLUMNS[:, :35], COLUMNS[..., :11]),
-    *each(RuntimeError, "output_size", (-5, 6), (2, 2), (5, 6, 7)),
-    *each(TypeError, "output_size", (5, 2**70)),
-    *each(RuntimeError, "kernel_size", 0),
-    *each(RuntimeError, "stride", 0),
-    *each(RuntimeError, "dilation", (1, 0)),
-    *each(RuntimeError, "padding", (0, -1)),
+    *each(RuntimeError, columns=[COLUMNS[0, 0], COLUMNS[None], COLUMNS[:, :35], COLUMNS[..., :11]]),
+    *each(RuntimeError, output_size=[(-5, 6), (2, 2), (5, 6, 7)], kernel_size=[0], stride=[0], dilation=[(1, 0)]),
+    *each(RuntimeError, padding=[(0, -1)]),
+    *each(TypeError, output_size=[(5, 2**70)]),
     Mistake("integers", {"columns": COLUMNS.long()}, RuntimeError, "columns", "int64"),
     Mistake("columns_coo", {"columns": COLUMNS.to_sparse()}, RuntimeError, "columns", "columns.to_dense()"),
     Mistake("images_huge", HUGE_IMAGES, RuntimeError, "output_size", "2**63 bytes"),
