@@ -172,6 +172,10 @@ def test_wrong_result_is_red_and_has_no_times(monkeypatch, direction):
     assert any(note.startswith("native is wrong") and "no times" in note for note in report.notes([right, wrong]))
 
 
+def test_not_a_number_is_wrong():
+    assert measure.Row(SMALL, "x", "ieee", error=float("nan"), gradient_error=0.0, bar=1e-5).wrong
+
+
 def test_refused_algorithm_is_skipped_with_its_reason(monkeypatch):
     refuses = Native()
     monkeypatch.setattr(refuses, "why_not", lambda config: "kernel must be 1x1, got 3x5")
