@@ -447,15 +447,6 @@ def test_looks_go_on_with_what_was_searched_for_before(monkeypatch):
     assert all(row.reason.startswith("another search: wrong") for row in again)
 
 
-def test_rows_of_another_rule_of_searches_are_measured_anew():
-    row, other = row_of(algorithm="torch_nchw_benchmark"), row_of(algorithm="torch_nchw")
-    file = results_of(row, other, about={**ABOUT, "searches": "fastest"})
-    mean = {**ABOUT, "source": "other"}
-    assert file.done(other.key, mean, keep_torch=True) == other
-    assert file.done(row.key, mean, keep_torch=True) is None
-    assert file.done(row.key, {**mean, "searches": "fastest"}, keep_torch=True) == row
-
-
 def test_samples_are_of_all_of_a_result():
     result = torch.zeros(3, 5, 300, 200).to(memory_format=torch.channels_last)
     strides, sample = measure._samples_of({"output": result})["output"]
@@ -738,15 +729,17 @@ def test_results_refuse_other_files(tmp_path, content):
 
 
 def test_results_count_a_row_as_done_only_for_its_maker():
-    made = results_of(row_of(), row_of(algorithm="torch_nchw"))
-    ours, theirs = row_of().key, row_of(algorithm="torch_nchw").key
-    changed = {**ABOUT, "source": "xyz", "commit": "new"}
-    assert made.done(ours, {**ABOUT, "date": "later"}) is not None
-    assert made.done(ours, changed) is None
-    assert made.done(theirs, changed) is None
-    assert made.done(theirs, changed, keep_torch=True) is not None
-    assert made.done(ours, changed, keep_torch=True) is None
-    assert made.done(theirs, {**ABOUT, "driver": "2"}, keep_torch=True) is None
+    ours, theirs, searched = row_of(), row_of(algorithm="torch_nchw"), row_of(algorithm="torch_nchw_benchmark")
+    made, changed = results_of(ours, theirs, searched), {**ABOUT, "source": "xyz", "commit": "new"}
+
+    def done(about, **options):
+        return [made.done(row.key, about, **options) for row in (ours, theirs, searched)]
+
+    assert done({**ABOUT, "date": "later"}) == [ours, theirs, searched]
+    assert done(changed) == [None] * 3
+    assert done(changed, keep_torch=True) == [None, theirs, searched]
+    assert done({**ABOUT, "driver": "2"}, keep_torch=True) == [None] * 3
+    assert done({**changed, "searches": "fastest"}, keep_torch=True) == [None, theirs, None]
 
 
 def test_ratios_take_the_best_torch_of_any_layout():

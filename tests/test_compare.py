@@ -281,21 +281,16 @@ def test_a_gpu_waits_for_the_host_but_not_for_what_only_the_first_run_does(monke
 # The command line.
 
 
-def test_compare_writes_table_and_chart(tmp_path, capsys):
-    out = tmp_path / "new" / "folder"
-    assert command_line.main(["compare", *NEEDED, "--device", "cpu", "--out", str(out)]) == 0
+def test_compare_writes_table_chart_and_rows(tmp_path, capsys):
+    out, file = tmp_path / "new" / "folder", tmp_path / "newer" / "rows.json"
+    names = [algorithm.name for algorithm in measure.ALGORITHMS]
+    flags = ["--device", "cpu", "--out", str(out), "--json", str(file)]
+    assert command_line.main(["compare", *NEEDED, *flags]) == 0
     assert (out / "times.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("torch", *(a.name for a in measure.ALGORITHMS), "times.png"))
+    assert all(name in printed for name in ("torch", *names, "times.png", f"rows: {file}"))
     assert "auto: 1.00x torch's speed forward, 1.00x with gradients\n" in printed
     assert "cuDNN" not in printed
-
-
-def test_compare_writes_its_rows_as_json(tmp_path, capsys):
-    file = tmp_path / "new" / "rows.json"
-    flags = ["--device", "cpu", "--out", str(tmp_path), "--json", str(file)]
-    assert command_line.main(["compare", *NEEDED, *flags]) == 0
-    assert f"rows: {file}" in capsys.readouterr().out
     found = json.loads(file.read_text())
     assert (found["dtype"], found["versions"]["torch"]) == ("float32", torch.__version__)
     assert found["device"].startswith("CPU, ")
@@ -306,7 +301,7 @@ def test_compare_writes_its_rows_as_json(tmp_path, capsys):
     assert (baseline["forward_ms"], auto["both_ms"], auto["forward_ratio"]) == (1.0, 1.0, 1.0)
     assert len(auto["taken"]) == 3
     assert 0 < auto["error"] < auto["bar"]
-    assert [row["algorithm"] for row in others] == [algorithm.name for algorithm in measure.ALGORITHMS]
+    assert [row["algorithm"] for row in others] == names
 
 
 def test_json_has_none_for_an_error_that_is_no_number():
