@@ -63,6 +63,10 @@ def compile_error():
     return CompileError("direct/forward.cu", ["-arch=sm_90a"], LOG, "nope x;")
 
 
+def does_not_compile(*_):
+    raise compile_error()
+
+
 @pytest.fixture
 def said():
     """said(): the messages of all RuntimeWarnings so far."""
@@ -305,16 +309,13 @@ def broken(monkeypatch):
     def preference(config, direction="forward"):
         return sorted(plain(config, direction), key=lambda item: item[0].name != "gemm_col2im")
 
-    def breaks(direction):
-        def prepare(self, *configs):
-            prepared.append(direction)
-            raise compile_error()
-
-        return prepare
+    def prepare(direction):
+        prepared.append(direction)
+        does_not_compile()
 
     monkeypatch.setattr(selection, "preference", preference)
     for direction in ("forward", "input_grad", "weight_grad", "grads"):
-        monkeypatch.setattr(GemmCol2im, direction, breaks(direction))
+        monkeypatch.setattr(GemmCol2im, direction, lambda *_, direction=direction: prepare(direction))
     return prepared
 
 
@@ -369,12 +370,8 @@ def test_compiling_a_graph_compiles_no_kernel_and_its_calls_fall_back():
 
 @pytest.mark.parametrize("prepare", [fold.prepare_col2im, fold.prepare_im2col])
 def test_fold_takes_torchs_operators_where_a_kernel_does_not_compile(prepare, monkeypatch):
-    kernels = pytest.importorskip("gemmconv.runtime.launch", reason="needs the cuda-core package")
-
-    def load(*_):
-        raise compile_error()
-
-    monkeypatch.setattr(kernels, "load", load)
+    launch = pytest.importorskip("gemmconv.runtime.launch", reason="needs the cuda-core package")
+    monkeypatch.setattr(launch, "load", does_not_compile)
     monkeypatch.setattr(fold, "_takes_the_kernel", lambda *_: True)
     with pytest.warns(RuntimeWarning, match="did not compile"):
         assert prepare(PROBLEM, torch.float32, GPU).__name__ == "<lambda>"
@@ -386,11 +383,8 @@ def test_gemm_col2im_loads_its_kernel_when_it_is_prepared(direction, monkeypatch
     launch = pytest.importorskip("gemmconv.runtime.launch", reason="needs the cuda-core package")
     from gemmconv.runtime import cublas
 
-    def fails(*_):
-        raise compile_error()
-
     monkeypatch.setattr(cublas, "library", lambda: None)
-    monkeypatch.setattr(launch, "load", fails)
+    monkeypatch.setattr(launch, "load", does_not_compile)
     with pytest.raises(CompileError):
         getattr(GemmCol2im(), direction)(Config(PROBLEM, torch.float32, GPU))
 

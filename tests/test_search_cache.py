@@ -104,8 +104,12 @@ def test_results_are_of_their_code(disk, monkeypatch):
     assert search_cache.cached(lambda: 1, lambda: "new") == "new"
 
 
-def test_quick_results_are_not_kept(disk):
+def test_quick_results_and_those_of_processes_without_a_gpu_are_not_kept(disk, monkeypatch):
     search_cache.cached(lambda: 1, lambda: 1)
+    assert search_cache._entries() == {}
+    monkeypatch.setattr(search_cache, "without_gpu", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    search_cache.cached(lambda: 1, lambda: 1, always=True)
     assert search_cache._entries() == {}
 
 
@@ -125,13 +129,6 @@ def test_what_somebody_else_wrote_is_not_run(entry, disk):
     key = search_cache.hashlib.sha256(b"1").digest()
     cache.default_cache().put(search_cache._code(), pickle.dumps({key: entry}))
     assert search() == "found"
-
-
-def test_nothing_is_kept_where_no_gpu_is_used(disk, monkeypatch):
-    monkeypatch.setattr(search_cache, "without_gpu", False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    search_cache.cached(lambda: 1, lambda: 1, always=True)
-    assert search_cache._entries() == {}
 
 
 def test_a_process_that_ends_writes_what_it_found(tmp_path):

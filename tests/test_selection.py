@@ -40,16 +40,9 @@ MASK_RCNN = Problem(256, 256, 256, 1, (14, 14), (2, 2), stride=(2, 2))
 
 
 def config_of(problem, dtype, precision, torch_precision=None, memory_format=NCHW, bias=False):
-    return Config(
-        problem,
-        dtype,
-        torch.device("cuda", 0),
-        precision,
-        torch_precision=torch_precision or precision,
-        memory_format=memory_format,
-        bias=bias,
-        spec=spec_of(torch.device("cuda", 0)),
-    )
+    where = torch.device("cuda", 0)
+    how = {"torch_precision": torch_precision or precision, "memory_format": memory_format, "bias": bias}
+    return Config(problem, dtype, where, precision, spec=spec_of(where), **how)
 
 
 def taken(problem, dtype, precision, direction, requested="auto", **options):

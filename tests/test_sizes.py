@@ -195,6 +195,9 @@ SERVED = [
              [replace(layer, input_size=(40, 56 + odd)), *sized(layer, 8, (8, 90), (24, 104), (1, 32), 8, odd)],
              like=of_own(lambda tile: (tile.planes > 0) == (tile.problem.input_size[1] % 8 > 0)))
       for layer in WGRAD_NCHW for odd in (0, 2 if layer is K3S1P1 else 1) for kind in (HALF, TF32, IEEE)),
+    # Lines of several rows serve another height.
+    Served("sm90/wgrad_nchw", "weight_grad", HALF, at(K4S2P1, (64, (8, 8)), (5, (9, 8))),
+           like=of_own(lambda tile: tile.flat)),
     *(Served("sm90/wgrad_nhwc", "weight_grad", HALF, [layer, *around(layer, 12)], NHWC, like=of_wgrad_nhwc, misses=4)
       for layer in WGRAD_NHWC),
 ]
@@ -302,12 +305,6 @@ def test_a_tile_that_cuts_sectors_serves_rows_of_whole_ones():
     fitted = kernel.fitted(whole, "forward", kernel.tile(cut, "forward"))  # has no need of whole sectors, but may
     assert fitted.whole_sectors
     assert not fitted.cuts_sectors
-
-
-def test_lines_of_several_rows_serve_another_height():
-    kernel, config = KERNELS["sm90/wgrad_nchw"], config_of(replace(K4S2P1, batch=64, input_size=(8, 8)))
-    other = config_of(replace(K4S2P1, batch=5, input_size=(9, 8)))
-    assert kernel.fitted(other, "weight_grad", kernel.tile(config, "weight_grad")) is not None
 
 
 TRIES, FOUND = 400, 3
