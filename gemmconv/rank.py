@@ -163,8 +163,7 @@ def choose_way(config: Config, direction: Pass = "forward") -> Way:
     if entry is not None:
         return cast(Way, entry.algorithms[0])
     last = config.memory_format is torch.channels_last
-    is_ieee = config.dtype == torch.float32 and config.precision == "ieee"
-    return _by_rule(config.problem, last, config.device, config.spec, config.dtype, is_ieee)
+    return _by_rule(config.problem, last, config.device, config.spec, config.dtype, config.is_ieee)
 
 
 def _by_rule(

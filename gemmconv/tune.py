@@ -201,7 +201,7 @@ def _measure_volume(call: _Volume) -> list[Entry]:
     """Time a volume in each way, without gradients and, if it is trained, a whole step; return the entries."""
     config, p = call.config, call.config.problem
     last = config.memory_format is torch.channels_last
-    is_ieee = config.dtype == torch.float32 and config.precision == "ieee"
+    is_ieee = config.is_ieee
     kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": call.is_trained}
     input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
     bias = torch.randn(p.out_channels, **kind) if call.bias else None

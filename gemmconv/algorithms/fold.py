@@ -15,11 +15,11 @@ from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import strides_of, why_no_kernels
 from gemmconv.kernels.columns import col2im
+from gemmconv.kernels.macros import ELEMENT_TYPES
 from gemmconv.kernels.program import At, Operand, Output, Program
 
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
-_KERNEL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NCHW = torch.contiguous_format
 _MOST_PLANES = 2**31 - 2**23  # images times channels; the last blocks of a grid reach beyond, and must still fit an int
 
@@ -57,6 +57,6 @@ def prepare_im2col(problem: Problem, dtype: torch.dtype, device: torch.device) -
 
 
 def _takes_the_kernel(problem: Problem, dtype: torch.dtype, device: torch.device) -> bool:
-    if device.type != "cuda" or dtype not in _KERNEL_DTYPES or why_no_kernels(device) is not None:
+    if device.type != "cuda" or dtype not in ELEMENT_TYPES or why_no_kernels(device) is not None:
         return False
     return problem.batch * problem.out_channels <= _MOST_PLANES

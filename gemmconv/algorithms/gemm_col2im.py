@@ -39,6 +39,7 @@ from gemmconv.kernels.columns.products import UNIT, Columns, image_format, slice
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
+from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, input_transpose_seconds
 from gemmconv.kernels.macros import why_not_dtype
 from gemmconv.kernels.program import Operand, Output, Program, Step, Zero
@@ -52,7 +53,6 @@ _TERM_SECONDS = _GRADIENTS.table("term_seconds")
 
 ahead = ContextVar("ahead", default=False)  # whether a call is prepared ahead, before the user has made it
 
-_INT32_MAX = 2**31 - 1
 _OF_INPUT, _OF_WEIGHT = ("input_grad", "grads"), ("weight_grad", "grads")
 _BLOCK = 64  # rows and columns of a product's result that one thread block computes, about
 _PARTIALS_SHARE = 4  # one part in so many of the workspace holds the partial sums of slices
@@ -73,7 +73,7 @@ class GemmCol2im(AlgorithmOfOne):
             return f"the device must be cpu or cuda, got {config.device.type}"
         problem = config.problem
         largest = max(problem.in_pixels, problem.gemm_m, problem.batch * problem.out_channels, *problem.output_size)
-        if largest > _INT32_MAX:
+        if largest > INT32_MAX:
             return f"the extents of its matrices must stay below 2**31, got {largest}"
         return None
 

@@ -68,6 +68,11 @@ class Config:
     trained: bool = False
 
     @property
+    def is_ieee(self) -> bool:
+        """Whether products are of float32 that is not rounded to TF32."""
+        return self.dtype == torch.float32 and self.precision == "ieee"
+
+    @property
     def of_weight(self) -> Config:
         """The configuration of the weight's gradient alone, for a configuration of both gradients."""
         return replace(self, memory_format=self.weight_format or self.memory_format, weight_format=None)

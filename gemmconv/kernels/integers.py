@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+INT32_MAX = 2**31 - 1
+
 
 def power_of_two(value: int) -> int:
     """The least power of two that is not less than a value.

@@ -16,6 +16,7 @@ ELEMENT_TYPES = {
     torch.float16: "half_t",
     torch.bfloat16: "bfloat16_t",
 }
+TENSOR_CORE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def why_not_dtype(dtype: torch.dtype, dtypes: Collection[torch.dtype] = tuple(ELEMENT_TYPES)) -> str | None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
 
@@ -134,5 +132,5 @@ def longest_sum(config: Config) -> int:
     The rounding error of a float32 sum grows with the square root of its length. Summing slices apart and adding those
     up keeps a gradient over millions of pixels as exact as one over a thousand.
     """
-    rounds = config.device.type == "cuda" and config.dtype == torch.float32 and config.precision == "ieee"
+    rounds = config.device.type == "cuda" and config.is_ieee
     return _LONGEST_SUM if rounds else max(1, config.problem.in_pixels)

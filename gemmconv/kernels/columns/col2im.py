@@ -11,12 +11,11 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.columns.chunking import Span
-from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.integers import INT32_MAX, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.program import At, Extent3, Launch, Params, plane_grid
 
 _BLOCK = 256
-_INT32_MAX = 2**31 - 1
 _WIDEST_CELL = 16  # outputs of a row that a thread keeps in registers
 # Rows of a cell: more rows give a thread more independent loads, and cost it registers and code.
 # On the H200, one row is the best for 3x5 stride 1 (103% of copy bandwidth against 78% with two), four for 2x2 stride 2
@@ -47,7 +46,7 @@ def im2col_macros(problem: Problem, dtype: torch.dtype) -> Macros:
 
 def _geometry_macros(problem: Problem) -> Macros:
     macros = geometry_macros(problem)
-    if max(problem.taps * problem.in_pixels, problem.out_pixels) > _INT32_MAX:
+    if max(problem.taps * problem.in_pixels, problem.out_pixels) > INT32_MAX:
         macros["INDEX_64"] = 1
     return macros
 

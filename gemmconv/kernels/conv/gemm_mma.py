@@ -19,8 +19,8 @@ from gemmconv.device import DeviceSpec
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
+from gemmconv.kernels.integers import INT32_MAX, power_of_two
+from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros
 from gemmconv.kernels.phases import axis_taps
 from gemmconv.kernels.program import Extent3, Launch, Params, Program, gathering
 from gemmconv.kernels.splits import reduce
@@ -43,7 +43,6 @@ _MOST_PHASES, _MOST_TAPS = 128, 512  # of the tables in the kernel's params
 _MOST_SUMS = 32  # tiles of 16 x 8 sums that a warp has registers for; float32 in two parts takes two of each
 _STAGES = 2  # buffers of a chunk
 _FEW_WAVES = 4  # of blocks: so few are counted as whole ones
-_INT32_MAX = 2**31 - 1
 
 Extents = tuple[int, ...]  # of one to three axes
 Taps = tuple[tuple[int, Extent3], ...]  # taps of a phase, each with its shift
@@ -98,7 +97,7 @@ class Work:
         p = config.problem
         self.config, self.direction, self.tile = config, direction, tile
         self.batch, self.groups, self.itemsize = p.batch, p.groups, config.dtype.itemsize
-        self.parts = 2 if config.dtype == torch.float32 and config.precision == "ieee" else 1
+        self.parts = 2 if config.is_ieee else 1
         self.channels_last = config.memory_format is torch.channels_last
         channels, sizes = (p.in_channels, p.out_channels), (_extents(p.input_size), _extents(p.output_size))
         steps = (1, 1, 1), _extents(p.stride)
@@ -166,7 +165,7 @@ class Work:
     def is_wide_index(self) -> bool:
         """Whether an image has 2**31 elements or more."""
         of_group = self.in_channels * math.prod(self.inputs), self.out_channels * math.prod(self.outputs)
-        return self.groups * max(of_group) > _INT32_MAX
+        return self.groups * max(of_group) > INT32_MAX
 
     @property
     def stored_bytes(self) -> int:
@@ -335,7 +334,7 @@ class GemmMma(Kernel):
 
     name = "conv/gemm_mma"
     directions = ("forward", "input_grad")
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    dtypes = TENSOR_CORE_TYPES
     serves = "groups of several channels whose patches fit shared memory"
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:

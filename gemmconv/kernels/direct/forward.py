@@ -21,14 +21,13 @@ from gemmconv.kernels.base import (
 )
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
-from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import cells_of, reach_of
 from gemmconv.kernels.program import Launch, Params, Program, gathering, plane_grid, weight_steps
 from gemmconv.kernels.search_cache import cached
 
 _COST = costs_of("direct/forward")
-_INT32_MAX = 2**31 - 1
 SHARED_BYTES = 48 << 10  # four blocks of a Hopper multiprocessor, one of every architecture since sm_80
 _MOST = 4  # most tiles of a menu
 _ALL_REGISTERS = 65_536  # registers of a multiprocessor
@@ -509,7 +508,7 @@ def forward_macros(problem: Problem, dtype: torch.dtype, channels_last: bool, ti
     }
     in_elements = p.in_pixels * max(p.in_channels, tile.planes * layer.channels_in)
     out_elements = p.out_pixels * max(p.out_channels, tile.planes * layer.channels_out)
-    if max(in_elements, out_elements, p.in_channels * p.gemm_m) > _INT32_MAX:
+    if max(in_elements, out_elements, p.in_channels * p.gemm_m) > INT32_MAX:
         macros["INDEX_64"] = 1
     return macros
 
@@ -540,7 +539,7 @@ class DirectKernel(Kernel):
             return f"the inputs of one cell must fit {SHARED_BYTES} bytes of shared memory, got {window}"
         if config.dtype == torch.float32 and (longest := longest_sum(p)) > LONGEST_SUM:
             return f"float32 outputs must be sums of at most {LONGEST_SUM} products, got {longest}"
-        if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > _INT32_MAX:
+        if max(p.in_pixels, p.out_pixels, p.batch * p.groups) > INT32_MAX:
             return "images must have less than 2**31 pixels"
         if direction == "grads" and not (math.prod(p.weight_shape) and math.prod(p.input_shape)):
             return "tensors must have elements"

@@ -20,14 +20,13 @@ from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
-from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.integers import INT32_MAX, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
 from gemmconv.kernels.search_cache import cached
 
 _COST = costs_of("direct/forward_mma")
-_INT32_MAX = 2**31 - 1
 _WARPS = 8
 _REGISTERS = 65_536
 _OTHER_REGISTERS = 41  # of a thread, beside those of sums
@@ -525,7 +524,7 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
         "PAIR_TILE": table([m for _, m in pairs]),
         **geometry_macros(p),
     }
-    if max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX:
+    if max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX:
         macros["INDEX_64"] = 1
     return macros
 

@@ -19,7 +19,7 @@ from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.direct.patch import Patch, problem_macros
 from gemmconv.kernels.integers import even_share, power_of_two, power_of_two_within
 from gemmconv.kernels.layout.transpose import gradients_transpose_seconds
-from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Operand, Output, Params, Program, weight_steps
 from gemmconv.kernels.splits.reduce import partial_bytes, result_params, with_partials
 
@@ -221,7 +221,7 @@ class DirectGradsMma(DirectKernel):
 
     name = "direct/grads_mma"
     directions = ("grads",)
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    dtypes = TENSOR_CORE_TYPES
     serves = "few channels, of which a warp has room for the sums of all taps, in 16-bit types or TF32"
     computed_in = torch.contiguous_format
 

@@ -15,7 +15,7 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.direct.menu import SHORT
-from gemmconv.kernels.integers import power_of_two_within, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
@@ -24,7 +24,6 @@ WIDEST_TAPS = 16  # kernel columns that the kernels unroll
 UNROLLED = 512  # multiply-adds of a thread for one staged channel: bounds the code
 BATCH_WORDS = 24  # registers for loads in flight while nothing is computed
 PREFETCH_WORDS = 32  # registers for loads in flight during a computation
-_INT32_MAX = 2**31 - 1
 _VECTOR_BYTES = 16
 _MOST_STEPS = 8  # vectors of a patch row that a thread loads
 _BATCH_LOADS = 12  # in flight at most while nothing is computed
@@ -153,7 +152,7 @@ def problem_macros(problem: Problem, dtype: torch.dtype) -> Macros:
         "CO": channels_out,
         **geometry_macros(problem),
     }
-    if max(channels_in * problem.in_pixels, channels_out * problem.out_pixels) > _INT32_MAX // 2:
+    if max(channels_in * problem.in_pixels, channels_out * problem.out_pixels) > INT32_MAX // 2:
         macros["INDEX_64"] = 1  # half, because tiles reach beyond the image
     return macros
 

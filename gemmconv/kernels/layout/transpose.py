@@ -12,12 +12,11 @@ import torch
 from gemmconv.geometry import Shape4
 from gemmconv.kernels.base import BothGradients, Config, strides_of, with_strides
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import even_share, power_of_two
+from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, plane_grid
 
 _COST = costs_of("layout/transpose")
-_INT32_MAX = 2**31 - 1
 _THREADS = 256
 _TILE = 4096  # elements of a tile
 _MOST_CHANNELS = 64  # most channels of a tile
@@ -152,7 +151,7 @@ def is_same_memory(shape: Sequence[int]) -> bool:
 
 def takes_the_kernel(shape: Sequence[int]) -> bool:
     """Whether a tensor needs a transpose, and its extents fit the kernel's integers."""
-    return not is_same_memory(shape) and max(shape[1], math.prod(shape[2:])) + _REACH <= _INT32_MAX
+    return not is_same_memory(shape) and max(shape[1], math.prod(shape[2:])) + _REACH <= INT32_MAX
 
 
 def other_format(memory_format: torch.memory_format) -> torch.memory_format:
@@ -207,7 +206,7 @@ def macros_of(channels: int, pixels: int, to_last: bool, itemsize: int) -> Macro
     """
     rows, columns = (channels, pixels) if to_last else (pixels, channels)
     macros = _vectors(rows, columns, to_last, itemsize) or _staged(channels, pixels, to_last, itemsize)
-    index = {"INDEX_64": 1} if channels * pixels > _INT32_MAX else {}
+    index = {"INDEX_64": 1} if channels * pixels > INT32_MAX else {}
     return {"ELEMENT_BYTES": itemsize, **macros, **index}
 
 

@@ -12,20 +12,17 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import transpose_seconds
-from gemmconv.kernels.macros import Macros
+from gemmconv.kernels.macros import TENSOR_CORE_TYPES, Macros
 from gemmconv.kernels.program import Launch, Operand, Params, Program, TensorMapSpec, gathering
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CLOCK_RATE = costs_of("device").busy_clock  # cycles a second, where tensor cores are busy
 FAST_CLOCK_RATE = REFERENCE.clock  # where they are not, as estimates of such kernels are fitted
-INT32_MAX = 2**31 - 1
 _FORMATS = {torch.contiguous_format: "NCHW", torch.channels_last: "channels_last"}
 
 
 def variant_of(config: Config) -> tuple[int, bool, bool]:
     """The variant that tiles are for: bytes of an element, whether float32 is three products, whether channels_last."""
-    split = config.dtype == torch.float32 and config.precision == "ieee"
-    return config.dtype.itemsize, split, config.memory_format is torch.channels_last
+    return config.dtype.itemsize, config.is_ieee, config.memory_format is torch.channels_last
 
 
 class Sm90Kernel(Kernel):
@@ -36,12 +33,12 @@ class Sm90Kernel(Kernel):
     """
 
     features = frozenset({"wgmma", "tma"})
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = DTYPES
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = TENSOR_CORE_TYPES
     only_in: ClassVar[torch.memory_format | None] = None
 
     def refuses(self, config: Config, direction: Pass) -> str | None:
         if (reason := super().refuses(config, direction)) is None and self.only_in is not None:
-            if variant_of(config)[1]:
+            if config.is_ieee:
                 return "float32 must be rounded to TF32, got precision='ieee'"
             if config.memory_format is not self.only_in:
                 return f"memory_format must be {_FORMATS[self.only_in]}, got {_FORMATS[config.memory_format]}"

@@ -20,6 +20,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.program import (
@@ -32,11 +33,10 @@ from gemmconv.kernels.program import (
     reciprocal,
     weight_steps,
 )
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
 
 _COST = costs_of("sm90/gemm_fold_narrow")
-_INT32_MAX = 2**31 - 1
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
 _BARRIER_BYTES = 128
 _REGISTERS = 65_536
@@ -514,7 +514,7 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
 
 
 def _has_wide_offsets(p: Problem) -> bool:
-    return max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > _INT32_MAX
+    return max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX
 
 
 def blocks_at_once(tile: Tile) -> int:

@@ -23,11 +23,12 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
-from gemmconv.kernels.sm90.base import INT32_MAX, Sm90Kernel
+from gemmconv.kernels.sm90.base import Sm90Kernel
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack
 

@@ -18,6 +18,7 @@ import torch
 
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.program import (
     Launch,
@@ -28,7 +29,7 @@ from gemmconv.kernels.program import (
     reciprocal,
     small_reciprocal,
 )
-from gemmconv.kernels.sm90.base import CLOCK_RATE, INT32_MAX, Sm90Kernel, variant_of
+from gemmconv.kernels.sm90.base import CLOCK_RATE, Sm90Kernel, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_choice import plan_of, plans_of, with_other_columns
 from gemmconv.kernels.sm90.implicit_gemm_plan import BLOCK_ROWS, CHAIN, PHASE_BASE, SHARED_BYTES, Plan
 from gemmconv.kernels.weights import pack

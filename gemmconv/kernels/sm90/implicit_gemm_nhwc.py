@@ -19,6 +19,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
 from gemmconv.kernels.program import Params, Program, TensorMapSpec, reciprocal
@@ -41,7 +42,6 @@ _THREADS = 384
 _LEAST_STAGES, _MOST_STAGES, _MOST_SLOTS = 3, 12, 4
 _BARRIER_BYTES = 16 * (_MOST_STAGES + _MOST_SLOTS)
 _MOST_STRIPS = 64
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
     items = cells * math.prod(p.stride) * (p.out_channels // _LEAST_LINES + 1) + multiprocessors
     rows = (p.batch + 2 * BLOCK_ROWS) * (height + 2 * BLOCK_ROWS * p.stride[0])
     pieces = math.prod(p.output_shape) // 4
-    return max(items, rows, width + _LONGEST_BOX, pieces) <= _INT32_MAX
+    return max(items, rows, width + _LONGEST_BOX, pieces) <= INT32_MAX
 
 
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:

@@ -11,6 +11,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
+from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Params, Program, reciprocal
 from gemmconv.kernels.sm90.base import forward_program, weight_map
@@ -27,7 +28,6 @@ _BARRIER_BYTES = 16  # of a slot or a stage
 _MOST_RING = 12
 _STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # that hide how long weights take from the L2 cache
 _SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def fits_integers(problem: Problem, multiprocessors: int) -> bool:
     least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item that no other has
     items = (p.batch * p.in_pixels + (multiprocessors + 2) * BLOCK_POSITIONS) * max(_SETS) // least
     reach = p.batch * p.in_pixels + 2 * BLOCK_POSITIONS
-    return max(products, items, reach, MOST_LINES // p.taps * p.out_pixels) <= _INT32_MAX
+    return max(products, items, reach, MOST_LINES // p.taps * p.out_pixels) <= INT32_MAX
 
 
 def sets_of(problem: Problem, lines: int) -> set[int]:

@@ -18,7 +18,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import power_of_two_within, up_to_multiple
+from gemmconv.kernels.integers import INT32_MAX, power_of_two_within, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel, variant_of
@@ -33,7 +33,6 @@ _MOST_ROWS = max(_LINES) * 128 // 16  # of pixels: rows are whole 16 bytes
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
-_INT32_MAX = 2**31 - 1
 _COST = costs_of("sm90/wgrad_nchw")
 _DEVICE = costs_of("device")
 # Sizes that a layer's tiles are chosen for, whatever its own: of few pixels, of many, and of more than this many.
@@ -442,13 +441,13 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
 def _planes(problem: Problem, itemsize: int) -> int | None:
     """``Tile.planes``, None where boxes can have neither rows nor planes of grad_output, or tensors are too large."""
     in_pixels = problem.batch * problem.input_size[0] * input_width(problem, itemsize)
-    if problem.output_size[1] * itemsize % 4 or max(in_pixels, problem.out_pixels) > _INT32_MAX:
+    if problem.output_size[1] * itemsize % 4 or max(in_pixels, problem.out_pixels) > INT32_MAX:
         return None
     if problem.output_size[1] * itemsize % 16 == 0:
         return 0
     channels = problem.out_channels // problem.groups
     planes = next(planes for planes in (1, 2, 4) if planes * problem.out_pixels * itemsize % 16 == 0)
-    return planes if channels % planes == 0 and 2 * planes * problem.out_pixels <= _INT32_MAX else None
+    return planes if channels % planes == 0 and 2 * planes * problem.out_pixels <= INT32_MAX else None
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass
 from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec
 from gemmconv.kernels.sm90.base import WeightGradKernel
@@ -30,7 +31,6 @@ _MOST_STAGES = 8
 _BARRIER_BYTES = 16  # of a stage
 # Most columns of a thread's sums, and of a product, by warpgroups: more than the compiler finds registers for at first.
 _SUMS, _COLUMNS = {1: 192, 2: 192, 3: 128}, {1: 256, 2: 256, 3: 192}
-_INT32_MAX = 2**31 - 1
 _PIXELS = 32, 256  # of a tile, least and most
 _POWERS, _WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128), (8, 16, 32, 64, 128)  # what its extents may be, and columns
 _MENU = 3  # tiles that a layer is compiled for, for images of alike sizes
@@ -299,7 +299,7 @@ def _reaches(problem: Problem) -> bool:
         return False
     axes = zip(problem.input_size, problem.stride, problem.kernel_size, problem.dilation, problem.padding, strict=True)
     places = [(size + _LONGEST_BOX) * stride + kernel * dilation + pad for size, stride, kernel, dilation, pad in axes]
-    return max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) <= _INT32_MAX
+    return max(*places, problem.in_pixels, problem.out_pixels, problem.taps * ci * co // 4) <= INT32_MAX
 
 
 def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from gemmconv.kernels.base import Config, accumulator_dtype
-from gemmconv.kernels.integers import power_of_two
+from gemmconv.kernels.integers import INT32_MAX, power_of_two
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Launch, Operand, Output, Params, Program, reciprocal
 from gemmconv.kernels.splits.reduce import sums
@@ -16,7 +16,6 @@ _THREADS = 256
 _ITEMS = 8  # least items of a thread if there are several slices
 _BLOCKS = 4  # most blocks of a multiprocessor if there are several slices
 _VECTOR_BYTES = 16
-_INT32_MAX = 2**31 - 1
 
 
 def vector_of(config: Config) -> int:
@@ -49,7 +48,7 @@ def program(config: Config) -> Program | None:
     vector = vector_of(config)
     units = p.out_pixels // vector
     items = p.batch * (p.out_pixels if channels_last else units)
-    if items == 0 or items + _INT32_MAX // 1024 > _INT32_MAX or config.dtype not in ELEMENT_TYPES:
+    if items == 0 or items + INT32_MAX // 1024 > INT32_MAX or config.dtype not in ELEMENT_TYPES:
         return None
     macros = bias_grad_macros(config)
     lanes = int(macros["LANES"])

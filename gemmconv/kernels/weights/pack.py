@@ -59,17 +59,17 @@ def k_major_macros(problem: Problem, lines: int, units: int, row: int) -> Macros
     )
 
 
-def blocks_of(channels: int, rows: int, steps: int, sets: int) -> int:
-    """Blocks of the launch; ``sets`` are the sets of output channels in all groups."""
+def blocks_of(channels: int, rows: int, steps: int, sets: int, own: int = _OWN) -> int:
+    """Blocks of the launch; ``sets`` are those of output channels in all groups, ``own`` the channels of a thread."""
     along = min(steps, STEPS)
-    return -(-channels // _OWN * rows * along // THREADS) * -(-steps // along) * sets
+    return -(-channels // own * rows * along // THREADS) * -(-steps // along) * sets
 
 
 def packing(macros: Macros, groups: int = 1) -> Launch:
     """The launch that packs ``weight`` for a kernel that reads ``packed``."""
     size = {name: value for name, value in macros.items() if isinstance(value, int)}
     chunk = size["UNITS"] * (4 if macros["ELEMENT_T"] == "float" else 8)
-    threads = size["CHUNKS"] * chunk // (chunk if size["FRAGMENTS"] else _OWN)
-    blocks = blocks_of(threads * _OWN, size["SIDES"] * size["ROWS"], size["STEPS"], groups * size["CHANNEL_SETS"])
+    rows, sets, own = size["SIDES"] * size["ROWS"], groups * size["CHANNEL_SETS"], chunk if size["FRAGMENTS"] else _OWN
+    blocks = blocks_of(size["CHUNKS"] * chunk, rows, size["STEPS"], sets, own)
     params: Params = {"weight, packed": ("weight", "packed"), "channels_last": ByFormat(0, 1)}
     return Launch("weights/pack.cu", macros, (blocks, 1, 1), (THREADS, 1, 1), params)
