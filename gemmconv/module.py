@@ -26,6 +26,7 @@ class _Layer(nn.Module):
     precision: Precision | None = None
     workspace_limit: int | None = None
     _cached_key: tuple[Any, bytes | None] | None = None  # arguments of the last call, and their key
+    _function: Callable[..., Tensor]  # computes a call on the layer's tensors and settings
 
     def __init__(
         self,
@@ -78,6 +79,62 @@ class _Layer(nn.Module):
             self._cached_key = cached = arguments, signatures.arguments_key(self._arguments())
         return cached[1]
 
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """The transposed convolution of ``input``.
+
+        Args:
+            input: images ``[N, C_in, H_in, W_in]``, signals ``[N, C_in, L_in]``, or volumes
+                ``[N, C_in, D_in, H_in, W_in]``, as the layer takes them; or one of these without N.
+            output_size: the output's size along each axis, with or without the extents before these; it replaces
+                output_padding.
+
+        Raises:
+            ValueError: an output_size that no output_padding below the stride gives.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling and patched_blocks.count and only_patched():
+            with torch._C.DisableTorchFunction():
+                return self.forward(input, output_size)
+        # nn.Module's attribute look-up takes a microsecond more. Parametrizations and FSDP store the tensors elsewhere.
+        parameters: dict[str, Any] = {} if compiling else self._parameters
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        output_padding: Any = self.output_padding
+        if (
+            output_size is None
+            and not compiling
+            and plain.are_torch_tensors(input, weight, bias)
+            and (arguments_key := self._arguments_key()) is not None
+        ):
+            call, key = plain.find_call(input, weight, bias, arguments_key)
+            if call is not None:
+                return call(input, weight, bias)
+            if key is not None:
+                output = self._after_a_miss(key, arguments_key, input, weight, bias)
+                if output is not None:
+                    return output
+        if output_size is not None:
+            where, geometry = f"ConvTranspose{len(self.stride)}d", (self.stride, self.padding, self.dilation)
+            output_padding = _output_padding_for(where, output_size, input.shape, self.kernel_size, *geometry)
+        return self._function(
+            input,
+            weight,
+            bias,
+            self.stride,
+            self.padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+            algorithm=self.algorithm,
+            precision=self.precision,
+            workspace_limit=self.workspace_limit,
+        )
+
+    def _after_a_miss(
+        self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """The output of a plain call whose signature ``key`` is not in the cache, if it is found in another way."""
+
     def extra_repr(self) -> str:
         """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
         parts = [super().extra_repr(), f"algorithm={self.algorithm}"]
@@ -110,6 +167,7 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
     torch.Size([1, 32, 16, 16])
     """
 
+    _function = staticmethod(functional.conv_transpose2d)
     _position: int = -1  # in the order in which modules are made
 
     def _register(self) -> None:
@@ -120,52 +178,9 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
         super().__setstate__(state)
         self._register()
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """The transposed convolution of ``input``.
-
-        Args:
-            input: ``[N, C_in, H_in, W_in]`` or ``[C_in, H_in, W_in]``.
-            output_size: ``[H_out, W_out]``, with or without the extents before it; it replaces output_padding.
-
-        Raises:
-            ValueError: an output_size that no output_padding below the stride gives.
-        """
-        compiling = torch.compiler.is_compiling()
-        if not compiling and patched_blocks.count and only_patched():
-            with torch._C.DisableTorchFunction():
-                return self.forward(input, output_size)
-        # nn.Module's attribute look-up takes a microsecond more. Parametrizations and FSDP store the tensors elsewhere.
-        parameters: dict[str, Any] = {} if compiling else self._parameters
-        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        output_padding = self.output_padding
-        if (
-            output_size is None
-            and not compiling
-            and plain.are_torch_tensors(input, weight, bias)
-            and (arguments_key := self._arguments_key()) is not None
-        ):
-            call, key = plain.find_call(input, weight, bias, arguments_key)
-            if call is not None:
-                return call(input, weight, bias)
-            if key is not None and input.is_cuda and self.algorithm != "native":
-                followers.compile_followers(self._position, self, (input, weight, bias))
-        if output_size is not None:
-            geometry = self.kernel_size, self.stride, self.padding, self.dilation
-            output_padding = _output_padding_for("ConvTranspose2d", output_size, input.shape, *geometry)  # type: ignore[arg-type]
-        return functional.conv_transpose2d(
-            input,
-            weight,
-            bias,
-            self.stride,
-            self.padding,  # type: ignore[arg-type]
-            output_padding,
-            self.groups,
-            self.dilation,
-            algorithm=self.algorithm,
-            precision=self.precision,
-            workspace_limit=self.workspace_limit,
-        )
+    def _after_a_miss(self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        if input.is_cuda and self.algorithm != "native":
+            followers.compile_followers(self._position, self, (input, weight, bias))
 
 
 class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
@@ -176,27 +191,19 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
     torch.Size([1, 32, 16])
     """
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """The transposed convolution of ``[N, C_in, L]`` or ``[C_in, L]``; see :meth:`ConvTranspose2d.forward`."""
-        if not torch.compiler.is_compiling() and patched_blocks.count and only_patched():
-            with torch._C.DisableTorchFunction():
-                return self.forward(input, output_size)
-        if output_size is None and not torch.compiler.is_compiling():
-            parameters: dict[str, Any] = self._parameters
-            weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-            bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-            if plain.are_torch_tensors(input, weight, bias) and (arguments_key := self._arguments_key()) is not None:
-                call, key = plain.find_call(input, weight, bias, arguments_key)
-                if call is None and key is not None and input.dim() == 3:
-                    with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):  # said in words of signals
-                        call = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
-                if call is not None:
-                    return call(input, weight, bias)
-                images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
-                call, _ = plain.find_call(images, kernels, bias, arguments_key)
-                if call is not None:
-                    return call(images, kernels, bias).squeeze(-2)
-        return _compute(self, rank.conv_transpose1d, input, output_size)
+    _function = staticmethod(rank.conv_transpose1d)
+
+    def _after_a_miss(
+        self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        if input.dim() == 3:
+            with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):  # said in words of signals
+                made = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
+                if made is not None:
+                    return made(input, weight, bias)
+        images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
+        call, _ = plain.find_call(images, kernels, bias, arguments_key)
+        return None if call is None else call(images, kernels, bias).squeeze(-2)
 
 
 class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
@@ -207,36 +214,13 @@ class ConvTranspose3d(_Layer, nn.ConvTranspose3d):
     torch.Size([1, 32, 8, 16, 16])
     """
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """The transposed convolution of ``[N, C_in, D, H, W]``, or without N; see :meth:`ConvTranspose2d.forward`."""
-        if not torch.compiler.is_compiling() and patched_blocks.count and only_patched():
-            with torch._C.DisableTorchFunction():
-                return self.forward(input, output_size)
-        return _compute(self, rank.conv_transpose3d, input, output_size)
+    _function = staticmethod(rank.conv_transpose3d)
+
+    def _arguments_key(self) -> None:
+        """None: calls on volumes are not prepared."""
 
 
 RANKS: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
-
-
-def _compute(layer: Any, function: Callable[..., Tensor], input: Tensor, output_size: list[int] | None) -> Tensor:
-    """Call a function of one or three axes with a layer's parameters and settings."""
-    output_padding = layer.output_padding
-    if output_size is not None:
-        geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation
-        output_padding = _output_padding_for(type(layer).__name__, output_size, input.shape, *geometry)
-    return function(
-        input,
-        layer.weight,
-        layer.bias,
-        layer.stride,
-        layer.padding,
-        output_padding,
-        layer.groups,
-        layer.dilation,
-        algorithm=layer.algorithm,
-        precision=layer.precision,
-        workspace_limit=layer.workspace_limit,
-    )
 
 
 _output_padding_for = validation.output_padding_for
