@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +16,10 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import RANKS
 from gemmconv.ops import volumes
+from gemmconv.ops.autocast import current_dtype
 from gemmconv.rank import choose_way, image_problems
 from gemmconv.selection import Explanation, explain_problem
-from gemmconv.warmup import preserve_state
+from gemmconv.warmup import preserve_state, recording
 
 _LAYERS = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
@@ -98,27 +98,16 @@ def explain(subject: Problem | nn.Module, *inputs: Any, **options: Any) -> Any:
             rule = "be followed by its input, as a tensor or a shape"
             validation.fail(TypeError, "explain", "a layer", rule, f"{len(inputs)} more arguments")
         return _of_layer("", subject, inputs[0], options)
+    names: dict[Any, str] = {one: name for name, one in subject.named_modules() if isinstance(one, _LAYERS)}
     found: list[LayerExplanation] = []
-    with preserve_state(subject), torch.no_grad(), _recording(subject, found, options):
-        subject(*inputs)
-    return ModelExplanation(tuple(found))
-
-
-@contextmanager
-def _recording(model: nn.Module, found: list[LayerExplanation], options: dict[str, Any]) -> Iterator[None]:
-    """Hooks that explain each call of the model's layers."""
-    names: dict[Any, str] = {one: name for name, one in model.named_modules() if isinstance(one, _LAYERS)}
 
     def record(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         input = arguments[0] if arguments else named["input"]
         found.append(_of_layer(names[layer], layer, input, options))
 
-    hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in names]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with preserve_state(subject), torch.no_grad(), recording(names, record):
+        subject(*inputs)
+    return ModelExplanation(tuple(found))
 
 
 def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dict[str, Any]) -> LayerExplanation:
@@ -128,9 +117,7 @@ def _of_layer(name: str, layer: Any, input: Tensor | Sequence[int], options: dic
     shape = (1, *shape) if len(shape) == 1 + rank else shape
     geometry = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
     problem = validation.problem("explain", shape, layer.weight.shape, *geometry)
-    kind, dtype = layer.weight.device.type, layer.weight.dtype
-    if isinstance(input, Tensor):
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    dtype = current_dtype(input) if isinstance(input, Tensor) else layer.weight.dtype
     given = {"device": layer.weight.device, "dtype": dtype, "bias": layer.bias is not None}
     given |= {one: getattr(layer, one) for one in ("algorithm", "precision", "workspace_limit") if hasattr(layer, one)}
     tensors = [one for one in (input, layer.weight) if isinstance(one, Tensor)]

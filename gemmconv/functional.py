@@ -91,18 +91,11 @@ def conv_transpose2d(
     validation.tensor(where, "weight", weight)
     if bias is not None:
         validation.tensor(where, "bias", bias)
-    groups = validation.integer(where, "groups", groups)
     validation.choice(where, algorithm, NAMES, precision, workspace_limit)
     if input.is_mkldnn and algorithm not in ("auto", "native"):
         rule = f"be a dense tensor with algorithm={algorithm!r}"
         validation.fail(NotImplementedError, where, "input", rule, "one of mkldnn", "use input.to_dense()")
-    options = (
-        validation.extents(where, "stride", stride),
-        validation.extents(where, "padding", padding),
-        validation.extents(where, "output_padding", output_padding),
-        groups,
-        validation.extents(where, "dilation", dilation),
-    )
+    options = validation.geometry(where, stride, padding, output_padding, groups, dilation)
     is_eager = (
         type(input) is Tensor
         and not torch.compiler.is_compiling()

@@ -88,6 +88,11 @@ class Problem:
         return (self.batch, self.out_channels, *self.output_size)
 
     @property
+    def geometry(self) -> tuple[Pair, Pair, Pair, int, Pair]:
+        """The arguments of torch's operator after its tensors."""
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
+
+    @property
     def taps(self) -> int:
         """Number of kernel taps, ``K_h * K_w``."""
         return math.prod(self.kernel_size)

@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gemmconv import arrays, tuned, validation
-from gemmconv.device import DeviceSpec, spec_of
+from gemmconv.device import DeviceSpec
 from gemmconv.dispatch import are_for_torch, is_for_torch, transforms_active
 from gemmconv.functional import conv_transpose2d
 from gemmconv.geometry import Problem, phases_of
 from gemmconv.kernels.base import Config, Pass, Precision
 from gemmconv.ops import volumes
+from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import find_or_make
 from gemmconv.ops.schemas import is_channels_last
 from gemmconv.selection import NAMES, torch_precision
@@ -134,22 +135,16 @@ def conv_transpose3d(
     by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if input.dim() == 4:
         return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **by_name).squeeze(0)
-    kind, dtype = input.device.type, input.dtype
-    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-    last = is_channels_last(input) or is_channels_last(weight)
+    dtype = current_dtype(input)
     rounding = precision or torch_precision(dtype, input.device)
-    is_ieee = dtype == torch.float32 and rounding == "ieee"
+    last = is_channels_last(input) or is_channels_last(weight)
     if _is_for_torch(input, weight, bias, algorithm):
-        return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
-    way: Way = "images"
-    if algorithm == "auto" and not torch.compiler.is_compiling() and tuned.count():
+        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
+    config, way = volumes.config_of(problem, dtype, input.device, rounding, last), "images"
+    if algorithm == "auto":
         records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        config = volumes.config_of(problem, dtype, input.device, rounding, last)
         way = choose_way(config, "grads" if records else "forward")
-    elif algorithm == "auto":
-        way = _by_rule(problem, last, input.device, _spec_of(input.device), dtype, is_ieee)
-    return compute(way, input, weight, bias, problem, last, dtype, is_ieee, by_name)
+    return compute(way, input, weight, bias, config, by_name)
 
 
 def choose_way(config: Config, direction: Pass = "forward") -> Way:
@@ -159,49 +154,29 @@ def choose_way(config: Config, direction: Pass = "forward") -> Way:
         config: of the volume; torch.channels_last stands for channels_last_3d.
         direction: ``"forward"``, or ``"grads"`` for a call whose gradients are recorded.
     """
-    entry = tuned.entry_of(config, direction)
+    entry = None if torch.compiler.is_compiling() else tuned.entry_of(config, direction)
     if entry is not None:
         return cast(Way, entry.algorithms[0])
     last = config.memory_format is torch.channels_last
-    return _by_rule(config.problem, last, config.device, config.spec, config.dtype, config.is_ieee)
-
-
-def _by_rule(
-    problem: Problem, last: bool, device: torch.device, spec: DeviceSpec, dtype: torch.dtype, is_ieee: bool
-) -> Way:
-    way = way_of(problem, last, device, spec, is_ieee)
-    return "torch" if way == "product" and dtype == torch.float64 else way
+    way = way_of(config.problem, last, config.device, config.spec, config.is_ieee)
+    return "torch" if way == "product" and config.dtype == torch.float64 else way
 
 
 def compute(
-    way: Way,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    problem: Problem,
-    last: bool,
-    dtype: torch.dtype,
-    is_ieee: bool,
-    options: dict[str, Any],
+    way: Way, input: Tensor, weight: Tensor, bias: Tensor | None, config: Config, options: dict[str, Any]
 ) -> Tensor:
-    """Compute a batch of volumes in one way; ``dtype`` is what autocast makes of the tensors."""
+    """Compute a batch of volumes in one way; the configuration has the dtype that autocast makes of the tensors."""
+    problem, dtype = config.problem, config.dtype
     has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
     if way == "product" and (has_tangents or transforms_active()):
         way = "torch"  # the product's operator has no rules for tangents and transforms
     if way == "torch":
-        return torch.conv_transpose3d(input, weight, bias, *_geometry(problem))
+        return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
     if dtype != input.dtype:  # so that slices are copied in fewer bytes
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if way == "product":
-        return volumes.conv_transpose3d(input, weight, bias, problem, "ieee" if is_ieee else "tf32")
-    return _as_images(input, weight, bias, problem, last, options)
-
-
-def _spec_of(device: torch.device) -> DeviceSpec:
-    return spec_of(device)
-
-
-_spec_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look into its cache
+        return volumes.conv_transpose3d(input, weight, bias, problem, "ieee" if config.is_ieee else "tf32")
+    return _as_images(input, weight, bias, problem, config.memory_format is torch.channels_last, options)
 
 
 def image_problems(problem: Problem) -> list[Problem]:
@@ -262,9 +237,8 @@ def _on_arrays(function: Any, tensors: tuple[Any, ...], geometry: tuple[Any, ...
 
 def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:
     """Stride, padding, output_padding, groups and dilation of a signal, for an image of height 1."""
-    named = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
-    one = {name: validation.extents("conv_transpose1d", name, value, 1) for name, value in named.items()}
-    steps, pads, more, apart = one.values()
+    given = stride, padding, output_padding, groups, dilation
+    steps, pads, more, groups, apart = validation.geometry("conv_transpose1d", *given, rank=1)
     return (1, *steps), (0, *pads), (0, *more), groups, (1, *apart)
 
 
@@ -275,12 +249,6 @@ def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
     if algorithm != "auto" or not isinstance(input, Tensor):
         return False
     return input.is_complex() or is_for_torch() or are_for_torch(input, weight, bias)
-
-
-def _geometry(problem: Problem) -> tuple[Any, ...]:
-    """The arguments of torch's operator after its tensors."""
-    p = problem
-    return p.stride, p.padding, p.output_padding, p.groups, p.dilation
 
 
 def _known(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
@@ -304,18 +272,10 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     named = (("input", input), ("weight", weight), *((("bias", bias),) if bias is not None else ()))
     for name, one in named:
         validation.tensor(where, name, one)
-    stride, padding, output_padding, groups, dilation = geometry
     algorithm, precision, workspace_limit = options
     validation.choice(where, algorithm, NAMES, precision, workspace_limit)
-    checked = (
-        validation.extents(where, "stride", stride, rank),
-        validation.extents(where, "padding", padding, rank),
-        validation.extents(where, "output_padding", output_padding, rank),
-        validation.integer(where, "groups", groups),
-        validation.extents(where, "dilation", dilation, rank),
-    )
     shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
-    problem = validation.problem(where, shape, weight.shape, *checked)
+    problem = validation.problem(where, shape, weight.shape, *validation.geometry(where, *geometry, rank=rank))
     if not torch.is_autocast_enabled(input.device.type):
         validation.same_kind(where, named)
     validation.bias_shape(where, bias, problem.out_channels)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +22,13 @@ from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from gemmconv.ops import volumes
+from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.configs import config_of
 from gemmconv.ops.gradients import prepare_gradients
 from gemmconv.ops.schemas import Options, checked_problem, is_channels_last, without_data
 from gemmconv.rank import Way, compute, of_height_1
 from gemmconv.tuned import Entry
-from gemmconv.warmup import preserve_state, run_step, show_progress
+from gemmconv.warmup import check_step, recording, run_step, show_progress, trial, with_progress
 
 _MOST_TILES = 6  # measured beside torch's operator: those with the least estimates of all kernels
 _MOST_OF_A_KERNEL = 3  # tiles measured of one kernel
@@ -86,10 +85,7 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
         TypeError: ``model`` is no torch.nn.Module, or ``backward`` no bool.
         ValueError: the file is there and was not written by this function, or no output requires gradients.
     """
-    if not isinstance(model, nn.Module):
-        validation.fail(TypeError, "tune", "model", "be a torch.nn.Module", type(model).__name__)
-    if not isinstance(backward, bool):
-        validation.fail(TypeError, "tune", "backward", "be True or False", repr(backward))
+    check_step("tune", model, backward)
     where = tuned.default_path() if path is None else Path(path)
     if where.exists():
         tuned.read(where)  # raises before the measurements if it is another file
@@ -98,7 +94,7 @@ def tune(model: nn.Module, *example_inputs: Any, backward: bool = True, path: st
     plans = [(call, direction, _candidates(call.config, direction)) for call, direction in steps]
     _compile(plans)
     found: list[Entry] = []
-    for call, direction, candidates in _with_progress(plans):
+    for call, direction, candidates in with_progress(plans, len(plans), "tunes", "pass"):
         entry = _measure_pass(call.config, direction, candidates)
         if entry is not None:
             found.append(entry)
@@ -149,9 +145,7 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call
         input, weight = arguments[0] if arguments else named["input"], layer.weight
         if layer.algorithm != "auto" or named.get("output_size") is not None or len(arguments) > 1:
             return  # output_padding is not the layer's own
-        kind = input.device.type
-        is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(kind) if is_cast else input.dtype
+        dtype = current_dtype(input)
         if isinstance(layer, ConvTranspose3d):
             of_volumes[_volume_of(layer, input, dtype, backward)] = None
             return
@@ -165,23 +159,12 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call
         current = selection.torch_precision(dtype, input.device)
         config = config_of(problem, tensors[0], tensors[1], options, current, layer.bias is not None)
         needs = backward and input.requires_grad, backward and layer.weight.requires_grad
-        config = replace(config, trained=needs[1] and kind == "cpu")
+        config = replace(config, trained=needs[1] and input.is_cpu)
         found[_Call(config, *needs)] = None
 
     layers = [one for one in model.modules() if isinstance(one, ConvTranspose1d | ConvTranspose2d | ConvTranspose3d)]
-    hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in layers]
-    gpus = sorted({one.device.index for one in model.parameters() if one.is_cuda})
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(backward),
-            torch.random.fork_rng(gpus),
-            preserve_state(model),
-        ):
-            run_step(model, inputs, backward, "tune")
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with trial(model, inputs, backward), recording(layers, record):
+        run_step(model, inputs, backward, "tune")
     return list(found), list(of_volumes)
 
 
@@ -201,7 +184,6 @@ def _measure_volume(call: _Volume) -> list[Entry]:
     """Time a volume in each way, without gradients and, if it is trained, a whole step; return the entries."""
     config, p = call.config, call.config.problem
     last = config.memory_format is torch.channels_last
-    is_ieee = config.is_ieee
     kind: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "requires_grad": call.is_trained}
     input, weight = (torch.randn(shape, **kind) for shape in (p.input_shape, p.weight_shape))
     bias = torch.randn(p.out_channels, **kind) if call.bias else None
@@ -214,7 +196,7 @@ def _measure_volume(call: _Volume) -> list[Entry]:
 
     def run(way: Way, direction: Pass) -> None:
         with torch.set_grad_enabled(direction == "grads"):
-            output = compute(way, input, weight, bias, p, last, config.dtype, is_ieee, dict(call.options))
+            output = compute(way, input, weight, bias, config, dict(call.options))
             if direction == "grads":
                 torch.autograd.grad(output.sum(), leaves)
 
@@ -286,19 +268,6 @@ def _compile(plans: Sequence[tuple[_Call, Direction, list[Candidate]]]) -> None:
                 wanted.setdefault(arch, {}).update(dict.fromkeys(selection.compilations_of(program, call.config)))
     futures = [compile_ahead([(name, dict(macros)) for name, macros in one], arch) for arch, one in wanted.items()]
     show_progress([future for some in futures for _, future in some])
-
-
-def _with_progress(plans: Sequence[Any]) -> Iterator[Any]:
-    """Yield the plans with a progress bar of tqdm if that is installed, else with a line on a terminal."""
-    with suppress(ImportError):
-        from tqdm.auto import tqdm
-
-        yield from tqdm(plans, "gemmconv tunes", unit="pass")
-        return
-    for count, one in enumerate(plans, 1):
-        if sys.stderr.isatty():
-            print(f"\rgemmconv: tunes pass {count} of {len(plans)}", end="\n" * (count == len(plans)), file=sys.stderr)
-        yield one
 
 
 def _tensors_of(config: Config) -> dict[str, Tensor]:

@@ -64,6 +64,19 @@ def extents(where: str, argument: str, value: int | Sequence[int], rank: int = 2
     return tuple(items) if len(items) == rank else (items[0],) * rank
 
 
+def geometry(
+    where: str, stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any, rank: int = 2
+) -> tuple[Any, ...]:
+    """The arguments of torch's operator after its tensors in one form; raises as :func:`extents` does."""
+    return (
+        extents(where, "stride", stride, rank),
+        extents(where, "padding", padding, rank),
+        extents(where, "output_padding", output_padding, rank),
+        integer(where, "groups", groups),
+        extents(where, "dilation", dilation, rank),
+    )
+
+
 def integer(where: str, argument: str, value: int) -> int:
     """``value`` as an int; raises TypeError if it is none."""
     if type(value) is int:
@@ -257,13 +270,12 @@ def made_problem(where: str, made: Problem, dtype: torch.dtype) -> Problem:
     }
     in_64_bits(where, values.items())
     made = Problem(**values)
-    geometry = made.stride, made.padding, made.output_padding, made.groups, made.dilation
-    parameters(where, *geometry, made.kernel_size)
+    parameters(where, *made.geometry, made.kernel_size)
     if made.batch < 0:
         fail(RuntimeError, where, "batch", "be at least 0", made.batch)
     if made.out_channels % made.groups:
         fail(RuntimeError, where, "out_channels", f"be divisible by groups={made.groups}", made.out_channels)
-    problem(where, made.input_shape, made.weight_shape, *geometry)
+    problem(where, made.input_shape, made.weight_shape, *made.geometry)
     sizes(where, made, dtype.itemsize)
     return made
 

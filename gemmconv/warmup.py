@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from gemmconv import validation
 from gemmconv.ops.autocast import is_autocasting
 from gemmconv.ops.followers import Call, compile_calls
 from gemmconv.ops.schemas import OPERATORS, Options, as_hashable
+
+T = TypeVar("T")
 
 
 def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> None:
@@ -39,11 +41,28 @@ def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> Non
     >>> from gemmconv import ConvTranspose2d
     >>> warmup(ConvTranspose2d(4, 2, 3), torch.zeros(1, 4, 8, 8))
     """
+    check_step("warmup", model, backward)
+    with trial(model, example_inputs, backward) as gpus:
+        if gpus:
+            _compile(_calls_of(model, example_inputs), backward)
+        run_step(model, example_inputs, backward, "warmup")
+
+
+def check_step(where: str, model: object, backward: object) -> None:
+    """Raise TypeError if ``model`` is no torch.nn.Module, or ``backward`` no bool."""
     if not isinstance(model, nn.Module):
-        validation.fail(TypeError, "warmup", "model", "be a torch.nn.Module", type(model).__name__)
+        validation.fail(TypeError, where, "model", "be a torch.nn.Module", type(model).__name__)
     if not isinstance(backward, bool):
-        validation.fail(TypeError, "warmup", "backward", "be True or False", repr(backward))
-    tensors = [one for one in (*_state(model), *tree_leaves(example_inputs)) if isinstance(one, Tensor)]
+        validation.fail(TypeError, where, "backward", "be True or False", repr(backward))
+
+
+@contextmanager
+def trial(model: nn.Module, inputs: Any, backward: bool) -> Iterator[list[int]]:
+    """A context for a step after which the model's state and torch's random states are what they were before.
+
+    Yields the indices of the GPUs that hold the model or its inputs.
+    """
+    tensors = [one for one in (*_state(model), *tree_leaves(inputs)) if isinstance(one, Tensor)]
     gpus = sorted({one.device.index for one in tensors if one.is_cuda})
     with (
         torch.inference_mode(False),
@@ -51,9 +70,18 @@ def warmup(model: nn.Module, *example_inputs: Any, backward: bool = True) -> Non
         torch.random.fork_rng(gpus),
         preserve_state(model),
     ):
-        if gpus:
-            _compile(_calls_of(model, example_inputs), backward)
-        run_step(model, example_inputs, backward, "warmup")
+        yield gpus
+
+
+@contextmanager
+def recording(layers: Iterable[nn.Module], record: Callable[..., None]) -> Iterator[None]:
+    """A context in which ``record`` gets each call of the layers before it is made: layer, arguments, named ones."""
+    hooks = [one.register_forward_pre_hook(record, with_kwargs=True) for one in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _state(model: nn.Module) -> list[Tensor]:
@@ -113,22 +141,23 @@ def _compile(calls: list[Call], backward: bool) -> None:
 
 
 def show_progress(compilations: Sequence[Future[Any]]) -> None:
-    """Wait for compilations, with a progress bar of tqdm if that is installed, else with a line on a terminal."""
-    if not compilations:
-        return
-    done = as_completed(compilations)
-    try:
+    """Wait for compilations, and show how many are done."""
+    if compilations:
+        for _ in with_progress(as_completed(compilations), len(compilations), "compiles", "kernel"):
+            pass
+
+
+def with_progress(items: Iterable[T], count: int, does: str, unit: str) -> Iterator[T]:
+    """Yield items with a progress bar of tqdm if that is installed, else with a line on a terminal."""
+    with suppress(ImportError):
         from tqdm.auto import tqdm
-    except ImportError:
-        show = sys.stderr.isatty()
-        for count, _ in enumerate(done, 1):
-            if show:
-                print(f"\rgemmconv: {count} of {len(compilations)} kernels compiled", end="", file=sys.stderr)
-        if show:
-            print(file=sys.stderr)
+
+        yield from tqdm(items, f"gemmconv {does}", count, unit=unit)
         return
-    for _ in tqdm(done, "gemmconv compiles", len(compilations), unit="kernel"):
-        pass
+    for done, one in enumerate(items, 1):
+        if sys.stderr.isatty():
+            print(f"\rgemmconv: {does} {unit} {done} of {count}", end="\n" * (done == count), file=sys.stderr)
+        yield one
 
 
 def run_step(model: nn.Module, inputs: Any, backward: bool, where: str) -> None:

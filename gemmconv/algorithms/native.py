@@ -84,9 +84,7 @@ class Native(AlgorithmOfOne):
 
         def call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             with settings:
-                output = torch.conv_transpose2d(
-                    input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
-                )
+                output = torch.conv_transpose2d(input, weight, bias, *p.geometry)
             return restrided(output, strides)
 
         return call

@@ -132,6 +132,12 @@ def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
 
 
+def current_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a call on a tensor is computed now: that of autocast where it is on and casts the tensor."""
+    kind = tensor.device.type
+    return dtype_of(tensor, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def lower(tensor: Tensor | None, dtype: torch.dtype) -> Any:
     """Cast a tensor as autocast to ``dtype``, which must be on, casts it."""
     if tensor is None or tensor.dtype == dtype_of(tensor, dtype):

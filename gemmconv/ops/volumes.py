@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gemmconv.algorithms.fallback import with_fallback
-from gemmconv.device import make_current, spec_of
+from gemmconv.device import DeviceSpec, make_current, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Precision
 from gemmconv.kernels.conv import gemm_mma
@@ -21,21 +21,26 @@ _SCHEMA = (
 )
 
 
+def _spec_of(device: torch.device) -> DeviceSpec:
+    return spec_of(device)
+
+
+_spec_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look into its cache
+
+
 def config_of(
     problem: Problem, dtype: torch.dtype, device: torch.device, precision: Precision, last: bool = False
 ) -> Config:
     """The configuration of a volume's call; ``last``: it is in channels_last_3d, which the kernel does not take."""
     memory_format = torch.channels_last if last else torch.contiguous_format
-    return Config(problem, dtype, device, precision, memory_format=memory_format, spec=spec_of(device))
+    return Config(problem, dtype, device, precision, memory_format=memory_format, spec=_spec_of(device))
 
 
 def conv_transpose3d(
     input: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, precision: Precision
 ) -> Tensor:
     """The transposed convolution of a batch of contiguous volumes, ``[N, C_in, D, H, W]``, which has been checked."""
-    p = problem
-    geometry = p.stride, p.padding, p.output_padding, p.groups, p.dilation
-    output: Tensor = _operator(input, weight, bias, *geometry, precision)
+    output: Tensor = _operator(input, weight, bias, *problem.geometry, precision)
     return output
 
 
