@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -171,22 +172,11 @@ class Contender:
         """The layer as a function of input, weight and bias."""
         if self.unfused:
             return _unfused(problem)
-        p, name = problem, self.name
-        if self.kind == "torch":
-
-            def torch_call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-                return torch.nn.functional.conv_transpose2d(
-                    x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation
-                )
-
-            return torch_call
-
-        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return gemmconv.conv_transpose2d(
-                x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation, algorithm=name
-            )
-
-        return call
+        geometry = problem.geometry
+        operator: Callable[..., torch.Tensor] = torch.nn.functional.conv_transpose2d
+        if self.kind == "gemmconv":
+            operator = partial(gemmconv.conv_transpose2d, algorithm=self.name)
+        return lambda x, weight, bias: operator(x, weight, bias, *geometry)
 
     def gradients(self, problem: Problem) -> Gradients | None:
         """The gradients of input, weight and bias, as autograd computes them but without it; None where it must."""
@@ -207,8 +197,7 @@ class Contender:
             return torch_call
 
         def call(t: Tensors) -> tuple[torch.Tensor, ...]:
-            options = (p.stride, p.padding, p.output_padding, p.groups, p.dilation, name, None, None)
-            found = ops.conv_transpose2d_grads(t.grad_output, t.x, t.weight, *options)
+            found = ops.conv_transpose2d_grads(t.grad_output, t.x, t.weight, *p.geometry, name, None, None)
             return found if t.bias is None else (*found, t.grad_output.sum((0, 2, 3)))
 
         return call

@@ -234,12 +234,11 @@ def layer_from_arguments(arguments: argparse.Namespace) -> Layer:
     Raises:
         ValueError: the values do not fit together; the message says which.
     """
-    channels, groups = arguments.out_channels, arguments.groups
-    batch, *size = arguments.size if "size" in arguments else (arguments.batch, arguments.height, arguments.width)
-    for flag, value in (("--in-channels", arguments.in_channels), ("--out-channels", channels)):
-        if value % groups:
-            raise ValueError(f"{flag} must be divisible by --groups, got {value} and {groups}")
     a = arguments
+    batch, *size = a.size if "size" in a else (a.batch, a.height, a.width)
+    for flag, value in (("--in-channels", a.in_channels), ("--out-channels", a.out_channels)):
+        if value % a.groups:
+            raise ValueError(f"{flag} must be divisible by --groups, got {value} and {a.groups}")
     window = a.kernel, a.stride, a.padding, a.output_padding, a.dilation
-    problem = checked_problem(batch, (a.in_channels, channels), groups, (size[0], size[1]), *window)
-    return Layer(f"{pair_text(problem.kernel_size)} kernel", problem, bias=arguments.bias)
+    problem = checked_problem(batch, (a.in_channels, a.out_channels), a.groups, (size[0], size[1]), *window)
+    return Layer(f"{pair_text(problem.kernel_size)} kernel", problem, bias=a.bias)

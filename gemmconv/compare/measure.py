@@ -93,8 +93,7 @@ class _Data:
         grad_output: ``[N, C_out, H_out, W_out]``.
         images: which images are compared.
         masked: grad_output, zero outside ``images``, so that the weight's gradient is theirs alone.
-        output, grad_input: float64, of ``images`` alone.
-        grad_weight, grad_bias: float64, of ``masked``.
+        references: float64: output and input's gradient of ``images`` alone; the parameters' gradients, of ``masked``.
     """
 
     x: torch.Tensor
@@ -103,10 +102,7 @@ class _Data:
     grad_output: torch.Tensor
     images: list[int]
     masked: torch.Tensor
-    output: torch.Tensor
-    grad_input: torch.Tensor
-    grad_weight: torch.Tensor
-    grad_bias: torch.Tensor | None
+    references: list[torch.Tensor]
 
 
 def error_bar(dtype: torch.dtype, precision: Precision) -> float:
@@ -229,25 +225,14 @@ def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:
     outputs, grad_inputs = [], []
     for image in images:  # one at a time, to bound the memory that float64 takes
         x64 = x[image : image + 1].to(torch.float64, copy=True).requires_grad_()
-        window = problem.stride, problem.padding, problem.output_padding, problem.groups, problem.dilation
-        output = torch.nn.functional.conv_transpose2d(x64, weight64, bias64, *window)
+        output = torch.nn.functional.conv_transpose2d(x64, weight64, bias64, *problem.geometry)
         output.backward(masked[image : image + 1].double())
         outputs.append(output.detach())
         assert x64.grad is not None
         grad_inputs.append(x64.grad)
-    assert weight64.grad is not None
-    return _Data(
-        x.requires_grad_(),
-        weight,
-        bias,
-        grad_output,
-        images,
-        masked,
-        torch.cat(outputs),
-        torch.cat(grad_inputs),
-        weight64.grad,
-        None if bias64 is None else bias64.grad,
-    )
+    grads = [one.grad for one in (weight64, bias64) if one is not None and one.grad is not None]
+    references = [torch.cat(outputs), torch.cat(grad_inputs), *grads]
+    return _Data(x.requires_grad_(), weight, bias, grad_output, images, masked, references)
 
 
 def module_of(
@@ -290,16 +275,9 @@ def _check(row: Row, module: torch.nn.ConvTranspose2d, data: _Data) -> Row:
         grad_input, *grads = _both(module, data, data.masked)
     except (NotImplementedError, torch.cuda.OutOfMemoryError) as error:
         return replace(row, skipped=str(error).splitlines()[0])
-    references = [data.grad_weight] if data.grad_bias is None else [data.grad_weight, data.grad_bias]
-    errors = [
-        relative_error(grad_input[data.images], data.grad_input),
-        *(relative_error(grad, reference) for grad, reference in zip(grads, references, strict=True)),
-    ]
-    return replace(
-        row,
-        error=relative_error(output[data.images], data.output),
-        gradient_error=next((error for error in errors if error != error), max(errors)),
-    )
+    results = output[data.images], grad_input[data.images], *grads
+    error, *others = map(relative_error, results, data.references)
+    return replace(row, error=error, gradient_error=next((one for one in others if one != one), max(others)))
 
 
 def _with_times(
