@@ -184,15 +184,11 @@ def _workloads(arguments: argparse.Namespace, quick: bool) -> list[Workload]:
     return layers + found
 
 
-def _about(workload: Workload) -> tuple[str, str, str]:
-    return workload.suite, workload.name, workload.layer
-
-
 def _list() -> int:
     cells = [
-        [*_about(workload), f"{workload.problem.useful_flops / 1e9:.3g}", "*" * workload.quick]
+        [one.suite, one.name, one.layer, f"{one.problem.useful_flops / 1e9:.3g}", "*" * one.quick]
         for suite in SUITES.values()
-        for workload in suite
+        for one in suite
     ]
     print(summary.text_table(("suite", "workload", "layer", "GFLOP forward", "quick"), cells, left=3))
     return 0
@@ -227,7 +223,9 @@ def _run(request: _Request) -> int:
                 progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
                 continue
             if files.is_new(part):
-                progress.say(f"{part.device}: {_ceilings_line(part.ceilings)}")
+                rates = ", ".join(f"{name} {rate:.4g}" for name, rate in part.ceilings.tflops.items())
+                copy = f"ceilings: copy {part.ceilings.copy_tbps:.4g} TB/s"
+                progress.say(f"{part.device}: {copy}; matrix product, TFLOP/s: {rates}")
             is_first = files.add(row, part)
             progress.done += is_first and row.mode == "eager"
             if row.status in ("wrong", "failed"):
@@ -408,11 +406,6 @@ def _first_calls(request: _Request, files: _Files, again: bool) -> None:
         files.first_costs(*first_call.measure(layers, request.precisions, request.device))
     except (RuntimeError, OSError, ValueError) as error:
         print(f"first calls were not measured: {error}", flush=True)
-
-
-def _ceilings_line(ceilings: Ceilings) -> str:
-    rates = ", ".join(f"{name} {rate:.4g}" for name, rate in ceilings.tflops.items())
-    return f"ceilings: copy {ceilings.copy_tbps:.4g} TB/s; matrix product, TFLOP/s: {rates}"
 
 
 if __name__ == "__main__":

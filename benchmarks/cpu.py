@@ -43,7 +43,7 @@ from benchmarks.results import RESULTS, replace_file, table_text
 from benchmarks.timing import Run
 from benchmarks.turns import INFERENCE, TRAINING
 from benchmarks.workloads import Workload, parse_layer, shrunk
-from gemmconv.compare.layers import positive
+from gemmconv.compare.layers import integer
 from gemmconv.compare.measure import error_bar, relative_error
 from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.selection import NAMES
@@ -447,10 +447,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--algorithms", type=separated, metavar="A", help=f"of {', '.join(ALGORITHMS)} (default: all)")
     add("--dtype", choices=DTYPES, default="float32")
     add("--channels-last", action="store_true", help="inputs, weights and gradients in channels_last")
-    add("--threads", type=positive, help="threads of torch and gemmconv (default: torch's)")
+    add("--threads", type=integer, help="threads of torch and gemmconv (default: torch's)")
     add("--seconds", type=float, default=3.0, help="for the rounds of a layer's pass, about (default: 3)")
     add("--only", default="", metavar="TEXT", help="layers or networks whose name or notation has this")
-    add("--limit", type=positive, metavar="N", help="the first N; with --only or --limit no file without --out")
+    add("--limit", type=integer, metavar="N", help="the first N; with --only or --limit no file without --out")
     add("--out", type=Path, metavar="DIR", help="for the file (default: benchmarks/results/cpu/<machine>)")
     add("--first-call", help=argparse.SUPPRESS)
     how = parser.parse_args(argv)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.contenders import DEFAULTS, LAYOUTS, Contender, torch_settings
 from benchmarks.flags import chosen, separated
-from benchmarks.measure import bar_of
+from benchmarks.measure import GRADIENTS, bar_of
 from benchmarks.reference import random_tensors, reference
 from benchmarks.turns import (
     INFERENCE,
@@ -53,7 +53,6 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 _PACE = Pace(0.06, burst_ms=5.0, most_calls=8)  # 24 launches and more are what a device's queue has room for
 _QUICK = Pace(0.005, 3, 1.0, 4)
-_GRADIENTS = ("input", "weight", "bias")
 
 
 class _Layers:
@@ -87,7 +86,7 @@ class _Layers:
         return lambda: torch.autograd.grad(module(leaves[0]), leaves, grad_output)
 
     def _errors(self, found: Tensor | tuple[Tensor, ...]) -> dict[str, float]:
-        results = {"output": found.detach()} if isinstance(found, Tensor) else dict(zip(_GRADIENTS, found, strict=True))
+        results = {"output": found.detach()} if isinstance(found, Tensor) else dict(zip(GRADIENTS, found, strict=True))
         return self._exact.errors(results)
 
 

@@ -22,7 +22,7 @@ from benchmarks.workloads import Workload
 from gemmconv.compare.measure import error_bar, relative_error
 
 DIRECTIONS = ("forward", "backward", "both")
-_GRADIENTS = ("input", "weight", "bias")
+GRADIENTS = ("input", "weight", "bias")
 
 # In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
 _SMALL_MS = 0.1
@@ -424,7 +424,7 @@ class _Bench:
             default = DEFAULTS[row.layout]
             done = self._plan.done(_row(self._workload, row.precision, default, row.direction).key)
             if done is not None and done.status == "ok":
-                stored = {name: getattr(done, f"error_{name}") for name in ("output", *_GRADIENTS)}
+                stored = {name: getattr(done, f"error_{name}") for name in ("output", *GRADIENTS)}
                 known = {name: error for name, error in stored.items() if error is not None}
             else:
                 known = self._reference.errors(self._first_call(self._run(default, row.direction))[0])
@@ -514,7 +514,7 @@ class _Bench:
             if gradients is None:
                 return None
             bound = partial(gradients, self._tensors(contender.layout))
-            graph, found = captured(lambda: dict(zip(_GRADIENTS, bound(), strict=False)))
+            graph, found = captured(lambda: dict(zip(GRADIENTS, bound(), strict=False)))
         else:
             graph, found = captured(run)
         assert isinstance(found, dict)
@@ -569,22 +569,15 @@ def _pass(
     x, weight = tensors.x.detach().requires_grad_(), tensors.weight.detach().requires_grad_()
     bias = None if tensors.bias is None else tensors.bias.detach().requires_grad_()
     leaves = (x, weight) if bias is None else (x, weight, bias)
+    kept = forward(x, weight, bias) if direction == "backward" else None
 
-    if direction == "backward":
-        kept = forward(x, weight, bias)
+    def run() -> Results:
+        output = forward(x, weight, bias) if kept is None else kept
+        found = torch.autograd.grad(output, leaves, tensors.grad_output, retain_graph=kept is not None)
+        gradients = dict(zip(GRADIENTS, found, strict=False))
+        return {"output": output.detach(), **gradients} if kept is None else gradients
 
-        def run_backward() -> Results:
-            found = torch.autograd.grad(kept, leaves, tensors.grad_output, retain_graph=True)
-            return dict(zip(_GRADIENTS, found, strict=False))
-
-        return run_backward
-
-    def run_both() -> Results:
-        output = forward(x, weight, bias)
-        found = torch.autograd.grad(output, leaves, tensors.grad_output)
-        return {"output": output.detach(), **dict(zip(_GRADIENTS, found, strict=False))}
-
-    return run_both
+    return run
 
 
 def _samples_of(results: Results) -> dict[str, _Sample]:

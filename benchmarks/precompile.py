@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Direction, Pass, Precision
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last
 from gemmconv.ops import both_programs
-from gemmconv.selection import choose, choose_gradients, is_deterministic
+from gemmconv.selection import choose, choose_gradients, current_config
 from gemmconv.tune import OPERANDS
 
 T = TypeVar("T")
@@ -75,18 +76,9 @@ def only_compile(arch: str) -> None:
 def asked(problem: Problem, precision: str, layout: str, spec: DeviceSpec, bias: bool = False) -> Config:
     """The configuration of a layer on a GPU, where torch's convolutions round as a benchmark's precision says."""
     rounding: Precision = "tf32" if precision == "tf32" else "ieee"
-    where = torch.device("cuda", 0)
-    return Config(
-        problem,
-        PRECISIONS[precision],
-        where,
-        rounding,
-        torch_precision=rounding,
-        memory_format=LAYOUTS[layout],
-        bias=bias,
-        spec=spec,
-        deterministic=is_deterministic("auto", where, spec),
-    )
+    settings: Any = {"memory_format": LAYOUTS[layout], "bias": bias, "spec": spec}
+    config = current_config(problem, PRECISIONS[precision], torch.device("cuda", 0), rounding, **settings)
+    return replace(config, torch_precision=rounding)
 
 
 def _compile(job: Job) -> None:

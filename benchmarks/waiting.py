@@ -11,6 +11,7 @@ from benchmarks.networks import RUNS
 from benchmarks.results import Row, newest_runs
 from benchmarks.summary import markdown_table, milliseconds
 from benchmarks.turns import STEPS, Turn, title
+from gemmconv.compare.report import times_text
 
 _MOST_LOSING = 10
 _LOSING = ("what", "precision", "layout", "mode", "step", "torch ms", "gemmconv ms", "gemmconv", "torch itself")
@@ -55,7 +56,7 @@ def parts(turns: Sequence[Turn], rows: Sequence[Row], link: str = "") -> list[st
             found += ["Most device memory during a step, MiB, torch and gemmconv:", peaks(networks)]
     if host:
         found += [_ABOUT_HOST, *_losing(host, link), host_means(host)]
-        found += [] if link else ["Microseconds, torch and gemmconv:", host_times(host)]
+        found += [] if link else ["Microseconds, torch and gemmconv:", hosttimes_text(host)]
     if calls:
         headings = [name for name in summary.HEADINGS[:11] if name not in ("algorithm", "layout")]
         cells = [[*line.cells()[:4], *line.cells()[6:11]] for line in calls]
@@ -78,7 +79,7 @@ def _losing(rows: Sequence[Turn], link: str) -> list[str]:
         cells = [
             [
                 *(row.workload, row.precision, row.layout, row.mode, row.step),
-                *(milliseconds(row.torch_ms), milliseconds(row.ours_ms), _times(row.ratio), _times(row.itself)),
+                *(milliseconds(row.torch_ms), milliseconds(row.ours_ms), times_text(row.ratio), times_text(row.itself)),
             ]
             for row in shown
         ]
@@ -91,29 +92,27 @@ def _losing(rows: Sequence[Turn], link: str) -> list[str]:
 
 def ratios(rows: Sequence[Turn]) -> str:
     """A table of networks and modes: torch's time over gemmconv's, with the geometric mean last."""
-    return _pivot(
-        rows, ("workload", "precision", "layout"), lambda row: _times(row.ratio) if row.ratio else row.status, True
-    )
+    return _pivot(rows, lambda row: times_text(row.ratio) if row.ratio else row.status, mean=True)
 
 
 def peaks(rows: Sequence[Turn]) -> str:
     """A table of the most memory that steps took."""
 
     def cell(row: Turn) -> str:
-        return f"{_mib(row.torch_peak_bytes)} / {_mib(row.ours_peak_bytes)} ({_times(row.peak_ratio)})"
+        return f"{_mib(row.torch_peak_bytes)} / {_mib(row.ours_peak_bytes)} ({times_text(row.peak_ratio)})"
 
-    return _pivot([row for row in rows if row.peak_ratio is not None], ("workload", "precision", "layout"), cell)
+    return _pivot([row for row in rows if row.peak_ratio is not None], cell)
 
 
-def host_times(rows: Sequence[Turn]) -> str:
+def hosttimes_text(rows: Sequence[Turn]) -> str:
     """A table of layers: what the host takes, in microseconds, and the kernels of a forward and a backward pass."""
 
     def cell(row: Turn) -> str:
         if row.torch_ms is None or row.ours_ms is None:
             return row.status
-        return f"{1e3 * row.torch_ms:.1f} / {1e3 * row.ours_ms:.1f} ({_times(row.ratio)})"
+        return f"{1e3 * row.torch_ms:.1f} / {1e3 * row.ours_ms:.1f} ({times_text(row.ratio)})"
 
-    return _pivot(rows, ("workload", "precision", "layout"), cell, kernels=True)
+    return _pivot(rows, cell, kernels=True)
 
 
 def host_means(rows: Sequence[Turn]) -> str:
@@ -126,19 +125,16 @@ def host_means(rows: Sequence[Turn]) -> str:
         for step in steps:
             of = [row for row in rows if (row.precision, row.layout, row.step) == (precision, layout, step)]
             values = [row.ratio for row in of if row.ratio is not None]
-            line += [_times(geometric_mean(values)), _times(min(values))] if values else ["-", "-"]
+            line += [times_text(geometric_mean(values)), times_text(min(values))] if values else ["-", "-"]
         cells.append(line)
     return markdown_table(headings, cells, left=2)
 
 
-def _pivot(
-    rows: Sequence[Turn], names: Sequence[str], cell: Callable[[Turn], str], mean: bool = False, kernels: bool = False
-) -> str:
-    """A table with a column for each mode and step.
+def _pivot(rows: Sequence[Turn], cell: Callable[[Turn], str], mean: bool = False, kernels: bool = False) -> str:
+    """A table with a line for each workload, precision and layout, and a column for each mode and step.
 
     Args:
         rows: all in one table.
-        names: of the attributes that a line is of.
         cell: a row as text.
         mean: whether the last line has the geometric mean of each column.
         kernels: whether the last column names the kernels of training.
@@ -150,21 +146,17 @@ def _pivot(
     columns = sorted({column(row) for row in rows})
     lines: dict[tuple[str, ...], dict[tuple[int, int], Turn]] = {}
     for row in rows:
-        lines.setdefault(tuple(getattr(row, name) for name in names), {})[column(row)] = row
-    headings = [*names, *(f"{RUNS[mode]} {STEPS[step]}" for mode, step in columns)]
+        lines.setdefault((row.workload, row.precision, row.layout), {})[column(row)] = row
+    headings = ["workload", "precision", "layout", *(f"{RUNS[mode]} {STEPS[step]}" for mode, step in columns)]
     cells = [[*line, *(cell(of[one]) if one in of else "-" for one in columns)] for line, of in lines.items()]
     if kernels:
         headings.append("kernels")
         cells = [[*line, of[max(of)].kernels] for line, of in zip(cells, lines.values(), strict=True)]
     if mean:
         values = [[row.ratio for row in rows if column(row) == one and row.ratio is not None] for one in columns]
-        last = [_times(geometric_mean(of)) if of else "-" for of in values]
-        cells.append(["geometric mean", *[""] * (len(names) - 1), *last])
-    return markdown_table(headings, cells, left=len(names))
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+        last = [times_text(geometric_mean(of)) if of else "-" for of in values]
+        cells.append(["geometric mean", "", "", *last])
+    return markdown_table(headings, cells, left=3)
 
 
 def _mib(value: int | None) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gemmconv.compare.layers import DEMO_LAYERS, Layer, checked_problem, shrink
+from gemmconv.compare.layers import DEMO_LAYERS, Layer, checked_problem, short_text, shrink
 from gemmconv.geometry import Problem
 
 _PART = re.compile(r"(op|[nckhwspdg])(\d+)(?:x(\d+))?")
@@ -95,7 +95,7 @@ def format_layer(problem: Problem, bias: bool = False) -> str:
     parts = [
         f"n{problem.batch}",
         f"c{problem.in_channels}x{problem.out_channels}",
-        f"k{_pair_text(problem.kernel_size)}",
+        f"k{short_text(problem.kernel_size)}",
         f"h{problem.input_size[0]}",
         f"w{problem.input_size[1]}",
     ]
@@ -106,14 +106,10 @@ def format_layer(problem: Problem, bias: bool = False) -> str:
         ("d", problem.dilation),
     ):
         if pair != _DEFAULTS[key]:
-            parts.append(f"{key}{_pair_text(pair)}")
+            parts.append(f"{key}{short_text(pair)}")
     if problem.groups > 1:
         parts.append(f"g{problem.groups}")
     return " ".join(parts + ["bias"] * bias)
-
-
-def _pair_text(pair: tuple[int, int]) -> str:
-    return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}x{pair[1]}"
 
 
 # KernelBench, level 1 (https://github.com/ScalingIntelligence/KernelBench): its 2-D transposed convolutions.

@@ -19,7 +19,7 @@ from gemmconv.compare import require_demo_extra
 from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, pick_device, shrink
 from gemmconv.device import KNOWN, Capability, named, spec_of
 from gemmconv.kernels.base import Config, Precision, why_no_kernels
-from gemmconv.selection import compilations_of, is_deterministic, torch_precision
+from gemmconv.selection import compilations_of, current_config, torch_precision
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 _HERE = "cpu, cuda or cuda:1 (default: cuda where there is one)"
@@ -122,18 +122,8 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
             raise ValueError(f"argument --device: must be {rule}, got {text!r}") from None
         capability = spec.capability
     _check_precision(arguments.precision, dtype, where)
-    current = torch_precision(dtype, where)
-    config = Config(
-        layer.problem,
-        dtype,
-        where,
-        arguments.precision or current,
-        torch_precision=current,
-        memory_format=_memory_format(arguments),
-        bias=layer.bias,
-        spec=spec,
-        deterministic=is_deterministic("auto", where, spec),
-    )
+    settings = {"memory_format": _memory_format(arguments), "bias": layer.bias, "spec": spec}
+    config = current_config(layer.problem, dtype, where, arguments.precision, **settings)
     if (reason := why_no_kernels(where, spec)) is not None:
         raise ValueError(f"argument --device: {reason}")
     return config, capability

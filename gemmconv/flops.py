@@ -22,7 +22,7 @@ def register() -> None:
         return
     operators = torch.ops.gemmconv
     formulas = {
-        operators.conv_transpose2d: _conv_transpose2d,
+        operators.conv_transpose2d: _flops,
         operators.conv_transpose2d_input_grad: _input_grad,
         operators.conv_transpose2d_weight_grad: _weight_grad,
         operators.conv_transpose2d_grads: _grads,
@@ -38,13 +38,9 @@ def register() -> None:
                 registry.setdefault(operator, counter.flop_registry[operator])
 
 
-def _flops(input_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
+def _flops(input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
     """Operations of a pass: two for each product of an input and a weight."""
     return 2 * input_shape[0] * math.prod(input_shape[2:]) * math.prod(weight_shape)
-
-
-def _conv_transpose2d(input_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
-    return _flops(input_shape, weight_shape)
 
 
 def _input_grad(

@@ -209,12 +209,7 @@ def col2im(
     return ops.col2im(columns, size, *window)
 
 
-def _window(
-    where: str, kernel_size: IntOrPair, dilation: IntOrPair, padding: IntOrPair, stride: IntOrPair
-) -> tuple[tuple[int, int], ...]:
-    return (
-        validation.extents(where, "kernel_size", kernel_size),
-        validation.extents(where, "dilation", dilation),
-        validation.extents(where, "padding", padding),
-        validation.extents(where, "stride", stride),
-    )
+def _window(where: str, *given: IntOrPair) -> tuple[tuple[int, int], ...]:
+    """Kernel size, dilation, padding and stride of a window as pairs."""
+    names = "kernel_size", "dilation", "padding", "stride"
+    return tuple([validation.extents(where, name, value) for name, value in zip(names, given, strict=True)])

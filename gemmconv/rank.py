@@ -17,7 +17,6 @@ Dense volumes that are slower as images are one product by a kernel of their own
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -35,6 +34,7 @@ from gemmconv.ops import volumes
 from gemmconv.ops.autocast import current_dtype
 from gemmconv.ops.call_cache import find_or_make
 from gemmconv.ops.schemas import is_channels_last
+from gemmconv.ops.signatures import arguments_key
 from gemmconv.selection import NAMES, torch_precision
 
 Ints = int | Sequence[int]
@@ -76,19 +76,14 @@ def conv_transpose1d(
     >>> conv_transpose1d(torch.ones(1, 4, 8), torch.ones(4, 2, 3), stride=2).shape
     torch.Size([1, 2, 17])
     """
-    geometry, options = (stride, padding, output_padding, groups, dilation), (algorithm, precision, workspace_limit)
+    geometry = stride, padding, output_padding, groups, dilation
+    options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if arrays.are_foreign(input, weight, bias):
-        return _on_arrays(conv_transpose1d, (input, weight, bias), geometry, options)
+        tensors = {"input": input, "weight": weight, "bias": bias}
+        return arrays.call(conv_transpose1d, tensors, *geometry, **options)
     try:
-        output = conv_transpose2d(
-            input.unsqueeze(-2),
-            weight.unsqueeze(-2),
-            bias,
-            *of_height_1(*geometry),
-            algorithm=algorithm,
-            precision=precision,
-            workspace_limit=workspace_limit,
-        )
+        images, kernels = input.unsqueeze(-2), weight.unsqueeze(-2)
+        output = conv_transpose2d(images, kernels, bias, *of_height_1(*geometry), **options)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         _checked(1, input, weight, bias, geometry, options)  # raises in the words of one axis what is the caller's
         raise
@@ -128,13 +123,14 @@ def conv_transpose3d(
     >>> conv_transpose3d(torch.ones(1, 4, 3, 8, 8), torch.ones(4, 2, 2, 2, 2), stride=2).shape
     torch.Size([1, 2, 6, 16, 16])
     """
-    geometry, options = (stride, padding, output_padding, groups, dilation), (algorithm, precision, workspace_limit)
+    geometry = stride, padding, output_padding, groups, dilation
+    options: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
     if arrays.are_foreign(input, weight, bias):
-        return _on_arrays(conv_transpose3d, (input, weight, bias), geometry, options)
-    problem = _known(3, input, weight, bias, geometry, options)
-    by_name: Any = {"algorithm": algorithm, "precision": precision, "workspace_limit": workspace_limit}
+        tensors = {"input": input, "weight": weight, "bias": bias}
+        return arrays.call(conv_transpose3d, tensors, *geometry, **options)
+    problem = _known(input, weight, bias, geometry, options)
     if input.dim() == 4:
-        return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **by_name).squeeze(0)
+        return conv_transpose3d(input.unsqueeze(0), weight, bias, *geometry, **options).squeeze(0)
     dtype = current_dtype(input)
     rounding = precision or torch_precision(dtype, input.device)
     last = is_channels_last(input) or is_channels_last(weight)
@@ -144,7 +140,7 @@ def conv_transpose3d(
     if algorithm == "auto":
         records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         way = choose_way(config, "grads" if records else "forward")
-    return compute(way, input, weight, bias, config, by_name)
+    return compute(way, input, weight, bias, config, options)
 
 
 def choose_way(config: Config, direction: Pass = "forward") -> Way:
@@ -230,11 +226,6 @@ def _is_apart(problem: Problem, axis: int) -> bool:
     return plain and p.kernel_size[axis] == p.stride[axis]
 
 
-def _on_arrays(function: Any, tensors: tuple[Any, ...], geometry: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    by_name = dict(zip(("algorithm", "precision", "workspace_limit"), options, strict=True))
-    return arrays.call(function, dict(zip(("input", "weight", "bias"), tensors, strict=True)), *geometry, **by_name)
-
-
 def of_height_1(stride: Ints, padding: Ints, output_padding: Ints, groups: int, dilation: Ints) -> tuple[Any, ...]:
     """Stride, padding, output_padding, groups and dilation of a signal, for an image of height 1."""
     given = stride, padding, output_padding, groups, dilation
@@ -251,18 +242,15 @@ def _is_for_torch(input: Any, weight: Any, bias: Any, algorithm: str) -> bool:
     return input.is_complex() or is_for_torch() or are_for_torch(input, weight, bias)
 
 
-def _known(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
+def _known(input: Any, weight: Any, bias: Any, geometry: Any, options: Any) -> Problem:
     """:func:`_checked`, which repeated calls of plain tensors pass by."""
     tensors = input, weight, bias
-    if torch.compiler.is_compiling() or not all(type(one) in _PLAIN for one in tensors):
-        return _checked(rank, input, weight, bias, geometry, options)
-    try:  # unlike a tuple's, this text tells 1, 1.0 and True apart
-        text = marshal.dumps((geometry, options), 2)
-    except ValueError:
-        return _checked(rank, input, weight, bias, geometry, options)
+    are_plain = not torch.compiler.is_compiling() and all(type(one) in _PLAIN for one in tensors)
+    if not are_plain or (text := arguments_key((geometry, options))) is None:
+        return _checked(3, input, weight, bias, geometry, options)
     described = (None if one is None else (one.shape, one.dtype, one.device, one.layout) for one in tensors)
-    key = "checked", rank, *described, text, torch.is_autocast_enabled(input.device.type)
-    problem: Problem = find_or_make(key, lambda: _checked(rank, input, weight, bias, geometry, options))
+    key = "checked", *described, text, torch.is_autocast_enabled(input.device.type)
+    problem: Problem = find_or_make(key, lambda: _checked(3, input, weight, bias, geometry, options))
     return problem
 
 
@@ -272,8 +260,7 @@ def _checked(rank: int, input: Any, weight: Any, bias: Any, geometry: Any, optio
     named = (("input", input), ("weight", weight), *((("bias", bias),) if bias is not None else ()))
     for name, one in named:
         validation.tensor(where, name, one)
-    algorithm, precision, workspace_limit = options
-    validation.choice(where, algorithm, NAMES, precision, workspace_limit)
+    validation.choice(where, options["algorithm"], NAMES, options["precision"], options["workspace_limit"])
     shape = input.shape if input.dim() != 1 + rank else (1, *input.shape)
     problem = validation.problem(where, shape, weight.shape, *validation.geometry(where, *geometry, rank=rank))
     if not torch.is_autocast_enabled(input.device.type):

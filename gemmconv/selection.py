@@ -44,14 +44,10 @@ def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
     Reads the setting that torch keeps for convolutions, which the legacy flag torch.backends.cudnn.allow_tf32 feeds
     too. Never writes either, and never reads the legacy flag, which raises once the new one was set.
     """
-    if dtype == torch.float32 and device.type == "cuda" and _precision_of_convolutions() == "tf32":
-        return "tf32"
-    return "ieee"
-
-
-def _precision_of_convolutions() -> str:
-    """torch.backends.cudnn.conv.fp32_precision, without the microsecond that the property takes."""
-    return torch._C._get_fp32_precision_getter("cuda", "conv")
+    if dtype != torch.float32 or device.type != "cuda":
+        return "ieee"
+    # torch.backends.cudnn.conv.fp32_precision, without the microsecond that the property takes.
+    return "tf32" if torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32" else "ieee"
 
 
 def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> bool:
@@ -60,6 +56,24 @@ def is_deterministic(requested: str, device: torch.device, spec: DeviceSpec) -> 
     False if our kernels are not available: then torch's operator behaves as it does without gemmconv.
     """
     return requested == "auto" and device.type == "cuda" and spec.is_hopper and missing(device) is None
+
+
+def current_config(
+    problem: Problem,
+    dtype: torch.dtype,
+    device: torch.device,
+    precision: Precision | None = None,
+    workspace_limit: int | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    bias: bool = False,
+    algorithm: str = "auto",
+    spec: DeviceSpec | None = None,
+) -> Config:
+    """The configuration of a call that is made now: what is None follows torch's settings and the device."""
+    current, spec = torch_precision(dtype, device), spec or spec_of(device)
+    limit = DEFAULT_WORKSPACE_LIMIT if workspace_limit is None else workspace_limit
+    settings = precision or current, limit, current, memory_format, bias, spec
+    return Config(problem, dtype, device, *settings, is_deterministic(algorithm, device, spec))
 
 
 def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
@@ -470,19 +484,8 @@ def explain_problem(
     if direction not in tuple(_PASSES):
         raise ValueError(f"explain: direction must be one of {', '.join(_PASSES)}, got {direction!r}")
     where = place("explain", "cuda" if gpu is not None else device)
-    current = torch_precision(dtype, where)
-    config = Config(
-        problem,
-        dtype,
-        where,
-        precision or current,
-        DEFAULT_WORKSPACE_LIMIT if workspace_limit is None else workspace_limit,
-        current,
-        memory_format,
-        bias,
-        spec := spec_of(where) if gpu is None else named(gpu),
-        is_deterministic(algorithm, where, spec),
-    )
+    settings = precision, workspace_limit, memory_format, bias, algorithm
+    config = current_config(problem, dtype, where, *settings, spec=None if gpu is None else named(gpu))
     chosen = choose(config, algorithm, "explain", direction)
     gradients = choose_gradients(config, config, algorithm, "explain")
     reasons, entry = {}, tuned.entry_of(config, direction)

@@ -156,8 +156,7 @@ def _calls_of(model: nn.Module, inputs: Any, backward: bool) -> tuple[list[_Call
         tensors = tuple(without_data(one, dtype) for one in (input, weight, layer.bias))
         options = Options(*given)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
-        current = selection.torch_precision(dtype, input.device)
-        config = config_of(problem, tensors[0], tensors[1], options, current, layer.bias is not None)
+        config = config_of(problem, tensors[0], tensors[1], options, layer.bias is not None)
         needs = backward and input.requires_grad, backward and layer.weight.requires_grad
         config = replace(config, trained=needs[1] and input.is_cpu)
         found[_Call(config, *needs)] = None

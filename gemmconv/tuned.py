@@ -16,17 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gemmconv import validation
 from gemmconv.folder import cache_folder
-from gemmconv.kernels.base import Choice, Config, Kernel, Pass
+from gemmconv.kernels.base import FORMAT_NAMES, Choice, Config, Kernel, Pass
 from gemmconv.version import __version__
 
 log = logging.getLogger("gemmconv")
 _FILE_FORMAT = 1
 _MOST_TIMES = 2.0  # ratio of pixels, either way, up to which an entry holds
-_FORMATS = {torch.contiguous_format: "nchw", torch.channels_last: "channels_last"}
 
 Key = tuple[str, ...]
 
@@ -71,7 +68,7 @@ def key_of(config: Config, direction: Pass) -> Key:
     layer = " ".join([f"c{p.in_channels}x{p.out_channels} g{p.groups}", *(name + text for name, text in named)])
     device = config.spec.name if config.device.type == "cuda" else config.device.type
     dtype = str(config.dtype).removeprefix("torch.")
-    return layer, direction, dtype, config.precision, _FORMATS[config.memory_format], device
+    return layer, direction, dtype, config.precision, FORMAT_NAMES[config.memory_format], device
 
 
 def entry_of(config: Config, direction: Pass) -> Entry | None:

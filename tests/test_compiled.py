@@ -263,7 +263,7 @@ def test_what_a_call_that_casts_launches_is_compiled_ahead(device, monkeypatch):
 
 
 def test_launches_of_a_call_that_casts_have_the_cast(monkeypatch):
-    monkeypatch.setattr(configs, "spec_of", lambda device: MEASURED)
+    monkeypatch.setattr(configs.selection, "spec_of", lambda device: MEASURED)
     monkeypatch.setattr(configs.selection, "torch_precision", lambda dtype, device: "ieee")
     low = [
         WithoutData.of(SHAPES[name], torch.empty(SHAPES[name]).stride(), torch.float16, torch.device("cuda", 0))

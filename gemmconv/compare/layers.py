@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -50,7 +51,7 @@ class Layer:
             ("dilation", problem.dilation, (1, 1)),
         ):
             if value != default:
-                parts.append(f"{label} {value[0] if value[0] == value[1] else pair_text(value)}")
+                parts.append(f"{label} {short_text(value)}")
         if problem.groups > 1:
             parts.append(f"groups {problem.groups}")
         parts += [f"image {pair_text(problem.input_size)}", "bias" if self.bias else "no bias"]
@@ -71,6 +72,11 @@ class Layer:
 def pair_text(pair: tuple[int, int]) -> str:
     """``(3, 5)`` as ``3x5``."""
     return f"{pair[0]}x{pair[1]}"
+
+
+def short_text(pair: tuple[int, int]) -> str:
+    """``(3, 5)`` as ``3x5``, and ``(3, 3)`` as ``3``."""
+    return str(pair[0]) if pair[0] == pair[1] else pair_text(pair)
 
 
 _K3X5 = Problem(64, 64, 128, 1, (128, 256), (3, 5))
@@ -139,31 +145,8 @@ def pick_device(text: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def positive(text: str) -> int:
-    """Argument type: an integer of at least 1."""
-    return _integer(text, least=1)
-
-
-def positive_pair(text: str) -> tuple[int, int]:
-    """Argument type: ``3`` or ``3x5`` or ``3,5``, each at least 1; pairs are (height, width)."""
-    return _pair(text, least=1)
-
-
-def natural_pair(text: str) -> tuple[int, int]:
-    """Argument type: ``3`` or ``3x5`` or ``3,5``, each at least 0; pairs are (height, width)."""
-    return _pair(text, least=0)
-
-
-def image_shape(text: str) -> tuple[int, int, int]:
-    """Argument type: ``8,32,32``, images with their height and width, each at least 1."""
-    parts = text.replace("x", ",").split(",")
-    if len(parts) != 3:
-        raise argparse.ArgumentTypeError(f"must be three integers as in 8,32,32, got {text!r}")
-    images, height, width = (_integer(part, 1) for part in parts)
-    return images, height, width
-
-
-def _integer(text: str, least: int) -> int:
+def integer(text: str, least: int = 1) -> int:
+    """Argument type: an integer of at least 1, or ``least``."""
     try:
         value = int(text)
     except ValueError:
@@ -173,12 +156,22 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-def _pair(text: str, least: int) -> tuple[int, int]:
+def pair(text: str, least: int = 1) -> tuple[int, int]:
+    """Argument type: ``3`` or ``3x5`` or ``3,5``, each at least 1, or ``least``; pairs are (height, width)."""
     parts = text.replace("x", ",").split(",")
     if len(parts) > 2:
         raise argparse.ArgumentTypeError(f"must be one integer or two as in 3x5, got {text!r}")
-    values = [_integer(part, least) for part in parts]
+    values = [integer(part, least) for part in parts]
     return values[0], values[-1]
+
+
+def image_shape(text: str) -> tuple[int, int, int]:
+    """Argument type: ``8,32,32``, images with their height and width, each at least 1."""
+    parts = text.replace("x", ",").split(",")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"must be three integers as in 8,32,32, got {text!r}")
+    images, height, width = map(integer, parts)
+    return images, height, width
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) -> None:
@@ -190,22 +183,22 @@ def add_layer_arguments(parser: argparse.ArgumentParser, by_size: bool = False) 
         "layer", "arguments of torch.nn.ConvTranspose2d, and the input's size; a pair is 3 or 3x5 (height, width)"
     )
     if not by_size:
-        group.add_argument("--batch", type=positive, default=1, metavar="N", help="images in the input (default: 1)")
-    group.add_argument("--in-channels", type=positive, required=True, metavar="C")
-    group.add_argument("--out-channels", type=positive, required=True, metavar="C")
+        group.add_argument("--batch", type=integer, default=1, metavar="N", help="images in the input (default: 1)")
+    group.add_argument("--in-channels", type=integer, required=True, metavar="C")
+    group.add_argument("--out-channels", type=integer, required=True, metavar="C")
     kernel = "--kernel-size" if by_size else "--kernel"
-    group.add_argument(kernel, dest="kernel", type=positive_pair, required=True, metavar="K", help="kernel size")
-    group.add_argument("--stride", type=positive_pair, default=(1, 1), metavar="S", help="default: 1")
-    group.add_argument("--padding", type=natural_pair, default=(0, 0), metavar="P", help="default: 0")
-    group.add_argument("--output-padding", type=natural_pair, default=(0, 0), metavar="P", help="default: 0")
-    group.add_argument("--dilation", type=positive_pair, default=(1, 1), metavar="D", help="default: 1")
-    group.add_argument("--groups", type=positive, default=1, metavar="G", help="default: 1")
+    group.add_argument(kernel, dest="kernel", type=pair, required=True, metavar="K", help="kernel size")
+    group.add_argument("--stride", type=pair, default=(1, 1), metavar="S", help="default: 1")
+    group.add_argument("--padding", type=partial(pair, least=0), default=(0, 0), metavar="P", help="default: 0")
+    group.add_argument("--output-padding", type=partial(pair, least=0), default=(0, 0), metavar="P", help="default: 0")
+    group.add_argument("--dilation", type=pair, default=(1, 1), metavar="D", help="default: 1")
+    group.add_argument("--groups", type=integer, default=1, metavar="G", help="default: 1")
     if by_size:
         text = "images, rows and columns of the input"
         group.add_argument("--size", type=image_shape, required=True, metavar="N,H,W", help=text)
     else:
-        group.add_argument("--height", type=positive, required=True, metavar="H", help="rows of the input")
-        group.add_argument("--width", type=positive, required=True, metavar="W", help="columns of the input")
+        group.add_argument("--height", type=integer, required=True, metavar="H", help="rows of the input")
+        group.add_argument("--width", type=integer, required=True, metavar="W", help="columns of the input")
     group.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True, help="default: --bias")
 
 

@@ -14,11 +14,10 @@ from gemmconv.algorithms import ALGORITHMS, Algorithm
 from gemmconv.compare.layers import Layer
 from gemmconv.compare.photo import windows
 from gemmconv.compare.timing import medians_ms
-from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, Direction, Precision
 from gemmconv.module import ConvTranspose2d
-from gemmconv.selection import choose, choose_gradients, is_deterministic, torch_precision
+from gemmconv.selection import choose, choose_gradients, current_config
 
 BASELINE, AUTO = "torch", "auto"
 
@@ -145,10 +144,8 @@ def measure_layer(
     Returns:
         A row for torch, one for ``auto``, then one for each entry of ``ALGORITHMS``, in their order.
     """
-    current = torch_precision(dtype, device)
-    rounding, spec = precision or current, spec_of(device)
-    config = Config(layer.problem, dtype, device, rounding, torch_precision=current, bias=layer.bias, spec=spec)
-    auto = replace(config, deterministic=is_deterministic(AUTO, device, spec))
+    auto = current_config(layer.problem, dtype, device, precision, bias=layer.bias)
+    config, current = replace(auto, deterministic=False), auto.torch_precision
     gradients = choose_gradients(auto, auto, AUTO, "compare")
     taken = choose(auto, AUTO, "compare"), gradients.input_grad, gradients.weight_grad
     with _restored_benchmark_flag():

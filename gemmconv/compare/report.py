@@ -85,15 +85,16 @@ def _ratio(row: Row, ratio: float | None) -> Text:
     from rich.text import Text
 
     if row.algorithm != AUTO or ratio is None:
-        return Text(_times(ratio))
-    return Text(_times(ratio), style="bold green" if ratio >= _FASTER else "red" if ratio < _SLOWER else "")
+        return Text(times_text(ratio))
+    return Text(times_text(ratio), style="bold green" if ratio >= _FASTER else "red" if ratio < _SLOWER else "")
 
 
 def _milliseconds(value: float | None) -> str:
     return _EMPTY if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def _times(value: float | None) -> str:
+def times_text(value: float | None) -> str:
+    """A ratio as text; ``-`` where there is none."""
     return _EMPTY if value is None else f"{value:.2f}x"
 
 
@@ -137,8 +138,8 @@ def summary(results: Sequence[Sequence[Row]]) -> str:
         if known:
             of = f"{len(known)} layers" if len(known) == len(results) else f"{len(known)} of {len(results)} layers"
             mean = f"geometric mean of {of}; " if not parts else ""
-            detail = f" ({mean}least {_times(min(known))})" if len(results) > 1 else ""
-            parts.append(f"{_times(geometric_mean(known))} {name}{detail}")
+            detail = f" ({mean}least {times_text(min(known))})" if len(results) > 1 else ""
+            parts.append(f"{times_text(geometric_mean(known))} {name}{detail}")
     return f"auto: {', '.join(parts) or 'no ratio to torch, as noted above'}"
 
 
@@ -218,7 +219,7 @@ def _panel(
         axes.vlines(1, position - 0.5, position + len(rows) - 0.5, color="black", linewidth=1, zorder=3)
         for row in rows:
             time, ratio = measured(row)
-            length, text, colour = ratio or 0.0, f"{_times(ratio)}  ({_milliseconds(time)} ms)", "black"
+            length, text, colour = ratio or 0.0, f"{times_text(ratio)}  ({_milliseconds(time)} ms)", "black"
             if row.skipped:
                 text, colour = "not run", "dimgrey"
             elif row.wrong:

@@ -26,6 +26,7 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 Precision = Literal["ieee", "tf32"]
 
 DEFAULT_WORKSPACE_LIMIT = 64 << 20
+FORMAT_NAMES = {torch.contiguous_format: "nchw", torch.channels_last: "channels_last"}  # in files and keys
 
 # Prepared calls: preparation has done everything that depends on the configuration alone.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # input, weight, bias -> output

@@ -20,14 +20,13 @@ import numpy as np
 import torch
 
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import Config, Pass
+from gemmconv.kernels.base import FORMAT_NAMES, Config, Pass
 from gemmconv.kernels.costs import FOLDER
 
 FILE = FOLDER / "measured.npz"
 NATIVE = "native"
 WIDTH = 0.03  # Gaussian kernel exp(-WIDTH * distance**2), where sizes are scaled to a spread of one
 _FARTHEST = 4.0  # spreads from the mean, to which scaled sizes are clipped
-_FORMATS = {torch.contiguous_format: "nchw", torch.channels_last: "channels_last"}
 _LAUNCH_SECONDS, _REACHED = 3e-6, 0.7  # roofline: seconds of a launch; share of the peak rates that large layers reach
 
 
@@ -86,7 +85,7 @@ def key_of(kernel: str, config: Config, direction: Pass) -> str | None:
     if config.dtype == torch.float64:
         return None
     precision = "half" if config.dtype.itemsize == 2 else config.precision
-    return f"{kernel} {direction} {precision} {_FORMATS[config.memory_format]}"
+    return f"{kernel} {direction} {precision} {FORMAT_NAMES[config.memory_format]}"
 
 
 @cache

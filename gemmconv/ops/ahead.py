@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from gemmconv import selection
 from gemmconv.algorithms.gemm_col2im import ahead
 from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
@@ -35,9 +34,8 @@ def launches_of(
     """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
     options, where, first = Options(*as_hashable(arguments)), operator_name(direction), tensors[0]
     form = form or default_form(direction, tensors)
-    current = selection.torch_precision(first.dtype, first.device)
     problem = checked_problem(where, tensors, sizes, options)
-    config, weight_config = pass_configs(direction, problem, tensors, options, current)
+    config, weight_config = pass_configs(direction, problem, tensors, options)
     programs = programs_of(direction, config, weight_config, options.algorithm, where)
     if form.with_bias and (of_bias := bias_grad_program(bias_grad_config(first))) is not None:
         programs.append(of_bias)

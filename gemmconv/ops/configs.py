@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from gemmconv import selection
-from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Pass, Precision, strides_of
+from gemmconv.kernels.base import Config, Pass, strides_of
 from gemmconv.kernels.program import Strides
 from gemmconv.ops.schemas import Options, Tensors, memory_format
 
@@ -45,31 +44,23 @@ def default_form(direction: Pass, tensors: Tensors) -> Form:
     return Form(strides_of(tensors[2].shape, torch.channels_last))
 
 
-def config_of(
-    problem: Problem, first: Tensor, second: Tensor, options: Options, current: Precision, bias: bool = False
-) -> Config:
-    """The configuration of a pass on two tensors; ``current`` is the precision that torch's settings ask for."""
-    dtype, device, spec = first.dtype, first.device, spec_of(first.device)
-    limit = DEFAULT_WORKSPACE_LIMIT if options.workspace_limit is None else options.workspace_limit
-    settings = options.precision or current, limit, current, memory_format(first, second)
-    deterministic = selection.is_deterministic(options.algorithm, device, spec)
-    return Config(problem, dtype, device, *settings, bias, spec, deterministic)
+def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options, bias: bool = False) -> Config:
+    """The configuration of a pass on two tensors."""
+    settings = options.precision, options.workspace_limit, memory_format(first, second), bias, options.algorithm
+    return selection.current_config(problem, first.dtype, first.device, *settings)
 
 
-def pass_configs(
-    direction: Pass, problem: Problem, tensors: Tensors, options: Options, current: Precision
-) -> tuple[Config, Config]:
+def pass_configs(direction: Pass, problem: Problem, tensors: Tensors, options: Options) -> tuple[Config, Config]:
     """The configurations of the input's and the weight's gradient; any other pass has its own twice."""
     first, second = tensors[:2]
     if direction == "grads":
-        by_weight = config_of(problem, first, tensors[2], options, current)
-        return by_weight, config_of(problem, first, second, options, current)
+        return config_of(problem, first, tensors[2], options), config_of(problem, first, second, options)
     bias = len(tensors) > 2 and tensors[2] is not None
-    return (config_of(problem, first, second, options, current, bias),) * 2
+    return (config_of(problem, first, second, options, bias),) * 2
 
 
 def bias_grad_config(grad_output: Tensor) -> Config:
     """The configuration of a bias's gradient, from the gradient of the output ``[N, C_out, H_out, W_out]``."""
     images, channels, height, width = grad_output.shape
     problem = Problem(images, 1, channels, 1, (height, width), (1, 1))
-    return config_of(problem, grad_output, grad_output, Options(), "ieee")
+    return config_of(problem, grad_output, grad_output, Options(precision="ieee"))

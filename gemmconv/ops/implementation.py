@@ -62,7 +62,7 @@ def prepare_call(
         problem = checked_problem(where, tensors, sizes, options)
 
         def prepare(options: Options) -> Callable[..., Any]:
-            config, weight_config = pass_configs(direction, problem, tensors, options, current)
+            config, weight_config = pass_configs(direction, problem, tensors, options)
             config = replace(config, trained=True) if form.trained else config
             selection.log_choice(config, weight_config, direction, options.algorithm)
             if direction == "grads":

@@ -13,8 +13,7 @@ from gemmconv.algorithms.fallback import warn_once
 from gemmconv.device import spec_of
 from gemmconv.kernels.base import missing
 from gemmconv.ops.call_cache import find_or_make
-from gemmconv.ops.configs import config_of
-from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem
+from gemmconv.ops.schemas import Arguments, Options, Tensors, checked_problem, memory_format
 
 
 def torchs_conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -58,8 +57,9 @@ def is_left_to_torch(input: Tensor, weight: Tensor, bias: Tensor | None, argumen
     def decide() -> bool:
         options, tensors = Options(*arguments), _tensors_to_check((input, weight, bias), cast)
         problem = checked_problem("conv_transpose2d", tensors, None, options)
-        config = config_of(problem, tensors[0], tensors[1], options, current, bias is not None)
-        config = replace(config, device=device, spec=spec_of(device), trained=needs[1] and input.is_cpu)
+        settings = options.precision, options.workspace_limit, memory_format(*tensors[:2]), bias is not None, algorithm
+        config = selection.current_config(problem, tensors[0].dtype, device, *settings)
+        config = replace(config, trained=needs[1] and input.is_cpu)
         left = selection.leaves_all_to_torch(config, algorithm, "conv_transpose2d", *needs)
         if left:
             selection.log_choice(config, config, "forward", algorithm)

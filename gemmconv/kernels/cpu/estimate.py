@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gemmconv.kernels.base import Config, Pass
+from gemmconv.kernels.base import FORMAT_NAMES, Config, Pass
 from gemmconv.kernels.cpu.correlation import table_of
 from gemmconv.kernels.cpu.library import isa_name, kernels_for
 
@@ -80,8 +80,7 @@ def sizes(config: Config, direction: Pass) -> dict[str, float]:
 
 def key_of(config: Config, direction: Pass) -> str:
     """The name of the row of coefficients."""
-    layout = "channels_last" if config.memory_format is torch.channels_last else "nchw"
-    return f"{isa_name()} {direction} {layout} {str(config.dtype).removeprefix('torch.')}"
+    return f"{isa_name()} {direction} {FORMAT_NAMES[config.memory_format]} {str(config.dtype).removeprefix('torch.')}"
 
 
 @cache
