@@ -122,7 +122,7 @@ def _warmup_config(arguments: argparse.Namespace) -> tuple[Config, Capability]:
             raise ValueError(f"argument --device: must be {rule}, got {text!r}") from None
         capability = spec.capability
     _check_precision(arguments.precision, dtype, where)
-    settings = {"memory_format": _memory_format(arguments), "bias": layer.bias, "spec": spec}
+    settings: Any = {"memory_format": _memory_format(arguments), "bias": layer.bias, "spec": spec}
     config = current_config(layer.problem, dtype, where, arguments.precision, **settings)
     if (reason := why_no_kernels(where, spec)) is not None:
         raise ValueError(f"argument --device: {reason}")

@@ -97,8 +97,8 @@ class _Layer(nn.Module):
                 return self.forward(input, output_size)
         # nn.Module's attribute look-up takes a microsecond more. Parametrizations and FSDP store the tensors elsewhere.
         parameters: dict[str, Any] = {} if compiling else self._parameters
-        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         output_padding: Any = self.output_padding
         if (
             output_size is None
@@ -114,8 +114,9 @@ class _Layer(nn.Module):
                 if output is not None:
                     return output
         if output_size is not None:
-            where, geometry = f"ConvTranspose{len(self.stride)}d", (self.stride, self.padding, self.dilation)
-            output_padding = _output_padding_for(where, output_size, input.shape, self.kernel_size, *geometry)
+            geometry: Any = self.kernel_size, self.stride, self.padding, self.dilation
+            where = f"ConvTranspose{len(geometry[0])}d"
+            output_padding = _output_padding_for(where, output_size, input.shape, *geometry)
         return self._function(
             input,
             weight,

@@ -136,7 +136,8 @@ def conv_transpose3d(
     last = is_channels_last(input) or is_channels_last(weight)
     if _is_for_torch(input, weight, bias, algorithm):
         return torch.conv_transpose3d(input, weight, bias, *problem.geometry)
-    config, way = volumes.config_of(problem, dtype, input.device, rounding, last), "images"
+    config = volumes.config_of(problem, dtype, input.device, rounding, last)
+    way: Way = "images"
     if algorithm == "auto":
         records = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         way = choose_way(config, "grads" if records else "forward")

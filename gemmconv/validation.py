@@ -65,7 +65,7 @@ def extents(where: str, argument: str, value: int | Sequence[int], rank: int = 2
 
 
 def geometry(
-    where: str, stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any, rank: int = 2
+    where: str, stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any, *, rank: int = 2
 ) -> tuple[Any, ...]:
     """The arguments of torch's operator after its tensors in one form; raises as :func:`extents` does."""
     return (
