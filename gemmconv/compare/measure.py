@@ -273,7 +273,7 @@ def _check(row: Row, module: torch.nn.ConvTranspose2d, data: _Data) -> Row:
     except (NotImplementedError, torch.cuda.OutOfMemoryError) as error:
         return replace(row, skipped=str(error).splitlines()[0])
     results = output[data.images], grad_input[data.images], *grads
-    of_output, *others = map(relative_error, results, data.references)
+    of_output, *others = (relative_error(*pair) for pair in zip(results, data.references, strict=True))
     return replace(row, error=of_output, gradient_error=next((one for one in others if one != one), max(others)))
 
 
