@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 
@@ -90,8 +89,6 @@ class Tile:
     stages: int = 2
     segments: int = 1
     multiprocessors: int = REFERENCE.multiprocessors
-
-    packed_bytes: ClassVar[int] = 0  # weights are read as they lie
 
     @property
     def threads(self) -> int:
@@ -296,12 +293,13 @@ class Tile:
         return max(count for count in range(1, min(self.rows, most) + 1) if self.rows % count == 0)
 
     @property
-    def reaches(self) -> int:
-        """The largest row or column that the kernel works out: whole strips, and what a step has beyond the image."""
+    def fits_integers(self) -> bool:
+        """Whether the kernel's integers reach as far: also whole strips, and what a step has beyond the image."""
         p, (down, across) = self.problem, self.reach
         rows = cells_of(p)[0] + self.rows + self.halo_h + abs(down[0]) + 1
         columns = self.strips * self.cells + self.columns + max(map(abs, across))
-        return max(rows * p.stride[0], columns * p.stride[1], rows * self.across if self.flat else 0)
+        last = max(rows * p.stride[0], columns * p.stride[1], rows * self.across if self.flat else 0)
+        return max(p.in_pixels, p.out_pixels, self.items + blocks_at_once(self), last) <= INT32_MAX
 
     @property
     def vector(self) -> int:
@@ -316,7 +314,7 @@ class Tile:
         shared memory or the L2 cache, and more where several are close.
         """
         p, blocks = self.problem, self.blocks_resident
-        rounds = _rounds(self.items, self.multiprocessors * blocks)
+        rounds = _rounds(self.items, blocks_at_once(self))
         products = self.steps * self.whole_lines * (3 if self.split else 1)
         rounding = 0 if self.itemsize == 2 else _COST.split_rounding_cycles if self.split else _COST.rounding_cycles
         multiplied = _COST.multiply_cycles + _COST.product_cycles * products + rounding * self.steps
@@ -343,11 +341,7 @@ class Tile:
 
 @lru_cache(maxsize=1024)
 def tile_of(
-    problem: Problem,
-    itemsize: int,
-    split: bool,
-    channels_last: bool,
-    multiprocessors: int = REFERENCE.multiprocessors,
+    problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Tile | None:
     """The tile for a problem: a pure function of it. None where the kernel is not for it.
 
@@ -387,11 +381,7 @@ def _sized(tile: Tile | None, problem: Problem) -> Tile | None:
 
 
 def tiles_of(
-    problem: Problem,
-    itemsize: int,
-    split: bool,
-    channels_last: bool,
-    multiprocessors: int = REFERENCE.multiprocessors,
+    problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     for tile in _uncut_tiles(problem, itemsize, split, channels_last, multiprocessors):
@@ -403,9 +393,7 @@ def _uncut_tiles(
 ) -> Iterator[Tile]:
     """All tiles that do not cut images into segments."""
     p = problem
-    if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES:
-        return
-    if not can_be_folded(p):
+    if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES or not can_be_folded(p):
         return
     width = p.input_size[1]
     together = math.gcd(_MOST_COPY, (p.in_channels if channels_last else width) * itemsize)
@@ -455,7 +443,7 @@ def _segments(tile: Tile) -> set[int]:
 
 def _cut(tile: Tile) -> Tile:
     """A tile of whole images with the segments that take fewest steps."""
-    cells, at_once, images = cells_of(tile.problem)[0], tile.multiprocessors * tile.blocks_resident, tile.items
+    cells, at_once, images = cells_of(tile.problem)[0], blocks_at_once(tile), tile.items
 
     def steps(segments: int) -> float:
         return _rounds(images * segments, at_once) * -(-(-(-cells // segments) + tile.halo_h) // tile.rows)
@@ -529,22 +517,18 @@ class GemmFoldNarrow(Sm90Kernel):
     serves = "one group, phases that all have taps, at most 256 columns for all output channels"
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
-        if max(config.problem.in_pixels, config.problem.out_pixels) <= INT32_MAX:
-            yield from filter(_reaches, tiles_of(config.problem, *variant_of(config), config.spec.multiprocessors))
+        tiles = tiles_of(config.problem, *variant_of(config), config.spec.multiprocessors)
+        return (tile for tile in tiles if tile.fits_integers)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        p = config.problem
-        if max(p.in_pixels, p.out_pixels) > INT32_MAX:
-            return None
-        tile = tile_of(p, *variant_of(config), config.spec.multiprocessors)
-        return tile if tile is not None and _reaches(tile) else None
+        tile = tile_of(config.problem, *variant_of(config), config.spec.multiprocessors)
+        return tile if tile is not None and tile.fits_integers else None
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        p = config.problem
-        if max(p.in_pixels, p.out_pixels) > INT32_MAX or _has_wide_offsets(p) != _has_wide_offsets(tile.problem):
+        if _has_wide_offsets(config.problem) != _has_wide_offsets(tile.problem):
             return None
-        sized = _sized(tile, p)
-        return sized if sized is not None and _reaches(sized) else None
+        sized = _sized(tile, config.problem)
+        return sized if sized is not None and sized.fits_integers else None
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         return tile.cycles / FAST_CLOCK_RATE
@@ -558,22 +542,14 @@ class GemmFoldNarrow(Sm90Kernel):
             "cells_h, cells_w": cells_of(p),
             "strips, segments, segment_rows, items": (tile.strips, tile.segments, tile.segment_rows, tile.items),
             **weight_steps(p),
-            **(_of_whole_rows(tile) if tile.whole else {}),
         }
+        if tile.whole:
+            params["by_w_in, by_cells_w"] = reciprocal(p.input_size[1]), reciprocal(tile.cells)
+            params["turns"] = tile.turns
         grid, block = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1), (tile.threads, 1, 1)
         macros = macros_of(tile, config.dtype)
         launch = Launch("sm90/gemm_fold_narrow.cu", macros, grid, block, params, tile.shared_bytes)
         return gathering(config, "forward", [launch], weight=Operand("weight", None, 16))
-
-
-def _of_whole_rows(tile: Tile) -> Params:
-    by = reciprocal(tile.problem.input_size[1]), reciprocal(tile.cells)
-    return {"by_w_in, by_cells_w": by, "turns": tile.turns}
-
-
-def _reaches(tile: Tile) -> bool:
-    """Whether the kernel's integers reach as far as a tile does."""
-    return max(tile.items + blocks_at_once(tile), tile.reaches) <= INT32_MAX
 
 
 KERNEL = GemmFoldNarrow()
