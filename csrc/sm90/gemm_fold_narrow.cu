@@ -130,15 +130,14 @@ __device__ __forceinline__ item_t item_of(const gemm_fold_narrow_params& p, int 
 __device__ __forceinline__ int first_position(const item_t& item) { return ORIGIN + item.strip * CELLS; }
 
 /* Positions across, and where a position of a step is. */
+__device__ __forceinline__ int columns_of(const gemm_fold_narrow_params& p) { return WHOLE ? p.w_in : COLUMNS; }
 struct place_t { int row, column; };
 #if WHOLE
-__device__ __forceinline__ int columns_of(const gemm_fold_narrow_params& p) { return p.w_in; }
 __device__ __forceinline__ place_t place_of(const gemm_fold_narrow_params& p, int position) {
     const int row = divided(position, p.by_w_in);
     return {row, position - row * p.w_in};
 }
 #else
-__device__ __forceinline__ int columns_of(const gemm_fold_narrow_params&) { return COLUMNS; }
 __device__ __forceinline__ place_t place_of(const gemm_fold_narrow_params&, int position) {
     return {position / COLUMNS, position % COLUMNS};
 }
@@ -412,11 +411,7 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
     const int cell0 = item.strip * CELLS;
     const index_t out_pixels = static_cast<index_t>(p.h_out) * p.w_out;
     ELEMENT_T* __restrict__ image = p.output + item.image * static_cast<long long>(out_pixels) * OUT_CHANNELS;
-#if WHOLE
-    const int cells = p.cells_w;
-#else
-    constexpr int cells = CELLS;
-#endif
+    const int cells = WHOLE ? p.cells_w : CELLS;
     #pragma unroll 1
     for (int i = threadIdx.x - kMultipliers; i < STRIDE_H * kRest * cells; i += FOLDERS) {
 #if WHOLE
@@ -434,11 +429,7 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
             bias[each] = p.bias == nullptr ? 0.0f : widen(load_once(p.bias + (out + each)));
         const float* lines = ring + ((out * KERNEL_H + phase) * KERNEL_W * COLUMN_PITCH + cell);
         int slot = (course.ring_row + first_row + axis_h::shift(phase) - kFirstH) % kRing;
-#if CHANNELS_LAST
-        ELEMENT_T* target = image + (static_cast<index_t>(oh) * p.w_out + ow) * OUT_CHANNELS;
-#else
-        ELEMENT_T* target = image + (out * out_pixels + static_cast<index_t>(oh) * p.w_out + ow);
-#endif
+        ELEMENT_T* target = image + (out * out_pixels + static_cast<index_t>(oh) * p.w_out + ow) * kEach;
         const auto next = [&](auto count) {
             // All that is read comes before what is stored, so that rows wait together.
             constexpr int kCount = count.value;
@@ -474,7 +465,7 @@ __device__ __forceinline__ void fold(const gemm_fold_narrow_params& p, const flo
                         values.value[e] = narrow<ELEMENT_T>(sum[row][(first + e) / kEach][(first + e) % kEach]);
                     *reinterpret_cast<vector_t<VECTOR>*>(target + first) = values;
                 }
-                target += static_cast<index_t>(STRIDE_H) * p.w_out * (CHANNELS_LAST ? OUT_CHANNELS : 1);
+                target += static_cast<index_t>(STRIDE_H) * p.w_out * kEach;
             }
         };
         const int complete = oh < p.h_out ? min(rows, (p.h_out - oh - 1) / STRIDE_H + 1) : 0;
