@@ -535,6 +535,8 @@ class GemmFoldNarrow(Sm90Kernel):
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         p = config.problem
+        dividing = reciprocal(p.input_size[1]), reciprocal(tile.cells)
+        whole_rows: Params = {"by_w_in, by_cells_w": dividing, "turns": tile.turns}
         params: Params = {
             **({"map": tile.input_map} if tile.boxed else {}),
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
@@ -542,10 +544,8 @@ class GemmFoldNarrow(Sm90Kernel):
             "cells_h, cells_w": cells_of(p),
             "strips, segments, segment_rows, items": (tile.strips, tile.segments, tile.segment_rows, tile.items),
             **weight_steps(p),
+            **(whole_rows if tile.whole else {}),
         }
-        if tile.whole:
-            params["by_w_in, by_cells_w"] = reciprocal(p.input_size[1]), reciprocal(tile.cells)
-            params["turns"] = tile.turns
         grid, block = (-(-tile.items // -(-tile.items // blocks_at_once(tile))), 1, 1), (tile.threads, 1, 1)
         macros = macros_of(tile, config.dtype)
         launch = Launch("sm90/gemm_fold_narrow.cu", macros, grid, block, params, tile.shared_bytes)
