@@ -37,7 +37,7 @@ FILES = ("rows.csv.gz", "cudnn.csv.gz")  # of a GPU's results: all kernels, and 
 GPU = "NVIDIA H200"  # whose rows are fitted to; of other GPUs estimates are in proportion
 _RIDGE, _FEW_RIDGE = 3.0, 60.0  # rows' worth of belief that a size does not matter: for torch's operator, for ours
 _NOISE = 0.3  # of a row, to what layers near each other have in common
-_FEWEST = 12  # rows of a correction
+_FEWEST = 14  # rows of a correction: fewer follow single layers
 _PICKED, _COUNT = ("public", "models"), 3  # suites of layers that people use, whose rows of torch's count so often
 _FOLDS = 10
 
