@@ -47,12 +47,12 @@ class _Layer(nn.Module):
         precision: Precision | None = None,
         workspace_limit: int | None = None,
     ) -> None:
-        rank = RANKS[next(kind for kind in type(self).__mro__ if kind in RANKS)]
-        where = f"ConvTranspose{rank}d"
+        axes = RANKS[next(kind for kind in type(self).__mro__ if kind in RANKS)]
+        where = f"ConvTranspose{axes}d"
         counts = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
         sizes = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "output_padding": output_padding}
         sizes["dilation"] = dilation
-        checked = validation.module(where, rank, counts, sizes, bias, padding_mode, device, dtype)
+        checked = validation.module(where, axes, counts, sizes, bias, padding_mode, device, dtype)
         validation.choice(where, algorithm, NAMES, precision, workspace_limit)
         super().__init__(**checked, bias=bias, padding_mode=padding_mode, device=device, dtype=dtype)
         self.algorithm = algorithm
@@ -134,7 +134,7 @@ class _Layer(nn.Module):
     def _after_a_miss(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """The output of a plain call whose signature ``key`` is not in the cache, if it is found in another way."""
+        """Called where the signature ``key`` of a call is not in the cache. Returns the output, or None to go on."""
 
     def extra_repr(self) -> str:
         """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""

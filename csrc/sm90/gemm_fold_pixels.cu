@@ -6,7 +6,11 @@
  *
  * An item is some images, or a window of one row (WINDOWED), with as much of its neighbours as its cells read. At the end of a
  * block of lines the warps that multiply write the columns of FOLD_OUTS output channels to shared memory, all of them at once,
- * gather them (epilogue/fold_smem.cuh), and go on with the next; what they write meanwhile lies elsewhere.
+ * gather them (epilogue/fold_smem.cuh), and go on with the next. Two buffers of columns take turns, so that nobody waits before
+ * writing.
+ *
+ * Inputs come to slots and weights to stages, two rings of buffers in shared memory, a chunk of channels in each. Where all chunks
+ * of an item have a slot, inputs are held for all of its blocks of lines, and the last block frees the slots.
  *
  * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; FOLD_OUTS (a divisor of a
  * block's output channels, their lines a multiple of 8), WHOLE_OUTS (1 where it divides all of them), FOLD_TURNS (cells of a

@@ -1,9 +1,24 @@
-"""How ``fused`` goes about small images, and signals, as rows of positions (sm90/gemm_fold_pixels.cu): tiles, launch.
+"""Host side of csrc/sm90/gemm_fold_pixels.cu: ``fused`` for small images, and for signals.
 
-It is for 16-bit types and TF32, NCHW, one group, kernels of which a block of at most 256 lines has all taps of some
-output channels and that leave no phase without taps, and images of at most 256 inputs or, where a kernel has one row,
-of one row, of a multiple of four inputs; of 16 bits, weights whose rows of lines begin at 16 bytes. ``tiles_of`` gives
-none for others.
+    position  an input pixel: a row of the product
+    line      an output channel and a tap: a column of the product
+    item      the work that a thread block takes at a time: some images, or a window of one row, and a set of lines
+    set       some of the blocks of at most 256 lines that all lines are cut into
+    pass      output channels whose columns lie in shared memory together, while threads sum them up
+    chunk     128 bytes of a pixel's channels, which come to shared memory together
+
+64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32: there are 32 * 16 = 512 lines. A block
+has 144 of them, those of 9 output channels, so there are four blocks, each a set of its own. An item has two images,
+128 positions, so there are 32 * 4 = 128 items, one for nearly each of 132 multiprocessors. Channels come in two chunks.
+A pass has 3 output channels: 48 lines of 128 positions.
+
+It is for 16-bit types and TF32, NCHW and one group, where
+
+- a block of lines has all taps of some output channels, and each phase has a tap;
+- images have at most 256 inputs, or image and kernel have one row, and inputs are a multiple of four;
+- in 16 bits, rows of weights begin at multiples of 16 bytes.
+
+``tiles_of`` gives no tile for other layers.
 """
 
 from __future__ import annotations
@@ -95,7 +110,7 @@ class Tile(PositionRows):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Those who bring inputs of two blocks of rows need more than 40."""
+        """Registers of a thread that multiplies, and of one that copies inputs."""
         return 208, 88
 
     @property
