@@ -50,7 +50,6 @@ _SLOTS = 1, 2  # taps of a product
 _MOST_SUMS = 192  # registers of a thread
 _MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
-_CACHED_BYTES = 96 << 20  # of outputs: beyond, hardly any are still in the L2 cache when their neighbours are stored
 
 # Constants for TF32.
 _WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and columns of a product
@@ -468,8 +467,7 @@ class Tile16(RowTile):
         """Roughly the cycles of a call, its launches among them.
 
         Of a step a warpgroup multiplies, and folds while the other multiplies. What both ask of shared memory counts,
-        where it is more: reads of products, three accesses for the outputs of a line, shuffles. Where memory is what is
-        waited for, sectors that are written in two parts count more than once.
+        where it is more: reads of products, three accesses for the outputs of a line, shuffles.
         """
         blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
         products, span = self.weight_rows * self.channels / self.product_channels * self.tiles, self.span[1]
@@ -486,15 +484,7 @@ class Tile16(RowTile):
         multiplied = -(-self.multiplied // self.columns)
         unmultiplied = (self.steps - multiplied) * _COST.unmultiplied_factor * folding
         computing = rounds * -(-self.items // blocks) * (multiplied * step + unmultiplied)
-        return _COST.start_cycles + (computing**overlap + self._written_cycles**overlap) ** (1 / overlap)
-
-    @property
-    def _written_cycles(self) -> float:
-        """Cycles to move inputs and outputs; the L2 cache merges partial sectors while it has room for them."""
-        p = self.problem
-        outputs = p.batch * p.groups * self.out_channels * math.prod(self.output_size) * self.itemsize
-        twice = self.cuts_sectors and outputs > _CACHED_BYTES
-        return self.moved_cycles + (_COST.cut_sectors * self.cycles_of_bytes(outputs) if twice else 0)
+        return _COST.start_cycles + (computing**overlap + self.moved_cycles**overlap) ** (1 / overlap)
 
     @property
     def macros(self) -> Macros:
@@ -786,7 +776,7 @@ class GemmFoldRows(Sm90Kernel):
         return tile_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
     def seconds(self, config: Config, direction: Pass, tile: RowTile) -> float:
-        return tile.seconds if tile.pixels_on_m else _COST.margin * tile.seconds
+        return tile.seconds
 
     def fitted(self, config: Config, direction: Pass, tile: RowTile) -> RowTile | None:
         sized: RowTile = tile.sized(config.problem)
