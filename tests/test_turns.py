@@ -289,10 +289,11 @@ def test_kernels_are_compiled_ahead_for_auto_alone(monkeypatch):
     loaded = []
     monkeypatch.setattr(precompile, "only_compile", lambda arch: None)
     monkeypatch.setattr(launch, "load", lambda name, *arguments: loaded.append(name))
-    problem, spec = host.LAYERS["k3"].problem, gemmconv.explain(host.LAYERS["k3"].problem, gpu="H100").config.spec
-    precompile._compile((problem, "bf16", "nchw", ("forward",), spec, "sm_90a", True))
-    assert any(name.startswith("sm90/implicit_gemm") for name in loaded)
-    assert not any(name.startswith("direct/") for name in loaded)
+    problem = host.LAYERS["k3"].problem
+    chosen = gemmconv.explain(problem, gpu="H100", dtype=torch.bfloat16)
+    precompile._compile((problem, "bf16", "nchw", ("forward",), chosen.config.spec, "sm_90a", True))
+    assert chosen.kernel.startswith("sm90/")
+    assert set(loaded) == {"weights/pack.cu", chosen.kernel + ".cu"}
 
 
 # What is made from the files.
