@@ -831,7 +831,8 @@ def test_runs_on_tensor_cores_load_in_every_way():
     }
 
 
-# The same runs as input gradients, where a tile serves them. An input gradient has its strides between inputs.
+# Two of three forward runs are repeated as input gradients, where a tile serves these. An input gradient has its
+# strides between inputs.
 FUSED_GRADIENTS = [
     run
     for i, one in enumerate(FUSED_RUNS)

@@ -54,13 +54,6 @@ __device__ __forceinline__ barrier_t& begin_stage(BARRIERS& barriers, const ring
     return barriers.full[ring.stage];
 }
 
-/* Makes a warp's writes to a stage visible to products, and arrives once for the warp. */
-__device__ __forceinline__ void end_stage(barrier_t& full) {
-    fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(full);
-}
-
 /* Calls body(ITEM(p, i)) for the items i of a block. Where items are of `sets`, p.items of each, a block has one of them. */
 template <typename ITEM, typename PARAMS, typename BODY>
 __device__ __forceinline__ void each_item(const PARAMS& p, int sets, const BODY& body) {

@@ -9,8 +9,8 @@
 
 64 images of 8 x 8, 64 to 32 channels, kernel 4, stride 2, padding 1, in TF32: there are 32 * 16 = 512 lines. A block
 has 144 of them, those of 9 output channels, so there are four blocks, each a set of its own. An item has two images,
-128 positions, so there are 32 * 4 = 128 items, one for nearly each multiprocessor of an H200. Channels
-come in two chunks. A pass has 3 output channels: 48 lines of 128 positions.
+128 positions, so there are 32 * 4 = 128 items, one for nearly each multiprocessor of an H200.
+Channels come in two chunks. A pass has 3 output channels: 48 lines of 128 positions.
 
 It is for 16-bit types and TF32, NCHW and one group, where
 

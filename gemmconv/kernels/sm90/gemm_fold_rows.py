@@ -41,7 +41,7 @@ _CARRIED = 8  # columns of the step before
 _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines that are gone along
 _MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
 _THREADS = 384
-_SECTOR_BYTES, _PRODUCT_BYTES = 32, 32  # that memory writes together; of channels of a product
+_PRODUCT_BYTES = 32  # of channels of a product
 
 # Constants for 16-bit types.
 _LINE = 64  # columns of a box, 128 bytes
@@ -53,6 +53,7 @@ _LINE_BYTES = 128  # of outputs that are stored together, at most
 
 # Constants for TF32.
 _WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and columns of a product
+_SECTOR = 8  # outputs that memory writes together, 32 bytes
 _CHUNKS = (8, 16, 32, 64)  # channels of a stage
 # Unrolled products of a step, and groups; a group has the products of a chunk, and of one tap down or all of them.
 _MOST_PRODUCTS, _MOST_GROUPS = 96, 16
@@ -100,11 +101,6 @@ class RowTile(Gathering):
     def piece(self) -> int:
         """Elements that lie together."""
         return _PIECE_BYTES // self.itemsize
-
-    @property
-    def sector(self) -> int:
-        """Outputs that memory writes together."""
-        return _SECTOR_BYTES // self.itemsize
 
     @property
     def product_channels(self) -> int:
@@ -187,17 +183,13 @@ class RowTile(Gathering):
     # Steps along a row, and items.
 
     @property
-    def cuts_sectors(self) -> bool:
-        """Whether steps end, and rows begin, within sectors."""
-        return any(place % self.sector for place in (self.output_size[1], self.delayed * self.span[1]))
-
-    @property
     def kept(self) -> int:
         """Outputs of a row that may be stored later than what is beside them."""
         return 0
 
     @property
     def steps(self) -> int:
+        """Steps along a row."""
         cells = self.cells[1] + self.delayed + -(-self.kept // self.span[1])
         return -(-cells // self.columns)
 
@@ -591,15 +583,20 @@ class TileTf32(RowTile):
         return math.gcd(self.piece, 2 * span, self.output_size[1], self.delayed * span)
 
     @property
+    def cuts_sectors(self) -> bool:
+        """Whether steps end, and rows begin, within sectors."""
+        return any(place % _SECTOR for place in (self.output_size[1], self.delayed * self.span[1]))
+
+    @property
     def steps(self) -> int:
-        """Along a row; they come two by two."""
+        """Steps along a row; they come two by two."""
         return -(-super().steps // 2) * 2
 
     @property
     def kept(self) -> int:
         if not self.whole_sectors:
             return 0
-        return -self.delayed * self.span[1] % self.sector if self.output_size[1] % self.sector == 0 else self.sector - 1
+        return -self.delayed * self.span[1] % _SECTOR if self.output_size[1] % _SECTOR == 0 else _SECTOR - 1
 
     # Shared memory and registers.
 
@@ -624,8 +621,8 @@ class TileTf32(RowTile):
     @property
     def _other_bytes(self) -> int:
         """Outputs of two steps of eight channels of each warp, and what is kept of all; the bias, a barrier."""
-        line = 2 * self.columns * self.span[1] + self.whole_sectors * self.sector + _LINE_PAD
-        outputs = _WHOLE_OUTS * line * self.itemsize + self.whole_sectors * self.outs * self.sector * self.itemsize
+        line = 2 * self.columns * self.span[1] + self.whole_sectors * _SECTOR + _LINE_PAD
+        outputs = _WHOLE_OUTS * line * self.itemsize + self.whole_sectors * self.outs * _SECTOR * self.itemsize
         return self.rows * outputs + self.outs * self.itemsize + _BARRIER_BYTES
 
     @property
