@@ -9,12 +9,11 @@ A drop-in for torch.nn.ConvTranspose1d, 2d and 3d:
 
 from gemmconv.convert import convert, converted, patched, report, revert
 from gemmconv.errors import CompileError
-from gemmconv.explain import LayerExplanation, ModelExplanation, explain
+from gemmconv.explain import Explanation, LayerExplanation, ModelExplanation, explain
 from gemmconv.functional import col2im, conv_transpose2d, im2col
 from gemmconv.geometry import Problem
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from gemmconv.rank import conv_transpose1d, conv_transpose3d
-from gemmconv.selection import Explanation
 from gemmconv.tune import forget_tuned, load_tuned, tune
 from gemmconv.version import __version__
 from gemmconv.warmup import warmup

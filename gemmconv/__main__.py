@@ -18,8 +18,9 @@ from gemmconv import __version__, info
 from gemmconv.compare import require_demo_extra
 from gemmconv.compare.layers import DEMO_LAYERS, Layer, add_layer_arguments, layer_from_arguments, pick_device, shrink
 from gemmconv.device import KNOWN, Capability, named, spec_of
+from gemmconv.explain import compilations_of
 from gemmconv.kernels.base import Config, Precision, why_no_kernels
-from gemmconv.selection import compilations_of, current_config, torch_precision
+from gemmconv.selection import current_config, torch_precision
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 _HERE = "cpu, cuda or cuda:1 (default: cuda where there is one)"

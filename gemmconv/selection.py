@@ -5,37 +5,30 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from gemmconv import tuned
 from gemmconv.algorithms import ALGORITHMS, Algorithm, Config
-from gemmconv.device import MEASURED, DeviceSpec, named, spec_of
+from gemmconv.device import MEASURED, DeviceSpec, spec_of
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Choice, Direction, Pass, Precision, missing, why_no_kernels
 from gemmconv.kernels.columns.cpu import is_faster_than_torch
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.cpu.library import isa_name
-from gemmconv.kernels.forms import launches
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, via_channels_last_seconds
-from gemmconv.kernels.program import Program
-from gemmconv.validation import choice, made_problem, place
-
-Compilations = tuple[tuple[str, tuple[tuple[str, str | int], ...]], ...]  # sources with their sorted macros
 
 NAMES = tuple(algorithm.name for algorithm in ALGORITHMS)
-_MOST_STEPS = 12  # most steps of a program that a report of explain lists
 
-_PASSES = {"forward": "forward", "input_grad": "gradient of the input", "weight_grad": "gradient of the weight"}
 _FALLBACK_GRADIENT = "gemm_col2im"  # computes a gradient that no kernel of the named algorithm takes
 _COST = costs_of("choice")
 _CLEARLY_FASTER = _COST.table("clearly_faster")
-_MICROSECONDS = 10**6
+MICROSECONDS = 10**6
 
 
 def torch_precision(dtype: torch.dtype, device: torch.device) -> Precision:
@@ -120,8 +113,8 @@ def preference(config: Config, direction: Direction = "forward") -> Sequence[tup
 def _estimate_text(seconds: Seconds) -> str:
     if seconds.device == math.inf:
         return "no estimate: comes last"
-    host = f", {_MICROSECONDS * seconds.host:,.0f} us of the host" if seconds.host else ""
-    return f"estimated at {_MICROSECONDS * seconds.device:,.0f} us{host}"
+    host = f", {MICROSECONDS * seconds.host:,.0f} us of the host" if seconds.host else ""
+    return f"estimated at {MICROSECONDS * seconds.device:,.0f} us{host}"
 
 
 def _first_on_other_gpus(config: Config, direction: Direction) -> Algorithm:
@@ -277,7 +270,7 @@ def log_choice(config: Config, weight_config: Config, direction: Pass, requested
         names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]
     layer, size = " ".join(tuned.key_of(config, direction)), (config.problem.batch, *config.problem.input_size)
     kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
-    expected = f"expected {_MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
+    expected = f"expected {MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
     chosen = f"{' and '.join(names)}, kernel {kernels}, {expected}"
     tuned.log.debug("auto chooses for %s %s: %s", layer, "x".join(map(str, size)), chosen)
 
@@ -364,174 +357,3 @@ def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...])
         seconds = one.grads_estimate(config, weight_config)
         found.append((Seconds(seconds, host[one]), Gradients(one, one, False, True)))
     return min(found, key=lambda item: item[0].waited)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a configuration is computed the way it is. ``str()`` gives a report.
-
-    Attributes:
-        algorithm: name of the algorithm chosen for the pass.
-        kernel: its kernel: the source under csrc/ without ending, or the algorithm's name if it has no kernels.
-        tile: fields of the tile that the kernel is specialised by, as ``name=value``, with spaces between.
-        reasons: for every algorithm, why it was or was not chosen.
-        kernels: for every kernel that the device may take, its tile and estimate, or why it cannot serve the layer.
-        config: the configuration that was asked for.
-        direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
-        workspace_bytes: for every able algorithm, bytes of temporary memory of a call.
-        gradients: names of the algorithms of the input's and the weight's gradient when a backward pass wants both.
-        program: the steps of the call; None for torch's operator, and on the CPU.
-        gradients_turned: whether tensors in NCHW are transposed so that both gradients compute in channels_last.
-        compilations: the kernels that a first call with tensors in this format compiles: sources and sorted macros.
-    """
-
-    algorithm: str
-    kernel: str
-    tile: str
-    reasons: dict[str, str]
-    kernels: dict[str, str]
-    config: Config
-    direction: Direction
-    workspace_bytes: dict[str, int]
-    gradients: tuple[str, str]
-    program: Program | None = None
-    gradients_turned: bool = False
-    compilations: Compilations = ()
-
-    def __str__(self) -> str:
-        p, c = self.config.problem, self.config
-        itemsize = c.dtype.itemsize
-        dtype = str(c.dtype).removeprefix("torch.")
-        lines = [
-            f"conv_transpose2d {list(p.input_shape)} x {list(p.weight_shape)} -> {list(p.output_shape)}, "
-            f"{dtype} ({c.precision}) on {c.device}{', channels_last' * (c.memory_format is torch.channels_last)}",
-            f"  work     {p.useful_flops:,} flops, at least {p.least_bytes(itemsize):,} bytes moved, "
-            f"{p.useful_flops / max(1, p.least_bytes(itemsize)):.1f} flops a byte",
-            f"  columns  {p.column_bytes(itemsize):,} bytes if all were written at once, {p.gemm_batch} products of "
-            f"{p.gemm_m} x {p.gemm_n} x {p.gemm_k}",
-            f"  chosen   {self.algorithm} ({_PASSES[self.direction]}); for a whole backward pass {self._backward}",
-        ]
-        if c.device.type == "cuda" or "/" in self.kernel:
-            gpu = f", for an {c.spec.name}" if c.device.type == "cuda" else ""
-            lines.append(f"  kernel   {self.kernel} {self.tile}".rstrip() + gpu)
-        if self.program is not None:
-            head, *steps = str(self.program).splitlines()
-            if len(steps) > _MOST_STEPS:
-                steps = [*steps[:_MOST_STEPS], f"  and {len(steps) - _MOST_STEPS} more"]
-            lines += [f"  program  {head}", *(f"         {step}" for step in steps)]
-            count = len(self.compilations)
-            lines.append(f"  compiles {count} kernel{'s' * (count != 1)}, unless they are in the cache")
-        for name, reason in self.reasons.items():
-            memory = f"; workspace {self.workspace_bytes[name]:,} bytes" if self.workspace_bytes.get(name) else ""
-            lines.append(f"  {name:<12} {reason}{memory}")
-        lines += [f"    {name:<26} {text}" for name, text in self.kernels.items()]
-        return "\n".join(lines)
-
-    @property
-    def _backward(self) -> str:
-        input_grad, weight_grad = self.gradients
-        names = input_grad if input_grad == weight_grad else f"{input_grad} (input) and {weight_grad} (weight)"
-        return f"{names}, in channels_last between transposes" if self.gradients_turned else names
-
-
-def explain_problem(
-    problem: Problem,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    algorithm: str = "auto",
-    precision: Precision | None = None,
-    workspace_limit: int | None = None,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    bias: bool = False,
-    direction: Direction = "forward",
-    gpu: str | None = None,
-) -> Explanation:
-    """Say which algorithm and kernel a call takes for a problem, and why.
-
-    Args:
-        problem: the geometry.
-        dtype: element type.
-        device: where the tensors would be; no device is touched.
-        algorithm: the ``algorithm`` argument of the call.
-        precision: ``"ieee"``, ``"tf32"``, or None for torch's setting.
-        workspace_limit: bytes; None for 64 MiB.
-        memory_format: format of input and output, ``torch.contiguous_format`` or ``torch.channels_last``.
-        bias: whether the call has a bias.
-        direction: the pass: ``"forward"``, ``"input_grad"`` or ``"weight_grad"``.
-        gpu: name of a GPU, such as ``"A100"``, in place of the device's; the machine need not have it.
-
-    Raises:
-        ValueError: an unknown algorithm, precision, memory format, direction or GPU, or a workspace limit below 1 byte.
-        TypeError, RuntimeError: a dtype or a problem that no call can have.
-        NotImplementedError: an integer dtype, or the algorithm cannot serve the problem.
-
-    >>> problem = Problem(8, 256, 128, 1, (32, 32), (4, 4), stride=(2, 2), padding=(1, 1))
-    >>> explain_problem(problem, algorithm="gemm_col2im").algorithm
-    'gemm_col2im'
-    >>> explain_problem(problem, device="cuda").algorithm
-    'fused'
-    >>> explain_problem(problem, gpu="H100", dtype=torch.float16, direction="weight_grad").kernel
-    'sm90/wgrad_nhwc'
-    >>> explain_problem(problem, gpu="A100").kernel
-    'conv/gemm_mma'
-    """
-    problem = made_problem("explain", problem, dtype)
-    choice("explain", algorithm, NAMES, precision, workspace_limit)
-    if memory_format not in (torch.contiguous_format, torch.channels_last):
-        known = "torch.contiguous_format or torch.channels_last"
-        raise ValueError(f"explain: memory_format must be {known}, got {memory_format}")
-    if direction not in tuple(_PASSES):
-        raise ValueError(f"explain: direction must be one of {', '.join(_PASSES)}, got {direction!r}")
-    where = place("explain", "cuda" if gpu is not None else device)
-    settings = precision, workspace_limit, memory_format, bias, algorithm
-    config = current_config(problem, dtype, where, *settings, spec=None if gpu is None else named(gpu))
-    chosen = choose(config, algorithm, "explain", direction)
-    gradients = choose_gradients(config, config, algorithm, "explain")
-    reasons, entry = {}, tuned.entry_of(config, direction)
-    for candidate, rule in preference(config, direction):
-        refusal = candidate.why_not(config)
-        if refusal:
-            reasons[candidate.name] = f"cannot serve it: {refusal}"
-        else:
-            if entry is not None and candidate.name in entry.microseconds:
-                rule = f"measured: {entry.microseconds[candidate.name]:,.1f} us with {list(entry.size)}; {rule}"
-            if candidate.name == "native" and where.type == "cuda":
-                rule += "; cuDNN's deterministic kernels" if config.deterministic else "; torch's own settings"
-            reasons[candidate.name] = f"asked for; {rule}" if candidate is chosen and algorithm != "auto" else rule
-    choice_made = chosen.choice(config, direction)
-    assert choice_made is not None
-    kernels = {name: text for a in ALGORITHMS for name, text in _kernel_reports(a, config, direction)}
-    workspace = {a.name: a.workspace_bytes(config, direction) for a in ALGORITHMS if a.why_not(config) is None}
-    names = gradients.input_grad.name, gradients.weight_grad.name
-    taken = chosen.name, choice_made.kernel.name, choice_made.tile_text
-    program = choice_made.program(config, direction) if where.type == "cuda" else None
-    compilations = () if program is None else compilations_of(program, config)
-    how = program, gradients.via_channels_last, compilations
-    return Explanation(*taken, reasons, kernels, config, direction, workspace, names, *how)
-
-
-def compilations_of(program: Program, config: Config) -> Compilations:
-    """The kernels that a call of a program compiles for tensors in the configuration's format, without duplicates."""
-    p = config.problem
-    shapes = {"input": p.input_shape, "weight": p.weight_shape, "grad_output": p.output_shape}
-    of: dict[str, Any] = {"dtype": config.dtype, "device": "meta", "memory_format": config.memory_format}
-    tensors = [torch.empty(shapes[name], **of) if name in shapes else None for name in program.arguments]
-    steps = launches(program, tuple(tensors), config.device)
-    return tuple(dict.fromkeys((step.source, tuple(sorted(step.macros.items()))) for step in steps))
-
-
-def _kernel_reports(algorithm: Algorithm, config: Config, direction: Direction) -> Iterator[tuple[str, str]]:
-    """For each kernel of an algorithm with several: its tile and estimate, or why it cannot compute the pass."""
-    if len(algorithm.kernels) == 1:
-        return
-    refusal = algorithm.why_not(config, direction)
-    for kernel in algorithm.kernels_for(config):
-        if direction not in kernel.directions:
-            continue
-        if (made := algorithm.choice_of(kernel, config, direction)) is not None:
-            packed = kernel.packed_weight_bytes(config, direction)
-            packed_text = f"; keeps {packed:,} bytes of packed weights" if packed else ""
-            yield kernel.name, f"estimated at {_MICROSECONDS * made.seconds:,.0f} us; {made.tile_text}{packed_text}"
-        elif (reason := kernel.why_not(config, direction)) != refusal:  # the algorithm's own reason is reported already
-            yield kernel.name, f"not for it: {reason}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gemmconv import selection, tuned, validation
 from gemmconv.algorithms import ALGORITHMS
 from gemmconv.compare.timing import cuda_rounds, medians_ms
+from gemmconv.explain import compilations_of
 from gemmconv.kernels.base import Choice, Config, Direction, Pass, strides_of
 from gemmconv.kernels.conv import gemm_mma
 from gemmconv.module import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -264,7 +265,7 @@ def _compile(plans: Sequence[tuple[_Call, Direction, list[Candidate]]]) -> None:
             program = choice.program(call.config, direction)
             if program is not None:
                 arch = architecture(call.config.device.index or 0)
-                wanted.setdefault(arch, {}).update(dict.fromkeys(selection.compilations_of(program, call.config)))
+                wanted.setdefault(arch, {}).update(dict.fromkeys(compilations_of(program, call.config)))
     futures = [compile_ahead([(name, dict(macros)) for name, macros in one], arch) for arch, one in wanted.items()]
     show_progress([future for some in futures for _, future in some])
 

@@ -17,9 +17,9 @@ from gemmconv import compare
 from gemmconv.algorithms.gemm_col2im import GemmCol2im
 from gemmconv.algorithms.native import Native
 from gemmconv.compare import layers, measure, photo, report, timing
+from gemmconv.explain import explain_problem as explain
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
-from gemmconv.selection import explain_problem as explain
 from tests.wrong import Wrong, off, take_alone
 
 Console = pytest.importorskip("rich.console", reason="the comparison needs the extra demo").Console

@@ -18,6 +18,7 @@ import torch
 from benchmarks.random_layers import COUNT, random_layers
 from gemmconv import selection
 from gemmconv.device import MEASURED
+from gemmconv.explain import compilations_of
 from gemmconv.geometry import Problem
 from gemmconv.hashing import hashed_once
 from gemmconv.kernels.base import Config
@@ -74,7 +75,7 @@ def taken(config, direction):
     """The kernel and the tile that ``auto`` takes, and all that is compiled for it, transposed tensors included."""
     choice = selection.choose(config, "auto", "test", direction).choice(config, direction)
     program = choice.program(config, direction)
-    return str(choice), () if program is None else selection.compilations_of(program, config)
+    return str(choice), () if program is None else compilations_of(program, config)
 
 
 @functools.cache
