@@ -39,9 +39,9 @@ def conv_transpose2d(
 ) -> Tensor:
     """Transposed 2-D convolution, as torch.nn.functional.conv_transpose2d defines it.
 
-    On each axis, the product of input i and tap k is added to output ``i * stride - padding + k * dilation``, to which
-    the bias is added, and ``H_out = (H_in - 1) * stride - 2 * padding + dilation * (K_h - 1) + output_padding
-    + 1``.
+    On each axis, the product of input i and tap k is added to output ``i * stride - padding + k * dilation``. The bias
+    is added to every output. The size is
+    ``H_out = (H_in - 1) * stride - 2 * padding + dilation * (K_h - 1) + output_padding + 1``.
 
     Args:
         input: ``[N, C_in, H_in, W_in]``, or ``[C_in, H_in, W_in]``; floating-point or complex; any strides.
@@ -67,18 +67,18 @@ def conv_transpose2d(
     torch.Size([1, 2, 16, 16])
     """
     where = "conv_transpose2d"
-    arguments: tuple[Any, ...] = (
+    given: tuple[Any, ...] = (
         *(stride, padding, output_padding, groups, dilation),
         *(algorithm, precision, workspace_limit),
     )
     are_plain = plain.are_torch_tensors(input, weight, bias)
     key = None
-    # A call whose signature is in the cache.
-    if are_plain and not torch.compiler.is_compiling() and (text := signatures.arguments_key(arguments)) is not None:
+    # A repeated call: a call of the same signature was prepared before, and its checks were made then.
+    if are_plain and not torch.compiler.is_compiling() and (text := signatures.arguments_key(given)) is not None:
         call, key = plain.find_call(input, weight, bias, text)
         if call is not None:
             return call(input, weight, bias)
-    # Arrays of other libraries, tensor subclasses, and stand-ins for tensors.
+    # Arrays of other libraries: this function again, on tensors that share their memory.
     if not are_plain and arrays.are_foreign(input, weight, bias):
         return arrays.call(
             *(conv_transpose2d, {"input": input, "weight": weight, "bias": bias}),
@@ -87,6 +87,7 @@ def conv_transpose2d(
             precision=precision,
             workspace_limit=workspace_limit,
         )
+    # Types and values. Whether shapes fit together is checked by the operator, or where a call is prepared.
     validation.tensor(where, "input", input)
     validation.tensor(where, "weight", weight)
     if bias is not None:
@@ -95,32 +96,35 @@ def conv_transpose2d(
     if input.is_mkldnn and algorithm not in ("auto", "native"):
         rule = f"be a dense tensor with algorithm={algorithm!r}"
         validation.fail(NotImplementedError, where, "input", rule, "one of mkldnn", "use input.to_dense()")
-    options = validation.geometry(where, stride, padding, output_padding, groups, dilation)
+    geometry = validation.geometry(where, stride, padding, output_padding, groups, dilation)
+    arguments = (*geometry, algorithm, precision, workspace_limit)
     is_eager = (
         type(input) is Tensor
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # under torch.jit.trace sizes are tensors
     )
-    # Calls that torch's operator serves.
+    # The first of these cases that holds says what computes the call:
+    #   torch's operator   a CPU, compiled, traced or a subclass    sizes may be unknown, so nothing can be estimated
+    #   torch's operator   complex tensors                          it rewrites them as real ones before autograd
+    #   torch's operator   eager, chosen for all passes             our operator would add nothing but host time
+    #   a prepared call    plain eager tensors                      kernels are launched without torch's dispatcher
+    #   torch's operator   exports, transforms, wrapper subclasses  they have rules for torch's operators alone
+    #   our operator       all else                                 the dispatcher serves every other mode
     if input.is_cpu and not is_eager and _is_left_to_torch_on_the_cpu(weight, algorithm):
-        return ops.torchs_conv_transpose2d(input, weight, bias, *options)
+        return ops.torchs_conv_transpose2d(input, weight, bias, *geometry)  # after our checks of shapes
     if input.is_complex() and algorithm in ("auto", "native"):
-        # torch rewrites a complex convolution as real ones before its autograd; an operator comes too late for that.
-        return torch.conv_transpose2d(input, weight, bias, *options)
-    arguments = (*options, algorithm, precision, workspace_limit)
+        return torch.conv_transpose2d(input, weight, bias, *geometry)
     if is_eager and (input.is_cuda or input.is_cpu) and ops.is_left_to_torch(input, weight, bias, arguments):
-        plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *options))
-        return torch.conv_transpose2d(input, weight, bias, *options)
-    # A plain call of a new signature.
+        plain.store_call(key, lambda input, weight, bias: torch.conv_transpose2d(input, weight, bias, *geometry))
+        return torch.conv_transpose2d(input, weight, bias, *geometry)
     if key is not None and (call := plain.store_call(key, plain.prepare(input, weight, bias, arguments))) is not None:
         return call(input, weight, bias)
-    # Under an export, torch.func or a wrapper subclass torch's operator; in all other modes ours, by the dispatcher.
     if torch.onnx.is_in_onnx_export() or (
         algorithm in ("auto", "native")
         and (is_for_torch() or are_for_torch(input, weight, bias))
         and _rounds_like_torch(input, precision)
     ):
-        return torch.conv_transpose2d(input, weight, bias, *options)
+        return torch.conv_transpose2d(input, weight, bias, *geometry)
     if input.dim() == 3:
         return ops.conv_transpose2d(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)
     return ops.conv_transpose2d(input, weight, bias, *arguments)
@@ -137,8 +141,9 @@ def _is_left_to_torch_on_the_cpu(weight: Tensor, algorithm: str) -> bool:
 
 
 def _rounds_like_torch(tensor: Tensor, precision: Precision | None) -> bool:
-    ieee_alone = tensor.dtype != torch.float32 or not tensor.is_cuda
-    return precision is None or ieee_alone or precision == torch_precision(tensor.dtype, tensor.device)
+    """Whether torch's operator rounds products as ``precision`` asks; only float32 on CUDA has a choice."""
+    has_choice = tensor.dtype == torch.float32 and tensor.is_cuda
+    return precision is None or not has_choice or precision == torch_precision(tensor.dtype, tensor.device)
 
 
 def im2col(

@@ -64,7 +64,7 @@ class _Layer(nn.Module):
         """Called when the layer was made, copied or unpickled."""
 
     def _arguments(self) -> tuple[Any, ...]:
-        """The arguments of a call on images after its tensors."""
+        """The arguments after its tensors of the call on images that computes a 1-D or 2-D layer."""
         geometry = self.stride, self.padding, self.output_padding, self.groups, self.dilation
         planar = geometry if len(self.stride) == 2 else rank.of_height_1(*geometry)  # type: ignore[arg-type]
         return *planar, self.algorithm, self.precision, self.workspace_limit
@@ -92,6 +92,7 @@ class _Layer(nn.Module):
             ValueError: an output_size that no output_padding below the stride gives.
         """
         compiling = torch.compiler.is_compiling()
+        # Inside ``gemmconv.patched`` every torch function calls the block's mode, which has nothing to do for a layer.
         if not compiling and patched_blocks.count and only_patched():
             with torch._C.DisableTorchFunction():
                 return self.forward(input, output_size)
@@ -100,6 +101,7 @@ class _Layer(nn.Module):
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         output_padding: Any = self.output_padding
+        # A repeated call: a call of the same signature was prepared before. Else a layer may have a way of its own.
         if (
             output_size is None
             and not compiling
@@ -110,9 +112,10 @@ class _Layer(nn.Module):
             if call is not None:
                 return call(input, weight, bias)
             if key is not None:
-                output = self._after_a_miss(key, arguments_key, input, weight, bias)
+                output = self._call_first(key, arguments_key, input, weight, bias)
                 if output is not None:
                     return output
+        # Any other call, with all checks.
         if output_size is not None:
             geometry: Any = self.kernel_size, self.stride, self.padding, self.dilation
             where = f"ConvTranspose{len(geometry[0])}d"
@@ -131,10 +134,13 @@ class _Layer(nn.Module):
             workspace_limit=self.workspace_limit,
         )
 
-    def _after_a_miss(
+    def _call_first(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
-        """Called where the signature ``key`` of a call is not in the cache. Returns the output, or None to go on."""
+        """What a layer does of its own in the first call of a signature, ``key``, before the functional form.
+
+        Returns the output, or None where the functional form computes it.
+        """
 
     def extra_repr(self) -> str:
         """torch.nn.ConvTranspose2d's text, then the algorithm and the options that are not None."""
@@ -179,7 +185,8 @@ class ConvTranspose2d(_Layer, nn.ConvTranspose2d):
         super().__setstate__(state)
         self._register()
 
-    def _after_a_miss(self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def _call_first(self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Compile in the background what the layers made after this one are likely to launch."""
         if input.is_cuda and self.algorithm != "native":
             followers.compile_followers(self._position, self, (input, weight, bias))
 
@@ -194,11 +201,13 @@ class ConvTranspose1d(_Layer, nn.ConvTranspose1d):
 
     _function = staticmethod(rank.conv_transpose1d)
 
-    def _after_a_miss(
+    def _call_first(
         self, key: Any, arguments_key: bytes, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
+        """Prepare the call on signals, or find the prepared call on images of height 1."""
         if input.dim() == 3:
-            with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):  # said in words of signals
+            # The functional form then raises what is wrong, in the words of one axis.
+            with suppress(TypeError, RuntimeError, ValueError, NotImplementedError):
                 made = plain.store_call(key, plain.prepare_signal(input, weight, bias, self._arguments()))
                 if made is not None:
                     return made(input, weight, bias)

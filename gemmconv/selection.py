@@ -1,4 +1,9 @@
-"""Which algorithm computes a configuration, and why."""
+"""The choice of an algorithm for a pass, and of a pair for both gradients of a backward pass.
+
+``auto`` takes what :func:`gemmconv.tune` measured, where it did. Else it takes, on Hopper, the algorithm that a step is
+estimated to wait for the least; on other GPUs, torch's operator unless one of ours is clearly faster by the estimates
+for Hopper; on a CPU, ``fused`` where a rule fitted to measured rows says so.
+"""
 
 from __future__ import annotations
 
@@ -69,45 +74,81 @@ def current_config(
     return Config(problem, dtype, device, *settings, is_deterministic(algorithm, device, spec))
 
 
-def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
-    """The algorithms in the order in which ``auto`` tries them, each with the reason for its position.
+@dataclass(frozen=True)
+class Seconds:
+    """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
 
-    CUDA orders them by what is waited for (:class:`Seconds`), least first; equals keep the order of ``ALGORITHMS``.
-    The estimates come down to this: gemm_col2im pays for writing and reading the columns, 8 bytes an element, and for
-    its launches. direct pays for arithmetic: on CUDA cores (float32 in ieee, gradients) it comes first up to some 30
-    input channels a group, on tensor cores up to about 64. fused pays for two launches and, at the rate of
-    large tiles, for arithmetic: it comes first where there are more channels. native pays for transposing tensors in
-    NCHW, for tensor cores that few channels leave empty, and for the host, which it keeps the longest.
-
-    Estimates were fitted to Hopper. On other GPUs ``native`` comes first unless another would be clearly faster there.
-
-    The CPU has a rule of its own, in :mod:`gemmconv.kernels.cpu.estimate`. Without the C extension ``native`` comes
-    first, except in forward passes for which :func:`kernels.columns.cpu.is_faster_than_torch` is true.
+    A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts,
+    but host time counts no more than ``most_slowdown`` times the device time, since in a CUDA graph it costs nothing.
     """
-    if config.device.type == "cpu" and (isa := isa_name()) is not None:
-        ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
-        fused = (
-            f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
-        )
-        texts = {"fused": f"{fused}; auto takes it from {estimate.LEAST_SPEEDUP:.2f} on", "native": "torch's operator"}
-        return [(a, texts.get(a.name, "to compare: slower than fused")) for _, a in _estimates(config, direction)]
+
+    device: float
+    host: float = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds that a step waits for the call, by which choices are made."""
+        return max(self.device, min(self.host, _COST.most_slowdown * self.device))
+
+
+def _estimates(
+    config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
+) -> list[tuple[Seconds, Algorithm]]:
+    """Pairs of estimate and algorithm, the least waited for first; infinite if the algorithm cannot serve the pass.
+
+    Equal ones keep the order of ``ALGORITHMS``, and those that cannot serve the pass come last.
+    """
+
+    def of(one: Algorithm) -> tuple[Seconds, bool, Algorithm]:
+        able = one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
+        seconds = one.estimate(config, direction) if able else math.inf
+        return Seconds(seconds, one.host_seconds(config, direction)), not able, one
+
+    found = sorted(map(of, among), key=lambda item: (item[0].waited, item[1]))
+    return [(seconds, one) for seconds, _, one in found]
+
+
+def preference(config: Config, direction: Direction = "forward") -> Sequence[tuple[Algorithm, str]]:
+    """The algorithms in the order in which ``auto`` tries them, each with the reason for its position."""
     if config.device.type == "cuda":
         estimates = _estimates(config, direction)
-        reasons = [(a, _estimate_text(seconds)) for seconds, a in estimates]
+        reasons = [(one, _estimate_text(seconds)) for seconds, one in estimates]
         if config.spec.is_hopper:
             return reasons
-        first_one = _first_on_other_gpus(config, direction)
-        is_known = any(a.name == "native" and seconds.device < math.inf for seconds, a in estimates)
-        why = "torch's operator, since no other is clearly faster" if is_known else "torch's operator was not measured"
-        if first_one.name != "native":
-            why = "clearly faster than torch's operator"
-        return [(first_one, f"{why}: comes first"), *(one for one in reasons if one[0] is not first_one)]
+        first, why = _first_on_other_gpus(config, direction, estimates)
+        return [(first, why), *(one for one in reasons if one[0] is not first)]
+    if config.device.type == "cpu" and (isa := isa_name()) is not None:
+        return _order_on_cpu(config, direction, isa)
     if direction == "forward" and is_faster_than_torch(config):
-        first, why = "gemm_col2im", "first on the CPU for few output channels"
+        name, why = "gemm_col2im", "first on the CPU for few output channels"
     else:
-        first, why = "native", f"first on {config.device.type}"
-    order = sorted(ALGORITHMS, key=lambda algorithm: algorithm.name != first)
+        name, why = "native", f"first on {config.device.type}"
+    order = sorted(ALGORITHMS, key=lambda algorithm: algorithm.name != name)
     return [(algorithm, why if i == 0 else "comes later") for i, algorithm in enumerate(order)]
+
+
+def _first_on_other_gpus(
+    config: Config, direction: Direction, estimates: list[tuple[Seconds, Algorithm]]
+) -> tuple[Algorithm, str]:
+    """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster on Hopper.
+
+    Both are compared on the GPU that was measured. ``estimates`` are those for the GPU itself.
+    """
+    (seconds, first), *_ = measured = _estimates(_on_measured_gpu(config), direction)
+    torchs, torch_operator = next(one for one in measured if one[1].name == "native")
+    if first is not torch_operator and seconds.waited < _clearly_below(config, torchs):
+        return first, "clearly faster than torch's operator: comes first"
+    is_known = any(one is torch_operator and seconds.device < math.inf for seconds, one in estimates)
+    why = "torch's operator, since no other is clearly faster" if is_known else "torch's operator was not measured"
+    return torch_operator, f"{why}: comes first"
+
+
+def _order_on_cpu(config: Config, direction: Direction, isa: str) -> list[tuple[Algorithm, str]]:
+    """The order on a CPU with the C extension, by the rule in :mod:`gemmconv.kernels.cpu.estimate`."""
+    ratio, threads = estimate.speedup(config, direction), torch.get_num_threads()
+    fused = f"expected at {ratio:.2f} times torch's speed with {isa} and {threads} threads" if ratio else "not measured"
+    texts = {"fused": f"{fused}; auto takes it from {estimate.LEAST_SPEEDUP:.2f} on", "native": "torch's operator"}
+    return [(one, texts.get(one.name, "to compare: slower than fused")) for _, one in _estimates(config, direction)]
 
 
 def _estimate_text(seconds: Seconds) -> str:
@@ -115,13 +156,6 @@ def _estimate_text(seconds: Seconds) -> str:
         return "no estimate: comes last"
     host = f", {MICROSECONDS * seconds.host:,.0f} us of the host" if seconds.host else ""
     return f"estimated at {MICROSECONDS * seconds.device:,.0f} us{host}"
-
-
-def _first_on_other_gpus(config: Config, direction: Direction) -> Algorithm:
-    """The first algorithm on a GPU that is not Hopper: torch's operator, unless another is clearly faster on Hopper."""
-    (seconds, first), *_ = estimates = _estimates(_on_measured_gpu(config), direction)
-    torchs, torch_operator = next(one for one in estimates if one[1].name == "native")
-    return first if seconds.waited < _clearly_below(config, torchs) else torch_operator
 
 
 def _on_measured_gpu(config: Config) -> Config:
@@ -133,20 +167,6 @@ def _clearly_below(config: Config, torchs: Seconds) -> float:
     """The seconds below which one of ours comes before torch's operator on a GPU that is not Hopper."""
     ratio = _CLEARLY_FASTER["half" if config.dtype.itemsize == 2 else config.precision]
     return ratio * torchs.waited if torchs.device < math.inf else 0.0
-
-
-def _estimates(
-    config: Config, direction: Direction, among: Sequence[Algorithm] = ALGORITHMS
-) -> list[tuple[Seconds, Algorithm]]:
-    """Pairs of estimate and algorithm, least first; infinite if the algorithm cannot serve the pass."""
-
-    def of(one: Algorithm) -> tuple[Seconds, bool, Algorithm]:
-        able = one.why_not(config, direction) is None and (direction == "forward" or one.can_serve(config))
-        seconds = one.estimate(config, direction) if able else math.inf
-        return Seconds(seconds, one.host_seconds(config, direction)), not able, one
-
-    found = sorted(map(of, among), key=lambda item: (item[0].waited, item[1]))
-    return [(seconds, one) for seconds, _, one in found]
 
 
 def choose(config: Config, requested: str, where: str, direction: Direction = "forward") -> Algorithm:
@@ -174,21 +194,18 @@ def choose(config: Config, requested: str, where: str, direction: Direction = "f
     raise NotImplementedError(f"{where}: no algorithm can serve this: {reasons}")
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Estimated seconds of a call: those of the device, and those for which the host is kept to enqueue it.
+def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bool, of_weight: bool) -> bool:
+    """Whether a forward pass and the gradients that may follow it are torch's own, with torch's settings.
 
-    A step of large layers waits for the device, and a step of small ones for the host. So the longer of both counts,
-    but host time counts no more than ``most_slowdown`` times the device time, since in a CUDA graph it costs nothing.
+    ``of_input`` and ``of_weight`` say which gradients may follow; for the others see :func:`choose`.
     """
-
-    device: float
-    host: float = 0.0
-
-    @property
-    def waited(self) -> float:
-        """Seconds that a step waits for the call, by which choices are made."""
-        return max(self.device, min(self.host, _COST.most_slowdown * self.device))
+    if config.deterministic or choose(config, requested, where).name != "native":
+        return False
+    if of_input and of_weight:
+        gradients = choose_gradients(config, config, requested, where)
+        return gradients.input_grad.name == gradients.weight_grad.name == "native"
+    passes: tuple[tuple[Direction, bool], ...] = ("input_grad", of_input), ("weight_grad", of_weight)
+    return all(choose(config, requested, where, direction).name == "native" for direction, wanted in passes if wanted)
 
 
 class Gradients(NamedTuple):
@@ -196,7 +213,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         input_grad, weight_grad: the algorithms.
-        share: whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both.
+        share: whether both transpose grad_output from channels_last to NCHW, so that one transpose serves both; it
+            does not count with ``at_once``.
         at_once: whether one call of an algorithm computes both.
         via_channels_last: whether tensors in NCHW are transposed and computed in channels_last ("turned" in files).
     """
@@ -256,25 +274,6 @@ def choose_gradients(config: Config, weight_config: Config, requested: str, wher
     return _fastest_of(config, weight_config, able)[1]
 
 
-def log_choice(config: Config, weight_config: Config, direction: Pass, requested: str) -> None:
-    """Log at DEBUG what ``auto`` chooses for a new configuration, both gradients if the direction is ``"grads"``."""
-    if requested != "auto" or not tuned.log.isEnabledFor(logging.DEBUG):
-        return
-    if direction == "grads":
-        gradients = choose_gradients(config, weight_config, requested, "log")
-        names = dict.fromkeys((gradients.input_grad.name, gradients.weight_grad.name))
-        last = replace(config, memory_format=torch.channels_last)
-        made = gradients.choices(*(last, last) if gradients.via_channels_last else (config, weight_config))
-    else:
-        algorithm = choose(config, requested, "log", direction)
-        names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]
-    layer, size = " ".join(tuned.key_of(config, direction)), (config.problem.batch, *config.problem.input_size)
-    kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
-    expected = f"expected {MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
-    chosen = f"{' and '.join(names)}, kernel {kernels}, {expected}"
-    tuned.log.debug("auto chooses for %s %s: %s", layer, "x".join(map(str, size)), chosen)
-
-
 def _tuned_gradients(config: Config, weight_config: Config) -> Gradients | None:
     """The tuned algorithms of both gradients together; None if none were tuned, or they cannot serve the layer now."""
     entry = tuned.entry_of(config, "grads")
@@ -292,6 +291,17 @@ def paired(first: Algorithm, second: Algorithm, config: Config) -> Gradients:
     return Gradients(first, second, _share(first, second, config, config))
 
 
+def _is_torchs_call(algorithm: Algorithm, config: Config) -> bool:
+    """Whether one call of torch's operator, with the user's own cuDNN settings, computes both gradients."""
+    return algorithm.name == "native" and not config.deterministic
+
+
+def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
+    """Whether both algorithms transpose the one grad_output from channels_last to NCHW."""
+    both_last = config.memory_format is weight_config.memory_format is torch.channels_last
+    return both_last and first.transposes(config, "input_grad") and second.transposes(weight_config, "weight_grad")
+
+
 def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ...]) -> tuple[Seconds, Gradients]:
     """The result of :func:`_fastest`, or the faster way through channels_last for tensors in NCHW."""
     found = [_fastest(config, weight_config, able)]
@@ -305,35 +315,13 @@ def _fastest_of(config: Config, weight_config: Config, able: tuple[Algorithm, ..
     return min(found, key=lambda item: item[0].waited)
 
 
-def _is_torchs_call(algorithm: Algorithm, config: Config) -> bool:
-    """Whether one call of torch's operator, with the user's own cuDNN settings, computes both gradients."""
-    return algorithm.name == "native" and not config.deterministic
-
-
-def leaves_all_to_torch(config: Config, requested: str, where: str, of_input: bool, of_weight: bool) -> bool:
-    """Whether a forward pass and the gradients that may follow it are torch's own, with torch's settings.
-
-    ``of_input`` and ``of_weight`` say which gradients may follow; for the others see :func:`choose`.
-    """
-    if config.deterministic or choose(config, requested, where).name != "native":
-        return False
-    if of_input and of_weight:
-        gradients = choose_gradients(config, config, requested, where)
-        return gradients.input_grad.name == gradients.weight_grad.name == "native"
-    passes: tuple[tuple[Direction, bool], ...] = ("input_grad", of_input), ("weight_grad", of_weight)
-    return all(choose(config, requested, where, direction).name == "native" for direction, wanted in passes if wanted)
-
-
-def _share(first: Algorithm, second: Algorithm, config: Config, weight_config: Config) -> bool:
-    """Whether both algorithms transpose the one grad_output from channels_last to NCHW."""
-    both_last = config.memory_format is weight_config.memory_format is torch.channels_last
-    return both_last and first.transposes(config, "input_grad") and second.transposes(weight_config, "weight_grad")
-
-
 def _gradients_on_other_gpus(config: Config, weight_config: Config) -> Gradients:
-    """The gradients of a backward pass on a GPU that is not Hopper: torch's, unless ours are clearly faster."""
+    """The gradients of a backward pass on a GPU that is not Hopper: torch's, unless ours are clearly faster.
+
+    Whether they are is asked on the GPU that was measured; which of ours is taken, by the estimates for this GPU.
+    """
     torch_operator = next(a for a in ALGORITHMS if a.name == "native")
-    torchs = Gradients(torch_operator, torch_operator, False, True)
+    torchs = Gradients(torch_operator, torch_operator, share=False, at_once=True)
     ours = tuple(a for a in ALGORITHMS if a is not torch_operator and a.why_not(config) is None)
     if not ours:
         return torchs
@@ -355,5 +343,24 @@ def _fastest(config: Config, weight_config: Config, able: tuple[Algorithm, ...])
         found.append((Seconds(seconds, max(host[first], host[second])), Gradients(first, second, share)))
     for one in able:
         seconds = one.grads_estimate(config, weight_config)
-        found.append((Seconds(seconds, host[one]), Gradients(one, one, False, True)))
+        found.append((Seconds(seconds, host[one]), Gradients(one, one, share=False, at_once=True)))
     return min(found, key=lambda item: item[0].waited)
+
+
+def log_choice(config: Config, weight_config: Config, direction: Pass, requested: str) -> None:
+    """Log at DEBUG what ``auto`` chooses for a new configuration, both gradients if the direction is ``"grads"``."""
+    if requested != "auto" or not tuned.log.isEnabledFor(logging.DEBUG):
+        return
+    if direction == "grads":
+        gradients = choose_gradients(config, weight_config, requested, "log")
+        names = dict.fromkeys((gradients.input_grad.name, gradients.weight_grad.name))
+        last = replace(config, memory_format=torch.channels_last)
+        made = gradients.choices(*(last, last) if gradients.via_channels_last else (config, weight_config))
+    else:
+        algorithm = choose(config, requested, "log", direction)
+        names, made = {algorithm.name: None}, [algorithm.choice(config, direction)]
+    layer, size = " ".join(tuned.key_of(config, direction)), (config.problem.batch, *config.problem.input_size)
+    kernels, seconds = " and ".join(map(str, made)), sum(one.seconds for one in made if one)
+    expected = f"expected {MICROSECONDS * seconds:,.0f} us" if seconds < math.inf else "no estimate"
+    chosen = f"{' and '.join(names)}, kernel {kernels}, {expected}"
+    tuned.log.debug("auto chooses for %s %s: %s", layer, "x".join(map(str, size)), chosen)

@@ -5,7 +5,7 @@ import torch
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import strides_of
-from gemmconv.ops.configs import Form
+from gemmconv.ops.configs import CallForm
 from gemmconv.ops.programs import apply_form
 from tests import emulator
 
@@ -48,7 +48,7 @@ def check(layer, dtype, layout, widens, poison):
     partials = torch.randn(slices, groups, problem.taps, problem.gemm_k, columns, generator=generator).to(partial)
     exact = partials.double().sum(0).permute(0, 2, 3, 1).reshape(problem.weight_shape)
     strides = strides_of(problem.weight_shape, layout)
-    form = Form(strides if layout is LAST else None, dtype=torch.float32 if widens else None)
+    form = CallForm(strides if layout is LAST else None, dtype=torch.float32 if widens else None)
     program = apply_form(program_of(problem, dtype, slices), form)
     assert len(launches(program, (partials,), CPU)) == 1, "one launch does it all"
     poison("cpu")

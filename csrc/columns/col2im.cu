@@ -21,7 +21,7 @@
  * [in_row_begin, in_row_begin + in_rows), which must be all that those outputs read.
  *
  * Macros: COLUMN_T, OUTPUT_T (element types), KERNEL_, STRIDE_, PADDING_, DILATION_ with H and W, CELL_ROWS,
- * CELL_W (STRIDE_W or 1), INDEX_64.
+ * CELL_W (STRIDE_W or 1), INDEX_64. The host side, gemmconv/kernels/columns/col2im.py, fills the params in their order.
  */
 #include "ptx/keep.cuh"
 #include "numeric/types.cuh"
@@ -50,7 +50,7 @@ constexpr int kStepW = tap_step(STRIDE_W, DILATION_W);
 constexpr int kTapsH = (KERNEL_H + kStepH - 1) / kStepH;  // most taps that any phase has
 constexpr int kTapsW = (KERNEL_W + kStepW - 1) / kStepW;
 
-// Enough independent loads in flight for the memory system, no more code than that.
+// Taps that are unrolled: so many that about 32 loads of a thread are in flight, which is enough for the memory system.
 constexpr int kUnrollW = kTapsW <= 32 ? kTapsW : 16;
 constexpr int kUnrollH = CELL_W * kTapsW < 32 ? 32 / (CELL_W * kTapsW) : 1;
 
@@ -85,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
             const int reach = position_h - kh * DILATION_H;
             const int ih = reach / STRIDE_H - p.in_row_begin;
             const bool row_taken = kh < KERNEL_H && reach >= 0 && static_cast<unsigned>(ih) < p.in_rows;
+            // Where the row is not taken, the address is computed and never read.
             const COLUMN_T* tap_row = columns + (kh * KERNEL_W * tap_stride + static_cast<index_t>(ih) * p.w_in);
             #pragma unroll
             for (int s = 0; s < CELL_W; ++s) {
@@ -98,12 +99,12 @@ extern "C" __global__ void __launch_bounds__(256) columns_col2im_kernel(const __
                     if (kw < KERNEL_W && row_taken && static_cast<unsigned>(origin + shift) < p.w_in)
                         sum[s] += widen(load_once(tap + shift));
                     tap += kStepW * tap_stride;
-                    keep(tap);
+                    keep(tap);  // one addition a tap; without it the compiler multiplies for each
                 }
             }
         }
 
-        // Store: the cell as one vector where rows allow it.
+        // Store: the cell as one vector where rows allow it. Rows of the cell beyond the last are summed and not stored.
         if (row >= p.out_rows) break;
         OUTPUT_T* __restrict__ target = output + static_cast<index_t>(p.out_row_begin + row) * p.w_out + j * CELL_W;
         if (kVectorCell && p.w_out % CELL_W == 0) {

@@ -20,8 +20,8 @@ from gemmconv.runtime.available import what_is_missing
 if TYPE_CHECKING:
     from gemmconv.kernels.program import Program
 
-Direction = Literal["forward", "input_grad", "weight_grad"]
-Pass = Literal["forward", "input_grad", "weight_grad", "grads"]  # the last: both gradients at once
+Direction = Literal["forward", "input_grad", "weight_grad"]  # what a user may ask for
+Pass = Literal["forward", "input_grad", "weight_grad", "grads"]  # what a kernel may compute: the last is both gradients
 PASSES: tuple[Pass, ...] = get_args(Pass)
 Precision = Literal["ieee", "tf32"]
 
@@ -84,6 +84,10 @@ class Kernel(ABC):
 
     A tile is the frozen record by which a kernel is specialised: the work of a thread block, stages, threads.
 
+    A new kernel defines ``name``, ``serves``, :meth:`tiles`, :meth:`seconds` and :meth:`program`; all else has a
+    default. For a pass :meth:`why_not` is asked first, then :meth:`tile`, and of all kernels the one with the least
+    :meth:`expected` gives its :meth:`program`. conv/gemm_mma.py is a kernel to begin with.
+
     Attributes:
         name: its folder and file under csrc/, without the ending.
         device_type: ``"cuda"`` or ``"cpu"``.
@@ -92,7 +96,7 @@ class Kernel(ABC):
         dtypes: element types.
         serves: the layers that it is for, as a clause after "it is for".
         computed_in: the required memory format; tensors in the other are transposed first. None if it takes either.
-        searched: whether the search for a tile may take longer than reading it from the search cache.
+        searched: whether tiles are kept on disk, in the search cache: where a search takes longer than reading a file.
     """
 
     name: ClassVar[str]

@@ -13,7 +13,7 @@ from gemmconv.kernels.base import Pass, why_no_kernels
 from gemmconv.kernels.forms import launches
 from gemmconv.kernels.program import Launch
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import Form, bias_grad_config, default_form, pass_configs
+from gemmconv.ops.configs import CallForm, bias_grad_config, default_form, pass_configs
 from gemmconv.ops.programs import apply_form, bias_grad_program, programs_of
 from gemmconv.ops.schemas import (
     ARGUMENT_NAMES,
@@ -29,7 +29,7 @@ from gemmconv.ops.schemas import (
 
 
 def launches_of(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form | None = None
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: CallForm | None = None
 ) -> list[Launch]:
     """The launches of the call that ``implementation.prepare_call`` prepares; tensors may be without data."""
     options, where, first = Options(*as_hashable(arguments)), operator_name(direction), tensors[0]

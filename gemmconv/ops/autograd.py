@@ -22,7 +22,7 @@ from gemmconv.kernels.program import Launch
 from gemmconv.ops.ahead import compile_in_background, launches_of
 from gemmconv.ops.autocast import EVERY_KEY
 from gemmconv.ops.call_cache import tensor_signature
-from gemmconv.ops.configs import Form
+from gemmconv.ops.configs import CallForm
 from gemmconv.ops.gradients import bias_gradient
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
@@ -135,10 +135,10 @@ class Backward(NamedTuple):
 
     def _operator(
         self, grad: Tensor, input: Any, weight: Any, needs: Needs, dtype: torch.dtype | None
-    ) -> tuple[Pass, Tensors, Any, Arguments, Form]:
+    ) -> tuple[Pass, Tensors, Any, Arguments, CallForm]:
         """The arguments of :func:`prepare_call` for the operator that computes the needed gradients."""
         of_input, of_weight, of_bias = needs
-        form = Form(self._weight_format() if of_weight else None, of_bias, dtype)
+        form = CallForm(self._weight_format() if of_weight else None, of_bias, dtype)
         if of_input and of_weight:
             return "grads", (grad, input, weight), None, self.options, form
         if of_input:

@@ -26,7 +26,7 @@ from gemmconv.kernels.base import PASSES, Pass
 from gemmconv.ops import plain
 from gemmconv.ops.ahead import compile_in_background, launches_of
 from gemmconv.ops.call_cache import entries, find_or_make, tensor_signature
-from gemmconv.ops.configs import Form
+from gemmconv.ops.configs import CallForm
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.schemas import (
     FAKES,
@@ -41,7 +41,7 @@ from gemmconv.ops.schemas import (
 )
 from gemmconv.ops.signatures import gradient_signature
 
-_CASTING, _CASTS = "conv_transpose2d_casting", Form(dtype=torch.float32)
+_CASTING, _CASTS = "conv_transpose2d_casting", CallForm(dtype=torch.float32)
 
 # Number of an operator's first arguments that are images.
 _IMAGES: dict[Pass, int] = {"forward": 1, "input_grad": 1, "weight_grad": 2, "grads": 2}
@@ -113,7 +113,7 @@ def _lower() -> None:
                 if not V.graph.cpp_wrapper:  # cached code may run with a gemmconv without ``served``
                     self.python_kernel_name = f"getattr({name}, 'served', {name})"
 
-        def lower(direction: Pass, *inputs: Any, operator: Any = None, form: Form | None = None) -> Any:
+        def lower(direction: Pass, *inputs: Any, operator: Any = None, form: CallForm | None = None) -> Any:
             node, images = V.graph.current_node, _IMAGES[direction]
             operator = operator or OPERATORS[operator_name(direction)]
             in_last = images if V.graph.layout_opt and _have_fixed_sizes(node.args[:images]) else 0
@@ -166,7 +166,7 @@ def _find_uncast(node: Any, graph: Any) -> Any:
     return graph.graph_inputs[source.target] if source.meta["val"].dtype is torch.float32 and to.itemsize == 2 else None
 
 
-def _compile_ahead(direction: Pass, inputs: Arguments, form: Form | None) -> None:
+def _compile_ahead(direction: Pass, inputs: Arguments, form: CallForm | None) -> None:
     """Compile in the background what a call will launch, if all sizes of ``inputs``, inductor's nodes, are known."""
     with suppress(Exception):  # a size is no integer yet; if anything is wrong, the call raises it
         nodes, sizes, options = split_arguments(operator_name(direction), inputs)

@@ -14,8 +14,8 @@ from gemmconv.kernels.program import Strides
 from gemmconv.ops.schemas import Options, Tensors, memory_format
 
 
-class Form(NamedTuple):
-    """Format and dtype of weights, biases and their gradients, where they differ from the operator's defaults.
+class CallForm(NamedTuple):
+    """What a call takes and returns, where that differs from what the operator itself takes and returns.
 
     Attributes:
         weight_format: strides of the weight's gradient; None for those of a contiguous tensor.
@@ -34,14 +34,14 @@ class Form(NamedTuple):
     is_signal: bool = False
 
 
-DEFAULT_FORM = Form()
+DEFAULT_FORM = CallForm()
 
 
-def default_form(direction: Pass, tensors: Tensors) -> Form:
+def default_form(direction: Pass, tensors: Tensors) -> CallForm:
     """The form of an operator's results: ``grads`` gives a channels_last weight a gradient in channels_last."""
     if direction != "grads" or memory_format(tensors[2], tensors[2]) is torch.contiguous_format:
         return DEFAULT_FORM
-    return Form(strides_of(tensors[2].shape, torch.channels_last))
+    return CallForm(strides_of(tensors[2].shape, torch.channels_last))
 
 
 def config_of(problem: Problem, first: Tensor, second: Tensor, options: Options, bias: bool = False) -> Config:

@@ -16,13 +16,17 @@ from gemmconv.kernels.base import Config, Pass, with_strides
 from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_nchw
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import DEFAULT_FORM, Form, bias_grad_config
+from gemmconv.ops.configs import DEFAULT_FORM, CallForm, bias_grad_config
 from gemmconv.ops.programs import apply_form, bias_grad_program, both_programs, concatenate, gradient_programs
 from gemmconv.ops.schemas import Tensors
 
 
 def prepare_gradients(
-    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: Form = DEFAULT_FORM
+    gradients: selection.Gradients,
+    config: Config,
+    weight_config: Config,
+    tensors: Tensors,
+    form: CallForm = DEFAULT_FORM,
 ) -> Callable[..., Any]:
     """Prepare both gradients as they were chosen, from (grad_output, input, weight)."""
     if (program := both_programs(gradients, config, weight_config)) is not None:
@@ -56,7 +60,7 @@ def both_gradients(
 
 
 def _prepare_mixed(
-    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: Form
+    gradients: selection.Gradients, config: Config, weight_config: Config, tensors: Tensors, form: CallForm
 ) -> Callable[..., Any] | None:
     """Prepare both gradients where torch's operator computes one of them and a program the other, else None."""
     if config.device.type != "cuda" or gradients.via_channels_last or gradients.at_once or gradients.share:
@@ -84,7 +88,7 @@ def _prepare_mixed(
     return None
 
 
-def bind_gradients(program: Program, tensors: Tensors, form: Form) -> Callable[..., Any]:
+def bind_gradients(program: Program, tensors: Tensors, form: CallForm) -> Callable[..., Any]:
     """Bind a program of gradients to tensors of these strides; its call returns the gradients in this form."""
     grad_output = tensors[0]
     of_bias = bias_grad_program(bias_grad_config(grad_output)) if form.with_bias else None
@@ -94,7 +98,9 @@ def bind_gradients(program: Program, tensors: Tensors, form: Form) -> Callable[.
     return call if of_bias is not None else _add_bias_gradient(call, grad_output, form)
 
 
-def convert_results(direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: Form) -> Callable[..., Any]:
+def convert_results(
+    direction: Pass, call: Callable[..., Any], grad_output: Tensor, form: CallForm
+) -> Callable[..., Any]:
     """A call that returns the gradients of torch's operator in this form; the weight's is the last of ``call``."""
     strides, dtype = form.weight_format, form.dtype
     if direction != "input_grad" and strides is not None:
@@ -115,7 +121,7 @@ def _convert_last(call: Callable[..., Any], convert: Callable[[Tensor], Tensor])
     return converting
 
 
-def _add_bias_gradient(call: Callable[..., Any], grad_output: Tensor, form: Form) -> Callable[..., Any]:
+def _add_bias_gradient(call: Callable[..., Any], grad_output: Tensor, form: CallForm) -> Callable[..., Any]:
     """A call that returns the bias's gradient after those of ``call`` if the form asks for it."""
     if not form.with_bias:
         return call
@@ -137,7 +143,7 @@ def bias_gradient(grad_output: Tensor) -> Tensor:
         return call(grad_output)
 
 
-def _prepare_bias_gradient(grad_output: Tensor, form: Form) -> Callable[[Tensor], Tensor]:
+def _prepare_bias_gradient(grad_output: Tensor, form: CallForm) -> Callable[[Tensor], Tensor]:
     def by_torch() -> Callable[[Tensor], Tensor]:
         return lambda grad_output: grad_output.sum((0, 2, 3), dtype=form.dtype)
 

@@ -15,9 +15,10 @@ from gemmconv import selection
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.algorithms.fold import prepare_col2im, prepare_im2col
 from gemmconv.device import make_current
-from gemmconv.kernels.base import PASSES, Pass
+from gemmconv.geometry import Problem
+from gemmconv.kernels.base import PASSES, Config, Pass
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
-from gemmconv.ops.configs import Form, default_form, pass_configs
+from gemmconv.ops.configs import CallForm, default_form, pass_configs
 from gemmconv.ops.gradients import bind_gradients, convert_results, prepare_gradients
 from gemmconv.ops.programs import add_cast_outputs, pass_program, with_signal_output
 from gemmconv.ops.schemas import (
@@ -44,52 +45,31 @@ def _compute(direction: Pass, where: str, *inputs: Any) -> Any:
 
 
 def prepare_call(
-    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: Form | None = None
+    direction: Pass, tensors: Tensors, sizes: Any, arguments: Arguments, form: CallForm | None = None
 ) -> Callable[..., Any]:
     """The prepared call of an operator on tensors of these shapes and strides, from the cache if it is there.
 
     Args:
         direction: which operator.
-        tensors, sizes, arguments: its arguments, as :func:`split_arguments` returns them; all of one dtype.
-        form: see :class:`Form`; None for the operator's own.
+        tensors: its tensors, all of one dtype.
+        sizes: height and width of the input for its gradient, of the kernel for the weight's; None for other passes.
+        arguments: the others, from the stride on.
+        form: what the call takes and returns beside that; None for what the operator itself does.
     """
     first, form = tensors[0], form or default_form(direction, tensors)
     current = selection.torch_precision(first.dtype, first.device)
 
     def make() -> Callable[..., Any]:
         options = Options(*as_hashable(arguments))
-        where = operator_name(direction)
-        problem = checked_problem(where, tensors, sizes, options)
+        problem = checked_problem(operator_name(direction), tensors, sizes, options)
 
-        def prepare(options: Options) -> Callable[..., Any]:
-            config, weight_config = pass_configs(direction, problem, tensors, options)
-            config = replace(config, trained=True) if form.trained else config
-            selection.log_choice(config, weight_config, direction, options.algorithm)
-            if direction == "grads":
-                gradients = selection.choose_gradients(config, weight_config, options.algorithm, where)
-                return prepare_gradients(gradients, config, weight_config, tensors, form)
-            program = pass_program(direction, config, weight_config, options.algorithm, where)
-            if direction == "forward":
-                if program is not None:
-                    operands = with_parameter_dtype(tensors, form.dtype)
-                    if form.is_signal:
-                        program = with_signal_output(program)
-                    return add_cast_outputs(program, tensors, form).bound(config.device, operands)
-                torchs = selection.choose(config, options.algorithm, where, direction).forward(config)
-                if form.is_signal:
-                    return lambda input, weight, bias: torchs(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(
-                        -2
-                    )
-                return _cast_parameters(torchs, first.dtype, form)
-            if program is not None:
-                return bind_gradients(program, tensors, form)
-            algorithm = selection.choose(config, options.algorithm, where, direction)
-            return convert_results(direction, getattr(algorithm, direction)(config), first, form)
+        def prepare(algorithm: str) -> Callable[..., Any]:
+            return _prepare(direction, problem, tensors, options._replace(algorithm=algorithm), form)
 
         if options.algorithm != "auto":
-            return prepare(options)
-        native = options._replace(algorithm="native")  # where kernels are not available
-        return with_fallback(first.device, lambda: prepare(options), lambda: prepare(native))
+            return prepare(options.algorithm)
+        # Torch's operator serves where kernels are not available.
+        return with_fallback(first.device, lambda: prepare("auto"), lambda: prepare("native"))
 
     try:  # marshal is several times as fast as to turn lists into tuples and hash those
         arguments_key: Hashable = marshal.dumps((sizes, arguments), 2)
@@ -100,8 +80,41 @@ def prepare_call(
     return call
 
 
-def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, form: Form) -> Callable[..., Any]:
-    """A forward call of torch's operator that first casts weight and bias from the form's dtype to ``dtype``."""
+def _prepare(
+    direction: Pass, problem: Problem, tensors: Tensors, options: Options, form: CallForm
+) -> Callable[..., Any]:
+    """Choose an algorithm for a pass, and prepare its call."""
+    where, algorithm = operator_name(direction), options.algorithm
+    config, weight_config = pass_configs(direction, problem, tensors, options)
+    config = replace(config, trained=True) if form.trained else config
+    selection.log_choice(config, weight_config, direction, algorithm)
+    if direction == "forward":
+        return _prepare_forward(config, algorithm, where, tensors, form)
+    if direction == "grads":
+        gradients = selection.choose_gradients(config, weight_config, algorithm, where)
+        return prepare_gradients(gradients, config, weight_config, tensors, form)
+    if (program := pass_program(direction, config, weight_config, algorithm, where)) is not None:
+        return bind_gradients(program, tensors, form)
+    chosen = selection.choose(config, algorithm, where, direction)
+    return convert_results(direction, getattr(chosen, direction)(config), tensors[0], form)
+
+
+def _prepare_forward(
+    config: Config, algorithm: str, where: str, tensors: Tensors, form: CallForm
+) -> Callable[..., Any]:
+    """Prepare a forward pass: a program, or where there is none, torch's operator or the CPU's kernels."""
+    if (program := pass_program("forward", config, config, algorithm, where)) is not None:
+        program = with_signal_output(program) if form.is_signal else program
+        operands = with_parameter_dtype(tensors, form.dtype)
+        return add_cast_outputs(program, tensors, form).bound(config.device, operands)
+    call = selection.choose(config, algorithm, where).forward(config)
+    if form.is_signal:
+        return lambda input, weight, bias: call(input.unsqueeze(-2), weight.unsqueeze(-2), bias).squeeze(-2)
+    return _cast_parameters(call, config.dtype, form)
+
+
+def _cast_parameters(call: Callable[..., Tensor], dtype: torch.dtype, form: CallForm) -> Callable[..., Any]:
+    """A forward call that first casts weight and bias from the form's dtype to ``dtype``."""
     if form.dtype is None:
         return call
 

@@ -19,7 +19,7 @@ from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops import call_cache
 from gemmconv.ops.autocast import is_autocasting, is_cacheable, lower
 from gemmconv.ops.call_cache import find_or_make
-from gemmconv.ops.configs import Form
+from gemmconv.ops.configs import CallForm
 from gemmconv.ops.implementation import prepare_call
 from gemmconv.ops.recording import Call, prepare_recording
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
@@ -50,7 +50,11 @@ def store_call(key: Hashable, call: Call | None) -> Call | None:
 
 
 def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare the call on such tensors; None where it has to go through the dispatcher.
+    """Prepare the call on such tensors; None in a mode, or for tensors, that the dispatcher serves.
+
+    Under autocast the tensors have to be cast, the input by torch. Where the kernels of the call can cast weight and
+    bias themselves, in one launch, it is prepared for tensors in autocast's dtype without data, and called with the
+    parameters as they are. Else torch casts all three.
 
     Args:
         input, weight, bias: the input may be without a batch.
@@ -85,13 +89,14 @@ def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments
     recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
     if recorded or in_a_mode() or not are_dense(*tensors) or is_autocasting(input.device.type):
         return None
-    return prepare_call("forward", tensors, None, arguments, Form(is_signal=True))
+    return prepare_call("forward", tensors, None, arguments, CallForm(is_signal=True))
 
 
 def _call_casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:
-    """Whether a call casts weight and bias to autocast's dtype in its own kernels; otherwise torch casts them before.
+    """Whether a call casts weight and bias to autocast's dtype, of 16 bits, in its own kernels.
 
-    Both must be float32 and dense. Either the casts of both are cached, or those of none, then without gradients.
+    Both must be float32 and dense. Their casts must be cacheable, or no gradient may be recorded through either cast;
+    and that must be so for both alike.
     """
     parameters = [one for one in tensors[1:] if one is not None]
     return (

@@ -13,7 +13,7 @@ from gemmconv.kernels.base import Config, Pass, strides_of, why_no_kernels
 from gemmconv.kernels.forms import name_of_cast
 from gemmconv.kernels.program import Output, Program, one_after_the_other
 from gemmconv.kernels.splits import bias_grad
-from gemmconv.ops.configs import Form, bias_grad_config
+from gemmconv.ops.configs import CallForm, bias_grad_config
 from gemmconv.ops.schemas import Tensors, WithoutData
 
 
@@ -97,7 +97,7 @@ def concatenate(earlier: Program, later: Program, arguments: Sequence[str]) -> P
     return replace(one_after_the_other(arguments, earlier, later), outputs=(*later.outputs, *earlier.outputs))
 
 
-def add_cast_outputs(program: Program, tensors: Tensors, form: Form) -> Program:
+def add_cast_outputs(program: Program, tensors: Tensors, form: CallForm) -> Program:
     """A forward pass's program, which returns its casts of weight and bias too if the form asks for them."""
     by_name, outputs = dict(zip(program.arguments, tensors, strict=False)), list(program.outputs)
     for operand in program.operands if form.returns_casts else ():  # the weight comes first
@@ -115,7 +115,7 @@ def with_signal_output(program: Program) -> Program:
     return replace(program, outputs=(signal,))
 
 
-def apply_form(program: Program, form: Form) -> Program:
+def apply_form(program: Program, form: CallForm) -> Program:
     """A program of gradients, which returns the weight's and the bias's gradient in this form."""
 
     def convert(output: Output) -> Output:
