@@ -1,16 +1,21 @@
 /* fused for small images, and for signals: columns are computed on tensor cores and folded in shared memory.
  *
- * A position is a row of the product, whose inputs a thread takes as they lie (pipeline/pixels_on_m.cuh). Weights are the right
- * side. Tensor cores take that of TF32 K-major alone, so a launch of its own lays them out; in 16 bits they are read as torch has
- * them. Only inputs are multiplied, no gaps between images or their rows.
+ * A position (one pixel of one image) is a row of the product, and a line (one tap of one output channel) a column of it:
  *
- * An item is some images, or a window of one row (WINDOWED), with as much of its neighbours as its cells read. At the end of a
- * block of lines the warps that multiply write the columns of FOLD_OUTS output channels to shared memory, all of them at once,
- * gather them (epilogue/fold_smem.cuh), and go on with the next. Two buffers of columns take turns, so that nobody waits before
- * writing.
+ *   columns [position, line] = sum over ci of input [ci, position] weight [ci, line]
  *
- * Inputs come to slots and weights to stages, two rings of buffers in shared memory, a chunk of channels in each. Where all chunks
- * of an item have a slot, inputs are held for all of its blocks of lines, and the last block frees the slots.
+ * pipeline/pixels_on_m.cuh has the main loop: a thread takes the inputs of its positions as they lie, and the weights are the
+ * right side. Only inputs are multiplied, no gaps between images or their rows.
+ *
+ * A work tile (item) is some images, or a window of one row (WINDOWED) with as much of its neighbours as its cells read, times
+ * some blocks of LINES lines. The epilogue of a block folds its sums, the columns of FOLD_OUTS output channels at a time: the
+ * warps that multiply write these to shared memory, wait for each other, and gather the outputs (epilogue/fold_smem.cuh).
+ *
+ *   4 x 4 images, kernel 4, stride 2, 8 images an item: 128 positions; 16 lines an output channel, LINES = 256 are 16 of them;
+ *   FOLD_OUTS = 8: two folds of 128 columns x 132 floats, one in each buffer, then the next block
+ *
+ * Inputs come to slots and weights to stages, two rings of buffers in shared memory, 128 bytes of channels in each. Where all
+ * channels of an item have a slot, inputs are held for all of its blocks of lines, and the last block frees the slots.
  *
  * Macros: those of pipeline/pixels_on_m.cuh and epilogue/fold_smem.cuh, OWN_BYTES being for columns; FOLD_OUTS (a divisor of a
  * block's output channels, their lines a multiple of 8), WHOLE_OUTS (1 where it divides all of them), FOLD_TURNS (cells of a
@@ -20,15 +25,15 @@
 #include "ptx/named_barrier.cuh"
 #include "pipeline/pixels_on_m.cuh"
 
-constexpr int kPassLines = FOLD_OUTS * kTaps, kPasses = LINES / kPassLines, kPassFloats = kPassLines * FOLD_PITCH;
-// Products before the loop, which takes two in turn: an odd one. More take longer to compile, and no less to run.
-constexpr int kShares = ROW_BLOCKS == 1 ? LEAST_CHUNKS % 2 : 0;
-static_assert(kPassLines % 8 == 0 && LINES % kPassLines == 0, "a pass is columns of each thread");
+constexpr int kFoldLines = FOLD_OUTS * kTaps, kFolds = LINES / kFoldLines, kFoldFloats = kFoldLines * FOLD_PITCH;
+// Steps of the main loop that are peeled off before it, since the loop takes two at a time: one where their number is odd.
+constexpr int kPeeled = ROW_BLOCKS == 1 ? LEAST_CHUNKS % 2 : 0;
+static_assert(kFoldLines % 8 == 0 && LINES % kFoldLines == 0, "a fold is columns of each thread");
 static_assert(FOLD_PITCH % 8 == 4 && kPositions <= FOLD_PITCH, "a warp writes columns to different banks");
-static_assert(2 * kPassFloats * 4 <= OWN_BYTES, "columns of two passes fit");
+static_assert(2 * kFoldFloats * 4 <= OWN_BYTES, "columns of two folds fit");
 
-// Threads are divided into groups where there are more of them than parts of cells, about as many as positions: each gathers
-// other output channels.
+// Threads are divided into groups where there are more of them than cells to gather: each group gathers other output channels.
+// The host computes the same number, for FOLD_TURNS.
 constexpr int kGroups = [] {
     int groups = 1;
     while (FOLD_OUTS % (groups * 2) == 0 && groups * 2 * kPositions * kParts <= kConsumers) groups *= 2;
@@ -37,8 +42,13 @@ constexpr int kGroups = [] {
 constexpr int kLanes = kConsumers / kGroups, kGroupOuts = FOLD_OUTS / kGroups;
 constexpr int kOwnCells = FOLD_TURNS <= 2 ? FOLD_TURNS : 1;
 
-/* Writes a pass of a warp's columns. Sums of rows g and g + 8 are neighbours. */
-template <int PASS>
+/* Writes the columns of one fold that a warp has. wgmma gives lane 4g + t, of 16 positions and 8 lines, the sums
+ *
+ *   from[0], from[1]: row g, lines 2t and 2t + 1        from[2], from[3]: row g + 8, the same lines
+ *
+ * and rows g and g + 8 are positions 2g and 2g + 1 (PAIRED in pixels_on_m.cuh), so that a lane writes two neighbours at once.
+ */
+template <int FOLD>
 __device__ __forceinline__ void write_columns(float* columns, const float (&sums)[ROW_BLOCKS][LINES / 2], int warp) {
     const int lane = threadIdx.x % 32;
     #pragma unroll
@@ -46,10 +56,10 @@ __device__ __forceinline__ void write_columns(float* columns, const float (&sums
         const int position = row * kBlockPositions + warp * 16 + lane / 4 * 2;
         float* mine = columns + (lane % 4 * 2 * FOLD_PITCH + position);
         #pragma unroll
-        for (int j = 0; j < kPassLines / 8; ++j) {
+        for (int j = 0; j < kFoldLines / 8; ++j) {
             #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const float* from = sums[row] + ((PASS * (kPassLines / 8) + j) * 4 + e);
+                const float* from = sums[row] + ((FOLD * (kFoldLines / 8) + j) * 4 + e);
                 *reinterpret_cast<pair_t*>(mine + (j * 8 + e) * FOLD_PITCH) = {from[0], from[2]};
             }
         }
@@ -89,22 +99,24 @@ __device__ __forceinline__ void consume(const pixels_on_m_params& p, int warp) {
             float sums[ROW_BLOCKS][LINES / 2];
             ring_t here = slots;
             const bool frees = !p.held || block + 1 == item.blocks;
-            multiply<true, kShares>(p, sums, ring, here, warp, frees, [](auto) {});
+            multiply<true, kPeeled>(p, sums, ring, here, warp, frees, [](auto) {});  // pairs; nothing to do meanwhile
             if (frees) slots = here;
             of_block.share(p, warp);
             #pragma unroll 1
-            for (int pass = 0; pass < kPasses; ++pass) {
-                float* columns = both + pass % 2 * kPassFloats;
-                only<kPasses>(pass, [&](auto known) { write_columns<decltype(known)::value>(columns, sums, warp); });
+            for (int fold = 0; fold < kFolds; ++fold) {
+                // Two buffers take turns. A warp that writes one again has passed the barrier of the fold between, which all
+                // warps reach after they have gathered from it.
+                float* columns = both + fold % 2 * kFoldFloats;
+                only<kFolds>(fold, [&](auto known) { write_columns<decltype(known)::value>(columns, sums, warp); });
                 named_barrier_sync<1, kConsumers>();
-                const int out = first + pass * FOLD_OUTS + group * kGroupOuts;
+                const int out = first + fold * FOLD_OUTS + group * kGroupOuts;
                 if (out < p.out_channels)
                     gather<FOLD_TURNS, kLanes, kGroupOuts, WHOLE_OUTS>(
                         image, p.output, p.out_channels, columns + group * (kGroupOuts * kTaps * FOLD_PITCH),
-                        biases + pass * FOLD_OUTS, out, lane, cells,
+                        biases + fold * FOLD_OUTS, out, lane, cells,
                         [&](int turn, int i) { return turn < kOwnCells ? own[turn % kOwnCells] : cell_of(p, item, i); });
             }
-            if constexpr (kPasses % 2 == 1) named_barrier_sync<1, kConsumers>();  // the next block begins with the same columns
+            if constexpr (kFolds % 2 == 1) named_barrier_sync<1, kConsumers>();  // the next block begins with the same buffer
         }
     });
 }

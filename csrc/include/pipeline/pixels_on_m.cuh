@@ -64,7 +64,6 @@ constexpr int kChannels = 128 / kItem, kSteps = 4;  // of a slot; products of th
 constexpr int kRowBytes = kPositions * kItem, kSlotBytes = kChannels * kRowBytes;
 constexpr int kBoxBytes = 64 * 128, kStageBytes = PACKED ? LINES * 128 : ceil_div(LINES, 64) * kBoxBytes;
 constexpr int kConsumers = 256, kProducers = PRODUCERS + 32, kThreads = kConsumers + kProducers;
-constexpr int kBiasBytes = ceil_div(kConsumers / 32 * kBlockOuts, 4) * 16;
 extern __shared__ __align__(1024) unsigned char shared[];
 __device__ __forceinline__ unsigned char* slot_of(int slot) { return shared + slot * kSlotBytes; }
 __device__ __forceinline__ unsigned char* stage_of(const pixels_on_m_params& p, int stage) {
