@@ -248,6 +248,26 @@ def test_signals_without_gradients_take_a_prepared_call(algorithm, device):
             layer(torch.randn(2, 3, 12, device=device))
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "gemm_col2im"])
+def test_signals_with_gradients_take_a_prepared_call(algorithm, device):
+    """Gradients, some of them or all, and gradients of gradients, are those of torch."""
+    layer = gemmconv.ConvTranspose1d(16, 8, 4, 2, 1, algorithm=algorithm).to(device, torch.float64)
+    theirs = torch.nn.ConvTranspose1d(16, 8, 4, 2, 1).to(device, torch.float64)
+    theirs.load_state_dict(layer.state_dict())
+    for needs_input, needs_weight in (True, True), (False, True), (True, False), (True, True):
+        signal = torch.randn(2, 16, 12, device=device, dtype=torch.float64, requires_grad=needs_input)
+        found = []
+        for one in layer, theirs:
+            one.weight.requires_grad_(needs_weight)
+            leaves = [leaf for leaf in (signal, *one.parameters()) if leaf.requires_grad]
+            first = torch.autograd.grad(one(signal).square().sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves)
+            plain = torch.autograd.grad(one(signal).square().sum(), leaves)
+            found.append((*first, *second, *plain))
+            assert [grad.shape for grad in plain] == [leaf.shape for leaf in leaves]
+        torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_volume_keeps_its_memory_format(last):
     layer = gemmconv.ConvTranspose3d(4, 6, 4, stride=2, padding=1, algorithm="gemm_col2im")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from gemmconv.dispatch import are_dense, in_a_mode
 from gemmconv.ops import call_cache
 from gemmconv.ops.autocast import is_autocasting, is_cacheable, lower
 from gemmconv.ops.call_cache import find_or_make
-from gemmconv.ops.configs import CallForm
-from gemmconv.ops.implementation import prepare_call
+from gemmconv.ops.left_to_torch import is_left_to_torch
 from gemmconv.ops.recording import Call, prepare_recording
 from gemmconv.ops.schemas import Arguments, Tensors, without_data
 from gemmconv.ops.signatures import call_signature
@@ -79,17 +79,19 @@ def prepare(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argum
 
 
 def prepare_signal(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
-    """Prepare a call on a batch of signals as images of height 1; None if it records gradients or is not plain.
+    """Prepare a call on a batch of signals as images of height 1; None where :func:`prepare` gives None, or casts.
 
     Args:
         input, weight, bias: ``[N, C_in, L]``, ``[C_in, C_out/groups, K]`` and ``[C_out]``, not checked.
         arguments: all arguments of the operator on images after its tensors.
     """
     tensors = input.unsqueeze(-2), weight.unsqueeze(-2), bias
-    recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-    if recorded or in_a_mode() or not are_dense(*tensors) or is_autocasting(input.device.type):
+    if in_a_mode() or not are_dense(*tensors) or is_autocasting(input.device.type):
         return None
-    return prepare_call("forward", tensors, None, arguments, CallForm(is_signal=True))
+    if is_left_to_torch(*tensors, arguments):
+        geometry: list[Any] = [one[1:] if isinstance(one, tuple) else one for one in arguments[:5]]
+        return lambda input, weight, bias: torch.conv_transpose1d(input, weight, bias, *geometry)
+    return prepare_recording(tensors, arguments, is_signal=True)
 
 
 def _call_casts_parameters(tensors: Tensors, dtype: torch.dtype) -> bool:

@@ -24,12 +24,15 @@ _FULL_PASSES, _QUERIED_ONE_IN = 8, 8  # after so many passes in a row that neede
 _is_executed = torch._C._will_engine_execute_node
 
 
-def prepare_recording(tensors: Tensors, arguments: Arguments, parameters: Tensors | None = None) -> Call:
+def prepare_recording(
+    tensors: Tensors, arguments: Arguments, parameters: Tensors | None = None, is_signal: bool = False
+) -> Call:
     """Prepare the call on such tensors, with an autograd node if gradients are recorded and a tensor requires one.
 
     Args:
         tensors, arguments: arguments of the operator.
         parameters: weight and bias before autocast, if the call casts them itself; in ``tensors`` they have no data.
+        is_signal: whether the call takes signals, of which ``tensors`` are views as images of height 1.
     """
     requires = [one is not None and one.requires_grad for one in tensors]
     recorded = torch.is_grad_enabled() and any(requires)
@@ -37,14 +40,14 @@ def prepare_recording(tensors: Tensors, arguments: Arguments, parameters: Tensor
     if recorded and tensors[0].is_cuda:
         compile_ahead(tensors, arguments, dtype)  # while the forward pass's kernels compile, too
     if dtype is None or parameters is None:
-        form = CallForm(trained=True) if recorded and requires[1] and tensors[0].is_cpu else None
+        form = CallForm(trained=recorded and requires[1] and tensors[0].is_cpu, is_signal=is_signal)
         forward: Callable[..., Any] = prepare_call("forward", tensors, None, arguments, form)
     else:
         forward = _forward_with_casts(tensors, arguments, dtype, is_cacheable(parameters[0]), recorded and requires[0])
     if not recorded:
         return forward if dtype is None else lambda *tensors: forward(*tensors)[0]
     state = _CallState(forward, Backward.of(tensors, arguments), (requires[0], requires[1], requires[2]), dtype)
-    kind = _CallNode if dtype is None else _CallNodeWithCasts
+    kind = _SignalNode if is_signal else _CallNode if dtype is None else _CallNodeWithCasts
     apply: Any = super(torch.autograd.Function, kind).apply  # torch's own also looks for transforms: there are none
     return lambda input, weight, bias: apply(input, weight, bias, state)
 
@@ -146,19 +149,36 @@ class _CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        state, (input, weight) = ctx.state, ctx.saved_tensors
-        needs = state.needs(ctx)
-        key = gradient_signature(grad, input, weight, needs)
-        if key is None:
-            if state.dtype is not None and weight is not None and torch.is_grad_enabled():
-                weight = _cast_weight_again(ctx, weight.dtype)
-            return *state.backward(*as_plain((grad,)), input, weight, needs), None
-        call = state.gradients.get(key)
-        if call is None:
-            if not are_dense(grad):
-                return *state.backward(grad, input, weight, needs), None
-            call = state.gradients[key] = state.backward.prepare(grad, input, weight, needs, state.dtype)
-        return *call(grad, input, weight), None
+        return *_gradients(ctx, grad, *ctx.saved_tensors), None
+
+
+def _gradients(ctx: Any, grad: Tensor, input: Tensor | None, weight: Tensor | None) -> Gradients:
+    """The gradients that a backward pass of a node needs, by its prepared call, or by operators."""
+    state = ctx.state
+    needs = state.needs(ctx)
+    key = gradient_signature(grad, input, weight, needs)
+    if key is None:
+        if state.dtype is not None and weight is not None and torch.is_grad_enabled():
+            weight = _cast_weight_again(ctx, weight.dtype)
+        found: Gradients = state.backward(*as_plain((grad,)), input, weight, needs)
+        return found
+    call = state.gradients.get(key)
+    if call is None:
+        if not are_dense(grad):
+            return state.backward(grad, input, weight, needs)
+        call = state.gradients[key] = state.backward.prepare(grad, input, weight, needs, state.dtype)
+    return call(grad, input, weight)
+
+
+class _SignalNode(_CallNode):
+    """The autograd node of a plain call on signals, whose gradients are those of images of height 1."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, weight = (None if one is None else one.unsqueeze(-2) for one in ctx.saved_tensors)
+        of_input, of_weight, of_bias = _gradients(ctx, grad.unsqueeze(-2), input, weight)
+        of_input, of_weight = (None if one is None else one.squeeze(-2) for one in (of_input, of_weight))
+        return of_input, of_weight, of_bias, None
 
 
 class _CallNodeWithCasts(_CallNode):
