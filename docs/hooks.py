@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
-_COPIED = ("benchmarks/map.svg", "benchmarks/results/*/plots/*.png", "benchmarks/results/*/summary.md")
+_COPIED = ("benchmarks/results/*/plots/*.png", "benchmarks/results/*/summary.md")
 _LINK = re.compile(r"(!?)\[([^]\n]*)\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import gemmconv
-from benchmarks.map import imported_modules
 
 PACKAGE = Path(gemmconv.__file__).parent
 
@@ -64,6 +63,21 @@ def part_of(module: str) -> str:
     """Return the part a dotted module name belongs to: gemmconv.runtime.cache -> runtime."""
     names = module.split(".")
     return names[1] if len(names) > 1 else "__init__"
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the dotted names of everything of the package that a file of it imports, at any depth of the file."""
+    package = ["gemmconv", *path.relative_to(PACKAGE).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # "from gemmconv import runtime" lists modules, "from gemmconv.errors import X" does not.
+            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "gemmconv" else {module}
+    return {name for name in found if name.split(".")[0] == "gemmconv"}
 
 
 def files_of(part: str) -> list[Path]:
