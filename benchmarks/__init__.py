@@ -10,7 +10,7 @@ workloads     which layers: suites, and the one-line notation of a layer
 environment   where and with what: device, driver, versions, commit
 reference     the same layers in float64
 contenders    what is compared: gemmconv's algorithms, and torch in its settings
-timing        samples of device time, wall-clock time and CUDA graph replays
+timing        samples of device time, and CUDA graphs
 floor         the least time that the machine allows
 measure       one row for each contender and direction; a wrong result is never timed
 results       the files: JSON to go on from, CSV to read
@@ -18,13 +18,13 @@ summary       geometric means, worst cases, rows that lose
 check         two result files, row by row
 random_layers layers that nobody picked, the same for a seed
 compile_time  what compiling a training step's kernels takes, beside another checkout
-first_call    what the first call of a layer costs, in processes of their own
+first_call    what the first call of a layer costs, in a process of its own
 plot          charts of speed-ups
 report        summary, charts and the tables of docs/guide/results.md
 compare       the command line
 flags         values of flags, with commas between
 progress      lines that say how far a command is
-several       the work shared between GPUs
+several       a command in a process for each GPU
 precompile    kernels compiled ahead, in processes
 rows          measured times of every kernel and of torch's operator, for many layers
 fit           corrections of estimates, fitted to the times that rows keeps

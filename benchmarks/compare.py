@@ -5,23 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import rmtree
 
 import torch
 
-from benchmarks import check, environment, first_call, several, summary
-from benchmarks.contenders import LAYOUTS, PRECISIONS, SEARCHES, Contender, Lanes, gemmconv_contenders, torch_contenders
+from benchmarks import check, environment, summary
+from benchmarks.contenders import LAYOUTS, PRECISIONS, SEARCHES, Lanes, gemmconv_contenders, torch_contenders
 from benchmarks.flags import chosen, separated
 from benchmarks.floor import Ceilings, measure_ceilings
-from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once
+from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once, rows_of
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.random_layers import random_layers
-from benchmarks.report import write_beside
-from benchmarks.results import LOOKED_AT, RESULTS, Key, Results, Row, in_mode
-from benchmarks.several import Part
+from benchmarks.report import draw_charts, write_summary
+from benchmarks.results import MODES, RESULTS, Key, Results, Row, in_mode
+from benchmarks.several import run_in_processes
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
 from gemmconv.compare.layers import pick_device
@@ -48,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return check.main(arguments.check[0], arguments.check[1], arguments.tolerance)
         if arguments.list:
             return _list()
-        return _run(_request(arguments))
+        plan, devices = _planned(arguments)
+        files = _Files(arguments, plan)
+        if len(devices) > 1:
+            return _run_on_each(files, devices, list(sys.argv[1:] if argv is None else argv))
+        return _run(files)
     except ValueError as error:
         parser.error(str(error))
 
@@ -78,95 +83,58 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="DIR", help="for the files (default: benchmarks/results/<device>)")
     add("--fresh", action="store_true", help="measure rows anew that the files already have")
     add("--keep-baselines", action="store_true", help="keep torch's rows where only gemmconv has changed")
-    add("--sustained", action="store_true", help="time a GPU that is kept busy, as in training; else it rests")
     add("--charts", action="store_true", help="also write summary.md and charts into --out")
+    add("--share", help=argparse.SUPPRESS)  # I/N: every Nth workload from the Ith on, of a process for one device
     add("--list", action="store_true", help="print the workloads and leave")
-    add(
-        *("--check",),
-        nargs=2,
-        type=Path,
-        metavar=("OLD", "NEW"),
-        help="compare two result files or folders; exit with 1 where a row got slower",
-    )
+    check_help = "compare two result files or folders; exit with 1 where a row got slower"
+    add("--check", nargs=2, type=Path, metavar=("OLD", "NEW"), help=check_help)
     add("--tolerance", type=float, default=0.05, metavar="SHARE", help="of --check (default: 0.05)")
     return parser
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The parsed command line."""
-
-    devices: tuple[torch.device, ...]
-    workloads: list[Workload]
-    contenders: list[Contender]
-    precisions: tuple[str, ...]
-    directions: tuple[str, ...]
-    effort: Effort
-    out: Path | None
-    fresh: bool
-    keep_baselines: bool
-    deadline: float
-    charts: bool
-
-    @property
-    def device(self) -> torch.device:
-        """The device, or one of those of its kind."""
-        return self.devices[0]
-
-    @property
-    def looks(self) -> Callable[[Row], int]:
-        """How often a row is timed, for :attr:`benchmarks.measure.Plan.looks`."""
-        is_quick = replace(self.effort, sustained=False) == QUICK
-        return once if self.device.type == "cpu" or is_quick else looks_at
-
-
-def _request(arguments: argparse.Namespace) -> _Request:
+def _planned(options: argparse.Namespace) -> tuple[Plan, list[torch.device]]:
+    """How to measure, and the devices; ``options`` get ``workloads`` and a default of ``out``."""
     began = time.monotonic()
-    devices = tuple(map(pick_device, separated(arguments.device) if arguments.device else (None,)))
+    devices = list(map(pick_device, separated(options.device) if options.device else (None,)))
     device = devices[0]
     if len(set(devices)) > 1 and len(kinds := set(map(environment.slug, devices))) > 1:
         raise ValueError(f"argument --device: must be of one kind, got {', '.join(sorted(kinds))}")
     on_cpu = device.type == "cpu"
-    quick = arguments.quick or (
-        on_cpu and not (arguments.suite or arguments.layer or arguments.workload or arguments.random is not None)
-    )
-    workloads = _workloads(arguments, quick)
-    if on_cpu and not arguments.full_size:
-        workloads = [shrunk(workload, _CPU_FLOPS, _CPU_BYTES) for workload in workloads]
+    names_layers = options.suite or options.layer or options.workload or options.random is not None
+    quick = options.quick or (on_cpu and not names_layers)
+    options.workloads = _workloads(options, quick)
+    if on_cpu and not options.full_size:
+        options.workloads = [shrunk(workload, _CPU_FLOPS, _CPU_BYTES) for workload in options.workloads]
+    if options.share:
+        options.workloads = _share(options.workloads, *map(int, options.share.split("/")))
 
-    layouts = chosen("--layout", arguments.layout, LAYOUTS, tuple(LAYOUTS))
-    ours = gemmconv_contenders(layouts)
-    names = [contender.name for contender in ours]
-    wanted = chosen("--algorithms", arguments.algorithms, dict.fromkeys(names), names)
+    ours = gemmconv_contenders(chosen("--layout", options.layout, LAYOUTS, tuple(LAYOUTS)))
+    names = list(dict.fromkeys(contender.name for contender in ours))
+    wanted = chosen("--algorithms", options.algorithms, names, names)
     theirs = torch_contenders(device)
-    if arguments.baselines == ("none",):
-        baselines: tuple[str, ...] = ()
-    else:
-        names = [contender.name for contender in theirs]
-        baselines = chosen("--baselines", arguments.baselines, names, names)
+    names = [contender.name for contender in theirs]
+    baselines = options.baselines if options.baselines != ("none",) else ()
+    wanted += chosen("--baselines", baselines, names, names)
 
     every = ("fp32",) if on_cpu else _QUICK_GPU if quick else tuple(PRECISIONS)
-    precisions = chosen("--precision", arguments.precision, PRECISIONS, every)
+    precisions = chosen("--precision", options.precision, PRECISIONS, every)
     if on_cpu and "tf32" in precisions:
         raise ValueError("argument --precision: tf32 needs a CUDA device, and torch finds none here; leave it out")
-    out = arguments.out
-    if arguments.sustained and on_cpu:
-        raise ValueError("argument --sustained: needs a CUDA device; a CPU does not rest; leave it out")
-    if out is None and (arguments.suite or arguments.workload or not arguments.layer):
-        out = RESULTS / environment.slug(device, arguments.sustained)
-    return _Request(
-        devices,
-        workloads,
-        [c for c in theirs if c.name in baselines] + [c for c in ours if c.name in wanted],
+    if options.out is None and (options.suite or options.workload or not options.layer):
+        options.out = RESULTS / environment.slug(device)
+    if options.out is None and len(devices) > 1:
+        raise ValueError("argument --out: several devices need it, since each writes files; give a folder")
+    plan = Plan(
+        device,
         precisions,
-        chosen("--direction", arguments.direction, DIRECTIONS, ("forward", "backward")),
-        replace(QUICK if quick else Effort(), sustained=arguments.sustained),
-        out,
-        arguments.fresh,
-        arguments.keep_baselines,
-        began + arguments.budget if arguments.budget else float("inf"),
-        arguments.charts,
+        chosen("--direction", options.direction, DIRECTIONS, DIRECTIONS),
+        [contender for contender in (*theirs, *ours) if contender.name in wanted],
+        Ceilings(1.0, {}),  # until they are measured
+        QUICK if quick else Effort(),
+        began + options.budget if options.budget else float("inf"),
+        looks=once if on_cpu or quick else looks_at,
     )
+    return plan, devices
 
 
 def _workloads(arguments: argparse.Namespace, quick: bool) -> list[Workload]:
@@ -184,6 +152,14 @@ def _workloads(arguments: argparse.Namespace, quick: bool) -> list[Workload]:
     return layers + found
 
 
+def _share(workloads: Sequence[Workload], index: int, count: int) -> list[Workload]:
+    """Every ``count``-th workload by its work, so that each is measured on the same device in every run.
+
+    Devices of one kind differ by up to 10%.
+    """
+    return sorted(workloads, key=lambda workload: -workload.problem.useful_flops)[index::count]
+
+
 def _list() -> int:
     cells = [
         [one.suite, one.name, one.layer, f"{one.problem.useful_flops / 1e9:.3g}", "*" * one.quick]
@@ -194,63 +170,78 @@ def _list() -> int:
     return 0
 
 
-def _run(request: _Request) -> int:
+def _run(files: _Files) -> int:
     """Measure, save, print. Returns the exit status."""
-    device = request.device
-    about = environment.describe(device, request.effort.sustained)
-    print(environment.text_of(about), flush=True)
-    files = _Files(request, about)
-    plan = Plan(
-        device,
-        request.precisions,
-        request.directions,
-        request.contenders,
-        Ceilings(1.0, {}),
-        request.effort,
-        deadline=request.deadline,
-        looks=request.looks,
-    )
-    missing = files.missing(plan)
-    print(f"{missing} rows to measure, at least", flush=True)
-
-    lost = ""
-    progress = Progress(missing)
+    plan, device = files.plan, files.plan.device
+    print(environment.text_of(files.about), flush=True)
+    left = [workload for workload in files.options.workloads if files.missing([workload])]
+    progress, lost = Progress(files.missing(left)), ""
+    print(f"{progress.total} rows to measure, at least", flush=True)
     try:
-        for part in _measured(request, plan, files, progress.say) if missing else ():
-            row, workload = part.row, part.workload
-            if row is None:
-                files.save(workload.suite)
-                progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {part.seconds:.1f} s")
-                continue
-            if files.is_new(part):
-                rates = ", ".join(f"{name} {rate:.4g}" for name, rate in part.ceilings.tflops.items())
-                copy = f"ceilings: copy {part.ceilings.copy_tbps:.4g} TB/s"
-                progress.say(f"{part.device}: {copy}; matrix product, TFLOP/s: {rates}")
-            is_first = files.add(row, part)
-            progress.done += is_first and row.mode == "eager"
-            if row.status in ("wrong", "failed"):
-                progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
+        if left:
+            _compile_ahead(plan, left, progress)
+            ceilings, lanes = measure_ceilings(device, plan.precisions), Lanes(SEARCHES)
+            rates = ", ".join(f"{name} {rate:.4g}" for name, rate in ceilings.tflops.items())
+            progress.say(f"ceilings: copy {ceilings.copy_tbps:.4g} TB/s; matrix product, TFLOP/s: {rates}")
+            plan = replace(plan, ceilings=ceilings, done=files.done)
+        for workload in left:
+            if time.monotonic() > plan.deadline:
+                break
+            began = time.monotonic()
+            for row in rows_of(workload, plan, lanes):
+                progress.done += files.add(row, plan.ceilings) and row.mode == "eager"
+                if row.status in ("wrong", "failed"):
+                    progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
+            files.save(workload.suite)
+            seconds = time.monotonic() - began
+            progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {seconds:.1f} s")
     except DeviceLost as error:
-        lost = str(error)
+        lost = f"{error}. The row is in the file; run the same command again for the rest"
     except KeyboardInterrupt:
         print("\ninterrupted", flush=True)
     finally:
-        files.save_all()
-    complete = not files.missing(plan)
-    if complete and not lost:
-        _first_calls(request, files, bool(missing))
+        files.save()
+    return _reported(files, lost)
 
-    rows = files.rows(plan)
-    print()
-    print(summary.report(rows))
-    files.say_where()
-    if request.charts and request.out is not None:
-        write_beside(request.out)
-    if lost:
-        print(f"stopped: {lost}. The row is in the file; run the same command again for the rest")
-    elif not complete:
-        left = files.missing(plan)
+
+def _run_on_each(files: _Files, devices: Sequence[torch.device], arguments: list[str]) -> int:
+    """Run a share of the workloads on each device, then put together what they wrote. Returns the exit status."""
+    options, count = files.options, len(devices)
+    parts = [options.out / f"part{i}" for i in range(count)]
+    for i, part in enumerate(parts):
+        names = {workload.name for workload in _share(options.workloads, i, count)}
+        for suite, results in files.results.items():
+            own = {key: row for key, row in results.rows.items() if key[1] in names}
+            Results(results.runs, own).save(part / f"{suite}.json")
+    print(f"{files.missing(options.workloads)} rows to measure, at least", flush=True)
+    flags = [
+        ["--device", str(device), "--share", f"{i}/{count}", "--out", str(part)]
+        for i, (device, part) in enumerate(zip(devices, parts, strict=True))
+    ]
+    status = run_in_processes("benchmarks.compare", arguments, flags)
+    for part in parts:
+        for path in part.glob("*.json"):
+            files.results[path.stem].merge(Results.load(path))
+        rmtree(part)
+    files.save()
+    options.fresh = False  # what was measured is in the files now
+    return max(status, _reported(files))
+
+
+def _reported(files: _Files, lost: str = "") -> int:
+    """Print what is in the files of what was asked for, and why it is not all. Returns the exit status."""
+    rows, options = files.rows(), files.options
+    if not options.share:
+        print(f"\n{summary.report(rows)}")
+        if options.out is not None:
+            print(f"\nfiles: {', '.join(map(str, map(files.path, files.results)))}, and .csv beside them")
+            if options.charts:
+                write_summary(options.out)
+                draw_charts(options.out)
+    if not lost and (left := files.missing(options.workloads)):
         print(f"stopped with {left} rows to measure; run the same command again for the rest")
+    elif lost:
+        print(f"stopped: {lost}")
     return int(_is_wrong(rows) or bool(lost))
 
 
@@ -261,151 +252,70 @@ def _is_wrong(rows: Sequence[Row]) -> bool:
     return any(not row.is_torch and not (row.algorithm == "native" and row.cell in of_torch) for row in wrong)
 
 
-def _measured(request: _Request, plan: Plan, files: _Files, say: Callable[[str], None]) -> Iterator[Part]:
-    """Measure the workloads and yield parts, until all is done or the deadline comes. ``say`` prints a line."""
-    workloads = [workload for workload in request.workloads if files.missing(plan, [workload])]
-    if len(request.devices) > 1:
-        tasks = [
-            [
-                several.Task(workload, _plan_for(plan, workload).directions, files.done_of(workload))
-                for workload in share
-                if workload in workloads
-            ]
-            for share in several.shares(request.workloads, len(request.devices))
-        ]
-        yield from several.measure(plan, request.devices, tasks, lambda: _compile_ahead(request, say))
-        return
-    _compile_ahead(request, say)
-    ceilings = measure_ceilings(request.device, request.precisions, plan.effort.sustained)
-    plan = replace(plan, ceilings=ceilings, done=files.done)
-    lanes = Lanes(SEARCHES)
-    for workload in workloads:
-        if time.monotonic() > request.deadline:
-            return
-        yield from several.parts_of(workload, _plan_for(plan, workload), lanes, str(request.device))
-
-
-def _compile_ahead(request: _Request, say: Callable[[str], None]) -> None:
+def _compile_ahead(plan: Plan, workloads: Sequence[Workload], progress: Progress) -> None:
     """Have the kernels of gemmconv's contenders ready, where there is a GPU to run them."""
-    layouts = dict.fromkeys(contender.layout for contender in request.contenders if contender.kind == "gemmconv")
-    if request.device.type == "cuda" and layouts:
-        began = time.monotonic()
-        compile_ahead(request.workloads, request.precisions, request.directions, layouts, request.device)
-        say(f"compiled kernels ahead, {time.monotonic() - began:.0f} s")
-
-
-def _plan_for(plan: Plan, workload: Workload) -> Plan:
-    """Latency is also that of a training step."""
-    if workload.suite == "latency" and set(plan.directions) == {"forward", "backward"}:
-        return replace(plan, directions=DIRECTIONS)
-    return plan
+    layouts = dict.fromkeys(contender.layout for contender in plan.contenders if contender.kind == "gemmconv")
+    if plan.device.type == "cuda" and layouts:
+        compile_ahead(workloads, plan.precisions, plan.directions, layouts, plan.device)
+        progress.say("compiled kernels ahead")
 
 
 class _Files:
-    """The result files of a run, one for each suite."""
+    """What a run is asked for, and its result files, one for each suite."""
 
-    def __init__(self, request: _Request, about: dict[str, str]) -> None:
-        self._request, self._about = request, about
-        self._results: dict[str, Results] = {}
-        self._runs: dict[tuple[str, str], int] = {}  # by suite and device
-        self._measured: set[tuple[str, ...]] = set()
-        for suite in dict.fromkeys(workload.suite for workload in request.workloads):
-            path = self._path(suite)
-            self._results[suite] = Results.load(path) if path and path.exists() else Results()
-            machines = {run["gpu"] for run in self._results[suite].runs} - {about["gpu"]}
-            if machines:
-                raise ValueError(f"argument --out: {path} has rows of {', '.join(machines)}; give another folder")
+    def __init__(self, options: argparse.Namespace, plan: Plan) -> None:
+        self.options, self.plan, self.about = options, plan, environment.describe(plan.device)
+        self.results: dict[str, Results] = {}
+        self._runs: dict[str, int] = {}  # of this process, by suite
+        self._measured: set[Key] = set()
+        for suite in dict.fromkeys(workload.suite for workload in options.workloads):
+            self.results[suite] = Results.opened(self.path(suite), self.about)
 
-    def _path(self, suite: str) -> Path | None:
-        return None if self._request.out is None else self._request.out / f"{suite}.json"
+    def path(self, suite: str) -> Path | None:
+        """The file of a suite, None where nothing is written."""
+        return self.options.out and self.options.out / f"{suite}.json"
 
-    def done(self, key: tuple[str, ...]) -> Row | None:
+    def done(self, key: Key) -> Row | None:
         """The row of a key that need not be measured again; it may lack looks."""
-        if self._request.fresh and key not in self._measured:
+        if self.options.fresh and key not in self._measured:
             return None
-        return self._results[key[0]].done(key, self._about, self._request.keep_baselines)
+        return self.results[key[0]].done(key, self.about, self.options.keep_baselines)
 
     def _lacks(self, key: Key) -> bool:
         """Whether a key has no row yet, or one that lacks looks; or its graph does."""
-        rows = [self.done(in_mode(key, mode)) for mode in LOOKED_AT]
-        return rows[0] is None or any(row is not None and row.lacks_looks(self._request.looks) for row in rows)
+        rows = [self.done(in_mode(key, mode)) for mode in MODES]
+        return rows[0] is None or any(row is not None and row.lacks_looks(self.plan.looks) for row in rows)
 
-    def missing(self, plan: Plan, workloads: Sequence[Workload] | None = None) -> int:
+    def missing(self, workloads: Sequence[Workload]) -> int:
         """How many rows are to be measured, of modes that are known beforehand."""
-        chosen = self._request.workloads if workloads is None else workloads
-        return sum(self._lacks(key) for one in chosen for key in expected_keys(one, _plan_for(plan, one)))
+        return sum(self._lacks(key) for one in workloads for key in expected_keys(one, self.plan))
 
-    def done_of(self, workload: Workload) -> dict[Key, Row]:
-        """The rows of a workload that need not be measured again."""
-        rows = self._results[workload.suite].rows
-        return {key: row for key in rows if key[1] == workload.name and (row := self.done(key)) is not None}
-
-    def is_new(self, part: Part) -> bool:
-        """Whether nothing of its device was added yet."""
-        return part.device not in {device for _, device in self._runs}
-
-    def add(self, row: Row, part: Part) -> bool:
-        """Add a row of a part, to the run of its device in the suite's file; whether it is the first of its key."""
-        run = self._runs.get((row.suite, part.device))
-        if run is None:
-            run = self._results[row.suite].begin(self._about, part.ceilings.as_dict())
-            self._runs[row.suite, part.device] = run
-        self._results[row.suite].add(replace(row, run=run))
+    def add(self, row: Row, ceilings: Ceilings) -> bool:
+        """Add a row to its suite's file; whether it is the first of its key in this run."""
+        results = self.results[row.suite]
+        if row.suite not in self._runs:
+            self._runs[row.suite] = results.begin(self.about, asdict(ceilings))
+        results.add(replace(row, run=self._runs[row.suite]))
         is_first = row.key not in self._measured
         self._measured.add(row.key)
         return is_first
 
-    def save_all(self) -> None:
-        """Write the files of all suites that have new rows."""
-        for suite in dict.fromkeys(suite for suite, _ in self._runs):
-            self.save(suite)
+    def save(self, suite: str = "") -> None:
+        """Write the file of a suite, or of all that have rows."""
+        for name, results in self.results.items():
+            path = self.path(name)
+            if path is not None and results.rows and suite in ("", name):
+                results.save(path)
 
-    def save(self, suite: str) -> None:
-        path = self._path(suite)
-        if path is not None:
-            self._results[suite].save(path)
-
-    def rows(self, plan: Plan) -> list[Row]:
+    def rows(self) -> list[Row]:
         """The finished rows of what was asked for, in every mode, without those that are to be measured again."""
-        wanted = {key for one in self._request.workloads for key in expected_keys(one, _plan_for(plan, one))}
+        wanted = {key for one in self.options.workloads for key in expected_keys(one, self.plan)}
         return [
             row
-            for results in self._results.values()
+            for results in self.results.values()
             for row in results.finished()
             if in_mode(row.key, "eager") in wanted and self.done(row.key) is not None
         ]
-
-    def say_where(self) -> None:
-        if self._request.out is not None:
-            print(f"\nfiles: {', '.join(str(self._path(suite)) for suite in self._results)}, and .csv beside them")
-
-    def has_first_costs(self, layers: Sequence[str]) -> bool:
-        """Whether the rows of all these layers of suite latency say what first calls cost."""
-        rows = self._results["latency"].rows.values()
-        return {*layers} <= {row.layer for row in rows if row.cold_ms is not None}
-
-    def first_costs(self, cold: first_call.Costs, warm: first_call.Costs) -> None:
-        """Write what first calls cost into the rows of suite latency."""
-        for key, row in list(self._results["latency"].rows.items()):
-            cost = (row.layer, row.precision, row.algorithm)
-            if row.mode == "eager" and row.direction == "forward" and row.layout == "nchw" and cost in cold:
-                filled = replace(row, cold_ms=cold[cost], warm_ms=warm.get(cost))
-                self._results["latency"].rows[key] = filled
-        self.save("latency")
-
-
-def _first_calls(request: _Request, files: _Files, again: bool) -> None:
-    """Measure first calls, for suite latency on a GPU, again or where there are none yet; a CPU compiles nothing."""
-    layers = [workload.layer for workload in request.workloads if workload.suite == "latency"]
-    if request.device.type != "cuda" or not layers or "forward" not in request.directions:
-        return
-    if not again and files.has_first_costs(layers):
-        return
-    print("first calls, in processes of their own", flush=True)
-    try:
-        files.first_costs(*first_call.measure(layers, request.precisions, request.device))
-    except (RuntimeError, OSError, ValueError) as error:
-        print(f"first calls were not measured: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from gemmconv.runtime.compiler import Macros, compile
 
 _ARCH = "sm_90a"
 _BATCH, _CHANNELS = 128, (100, 512, 256, 128, 64, 3)
+_ROUNDS = 5  # of --against
 _PASSES: tuple[Direction, ...] = ("forward", "input_grad", "weight_grad")
 
 Kernels = dict[str, tuple[str, Macros]]  # sources and macros, by what launches them first
@@ -43,27 +44,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compile_time", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--against", type=Path, metavar="TREE", help="another checkout, measured by turns with this one"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of --against (default: 5)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose source has this in its name")
-    parser.add_argument("--json", action="store_true", help="print the seconds as JSON, with their names")
+    add = parser.add_argument
+    add("--against", type=Path, metavar="TREE", help="another checkout, measured by turns with this one")
+    add("--only", default="", metavar="TEXT", help="kernels whose source has this in its name")
+    add("--json", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"argument --rounds: must be at least 1, got {arguments.rounds}")
     if arguments.against is None:
         seconds = measure(arguments.only)
-        print(json.dumps(seconds) if arguments.json else report(seconds))
+        print(json.dumps(seconds) if arguments.json else table([seconds]))
         return 0
     if not (arguments.against / "gemmconv").is_dir():
         parser.error(f"argument --against: must be a checkout of gemmconv, got {arguments.against}")
     trees = Path(__file__).parents[1], arguments.against.resolve()
     rounds: tuple[list[Seconds], list[Seconds]] = ([], [])
-    for i in range(arguments.rounds):
+    for i in range(_ROUNDS):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
             rounds[which].append(_in(trees[which], arguments.only))
-    print(comparison(*rounds))
+    print(table(*rounds))
     return 0
 
 
@@ -117,45 +114,32 @@ def _in(tree: Path, only: str) -> Seconds:
     return seconds
 
 
-def _summed(seconds: Seconds) -> Seconds:
-    return {"all": sum(seconds.values()), "slowest": max(seconds.values(), default=0.0)}
+def table(*trees: Sequence[Seconds]) -> str:
+    """A table of medians of rounds, of what all trees compile and of all that each does.
 
-
-def report(seconds: Seconds) -> str:
-    """A table of compilations, the slowest first, then all of them.
-
-    >>> print(report({"layer 1 forward a": 0.25, "layer 2 forward b": 1.5}))
-    kernel                 s
-    -----------------  -----
-    layer 2 forward b  1.500
-    layer 1 forward a  0.250
+    >>> print(table([{"a": 0.5, "b": 1.0}], [{"a": 0.25}]))
+    kernel   here s  there s   ratio
+    -------  ------  -------  ------
+    a         0.500    0.250  2.000x
+    all       1.500    0.250  6.000x
+    slowest   1.000    0.250  4.000x
     <BLANKLINE>
-    2 kernels, 1.750 s in all, the slowest 1.500 s
+    2 kernels here, 1 there
     """
     from benchmarks.summary import text_table
 
-    cells = [[name, f"{one:.3f}"] for name, one in sorted(seconds.items(), key=lambda item: -item[1])]
-    total = _summed(seconds)
-    summed = f"{len(seconds)} kernels, {total['all']:.3f} s in all, the slowest {total['slowest']:.3f} s"
-    return f"{text_table(('kernel', 's'), cells)}\n\n{summed}"
-
-
-def comparison(here: Sequence[Seconds], there: Sequence[Seconds]) -> str:
-    """A table of medians of rounds, of what both compile and of all that each does; ratios are here over there."""
-    from benchmarks.summary import text_table
-
-    both = [name for name in here[0] if name in there[0]]
-    rows: list[tuple[str, list[float], list[float]]] = [
-        (name, [one[name] for one in here], [one[name] for one in there]) for name in both
-    ]
-    for name in ("all", "slowest"):
-        rows.append((name, [_summed(one)[name] for one in here], [_summed(one)[name] for one in there]))
+    names = [name for name in trees[0][0] if all(name in tree[0] for tree in trees)]
+    rows = {name: [[one[name] for one in tree] for tree in trees] for name in names}
+    rows["all"] = [[sum(one.values()) for one in tree] for tree in trees]
+    rows["slowest"] = [[max(one.values(), default=0.0) for one in tree] for tree in trees]
     cells = []
-    for name, *seconds in rows:
-        ours, theirs = map(statistics.median, seconds)
-        cells.append([name, f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.3f}x" if theirs else "-"])
-    counted = f"{len(here[0])} kernels here, {len(there[0])} there, medians of {len(here)} rounds"
-    return f"{text_table(('kernel', 'here s', 'there s', 'ratio'), cells)}\n\n{counted}"
+    for name, seconds in rows.items():
+        medians = [statistics.median(one) for one in seconds]
+        ratio = [f"{medians[0] / medians[1]:.3f}x" if medians[1] else "-"] if len(trees) > 1 else []
+        cells.append([name, *(f"{one:.3f}" for one in medians), *ratio])
+    headings = ("kernel", "here s", "there s", "ratio")[: len(cells[0])]
+    counts = ", ".join(f"{len(tree[0])} {where}" for tree, where in zip(trees, ("kernels here", "there"), strict=False))
+    return f"{text_table(headings, cells)}\n\n{counts}"
 
 
 if __name__ == "__main__":

@@ -38,10 +38,9 @@ PASSES: dict[str, tuple[Direction, ...]] = {
 }
 
 # The unfused path writes all columns; a backward pass of it holds them three times.
-_UNFUSED_BYTES = {"forward": 32 << 30, "backward": 4 << 30, "both": 4 << 30}
+_UNFUSED_BYTES = {"forward": 32 << 30, "backward": 4 << 30}
 
-
-SEARCHES = 96  # of cudnn.benchmark, at most
+SEARCHES = 48  # of cudnn.benchmark, at most
 
 
 class Lanes:
@@ -118,55 +117,36 @@ class Contender:
         memory_format, spec = LAYOUTS[self.layout], spec_of(device)
         return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, memory_format, bias, spec)
 
-    def took(self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False) -> str:
-        """The algorithms that gemmconv takes for the passes of a direction, as ``fused`` or ``fused+native``.
+    def choices(
+        self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
+    ) -> dict[str, Any]:
+        """What gemmconv takes for the passes of a direction, as columns of a row; nothing for torch.
 
-        Gradients that are computed in channels_last, of tensors in NCHW, are ``turned``.
+        ``took`` has the algorithms of ``auto``, as ``fused`` or ``fused+native``; gradients that are computed in
+        channels_last, of tensors in NCHW, are ``turned``. ``kernels`` has each kernel with its tile, and
+        ``workspace_bytes`` what the algorithms promise to stay within, None where torch manages the memory of any.
         """
-        config = self.config(problem, precision, device, bias)
-        chosen = self._chosen(config, direction)
-        names = "+".join(dict.fromkeys(algorithm.name for algorithm, _ in chosen.values()))
-        return names if all(one is config for _, one in chosen.values()) else f"{names} turned"
-
-    def kernels(
-        self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
-    ) -> str:
-        """The kernels that gemmconv takes for the passes of a direction, each with its tile; empty for torch."""
         if self.kind == "torch":
-            return ""
-        config, choices = self.config(problem, precision, device, bias), []
-        if "forward" in PASSES[direction]:
-            choices.append(selection.choose(config, self.name, "benchmarks").choice(config, "forward"))
-        if "input_grad" in PASSES[direction]:
-            gradients, computed = self._gradients(config)
-            choices += gradients.choices(computed, computed)
-        return "; ".join(dict.fromkeys(map(str, choices)))
-
-    def workspace_bytes(
-        self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False
-    ) -> int | None:
-        """Temporary memory that the algorithm promises to stay within; None where torch manages it."""
-        if self.kind == "torch":
-            return None
-        chosen = self._chosen(self.config(problem, precision, device, bias), direction)
-        if any(algorithm.name == "native" for algorithm, _ in chosen.values()):
-            return None
-        return max(algorithm.workspace_bytes(config, one) for one, (algorithm, config) in chosen.items())
-
-    def _chosen(self, config: Config, direction: str) -> dict[Direction, tuple[algorithms.Algorithm, Config]]:
-        """The algorithm of each pass of a direction, with the configuration that it computes."""
-        chosen: dict[Direction, tuple[algorithms.Algorithm, Config]] = {}
-        if "forward" in PASSES[direction]:
-            chosen["forward"] = selection.choose(config, self.name, "benchmarks"), config
-        if "input_grad" in PASSES[direction]:
-            gradients, computed = self._gradients(config)
-            chosen |= {"input_grad": (gradients.input_grad, computed), "weight_grad": (gradients.weight_grad, computed)}
-        return chosen
-
-    def _gradients(self, config: Config) -> tuple[selection.Gradients, Config]:
-        """The choice for both gradients, with the configuration that is computed."""
-        gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
-        return gradients, replace(config, memory_format=torch.channels_last) if gradients.via_channels_last else config
+            return {}
+        config, passes = self.config(problem, precision, device, bias), PASSES[direction]
+        taken, kernels, computed = dict[Direction, algorithms.Algorithm](), list[Any](), config
+        if "forward" in passes:
+            taken["forward"] = selection.choose(config, self.name, "benchmarks")
+            kernels.append(taken["forward"].choice(config, "forward"))
+        if "input_grad" in passes:
+            gradients = selection.choose_gradients(config, config, self.name, "benchmarks")
+            if gradients.via_channels_last:
+                computed = replace(config, memory_format=torch.channels_last)
+            taken |= {"input_grad": gradients.input_grad, "weight_grad": gradients.weight_grad}
+            kernels += gradients.choices(computed, computed)
+        names = "+".join(dict.fromkeys(one.name for one in taken.values())) + " turned" * (computed is not config)
+        is_torchs = any(one.name == "native" for one in taken.values())
+        needs = (one.workspace_bytes(config if way == "forward" else computed, way) for way, one in taken.items())
+        return {
+            "took": names if self.name == "auto" else "",
+            "kernels": "; ".join(dict.fromkeys(map(str, kernels))),
+            "workspace_bytes": None if is_torchs else max(needs),
+        }
 
     def forward(self, problem: Problem) -> Forward:
         """The layer as a function of input, weight and bias."""
@@ -178,10 +158,8 @@ class Contender:
             operator = partial(gemmconv.conv_transpose2d, algorithm=self.name)
         return lambda x, weight, bias: operator(x, weight, bias, *geometry)
 
-    def gradients(self, problem: Problem) -> Gradients | None:
-        """The gradients of input, weight and bias, as autograd computes them but without it; None where it must."""
-        if self.unfused:
-            return None
+    def gradients(self, problem: Problem) -> Gradients:
+        """The gradients of input, weight and bias, as autograd computes them but without it; not of ``unfused``."""
         p, name = problem, self.name
         if self.kind == "torch":
 
@@ -202,10 +180,8 @@ class Contender:
 
         return call
 
-    def module(self, problem: Problem, tensors: Tensors) -> torch.nn.Module | None:
-        """The layer as a module that holds the tensors' parameters."""
-        if self.unfused:
-            return None
+    def module(self, problem: Problem, tensors: Tensors) -> torch.nn.Module:
+        """The layer as a module that holds the tensors' parameters; that of ``unfused`` is torch's own."""
         algorithm = self.name if self.kind == "gemmconv" else None
         return module_of(problem, tensors.weight, tensors.bias, algorithm)
 

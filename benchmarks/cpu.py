@@ -35,11 +35,12 @@ import gemmconv
 from benchmarks import environment
 from benchmarks.contenders import DEFAULTS, LAYOUTS
 from benchmarks.flags import chosen, separated
-from benchmarks.measure import first_line, worst_of
+from benchmarks.measure import first_line, verdict
 from benchmarks.networks import UNet, dcgan, fsrcnn, hifigan
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Tensors, random_tensors, reference
 from benchmarks.results import RESULTS, replace_file, table_text
+from benchmarks.summary import text_table
 from benchmarks.timing import Run
 from benchmarks.turns import INFERENCE, TRAINING
 from benchmarks.workloads import Workload, parse_layer, shrunk
@@ -144,11 +145,9 @@ def judged(errors: Errors, torch_errors: Errors, bar: float) -> Row:
     """
     errors = {name: errors.get(name, math.inf) for name in torch_errors}  # a result that is missing is wrong
     bars = {name: max(bar, _TIMES_TORCH * error) for name, error in torch_errors.items()}
-    worst = worst_of(errors, bars)
-    found = {"error": errors[worst], "torch_error": torch_errors[worst]}
-    if errors[worst] <= bars[worst]:
-        return {"status": "ok", **found}
-    return {"status": "wrong", "reason": f"{worst}: error {errors[worst]:.1e} is over {bars[worst]:.1e}", **found}
+    worst, wrong = verdict(errors, bars)
+    found = {"status": "wrong", "reason": wrong} if wrong else {"status": "ok"}
+    return {**found, "error": errors[worst], "torch_error": torch_errors[worst]}
 
 
 def compare(
@@ -194,15 +193,6 @@ def compare(
     return rows
 
 
-def probe_layers() -> list[Workload]:
-    """The layers of the suite ``probe``: those of networks and of the demo, and ten that were drawn at random.
-
-    >>> len(probe_layers()), probe_layers()[-1].layer
-    (26, 'n1 c64x24 k7 h78 w36 s4 bias')
-    """
-    return [Workload(name, "probe", *parse_layer(text)) for name, text in _PROBE.items()]
-
-
 def sized(workload: Workload) -> Workload:
     """A random layer at a size that keeps a CPU busy for neither long nor next to no time.
 
@@ -234,7 +224,6 @@ def layer_rows(workload: Workload, how: argparse.Namespace) -> Iterator[list[Row
     tensors = tensors.channels_last() if how.layout == "channels_last" else tensors
     exact = reference(p, tensors, gradients=any(PASSES[name] for name in how.passes))
     module = DEFAULTS["nchw"].module(p, tensors)
-    assert module is not None
     modules = [module, module, *(gemmconv.convert(copy.copy(module), algorithm=name) for name in how.algorithms)]
     leaves = {"input": tensors.x, **dict(module.named_parameters())}
 
@@ -386,27 +375,23 @@ def loses(row: Row, beyond_noise: bool = False) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The rows that lose beyond noise, then a line for each pass and algorithm."""
+    """The rows that lose beyond noise, all of ``auto`` and some of the others, then a line for each algorithm."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row["pass"], row["algorithm"]].append(row)
-    losing, lines = [f"\nbelow {_LOSES}x beyond noise:"], ["\nratios, torch's time over gemmconv's:"]
-    for key, group in groups.items():
-        name = f"  {key[0]:<12}{key[1]:<12}"
+    losing, cells, statuses = list[str](), list[list[str]](), ("wrong", "skipped", "failed")
+    for (name, algorithm), group in groups.items():
         ratios = [row["ratio"] for row in group if row["ratio"] is not None]
         worst = sorted((row for row in group if loses(row, beyond_noise=True)), key=lambda row: row["ratio"])
-        listed = len(worst) if key[1] == "auto" else _LISTED
-        losing += [
-            f"  {key[0]:<12}{said(row)}, torch itself {row['self_ratio']:.2f}x: {title(row)}" for row in worst[:listed]
-        ]
-        losing += [f"{name}and {len(worst) - listed} more"] * (len(worst) > listed)
-        parts = [f"{name}{len(ratios)} rows"]
-        if ratios:
-            parts += [f"geometric mean {geometric_mean(ratios):.3f}x, least {min(ratios):.2f}x"]
-            parts += [f"below {_LOSES}x {sum(map(loses, group))}, beyond noise {len(worst)}"]
-        counts = {status: sum(row["status"] == status for row in group) for status in ("wrong", "skipped", "failed")}
-        lines.append("; ".join([*parts, *(f"{status} {count}" for status, count in counts.items() if count)]))
-    return "\n".join([*losing, *lines] if len(losing) > 1 else lines)
+        for row in worst if algorithm == "auto" else worst[:_LISTED]:
+            losing.append(f"{name}: {said(row)}, torch itself {row['self_ratio']:.2f}x: {title(row)}")
+        of_ratios = [f"{geometric_mean(ratios):.3f}x", f"{min(ratios):.2f}x"] if ratios else ["-", "-"]
+        counts = [len(ratios), sum(map(loses, group)), len(worst)]
+        counts += [sum(row["status"] == status for row in group) for status in statuses]
+        cells.append([name, algorithm, *of_ratios, *map(str, counts)])
+    headings = ("pass", "algorithm", "geometric mean", "least", "rows", f"below {_LOSES}x", "beyond noise", *statuses)
+    listed = [f"\nbelow {_LOSES}x beyond noise:", *losing] if losing else []
+    return "\n".join([*listed, "\nratios, torch's time over gemmconv's:", text_table(headings, cells, left=2)])
 
 
 def title(row: Row) -> str:
@@ -467,7 +452,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     about, is_random, rows = machine(), how.suite == "random", list[Row]()
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    layers = random_layers(how.seed) if is_random else probe_layers()
+    probe = [Workload(name, "probe", *parse_layer(text)) for name, text in _PROBE.items()]
+    layers = random_layers(how.seed) if is_random else probe
     visits: list[Callable[[], Iterator[list[Row]]]]
     if how.networks:
         stem = "networks" if how.dtype == "float32" else f"networks-{how.dtype}"

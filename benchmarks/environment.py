@@ -18,18 +18,13 @@ import gemmconv
 from gemmconv import info
 
 _PACKAGE = Path(gemmconv.__file__).parent
-SUSTAINED = "sustained load"  # what a GPU is called that does not rest
 
 
-def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
-    """Everything that a row must say about where it comes from. ``source`` changes with the library's own files.
-
-    A GPU under a sustained load is another machine: its rows are compared with each other alone.
-    """
+def describe(device: torch.device) -> dict[str, str]:
+    """Everything that a row must say about where it comes from. ``source`` changes with the library's own files."""
     on_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_cuda else f"CPU, {torch.get_num_threads()} threads"
     return {
-        "gpu": f"{name}, {SUSTAINED}" if sustained else name,
+        "gpu": torch.cuda.get_device_name(device) if on_cuda else f"CPU, {torch.get_num_threads()} threads",
         "driver": _driver() if on_cuda else "",
         "cuda": (torch.version.cuda or "") if on_cuda else "",
         "cudnn": (info.cudnn_version() or "unknown") if on_cuda else "",
@@ -37,7 +32,6 @@ def describe(device: torch.device, sustained: bool = False) -> dict[str, str]:
         "python": platform.python_version(),
         "gemmconv": gemmconv.__version__,
         "source": source_digest(),
-        "searches": "mean",  # what counts of those of cudnn.benchmark; once it was the fastest
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
@@ -51,18 +45,9 @@ def text_of(run: Mapping[str, str]) -> str:
     return ", ".join(parts)
 
 
-def slug(device: torch.device, sustained: bool = False) -> str:
-    """A folder's name for a device: ``nvidia-h200``, ``nvidia-h200-sustained-load``, ``cpu-2-threads``."""
-    return _slug(describe(device, sustained)["gpu"])
-
-
-def is_sustained(folder: str) -> bool:
-    """Whether a folder of that name has results of a GPU that did not rest."""
-    return folder.endswith(_slug(SUSTAINED))
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+def slug(device: torch.device) -> str:
+    """A folder's name for a device: ``nvidia-h200``, ``cpu-2-threads``."""
+    return re.sub(r"[^a-z0-9]+", "-", describe(device)["gpu"].lower()).strip("-")
 
 
 @cache

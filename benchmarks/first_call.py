@@ -1,7 +1,9 @@
-"""Times the first call of a layer in a new process, with an empty and with a filled kernel cache.
+"""Times the first call of layers in this process, by every algorithm, and prints JSON: milliseconds.
 
-The parent starts this module twice with one cache folder. The child first runs another layer, so that libraries and
-handles are there, and then times one call of every layer; it prints JSON.
+    python -m benchmarks.first_call --device cuda --precisions tf32 "n64 c64x128 k3x5 h128 w256"
+
+Another layer runs first, so that libraries and handles are there. Whether kernels are compiled depends on the cache:
+``GEMMCONV_CACHE_DIR=$(mktemp -d)`` begins with an empty one.
 """
 
 from __future__ import annotations
@@ -9,14 +11,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -35,36 +33,6 @@ from benchmarks.workloads import custom
 
 _WARM_UP = "n1 c24x40 k3 h20 w28 s2"
 _TORCH = (DEFAULT_TORCH, "torch_nchw_benchmark")
-_SECONDS = 180
-_ROOT = Path(__file__).parent.parent
-
-Costs = dict[tuple[str, str, str], float]  # milliseconds by (layer, precision, algorithm)
-
-
-def measure(layers: Sequence[str], precisions: Sequence[str], device: torch.device) -> tuple[Costs, Costs]:
-    """Cost of the first call of each layer, with a cold and with a warm cache.
-
-    Raises:
-        RuntimeError: a child process failed; the message holds the end of what it said.
-    """
-    with tempfile.TemporaryDirectory(prefix="gemmconv-first-call-") as folder:
-        cold, warm = (_child(layers, precisions, device, Path(folder)) for _ in range(2))
-    return cold, warm
-
-
-def _child(layers: Sequence[str], precisions: Sequence[str], device: torch.device, cache: Path) -> Costs:
-    command = [sys.executable, "-m", "benchmarks.first_call", "--device", str(device)]
-    command += ["--precisions", ",".join(precisions), *layers]
-    environment = {**os.environ, "GEMMCONV_CACHE_DIR": str(cache)}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, env=environment, cwd=_ROOT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"first_call: the child took longer than {_SECONDS} s") from None
-    if done.returncode:
-        raise RuntimeError(f"first_call: the child ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    return {(layer, precision, name): ms for layer, precision, name, ms in json.loads(done.stdout.splitlines()[-1])}
 
 
 def _first_ms(contender: Contender, layer: str, precision: str, device: torch.device) -> float:
@@ -80,8 +48,8 @@ def _first_ms(contender: Contender, layer: str, precision: str, device: torch.de
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The child's part."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call")
+    """Run the command line and return 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", required=True)
     parser.add_argument("--precisions", required=True)
     parser.add_argument("layers", nargs="+")

@@ -6,7 +6,7 @@ floor = max(useful flops / rate of cuBLAS's matrix product, least bytes / rate o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -39,27 +39,23 @@ class Ceilings:
         traffic = least_bytes(problem, PRECISIONS[precision].itemsize, direction, bias) / (self.copy_tbps * 1e9)
         return max(flops, traffic)
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def work(problem: Problem, direction: str) -> int:
     """Useful floating-point operations; each of the two gradients takes as many as the forward pass."""
-    return problem.useful_flops * {"forward": 1, "backward": 2, "both": 3}[direction]
+    return problem.useful_flops * {"forward": 1, "backward": 2}[direction]
 
 
 def least_bytes(problem: Problem, itemsize: int, direction: str, bias: bool) -> int:
     """Bytes that any algorithm moves: each argument of a pass read once, each result written once."""
-    forward = problem.least_bytes(itemsize, bias)
-    # Input, weight and output gradient are read, the gradients of input and weight (and bias) are written.
-    weight = problem.in_channels * problem.gemm_m
-    backward = forward + itemsize * (problem.batch * problem.in_channels * problem.in_pixels + weight)
-    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+    least = problem.least_bytes(itemsize, bias)
+    if direction == "backward":  # input, weight and output gradient are read, gradients of input and weight are written
+        weight = problem.in_channels * problem.gemm_m
+        least += itemsize * (problem.batch * problem.in_channels * problem.in_pixels + weight)
+    return least
 
 
-def measure_ceilings(device: torch.device, precisions: Iterable[str], sustained: bool = False) -> Ceilings:
-    """Measure the rates that the floors of these precisions need, under a sustained load or not (see ``Effort``)."""
-    effort = replace(_EFFORT, sustained=sustained)
+def measure_ceilings(device: torch.device, precisions: Iterable[str]) -> Ceilings:
+    """Measure the rates that the floors of these precisions need."""
     wanted = set(precisions)
     if "fp32" in wanted and device.type == "cuda":
         wanted.add("tf32")
@@ -73,7 +69,7 @@ def measure_ceilings(device: torch.device, precisions: Iterable[str], sustained:
         with torch_settings(precision):
             product = partial(torch.mm, a, b, out=out)
             product()
-            tflops[precision] = 2e-9 * extent**3 / time_run(product, device, effort).median
+            tflops[precision] = 2e-9 * extent**3 / time_run(product, device, _EFFORT).median
     if "fp32" in tflops and "tf32" in tflops:
         tflops["fp32"] = max(tflops["fp32"], tflops["tf32"] / 3)
     size = _COPY_BYTES[device.type]
@@ -82,5 +78,5 @@ def measure_ceilings(device: torch.device, precisions: Iterable[str], sustained:
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    copy_ms = time_run(lambda: target.copy_(source), device, effort).median
+    copy_ms = time_run(lambda: target.copy_(source), device, _EFFORT).median
     return Ceilings(2e-9 * 4 * source.numel() / copy_ms, tflops)

@@ -65,8 +65,7 @@ class _Layers:
         tensors = tensors.channels_last() if layout == "channels_last" else tensors
         self._input, self._grad_output = tensors.x.requires_grad_(), tensors.grad_output
         contenders = (DEFAULTS[layout], DEFAULTS[layout], Contender("auto", layout, "gemmconv"))
-        modules = [contender.module(workload.problem, tensors) for contender in contenders]
-        self._modules = [module for module in modules if module is not None]
+        self._modules = [contender.module(workload.problem, tensors) for contender in contenders]
 
     def visit(self, row: Turn) -> Turn:
         """Measure a row."""

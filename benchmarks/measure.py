@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -13,34 +14,30 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, SEARCHES, Contender, Lanes, torch_settings
+from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, Contender, Lanes, torch_settings
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
-from benchmarks.results import LOOKED_AT, Key, Row, in_mode
-from benchmarks.timing import Effort, Run, captured, synchronize, time_calls, time_run
+from benchmarks.results import MODES, Key, Row, in_mode
+from benchmarks.timing import Effort, Run, captured, synchronize, time_run
 from benchmarks.workloads import Workload
-from gemmconv.compare.measure import error_bar, relative_error
+from gemmconv.compare.measure import error_bar
 
-DIRECTIONS = ("forward", "backward", "both")
+DIRECTIONS = ("forward", "backward")
 GRADIENTS = ("input", "weight", "bias")
 
-# In a cell where torch's default takes less than this, replays of CUDA graphs are timed too.
+# Where torch's default takes less than this, replays of CUDA graphs are timed too.
 _SMALL_MS = 0.1
 
 # Calls of less than this are searched for by cudnn.benchmark anew for each look; the searches of longer calls take
 # seconds each. Eight searches find both of two kernels that are found equally often, but once in 128 times: that many
 # are enough, or fewer where one takes long, _SEARCH_EFFORT over the root of its milliseconds. Where looks differ there
-# are as many more, while they take _MORE_MS, as bring the standard error of their mean below _STANDARD_ERROR.
+# are more, while all of them take _MORE_MS.
 _SEARCHED_MS = 5.0
-_LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCH_EFFORT = 2, 8, 45.0
-_STANDARD_ERROR, _MORE_MS = 0.014, 4000.0
+_LEAST_SEARCHES, _ENOUGH_SEARCHES, _SEARCH_EFFORT, _MORE_MS = 2, 8, 45.0, 4000.0
 
 # Other rows are looked at three times, long ones twice, the longest once; so are long ones of gemmconv's so many times
 # above the floor.
 _LONG_MS, _LONGEST_MS, _FAR = 1.0, 20.0, 10.0
-
-# Elements of a result, about, by which what another search has found is compared with what the first has.
-_SAMPLE = 1 << 16
 
 # How much further tensors lie from each other, modulo pages, in each look: no two looks have the same places.
 _STEP_BYTES = 655 * 512
@@ -53,7 +50,6 @@ _TORCH_BARS = {"fp32": 1e-4, "tf32": 6e-3, "fp16": 1e-2, "bf16": 5e-2}
 
 Results = dict[str, torch.Tensor]
 _Seen = tuple[Row, Contender]
-_Sample = tuple[tuple[int, ...], torch.Tensor]  # strides, and values in float64
 
 
 class DeviceLost(RuntimeError):
@@ -85,8 +81,7 @@ def looks_at(row: Row) -> int:
     if row.is_searched and row.median_ms < _SEARCHED_MS:
         each_ms = row.first_ms or 1.0  # rows of graphs do not know it
         enough = max(_LEAST_SEARCHES, min(_ENOUGH_SEARCHES, int(_SEARCH_EFFORT / math.sqrt(each_ms))))
-        wanted = math.ceil((row.spread / _STANDARD_ERROR) ** 2)
-        return max(enough, min(wanted, SEARCHES, int(_MORE_MS / each_ms)))
+        return min(enough * row.times_as_many, max(enough, int(_MORE_MS / each_ms)))
     if not row.is_torch and row.median_ms > max(_LONG_MS, _FAR * (row.floor_ms or math.inf)):
         return 1
     return (3 if row.median_ms < _LONG_MS else 2 if row.median_ms < _LONGEST_MS else 1) * row.times_as_many
@@ -103,7 +98,6 @@ class Plan:
         contenders: torch's default first.
         ceilings: for the floor.
         effort: how much time a measurement may take.
-        run: index of the run, for the rows.
         deadline: when to stop, in ``time.monotonic`` seconds.
         done: the row of a key that was measured before, which at most lacks looks, or None.
         looks: how often a timed row is to be looked at, eager or as a graph: again once all of its workload were, with
@@ -117,7 +111,6 @@ class Plan:
     contenders: Sequence[Contender]
     ceilings: Ceilings
     effort: Effort = field(default_factory=Effort)
-    run: int = 0
     deadline: float = math.inf
     done: Callable[[Key], Row | None] = _never
     looks: Callable[[Row], int] = once
@@ -158,60 +151,39 @@ def rows_of(workload: Workload, plan: Plan, lanes: Lanes) -> Iterator[Row]:
     """
     to_look_at: list[tuple[_Bench, list[_Seen]]] = []
     for dtype in dict.fromkeys(PRECISIONS[precision] for precision in plan.precisions):
-        precisions = [precision for precision in plan.precisions if PRECISIONS[precision] == dtype]
-        bench = _Bench(workload, dtype, plan)
-        own: list[_Seen] = []
-        for precision in precisions:
-            for contender in plan.contenders:
-                for direction in plan.directions:
-                    key = _row(workload, precision, contender, direction).key
-                    done = [plan.done(in_mode(key, mode)) for mode in LOOKED_AT]
-                    if done[0] is not None:
-                        own += [(one, contender) for one in done if one is not None and one.lacks_looks(plan.looks)]
-                        continue
-                    if time.monotonic() > plan.deadline:
-                        return
-                    visit = partial(bench.visit, contender, precision, direction)
-                    rows = lanes.run_in(0, visit) if contender.benchmark else visit()
-                    yield from rows
-                    own += [(row, contender) for row in rows if row.lacks_looks(plan.looks)]
-                    for row in rows:
-                        if row.status == "failed":
-                            _recover(plan.device, row)
-        bench.forget()
+        bench, own = _Bench(workload, dtype, plan), list[_Seen]()
         to_look_at.append((bench, own))
-    look = 1
+        precisions = [precision for precision in plan.precisions if PRECISIONS[precision] == dtype]
+        for precision, contender, direction in itertools.product(precisions, plan.contenders, plan.directions):
+            key = _row(workload, precision, contender, direction).key
+            rows = [row for mode in MODES if (row := plan.done(in_mode(key, mode))) is not None]
+            if plan.done(key) is None:
+                if time.monotonic() > plan.deadline:
+                    return
+                visit = partial(bench.visit, contender, precision, direction)
+                rows = lanes.run_in(0, visit) if contender.benchmark else visit()
+                yield from rows
+                _recover(plan.device, rows)
+            own += [(row, contender) for row in rows if row.lacks_looks(plan.looks)]
+        bench.forget()
+    look = 0
     while any(own for _, own in to_look_at):
-        for bench, own in to_look_at:
-            if time.monotonic() > plan.deadline:
-                return
-            own[:] = yield from _looked_at(bench, look, plan, lanes, own)
         look += 1
-
-
-def _looked_at(
-    bench: _Bench, look: int, plan: Plan, lanes: Lanes, seen: list[_Seen]
-) -> Generator[Row, None, list[_Seen]]:
-    """A further look at each row. Returns those that lack one more."""
-    after: list[_Seen] = []
-    bench.place(look)
-    for row, contender in seen:
-        if time.monotonic() > plan.deadline:
-            break
-        if row.looks <= look:  # else an earlier run was further
-            look_again = partial(bench.look_again, row, contender)
-            if contender.benchmark:
-                assert row.median_ms is not None, "only timed rows lack looks"
-                row = lanes.run_in(look % len(lanes) if row.median_ms < _SEARCHED_MS else 0, look_again)
-            else:
-                row = look_again()
-            yield row
-        if row.status == "failed":
-            _recover(plan.device, row)
-        if row.lacks_looks(plan.looks):
-            after.append((row, contender))
-    bench.forget()
-    return after
+        for bench, own in to_look_at:
+            bench.place(look)
+            for i, (row, contender) in enumerate(own):
+                if time.monotonic() > plan.deadline:
+                    return
+                if row.looks > look:  # an earlier run was further
+                    continue
+                look_again = partial(bench.look_again, row, contender)
+                lane = look % len(lanes) if (row.median_ms or 0.0) < _SEARCHED_MS else 0
+                row = lanes.run_in(lane, look_again) if contender.benchmark else look_again()
+                yield row
+                _recover(plan.device, [row])
+                own[i] = row, contender
+            own[:] = [(row, contender) for row, contender in own if row.lacks_looks(plan.looks)]
+            bench.forget()
 
 
 def expected_keys(workload: Workload, plan: Plan) -> list[Key]:
@@ -232,15 +204,21 @@ def _row(workload: Workload, precision: str, contender: Contender, direction: st
     )
 
 
-def _recover(device: torch.device, row: Row) -> None:
+def _recover(device: torch.device, rows: Sequence[Row]) -> None:
     """Give memory back after a failure, and see whether the GPU still answers."""
-    if device.type != "cuda":
-        return
+    for row in rows:
+        if row.status == "failed" and not answers(device):
+            raise DeviceLost(f"{row.algorithm} broke the GPU's context on {row.workload}: {row.reason}")
+
+
+def answers(device: torch.device) -> bool:
+    """Whether a device still answers; memory that nothing holds is given back."""
     try:
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.empty_cache()
     except RuntimeError:
-        raise DeviceLost(f"{row.algorithm} broke the GPU's context on {row.workload}: {row.reason}") from None
+        return False
+    return True
 
 
 class _Bench:
@@ -257,12 +235,10 @@ class _Bench:
         self._look = 0
         self._torch_errors: dict[tuple[str, str, str], dict[str, float]] = {}
         self._torch_ms: dict[tuple[str, str], float] = {}
-        self._samples: dict[Key, dict[str, _Sample]] = {}  # of what first searches found
 
     @cached_property
     def _reference(self) -> Reference:
-        gradients = any(direction != "forward" for direction in self._plan.directions)
-        return reference(self._problem, self._tensors("nchw"), gradients)
+        return reference(self._problem, self._tensors("nchw"), gradients="backward" in self._plan.directions)
 
     def _tensors(self, layout: str) -> Tensors:
         if not self._placed:
@@ -286,8 +262,8 @@ class _Bench:
         self.__dict__.pop("_reference", None)
 
     def visit(self, contender: Contender, precision: str, direction: str) -> list[Row]:
-        """The rows of one contender and direction: the eager one first, then those of other modes."""
-        row = replace(_row(self._workload, precision, contender, direction), run=self._plan.run)
+        """The rows of one contender and direction: the eager one first, then that of a graph, if it has one."""
+        row = _row(self._workload, precision, contender, direction)
         with self._settings(contender, precision):
             try:
                 return self._measure(row, contender)
@@ -302,45 +278,26 @@ class _Bench:
         with self._settings(contender, row.precision):
             try:
                 computed = self._run(contender, row.direction)
-                if contender.benchmark:
-                    row, right = self._searched(row, contender, computed)
-                    if not right:
-                        return row
                 run: Run = computed
+                if contender.benchmark:  # this thread searches now, unless it did before
+                    results, first_ms = self._first_call(computed)
+                    found = self._judged(row, contender, self._reference.errors(results))
+                    del results
+                    self.__dict__.pop("_reference", None)  # it has no place beside what is timed
+                    self._empty_cache()
+                    if found.status != "ok":
+                        return _untimed_look(row, f"another search: wrong: {found.reason}")
+                    if row.first_ms is not None and (row.median_ms or 0.0) < _SEARCHED_MS:
+                        row = replace(row, first_ms=min(row.first_ms, first_ms))
                 if row.mode == "graph":
-                    graph = self._captured(contender, row.direction, computed)
-                    assert graph is not None, "a row of a graph has one"
-                    run = graph[0].replay
+                    run = self._captured(contender, row.direction, computed)[0].replay
                 return row.looked_at(time_run(run, self._device, self._plan.effort, row.median_ms))
             except torch.OutOfMemoryError:
                 return _untimed_look(row, "a look ran out of memory")
             except Exception as error:  # as in visit
+                if contender.benchmark and answers(self._device):  # what earlier searches found stays
+                    return _untimed_look(row, f"another search: failed: {first_line(error)}")
                 return _failed(row, error)
-
-    def _searched(self, row: Row, contender: Contender, computed: Callable[[], Results]) -> tuple[Row, bool]:
-        """A row once this thread has searched, now or before, and whether it found what is right.
-
-        What earlier searches found stays, where this one fails. A GPU that answers nothing any more is an error.
-        """
-        try:
-            results, first_ms = self._first_call(computed)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            synchronize(self._device)
-            self._empty_cache()
-            return _untimed_look(row, f"another search: failed: {first_line(error)}"), False
-        samples = _samples_of(results)
-        found = self._judged(row, contender, self._differences(row, results, samples))
-        del results
-        self.__dict__.pop("_reference", None)  # it has no place beside what is timed
-        self._empty_cache()
-        if found.status != "ok":
-            return _untimed_look(row, f"another search: wrong: {found.reason}"), False
-        self._samples.setdefault(in_mode(row.key, ""), samples)
-        if row.first_ms is not None and row.median_ms is not None and row.median_ms < _SEARCHED_MS:
-            row = replace(row, first_ms=min(row.first_ms, first_ms))
-        return row, True
 
     @contextmanager
     def _settings(self, contender: Contender, precision: str) -> Iterator[None]:
@@ -360,9 +317,7 @@ class _Bench:
         bias = self._workload.bias
         row = replace(
             row,
-            took=contender.took(problem, row.precision, device, direction, bias) if contender.name == "auto" else "",
-            kernels=contender.kernels(problem, row.precision, device, direction, bias),
-            workspace_bytes=contender.workspace_bytes(problem, row.precision, device, direction, bias),
+            **contender.choices(problem, row.precision, device, direction, bias),
             floor_ms=self._plan.ceilings.floor_ms(problem, row.precision, direction, bias),
             flops=work(problem, direction),
             least_bytes=least_bytes(problem, self._dtype.itemsize, direction, bias),
@@ -372,8 +327,6 @@ class _Bench:
         row = self._judged(replace(row, first_ms=first_ms), contender, self._reference.errors(results))
         if row.status != "ok":
             return [row]
-        if contender.benchmark:
-            self._samples[in_mode(row.key, "")] = _samples_of(results)  # of this row and of its graph's
         del results
         if device.type == "cuda":
             row = replace(row, peak_bytes=self._peak_bytes(run))
@@ -381,7 +334,7 @@ class _Bench:
         eager = row.timed(time_run(run, device, self._plan.effort))
         if contender.name == DEFAULT_TORCH and eager.median_ms is not None:
             self._torch_ms[row.precision, direction] = eager.median_ms
-        return [eager, *self._other_modes(row, contender, run)]
+        return [eager, *self._graph_rows(row, contender, run)]
 
     def _run(self, contender: Contender, direction: str) -> Callable[[], Results]:
         """A pass as a function without arguments; gives its results by name. Nothing but the data has memory then."""
@@ -403,33 +356,24 @@ class _Bench:
         else:
             own = self._errors_of_torch(row)
             bars = {name: bar_of(name, row.precision, own) for name in errors}
-        closest = worst_of(errors, bars)
-        wrong = not errors[closest] <= bars[closest]
+        closest, wrong = verdict(errors, bars)
         finite: dict[str, Any] = {name: error if math.isfinite(error) else None for name, error in errors.items()}
-        what = "output" if closest == "output" else f"gradient of {closest}"
         return replace(
             row,
             **{f"error_{name}": error for name, error in finite.items()},
             error=finite[closest],
             bar=bars[closest],
             status="wrong" if wrong else "ok",
-            reason=f"error {errors[closest]:.1e} of the {what} is over {bars[closest]:.1e}" if wrong else "",
+            reason=wrong,
         )
 
     def _errors_of_torch(self, row: Row) -> dict[str, float]:
-        """The errors of torch's default settings in the row's layout: measured, or known from its row, or found now."""
+        """The errors of torch's default settings in the row's layout: from its own row of this run, or found now."""
         place = row.precision, row.direction, row.layout
-        known = self._torch_errors.get(place)
-        if known is None:
-            default = DEFAULTS[row.layout]
-            done = self._plan.done(_row(self._workload, row.precision, default, row.direction).key)
-            if done is not None and done.status == "ok":
-                stored = {name: getattr(done, f"error_{name}") for name in ("output", *GRADIENTS)}
-                known = {name: error for name, error in stored.items() if error is not None}
-            else:
-                known = self._reference.errors(self._first_call(self._run(default, row.direction))[0])
-            self._torch_errors[place] = known
-        return known
+        if place not in self._torch_errors:
+            results, _ = self._first_call(self._run(DEFAULTS[row.layout], row.direction))
+            self._torch_errors[place] = self._reference.errors(results)
+        return self._torch_errors[place]
 
     def _first_call(self, run: Callable[[], Results]) -> tuple[Results, float]:
         """The results of a pass, and the time of this, its first call, in milliseconds."""
@@ -439,13 +383,6 @@ class _Bench:
             results = run()
             synchronize(self._device)
         return results, 1e3 * (time.perf_counter() - start)
-
-    def _differences(self, row: Row, results: Results, samples: dict[str, _Sample]) -> dict[str, float]:
-        """How far results are from the first search's, by samples; from what is right, if that is not known."""
-        before = self._samples.get(in_mode(row.key, ""))
-        if before is None or any(before[name][0] != strides for name, (strides, _) in samples.items()):
-            return self._reference.errors(results)
-        return {name: relative_error(sample, before[name][1]) for name, (_, sample) in samples.items()}
 
     @contextmanager
     def _poisoned(self) -> Iterator[None]:
@@ -476,88 +413,43 @@ class _Bench:
         kept = sum(result.numel() * result.element_size() for result in results.values())
         return max(0, torch.cuda.max_memory_allocated(self._device) - before - kept)
 
-    def _other_modes(self, row: Row, contender: Contender, run: Callable[[], Results]) -> list[Row]:
-        modes: list[tuple[str, Callable[[Row, Contender, Run], Row | None]]] = []
-        if self._device.type == "cuda" and not contender.unfused and row.direction != "both" and self._is_small(row):
-            modes.append(("graph", self._graph))
-        if self._workload.suite == "latency":
-            modes.append(("call", self._call))
-            if row.direction != "backward":
-                modes.append(("module", self._module))
-        rows = []
-        for mode, measure in modes:
-            blank = replace(row, mode=mode, peak_bytes=None, first_ms=None)
-            try:
-                found = measure(blank, contender, run)
-            except Exception as error:  # as in visit
-                found = _failed(blank, error)
-            if found is not None:
-                rows.append(found)
-        return rows
+    def _graph_rows(self, row: Row, contender: Contender, run: Callable[[], Results]) -> list[Row]:
+        """The row of replays of a CUDA graph, where torch's default is fast; else none."""
+        torch_ms = self._torch_ms.get((row.precision, row.direction))
+        if torch_ms is None:
+            done = self._plan.done(_row(self._workload, row.precision, Contender(DEFAULT_TORCH), row.direction).key)
+            torch_ms = done.median_ms if done else None
+        is_small = torch_ms is not None and torch_ms < _SMALL_MS
+        if self._device.type != "cuda" or contender.unfused or not is_small:
+            return []
+        row = replace(row, mode="graph", peak_bytes=None, first_ms=None)
+        try:
+            graph, found = self._captured(contender, row.direction, run)
+            for result in found.values():
+                result.fill_(torch.nan)
+            graph.replay()
+            row = self._judged(row, contender, self._reference.errors(found))
+            if row.status == "ok":
+                row = row.timed(time_run(graph.replay, self._device, self._plan.effort))
+        except Exception as error:  # as in visit
+            row = _failed(row, error)
+        return [row]
 
-    def _is_small(self, row: Row) -> bool:
-        if self._workload.suite == "latency":
-            return True
-        known = self._torch_ms.get((row.precision, row.direction))
-        if known is None:
-            default = _row(self._workload, row.precision, Contender(DEFAULT_TORCH), row.direction)
-            done = self._plan.done(default.key)
-            known = done.median_ms if done else None
-        if known is None:
-            known = 6 * (row.floor_ms or 0.0)  # no row of torch's to go by; it is typically this far from the floor
-        return known < _SMALL_MS
-
-    def _captured(self, contender: Contender, direction: str, run: Run) -> tuple[torch.cuda.CUDAGraph, Results] | None:
+    def _captured(self, contender: Contender, direction: str, run: Run) -> tuple[torch.cuda.CUDAGraph, Results]:
         """A CUDA graph and its results. A backward pass is captured without autograd, whose streams are its own."""
         if direction == "backward":
-            gradients = contender.gradients(self._problem)
-            if gradients is None:
-                return None
-            bound = partial(gradients, self._tensors(contender.layout))
+            bound = partial(contender.gradients(self._problem), self._tensors(contender.layout))
             graph, found = captured(lambda: dict(zip(GRADIENTS, bound(), strict=False)))
         else:
             graph, found = captured(run)
         assert isinstance(found, dict)
         return graph, found
 
-    def _graph(self, row: Row, contender: Contender, run: Run) -> Row | None:
-        """Replays of a CUDA graph."""
-        captured_pass = self._captured(contender, row.direction, run)
-        if captured_pass is None:
-            return None
-        graph, found = captured_pass
-        for result in found.values():
-            result.fill_(torch.nan)
-        graph.replay()
-        row = self._judged(row, contender, self._reference.errors(found))
-        if row.status != "ok":
-            return row
-        return row.timed(time_run(graph.replay, self._device, self._plan.effort))
-
-    def _call(self, row: Row, contender: Contender, run: Run) -> Row:
-        return row.timed(time_calls(run, self._device, self._plan.effort))
-
-    def _module(self, row: Row, contender: Contender, run: Run) -> Row | None:
-        tensors = self._tensors(contender.layout)
-        module = contender.module(self._problem, tensors)
-        if module is None:
-            return None
-        parameters = tuple(module.parameters())
-        leaf = tensors.x.detach().requires_grad_(row.direction == "both")
-
-        def call() -> object:
-            if row.direction == "forward":
-                with torch.no_grad():
-                    return module(leaf)
-            return torch.autograd.grad(module(leaf), (leaf, *parameters), tensors.grad_output)
-
-        return row.timed(time_calls(call, self._device, self._plan.effort))
-
 
 def _pass(
     direction: str, tensors: Tensors, forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 ) -> Callable[[], Results]:
-    """A forward pass without autograd, or with it a backward pass of a graph that is kept, or both together."""
+    """A forward pass without autograd, or a backward pass of a graph that is kept."""
     if direction == "forward":
 
         def run_forward() -> Results:
@@ -569,26 +461,13 @@ def _pass(
     x, weight = tensors.x.detach().requires_grad_(), tensors.weight.detach().requires_grad_()
     bias = None if tensors.bias is None else tensors.bias.detach().requires_grad_()
     leaves = (x, weight) if bias is None else (x, weight, bias)
-    kept = forward(x, weight, bias) if direction == "backward" else None
+    output = forward(x, weight, bias)
 
     def run() -> Results:
-        output = forward(x, weight, bias) if kept is None else kept
-        found = torch.autograd.grad(output, leaves, tensors.grad_output, retain_graph=kept is not None)
-        gradients = dict(zip(GRADIENTS, found, strict=False))
-        return {"output": output.detach(), **gradients} if kept is None else gradients
+        found = torch.autograd.grad(output, leaves, tensors.grad_output, retain_graph=True)
+        return dict(zip(GRADIENTS, found, strict=False))
 
     return run
-
-
-def _samples_of(results: Results) -> dict[str, _Sample]:
-    """Some values of each result, evenly spread over its memory."""
-    return {
-        name: (
-            result.stride(),
-            result.as_strided((result.numel(),), (1,))[:: result.numel() // _SAMPLE | 1].double().cpu(),
-        )
-        for name, result in results.items()
-    }
 
 
 def _failed(row: Row, error: Exception) -> Row:
@@ -601,9 +480,15 @@ def _untimed_look(row: Row, why: str) -> Row:
     return replace(row, looks=row.looks + 1, reason="; ".join(filter(None, (row.reason, why))))
 
 
-def worst_of(errors: Mapping[str, float], bars: Mapping[str, float]) -> str:
-    """The name of the error that is closest to its bar, or furthest over it; NaN is over any bar."""
-    return max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name] / bars[name])
+def verdict(errors: Mapping[str, float], bars: Mapping[str, float]) -> tuple[str, str]:
+    """The name of the error that is closest to its bar, or furthest over it, and what is wrong: nothing below the bar.
+
+    >>> verdict({"output": 1e-6, "weight": math.nan}, {"output": 1e-5, "weight": 1e-5})
+    ('weight', 'weight: error nan is over 1.0e-05')
+    """
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name] / bars[name])
+    is_right = errors[worst] <= bars[worst]
+    return worst, "" if is_right else f"{worst}: error {errors[worst]:.1e} is over {bars[worst]:.1e}"
 
 
 def first_line(error: Exception) -> str:

@@ -41,7 +41,7 @@ def draw(folder: Path) -> list[Path]:
     target = folder / "plots"
     target.mkdir(exist_ok=True)
     made = []
-    for suite in summary.SUITE_ORDER:
+    for suite in dict.fromkeys(row.suite for row in rows):
         for direction in ("forward", "backward"):
             of_suite = [row for row in _timed(rows) if row.suite == suite and row.direction == direction]
             if any(row.speedup_default is not None and not row.is_torch for row in of_suite):

@@ -11,10 +11,12 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from benchmarks.workloads import Workload
+from gemmconv.compare.measure import spread_images
 from gemmconv.geometry import Problem
 
 _CHUNK_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # float64 temporaries
@@ -46,10 +48,8 @@ class Tensors:
 
     def channels_last(self) -> Tensors:
         """Copies as a model in channels_last has them."""
-        x, weight, grad_output = (
-            tensor.contiguous(memory_format=torch.channels_last) for tensor in (self.x, self.weight, self.grad_output)
-        )
-        return Tensors(x, weight, self.bias, grad_output)
+        turn = partial(torch.Tensor.contiguous, memory_format=torch.channels_last)
+        return Tensors(turn(self.x), turn(self.weight), self.bias, turn(self.grad_output))
 
     def placed(self, step_bytes: int) -> Tensors:
         """Copies of the same strides: x one step beyond the beginning of a page, weight 2, grad_output 3 and bias 4.
@@ -137,12 +137,7 @@ def reference(problem: Problem, tensors: Tensors, gradients: bool = True) -> Ref
     """
     device = tensors.x.device
     images = _kept_images(problem, device)
-    canvas = [
-        (problem.input_size[axis] - 1) * problem.stride[axis]
-        + problem.dilation[axis] * (problem.kernel_size[axis] - 1)
-        + 1
-        for axis in (0, 1)
-    ]
+    canvas, inside = _canvas(problem)
     widest = max(problem.in_channels * problem.in_pixels, problem.out_channels * canvas[0] * canvas[1])
     step = max(1, min(problem.batch, _CHUNK_BYTES[device.type] // (6 * 8 * max(1, widest))))
     groups, in_group, out_group = problem.groups, problem.gemm_k, problem.out_channels // problem.groups
@@ -159,12 +154,13 @@ def reference(problem: Problem, tensors: Tensors, gradients: bool = True) -> Ref
             for kh, kw in taps:
                 product = weight[..., kh, kw].transpose(1, 2) @ x  # [count, groups, out_group, in_pixels]
                 _at_tap(problem, output, kh, kw).add_(product.view(count, -1, *problem.input_size))
-            output = _cropped(problem, output)
+            output = output[inside].contiguous()
             if tensors.bias is not None:
                 output += tensors.bias.double().view(-1, 1, 1)
             outputs.append(output[wanted] if len(wanted) < count else output)
         if gradients:
-            grad_canvas = _padded(problem, tensors.grad_output[start : start + step], canvas)
+            grad_canvas = x.new_zeros(count, problem.out_channels, *canvas)
+            grad_canvas[inside] = tensors.grad_output[start : start + step].double()
             grad_x = torch.zeros_like(x)
             blocks = _row_blocks(problem, count)
             x_rows = _in_rows(x, blocks).contiguous()
@@ -184,6 +180,17 @@ def reference(problem: Problem, tensors: Tensors, gradients: bool = True) -> Ref
     return Reference(images, results)
 
 
+def _canvas(problem: Problem) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    """Height and width of the canvas, which has room for output_padding too, and where the output lies on it."""
+    extents, inside = list[int](), [slice(None), slice(None)]
+    for axis in (0, 1):
+        taps = problem.dilation[axis] * (problem.kernel_size[axis] - 1)
+        end = problem.padding[axis] + problem.output_size[axis]
+        extents.append(max(end, (problem.input_size[axis] - 1) * problem.stride[axis] + taps + 1))
+        inside.append(slice(problem.padding[axis], end))
+    return tuple(extents), tuple(inside)
+
+
 def _row_blocks(problem: Problem, images: int) -> int:
     """Into how many blocks of rows to cut an image's sum over pixels: one long product would leave a GPU idle."""
     most = 64 // (images * problem.groups)
@@ -201,9 +208,7 @@ def _kept_images(problem: Problem, device: torch.device) -> list[int]:
     if device.type == "cuda":
         limit = torch.cuda.get_device_properties(device).total_memory // _KEPT_SHARE
     each = 8 * max(problem.in_channels * problem.in_pixels, problem.out_channels * problem.out_pixels, 1)
-    count = max(1, min(problem.batch, limit // each))
-    last = problem.batch - 1
-    return sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
+    return spread_images(problem.batch, limit // each)
 
 
 def _at_tap(problem: Problem, canvas: torch.Tensor, kh: int, kw: int) -> torch.Tensor:
@@ -217,28 +222,3 @@ def _at_tap(problem: Problem, canvas: torch.Tensor, kh: int, kw: int) -> torch.T
         for axis, tap in ((0, kh), (1, kw))
     )
     return canvas[:, :, rows, columns]
-
-
-def _overlap(problem: Problem, canvas: list[int], axis: int) -> int:
-    """How many output positions lie on the canvas; those that output_padding adds beyond its end do not."""
-    return max(0, min(problem.output_size[axis], canvas[axis] - problem.padding[axis]))
-
-
-def _cropped(problem: Problem, canvas: torch.Tensor) -> torch.Tensor:
-    size = list(canvas.shape[2:])
-    height, width = (_overlap(problem, size, axis) for axis in (0, 1))
-    top, left = problem.padding
-    inside = canvas[:, :, top : top + height, left : left + width]
-    if (height, width) == problem.output_size:
-        return inside.contiguous()
-    output = canvas.new_zeros(len(canvas), problem.out_channels, *problem.output_size)
-    output[:, :, :height, :width] = inside
-    return output
-
-
-def _padded(problem: Problem, grad_output: torch.Tensor, canvas: list[int]) -> torch.Tensor:
-    height, width = (_overlap(problem, canvas, axis) for axis in (0, 1))
-    top, left = problem.padding
-    result = grad_output.new_zeros(len(grad_output), problem.out_channels, *canvas, dtype=torch.float64)
-    result[:, :, top : top + height, left : left + width] = grad_output[:, :, :height, :width]
-    return result

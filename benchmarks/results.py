@@ -21,7 +21,7 @@ FORMAT = 1
 
 BY_TURNS = ("networks", "host")  # suites whose files hold rows of :mod:`benchmarks.turns`
 
-LOOKED_AT = ("eager", "graph")  # modes that are timed more than once; every row has the first
+MODES = ("eager", "graph")  # every measurement has a row in the first
 # Below this a microsecond of jitter is a large share.
 SMALL_MS = 0.05
 # Where looks differ by more than such a share there are so many times as many. Of a row with two speeds, 15% apart, the
@@ -29,9 +29,8 @@ SMALL_MS = 0.05
 _MORE_LOOKS = ((0.05, 6), (0.02, 2))
 
 # Rows of equal identity were made by the same thing on the same machine: a run goes on from them.
-_IDENTITY = ("gpu", "driver", "cuda", "cudnn", "torch", "gemmconv", "source", "commit")
-_LIBRARY = ("gemmconv", "source", "commit")  # what torch's own rows do not depend on
-_TORCH = tuple(name for name in _IDENTITY if name not in _LIBRARY)  # what they do
+_TORCH = ("gpu", "driver", "cuda", "cudnn", "torch")  # what torch's own rows depend on
+_IDENTITY = (*_TORCH, "gemmconv", "source", "commit")
 
 Key = tuple[str, ...]
 
@@ -53,9 +52,8 @@ class Row:
         suite, workload, layer: what; ``layer`` is the geometry in one line.
         precision: fp32 (ieee), tf32, fp16 or bf16.
         layout: nchw or channels_last.
-        direction: forward; backward (gradients of input, weight and bias); both (forward, then backward).
-        mode: eager (device time, cold L2), graph (the same of a CUDA graph replay), call (wall clock of calls in a
-            row) or module (call, through the module).
+        direction: forward, or backward (gradients of input, weight and bias).
+        mode: eager (device time, cold L2) or graph (the same of a CUDA graph replay).
         algorithm: gemmconv's algorithms, ``auto``, or a setting of torch.
         status: ok, wrong (no time), refused or failed (``reason`` says why).
         took: the algorithms that ``auto`` chose for the passes, in their order, as ``fused+native``; ``turned`` where
@@ -77,7 +75,6 @@ class Row:
         peak_bytes: device memory that the call took beyond its results.
         first_ms: wall-clock time of the first call in the process that measured; of rows of ``cudnn.benchmark`` below
             5 ms that of the shortest search.
-        cold_ms, warm_ms: of the first call in a new process, with an empty and with a filled kernel cache.
         note: what was made smaller.
         run: index of the run, whose environment the file holds.
     """
@@ -116,8 +113,6 @@ class Row:
     workspace_bytes: int | None = None
     peak_bytes: int | None = None
     first_ms: float | None = None
-    cold_ms: float | None = None
-    warm_ms: float | None = None
     note: str = ""
     reason: str = ""
     run: int = 0
@@ -174,8 +169,8 @@ class Row:
         )
 
     def lacks_looks(self, looks: Callable[[Row], int]) -> bool:
-        """Whether it is a row that is looked at, and was less often than ``looks`` has it."""
-        return self.mode in LOOKED_AT and self.median_ms is not None and self.looks < looks(self)
+        """Whether it has a time, and was looked at less often than ``looks`` has it."""
+        return self.median_ms is not None and self.looks < looks(self)
 
     @property
     def apart(self) -> float:
@@ -188,21 +183,6 @@ class Row:
         if self.fastest_ms is None or self.slowest_ms is None:
             return 0.0
         return (self.slowest_ms - self.fastest_ms) / max(self.fastest_ms, SMALL_MS)
-
-    @property
-    def spread(self) -> float:
-        """The standard deviation of the looks if each is as fast as the fastest or as slow as the slowest: their most.
-
-        It is a share of the mean, of SMALL_MS where that is more.
-
-        >>> row = Row(*("",) * 8, median_ms=0.22, fastest_ms=0.2, slowest_ms=0.24)
-        >>> round(row.spread, 3), round(replace(row, slowest_ms=0.22).spread, 3)
-        (0.091, 0.0)
-        """
-        if self.median_ms is None or self.fastest_ms is None or self.slowest_ms is None:
-            return 0.0
-        variance = (self.slowest_ms - self.median_ms) * (self.median_ms - self.fastest_ms)
-        return math.sqrt(max(0.0, variance)) / max(self.median_ms, SMALL_MS)
 
     @property
     def times_as_many(self) -> int:
@@ -258,10 +238,25 @@ class File(Generic[R]):
         """Keep a row, in place of an earlier one of the same key."""
         self.rows[row.key] = row
 
-    def made_by(self, row: R, environment: Mapping[str, str], names: Iterable[str] = _IDENTITY) -> bool:
-        """Whether an environment that has the same under these names made the row."""
-        made = self.runs[row.run]
-        return all(made.get(name) == environment.get(name) for name in names)
+    def merge(self, other: File[R]) -> None:
+        """Add the rows of another file, with their runs."""
+        begin = len(self.runs)
+        self.runs += other.runs
+        for row in other.rows.values():
+            self.add(replace(row, run=row.run + begin))
+
+    def done(self, key: Key, environment: Mapping[str, str], keep_torch: bool = False) -> R | None:
+        """The row of a key, if this very environment made it.
+
+        Args:
+            key: the row's key.
+            environment: of the present run.
+            keep_torch: whether a row of torch's counts also where only gemmconv has changed since.
+        """
+        row = self.rows.get(key)
+        names = _TORCH if keep_torch and getattr(row, "is_torch", False) else _IDENTITY
+        is_here = row is not None and all(self.runs[row.run].get(name) == environment.get(name) for name in names)
+        return row if is_here else None
 
     def finished(self) -> list[R]:
         """The rows, as they are written."""
@@ -269,7 +264,7 @@ class File(Generic[R]):
 
     @classmethod
     def load(cls: type[F], path: Path) -> F:
-        """Read a JSON file, but for runs whose rows others have replaced.
+        """Read a JSON file, but for runs whose rows others have replaced, and for columns that there are no more.
 
         Raises:
             ValueError: it is no result file of this format.
@@ -278,13 +273,26 @@ class File(Generic[R]):
             content = json.loads(path.read_text())
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']}, not {FORMAT}")
-            names = content["columns"]
-            rows = [cls.kind(**dict(zip(names, values, strict=True))) for values in content["rows"]]
+            names, known = content["columns"], {column.name for column in fields(cls.kind)}
+            lines = [dict(zip(names, values, strict=True)) for values in content["rows"]]
+            rows = [cls.kind(**{name: line[name] for name in names if name in known}) for line in lines]
             made = sorted({row.run for row in rows})
             runs = [content["runs"][run] for run in made]
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a result file of this version: {error}") from None
         return cls(runs, {row.key: replace(row, run=made.index(row.run)) for row in rows})
+
+    @classmethod
+    def opened(cls: type[F], path: Path | None, environment: Mapping[str, str]) -> F:
+        """The file at a path to go on from, or an empty one where there is none.
+
+        Raises:
+            ValueError: it has rows of another machine than the present one, or :meth:`load` raises it.
+        """
+        file = cls.load(path) if path is not None and path.exists() else cls()
+        if machines := {run["gpu"] for run in file.runs} - {environment["gpu"]}:
+            raise ValueError(f"argument --out: {path} has rows of {', '.join(machines)}; give another folder")
+        return file
 
     def save(self, path: Path) -> None:
         """Write the JSON file, and the CSV file beside it, each by an atomic rename."""
@@ -306,35 +314,17 @@ class Results(File[Row]):
 
     kind = Row
 
-    def done(self, key: Key, environment: Mapping[str, str], keep_torch: bool = False) -> Row | None:
-        """The row of that key, if this very environment made it.
-
-        Args:
-            key: the row's key.
-            environment: of the present run.
-            keep_torch: whether a row of torch's counts also where only gemmconv has changed since.
-        """
-        row = self.rows.get(key)
-        if row is None or (row.mode in LOOKED_AT and row.median_ms is not None and row.fastest_ms is None):
-            return None  # files had the fastest of all looks, not their mean
-        names = [name for name in _IDENTITY if not (keep_torch and row.is_torch and name in _LIBRARY)]
-        names += ["searches"] * row.is_searched
-        return row if self.made_by(row, environment, names) else None
-
     def finished(self) -> list[Row]:
         """The rows, with the ratios to torch's."""
         return with_ratios(self.rows.values(), self.runs)
 
 
-def newest_runs(
-    rows: Iterable[R], runs: Sequence[dict[str, Any]], kind: Callable[[R], Hashable]
-) -> dict[Hashable, dict[str, Any]]:
-    """The newest run that made a row, for each kind of rows."""
+def current(rows: Sequence[R], runs: Sequence[dict[str, Any]], kind: Callable[[R], Hashable]) -> list[R]:
+    """The rows that were measured with the newest sources of gemmconv among all rows of their kind."""
     newest: dict[Hashable, dict[str, Any]] = {}
     for row in rows:
-        run = runs[row.run]
-        newest[kind(row)] = max(newest.get(kind(row), run), run, key=lambda run: run["date"])
-    return newest
+        newest[kind(row)] = max(newest.get(kind(row), runs[row.run]), runs[row.run], key=lambda run: run["date"])
+    return [row for row in rows if runs[row.run]["source"] == newest[kind(row)]["source"]]
 
 
 def load_all(folder: Path) -> tuple[list[Row], list[dict[str, Any]]]:

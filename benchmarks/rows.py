@@ -25,7 +25,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,6 +45,7 @@ from benchmarks.progress import Progress
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
 from benchmarks.results import RESULTS, read_table, replace_file, table_text
+from benchmarks.several import run_in_processes
 from benchmarks.workloads import SUITES, Workload, custom, select
 from gemmconv import algorithms
 from gemmconv.algorithms import Algorithm
@@ -253,7 +253,7 @@ class Bench:
             else:
                 right.append((row, call))
         if right:
-            samples = cuda_rounds([call for _, call in right], self.device, lambda index: None, _ROUNDS)
+            samples = cuda_rounds([call for _, call in right], self.device, _ROUNDS)
             yield from (replace(row, seconds=1e-3 * median(ms)) for (row, _), ms in zip(right, samples, strict=True))
 
     def _checked(self, kernel: Kernel, config: Config, case: Case, tile: Any) -> tuple[Any, str]:
@@ -377,14 +377,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _on_each(gpus: int, arguments: list[str], out: Path) -> int:
     """Run a share on each GPU of the machine, then merge what they wrote."""
     parts = [out.with_name(f"part{i}-{out.name}") for i in range(gpus)]
-    command = [sys.executable, "-m", "benchmarks.rows", *arguments]
-    running = [
-        subprocess.Popen(
-            [*command, "--share", f"{i}/{gpus}", "--out", str(part)], env={**os.environ, "CUDA_VISIBLE_DEVICES": str(i)}
-        )
-        for i, part in enumerate(parts)
-    ]
-    status = max(one.wait() for one in running)
+    flags = [["--share", f"{i}/{gpus}", "--out", str(part)] for i, part in enumerate(parts)]
+    own = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(gpus)]
+    status = run_in_processes("benchmarks.rows", arguments, flags, own)
     write(out, *merged([path for path in (out, *parts) if path.exists()]))
     for part in parts:
         part.unlink(missing_ok=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 
 from benchmarks.contenders import PRECISIONS
-from benchmarks.results import Row
+from benchmarks.results import MODES, Row
+from benchmarks.workloads import SUITES
 
-SUITE_ORDER = ("seeds", "public", "models", "sweep", "latency", "layer")
-_DIRECTION_ORDER = ("forward", "backward", "both")
-_MODE_ORDER = ("eager", "graph", "call", "module")
+# The order of lines: of suites that are not here, random ones and single layers, after all others.
+_ORDERS = (tuple(SUITES), MODES, tuple(PRECISIONS), ("forward", "backward"))
 
 HEADINGS = (
     "suite",
@@ -70,15 +70,9 @@ def lines(rows: Iterable[Row], algorithms: Sequence[str] = ("auto",), layouts: S
         return (geometric_mean(values), worst(values)) if values else None
 
     def order(group: tuple[str, ...]) -> tuple[object, ...]:
-        suite, mode, precision, direction, algorithm, layout = group
-        return (
-            SUITE_ORDER.index(suite),
-            _MODE_ORDER.index(mode),
-            list(PRECISIONS).index(precision),
-            _DIRECTION_ORDER.index(direction),
-            algorithms.index(algorithm),
-            layouts.index(layout),
-        )
+        orders = (*_ORDERS, algorithms, layouts)
+        places = [one.index(name) if name in one else len(one) for name, one in zip(group, orders, strict=True)]
+        return *places, group
 
     return [
         Line(

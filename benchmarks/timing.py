@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median, quantiles
 
 import torch
 from torch.utils.benchmark import Timer
@@ -22,15 +22,12 @@ class Effort:
         target_ms: measured time that one look aims at.
         least, most: number of samples.
         cap_ms: where ``least`` samples would take longer than this, there are fewer, but at least three.
-        sustained: whether a GPU is kept busy with the same before samples, and does not rest between them, so that the
-            power limit lowers its clock, as in a training loop.
     """
 
     target_ms: float = 10.0
     least: int = 5
     most: int = 9
     cap_ms: float = 30.0
-    sustained: bool = False
 
     def samples(self, estimate_ms: float) -> int:
         """How many samples to take of something that takes ``estimate_ms``.
@@ -44,11 +41,7 @@ class Effort:
 
 QUICK = Effort(target_ms=5.0, most=10, cap_ms=100.0)
 
-# For so long a device is busy before samples of a sustained load. Its clock has come down then; see compare/timing.py.
-_SUSTAINED_MS, _LEAST_MS = 60.0, 0.5  # of shorter runs the device waits for the host longer than they take
-
-# How much longer what is timed once may take, of ``target_ms``.
-_ONCE, _ONCE_ON_A_CPU = 2, 10
+_TIMES_ON_A_CPU = 10  # of target_ms: there each row is looked at once
 
 
 @dataclass(frozen=True)
@@ -62,20 +55,8 @@ class Times:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Times:
-        ordered = sorted(samples)
-        return cls(quantile(ordered, 0.5), quantile(ordered, 0.2), quantile(ordered, 0.8), len(ordered))
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile of ordered samples, between neighbours in proportion.
-
-    >>> quantile([1.0, 2.0, 4.0], 0.75)
-    3.0
-    """
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+        p20, *_, p80 = quantiles(samples, n=5, method="inclusive")
+        return cls(median(samples), p20, p80, len(samples))
 
 
 def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float | None = None) -> Times:
@@ -87,38 +68,14 @@ def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float 
     """
     if device.type != "cuda":
         seconds = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-        samples = list(seconds.blocked_autorange(min_run_time=effort.target_ms * 1e-3 * _ONCE_ON_A_CPU).times)
+        samples = list(seconds.blocked_autorange(min_run_time=effort.target_ms * 1e-3 * _TIMES_ON_A_CPU).times)
         while len(samples) < 3:
             samples.append(seconds.timeit(1).median)
         return Times.of([1e3 * sample for sample in samples])
     if estimate_ms is None:
-        ((estimate_ms,),) = cuda_rounds([run], device, _nothing, 1)
-    if effort.sustained:
-        before = int(_SUSTAINED_MS / max(estimate_ms, _LEAST_MS))
-        (samples,) = cuda_rounds([run], device, _nothing, before + effort.samples(estimate_ms))
-        return Times.of(samples[before:])
-    (samples,) = cuda_rounds([run], device, _nothing, effort.samples(estimate_ms), [estimate_ms])
+        ((estimate_ms,),) = cuda_rounds([run], device, 1)
+    (samples,) = cuda_rounds([run], device, effort.samples(estimate_ms), [estimate_ms])
     return Times.of(samples)
-
-
-def _nothing(index: int) -> None:
-    """Do nothing before a run."""
-
-
-def time_calls(run: Run, device: torch.device, effort: Effort) -> Times:
-    """Wall-clock time of a call among many in a row, host and device together, caches warm."""
-
-    def batch(count: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        synchronize(device)
-        return 1e3 * (time.perf_counter() - start) / count
-
-    estimate = min(batch(3), batch(3))
-    count = max(1, min(50, int(effort.target_ms * _ONCE / 7 / max(estimate, 1e-6))))
-    return Times.of([batch(count) for _ in range(7)])
 
 
 def captured(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:

@@ -7,11 +7,9 @@ is wrong has no time. A row is written to the files as soon as it is there.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,11 @@ import torch
 import gemmconv
 from benchmarks import environment, summary
 from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
-from benchmarks.measure import first_line, worst_of
+from benchmarks.measure import answers, first_line, verdict
 from benchmarks.precompile import compile_ahead
 from benchmarks.progress import Progress
 from benchmarks.results import BY_TURNS, RESULTS, File, Key, Row, joined
-from benchmarks.timing import Run, quantile, synchronize
+from benchmarks.timing import Run, Times, synchronize
 from benchmarks.workloads import Workload
 
 INFERENCE, RECORDED, TRAINING = STEPS = ("inference", "recorded", "training")
@@ -122,11 +120,6 @@ class Turns(File[Turn]):
 
     kind = Turn
 
-    def done(self, key: Key, about: Mapping[str, str]) -> bool:
-        """Whether this very environment made a row of that key."""
-        row = self.rows.get(key)
-        return row is not None and self.made_by(row, about)
-
 
 def load_turns(folder: Path, suites: Iterable[str] = BY_TURNS) -> tuple[list[Turn], list[dict[str, Any]]]:
     """All rows by turns in a folder, none where it has no such files; a row's ``run`` counts over all files."""
@@ -211,21 +204,21 @@ def timed(
     guess = by_turns(contenders[:1], device, Pace(0.0, 3), 1, waits)[0]
     calls = max(1, min(pace.most_calls, int(pace.burst_ms / max(min(guess), 1e-6))))
     theirs, again, ours = by_turns(contenders, device, pace, calls, waits, after)
-    torch_ms, again_ms, ours_ms = (statistics.median(series) for series in (theirs, again, ours))
-    ratios, itself = (sorted(a / b for a, b in zip(theirs, other, strict=True)) for other in (ours, again))
+    of_torch, of_again, of_ours = map(Times.of, (theirs, again, ours))
+    ratios, itself = (Times.of([a / b for a, b in zip(theirs, one, strict=True)]) for one in (ours, again))
     return replace(
         row,
-        torch_ms=torch_ms,
-        again_ms=again_ms,
-        ours_ms=ours_ms,
-        ours_p20_ms=quantile(sorted(ours), 0.2),
-        ours_p80_ms=quantile(sorted(ours), 0.8),
-        ratio=torch_ms / ours_ms,
-        ratio_p20=quantile(ratios, 0.2),
-        ratio_p80=quantile(ratios, 0.8),
-        itself=torch_ms / again_ms,
-        itself_p20=quantile(itself, 0.2),
-        itself_p80=quantile(itself, 0.8),
+        torch_ms=of_torch.median,
+        again_ms=of_again.median,
+        ours_ms=of_ours.median,
+        ours_p20_ms=of_ours.p20,
+        ours_p80_ms=of_ours.p80,
+        ratio=of_torch.median / of_ours.median,
+        ratio_p20=ratios.p20,
+        ratio_p80=ratios.p80,
+        itself=of_torch.median / of_again.median,
+        itself_p20=itself.p20,
+        itself_p80=itself.p80,
         rounds=len(ours),
         calls=calls,
     )
@@ -233,10 +226,9 @@ def timed(
 
 def judged(row: Turn, errors: Mapping[str, float], bars: Mapping[str, float]) -> Turn:
     """The row with the error that is closest to its bar, or furthest over it; ``wrong`` where one is over or a NaN."""
-    worst = worst_of(errors, bars)
-    if not errors[worst] <= bars[worst]:
-        reason = f"{worst}: error {errors[worst]:.1e} is over {bars[worst]:.1e}"
-        return replace(row, status="wrong", reason=reason)
+    worst, wrong = verdict(errors, bars)
+    if wrong:
+        return replace(row, status="wrong", reason=wrong)
     return replace(row, error=errors[worst], bar=bars[worst])
 
 
@@ -291,37 +283,30 @@ def measure(
     about = environment.describe(device)
     wanted = [row for group in groups for row in group.rows]
     path = (arguments.out or RESULTS / environment.slug(device)) / f"{wanted[0].suite}.json"
-    turns = Turns.load(path) if path.exists() else Turns()
-    if machines := {run["gpu"] for run in turns.runs} - {about["gpu"]}:
-        raise ValueError(f"argument --out: {path} has rows of {', '.join(machines)}; give another folder")
-    done = {row.key for row in wanted if not arguments.fresh and turns.done(row.key, about)}
+    turns = Turns.opened(path, about)
+    done = {row.key for row in wanted if not arguments.fresh and turns.done(row.key, about) is not None}
     left = [row for row in wanted if row.key not in done]
     if left and device.type == "cuda":
-        precisions, layouts = (
-            list(dict.fromkeys(getattr(row, name) for row in left)) for name in ("precision", "layout")
-        )
+        precisions, layouts = (list({getattr(row, name) for row in left}) for name in ("precision", "layout"))
         compile_ahead(layers, precisions, ("both",), layouts, device, only_auto=True)
-    lost = ""
+    lost, progress = "", Progress(len(left))
     run = turns.begin(about, {}) if left else 0
-    progress = Progress(len(left))
     for group in groups:
-        missing = [row for row in group.rows if row.key not in done]
-        if not missing or lost or time.monotonic() > deadline:
-            continue
-        visit = _attempt(group.open)
-        for row in missing:
-            if lost or time.monotonic() > deadline:
-                break
-            found = visit if isinstance(visit, Exception) else _attempt(partial(visit, row))
-            if isinstance(found, Exception):
-                found = replace(row, status="failed", reason=first_line(found))
-                lost = _lost(device)
+        visit = None
+        for row in group.rows:
+            if row.key in done or lost or time.monotonic() > deadline:
+                continue
+            try:
+                visit = visit or group.open()
+                found = visit(row)
+            except Exception as error:  # whatever breaks one row must not end the run; the row says what it was
+                found = replace(row, status="failed", reason=first_line(error))
+                lost = "" if answers(device) else found.reason
             turns.add(replace(found, run=run))
             turns.save(path)
             done.add(row.key)
             progress.done += 1
             progress.say(said(found))
-        del visit
     rows = [turns.rows[row.key] for row in wanted if row.key in done]
     print(f"\nfiles: {path}, and .csv beside it")
     if lost:
@@ -329,24 +314,6 @@ def measure(
     elif len(rows) < len(wanted):
         print(f"stopped with {len(wanted) - len(rows)} rows to measure; run the same command again for the rest")
     return int(bool(lost) or any(row.status == "wrong" for row in rows))
-
-
-def _attempt(work: Callable[[], Any]) -> Any:
-    """Return the result of a function, or its exception, so that other rows are still measured."""
-    try:
-        return work()
-    except Exception as error:
-        return error
-
-
-def _lost(device: torch.device) -> str:
-    """Give memory back after a failure; what the GPU says where it answers no more."""
-    try:
-        synchronize(device)
-        torch.cuda.empty_cache()
-    except RuntimeError as error:
-        return first_line(error)
-    return ""
 
 
 def title(row: Turn) -> str:

@@ -1,4 +1,4 @@
-"""Tables in Markdown of what a user waits for: whole networks, the host's part of a call, and calls of small layers."""
+"""Tables in Markdown of what a user waits for: whole networks, and the host's part of a call."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks import summary
 from benchmarks.networks import RUNS
-from benchmarks.results import Row, newest_runs
+from benchmarks.results import current
 from benchmarks.summary import markdown_table, milliseconds
 from benchmarks.turns import STEPS, Turn, title
 from gemmconv.compare.report import times_text
 
 _MOST_LOSING = 10
 _LOSING = ("what", "precision", "layout", "mode", "step", "torch ms", "gemmconv ms", "gemmconv", "torch itself")
-_WALL_CLOCK = ("call", "module")  # modes of suite latency
 
 _ABOUT_NETWORKS = (
     "Wall-clock time of whole networks, torch's own and the same after `gemmconv.convert`, by turns in one process, "
@@ -32,23 +30,20 @@ NOT_MEASURED = (
 )
 
 
-def current(rows: Sequence[Turn], runs: Sequence[dict[str, Any]]) -> list[Turn]:
+def newest(rows: Sequence[Turn], runs: Sequence[dict[str, Any]]) -> list[Turn]:
     """The rows that were measured with the newest sources of their suite and mode."""
-    newest = newest_runs(rows, runs, lambda row: (row.suite, row.mode))
-    return [row for row in rows if runs[row.run]["source"] == newest[row.suite, row.mode]["source"]]
+    return current(rows, runs, lambda row: (row.suite, row.mode))
 
 
-def parts(turns: Sequence[Turn], rows: Sequence[Row], link: str = "") -> list[str]:
-    """Paragraphs and tables about networks, the host and calls of small layers.
+def parts(turns: Sequence[Turn], link: str = "") -> list[str]:
+    """Paragraphs and tables about networks and the host.
 
     Args:
         turns: of the suites by turns.
-        rows: of other suites, ``latency`` among them.
         link: path of the result folder, as the page links to it; then the worst rows alone are listed, and the host's
             are summed up. Empty for all.
     """
     networks, host = ([row for row in turns if row.suite == suite] for suite in ("networks", "host"))
-    calls = [line for line in summary.lines(rows) if line.group[0] == "latency" and line.group[1] in _WALL_CLOCK]
     found = []
     if networks:
         found += [_ABOUT_NETWORKS, *_losing(networks, link), ratios(networks)]
@@ -57,11 +52,6 @@ def parts(turns: Sequence[Turn], rows: Sequence[Row], link: str = "") -> list[st
     if host:
         found += [_ABOUT_HOST, *_losing(host, link), host_means(host)]
         found += [] if link else ["Microseconds, torch and gemmconv:", hosttimes_text(host)]
-    if calls:
-        headings = [name for name in summary.HEADINGS[:11] if name not in ("algorithm", "layout")]
-        cells = [[*line.cells()[:4], *line.cells()[6:11]] for line in calls]
-        found += ["Calls of small layers in a row, wall clock, NCHW, geometric mean and the worst row:"]
-        found.append(markdown_table(headings, cells, left=4))
     return found
 
 

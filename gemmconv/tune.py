@@ -359,7 +359,7 @@ def _time_all(runs: Sequence[Run], are_torchs: Sequence[bool], device: torch.dev
     if device.type != "cuda":
         seconds = [1e-3 * one for one in medians_ms(runs, device)]
         return seconds, seconds.index(min(seconds))
-    of_device = [1e-3 * median(times) for times in cuda_rounds(runs, device, lambda index: None, _ROUNDS)]
+    of_device = [1e-3 * median(times) for times in cuda_rounds(runs, device, _ROUNDS)]
     most = min((one for one, is_torchs in zip(of_device, are_torchs, strict=True) if is_torchs), default=math.inf)
     waited = [max(one, _host_seconds(run, device)) for one, run in zip(of_device, runs, strict=True)]
     able = [i for i, one in enumerate(of_device) if one <= most] or range(len(runs))

@@ -315,10 +315,15 @@ def a_table():
     ]
 
 
-def test_report_shows_first_what_a_user_waits_for(tmp_path):
-    text = report.section(losing_and_winning(), [RUN], "results", [], (a_table(), [RUN]))
-    assert text.startswith("## What you wait for\n\nNVIDIA H200, gemmconv 0.1 (def)")
-    assert "(networks eager, networks compile, host eager)." in text.splitlines()[2]
+def test_report_shows_first_what_a_user_waits_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_RESULTS", tmp_path)
+    for suite in ("networks", "host"):
+        turns_of(*(row for row in a_table() if row.suite == suite)).save(tmp_path / "gpu" / f"{suite}.json")
+    results_of(*losing_and_winning()).save(tmp_path / "gpu" / "public.json")
+    assert report.main(["--page", str(page_in(tmp_path))]) == 0
+    text = (tmp_path / "results.md").read_text()
+    assert "## What you wait for\n\nNVIDIA H200, gemmconv 0.1 (def)" in text
+    assert "(networks eager, networks compile, host eager)." in text
     device = text.index("## Device time, layer by layer")
     slower = text.index("**Slower than torch in 2 of 4 rows**, in 1 by more than torch differs from itself.")
     worst = text.index("| dcgan | tf32 | nchw | eager | training | 2.000 | 1.000 | 0.50x | 1.00x |")
@@ -334,7 +339,7 @@ def test_report_shows_first_what_a_user_waits_for(tmp_path):
     assert "| tf32 | nchw | 0.95x | 0.60x | 1.50x | 1.50x | 1.50x | 1.50x |" in text
     assert "direct/forward" not in text
     assert "kb65" in text[device:]
-    full = report.full(losing_and_winning(), [RUN], (a_table(), [RUN]))
+    full = (tmp_path / "gpu" / "summary.md").read_text()
     parts = [full.index(part) for part in ("# What a user waits for", "dcgan", "# Device time", "kb65")]
     assert parts == sorted(parts)
     assert "30.0 / 20.0 (1.50x) | 30.0 / 20.0 (1.50x) | 30.0 / 20.0 (1.50x) | direct/forward |" in full
@@ -343,27 +348,21 @@ def test_report_shows_first_what_a_user_waits_for(tmp_path):
 
 def test_report_lists_the_worst_alone_on_the_page():
     rows = [turn_of(shape=str(i), ratio=0.5 + i / 100) for i in range(12)]
-    short, whole = ("\n\n".join(waiting.parts(rows, [], link)) for link in ("results", ""))
+    short, whole = ("\n\n".join(waiting.parts(rows, link)) for link in ("results", ""))
     assert short.count("0.5") - short.count("0.50x | 1.00x") < whole.count("0.5")
     assert "The worst (all: [summary.md](results/summary.md)):" in short
     assert "0.61x" not in short.split("| workload")[0]
     assert "0.61x" in whole.split("| workload")[0]
 
 
-def test_report_says_what_was_not_measured(tmp_path):
-    text = report.section(losing_and_winning(), [RUN], "results", [])
-    assert text.startswith(f"## What you wait for\n\n{waiting.NOT_MEASURED}\n\n## Device time")
-    assert waiting.NOT_MEASURED in report.full(losing_and_winning(), [RUN])
-
-
-def test_report_leaves_turns_of_older_sources_out():
+def test_report_leaves_turns_of_older_sources_out(tmp_path):
     older, newer = (
-        {**ABOUT, "source": source, "date": f"2026-01-0{day}", "ceilings": {}} for source, day in ("a1", "b2")
+        {**ABOUT, "source": source, "date": f"2026-01-0{day}", "ceilings": {}} for source, day in (("a1", 1), ("b2", 2))
     )
     rows = [turn_of(), turn_of(ratio=0.5), turn_of(step=TRAINING, run=1)]
     rows += [turn_of(suite="host"), turn_of(mode="compile")]
-    assert waiting.current(rows, [older, newer]) == rows[2:]  # a mode of its own, however old
-    text = report.section([], [], "results", [], (rows, [older, newer]))
+    assert waiting.newest(rows, [older, newer]) == rows[2:]  # a mode of its own, however old
+    text = report.full([], [], (rows, [older, newer]))
     assert "Not here: 2 rows of an older gemmconv, 1 of them slower than torch." in text
     assert "2026-01-02 (networks eager); " in text
     assert "2026-01-01 (host eager, networks compile)." in text
@@ -371,7 +370,7 @@ def test_report_leaves_turns_of_older_sources_out():
 
 
 def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
-    """Numbers of GPUs that rested; another's come first, and the folder's own no more."""
+    """Of whichever GPU they are; those of a CPU are shown elsewhere."""
     monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
     page = page_in(tmp_path)
 
@@ -380,30 +379,16 @@ def test_report_takes_the_newest_of_each_suite_by_turns(tmp_path, monkeypatch):
         about = {**ABOUT, "gpu": name, "date": f"2026-01-0{day}"}
         turns_of(turn_of(suite=suite, ratio=ratio), about=about).save(path)
 
-    measured("shown", "networks", 2, 0.52)
-    measured("shown", "host", 3, 0.53)
+    measured("one", "networks", 2, 0.52)
+    measured("one", "host", 3, 0.53)
     measured("other", "networks", 4, 0.54)
     measured("other", "host", 1, 0.51)
     measured("cpu-x", "networks", 5, 0.55)
-    measured("other-sustained-load", "networks", 6, 0.56)
-    shown = tmp_path / "results" / "shown"
-    assert report.newer_elsewhere(shown) == {tmp_path / "results" / "other": ["networks"]}
-    assert report.main([str(shown), "--page", str(page)]) == 0
+    assert report.main(["--page", str(page)]) == 0
     text = page.read_text()
     assert text.index("2026-01-04 (networks eager)") < text.index("0.54x") < text.index("2026-01-03 (host eager)")
-    assert not [one for one in ("0.51x", "0.52x", "0.55x", "0.56x") if one in text]
-    assert report.shown_results(page) == shown
-    assert "| dcgan | tf32 | nchw | 0.52x |" in (shown / "summary.md").read_text()
-
-
-def test_report_shows_latency_where_it_was_measured():
-    won = losing_and_winning()[2]
-    rows = [replace(won, suite="latency", workload="tiny", mode=mode) for mode in ("eager", "graph", "call", "module")]
-    first, device = report.section(rows, [RUN], "results", []).split("## Device time")
-    assert "| latency | call | tf32 | forward | 1 | 2.00x | 2.00x | 2.00x | 2.00x |" in first
-    for part, mode in ((first, "module"), (device, "eager"), (device, "graph")):
-        assert f"| latency | {mode} | tf32 | forward | 1 |" in part
-    assert "latency" not in report.section(losing_and_winning(), [RUN], "results", [])
+    assert not [one for one in ("0.51x", "0.52x", "0.55x") if one in text]
+    assert "| dcgan | tf32 | nchw | 0.52x |" in (tmp_path / "results" / "one" / "summary.md").read_text()
 
 
 def test_check_compares_turns(tmp_path, capsys):

@@ -121,6 +121,16 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     return difference / size if size else difference
 
 
+def spread_images(batch: int, most: int) -> list[int]:
+    """At most so many images of a batch, but at least one, evenly spread; the last is always among them.
+
+    >>> spread_images(9, 3), spread_images(9, 0)
+    ([0, 4, 8], [8])
+    """
+    count, last = max(1, min(batch, most)), batch - 1
+    return sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
+
+
 def steps_per_layer() -> int:
     """How many steps :func:`measure_layer` reports."""
     return 5 + len(ALGORITHMS)
@@ -211,9 +221,7 @@ def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:
     grad_output = random(problem.output_shape, 1.0)
 
     flops_each = max(1, problem.useful_flops // problem.batch)
-    count = max(1, min(problem.batch, int(_REFERENCE_FLOPS[device.type] // flops_each)))
-    last = problem.batch - 1
-    images = sorted({last - round(i * last / max(1, count - 1)) for i in range(count)})
+    images = spread_images(problem.batch, int(_REFERENCE_FLOPS[device.type] // flops_each))
     masked = torch.zeros_like(grad_output)
     masked[images] = grad_output[images]
 

@@ -50,10 +50,10 @@ def medians_ms(
         return []
     if device.type != "cuda":
         return [median(times) for times in _cpu_rounds(runs, before)]
-    estimates = [min(times) for times in cuda_rounds(runs, device, before, _WARM_UPS)]
+    estimates = [min(times) for times in cuda_rounds(runs, device, _WARM_UPS, before=before)]
     count = int(_SECONDS_EACH * len(runs) / max(sum(estimates) * 1e-3, 1e-9))
     count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, count))
-    return [median(times) for times in cuda_rounds(runs, device, before, count, estimates)]
+    return [median(times) for times in cuda_rounds(runs, device, count, estimates, before)]
 
 
 def _cpu_rounds(runs: Sequence[Run], before: Callable[[int], None]) -> list[list[float]]:
@@ -78,9 +78,9 @@ def _cpu_rounds(runs: Sequence[Run], before: Callable[[int], None]) -> list[list
 def cuda_rounds(
     runs: Sequence[Run],
     device: torch.device,
-    before: Callable[[int], None],
     count: int,
     estimates_ms: Sequence[float] = (),
+    before: Callable[[int], None] = lambda index: None,
 ) -> list[list[float]]:
     """Samples of device time for each run, in milliseconds: ``count`` rounds, the L2 cache overwritten before each run.
 
