@@ -22,9 +22,7 @@ first_call    what the first call of a layer costs, in a process of its own
 plot          charts of speed-ups
 report        summary, charts and the tables of docs/guide/results.md
 compare       the command line
-flags         values of flags, with commas between
-progress      lines that say how far a command is
-several       a command in a process for each GPU
+commands      what command lines share: flags, progress, processes for several GPUs
 precompile    kernels compiled ahead, in processes
 rows          measured times of every kernel and of torch's operator, for many layers
 fit           corrections of estimates, fitted to the times that rows keeps

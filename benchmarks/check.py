@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.results import BY_TURNS, SMALL_MS, Results, Row, joined, load_all
+from benchmarks.results import BY_TURNS, SMALL_MS, Results, Row, joined
 from benchmarks.summary import milliseconds, text_table, title
-from benchmarks.turns import Turns, load_turns
+from benchmarks.turns import Turns
 
 _JITTER_MS = 0.003  # allowed below SMALL_MS
 
@@ -76,14 +76,11 @@ def read(path: Path) -> tuple[list[Row], set[str]]:
     Raises:
         ValueError: there are none.
     """
-    if path.is_dir():
-        (rows, runs), (turns, more) = load_all(path), load_turns(path)
-    elif path.is_file():
-        by_turns = path.stem in BY_TURNS
-        rows, runs = joined(Results, [] if by_turns else [path])
-        turns, more = joined(Turns, [path] if by_turns else [])
-    else:
+    if not path.exists():
         raise ValueError(f"argument --check: must be a result file or a folder of them, got {path}")
+    paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    rows, runs = joined(Results, [one for one in paths if one.stem not in BY_TURNS])
+    turns, more = joined(Turns, [one for one in paths if one.stem in BY_TURNS])
     if not rows and not turns:
         raise ValueError(f"argument --check: {path} holds no rows")
     machines = {runs[row.run]["gpu"] for row in rows} | {more[turn.run]["gpu"] for turn in turns}

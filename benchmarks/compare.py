@@ -13,16 +13,14 @@ from shutil import rmtree
 import torch
 
 from benchmarks import check, environment, summary
+from benchmarks.commands import Progress, chosen, run_in_processes, separated
 from benchmarks.contenders import LAYOUTS, PRECISIONS, SEARCHES, Lanes, gemmconv_contenders, torch_contenders
-from benchmarks.flags import chosen, separated
 from benchmarks.floor import Ceilings, measure_ceilings
 from benchmarks.measure import DIRECTIONS, DeviceLost, Plan, expected_keys, looks_at, once, rows_of
 from benchmarks.precompile import compile_ahead
-from benchmarks.progress import Progress
 from benchmarks.random_layers import random_layers
 from benchmarks.report import draw_charts, write_summary
 from benchmarks.results import MODES, RESULTS, Key, Results, Row, in_mode
-from benchmarks.several import run_in_processes
 from benchmarks.timing import QUICK, Effort
 from benchmarks.workloads import SUITES, Workload, custom, select, shrunk
 from gemmconv.compare.layers import pick_device

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 import gemmconv
 from benchmarks import environment
+from benchmarks.commands import chosen, separated
 from benchmarks.contenders import DEFAULTS, LAYOUTS
-from benchmarks.flags import chosen, separated
 from benchmarks.measure import first_line, verdict
 from benchmarks.networks import UNet, dcgan, fsrcnn, hifigan
 from benchmarks.random_layers import random_layers

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.commands import chosen, separated
 from benchmarks.contenders import DEFAULTS, LAYOUTS, Contender, torch_settings
-from benchmarks.flags import chosen, separated
 from benchmarks.measure import GRADIENTS, bar_of
 from benchmarks.reference import random_tensors, reference
 from benchmarks.turns import (

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 import gemmconv
+from benchmarks.commands import Progress
 from benchmarks.contenders import torch_settings
-from benchmarks.progress import Progress
 from gemmconv.compare.measure import relative_error
 from gemmconv.compare.timing import medians_ms
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import gemmconv
+from benchmarks.commands import chosen, separated
 from benchmarks.contenders import LAYOUTS
-from benchmarks.flags import chosen, separated
 from benchmarks.measure import first_line
 from benchmarks.timing import Run, captured, synchronize
 from benchmarks.turns import INFERENCE, TRAINING, Group, Pace, Turn, add_flags, judged, kernels_of, measure, timed

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import summary
 from benchmarks.contenders import DEFAULT_TORCH, PRECISIONS
 from benchmarks.results import Row, load_all
-from benchmarks.workloads import SUITES
+from benchmarks.workloads import SUITES, select
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE, _GREEN, _SKY, _VERMILION, _PURPLE = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7"
-_GREY, _BLACK = "#7F7F7F", "#000000"
-_STYLES = {"auto": (_BLUE, "o"), "gemm_col2im": (_ORANGE, "s"), "direct": (_GREEN, "^"), "fused": (_PURPLE, "D")}
-_MORE_STYLES = ((_SKY, "v"), (_VERMILION, "P"))
+_BLUE, _GREY, _BLACK = "#0072B2", "#7F7F7F", "#000000"
+# Of gemmconv's algorithms beside auto; native is torch's own operator, and left out.
+_STYLES = {"gemm_col2im": ("#E69F00", "s"), "direct": ("#009E73", "^"), "fused": ("#CC79A7", "D")}
 _DPI = 110
 _PRECISION_NAMES = {"fp32": "fp32 (ieee)", "tf32": "TF32", "fp16": "fp16", "bf16": "bf16"}
 _BEST_LONG = "best torch (any setting, any layout)"
@@ -38,12 +37,13 @@ def draw(folder: Path) -> list[Path]:
     rows, runs = load_all(folder)
     if not rows:
         raise ValueError(f"{folder} holds no result files")
+    timed = [row for row in rows if row.median_ms is not None and row.mode == "eager"]
     target = folder / "plots"
     target.mkdir(exist_ok=True)
     made = []
     for suite in dict.fromkeys(row.suite for row in rows):
         for direction in ("forward", "backward"):
-            of_suite = [row for row in _timed(rows) if row.suite == suite and row.direction == direction]
+            of_suite = [row for row in timed if row.suite == suite and row.direction == direction]
             if any(row.speedup_default is not None and not row.is_torch for row in of_suite):
                 title = f"{suite}, {direction}: speed-up over torch's default"
                 figure = speedups(of_suite, title, _heading(of_suite, runs))
@@ -52,35 +52,12 @@ def draw(folder: Path) -> list[Path]:
     return made
 
 
-def _timed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.median_ms is not None and row.mode == "eager"]
-
-
 def _heading(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
     """A heading that says what made the rows: GPU and versions, with the commits of gemmconv's own rows."""
     own = [runs[index] for index in dict.fromkeys(row.run for row in rows if not row.is_torch)]
     commits = ", ".join(dict.fromkeys(run["commit"][:7] for run in own))
     heading = f"{own[-1]['gpu']}, gemmconv {own[-1]['gemmconv']} ({commits}), torch {own[-1]['torch']}"
     return f"{heading}, cuDNN {own[-1]['cudnn']}" if own[-1]["cudnn"] else heading
-
-
-def _ours(rows: Sequence[Row]) -> list[str]:
-    """gemmconv's algorithms among the rows, ``auto`` first; ``native`` is torch's own operator and left out."""
-    names = {row.algorithm for row in rows if not row.is_torch and row.algorithm != "native"}
-    known = list(_STYLES)
-    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
-
-
-def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker for each algorithm: the same ones in every chart."""
-    others = iter(_MORE_STYLES)
-    return {name: _STYLES[name] if name in _STYLES else next(others, (_BLACK, "+")) for name in names}
-
-
-def _order(workload: str) -> int:
-    """A workload's place in its suite; unknown ones last."""
-    names = [one.name for suite in SUITES.values() for one in suite]
-    return names.index(workload) if workload in names else len(names)
 
 
 def speedups(rows: Sequence[Row], title: str, heading: str) -> Figure:
@@ -93,9 +70,10 @@ def speedups(rows: Sequence[Row], title: str, heading: str) -> Figure:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    names, workloads = _ours(rows), sorted(dict.fromkeys(row.workload for row in rows), key=_order)
+    order = {one.name: place for place, one in enumerate(select(SUITES))}
+    workloads = sorted(dict.fromkeys(row.workload for row in rows), key=lambda name: order.get(name, len(order)))
+    names = [name for name in _STYLES if any(row.algorithm == name for row in rows)]
     precisions = [name for name in PRECISIONS if any(row.precision == name for row in rows)]
-    styles = _styles(names)
     size = 2.4 + 3.1 * len(precisions), 1.7 + 0.3 * len(workloads)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
@@ -110,16 +88,16 @@ def speedups(rows: Sequence[Row], title: str, heading: str) -> Figure:
                 panel.barh(place, bar - 1, left=1, height=0.66, color=_BLUE, alpha=0.85)
             for name in names:
                 value = found.get((workload, name))
-                if value is not None and name != "auto":
-                    colour, marker = styles[name]
+                if value is not None:
+                    colour, marker = _STYLES[name]
                     panel.plot(*(value, place, marker), color=colour, markersize=6, markeredgecolor="white", zorder=3)
             own = [row for row in of_precision if row.workload == workload]
             best = _best_over_default(own)
             if best is not None:
                 panel.plot([best, best], [place - 0.45, place + 0.45], color=_BLACK, linewidth=2, zorder=4)
             values = [found.get((workload, name)) for name in names]
-            shown += [value for value in (best, *values) if value is not None]
-            if bar is None and "auto" in names:
+            shown += [value for value in (best, bar, *values) if value is not None]
+            if bar is None:
                 text = "torch: no time" if summary.alone(own) else "no time"
                 panel.text(1.05, place, text, fontsize=7, va="center", color=_GREY)
         panel.set_xscale("log")
@@ -142,9 +120,8 @@ def speedups(rows: Sequence[Row], title: str, heading: str) -> Figure:
     figure.suptitle(f"{title}\n{heading}", fontsize=11)
     handles: list[Any] = [Patch(color=_BLUE, alpha=0.85, label="auto")]
     for name in names:
-        if name != "auto":
-            colour, marker = styles[name]
-            handles.append(Line2D([], [], color=colour, marker=marker, linestyle="", label=name))
+        colour, marker = _STYLES[name]
+        handles.append(Line2D([], [], color=colour, marker=marker, linestyle="", label=name))
     handles.append(
         Line2D([], [], color=_BLACK, marker="|", markersize=12, markeredgewidth=2, linestyle="", label=_BEST_LONG)
     )

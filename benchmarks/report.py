@@ -98,9 +98,8 @@ def device_parts(rows: Sequence[Row], runs: Runs, link: str, charts: Sequence[st
         parts[-1] += f" The worst in NCHW (all: [summary.md]({link}/summary.md)):"
         parts.append(summary.markdown_table(summary.LOSING_HEADINGS, shown, left=4))
     headings = [heading for heading in summary.HEADINGS if heading not in ("algorithm", "layout")]
-    eager = [line.cells() for line in summary.lines(rows) if line.group[1] == "eager"]
-    parts.append("Geometric mean, and the worst row, NCHW:")
-    parts.append(summary.markdown_table(headings, [[*cells[:4], *cells[6:]] for cells in eager], left=4))
+    cells = [[*line[:4], *line[6:]] for line in summary.lines(rows) if line[1] == "eager"]
+    parts += ["Geometric mean, and the worst row, NCHW:", summary.markdown_table(headings, cells, left=4)]
     return parts + [f"![{name.removesuffix('.png').replace('_', ' ')}]({link}/plots/{name})" for name in charts]
 
 
@@ -148,7 +147,7 @@ def full(rows: Sequence[Row], runs: Runs, waited: Waited = ((), ())) -> str:
     names = sorted({row.algorithm for row in rows if not row.is_torch}, key=lambda name: (name != "auto", name))
     lines = summary.lines(rows, names, ("nchw", "channels_last"))
     parts.append("## Speed-ups and ratios to the floor\n\nGeometric mean, and the worst row.")
-    parts.append(summary.markdown_table(summary.HEADINGS, [line.cells() for line in lines], left=6))
+    parts.append(summary.markdown_table(summary.HEADINGS, lines, left=6))
     return "\n\n".join(parts) + "\n"
 
 

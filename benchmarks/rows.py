@@ -38,14 +38,13 @@ from typing import Any
 import torch
 
 from benchmarks import environment
+from benchmarks.commands import Progress, run_in_processes
 from benchmarks.contenders import LAYOUTS, PRECISIONS, torch_settings
 from benchmarks.measure import bar_of
 from benchmarks.precompile import asked, load, only_compile
-from benchmarks.progress import Progress
 from benchmarks.random_layers import random_layers
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
 from benchmarks.results import RESULTS, read_table, replace_file, table_text
-from benchmarks.several import run_in_processes
 from benchmarks.workloads import SUITES, Workload, custom, select
 from gemmconv import algorithms
 from gemmconv.algorithms import Algorithm

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import geometric_mean
 
 from benchmarks.contenders import PRECISIONS
@@ -15,73 +14,40 @@ from benchmarks.workloads import SUITES
 _ORDERS = (tuple(SUITES), MODES, tuple(PRECISIONS), ("forward", "backward"))
 
 HEADINGS = (
-    "suite",
-    "mode",
-    "precision",
-    "direction",
-    "algorithm",
-    "layout",
-    "rows",
-    "vs torch default",
-    "worst",
-    "vs best torch",
-    "worst",
-    "x floor",
-    "worst",
+    *("suite", "mode", "precision", "direction", "algorithm", "layout", "rows"),
+    *("vs torch default", "worst", "vs best torch", "worst", "x floor", "worst"),
 )
 
 
-@dataclass(frozen=True)
-class Line:
-    """The rows of one algorithm in one suite, mode, precision, direction and layout.
+def lines(
+    rows: Iterable[Row], algorithms: Sequence[str] = ("auto",), layouts: Sequence[str] = ("nchw",)
+) -> list[list[str]]:
+    """A line for each suite, mode, precision, direction, algorithm and layout, of these algorithms and layouts.
 
-    Attributes:
-        group: those six, in that order.
-        rows: how many have a time.
-        default, best, floor: geometric mean and worst of speed-up over torch's default settings in NCHW, of speed-up
-            over torch's best setting, and of the ratio to the floor; None where no row has it.
+    Each has these six, how many rows have a time, and for each ratio its geometric mean and worst, as HEADINGS says.
     """
-
-    group: tuple[str, ...]
-    rows: int
-    default: tuple[float, float] | None
-    best: tuple[float, float] | None
-    floor: tuple[float, float] | None
-
-    def cells(self) -> list[str]:
-        """The line as texts, in the order of ``HEADINGS``."""
-        texts = [*self.group, str(self.rows)]
-        for pair, unit in ((self.default, "x"), (self.best, "x"), (self.floor, "")):
-            texts += ["-", "-"] if pair is None else [f"{value:.2f}{unit}" for value in pair]
-        return texts
-
-
-def lines(rows: Iterable[Row], algorithms: Sequence[str] = ("auto",), layouts: Sequence[str] = ("nchw",)) -> list[Line]:
-    """One line for each group, of these algorithms and layouts."""
     groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row.algorithm in algorithms and row.layout in layouts and row.median_ms is not None:
             groups[row.suite, row.mode, row.precision, row.direction, row.algorithm, row.layout].append(row)
-
-    def spread(
-        group: list[Row], ratio: Callable[[Row], float | None], worst: Callable[..., float]
-    ) -> tuple[float, float] | None:
-        values = [value for value in map(ratio, group) if value]
-        return (geometric_mean(values), worst(values)) if values else None
 
     def order(group: tuple[str, ...]) -> tuple[object, ...]:
         orders = (*_ORDERS, algorithms, layouts)
         places = [one.index(name) if name in one else len(one) for name, one in zip(group, orders, strict=True)]
         return *places, group
 
+    def cells(ratios: Iterable[float | None], worst: Callable[..., float], unit: str) -> list[str]:
+        values = [ratio for ratio in ratios if ratio]
+        return [f"{one:.2f}{unit}" for one in (geometric_mean(values), worst(values))] if values else ["-", "-"]
+
     return [
-        Line(
-            group,
-            len(groups[group]),
-            spread(groups[group], lambda row: row.speedup_default, min),
-            spread(groups[group], lambda row: row.speedup_best, min),
-            spread(groups[group], lambda row: row.floor_ratio, max),
-        )
+        [
+            *group,
+            str(len(groups[group])),
+            *cells((row.speedup_default for row in groups[group]), min, "x"),
+            *cells((row.speedup_best for row in groups[group]), min, "x"),
+            *cells((row.floor_ratio for row in groups[group]), max, ""),
+        ]
         for group in sorted(groups, key=order)
     ]
 
@@ -189,5 +155,5 @@ def report(rows: Sequence[Row], most_losing: int = 20) -> str:
     found = lines(rows, layouts=("nchw", "channels_last")) + lines(eager, sorted(names))
     if found:
         parts.append("\nspeed-ups: geometric mean, and the worst row; x floor: time / floor")
-        parts.append(text_table(HEADINGS, [line.cells() for line in found], left=6))
+        parts.append(text_table(HEADINGS, found, left=6))
     return "\n".join(parts)

@@ -17,10 +17,10 @@ import torch
 
 import gemmconv
 from benchmarks import environment, summary
+from benchmarks.commands import Progress
 from benchmarks.contenders import LAYOUTS, PASSES, PRECISIONS
 from benchmarks.measure import answers, first_line, verdict
 from benchmarks.precompile import compile_ahead
-from benchmarks.progress import Progress
 from benchmarks.results import BY_TURNS, RESULTS, File, Key, Row, joined
 from benchmarks.timing import Run, Times, synchronize
 from benchmarks.workloads import Workload

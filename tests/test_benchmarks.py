@@ -133,28 +133,6 @@ def test_suites_are_filled_and_valid():
         assert parse_layer(workload.layer) == (workload.problem, workload.bias)
 
 
-# Useful flops and elements (input, weight and output) of published measurements of cuDNN, to compare with.
-# fmt: off
-KNOWN = {
-    "kb57": (618475290624, 1075877888), "kb65": (360777252864, 270624768), "kb69": (515396075520, 411230208),
-    "kb71": (77309411328, 269232128), "kb75": (8053063680, 218371584), "kb78": (180388626432, 268456960),
-    "kb81": (4831838208, 211965952), "dcgan2": (8589934592, 5242880), "dcgan4": (8589934592, 12713984),
-    "dcgan5": (805306368, 9964544), "pose1": (25769803776, 13107200), "pose3": (51539607552, 32505856),
-    "maskrcnn": (26306674688, 64487424), "unet1": (17179869184, 14680064), "unet4": (17179869184, 100696064),
-    "sam1": (8589934592, 33619968), "sam2": (4294967296, 50339840), "fsrcnn": (2378170368, 17043896),
-    "fcn8s": (7398752256, 44841216), "depthwise": (268435456, 41945088), "odd": (904334760, 6709071),
-    "tiny": (18874368, 69632), "seed0": (515396075520, 411230208), "seed2": (360777252864, 270624768),
-    "seed3": (4831838208, 211965952),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_workload_has_the_known_work(name):
-    (workload,) = select(SUITES, [name])
-    assert (workload.problem.useful_flops, workload.problem.least_bytes(1)) == KNOWN[name]
-
-
 def test_shrunk_says_what_it_did():
     small = shrunk(SUITES["public"][0], 400_000_000, 32 << 20)
     assert small.problem.useful_flops <= 400_000_000
@@ -285,65 +263,47 @@ def test_looks_come_once_all_element_types_were_measured(monkeypatch):
     assert [(row.precision, row.looks) for row in rows] == [(one, look) for look in (1, 2, 3) for one in precisions]
 
 
-def seen_in_looks(monkeypatch, device=CPU):
-    """The tensors of every run of three looks, two layouts each: copies, and their addresses."""
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)], ids=str)
+def test_each_look_has_the_same_data_at_places_of_its_own_whatever_was_before(device, monkeypatch):
+    """Places relative to each other decide how fast some kernels are."""
     seen, run_of = [], measure._Bench._run
 
     def recorded(bench, contender, direction):
         tensors = bench._tensors(contender.layout)
         three = tensors.x, tensors.weight, tensors.grad_output
-        kept = [tensor.to("cpu", copy=True) for tensor in three]
-        seen.append((kept, [tensor.data_ptr() for tensor in three]))
+        places = [one.data_ptr() % PAGE_BYTES for one in three]
+        seen.append(([one.to("cpu", copy=True) for one in three], places))
         return run_of(bench, contender, direction)
 
-    contenders = Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")
-    with monkeypatch.context() as patch:
-        patch.setattr(measure._Bench, "_run", recorded)
-        patch.setattr(results, "_MORE_LOOKS", ())
-        rows = looks_of(*contenders, layer="n8 c64x64 k4 h32 w32 s2 p1", device=device)
-    assert {row.status for row in rows} == {"ok"}
-    assert len(rows) == len(seen) == 6
-    return seen
-
-
-@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)], ids=str)
-def test_each_look_has_the_same_data_at_places_of_its_own_whatever_was_before(device, monkeypatch):
-    """Places relative to each other decide how fast some kernels are."""
-
-    def places(seen=None):
-        seen = seen or seen_in_looks(monkeypatch, device)
-        return [[address % PAGE_BYTES for address in addresses] for _, addresses in seen]
-
-    seen = seen_in_looks(monkeypatch, device)
-    for (data, _), (again, _) in zip(seen, seen[2:], strict=False):
-        assert all(torch.equal(one, other) for one, other in zip(data, again, strict=True))
+    monkeypatch.setattr(measure._Bench, "_run", recorded)
+    monkeypatch.setattr(results, "_MORE_LOOKS", ())
+    both = Contender("torch_nchw"), Contender("torch_channels_last", layout="channels_last")
+    for left_over in ([], [torch.empty(count << 20, dtype=torch.uint8, device=device) for count in (1, 3, 7, 30)]):
+        del left_over[::2]
+        rows = looks_of(*both, layer="n8 c64x64 k4 h32 w32 s2 p1", device=device)
+        assert [row.status for row in rows] == ["ok"] * 6
+    assert [places for _, places in seen[:6]] == [places for _, places in seen[6:]]
+    for (data, _), (again, _) in zip(seen, seen[2:], strict=False):  # of either layout
+        assert all(torch.equal(*pair) for pair in zip(data, again, strict=True))
         assert [one.stride() for one in data] == [one.stride() for one in again]
     assert seen[0][0][0].stride() != seen[1][0][0].stride()
-    first = places(seen)
-    assert first[::2] == first[1::2]  # of either layout
-    assert first[0] == [0, 0, 0]
-    for looks in zip(*first[::2], strict=True):  # of each tensor
-        assert len({*looks}) == 3
-    apart = [[(one - other) % PAGE_BYTES for one, other in itertools.combinations(look, 2)] for look in first[::2]]
-    for looks in zip(*apart, strict=True):  # of each pair of tensors
-        assert len({*looks}) == 3
-    with monkeypatch.context() as patch:
-        patch.setattr(measure, "_STEP_BYTES", 0)
-        assert len({tuple(one) for one in places()[::2]}) == 1
-    left_over = [torch.empty(count << 20, dtype=torch.uint8, device=device) for count in (1, 3, 7, 30)]
-    del left_over[::2]
-    assert places() == first
+    places = [places for _, places in seen[:6]]
+    assert places[::2] == places[1::2]
+    assert places[0] == [0, 0, 0]
+    for look in places[::2]:
+        look += [(one - other) % PAGE_BYTES for one, other in itertools.combinations(look, 2)]
+    assert all(len({*of_looks}) == 3 for of_looks in zip(*places[::2], strict=True))  # of each tensor, and of each pair
+
+
+def test_no_two_looks_have_the_same_places():
+    looks = range(SEARCHES)
+    assert all(len({i * look * measure._STEP_BYTES % PAGE_BYTES for look in looks}) == SEARCHES for i in (1, 2, 3, 4))
 
 
 def test_jitter_of_short_rows_is_not_looked_at_six_times_as_often():
     row = row_of(median_ms=0.01, fastest_ms=0.010, looks=9)
     assert not replace(row, slowest_ms=0.012).lacks_looks(thrice)
     assert replace(row, slowest_ms=0.0131).lacks_looks(thrice)
-
-
-def test_no_two_looks_have_the_same_places():
-    looks = range(SEARCHES)
-    assert all(len({i * look * measure._STEP_BYTES % PAGE_BYTES for look in looks}) == SEARCHES for i in (1, 2, 3, 4))
 
 
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
@@ -951,8 +911,7 @@ def test_summary_puts_losing_rows_first():
     rows = losing_and_winning()
     assert [row.workload for row in summary.losing(rows)] == ["kb65"]
     (line,) = summary.lines(rows)
-    assert line.default == pytest.approx((0.5**0.5, 0.25))
-    assert line.floor == pytest.approx((32**0.5, 16.0))
+    assert line[6:] == ["2", "0.71x", "0.25x", "0.71x", "0.25x", "5.66", "16.00"]
     text = summary.report(rows)
     assert "slower than the best torch setting in 1 of 2 rows" in text
     assert text.index("kb65") < text.index("geometric mean")
