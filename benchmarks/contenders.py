@@ -20,9 +20,8 @@ import gemmconv
 from benchmarks.reference import Tensors
 from gemmconv import algorithms, ops, selection
 from gemmconv.compare.measure import module_of
-from gemmconv.device import spec_of
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import DEFAULT_WORKSPACE_LIMIT, Config, Direction, Precision
+from gemmconv.kernels.base import Config, Direction
 
 T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -112,10 +111,8 @@ class Contender:
 
     def config(self, problem: Problem, precision: str, device: torch.device, bias: bool = False) -> Config:
         """The configuration from which gemmconv chooses algorithms and kernels."""
-        dtype = PRECISIONS[precision]
-        rounding: Precision = selection.torch_precision(dtype, device)
-        memory_format, spec = LAYOUTS[self.layout], spec_of(device)
-        return Config(problem, dtype, device, rounding, DEFAULT_WORKSPACE_LIMIT, rounding, memory_format, bias, spec)
+        options: Any = {"memory_format": LAYOUTS[self.layout], "bias": bias, "algorithm": self.name}
+        return selection.current_config(problem, PRECISIONS[precision], device, **options)
 
     def choices(
         self, problem: Problem, precision: str, device: torch.device, direction: str, bias: bool = False

@@ -18,7 +18,7 @@ from benchmarks.contenders import DEFAULT_TORCH, DEFAULTS, PRECISIONS, Contender
 from benchmarks.floor import Ceilings, least_bytes, work
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
 from benchmarks.results import MODES, Key, Row, in_mode
-from benchmarks.timing import Effort, Run, captured, synchronize, time_run
+from benchmarks.timing import Effort, Run, captured, peak_bytes, synchronize, time_run
 from benchmarks.workloads import Workload
 from gemmconv.compare.measure import error_bar
 
@@ -329,7 +329,9 @@ class _Bench:
             return [row]
         del results
         if device.type == "cuda":
-            row = replace(row, peak_bytes=self._peak_bytes(run))
+            peak, results = peak_bytes(run, device)
+            row = replace(row, peak_bytes=max(0, peak - sum(result.nbytes for result in results.values())))
+            del results
         self._empty_cache()
         eager = row.timed(time_run(run, device, self._plan.effort))
         if contender.name == DEFAULT_TORCH and eager.median_ms is not None:
@@ -402,16 +404,6 @@ class _Bench:
                 yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-    def _peak_bytes(self, run: Callable[[], Results]) -> int:
-        """Device memory that a call takes beyond its results."""
-        torch.cuda.synchronize(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        results = run()
-        torch.cuda.synchronize(self._device)
-        kept = sum(result.numel() * result.element_size() for result in results.values())
-        return max(0, torch.cuda.max_memory_allocated(self._device) - before - kept)
 
     def _graph_rows(self, row: Row, contender: Contender, run: Callable[[], Results]) -> list[Row]:
         """The row of replays of a CUDA graph, where torch's default is fast; else none."""

@@ -27,7 +27,7 @@ import gemmconv
 from benchmarks.commands import chosen, separated
 from benchmarks.contenders import LAYOUTS
 from benchmarks.measure import first_line
-from benchmarks.timing import Run, captured, synchronize
+from benchmarks.timing import Run, captured, peak_bytes
 from benchmarks.turns import INFERENCE, TRAINING, Group, Pace, Turn, add_flags, judged, kernels_of, measure, timed
 from benchmarks.workloads import Workload
 from gemmconv.compare.layers import pick_device
@@ -301,13 +301,9 @@ class _Networks:
         """Most memory of a step, beyond what networks, inputs and what they keep between steps hold."""
         self._forget()
         gc.collect()
-        synchronize(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        run()
-        synchronize(self._device)
+        peak, _ = peak_bytes(run, self._device)
         self._forget()
-        return torch.cuda.max_memory_allocated(self._device) - before
+        return peak
 
     def _forget(self, index: int | None = None) -> None:
         """Give back the gradients of one network, or of all."""

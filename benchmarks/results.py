@@ -173,21 +173,19 @@ class Row:
         return self.median_ms is not None and self.looks < looks(self)
 
     @property
-    def apart(self) -> float:
-        """How much longer the slowest look took than the fastest: a share, of SMALL_MS where that is more.
+    def times_as_many(self) -> int:
+        """Times as many looks as else, by the share by which the slowest look took longer than the fastest.
 
-        >>> row = Row(*("",) * 8, median_ms=0.011, fastest_ms=0.010, slowest_ms=0.012)
-        >>> round(row.apart, 3), round(replace(row, slowest_ms=0.11).apart, 3)
-        (0.04, 2.0)
+        The share is one of SMALL_MS at least: jitter of short rows does not count.
+
+        >>> row = Row(*("",) * 8, fastest_ms=0.010)
+        >>> [replace(row, slowest_ms=ms).times_as_many for ms in (0.010, 0.012, 0.0131)]
+        [1, 2, 6]
         """
         if self.fastest_ms is None or self.slowest_ms is None:
-            return 0.0
-        return (self.slowest_ms - self.fastest_ms) / max(self.fastest_ms, SMALL_MS)
-
-    @property
-    def times_as_many(self) -> int:
-        """Times as many looks as else, where those that were taken differ."""
-        return next((times for share, times in _MORE_LOOKS if self.apart > share), 1)
+            return 1
+        apart = (self.slowest_ms - self.fastest_ms) / max(self.fastest_ms, SMALL_MS)
+        return next((times for share, times in _MORE_LOOKS if apart > share), 1)
 
     @property
     def is_searched(self) -> bool:

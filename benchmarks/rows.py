@@ -40,9 +40,9 @@ import torch
 from benchmarks import environment
 from benchmarks.commands import Progress, run_in_processes
 from benchmarks.contenders import LAYOUTS, PRECISIONS, torch_settings
-from benchmarks.measure import bar_of
+from benchmarks.measure import bar_of, verdict
 from benchmarks.precompile import asked, load, only_compile
-from benchmarks.random_layers import random_layers
+from benchmarks.random_layers import COUNT, random_layers
 from benchmarks.reference import Reference, Tensors, random_tensors, reference
 from benchmarks.results import RESULTS, read_table, replace_file, table_text
 from benchmarks.workloads import SUITES, Workload, custom, select
@@ -59,7 +59,7 @@ ROLES = AUTO, OWN, NEAR, DRAWN = ("auto", "own", "near", "drawn")
 ANCHORS = ("seed2", "dcgan2", "hifigan3")  # layers that every run measures
 _SUITES = "public,models,random-1,random-2:50"  # the last to judge by, all others to fit with
 _ROUNDS = 7
-_GRADIENTS = {
+_RESULTS = {  # of each pass, by name
     "forward": ("output",),
     "input_grad": ("input",),
     "weight_grad": ("weight",),
@@ -144,23 +144,21 @@ Case = tuple[Workload, str, str, Pass]
 Candidate = tuple[str, Any, str, float]  # kernel by name, tile, role, estimate
 
 
-def cases_of(suites: Sequence[str], precisions: Sequence[str], layouts: Sequence[str]) -> list[Case]:
-    """The cases of some suites: those of a layer together, layers of different suites by turns."""
-    lists = [workloads_of(suite) for suite in suites]
-    workloads = [one for group in itertools.zip_longest(*lists) for one in group if one is not None]
-    return [
-        (workload, precision, layout, direction)
-        for workload in workloads
-        for precision, layout, direction in itertools.product(precisions, layouts, PASSES)
-    ]
+def cases_of(workloads: Iterable[Workload], precisions: Sequence[str], layouts: Sequence[str]) -> list[Case]:
+    """All cases of some layers, those of a layer together."""
+    return list(itertools.product(workloads, precisions, layouts, PASSES))
 
 
-def workloads_of(suite: str) -> Sequence[Workload]:
-    """The layers of a suite, or of ``random-SEED``, 100 of them, or of ``random-SEED:COUNT``."""
-    if not suite.startswith("random-"):
-        return select([suite])
-    seed, _, count = suite.removeprefix("random-").partition(":")
-    return random_layers(int(seed), int(count or 100))
+def workloads_of(suites: Iterable[str]) -> list[Workload]:
+    """The layers of suites by turns. ``random-SEED`` has 100 random layers, ``random-SEED:COUNT`` so many."""
+    lists = list[Sequence[Workload]]()
+    for suite in suites:
+        if suite.startswith("random-"):
+            seed, _, count = suite.removeprefix("random-").partition(":")
+            lists.append(random_layers(int(seed), int(count or COUNT)))
+        else:
+            lists.append(select([suite]))
+    return [one for group in itertools.zip_longest(*lists) for one in group if one is not None]
 
 
 def config_of(case: Case, spec: DeviceSpec) -> Config:
@@ -263,23 +261,20 @@ class Bench:
         arguments = [*(named[name] for name in OPERANDS[direction]), *[tensors.bias] * (direction == "forward")]
         try:
             call = partial(kernel.prepare(config, direction, tile), *arguments)
-            for name in _GRADIENTS[direction]:  # the result is likely to take this memory: what is not written shows
-                shape = expected.results[name].shape[1:] if name != "weight" else expected.results[name].shape
-                batch = (workload.problem.batch,) if name != "weight" else ()
-                torch.full((*batch, *shape), torch.nan, dtype=config.dtype, device=self.device)
+            for name in _RESULTS[direction]:  # the result is likely to take this memory: what is not written shows
+                shape = getattr(workload.problem, f"{name}_shape")
+                torch.full(shape, torch.nan, dtype=config.dtype, device=self.device)
             found = call()
-            results = dict(
-                zip(_GRADIENTS[direction], found if isinstance(found, list | tuple) else [found], strict=True)
-            )
-            errors = expected.errors(results)
+            found = found if isinstance(found, list | tuple) else [found]
+            errors = expected.errors(dict(zip(_RESULTS[direction], found, strict=True)))
         except torch.cuda.OutOfMemoryError as error:
             return None, str(error)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)  # raises where the device is lost
             return None, str(error)
         bars = {name: bar_of(name, precision, {name: 5e-3 if kernel.name == "native" else 5e-6}) for name in errors}
-        wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= bars[name]]
-        return (None, "; ".join(wrong)) if wrong else (call, "")
+        _, wrong = verdict(errors, bars)
+        return (None, wrong) if wrong else (call, "")
 
     def _data(self, workload: Workload, dtype: torch.dtype, layout: str) -> tuple[Tensors, Reference]:
         if self._of != (workload.layer, dtype):
@@ -360,16 +355,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (gpus := torch.cuda.device_count()) > 1:
         return _on_each(gpus, list(argv if argv is not None else sys.argv[1:]), out)
     precisions, layouts = options.precision.split(","), options.layout.split(",")
-    if options.layer:
-        cases = [
-            (custom(text), *rest) for text in options.layer for rest in itertools.product(precisions, layouts, PASSES)
-        ]
-    else:
-        cases = cases_of(options.suite.split(","), precisions, layouts)
+    workloads = [custom(text) for text in options.layer] or workloads_of(options.suite.split(","))
     index, count = map(int, options.share.split("/"))
-    layers = {layer for i, layer in enumerate(dict.fromkeys(case[0].layer for case in cases)) if i % count == index}
-    anchored = [case for case in cases_of(list(SUITES), precisions, layouts) if case[0].name in ANCHORS]
-    wanted = [*anchored, *(case for case in cases if case[0].layer in layers and case[0].name not in ANCHORS)]
+    share = [workload for workload in workloads if workload.name not in ANCHORS][index::count]
+    wanted = cases_of([*select(SUITES, ANCHORS), *share], precisions, layouts)
     return measure(wanted, tuple(options.kernel.split(",")), options.near, options.drawn, options.seconds, out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import TypeVar
 
 import torch
 from torch.utils.benchmark import Timer
@@ -12,6 +13,7 @@ from torch.utils.benchmark import Timer
 from gemmconv.compare.timing import cuda_rounds
 
 Run = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ def time_run(run: Run, device: torch.device, effort: Effort, estimate_ms: float 
         ((estimate_ms,),) = cuda_rounds([run], device, 1)
     (samples,) = cuda_rounds([run], device, effort.samples(estimate_ms), [estimate_ms])
     return Times.of(samples)
+
+
+def peak_bytes(run: Callable[[], T], device: torch.device) -> tuple[int, T]:
+    """The most memory of a GPU that a call takes beyond what is held before it, and its results."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    results = run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before, results
 
 
 def captured(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:

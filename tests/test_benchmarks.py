@@ -300,12 +300,6 @@ def test_no_two_looks_have_the_same_places():
     assert all(len({i * look * measure._STEP_BYTES % PAGE_BYTES for look in looks}) == SEARCHES for i in (1, 2, 3, 4))
 
 
-def test_jitter_of_short_rows_is_not_looked_at_six_times_as_often():
-    row = row_of(median_ms=0.01, fastest_ms=0.010, looks=9)
-    assert not replace(row, slowest_ms=0.012).lacks_looks(thrice)
-    assert replace(row, slowest_ms=0.0131).lacks_looks(thrice)
-
-
 def test_a_second_look_that_fails_takes_the_times_away(monkeypatch):
     failed = measure._failed
     monkeypatch.setattr(measure._Bench, "look_again", lambda self, row, contender: failed(row, OSError("lost")))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
@@ -158,7 +158,8 @@ def measure_layer(
     config, current = replace(auto, deterministic=False), auto.torch_precision
     gradients = choose_gradients(auto, auto, AUTO, "compare")
     taken = choose(auto, AUTO, "compare"), gradients.input_grad, gradients.weight_grad
-    with _restored_benchmark_flag():
+    with ExitStack() as stack:
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)  # as it was
         step("input and reference")
         # In float64 the reference may be the first to run torch's layer at this size, and the first call decides.
         torch.backends.cudnn.benchmark = dtype == torch.float64
@@ -193,16 +194,6 @@ def measure_layer(
                 row = _check(replace(row, workspace_bytes=_workspace_bytes(passes, config)), module, data)
             rows.append(row)
         return _with_times(rows, modules, data, device, step)
-
-
-@contextmanager
-def _restored_benchmark_flag() -> Iterator[None]:
-    """Put ``torch.backends.cudnn.benchmark`` back after."""
-    before = torch.backends.cudnn.benchmark
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def _make_data(layer: Layer, device: torch.device, dtype: torch.dtype) -> _Data:

@@ -17,7 +17,6 @@ from gemmconv.compare.measure import AUTO, BASELINE, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Group
-    from rich.text import Text
 
 _COLOURS = {AUTO: "#0072B2", BASELINE: "#8C8C8C"}  # Okabe and Ito's blue, told apart from grey with any colour vision
 _OTHER_COLOUR = "#BFD4E2"
@@ -26,17 +25,10 @@ _EMPTY = "-"
 _GAP_LINES = 1.8  # lines between layers of the chart, for the next heading
 _FASTER, _SLOWER = 1.02, 0.97  # times torch's speed: ratios between them are noise
 
-_HEADINGS = (
-    "algorithm",
-    "error",
-    "gradient\nerror",
-    "forward\nms",
-    "vs\ntorch",
-    "fwd+bwd\nms",
-    "vs\ntorch",
-    "workspace\nMiB",
+_COLUMNS = (  # heading and least width; all fit 80 columns
+    *(("algorithm", 13), ("error", 7), ("gradient\nerror", 8), ("forward\nms", 7), ("vs\ntorch", 6)),
+    *(("fwd+bwd\nms", 7), ("vs\ntorch", 6), ("workspace\nMiB", 9)),
 )
-_WIDTHS = (13, 7, 8, 7, 6, 7, 6, 9)  # fits 80 columns
 
 
 def table(rows: Sequence[Row]) -> Group:
@@ -47,46 +39,37 @@ def table(rows: Sequence[Row]) -> Group:
     from rich.text import Text
 
     layer = rows[0].layer
-    note = layer.shrink_note()
     title = Text.assemble("\n", (f"{layer.name}: ", "bold"), layer.describe())
-    if note:
+    if note := layer.shrink_note():
         title.append(f"\nmade smaller for the CPU: {note}", "yellow")
     result = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, (heading, width) in enumerate(zip(_HEADINGS, _WIDTHS, strict=True)):
+    for index, (heading, width) in enumerate(_COLUMNS):
         result.add_column(heading, justify="right" if index else "left", min_width=width, overflow="fold")
     for row in rows:
-        result.add_row(*_cells(row), style="dim" if row.skipped else None)
+        cells = (Text(text, style) for text, style in _cells(row))
+        result.add_row(*cells, style="dim" if row.skipped else None)
     return Group(title, result)
 
 
-def _cells(row: Row) -> list[Text]:
-    from rich.text import Text
-
+def _cells(row: Row) -> list[tuple[str, str]]:
+    """The texts of a row, each with its style."""
     return [
-        Text(row.algorithm + (" *" if row.chosen else ""), style="bold" if row.algorithm == AUTO else ""),
-        _error(row.error, row.error_is_wrong),
-        _error(row.gradient_error, row.gradient_is_wrong),
-        Text(_milliseconds(row.forward_ms)),
-        _ratio(row, row.forward_ratio),
-        Text(_milliseconds(row.both_ms)),
-        _ratio(row, row.both_ratio),
-        Text(_EMPTY if row.workspace_bytes is None else f"{row.workspace_bytes / 2**20:.1f}"),
+        (row.algorithm + " *" * row.chosen, "bold" if row.algorithm == AUTO else ""),
+        (_EMPTY if row.error is None else f"{row.error:.1e}", "bold red" * row.error_is_wrong),
+        (_EMPTY if row.gradient_error is None else f"{row.gradient_error:.1e}", "bold red" * row.gradient_is_wrong),
+        (_milliseconds(row.forward_ms), ""),
+        (times_text(row.forward_ratio), _ratio_style(row, row.forward_ratio)),
+        (_milliseconds(row.both_ms), ""),
+        (times_text(row.both_ratio), _ratio_style(row, row.both_ratio)),
+        (_EMPTY if row.workspace_bytes is None else f"{row.workspace_bytes / 2**20:.1f}", ""),
     ]
 
 
-def _error(value: float | None, wrong: bool) -> Text:
-    from rich.text import Text
-
-    return Text(_EMPTY if value is None else f"{value:.1e}", style="bold red" if wrong else "")
-
-
-def _ratio(row: Row, ratio: float | None) -> Text:
-    """The ratio as text; for ``auto`` it is green if it is faster than torch, and red if it is slower."""
-    from rich.text import Text
-
+def _ratio_style(row: Row, ratio: float | None) -> str:
+    """Green where ``auto`` is faster than torch, red where it is slower."""
     if row.algorithm != AUTO or ratio is None:
-        return Text(times_text(ratio))
-    return Text(times_text(ratio), style="bold green" if ratio >= _FASTER else "red" if ratio < _SLOWER else "")
+        return ""
+    return "bold green" if ratio >= _FASTER else "red" if ratio < _SLOWER else ""
 
 
 def _milliseconds(value: float | None) -> str:
@@ -100,7 +83,10 @@ def times_text(value: float | None) -> str:
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Notes below the table of a layer: choices of ``auto``, algorithms that were skipped or wrong, missing ratios."""
-    lines = [f"auto takes {row.taken[0]} forward, {_gradients(row)} for gradients" for row in rows if row.taken]
+    lines = []
+    for forward, of_input, of_weight in (row.taken for row in rows if row.taken):
+        gradients = of_input if of_input == of_weight else f"{of_input} (input) and {of_weight} (weight)"
+        lines.append(f"auto takes {forward} forward, {gradients} for gradients")
     lines += [f"{row.algorithm} was not run: {row.skipped}" for row in rows if row.skipped]
     for row in rows:
         if row.error_is_wrong:
@@ -118,12 +104,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
             f"the others in {', '.join(sorted(others))}"
         )
     return lines
-
-
-def _gradients(row: Row) -> str:
-    """The algorithms of ``auto`` for gradients: one name, or ``fused (input) and native (weight)``."""
-    _, of_input, of_weight = row.taken
-    return of_input if of_input == of_weight else f"{of_input} (input) and {of_weight} (weight)"
 
 
 def summary(results: Sequence[Sequence[Row]]) -> str:
