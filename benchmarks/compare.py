@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import rmtree
@@ -135,15 +135,15 @@ def _planned(options: argparse.Namespace) -> tuple[Plan, list[torch.device]]:
     return plan, devices
 
 
-def _workloads(arguments: argparse.Namespace, quick: bool) -> list[Workload]:
-    layers = [custom(text) for text in arguments.layer]
-    if arguments.random is not None:
-        layers += random_layers(arguments.random)
-    if layers and not (arguments.suite or arguments.workload):
+def _workloads(options: argparse.Namespace, quick: bool) -> list[Workload]:
+    layers = [custom(text) for text in options.layer]
+    if options.random is not None:
+        layers += random_layers(options.random)
+    if layers and not (options.suite or options.workload):
         return layers
-    suites = chosen("--suite", arguments.suite, SUITES, tuple(SUITES))
+    suites = chosen("--suite", options.suite, SUITES, tuple(SUITES))
     every = [workload.name for suite in suites for workload in SUITES[suite]]
-    names = chosen("--workload", arguments.workload or None, every, ())
+    names = chosen("--workload", options.workload or None, every, ())
     found = select(suites, names, quick and not names)
     if not found:
         raise ValueError(f"argument --quick: takes no workload of {', '.join(suites)}; leave it out")
@@ -190,7 +190,7 @@ def _run(files: _Files) -> int:
                 progress.done += files.add(row, plan.ceilings) and row.mode == "eager"
                 if row.status in ("wrong", "failed"):
                     progress.say(f"{row.status}: {summary.title(row)}, {row.algorithm}: {row.reason}")
-            files.save(workload.suite)
+            files.save([workload.suite])
             seconds = time.monotonic() - began
             progress.say(f"{workload.suite}: {workload.name} ({workload.layer}), {seconds:.1f} s")
     except DeviceLost as error:
@@ -198,7 +198,7 @@ def _run(files: _Files) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", flush=True)
     finally:
-        files.save()
+        files.save(files.runs)
     return _reported(files, lost)
 
 
@@ -221,7 +221,7 @@ def _run_on_each(files: _Files, devices: Sequence[torch.device], arguments: list
         for path in part.glob("*.json"):
             files.results[path.stem].merge(Results.load(path))
         rmtree(part)
-    files.save()
+    files.save(files.results)
     options.fresh = False  # what was measured is in the files now
     return max(status, _reported(files))
 
@@ -264,7 +264,7 @@ class _Files:
     def __init__(self, options: argparse.Namespace, plan: Plan) -> None:
         self.options, self.plan, self.about = options, plan, environment.describe(plan.device)
         self.results: dict[str, Results] = {}
-        self._runs: dict[str, int] = {}  # of this process, by suite
+        self.runs: dict[str, int] = {}  # of this process, by suite
         self._measured: set[Key] = set()
         for suite in dict.fromkeys(workload.suite for workload in options.workloads):
             self.results[suite] = Results.opened(self.path(suite), self.about)
@@ -291,19 +291,19 @@ class _Files:
     def add(self, row: Row, ceilings: Ceilings) -> bool:
         """Add a row to its suite's file; whether it is the first of its key in this run."""
         results = self.results[row.suite]
-        if row.suite not in self._runs:
-            self._runs[row.suite] = results.begin(self.about, asdict(ceilings))
-        results.add(replace(row, run=self._runs[row.suite]))
+        if row.suite not in self.runs:
+            self.runs[row.suite] = results.begin(self.about, asdict(ceilings))
+        results.add(replace(row, run=self.runs[row.suite]))
         is_first = row.key not in self._measured
         self._measured.add(row.key)
         return is_first
 
-    def save(self, suite: str = "") -> None:
-        """Write the file of a suite, or of all that have rows."""
-        for name, results in self.results.items():
-            path = self.path(name)
-            if path is not None and results.rows and suite in ("", name):
-                results.save(path)
+    def save(self, suites: Iterable[str]) -> None:
+        """Write the files of suites that have rows."""
+        for suite in suites:
+            path = self.path(suite)
+            if path is not None and self.results[suite].rows:
+                self.results[suite].save(path)
 
     def rows(self) -> list[Row]:
         """The finished rows of what was asked for, in every mode, without those that are to be measured again."""
