@@ -335,13 +335,10 @@ def load_all(folder: Path) -> tuple[list[Row], list[dict[str, Any]]]:
 
 def joined(kind: type[File[R]], paths: Iterable[Path]) -> tuple[list[R], list[dict[str, Any]]]:
     """The rows of some files, and their runs; a row's ``run`` counts over all files."""
-    rows: list[R] = []
-    runs: list[dict[str, Any]] = []
+    whole = kind()
     for path in paths:
-        results = kind.load(path)
-        rows += [replace(row, run=row.run + len(runs)) for row in results.finished()]
-        runs += results.runs
-    return rows, runs
+        whole.merge(kind.load(path))
+    return whole.finished(), whole.runs
 
 
 def with_ratios(rows: Iterable[Row], runs: Sequence[Mapping[str, Any]]) -> list[Row]:
