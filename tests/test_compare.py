@@ -242,7 +242,7 @@ def test_rounds_on_a_cpu_are_bounded(monkeypatch, milliseconds, rounds):
 def test_estimates_say_how_long_a_gpu_rests(monkeypatch):
     calls = []
 
-    def rounds(runs, device, before, count, estimates_ms=()):
+    def rounds(runs, device, count, estimates_ms=(), before=None):
         calls.append([*estimates_ms])
         return [[3.0, 2.0 + i] for i in range(len(runs))]
 
@@ -260,7 +260,7 @@ def test_a_gpu_rests_as_long_as_a_run_takes(monkeypatch):
 
     def rests(*estimates_ms):
         waits.clear()
-        timing.cuda_rounds([lambda: None] * 3, device, lambda index: None, 1, estimates_ms)
+        timing.cuda_rounds([lambda: None] * 3, device, 1, estimates_ms)
         return [round(1e3 * cycles / timing._CYCLES_A_SECOND, 3) for cycles in waits]
 
     short = rests()
@@ -273,7 +273,7 @@ def test_a_gpu_waits_for_the_host_but_not_for_what_only_the_first_run_does(monke
     waits = []
     monkeypatch.setattr(torch.cuda, "_sleep", waits.append)
     device = torch.device("cuda", torch.cuda.current_device())
-    timing.cuda_rounds([lambda: time.sleep(0.01)], device, lambda index: None, 2)
+    timing.cuda_rounds([lambda: time.sleep(0.01)], device, 2)
     assert waits[:2] == [timing._LEAST_HEAD_START_CYCLES, timing._SECOND_HEAD_START_CYCLES]
     assert waits[2] >= 0.01 * timing._CYCLES_A_SECOND * timing._HOST_MARGIN
 
