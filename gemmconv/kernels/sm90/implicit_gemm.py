@@ -41,7 +41,7 @@ _FEW_ITEMS = 4  # of a thread block
 
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/implicit_gemm.cu. None depends on the sizes of images or on the batch."""
-    variant = plan.variant
+    kernel = plan.compiled or plan
     begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
     phases = [phase for block in plan.phases for phase in block]
     macros: Macros = {
@@ -66,18 +66,18 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "STAGED": int(plan.staged),
         "LINE_CELLS": plan.line_cells,
         "VECTOR": plan.vector,
-        "PAIRED_CELLS": int(variant.paired),
+        "PAIRED_CELLS": int(plan.staged or plan.pitch % 2 == 0),
         "VECTOR_LOADS": int(plan.vector_loads),
         "BOXED": int(plan.way == "lines"),
         "LANDING_BOX": int(plan.landing_box),
         "LANDING_UNITS": plan.landing_units,
         "LANDING_STAGES": plan.landing_stages,
-        "PARTIAL_PIECES": int(variant.partial_pieces),
-        "SHARERS": variant.sharers,
-        "LANDED_TURNS": variant.landed_turns,
+        "PARTIAL_PIECES": int(kernel.partial_pieces),
+        "SHARERS": kernel.sharers,
+        "LANDED_TURNS": kernel.landed_turns,
         "WIDE": plan.wide,
         "PRODUCERS": plan.loaders,
-        "LOADED_TOGETHER": variant.together,
+        "LOADED_TOGETHER": plan.together,
     }
     p = plan.problem
     if p.batch * max(p.in_pixels * p.in_channels, p.out_pixels * p.out_channels) > INT32_MAX:

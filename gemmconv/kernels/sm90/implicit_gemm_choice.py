@@ -55,7 +55,7 @@ def plan_of(
     least_bytes = problem.least_bytes(itemsize)
     searched = _searched(replace(problem, batch=max(_BATCHES)), *variant)
     first = sorted(searched, key=lambda one: one.cycles(problem.batch, multiprocessors, least_bytes))[:_PROMISING]
-    plans = (one.plan.resized(problem) for one in first)
+    plans = (one.plan.changed(problem=problem) for one in first)
     return min((plan for plan in plans if plan.possible), key=lambda plan: plan.cycles, default=None)
 
 
@@ -106,7 +106,7 @@ def _promise(kind: Plan) -> tuple[float, ...]:
     widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
     loaders = FEW_LOADERS if kind.way == "lines" else MANY_LOADERS
     pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
-    tried = (kind.varied(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
+    tried = (kind.changed(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
     known = [_known(plan) for plan in tried if plan.possible]
     return tuple(
         min((one.cycles(batch, kind.multiprocessors, 0) for one in known), default=math.inf) for batch in _BATCHES
@@ -175,7 +175,7 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
         for strip in strips:
             for right in _right_sides(replace(left, strips=strip)):
                 for warpgroups_m, phase_sides in sides:
-                    yield right.varied(warpgroups_m=warpgroups_m, phase_sides=phase_sides)
+                    yield right.changed(warpgroups_m=warpgroups_m, phase_sides=phase_sides)
 
 
 def _of_kind(kind: Plan) -> Iterator[Plan]:
@@ -183,7 +183,7 @@ def _of_kind(kind: Plan) -> Iterator[Plan]:
     columns = [one for one in _COLUMNS if one * kind.blocks <= WIDEST]
     loaders = (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,)
     for one, units, threads in itertools.product(columns, _units(kind), loaders):
-        yield kind.varied(columns=one, units=units, loaders=threads)
+        yield kind.changed(columns=one, units=units, loaders=threads)
 
 
 @lru_cache(maxsize=1024)
@@ -191,7 +191,7 @@ def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
     """The plan with every other number of columns that is possible."""
     most = min(2 * plan.columns, MOST_COLUMNS, WIDEST // plan.blocks)
     columns = (one for one in range(32, most + 1, 32) if 2 * one >= plan.columns != one)
-    return tuple(one for one in (plan.varied(columns=count) for count in columns) if one.possible)
+    return tuple(one for one in (plan.changed(columns=count) for count in columns) if one.possible)
 
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:

@@ -10,7 +10,7 @@ import itertools
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
@@ -63,31 +63,6 @@ Way = Literal["loaded", "landing", "lines"]
 Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each slot of each side, -1 for none
 
 
-class Variant(NamedTuple):
-    """The compiled properties of a plan that are not fields, and might follow from sizes.
-
-    Attributes:
-        together: units that a thread loads together.
-        landing_box, landing_units, landing_stages, partial_pieces: see the properties of a plan.
-        sharers, landed_turns: loaders that share the pieces of a place, and how often each takes up what has landed; at
-            least as often as is needed.
-        vector: outputs that a thread stores together.
-        paired: whether the two neighbouring positions of a thread lie in one row, or nobody asks.
-        turns: whether the warpgroups multiply by turns.
-    """
-
-    together: int
-    landing_box: bool
-    landing_units: int
-    landing_stages: int
-    partial_pieces: bool
-    sharers: int
-    landed_turns: int
-    vector: int
-    paired: bool
-    turns: bool
-
-
 @dataclass(frozen=True)
 class Plan(Gathering):
     """One way to go about a problem.
@@ -113,7 +88,7 @@ class Plan(Gathering):
             tensor map.
         loaders: threads that load inputs, 96 or 224.
         multiprocessors: of the GPU: as many blocks run at once.
-        compiled: what is compiled beside this, where that was chosen for other sizes; None where it follows from these.
+        compiled: the plan for other sizes that the kernel was compiled for; None if it is compiled for this one.
     """
 
     problem: Problem
@@ -133,39 +108,12 @@ class Plan(Gathering):
     way: Way
     loaders: int
     multiprocessors: int = REFERENCE.multiprocessors
-    compiled: Variant | None = None
+    compiled: Plan | None = None
 
-    def varied(self, **changes: Any) -> Plan:
-        """The plan with other columns, sides, units or loaders, several times as fast as ``dataclasses.replace``.
-
-        What does not depend on these is not worked out again.
-        """
-        return self._with(_OF_RIGHT_SIDES, changes)
-
-    def resized(self, problem: Problem, **changes: Any) -> Plan:
-        """The plan for another problem of its layer, and with other fields."""
-        for name in _OF_LAYERS:  # once for all sizes
-            getattr(self, name)
-        return self._with(_OF_LAYERS, {**changes, "problem": problem})
-
-    def _compiled_as(self, variant: Variant) -> Plan:
-        """The plan, compiled as another, with all that was worked out and does not depend on that."""
-        plan = object.__new__(Plan)
-        plan.__dict__.update(self.__dict__, compiled=variant)
-        for name in _OF_VARIANTS:
-            plan.__dict__.pop(name, None)
-        return plan
-
-    def _with(self, known: tuple[str, ...], changes: dict[str, Any]) -> Plan:
-        """A copy with other fields, and of what was worked out with what ``known`` names."""
-        plan = object.__new__(Plan)
-        mine, its = self.__dict__, plan.__dict__
-        for name in _FIELDS:
-            its[name] = mine[name]
-        for name in known:
-            if name in mine:
-                its[name] = mine[name]
-        its.update(changes)
+    def changed(self, **changes: Any) -> Plan:
+        """The plan with other fields, several times as fast as ``dataclasses.replace``."""
+        plan, mine = object.__new__(Plan), self.__dict__
+        plan.__dict__.update({name: mine[name] for name in _FIELDS}, **changes)
         return plan
 
     @property
@@ -257,10 +205,10 @@ class Plan(Gathering):
     @property
     def vector(self) -> int:
         """Outputs that a thread stores together."""
-        return self.compiled.vector if self.compiled else self._aligned_outputs
+        return (self.compiled or self).most_vector
 
-    @property
-    def _aligned_outputs(self) -> int:
+    @cached_property
+    def most_vector(self) -> int:
         """The most outputs that a thread may store together."""
         width, cells = self.output_size[1], self.strip_cells if self.strips > 1 else 0
         if self.channels_last:
@@ -558,11 +506,7 @@ class Plan(Gathering):
     @property
     def partial_pieces(self) -> bool:
         """Whether a run may end within a piece."""
-        return self.compiled.partial_pieces if self.compiled else self._has_partial_pieces
-
-    @property
-    def _has_partial_pieces(self) -> bool:
-        return not self.whole_images and self.input_size[1] % self.element_units != 0
+        return self.landing and not self.whole_images and self.input_size[1] % self.element_units != 0
 
     @property
     def run_pitch(self) -> int:
@@ -578,10 +522,6 @@ class Plan(Gathering):
     @cached_property
     def landing_box(self) -> bool:
         """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
-        return self.compiled.landing_box if self.compiled else self._may_land_as_box
-
-    @property
-    def _may_land_as_box(self) -> bool:
         if not (self.landing and self._whole_chunks and self.strip_rows * self.pitch % self.tile == 0):
             return False
         return max(self.box_size) <= _LONGEST_BOX and (self._unshifted or self._rows_may_land)
@@ -611,10 +551,10 @@ class Plan(Gathering):
     @cached_property
     def landing_units(self) -> int:
         """Units of channels that land together, 0 where none do."""
-        if not self.landing:
-            return 0
         if self.compiled:
             return self.compiled.landing_units
+        if not self.landing:
+            return 0
         fitting = (units for units in (2, 4, 8) if units <= self.units and units * self._landed_bytes <= _LANDING_BYTES)
         return max(fitting, default=2)
 
@@ -692,82 +632,52 @@ class Plan(Gathering):
     @property
     def batches(self) -> int:
         """How often a thread waits for its loads of a patch."""
-        return -(-self.loads // (self.compiled.together if self.compiled else self._most_together))
+        return -(-self.loads // self.together)
 
-    @property
+    @cached_property
     def together(self) -> int:
         """Units that a thread has on their way: the same number in each batch."""
         if self.compiled:
             return self.compiled.together
         if self.way != "loaded":
             return 0
-        most, needed = self._most_together, -(-self.loads // self.batches)
+        # As many as fit registers with their addresses; 8 registers fewer are left for all else, and none spills.
+        with_places = (self._load_registers - self._other_registers + 8) // (self._unit_words + 1)
+        most = min(self.loaded_words // self._unit_words, with_places)
+        needed = -(-self.loads // -(-self.loads // most))
         return most if 2 * needed > most else -(-most // 2)
 
     @property
-    def _most_together(self) -> int:
-        """Most units that fit registers with their addresses; 8 registers fewer are left for all else; none spills."""
-        with_places = (self._load_registers - self._other_registers + 8) // (self._unit_words + 1)
-        return min(self.loaded_words // self._unit_words, with_places)
+    def sharers(self) -> int:
+        """Loaders that share the pieces of a place, at most: a power of two."""
+        return 1 << (self.loaders // self.pieces).bit_length() - 1 if self.landing else 0
 
     @property
-    def _landed_turns(self) -> int:
-        """How often a loader takes up what has landed."""
-        return -(-self.spots * self.landing_units // self.loaders)
-
-    @cached_property
-    def variant(self) -> Variant:
-        """The compiled properties that are not fields."""
-        if self.compiled:
-            return self.compiled
-        return Variant(
-            self.together,
-            self.landing_box,
-            self.landing_units,
-            self.landing_stages,
-            self.landing and self.partial_pieces,
-            _power_below(self.loaders // self.pieces) if self.landing else 0,
-            4 * -(-self._landed_turns // 4) if self.landing else 0,
-            self.vector,
-            self._paired,
-            self.turns,
-        )
-
-    @property
-    def _paired(self) -> bool:
-        return self.staged or self.pitch % 2 == 0
+    def landed_turns(self) -> int:
+        """How often a loader takes up what has landed, at least, as a multiple of four."""
+        return 4 * -(-self.spots * self.landing_units // (4 * self.loaders))
 
     def fitted(self, problem: Problem) -> Plan | None:
         """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
 
         None where its patches or strips are more than the plan is for.
         """
-        strips, cells = 1, -(-(self._gathered(problem)[1]) // self.span[1])
+        kernel = self.compiled or self
+        plan = self.changed(problem=problem, compiled=kernel)
         if self.strips > 1:
-            strips = -(-cells // self.strip_cells)
-        alike = self.resized(problem, strips=strips, compiled=None)
-        if strips > 1 and (strips - 1) * alike.strip_cells >= cells:
-            alike = self.resized(problem, strips=-(-cells // alike.strip_cells), compiled=None)
-        if not alike.aligned or (alike.landing and not alike.may_land):
+            plan = plan.changed(strips=-(-plan.cells[1] // self.strip_cells))
+            if plan.strips > 1 and (plan.strips - 1) * plan.strip_cells >= plan.cells[1]:
+                plan = plan.changed(strips=-(-plan.cells[1] // plan.strip_cells))
+        if not plan.aligned or (plan.landing and not plan.may_land) or (plan.way == "lines" and not plan.may_be_boxed):
             return None
-        if alike.way == "lines" and not alike.may_be_boxed:
-            return None
-        old = self.variant
-        plan = alike._compiled_as(old._replace(landing_box=alike._may_land_as_box, paired=alike._paired))
-        if not plan.possible or plan._aligned_outputs % old.vector:
+        if not plan.possible or plan.most_vector % kernel.vector:
             return None
         if plan.landing:
-            if plan.pieces * old.sharers > plan.loaders or plan._landed_turns > old.landed_turns:
+            if plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns:
                 return None
-            if plan._has_partial_pieces and not old.partial_pieces:
+            if plan.partial_pieces and not kernel.partial_pieces:
                 return None
-        if plan._may_take_turns == old.turns:
-            return plan
-        return plan._compiled_as(plan.variant._replace(turns=plan._may_take_turns))
-
-    def _gathered(self, problem: Problem) -> Pair:
-        """Height and width of what is gathered."""
-        return problem.output_size if self.direction == "forward" else problem.input_size
+        return plan
 
     @property
     def loads(self) -> int:
@@ -850,10 +760,6 @@ class Plan(Gathering):
     @property
     def turns(self) -> bool:
         """Whether the warpgroups multiply by turns: the one stores while the other multiplies."""
-        return self.compiled.turns if self.compiled else self._may_take_turns
-
-    @property
-    def _may_take_turns(self) -> bool:
         assert self.stages is not None
         brought = self.way in ("lines", "landing")
         return brought and self.resident and not self.split and self.stages[0] > self.chunks
@@ -923,26 +829,6 @@ class Plan(Gathering):
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-# Memoized properties that survive other columns, sides, units, loaders or sizes; and those that follow from variants.
-_OF_LEFT_SIDES = (
-    *("in_channels", "out_channels", "element_units", "span", "unit", "phases", "_reach"),
-    *("channels", "lined", "pairing", "inner", "staged"),
-)
-_OF_LAYERS = (
-    *_OF_LEFT_SIDES,
-    *("steps", "set_steps", "phase_sets", "channel_sets", "sets", "chunks", "line_cells"),
-    *("_sums", "_load_registers", "loaded_words", "_turned_bytes"),
-)
-_OF_RIGHT_SIDES = (*_OF_LEFT_SIDES, "cells", "_inputs", "strip_cells", "pitch", "places")
-_OF_VARIANTS = (
-    *("variant", "landing_box", "landing_units", "landing_stages", "stages", "resident"),
-    *("cycles", "expected_cycles"),
-)
-
-
-def _power_below(count: int) -> int:
-    """The largest power of two that is not above a count."""
-    return 1 << count.bit_length() - 1
 
 
 def _boxes_of(tile: int, first: int, patch: int, positions: int) -> int:
