@@ -17,7 +17,7 @@ from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.pass_geometry import Gathering
-from gemmconv.kernels.phases import taps_of
+from gemmconv.kernels.phases import axis_taps
 from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
@@ -60,6 +60,7 @@ PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 Way = Literal["loaded", "landing", "lines"]
 
 
+Axis = tuple[int, int, int, int]  # taps, stride, padding, dilation
 Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each slot of each side, -1 for none
 
 
@@ -229,13 +230,22 @@ class Plan(Gathering):
     @cached_property
     def steps(self) -> tuple[Steps, ...]:
         """The steps of each block of each phase set: the shifts of any phase of its M block, or of either side's."""
-        return _steps(self.problem, self.direction, self.phases, self.blocks, self.phase_sides)
+        p = self.problem
+        rows, columns = zip(p.kernel_size, p.stride, p.padding, p.dilation, strict=True)
+        return _steps(self.direction, rows, columns, self.span, self.slots, self.blocks, self.phase_sides)
 
     @cached_property
     def _reach(self) -> tuple[Pair, Pair]:
         """The least and the largest shift of each axis, in units."""
-        of = self.problem, self.direction
-        return _reach(*of, 0, self.unit[0], self.span[0]), _reach(*of, 1, self.unit[1], self.span[1])
+        return self._reach_of(0), self._reach_of(1)
+
+    def _reach_of(self, axis: int) -> Pair:
+        p, unit, multiple = self.problem, self.unit[axis], self.multiple[axis]
+        first, stride = -p.padding[axis], p.stride[axis]  # the place of the first tap
+        last = first + (p.kernel_size[axis] - 1) * p.dilation[axis]
+        if self.direction == "forward":
+            return -(last // stride) // unit, (multiple - 1 - first // stride) // unit
+        return first // unit, ((multiple - 1) * stride + last) // unit
 
     @cached_property
     def element_units(self) -> int:
@@ -869,22 +879,6 @@ def _line_box(
     return min(aligned or found, key=cost)
 
 
-@lru_cache(maxsize=4096)
-def _axis_taps(problem: Problem, direction: Pass, axis: int, phase: int) -> dict[int, int]:
-    """The taps that reach one of a cell's outputs, by the shifts from its first input to what they read."""
-    taps, stride = taps_of(problem, direction, axis), problem.stride[axis]
-    if direction == "input_grad":
-        return {phase * stride + of.shift: of.tap for of in taps}
-    inputs, own = divmod(phase, stride)  # a cell may have several inputs
-    return {inputs + of.shift: of.tap for of in taps if of.phase == own}
-
-
-@lru_cache(maxsize=1024)
-def _reach(problem: Problem, direction: Pass, axis: int, unit: int, span: int) -> Pair:
-    shifts = [shift // unit for phase in range(span) for shift in _axis_taps(problem, direction, axis, phase)]
-    return min(shifts), max(shifts)
-
-
 @lru_cache(maxsize=1024)
 def _phases(span: Pair, slots: int) -> tuple[tuple[Pair | None, ...], ...]:
     height, width = span
@@ -898,20 +892,28 @@ def _phases(span: Pair, slots: int) -> tuple[tuple[Pair | None, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def _steps(
-    problem: Problem, direction: Pass, phases: tuple[tuple[Pair | None, ...], ...], blocks: int, sides: int
+    direction: Pass, rows: Axis, columns: Axis, span: Pair, slots: int, blocks: int, sides: int
 ) -> tuple[Steps, ...]:
-    found = []
+    taps_down, taps_across = _taps(direction, rows, span[0]), _taps(direction, columns, span[1])
+    phases, found = _phases(span, slots), []
     for first in range(0, len(phases), blocks * sides):
         for block in range(first, first + blocks):
-            slots: list[dict[Pair, int]] = []
+            slots_of_sides: list[dict[Pair, int]] = []
             for phase in itertools.chain(*phases[block : block + blocks * (sides - 1) + 1 : blocks]):
-                rows, columns = (_axis_taps(problem, direction, i, phase[i]) if phase else {} for i in (0, 1))
-                slots.append(
-                    {
-                        (row, column): rows[row] * problem.kernel_size[1] + columns[column]
-                        for row, column in itertools.product(rows, columns)
-                    }
-                )
-            shifts = sorted(set().union(*slots))
-            found.append({shift: tuple([slot.get(shift, -1) for slot in slots]) for shift in shifts})
+                down, across = (taps_down[phase[0]], taps_across[phase[1]]) if phase else ({}, {})
+                pairs = itertools.product(down, across)
+                slots_of_sides.append({(row, column): down[row] * columns[0] + across[column] for row, column in pairs})
+            shifts = sorted(set().union(*slots_of_sides))
+            found.append({shift: tuple([slot.get(shift, -1) for slot in slots_of_sides]) for shift in shifts})
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _taps(direction: Pass, axis: Axis, span: int) -> list[dict[int, int]]:
+    """The taps that reach each of a cell's outputs, by the shifts from its first input to what they read."""
+    outputs, inputs = (axis[1], 1) if direction == "forward" else (1, axis[1])  # of the smallest cell
+    taps = axis_taps(direction, *axis)
+    return [
+        {phase // outputs * inputs + of.shift: of.tap for of in taps if of.phase == phase % outputs}
+        for phase in range(span)
+    ]
