@@ -10,8 +10,7 @@ csrc/weights/pack.cu lays the weights out, in a launch of its own before the oth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ _FEW_ITEMS = 4  # of a thread block
 def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/implicit_gemm.cu. None depends on the sizes of images or on the batch."""
     kernel = plan.compiled or plan
-    begins = [sum(map(len, plan.steps[:i])) for i in range(len(plan.steps) + 1)]
     phases = [phase for block in plan.phases for phase in block]
     macros: Macros = {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
@@ -51,8 +49,8 @@ def macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
         "WARPGROUPS_M": plan.warpgroups_m,
         "PHASE_SETS": plan.phase_sets,
         "PHASE_BASE": PHASE_BASE,
-        "STEPS": begins[-1],
-        "STEP_BEGIN": table(begins),
+        "STEPS": plan.all_steps,
+        "STEP_BEGIN": table([0, *accumulate(map(len, plan.steps))]),
         "PHASES": table([-1 if phase is None else phase[0] * PHASE_BASE + phase[1] for phase in phases]),
         "UNIT_H": plan.unit[0],
         "UNIT_W": plan.unit[1],
@@ -175,7 +173,7 @@ def _loader_params(plan: Plan) -> Params:
 
 def _too_large(plan: Plan) -> str | None:
     """Why the kernel's integers do not reach as far as the plan, or None."""
-    p, channels, steps = plan.problem, plan.chunks * plan.units * plan.element_units, sum(plan.set_steps)
+    p, channels, steps = plan.problem, plan.chunks * plan.units * plan.element_units, plan.all_steps
     if max(plan.last_position, plan.items + plan.multiprocessors, p.in_pixels, p.out_pixels) > INT32_MAX:
         return "images must have less than 2**31 pixels in all"
     if pack.THREADS * pack.blocks_of(channels, plan.rows, steps, plan.channel_sets * p.groups) > INT32_MAX:
@@ -190,7 +188,7 @@ class ImplicitGemm(Sm90Kernel):
     directions = ("forward", "input_grad")
     serves = "layers whose tiles fit shared memory"
 
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Plan]:
+    def tiles(self, config: Config, direction: Pass) -> list[Plan]:
         return plans_of(config.problem, direction, *variant_of(config), config.spec.multiprocessors)
 
     def tile(self, config: Config, direction: Pass) -> Plan | None:
@@ -221,7 +219,6 @@ class ImplicitGemm(Sm90Kernel):
     def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
         assert tile.stages is not None
-        sets = tile.phase_sets * tile.channel_sets * p.groups
         offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)
         params: Params = {
             **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
@@ -230,7 +227,9 @@ class ImplicitGemm(Sm90Kernel):
             "by_strips, by_strip_rows, by_strip_tiles": (
                 *map(reciprocal, (tile.strips, tile.strip_rows, tile.strip_tiles)),
             ),
-            "by_image_positions, by_bottom, by_sets": (*map(reciprocal, (tile.image_positions, tile.bottom, sets)),),
+            "by_image_positions, by_bottom, by_sets": (
+                *map(reciprocal, (tile.image_positions, tile.bottom, tile.sets)),
+            ),
             "by_pitch": reciprocal(tile.pitch),
             "batch, groups": (p.batch, p.groups),
             "h_in, w_in, h_out, w_out": (*tile.input_size, *tile.output_size),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.kernels.base import Pass
-from gemmconv.kernels.sm90.implicit_gemm_cost import cycles_of_items, item_cycles_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import (
     BLOCK_ROWS,
     FEW_LOADERS,
@@ -51,66 +48,24 @@ def plan_of(
 
     Of the plans that :func:`_searched` gives for images of this size, the fastest for their number.
     """
-    variant = direction, itemsize, split, channels_last, multiprocessors
     least_bytes = problem.least_bytes(itemsize)
-    searched = _searched(replace(problem, batch=max(_BATCHES)), *variant)
-    first = sorted(searched, key=lambda one: one.cycles(problem.batch, multiprocessors, least_bytes))[:_PROMISING]
-    plans = (one.plan.changed(problem=problem) for one in first)
+    smallest = Plan(
+        replace(problem, batch=max(_BATCHES)),
+        direction,
+        itemsize,
+        split,
+        channels_last,
+        multiprocessors=multiprocessors,
+    )
+    first = sorted(_searched(smallest), key=lambda plan: plan.cycles_of_batch(problem.batch, least_bytes))[:_PROMISING]
+    plans = (plan.changed(problem=problem) for plan in first)
     return min((plan for plan in plans if plan.possible), key=lambda plan: plan.cycles, default=None)
 
 
-class _Searched(NamedTuple):
-    """A plan, and what its cycles follow from for any number of images."""
-
-    plan: Plan
-    item_cycles: float
-    image_positions: int
-    tile: int
-    sets: int
-    resident: bool
-
-    def cycles(self, batch: int, multiprocessors: int, least_bytes: int) -> float:
-        items = -(-batch * self.image_positions // self.tile) * self.sets
-        blocks = max(1, min(items, multiprocessors))
-        if self.resident:
-            blocks = max(blocks // self.sets, 1) * self.sets
-        return cycles_of_items(-(-items // blocks), self.item_cycles, least_bytes)
-
-
 @lru_cache(maxsize=256)
-def _searched(
-    problem: Problem, direction: Pass, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
-) -> tuple[_Searched, ...]:
+def _searched(smallest: Plan) -> list[Plan]:
     """All plans of the most promising kinds, for few images and for many: there are hundreds in all."""
-    smallest = _smallest(problem, direction, itemsize, split, channels_last, multiprocessors)
-    for widths in (_WIDTHS, _NARROW_WIDTHS):
-        kinds = list(_kinds(smallest, widths))
-        promises = [_promise(kind) for kind in kinds]
-        promising = set[int]()
-        for place in range(len(_BATCHES)):
-            order = sorted(range(len(kinds)), key=lambda i: promises[i][place])
-            promising.update([i for i in order if promises[i][place] < math.inf][:_PROMISING] or order)
-        plans = (plan for i in sorted(promising) for plan in _of_kind(kinds[i]) if plan.possible)
-        found = [_known(plan) for plan in plans]
-        if found:
-            return tuple(found)
-    return ()
-
-
-def _known(plan: Plan) -> _Searched:
-    return _Searched(plan, item_cycles_of(plan), plan.image_positions, plan.tile, plan.sets, plan.resident)
-
-
-def _promise(kind: Plan) -> tuple[float, ...]:
-    """Roughly the cycles of a kind, for each of the batches; infinite where nothing that is tried is possible."""
-    widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
-    loaders = FEW_LOADERS if kind.way == "lines" else MANY_LOADERS
-    pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
-    tried = (kind.changed(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
-    known = [_known(plan) for plan in tried if plan.possible]
-    return tuple(
-        min((one.cycles(batch, kind.multiprocessors, 0) for one in known), default=math.inf) for batch in _BATCHES
-    )
+    return _possible(smallest, _promising)
 
 
 def plans_of(
@@ -120,60 +75,58 @@ def plans_of(
     split: bool,
     channels_last: bool,
     multiprocessors: int = REFERENCE.multiprocessors,
-) -> Iterator[Plan]:
+) -> list[Plan]:
     """The plans that a problem may have: those that fit registers, shared memory and constant memory."""
-    smallest = _smallest(problem, direction, itemsize, split, channels_last, multiprocessors)
-    found = False
+    smallest = Plan(problem, direction, itemsize, split, channels_last, multiprocessors=multiprocessors)
+    return _possible(smallest, list)
+
+
+def _possible(smallest: Plan, chosen: Callable[[Iterable[Plan]], list[Plan]]) -> list[Plan]:
+    """The possible plans of the kinds that are chosen, of narrow strips only where no others are possible."""
     for widths in (_WIDTHS, _NARROW_WIDTHS):
-        for plan in itertools.chain.from_iterable(map(_of_kind, _kinds(smallest, widths))):
-            if plan.possible:
-                found = True
-                yield plan
-        if found:
-            return
+        kinds = chosen(_kinds(smallest, widths))
+        if plans := [plan for kind in kinds for plan in _of_kind(kind) if plan.possible]:
+            return plans
+    return []
 
 
-def _smallest(
-    problem: Problem, direction: Pass, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
-) -> Plan:
-    return Plan(
-        problem,
-        direction,
-        itemsize,
-        split,
-        channels_last,
-        multiple=(1, 1),
-        slots=1,
-        blocks=1,
-        columns=32,
-        warpgroups_m=1,
-        phase_sides=1,
-        units=2,
-        strips=1,
-        wide=1,
-        way="loaded",
-        loaders=MANY_LOADERS,
-        multiprocessors=multiprocessors,
-    )
+def _promising(kinds: Iterable[Plan]) -> list[Plan]:
+    """The kinds of the fastest plans of those that are tried, for each of the batches; all where none is possible."""
+    kinds = list(kinds)
+    tried = [_tried(kind) for kind in kinds]
+    able, promising = [i for i, plans in enumerate(tried) if plans], set[int]()
+    for batch in _BATCHES:
+        fastest = {i: min(plan.cycles_of_batch(batch, 0) for plan in tried[i]) for i in able}
+        promising.update(sorted(able, key=lambda i: fastest[i])[:_PROMISING])
+    return [kinds[i] for i in sorted(promising)] if able else kinds
+
+
+def _tried(kind: Plan) -> list[Plan]:
+    """The possible ones of a few plans of a kind, by which kinds are compared."""
+    widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
+    loaders = FEW_LOADERS if kind.way == "lines" else MANY_LOADERS
+    pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
+    plans = (kind.changed(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
+    return [plan for plan in plans if plan.possible]
 
 
 def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
     """Those of the problem of the smallest plan, with strips of some widths, but for columns, units and loaders."""
     channels = smallest.out_channels
     for multiple, slots, blocks in _left_sides(smallest.span[1], channels, smallest.channels_last):
-        left = replace(smallest, multiple=multiple, slots=slots, blocks=blocks)
+        left = smallest.changed(multiple=multiple, slots=slots, blocks=blocks)
         cells = left.cells[1]
         wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
         strips = {1, *(-(-cells // width) for width in wanted if width < cells)}
         sides = [(1, 1)]
         if len(left.phases) % (2 * blocks) == 0:
-            both = replace(left, warpgroups_m=2, phase_sides=2)
-            if 2 * sum(map(len, both.steps)) == sum(map(len, left.steps)):  # the same for either side
+            both = left.changed(warpgroups_m=2, phase_sides=2)
+            if 2 * both.all_steps == left.all_steps:  # the same for either side
                 sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
         if channels > left.channels:
             sides.append((2, 1))
         for strip in strips:
-            for right in _right_sides(replace(left, strips=strip)):
+            for right in _right_sides(left.changed(strips=strip)):
                 for warpgroups_m, phase_sides in sides:
                     yield right.changed(warpgroups_m=warpgroups_m, phase_sides=phase_sides)
 
@@ -196,11 +149,11 @@ def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
-    if plan.channels_last and (lines := replace(plan, way="lines")).may_be_boxed:
+    if plan.channels_last and (lines := plan.changed(way="lines")).may_be_boxed:
         yield lines
     for wide, landing in itertools.product(_WIDES, (False, True)):
-        loaded = replace(plan, wide=wide, way="landing" if landing else "loaded")
-        if not loaded.aligned or (wide == 1 and replace(loaded, wide=2).aligned):
+        loaded = plan.changed(wide=wide, way="landing" if landing else "loaded")
+        if not loaded.aligned or (wide == 1 and loaded.changed(wide=2).aligned):
             continue
         if not landing or loaded.may_land:
             yield loaded

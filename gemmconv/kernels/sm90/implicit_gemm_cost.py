@@ -24,13 +24,8 @@ _NOT_HIDDEN = _COST.table("not_hidden")
 _SECTOR_BYTES = 32  # that memory reads and writes at a time
 
 
-def cycles_of(plan: Plan) -> float:
-    """Roughly the cycles of the launch of a plan that is possible."""
-    return cycles_of_items(plan.items_of_a_block, item_cycles_of(plan), plan.problem.least_bytes(plan.itemsize))
-
-
 def item_cycles_of(plan: Plan) -> float:
-    """Those of an item, which hardly depend on the batch."""
+    """Roughly the cycles of an item of a plan that is possible."""
     return _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), _waited(plan)) * _factor(plan)
 
 
@@ -42,7 +37,7 @@ def cycles_of_items(items_of_a_block: int, item: float, least_bytes: int) -> flo
 def cycles_of_tensor_cores(plan: Plan) -> float:
     """Roughly the cycles of a plan whose tensor cores are what is waited for, 0 for those of which little is known.
 
-    Layers of many taps, whose inputs are loaded into registers, take up to 21% longer than ``cycles_of``; with this as
+    Layers of many taps, whose inputs are loaded into registers, take up to 21% longer than ``cycles``; with this as
     well, those chosen for kernels of 3x5, 5x5, 7x7 and 11x11 are 5% off in the mean, 14% at most (H100). Plans are not
     chosen by it: of 224 plans of 8 layers in two types those that are would gain 1%, but others were not measured.
     """
@@ -87,7 +82,8 @@ def _factor(plan: Plan) -> float:
         factor *= _COST.few_stages_factor
     if plan.landing and plan.strips > 1 and plan.strip_cells > _COST.wide_strip:
         factor *= _COST.conflicting_wide_strips_factor if plan.planes_conflict else _COST.wide_strips_factor
-    if plan.shares_sectors:
+    strip_bytes = plan.strip_cells * plan.span[1] * plan.itemsize
+    if plan.strips > 1 and plan.planes_conflict and strip_bytes % _SECTOR_BYTES > 0:  # two strips write to a sector
         factor *= _COST.shared_sectors_factor
     if lines and plan.turns:
         factor *= _COST.alternating_factor

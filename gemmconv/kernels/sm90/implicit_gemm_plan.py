@@ -18,7 +18,13 @@ from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import axis_taps
-from gemmconv.kernels.sm90.implicit_gemm_cost import cost_of_boxes, cost_of_lines, cycles_of, cycles_of_tensor_cores
+from gemmconv.kernels.sm90.implicit_gemm_cost import (
+    cost_of_boxes,
+    cost_of_lines,
+    cycles_of_items,
+    cycles_of_tensor_cores,
+    item_cycles_of,
+)
 from gemmconv.kernels.weights.pack import MOST_ENTRIES, ROWS_CHANNELS, ROWS_LINES, ROWS_PLAIN, ROWS_SLOTS
 
 SHARED_BYTES = REFERENCE.shared_bytes
@@ -47,7 +53,6 @@ _MOST_ROWS, _SPARE_ROWS = 1.06, 3  # of a strip, for each that it needs, and bes
 FEW_LOADERS, MANY_LOADERS = 96, 224  # threads; few where inputs come as boxes alone
 _MOST_ENTRIES, _MOST_STEPS = 12_000, 900  # of all tables in 64 KiB of constant memory; of offsets, in 4 KiB of params
 PHASE_BASE = 1 << 12  # a phase is a number: row * PHASE_BASE + column
-_SECTOR_BYTES = 32  # that memory reads and writes at a time
 # Where planes lie multiples of so many pixels apart, sectors that two strips share were 10 to 25% slower than others
 # (1024 x 1024, 1024 x 2048); with 512 x 1024 and less, or 1080 x 1920, they were as fast or faster.
 _CONFLICTING_PIXELS = 1 << 20
@@ -66,7 +71,7 @@ Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each s
 
 @dataclass(frozen=True)
 class Plan(Gathering):
-    """One way to go about a problem.
+    """One way to go about a problem: the smallest, where nothing else is said.
 
     Attributes:
         problem: the geometry.
@@ -97,17 +102,17 @@ class Plan(Gathering):
     itemsize: int
     split: bool
     channels_last: bool
-    multiple: Pair
-    slots: int
-    blocks: int
-    columns: int
-    warpgroups_m: int
-    phase_sides: int
-    units: int
-    strips: int
-    wide: int
-    way: Way
-    loaders: int
+    multiple: Pair = (1, 1)
+    slots: int = 1
+    blocks: int = 1
+    columns: int = 32
+    warpgroups_m: int = 1
+    phase_sides: int = 1
+    units: int = 2
+    strips: int = 1
+    wide: int = 1
+    way: Way = "loaded"
+    loaders: int = MANY_LOADERS
     multiprocessors: int = REFERENCE.multiprocessors
     compiled: Plan | None = None
 
@@ -257,10 +262,15 @@ class Plan(Gathering):
         """Steps of each phase set, of a chunk."""
         return [sum(map(len, self.steps[i : i + self.blocks])) for i in range(0, len(self.steps), self.blocks)]
 
+    @cached_property
+    def all_steps(self) -> int:
+        """Steps of all phase sets, of a chunk."""
+        return sum(self.set_steps)
+
     @property
     def item_steps(self) -> float:
         """Steps of an item, of all its chunks: the mean of all phase sets."""
-        return sum(map(len, self.steps)) / self.phase_sets * self.chunks
+        return self.all_steps / self.phase_sets * self.chunks
 
     @cached_property
     def chunks(self) -> int:
@@ -289,26 +299,15 @@ class Plan(Gathering):
         """Whether planes of outputs lie so far apart that the same places of all of them meet in memory."""
         return not self.channels_last and math.prod(self.output_size) % _CONFLICTING_PIXELS == 0
 
-    @property
-    def shares_sectors(self) -> bool:
-        """Whether two strips write to a sector of memory, and those of all planes conflict."""
-        strip_bytes = self.strip_cells * self.span[1] * self.itemsize
-        return self.strips > 1 and self.planes_conflict and strip_bytes % _SECTOR_BYTES > 0
-
-    @cached_property
-    def _inputs(self) -> Pair:
-        """Rows and columns of an image, in units."""
-        (height, width), (unit_h, unit_w) = self.input_size, self.unit
-        return -(-height // unit_h), -(-width // unit_w)
+    def _least_pitch(self, axis: int) -> int:
+        """Positions of an image along an axis, where what lies beyond either end is the same gap."""
+        inputs, (first, last) = -(-self.input_size[axis] // self.unit[axis]), self._reach[axis]
+        return max(inputs - min(0, first), self.cells[axis] + max(0, last))
 
     @cached_property
     def pitch(self) -> int:
         """Positions from one row of a strip to the next."""
-        first, last = self._reach[1]
-        if self.strips > 1:
-            least = self.strip_cells + last - self.origin[1]
-        else:  # what lies beyond either end of a row is the same gap
-            least = max(self._inputs[1] - min(0, first), self.cells[1] + max(0, last))
+        least = self._least_pitch(1) if self.strips == 1 else self.strip_cells + self._reach[1][1] - self.origin[1]
         if self.way == "lines":
             return least
         multiple = self.wide if self._in_a_row and least != self.input_size[1] else 1
@@ -317,8 +316,7 @@ class Plan(Gathering):
     @cached_property
     def strip_rows(self) -> int:
         """Rows of positions from one strip to the next: a few more where what comes as boxes then is less."""
-        first, last = self._reach[0]
-        rows = max(self._inputs[0] - min(0, first), self.cells[0] + max(0, last))
+        rows = self._least_pitch(0)
         if self.way == "lines":
             return min(range(rows, rows + _SPARE_ROWS + 1), key=self._cost_of_rows)
         if not self._rows_may_land:
@@ -450,7 +448,10 @@ class Plan(Gathering):
     @cached_property
     def items(self) -> int:
         """The items that blocks take one after the other."""
-        return self.tiles * self.sets
+        return self._items_of(self.problem.batch)
+
+    def _items_of(self, batch: int) -> int:
+        return -(-batch * self.image_positions // self.tile) * self.sets
 
     # Inputs that come as boxes, or that land.
 
@@ -781,7 +782,10 @@ class Plan(Gathering):
 
     def blocks_on(self, multiprocessors: int) -> int:
         """Thread blocks of the launch: at most one a multiprocessor; where weights stay, so that each has one set."""
-        blocks = max(1, min(self.items, multiprocessors))
+        return self._blocks_of(self.items, multiprocessors)
+
+    def _blocks_of(self, items: int, multiprocessors: int) -> int:
+        blocks = max(1, min(items, multiprocessors))
         return max(blocks // self.sets, 1) * self.sets if self.resident else blocks
 
     @property
@@ -797,40 +801,51 @@ class Plan(Gathering):
     @property
     def packed_bytes(self) -> int:
         """Bytes of the weights as they are laid out."""
-        matrices = sum(map(len, self.steps)) * self.channel_sets * self.chunks * self.problem.groups
-        return matrices * self.weight_bytes
+        return self.all_steps * self.channel_sets * self.chunks * self.problem.groups * self.weight_bytes
 
     @property
     def possible(self) -> bool:
         """Whether registers, shared memory and tables hold it."""
-        if self.lined and self.vector < _LINED_VECTOR:
-            return False
-        if (self.strips - 1) * self.strip_cells >= self.cells[1]:
-            return False  # the last one is empty: fewer inputs are taken together then
-        if self.way == "lines":
-            boxes, line = self.boxes * math.prod(self.unit), self.units * _UNIT_BYTES
-            aligned = boxes == 1 or self._box_positions * line % _BOX_ALIGNMENT == 0
-            loads = (self.few_loaders or self.rounded) and self._whole_chunks and self.units > 2
-            loads = loads and boxes <= _MOST_BOXES and aligned
-        else:
-            words = min(self.loaded_words, self._load_registers // 3)
-            loads = self.pieces <= self.loaders if self.landing else self._unit_words <= words
-        steps = sum(self.set_steps)
         return (
-            loads
-            and self.columns <= MOST_COLUMNS
+            self.columns <= MOST_COLUMNS
             and (self.blocks + self.split) * self.columns <= WIDEST
             and self.span[1] <= PHASE_BASE
-            and steps <= _MOST_STEPS
+            and self.all_steps <= _MOST_STEPS
             and (self.slots + 1) * len(self.phases) <= _MOST_ENTRIES
-            and steps * (2 + self.slots * self.phase_sides) <= MOST_ENTRIES
+            and self.all_steps * (2 + self.slots * self.phase_sides) <= MOST_ENTRIES
+            and (self.strips - 1) * self.strip_cells < self.cells[1]  # no strip is empty
+            and not (self.lined and self.vector < _LINED_VECTOR)
+            and self._inputs_fit
             and self.stages is not None
         )
+
+    @property
+    def _inputs_fit(self) -> bool:
+        """Whether the threads that load can bring the inputs of a chunk into shared memory."""
+        if self.landing:
+            return self.pieces <= self.loaders
+        if self.way == "loaded":
+            return self._unit_words <= min(self.loaded_words, self._load_registers // 3)
+        if self.units == 2 or not (self._whole_chunks and (self.few_loaders or self.rounded)):
+            return False
+        boxes, box_bytes = self.boxes * math.prod(self.unit), self._box_positions * self.units * _UNIT_BYTES
+        return boxes <= _MOST_BOXES and (boxes == 1 or box_bytes % _BOX_ALIGNMENT == 0)
+
+    @cached_property
+    def item_cycles(self) -> float:
+        """Roughly the cycles of an item, which hardly depend on the number of images."""
+        return item_cycles_of(self)
 
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of the launch, by which plans are chosen."""
-        return cycles_of(self)
+        return cycles_of_items(self.items_of_a_block, self.item_cycles, self.problem.least_bytes(self.itemsize))
+
+    def cycles_of_batch(self, batch: int, least_bytes: int) -> float:
+        """Roughly ``cycles`` with another number of images, which moves so many bytes of memory at least."""
+        items = self._items_of(batch)
+        items_of_a_block = -(-items // self._blocks_of(items, self.multiprocessors))
+        return cycles_of_items(items_of_a_block, self.item_cycles, least_bytes)
 
     @cached_property
     def expected_cycles(self) -> float:
