@@ -159,7 +159,7 @@ def _loader_params(plan: Plan) -> Params:
         images = plan.line_box[0] if plan.way == "lines" else 0
         params |= {
             "box_images, box_rows, box_width": (images, *plan.box_size),
-            "boxes, flat": (plan.boxes, int(plan.flat)),
+            "boxes, flat": (plan.boxes, int(plan.way == "lines" and plan.flat)),
         }
     if plan.way == "lines":
         positions = math.prod(plan.line_box)

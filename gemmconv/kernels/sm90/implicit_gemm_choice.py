@@ -149,14 +149,10 @@ def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
-    if plan.channels_last and (lines := plan.changed(way="lines")).may_be_boxed:
-        yield lines
-    for wide, landing in itertools.product(_WIDES, (False, True)):
-        loaded = plan.changed(wide=wide, way="landing" if landing else "loaded")
-        if not loaded.aligned or (wide == 1 and loaded.changed(wide=2).aligned):
-            continue
-        if not landing or loaded.may_land:
-            yield loaded
+    for wide, way in itertools.product(_WIDES, ("lines", "loaded", "landing")):
+        right = plan.changed(wide=wide, way=way)
+        if right.suits_memory and not (wide == 1 and right.changed(wide=2).aligned):
+            yield right
 
 
 def _units(plan: Plan) -> tuple[int, ...]:

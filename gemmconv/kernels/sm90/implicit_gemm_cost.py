@@ -131,12 +131,7 @@ def _waited(plan: Plan) -> float:
 
 def _loaded(plan: Plan) -> float:
     """Cycles to bring the inputs and weights of an item into shared memory."""
-    bring = {
-        "loaded": _of_registers,
-        "landing": _of_landings,
-        "lines": _of_lines,
-    }
-    loaded = bring[plan.way](plan)
+    loaded = {"loaded": _of_registers, "landing": _of_landings, "lines": _of_lines}[plan.way](plan)
     if not plan.resident:
         loaded += plan.item_steps * plan.weight_bytes * _COST.weight_cycles
     if plan.strips > 1 and plan.way != "lines":

@@ -61,10 +61,7 @@ _LINED_VECTOR = 4  # outputs that warps with whole rows store together at least;
 
 PAIR_NONE, PAIR_BLOCKS, PAIR_ROWS = range(3)
 
-
 Way = Literal["loaded", "landing", "lines"]
-
-
 Axis = tuple[int, int, int, int]  # taps, stride, padding, dilation
 Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each slot of each side, -1 for none
 
@@ -456,11 +453,19 @@ class Plan(Gathering):
     # Inputs that come as boxes, or that land.
 
     @property
-    def may_be_boxed(self) -> bool:
-        """Whether products can read inputs as they lie in memory, as lines: pixels are whole units."""
-        units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
-        fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
-        return units and (self.whole_images or fits)
+    def suits_memory(self) -> bool:
+        """Whether inputs lie in memory as the way in which they come needs them."""
+        if self.way == "loaded":
+            return self.aligned
+        if self.way == "lines":  # pixels are whole units
+            units = self.in_channels * self.problem.groups * self.itemsize % _UNIT_BYTES == 0
+            fits = self.pitch * self.unit[1] <= _LONGEST_BOX and max(self.unit) <= _LONGEST_STEP
+            return self.channels_last and self.wide == 1 and units and (self.whole_images or fits)
+        # Planes, and rows of strips, are whole pieces of 16 bytes.
+        height, width = self.input_size
+        rows = self.strips == 1 or width % self.element_units == 0
+        small = height * width + self.run_pitch * self.unit[1] < 1 << 31  # what the kernel adds up
+        return self.aligned and not self.channels_last and rows and small and height * width % self.element_units == 0
 
     @cached_property
     def line_box(self) -> tuple[int, int, int]:
@@ -481,8 +486,8 @@ class Plan(Gathering):
 
     @property
     def flat(self) -> bool:
-        """Whether pixels of all images are one row for boxes of lines: positions are those of images alone."""
-        return self.way == "lines" and self._flat_of(self.strip_rows)
+        """Whether each cell sees the input at its own place alone, and positions are those of images alone."""
+        return self._flat_of(self.strip_rows)
 
     def _flat_of(self, strip_rows: int) -> bool:
         return self.whole_images and self.places == (0, 0) and strip_rows == self.input_size[0]
@@ -497,22 +502,9 @@ class Plan(Gathering):
         return _boxes_of(self.tile, self.first, self.patch, self._box_positions) if self.way == "lines" else 1
 
     @property
-    def _unshifted(self) -> bool:
-        """Whether each cell sees the input at its own place alone, and positions are those of images alone."""
-        return self._flat_of(self.strip_rows)
-
-    @property
     def _whole_chunks(self) -> bool:
         """Whether a chunk has no channels of another group."""
         return self.problem.groups == 1 or self.in_channels % (self.units * self.element_units) == 0
-
-    @property
-    def may_land(self) -> bool:
-        """Whether planes, and rows of strips, are whole pieces of 16 bytes."""
-        height, width = self.input_size
-        rows = self.strips == 1 or width % self.element_units == 0
-        small = height * width + self.run_pitch * self.unit[1] < 1 << 31  # what the kernel adds up
-        return not self.channels_last and rows and small and height * width % self.element_units == 0
 
     @property
     def partial_pieces(self) -> bool:
@@ -535,14 +527,14 @@ class Plan(Gathering):
         """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
         if not (self.landing and self._whole_chunks and self.strip_rows * self.pitch % self.tile == 0):
             return False
-        return max(self.box_size) <= _LONGEST_BOX and (self._unshifted or self._rows_may_land)
+        return max(self.box_size) <= _LONGEST_BOX and (self.flat or self._rows_may_land)
 
     @cached_property
     def box_size(self) -> Pair:
         """Rows and columns of a box of lines, or that lands; one row where it is a stretch of an image."""
         if self.way == "lines":
             return self.line_box[1:]
-        if self._unshifted or not self.landing:
+        if self.flat:
             return 1, self.patch
         return (self.patch + self.pitch - 2) // self.pitch + 1, self._landed_width
 
@@ -679,9 +671,7 @@ class Plan(Gathering):
             plan = plan.changed(strips=-(-plan.cells[1] // self.strip_cells))
             if plan.strips > 1 and (plan.strips - 1) * plan.strip_cells >= plan.cells[1]:
                 plan = plan.changed(strips=-(-plan.cells[1] // plan.strip_cells))
-        if not plan.aligned or (plan.landing and not plan.may_land) or (plan.way == "lines" and not plan.may_be_boxed):
-            return None
-        if not plan.possible or plan.most_vector % kernel.vector:
+        if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
             return None
         if plan.landing:
             if plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns:
