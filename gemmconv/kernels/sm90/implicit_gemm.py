@@ -163,7 +163,7 @@ def _loader_params(plan: Plan) -> Params:
         }
     if plan.way == "lines":
         positions = math.prod(plan.line_box)
-        strip_boxes = plan.strip_rows * plan.pitch // positions
+        strip_boxes = plan.strip_positions // positions
         params |= {
             "by_boxes, by_positions, by_strip_boxes": (*map(reciprocal, (plan.boxes, positions, max(1, strip_boxes))),),
             "strip_boxes": strip_boxes,

@@ -307,8 +307,8 @@ class Plan(Gathering):
         least = self._least_pitch(1) if self.strips == 1 else self.strip_cells + self._reach[1][1] - self.origin[1]
         if self.way == "lines":
             return least
-        multiple = self.wide if self._in_a_row and least != self.input_size[1] else 1
-        return -(-least // max(2, multiple)) * max(2, multiple)
+        multiple = 2 if least == self.input_size[1] else max(2, self._neighbours)
+        return -(-least // multiple) * multiple
 
     @cached_property
     def strip_rows(self) -> int:
@@ -329,9 +329,9 @@ class Plan(Gathering):
         return rows * cost_of_lines(self, boxes, boxes * positions * self.units * _UNIT_BYTES)
 
     @property
-    def _in_a_row(self) -> bool:
-        """Whether inputs that are loaded together are neighbouring positions, and not those of neighbouring planes."""
-        return self.unit[1] == 1
+    def _neighbours(self) -> int:
+        """Neighbouring positions that are loaded together: one where these are of neighbouring planes."""
+        return self.wide if self.unit[1] == 1 else 1
 
     @property
     def aligned(self) -> bool:
@@ -341,13 +341,11 @@ class Plan(Gathering):
         if self.channels_last or self.unit[1] > 2:
             return False
         height, width = self.input_size
-        if not self._in_a_row:
-            return self.wide == 2 and width % 2 == 0
         if width % self.wide == 0:
             return True
         return self.whole_images and height * width % self.wide == 0 and self.strip_rows * width % self.wide == 0
 
-    @property
+    @cached_property
     def whole_images(self) -> bool:
         """Whether rows follow each other without gaps: an image is one long row."""
         return self.strips == 1 and self.unit == (1, 1) and self.pitch == self.input_size[1]
@@ -357,8 +355,7 @@ class Plan(Gathering):
         """The input, in units, of a strip's first position."""
         if self.strips == 1:
             return 0, 0
-        first = self._reach[1][0]
-        return 0, first // self.wide * self.wide if self._in_a_row else first
+        return 0, self._reach[1][0] // self._neighbours * self._neighbours
 
     def _place(self, row: int, column: int) -> int:
         """Positions from a cell to the input at a shift in units, in its plane."""
@@ -380,14 +377,13 @@ class Plan(Gathering):
     @cached_property
     def first(self) -> int:
         """The first position of a tile's inputs, relative to its first cell."""
-        place = self.places[0]
-        return place // self.wide * self.wide if self._in_a_row else place
+        return self.places[0] // self._neighbours * self._neighbours
 
     @cached_property
     def patch(self) -> int:
         """Positions of a tile's inputs, of each plane."""
         positions = self.tile + self.places[1] - self.first
-        return -(-positions // self.wide) * self.wide if self._in_a_row else positions
+        return -(-positions // self._neighbours) * self._neighbours
 
     @cached_property
     def unit_pitch(self) -> int:
@@ -408,34 +404,37 @@ class Plan(Gathering):
         """Positions from one plane of a patch to the next."""
         return self.boxes * self._box_positions if self.way == "lines" else self.patch
 
-    @property
-    def positions(self) -> int:
-        """Positions of all images."""
-        return self.problem.batch * self.image_positions
-
     @cached_property
+    def strip_positions(self) -> int:
+        """Positions from one strip to the next."""
+        return self.strip_rows * self.pitch
+
+    @property
     def image_positions(self) -> int:
         """Positions of all strips of an image."""
-        return self.strips * self.strip_rows * self.pitch
+        return self.strips * self.strip_positions
 
     @property
     def last_position(self) -> int:
         """The largest number that the kernel computes with positions."""
-        return self.positions + self.tile + self.patch + self.strip_rows * self.pitch
+        return self.problem.batch * self.image_positions + self.tile + self.patch + self.strip_positions
 
     @property
     def tiles(self) -> int:
-        return -(-self.positions // self.tile)
+        return self._tiles_of(self.problem.batch)
+
+    def _tiles_of(self, batch: int) -> int:
+        return -(-batch * self.image_positions // self.tile)
 
     @property
     def strip_tiles(self) -> int:
         """The most tiles that begin in a strip."""
-        return -(-self.strip_rows * self.pitch // self.tile)
+        return -(-self.strip_positions // self.tile)
 
     @property
     def bottom(self) -> int:
         """Positions of a strip beyond ``strip_tiles`` - 1 tiles: from 1 to a tile."""
-        return self.strip_rows * self.pitch - (self.strip_tiles - 1) * self.tile
+        return self.strip_positions - (self.strip_tiles - 1) * self.tile
 
     @property
     def in_order(self) -> bool:
@@ -445,10 +444,7 @@ class Plan(Gathering):
     @cached_property
     def items(self) -> int:
         """The items that blocks take one after the other."""
-        return self._items_of(self.problem.batch)
-
-    def _items_of(self, batch: int) -> int:
-        return -(-batch * self.image_positions // self.tile) * self.sets
+        return self.tiles * self.sets
 
     # Inputs that come as boxes, or that land.
 
@@ -514,7 +510,7 @@ class Plan(Gathering):
     @property
     def run_pitch(self) -> int:
         """Positions from one run of inputs that lie in one piece in memory to the next."""
-        return self.strip_rows * self.pitch if self.whole_images else self.pitch
+        return self.strip_positions if self.whole_images else self.pitch
 
     @cached_property
     def pieces(self) -> int:
@@ -525,7 +521,7 @@ class Plan(Gathering):
     @cached_property
     def landing_box(self) -> bool:
         """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
-        if not (self.landing and self._whole_chunks and self.strip_rows * self.pitch % self.tile == 0):
+        if not (self.landing and self._whole_chunks and self.strip_positions % self.tile == 0):
             return False
         return max(self.box_size) <= _LONGEST_BOX and (self.flat or self._rows_may_land)
 
@@ -558,13 +554,8 @@ class Plan(Gathering):
             return self.compiled.landing_units
         if not self.landing:
             return 0
-        fitting = (units for units in (2, 4, 8) if units <= self.units and units * self._landed_bytes <= _LANDING_BYTES)
-        return max(fitting, default=2)
-
-    @property
-    def _landed_bytes(self) -> int:
-        """Bytes of a unit of channels where it lands."""
-        return self.element_units * self.landed_channel_bytes
+        most = min(self.units, _LANDING_BYTES // (self.element_units * self.landed_channel_bytes))
+        return max((units for units in (2, 4, 8) if units <= most), default=2)
 
     @property
     def landed_channel_bytes(self) -> int:
@@ -574,7 +565,7 @@ class Plan(Gathering):
     @property
     def landing_bytes(self) -> int:
         """Bytes of a stage of what lands."""
-        return self.landing_units * self._landed_bytes
+        return self.landing_units * self.element_units * self.landed_channel_bytes
 
     @cached_property
     def landing_stages(self) -> int:
@@ -645,8 +636,8 @@ class Plan(Gathering):
         if self.way != "loaded":
             return 0
         # As many as fit registers with their addresses; 8 registers fewer are left for all else, and none spills.
-        with_places = (self._load_registers - self._other_registers + 8) // (self._unit_words + 1)
-        most = min(self.loaded_words // self._unit_words, with_places)
+        registers, others = self._load_registers
+        most = min(self.loaded_words // self._unit_words, (registers - others + 8) // (self._unit_words + 1))
         needed = -(-self.loads // -(-self.loads // most))
         return most if 2 * needed > most else -(-most // 2)
 
@@ -660,26 +651,6 @@ class Plan(Gathering):
         """How often a loader takes up what has landed, at least, as a multiple of four."""
         return 4 * -(-self.spots * self.landing_units // (4 * self.loaders))
 
-    def fitted(self, problem: Problem) -> Plan | None:
-        """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
-
-        None where its patches or strips are more than the plan is for.
-        """
-        kernel = self.compiled or self
-        plan = self.changed(problem=problem, compiled=kernel)
-        if self.strips > 1:
-            plan = plan.changed(strips=-(-plan.cells[1] // self.strip_cells))
-            if plan.strips > 1 and (plan.strips - 1) * plan.strip_cells >= plan.cells[1]:
-                plan = plan.changed(strips=-(-plan.cells[1] // plan.strip_cells))
-        if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
-            return None
-        if plan.landing:
-            if plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns:
-                return None
-            if plan.partial_pieces and not kernel.partial_pieces:
-                return None
-        return plan
-
     @property
     def loads(self) -> int:
         """Units of spots that a thread loads of a patch, at most."""
@@ -691,25 +662,17 @@ class Plan(Gathering):
         return 4 if self.vector_loads else self.element_units * -(-self.wide * self.itemsize // 4)
 
     @cached_property
-    def _sums(self) -> int:
-        """Registers of a thread for sums."""
-        return (self.blocks + self.split) * self.columns // 2
-
-    @cached_property
     def loaded_words(self) -> int:
         """Words that a thread loads at once, of the registers that those who multiply leave."""
-        most = 40 if self.vector_loads else 64
-        return min(most, self._load_registers // 2, self._load_registers - self._other_registers)
-
-    @property
-    def _other_registers(self) -> int:
-        """Registers of a thread that loads, for all but what it loads."""
-        return 64 if self.split else 48 if self._load_registers == 72 and not self.vector_loads else 56
+        most, (registers, others) = 40 if self.vector_loads else 64, self._load_registers
+        return min(most, registers // 2, registers - others)
 
     @cached_property
-    def _load_registers(self) -> int:
-        """Registers of a thread that loads: those that two warpgroups with sums leave."""
-        return 256 - max(144 if self.blocks > 2 else 136, self._sums + (48 if self.split else 56))
+    def _load_registers(self) -> Pair:
+        """Registers of a thread that loads, which two warpgroups with sums leave; and for all but what it loads."""
+        sums = (self.blocks + self.split) * self.columns // 2
+        registers = 256 - max(144 if self.blocks > 2 else 136, sums + (48 if self.split else 56))
+        return registers, 64 if self.split else 48 if registers == 72 and not self.vector_loads else 56
 
     @cached_property
     def _turned_bytes(self) -> int:
@@ -815,7 +778,7 @@ class Plan(Gathering):
         if self.landing:
             return self.pieces <= self.loaders
         if self.way == "loaded":
-            return self._unit_words <= min(self.loaded_words, self._load_registers // 3)
+            return self._unit_words <= min(self.loaded_words, self._load_registers[0] // 3)
         if self.units == 2 or not (self._whole_chunks and (self.few_loaders or self.rounded)):
             return False
         boxes, box_bytes = self.boxes * math.prod(self.unit), self._box_positions * self.units * _UNIT_BYTES
@@ -833,7 +796,7 @@ class Plan(Gathering):
 
     def cycles_of_batch(self, batch: int, least_bytes: int) -> float:
         """Roughly ``cycles`` with another number of images, which moves so many bytes of memory at least."""
-        items = self._items_of(batch)
+        items = self._tiles_of(batch) * self.sets
         items_of_a_block = -(-items // self._blocks_of(items, self.multiprocessors))
         return cycles_of_items(items_of_a_block, self.item_cycles, least_bytes)
 
@@ -841,6 +804,26 @@ class Plan(Gathering):
     def expected_cycles(self) -> float:
         """Estimated cycles with the tensor cores' as a lower bound, by which kernels are compared."""
         return max(self.cycles, cycles_of_tensor_cores(self))
+
+    def fitted(self, problem: Problem) -> Plan | None:
+        """The plan for a problem that differs in sizes alone, with as much of what is compiled as these allow.
+
+        None where its patches or strips are more than the plan is for.
+        """
+        kernel = self.compiled or self
+        plan = self.changed(problem=problem, compiled=kernel)
+        if self.strips > 1:
+            plan = plan.changed(strips=-(-plan.cells[1] // self.strip_cells))
+            if plan.strips > 1 and (plan.strips - 1) * plan.strip_cells >= plan.cells[1]:
+                plan = plan.changed(strips=-(-plan.cells[1] // plan.strip_cells))
+        if not (plan.suits_memory and plan.possible) or plan.most_vector % kernel.vector:
+            return None
+        if plan.landing:
+            if plan.pieces * kernel.sharers > plan.loaders or plan.landed_turns > kernel.landed_turns:
+                return None
+            if plan.partial_pieces and not kernel.partial_pieces:
+                return None
+        return plan
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
