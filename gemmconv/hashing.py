@@ -1,4 +1,4 @@
-"""Caches of values computed from immutable objects: their properties, and their hash."""
+"""Caches of values computed from immutable objects: their properties, and their hash; and copies without them."""
 
 from __future__ import annotations
 
@@ -37,3 +37,12 @@ def hashed_once(cls: type[T]) -> type[T]:
     changed: Any = cls
     changed.__hash__, changed.__getstate__ = __hash__, __getstate__
     return cls
+
+
+def changed(record: T, **changes: Any) -> T:
+    """``dataclasses.replace`` of a record that has no ``__post_init__``, several times as fast."""
+    of_class: Any = type(record)
+    copy: T = object.__new__(of_class)
+    own = record.__dict__
+    copy.__dict__.update({name: own[name] for name in of_class.__match_args__}, **changes)  # as __init__ names them
+    return copy

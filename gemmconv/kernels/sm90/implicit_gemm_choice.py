@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
+from gemmconv.hashing import changed
 from gemmconv.kernels.base import Pass
 from gemmconv.kernels.sm90.implicit_gemm_plan import (
     BLOCK_ROWS,
@@ -50,7 +50,7 @@ def plan_of(
     """
     least_bytes = problem.least_bytes(itemsize)
     smallest = Plan(
-        replace(problem, batch=max(_BATCHES)),
+        changed(problem, batch=max(_BATCHES)),
         direction,
         itemsize,
         split,
@@ -58,7 +58,7 @@ def plan_of(
         multiprocessors=multiprocessors,
     )
     first = sorted(_searched(smallest), key=lambda plan: plan.cycles_of_batch(problem.batch, least_bytes))[:_PROMISING]
-    plans = (plan.changed(problem=problem) for plan in first)
+    plans = (changed(plan, problem=problem) for plan in first)
     return min((plan for plan in plans if plan.possible), key=lambda plan: plan.cycles, default=None)
 
 
@@ -106,7 +106,7 @@ def _tried(kind: Plan) -> list[Plan]:
     widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
     loaders = FEW_LOADERS if kind.way == "lines" else MANY_LOADERS
     pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
-    plans = (kind.changed(columns=columns, units=units, loaders=loaders) for columns, units in pairs)
+    plans = (changed(kind, columns=columns, units=units, loaders=loaders) for columns, units in pairs)
     return [plan for plan in plans if plan.possible]
 
 
@@ -114,21 +114,21 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
     """Those of the problem of the smallest plan, with strips of some widths, but for columns, units and loaders."""
     channels = smallest.out_channels
     for multiple, slots, blocks in _left_sides(smallest.span[1], channels, smallest.channels_last):
-        left = smallest.changed(multiple=multiple, slots=slots, blocks=blocks)
+        left = changed(smallest, multiple=multiple, slots=slots, blocks=blocks)
         cells = left.cells[1]
         wanted = (*widths, *_WHOLE_WIDTHS) if left.planes_conflict else widths
         strips = {1, *(-(-cells // width) for width in wanted if width < cells)}
         sides = [(1, 1)]
         if len(left.phases) % (2 * blocks) == 0:
-            both = left.changed(warpgroups_m=2, phase_sides=2)
+            both = changed(left, warpgroups_m=2, phase_sides=2)
             if 2 * both.all_steps == left.all_steps:  # the same for either side
                 sides.append((2, 2))  # of those of one estimate the first is taken: rows beside each other are faster
         if channels > left.channels:
             sides.append((2, 1))
         for strip in strips:
-            for right in _right_sides(left.changed(strips=strip)):
+            for right in _right_sides(changed(left, strips=strip)):
                 for warpgroups_m, phase_sides in sides:
-                    yield right.changed(warpgroups_m=warpgroups_m, phase_sides=phase_sides)
+                    yield changed(right, warpgroups_m=warpgroups_m, phase_sides=phase_sides)
 
 
 def _of_kind(kind: Plan) -> Iterator[Plan]:
@@ -136,7 +136,7 @@ def _of_kind(kind: Plan) -> Iterator[Plan]:
     columns = [one for one in _COLUMNS if one * kind.blocks <= WIDEST]
     loaders = (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,)
     for one, units, threads in itertools.product(columns, _units(kind), loaders):
-        yield kind.changed(columns=one, units=units, loaders=threads)
+        yield changed(kind, columns=one, units=units, loaders=threads)
 
 
 @lru_cache(maxsize=1024)
@@ -144,14 +144,14 @@ def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
     """The plan with every other number of columns that is possible."""
     most = min(2 * plan.columns, MOST_COLUMNS, WIDEST // plan.blocks)
     columns = (one for one in range(32, most + 1, 32) if 2 * one >= plan.columns != one)
-    return tuple(one for one in (plan.changed(columns=count) for count in columns) if one.possible)
+    return tuple(one for one in (changed(plan, columns=count) for count in columns) if one.possible)
 
 
 def _right_sides(plan: Plan) -> Iterator[Plan]:
     """The plan with each way to bring inputs into shared memory, and how many of them are taken together."""
     for wide, way in itertools.product(_WIDES, ("lines", "loaded", "landing")):
-        right = plan.changed(wide=wide, way=way)
-        if right.suits_memory and not (wide == 1 and right.changed(wide=2).aligned):
+        right = changed(plan, wide=wide, way=way)
+        if right.suits_memory and not (wide == 1 and changed(right, wide=2).aligned):
             yield right
 
 
