@@ -51,6 +51,15 @@ def costs_of(kernel: str, device: str = "h200") -> Costs:
     return named({name: entry["value"] for name, entry in costs.items()})
 
 
+def overlapped(overlap: float, *parts: float) -> float:
+    """The time of parts that run at once: as long as the longest, and more where several are close.
+
+    >>> overlapped(2, 3, 4)
+    5.0
+    """
+    return sum([part**overlap for part in parts]) ** (1 / overlap)
+
+
 @functools.cache
 def read(device: str) -> dict[str, Any]:
     """The groups of a device's file."""

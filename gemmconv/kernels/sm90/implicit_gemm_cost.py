@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.costs import costs_of, overlapped
 
 if TYPE_CHECKING:
     from gemmconv.kernels.sm90.implicit_gemm_plan import Plan
@@ -65,11 +65,8 @@ def _cycles_of_boxes(boxes: int, box_bytes: float) -> float:
 
 def _overlapping(plan: Plan, *parts: float) -> float:
     """The time of parts of an item that overlap."""
-    if plan.way == "lines":
-        overlap = _COST.lines_overlap
-    else:
-        overlap = _COST.landing_overlap if plan.landing else _COST.loaded_overlap
-    return sum(part**overlap for part in parts) ** (1 / overlap)
+    overlaps = {"lines": _COST.lines_overlap, "landing": _COST.landing_overlap, "loaded": _COST.loaded_overlap}
+    return overlapped(overlaps[plan.way], *parts)
 
 
 def _factor(plan: Plan) -> float:
@@ -103,7 +100,7 @@ def _multiplied(plan: Plan) -> float:
 
 def _stored(plan: Plan) -> float:
     """Cycles to store the outputs of an item."""
-    outputs = plan.item_outputs
+    outputs = plan.tile * plan.rows * plan.blocks  # with those that do not exist
     if plan.staged:
         cycles = _COST.pixel_store_cycles if plan.channels_last else _COST.staged_store_cycles
         stored = outputs / 32 / plan.vector * cycles

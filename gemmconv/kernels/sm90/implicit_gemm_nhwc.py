@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
-from gemmconv.hashing import cached_property
+from gemmconv.hashing import cached_property, changed
 from gemmconv.kernels.base import Config, Pass
-from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of
@@ -89,8 +89,10 @@ class Tile:
 
     @cached_property
     def halo(self) -> Pair:
-        """How much farther than its cells the inputs reach that one of the phases reads, per axis."""
-        return _halo(self.problem, 0), _halo(self.problem, 1)
+        """How much farther than a cell the inputs reach that its first phase reads, which has the most taps."""
+        p = self.problem
+        down, across = map(_halo, p.kernel_size, p.stride, p.dilation)
+        return down, across
 
     @property
     def patch_width(self) -> int:
@@ -186,9 +188,7 @@ class Tile:
         p, taps = self.problem, self.problem.taps / math.prod(self.problem.stride)
         products = 4 * self.row_blocks * self.lines
         shared = products / 2 + 128 * self.row_blocks + self.stage_bytes / 128 + self.positions / taps
-        overlap = _COST.step_overlap
-        step = (_COST.product_factor * products) ** overlap + (_COST.shared_factor * shared) ** overlap
-        step = step ** (1 / overlap)
+        step = overlapped(_COST.step_overlap, _COST.product_factor * products, _COST.shared_factor * shared)
         if self.group:
             step += _COST.group_step_cycles + _COST.group_rows_cycles * self.row_blocks
         else:
@@ -200,10 +200,8 @@ class Tile:
         moved = _COST.moved_byte_cycles * (math.prod(p.output_shape) + math.prod(p.input_shape)) * self.itemsize
         chunk_bytes = self.positions * _LINE_BYTES + taps * self.stage_bytes
         copied = _COST.copied_byte_cycles * self.items * self.chunks * chunk_bytes
-        overlap = _COST.overlap
-        together = (computed**overlap + moved**overlap + copied**overlap) ** (1 / overlap)
         packing = _COST.pack_cycles + _COST.packed_byte_cycles * self.packed_bytes if self.packed else 0
-        return _COST.start_cycles + packing + together
+        return _COST.start_cycles + packing + overlapped(_COST.overlap, computed, moved, copied)
 
     @property
     def input_map(self) -> TensorMapSpec:
@@ -241,7 +239,7 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
             whole = shape.strips * shape.segments == 1
             if itemsize == 2 and not shape.group and (row_blocks == 2 or (lines != menu[0] and not whole)):
                 continue  # few images are for it, and it would be a kernel more to compile
-            tile = replace(shape, lines=lines)
+            tile = changed(shape, lines=lines)
             if tile.possible:
                 yield tile
 
@@ -263,10 +261,10 @@ def _shapes_of(problem: Problem, itemsize: int, row_blocks: int, multiprocessors
     dense = Tile(problem, itemsize, row_blocks, _LEAST_LINES, 1, 1, multiprocessors=multiprocessors)
     yield from _cuts_of(dense)
     if itemsize == 2:
-        yield from _cuts_of(replace(dense, group=_GROUP_ROWS))
+        yield from _cuts_of(changed(dense, group=_GROUP_ROWS))
         width = cells_of(problem)[1]
         if -(-width // -(-width // _GROUP_ROWS)) == _GROUP_ROWS:
-            yield from _cuts_of(replace(dense, group=_GROUP_ROWS + _halo(problem, 1)))
+            yield from _cuts_of(changed(dense, group=_GROUP_ROWS + dense.halo[1]))
 
 
 def _cuts_of(tile: Tile) -> Iterator[Tile]:
@@ -274,12 +272,11 @@ def _cuts_of(tile: Tile) -> Iterator[Tile]:
     p, (height, width), rows = tile.problem, cells_of(tile.problem), tile.rows
     if tile.group > _GROUP_ROWS:
         images = rows // (height * _GROUP_ROWS) if height % _GROUP_ROWS == 0 else 1
-        yield replace(tile, images=_even_images(p.batch, images), strips=-(-width // _GROUP_ROWS))
+        yield changed(tile, images=_even_images(p.batch, images), strips=-(-width // _GROUP_ROWS))
     elif not tile.group and height * width <= rows:
-        yield replace(tile, images=_even_images(p.batch, rows // (height * width)), strips=1)
+        yield changed(tile, images=_even_images(p.batch, rows // (height * width)), strips=1)
     else:
-        for strips in _best_strips(tile):
-            yield replace(tile, images=1, strips=strips)
+        yield from (changed(tile, images=1, strips=strips) for strips in _best_strips(tile))
 
 
 def _even_images(batch: int, most: int) -> int:
@@ -292,17 +289,14 @@ def _best_strips(tile: Tile) -> list[int]:
     p, (height, width), rows = tile.problem, cells_of(tile.problem), tile.rows
     down, across = tile.halo
     free = SHARED_BYTES - tile.bias_bytes - _BARRIER_BYTES - _LEAST_STAGES * tile.stage_bytes
-    read, found, before = 3 * p.taps / math.prod(p.stride) * rows, [], 0
-    for strips in range(1, min(width, _MOST_STRIPS) + 1):
-        cells = -(-width // strips)
-        if cells == before or cells + across > _LONGEST_BOX:
-            continue
-        before, step = cells, cells + across if tile.group else cells
-        lines = _patch_rows(height, step, rows) + down
-        positions = lines * (cells + across)
-        if lines <= _LONGEST_BOX and 2 * _slot_bytes(positions) <= free:
-            count = -(-width // cells)
-            found.append((count * -(-height * step // rows) * (read + positions), count))
+    read, found = 3 * p.taps / math.prod(p.stride) * rows, []
+    for cells in {-(-width // strips) for strips in range(1, min(width, _MOST_STRIPS) + 1)}:
+        step = cells + across if tile.group else cells
+        patch = _patch_rows(height, step, rows) + down, cells + across
+        positions = math.prod(patch)
+        if max(patch) <= _LONGEST_BOX and 2 * _slot_bytes(positions) <= free:
+            strips = -(-width // cells)
+            found.append((strips * -(-height * step // rows) * (read + positions), strips))
     return [strips for _, strips in sorted(found)[:2]]
 
 
@@ -317,11 +311,9 @@ def _slot_bytes(positions: int) -> int:
     return -(-positions * _LINE_BYTES // _SWIZZLED_BYTES) * _SWIZZLED_BYTES
 
 
-def _halo(problem: Problem, axis: int) -> int:
-    """How much farther than a cell the inputs reach that its first phase reads, which has the most taps."""
-    stride, dilation = problem.stride[axis], problem.dilation[axis]
+def _halo(taps: int, stride: int, dilation: int) -> int:
     step = stride // math.gcd(stride, dilation)
-    return (-(-problem.kernel_size[axis] // step) - 1) * dilation * step // stride
+    return (-(-taps // step) - 1) * dilation * step // stride
 
 
 def _fits_integers(problem: Problem, multiprocessors: int) -> bool:
@@ -350,23 +342,6 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     }
 
 
-def _params_of(tile: Tile) -> Params:
-    """The fields of its params, after ``output``."""
-    p, across, (slots, stages), (rows, columns) = tile.problem, tile.across, tile.ring_sizes, tile.patch_size
-    strip_rows = cells_of(p)[0] * across
-    return {
-        "batch, items, out_h, out_w": (p.batch, tile.items, *p.output_size),
-        "images, strips, segments": (tile.images, tile.strips, tile.segments),
-        "strip_cells, across, strip_rows": (tile.strip_cells, across, strip_rows),
-        "patch_w, image_lines, group_bytes": (columns, rows * columns, tile.group * _LINE_BYTES),
-        "slots, stages": (slots, stages),
-        "patch_bytes, slot_bytes": (tile.positions * _LINE_BYTES, tile.slot_bytes),
-        "first_stage, first_bias": (slots * tile.slot_bytes, tile.first_bias),
-        "by_strips, by_segments": (reciprocal(tile.strips), reciprocal(tile.segments)),
-        "by_across, by_strip_rows": (reciprocal(across), reciprocal(strip_rows)),
-    }
-
-
 class ImplicitGemmNhwc(OneFormatForward):
     """See the module."""
 
@@ -382,8 +357,8 @@ class ImplicitGemmNhwc(OneFormatForward):
         if problem.batch == 0 or not _fits_integers(problem, tile.multiprocessors):
             return None
         # Both ways that groups of rows lie in lines are compiled alike.
-        groups = {0} if tile.group == 0 else {_GROUP_ROWS, _GROUP_ROWS + _halo(problem, 1)}
-        shapes = (replace(tile, problem=problem, group=group) for group in sorted(groups))
+        groups = {0} if tile.group == 0 else {_GROUP_ROWS, _GROUP_ROWS + tile.halo[1]}
+        shapes = (changed(tile, problem=problem, group=group) for group in sorted(groups))
         cuts = (cut for shape in shapes for cut in _cuts_of(shape) if cut.possible)
         return min(cuts, key=lambda cut: cut.cycles, default=None)
 
@@ -391,10 +366,20 @@ class ImplicitGemmNhwc(OneFormatForward):
         p, pack = tile.problem, None
         if tile.packed:
             pack = packing(k_major_macros(p, tile.lines, tile.chunks * (_LINE_BYTES // 16), 1))
+        across, (slots, stages), (rows, columns) = tile.across, tile.ring_sizes, tile.patch_size
+        strip_rows = cells_of(p)[0] * across
         params: Params = {
             "input, weights": (tile.input_map, "packed" if pack else tile.weight_map),
             "bias, output": ("bias", "output"),
-            **_params_of(tile),
+            "batch, items, out_h, out_w": (p.batch, tile.items, *p.output_size),
+            "images, strips, segments": (tile.images, tile.strips, tile.segments),
+            "strip_cells, across, strip_rows": (tile.strip_cells, across, strip_rows),
+            "patch_w, image_lines, group_bytes": (columns, rows * columns, tile.group * _LINE_BYTES),
+            "slots, stages": (slots, stages),
+            "patch_bytes, slot_bytes": (tile.positions * _LINE_BYTES, tile.slot_bytes),
+            "first_stage, first_bias": (slots * tile.slot_bytes, tile.first_bias),
+            "by_strips, by_segments": (reciprocal(tile.strips), reciprocal(tile.segments)),
+            "by_across, by_strip_rows": (reciprocal(across), reciprocal(strip_rows)),
         }
         macros = macros_of(tile, config.dtype)
         return forward_program(config, "implicit_gemm_nhwc", tile, macros, params, _THREADS, pack)

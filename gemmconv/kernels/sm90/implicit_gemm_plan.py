@@ -216,11 +216,6 @@ class Plan(Gathering):
             return math.gcd(width, cells * self.span[1], self.pitch * self.span[1], 4)
         return math.gcd(self.inner, width, self.span[1])
 
-    @property
-    def item_outputs(self) -> int:
-        """Outputs of an item, with those that do not exist."""
-        return 2 * self.blocks * self.columns * BLOCK_ROWS
-
     # Shifts: the reduced extent.
 
     @cached_property
