@@ -218,7 +218,6 @@ class ImplicitGemm(Sm90Kernel):
 
     def program(self, config: Config, direction: Pass, tile: Plan) -> Program:
         p, block = config.problem, (tile.loaders + _OTHER_THREADS, 1, 1)
-        assert tile.stages is not None
         offsets = tuple(tile.offset(shift) for steps in tile.steps for shift in steps)
         params: Params = {
             **({"map": input_map(tile)} if tile.way == "lines" or tile.landing_box else {}),
@@ -243,20 +242,11 @@ class ImplicitGemm(Sm90Kernel):
             **_loader_params(tile),
             f"step_offset[{len(offsets)}]": offsets,
         }
-        grid = tile.blocks_on(config.spec.multiprocessors), 1, 1
-        launches = (
-            pack.packing(weight_macros_of(tile, config.dtype), p.groups),
-            Launch(
-                "sm90/implicit_gemm.cu",
-                macros_of(tile, config.dtype),
-                grid,
-                block,
-                params,
-                tile.shared_bytes,
-                overlaps=True,
-            ),
-        )
-        return gathering(config, tile.direction, launches if tile.items else (), {"packed": tile.packed_bytes})
+        packing = pack.packing(weight_macros_of(tile, config.dtype), p.groups)
+        macros, grid = macros_of(tile, config.dtype), (tile.blocks_on(config.spec.multiprocessors), 1, 1)
+        main = Launch("sm90/implicit_gemm.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
+        launches = (packing, main) if tile.items else ()
+        return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})
 
 
 KERNEL = ImplicitGemm()

@@ -26,7 +26,8 @@ _SECTOR_BYTES = 32  # that memory reads and writes at a time
 
 def item_cycles_of(plan: Plan) -> float:
     """Roughly the cycles of an item of a plan that is possible."""
-    return _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), _waited(plan)) * _factor(plan)
+    waited = plan.chunks * _COST.lines_wait_cycles / plan.stages[0] if plan.way == "lines" else 0  # for lines
+    return _overlapping(plan, _multiplied(plan), _loaded(plan), _stored(plan), waited) * _factor(plan)
 
 
 def cycles_of_items(items_of_a_block: int, item: float, least_bytes: int) -> float:
@@ -71,7 +72,6 @@ def _overlapping(plan: Plan, *parts: float) -> float:
 
 def _factor(plan: Plan) -> float:
     """By how much longer an item takes than its parts do together."""
-    assert plan.stages is not None
     lines, (patch_stages, weight_stages) = plan.way == "lines", plan.stages
     few_weights = not (plan.resident or plan.split)
     factor = 1.0
@@ -120,12 +120,6 @@ def _sector_share(plan: Plan) -> float:
     return min(1.0, plan.inner / plan.span[1]) * min(1.0, 8 * plan.span[1] * plan.itemsize / _SECTOR_BYTES)
 
 
-def _waited(plan: Plan) -> float:
-    """Cycles in which an item waits for lines."""
-    assert plan.stages is not None
-    return plan.chunks * _COST.lines_wait_cycles / plan.stages[0] if plan.way == "lines" else 0
-
-
 def _loaded(plan: Plan) -> float:
     """Cycles to bring the inputs and weights of an item into shared memory."""
     loaded = {"loaded": _of_registers, "landing": _of_landings, "lines": _of_lines}[plan.way](plan)
@@ -139,7 +133,6 @@ def _loaded(plan: Plan) -> float:
 
 def _of_registers(plan: Plan) -> float:
     """Cycles to load the inputs of an item into registers and store them in shared memory."""
-    assert plan.stages is not None
     if plan.vector_loads:
         turn = _VECTOR_UNIT_CYCLES[plan.parts]
     else:

@@ -692,8 +692,8 @@ class Plan(Gathering):
         return places + outputs
 
     @cached_property
-    def stages(self) -> Pair | None:
-        """Stages of inputs and of weights; None where the fewest do not fit."""
+    def stages(self) -> Pair:
+        """Stages of inputs and of weights; none where the fewest do not fit."""
         steps, (patch_bytes, weight_bytes) = max(self.set_steps), self._stage_bytes
         most, for_stages = steps * self.chunks, SHARED_BYTES - self._other_bytes
         for patches, least in (_BOX_STAGES[steps >= _MANY_STEPS] if self.way == "lines" else _STAGES).items():
@@ -702,18 +702,16 @@ class Plan(Gathering):
                 return patches, max(1, most)
             if weights >= least:
                 return patches, min(_MOST_STAGES, weights)
-        return None
+        return 0, 0
 
     @cached_property
     def resident(self) -> bool:
         """Whether a block keeps the weights of its set."""
-        assert self.stages is not None
         return self.sets <= self.multiprocessors and self.stages[1] == max(1, max(self.set_steps) * self.chunks)
 
     @property
     def turns(self) -> bool:
         """Whether the warpgroups multiply by turns: the one stores while the other multiplies."""
-        assert self.stages is not None
         brought = self.way in ("lines", "landing")
         return brought and self.resident and not self.split and self.stages[0] > self.chunks
 
@@ -737,7 +735,6 @@ class Plan(Gathering):
 
     @property
     def shared_bytes(self) -> int:
-        assert self.stages is not None
         return sum(count * size for count, size in zip(self.stages, self._stage_bytes, strict=True)) + self._other_bytes
 
     @property
@@ -758,7 +755,7 @@ class Plan(Gathering):
             and (self.strips - 1) * self.strip_cells < self.cells[1]  # no strip is empty
             and not (self.lined and self.vector < _LINED_VECTOR)
             and self._inputs_fit
-            and self.stages is not None
+            and self.stages > (0, 0)
         )
 
     @property
@@ -833,7 +830,7 @@ def _line_box(
         images: of how many a box may have all rows.
         rows, pitch: of an image, or a strip; positions of a row.
         most_rows: of a box.
-        divisible: whether a box may have a part of a row.
+        divisible: whether a box has a part of a row, or all rows of images.
         line: bytes of a position.
     """
 
@@ -842,13 +839,13 @@ def _line_box(
         boxes = _boxes_of(tile, first, patch, positions)
         return cost_of_boxes(boxes, boxes * positions * line), boxes * positions
 
-    widths = [width for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0] if divisible else [pitch]
-    found = [(1, 1, width) for width in widths]
-    if pitch <= _LONGEST_BOX:
-        found += [(1, count, pitch) for count in range(2, min(rows, most_rows) + 1) if rows % count == 0]
-        if rows <= most_rows:
-            most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
-            found += [(count, rows, pitch) for count in range(2, most + 1)]
+    if divisible:
+        found = [(1, 1, width) for width in range(1, _LONGEST_BOX + 1) if pitch % width == 0]
+    else:
+        found = [(1, count, pitch) for count in range(1, min(rows, most_rows) + 1) if rows % count == 0]
+    if pitch <= _LONGEST_BOX and rows <= most_rows:
+        most = min(images, _LONGEST_BOX, 1 + patch // (rows * pitch))
+        found += [(count, rows, pitch) for count in range(2, most + 1)]
     aligned = [box for box in found if math.prod(box) * line % _BOX_ALIGNMENT == 0]
     return min(aligned or found, key=cost)
 
