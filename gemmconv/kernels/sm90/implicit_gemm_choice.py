@@ -48,15 +48,8 @@ def plan_of(
 
     Of the plans that :func:`_searched` gives for images of this size, the fastest for their number.
     """
-    least_bytes = problem.least_bytes(itemsize)
-    smallest = Plan(
-        changed(problem, batch=max(_BATCHES)),
-        direction,
-        itemsize,
-        split,
-        channels_last,
-        multiprocessors=multiprocessors,
-    )
+    images, least_bytes = changed(problem, batch=max(_BATCHES)), problem.least_bytes(itemsize)
+    smallest = Plan(images, direction, itemsize, split, channels_last, multiprocessors=multiprocessors)
     first = sorted(_searched(smallest), key=lambda plan: plan.cycles_of_batch(problem.batch, least_bytes))[:_PROMISING]
     plans = (changed(plan, problem=problem) for plan in first)
     return min((plan for plan in plans if plan.possible), key=lambda plan: plan.cycles, default=None)
@@ -92,13 +85,12 @@ def _possible(smallest: Plan, chosen: Callable[[Iterable[Plan]], list[Plan]]) ->
 
 def _promising(kinds: Iterable[Plan]) -> list[Plan]:
     """The kinds of the fastest plans of those that are tried, for each of the batches; all where none is possible."""
-    kinds = list(kinds)
-    tried = [_tried(kind) for kind in kinds]
-    able, promising = [i for i, plans in enumerate(tried) if plans], set[int]()
+    kinds, promising = list(kinds), set[int]()
+    tried = {i: plans for i, kind in enumerate(kinds) if (plans := _tried(kind))}
     for batch in _BATCHES:
-        fastest = {i: min(plan.cycles_of_batch(batch, 0) for plan in tried[i]) for i in able}
-        promising.update(sorted(able, key=lambda i: fastest[i])[:_PROMISING])
-    return [kinds[i] for i in sorted(promising)] if able else kinds
+        order = sorted(tried, key=lambda i: min(plan.cycles_of_batch(batch, 0) for plan in tried[i]))
+        promising.update(order[:_PROMISING])
+    return [kinds[i] for i in sorted(promising)] or kinds
 
 
 def _tried(kind: Plan) -> list[Plan]:
@@ -133,17 +125,15 @@ def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
 
 def _of_kind(kind: Plan) -> Iterator[Plan]:
     """The plans of a kind, possible or not."""
-    columns = [one for one in _COLUMNS if one * kind.blocks <= WIDEST]
-    loaders = (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,)
-    for one, units, threads in itertools.product(columns, _units(kind), loaders):
-        yield changed(kind, columns=one, units=units, loaders=threads)
+    menu = (MANY_LOADERS, FEW_LOADERS) if kind.way == "lines" else (MANY_LOADERS,)
+    for columns, units, loaders in itertools.product(_COLUMNS, _units(kind), menu):
+        yield changed(kind, columns=columns, units=units, loaders=loaders)
 
 
 @lru_cache(maxsize=1024)
 def with_other_columns(plan: Plan) -> tuple[Plan, ...]:
     """The plan with every other number of columns that is possible."""
-    most = min(2 * plan.columns, MOST_COLUMNS, WIDEST // plan.blocks)
-    columns = (one for one in range(32, most + 1, 32) if 2 * one >= plan.columns != one)
+    columns = [one for one in range(32, 2 * plan.columns + 1, 32) if 2 * one >= plan.columns != one]
     return tuple(one for one in (changed(plan, columns=count) for count in columns) if one.possible)
 
 
@@ -171,10 +161,10 @@ def _left_sides(span: int, channels: int, channels_last: bool) -> Iterator[tuple
     yield (1, 1), 1, 1
     if span % 2 == 0:
         yield (1, 1), 1, 2
-    if span in _ALL_COLUMNS and not channels_last:
-        yield (1, 1), 1, span
-    if not channels_last and span in _LINED:
-        yield from (((1, 1), slots, blocks) for slots, blocks in _LINED[span] if slots * channels > BLOCK_ROWS)
+    if not channels_last:
+        if span in _ALL_COLUMNS:
+            yield (1, 1), 1, span
+        yield from (((1, 1), slots, blocks) for slots, blocks in _LINED.get(span, ()) if slots * channels > BLOCK_ROWS)
     for slots in (2, 3, 4):
         if slots * channels > BLOCK_ROWS:
             break
