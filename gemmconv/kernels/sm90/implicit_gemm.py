@@ -98,7 +98,7 @@ def weight_macros_of(plan: Plan, dtype: torch.dtype) -> Macros:
 
 
 def _common_macros(plan: Plan) -> Macros:
-    """Those of the weights, as they are laid out and read."""
+    """The macros by which weights are laid out, and read."""
     return {
         "SPLIT": int(plan.split),
         "IN_CHANNELS": plan.in_channels,

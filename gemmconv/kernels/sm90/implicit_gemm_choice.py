@@ -46,7 +46,7 @@ def plan_of(
 ) -> Plan | None:
     """The plan for a problem: a pure function of it. None where it is not for this kernel.
 
-    Of the plans that :func:`_searched` gives for images of this size, the fastest for their number.
+    It is the fastest, for the number of images, of the plans that :func:`_searched` gives for images of this size.
     """
     images, least_bytes = changed(problem, batch=max(_BATCHES)), problem.least_bytes(itemsize)
     smallest = Plan(images, direction, itemsize, split, channels_last, multiprocessors=multiprocessors)
@@ -75,7 +75,7 @@ def plans_of(
 
 
 def _possible(smallest: Plan, chosen: Callable[[Iterable[Plan]], list[Plan]]) -> list[Plan]:
-    """The possible plans of the kinds that are chosen, of narrow strips only where no others are possible."""
+    """The possible plans of the chosen kinds; strips are narrow only where nothing else is possible."""
     for widths in (_WIDTHS, _NARROW_WIDTHS):
         kinds = chosen(_kinds(smallest, widths))
         if plans := [plan for kind in kinds for plan in _of_kind(kind) if plan.possible]:
@@ -84,7 +84,7 @@ def _possible(smallest: Plan, chosen: Callable[[Iterable[Plan]], list[Plan]]) ->
 
 
 def _promising(kinds: Iterable[Plan]) -> list[Plan]:
-    """The kinds of the fastest plans of those that are tried, for each of the batches; all where none is possible."""
+    """The kinds whose tried plans are the fastest, for each of the batches; all kinds if nothing tried is possible."""
     kinds, promising = list(kinds), set[int]()
     tried = {i: plans for i, kind in enumerate(kinds) if (plans := _tried(kind))}
     for batch in _BATCHES:
@@ -94,7 +94,7 @@ def _promising(kinds: Iterable[Plan]) -> list[Plan]:
 
 
 def _tried(kind: Plan) -> list[Plan]:
-    """The possible ones of a few plans of a kind, by which kinds are compared."""
+    """A few plans of a kind that are possible, by which kinds are compared."""
     widest = max(32, min(128, WIDEST // (kind.blocks + kind.split) // 32 * 32))
     loaders = FEW_LOADERS if kind.way == "lines" else MANY_LOADERS
     pairs = itertools.product({widest, max(32, widest // 64 * 32)}, _units(kind))
@@ -103,7 +103,7 @@ def _tried(kind: Plan) -> list[Plan]:
 
 
 def _kinds(smallest: Plan, widths: tuple[int, ...]) -> Iterator[Plan]:
-    """Those of the problem of the smallest plan, with strips of some widths, but for columns, units and loaders."""
+    """The kinds of plans with strips of some widths: a kind leaves open columns, units and loaders alone."""
     channels = smallest.out_channels
     for multiple, slots, blocks in _left_sides(smallest.span[1], channels, smallest.channels_last):
         left = changed(smallest, multiple=multiple, slots=slots, blocks=blocks)

@@ -213,7 +213,7 @@ class Tile:
 
     @property
     def weight_map(self) -> TensorMapSpec:
-        """That of weights that are not packed."""
+        """The tensor map of weights that are not packed."""
         p = self.problem
         tap, matrix = p.out_channels * self.itemsize, p.taps * p.out_channels * self.itemsize
         sizes, strides = (p.out_channels, p.taps, p.in_channels, 1), (tap, matrix, p.in_channels * matrix)

@@ -68,7 +68,7 @@ Steps = dict[Pair, tuple[int, ...]]  # by the shift, the tap that reaches each s
 
 @dataclass(frozen=True)
 class Plan(Gathering):
-    """One way to go about a problem: the smallest, where nothing else is said.
+    """One way to go about a problem. The defaults are those of the smallest plan.
 
     Attributes:
         problem: the geometry.
@@ -778,10 +778,10 @@ class Plan(Gathering):
     @cached_property
     def cycles(self) -> float:
         """Roughly the cycles of the launch, by which plans are chosen."""
-        return cycles_of_items(self.items_of_a_block, self.item_cycles, self.problem.least_bytes(self.itemsize))
+        return self.cycles_of_batch(self.problem.batch, self.problem.least_bytes(self.itemsize))
 
     def cycles_of_batch(self, batch: int, least_bytes: int) -> float:
-        """Roughly ``cycles`` with another number of images, which moves so many bytes of memory at least."""
+        """Roughly the cycles of a launch for so many images, which moves so many bytes of memory at least."""
         items = self._tiles_of(batch) * self.sets
         items_of_a_block = -(-items // self._blocks_of(items, self.multiprocessors))
         return cycles_of_items(items_of_a_block, self.item_cycles, least_bytes)
