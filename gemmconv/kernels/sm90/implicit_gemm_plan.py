@@ -133,8 +133,7 @@ class Plan(Gathering):
     @cached_property
     def lined(self) -> bool:
         """Whether warps have whole rows of cells, since no M block has all channels of several phases."""
-        too_many = self.slots > 1 and self.slots * self.out_channels > BLOCK_ROWS
-        return not self.channels_last and too_many
+        return not self.channels_last and self.slots > 1 and self.slots * self.out_channels > BLOCK_ROWS
 
     @cached_property
     def channel_sets(self) -> int:
@@ -232,7 +231,7 @@ class Plan(Gathering):
 
     def _reach_of(self, axis: int) -> Pair:
         p, unit, multiple = self.problem, self.unit[axis], self.multiple[axis]
-        first, stride = -p.padding[axis], p.stride[axis]  # the place of the first tap
+        first, stride = -p.padding[axis], p.stride[axis]  # where the first tap is
         last = first + (p.kernel_size[axis] - 1) * p.dilation[axis]
         if self.direction == "forward":
             return -(last // stride) // unit, (multiple - 1 - first // stride) // unit
@@ -377,9 +376,7 @@ class Plan(Gathering):
     @cached_property
     def unit_pitch(self) -> int:
         """Positions from one unit of a patch to the next: units that threads store together begin in other banks."""
-        if self.way == "lines":
-            return -(-math.prod(self.unit) * self.plane_pitch // 8) * 8
-        positions, apart = self.patch * math.prod(self.unit), 8 // self.units
+        positions, apart = math.prod(self.unit) * self.plane_pitch, 0 if self.way == "lines" else 8 // self.units
         return positions + (apart - positions) % 8
 
     def offset(self, shift: Pair) -> int:
@@ -510,9 +507,9 @@ class Plan(Gathering):
     @cached_property
     def landing_box(self) -> bool:
         """Whether what lands is a box of a tensor map: a stretch of one image, or rows of one strip."""
-        if not (self.landing and self._whole_chunks and self.strip_positions % self.tile == 0):
-            return False
-        return max(self.box_size) <= _LONGEST_BOX and (self.flat or self._rows_may_land)
+        of_one_strip = self.strip_positions % self.tile == 0
+        fits = self.landing and self._whole_chunks and of_one_strip and max(self.box_size) <= _LONGEST_BOX
+        return fits and (self.flat or self._rows_may_land)
 
     @cached_property
     def box_size(self) -> Pair:
@@ -882,8 +879,8 @@ def _steps(
 @lru_cache(maxsize=1024)
 def _taps(direction: Pass, axis: Axis, span: int) -> list[dict[int, int]]:
     """The taps that reach each of a cell's outputs, by the shifts from its first input to what they read."""
-    outputs, inputs = (axis[1], 1) if direction == "forward" else (1, axis[1])  # of the smallest cell
-    taps = axis_taps(direction, *axis)
+    taps, stride = axis_taps(direction, *axis), axis[1]
+    outputs, inputs = (stride, 1) if direction == "forward" else (1, stride)  # of the smallest cell
     return [
         {phase // outputs * inputs + of.shift: of.tap for of in taps if of.phase == phase % outputs}
         for phase in range(span)
