@@ -30,6 +30,7 @@ _LONGEST_BOX = 256
 _MOST_STAGES = 8
 _LINES = (1, 2, 3, 4)  # of a tile, of each channel
 _MOST_ROWS = max(_LINES) * 128 // 16  # of pixels: rows are whole 16 bytes
+_STEP_BYTES = 32  # of pixels that one step multiplies, of each channel
 _BARRIER_BYTES = 24  # of a stage
 _REGISTERS = {1: 248, 2: 248, 3: 170}  # of a thread that multiplies, by warpgroups
 _OTHER_REGISTERS = 40
@@ -78,15 +79,13 @@ class Tile:
     multiprocessors: int = REFERENCE.multiprocessors
 
     def varied(self, **changes: Any) -> Tile:
-        """The tile with other fields, several times as fast as ``dataclasses.replace``."""
-        tile, mine = object.__new__(Tile), self.__dict__
-        tile.__dict__.update({name: mine[name] for name in _FIELDS}, **changes)
-        return tile
+        """This tile with other fields, several times as fast as ``dataclasses.replace``.
 
-    def with_pixels(self, **changes: Any) -> Tile:
-        """This tile with other pixels; cached values that do not depend on pixels are copied."""
+        Cached values that depend on the weights alone are copied if only pixels change.
+        """
+        kept = _FIELDS_AND_WEIGHTS if changes.keys() <= _PIXEL_FIELDS else _FIELDS
         tile, mine = object.__new__(Tile), self.__dict__
-        tile.__dict__.update({name: mine[name] for name in _FIELDS_AND_WEIGHTS if name in mine}, **changes)
+        tile.__dict__.update({name: mine[name] for name in kept if name in mine}, **changes)
         return tile
 
     @functools.cached_property
@@ -143,16 +142,13 @@ class Tile:
     @property
     def slot_of(self) -> list[list[int]]:
         """The slot of each segment of pixels, for each row of taps of the block."""
-        stride_h, stride_w = self.problem.stride
+        (stride_h, stride_w), dilation_h = self.problem.stride, self.problem.dilation[0]
+        tap_rows = range(0, self.block_taps[0] * dilation_h, dilation_h)
         places = [divmod(pixel, self.tile_w) for pixel in range(0, self.lines * self.pixels, self.segment)]
         return [
-            [self.slots.index((row * stride_h + tap, column * stride_w)) for tap in self._tap_rows]
+            [self.slots.index((row * stride_h + tap_row, column * stride_w)) for tap_row in tap_rows]
             for row, column in places
         ]
-
-    @property
-    def _tap_rows(self) -> list[int]:
-        return [tap * self.problem.dilation[0] for tap in range(self.block_taps[0])]
 
     @functools.cached_property
     def row_pitch(self) -> int:
@@ -221,10 +217,6 @@ class Tile:
         return self.parts * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
 
     @property
-    def possible(self) -> bool:
-        return self.reads_pieces and self._fits
-
-    @property
     def reads_pieces(self) -> bool:
         """Whether warpgroups, and blocks, begin at pieces of grad_output that can be read."""
         dilated = self.taps[1] * self.problem.dilation[1]
@@ -246,17 +238,12 @@ class Tile:
         return -(-(last // self.word_elements + 1) // self.vector) * self.vector
 
     @property
-    def steps(self) -> int:
-        """Steps of a product in a tile."""
-        return self.lines * self.pixels * self.itemsize // 32
-
-    @property
     def cycles(self) -> float:
         """Roughly the cycles of a tile: of products and what feeds them, of copies, or of rounding."""
         conflicts = _conflicts(self.row_pitch // self.word_elements, self.problem.stride[1], self.vector)
-        computed = self.steps * self._step_cycles(conflicts) + self._flush_cycles
-        lines = self.lines * self.ci_tile * self.pixels * self.itemsize
-        rounded = lines / 16 * _ROUND_CYCLES[self.itemsize, 1 + self.split]
+        line_bytes = self.lines * self.pixels * self.itemsize  # of each input channel
+        computed = line_bytes // _STEP_BYTES * self._step_cycles(conflicts) + self._flush_cycles
+        rounded = line_bytes * self.ci_tile / 16 * _ROUND_CYCLES[self.itemsize, 1 + self.split]
         copied = self._copied_cycles
         longest = max(computed, copied, rounded)
         return longest + _COST.tile_cycles + copied * _COST.waited_share / (self.stages - 1)
@@ -301,13 +288,10 @@ class Tile:
         fitting = max(0, limit - self.padded_bytes) // (4 * math.prod(self.problem.weight_shape))
         return min(fitting, self.most_slices)
 
-    def partial_bytes(self, limit: int) -> int:
-        """Bytes of the partial sums."""
-        return wgrad_partial_bytes(self.problem, self.itemsize, self.slices(limit), self.most_slices)
-
     def workspace_bytes(self, limit: int) -> int:
         """Bytes of the partial sums, and of a copy of the input where its rows are not whole 16 bytes."""
-        return self.partial_bytes(limit) + self.padded_bytes
+        partials = wgrad_partial_bytes(self.problem, self.itemsize, self.slices(limit), self.most_slices)
+        return partials + self.padded_bytes
 
     def seconds(self, limit: int) -> float:
         """Roughly what it takes, with a workspace of at most ``limit`` bytes."""
@@ -318,15 +302,15 @@ class Tile:
     def least_seconds(self, limit: int, flat: bool) -> float:
         """A lower bound of the time of tiles with as much of the weights, of lines that are flat or are not."""
         problem, (height, width) = self.problem, (self.problem.input_size[0], self.input_width)
-        shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // 32
+        shortest, most_steps = 64 // self.itemsize, max(_LINES) * 128 // _STEP_BYTES
         if flat:
             height = up_to_multiple(height, max(1, shortest // width))
         else:
             width = up_to_multiple(width, shortest)
-        steps = problem.batch * height * width * self.itemsize // 32
+        steps = problem.batch * height * width * self.itemsize // _STEP_BYTES
         inputs, outputs = self.box_channels
         rows_read = len(_rows_read(_MOST_ROWS, self.block_taps[0], problem.stride[0], problem.dilation[0])) / _MOST_ROWS
-        copied = 32 * (inputs + outputs * rows_read * problem.stride[1]) * _COST.byte_cycles
+        copied = _STEP_BYTES * (inputs + outputs * rows_read * problem.stride[1]) * _COST.byte_cycles
         rounded = 2 * self.ci_tile * _ROUND_CYCLES[self.itemsize, 1 + self.split]
         step_cycles = max(self._step_cycles(1) + self._flush_cycles / most_steps, copied, rounded)
         step_cycles += _COST.tile_cycles / most_steps + copied * _COST.waited_share / (_MOST_STAGES - 1)
@@ -350,6 +334,7 @@ class Tile:
 _FIELDS = tuple(Tile.__dataclass_fields__)
 _OF_WEIGHTS = "warpgroups", "block_taps", "channels", "weight_blocks", "input_width", "word_elements"
 _FIELDS_AND_WEIGHTS = _FIELDS + _OF_WEIGHTS
+_PIXEL_FIELDS = {"pixels", "lines", "tile_w", "segment", "vector"}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -422,16 +407,16 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
     """Tiles with as much of the weights, whose lines are flat or are not."""
     problem, itemsize = block.problem, block.itemsize
     width, piece = block.input_width, 16 // itemsize
-    shapes = [(pixels, width if flat else pixels) for pixels in _lines_of(problem, itemsize, flat)]
     vectors = [vector for vector in (4, 2, 1) if problem.stride[1] % vector == 0 and not (block.planes and vector > 1)]
     vectors = [vector for vector in vectors if vector == 1 or block.varied(vector=vector).reads_pieces]
-    for pixels, tile_w in shapes:
+    for pixels in _lines_of(problem, itemsize, flat):
+        tile_w = width if flat else pixels
         segments = [segment for segment in (tile_w, tile_w // 2, tile_w // 4) if segment % piece == 0]
         for lines in _LINES:
             if 1 < lines > problem.input_size[0]:
                 break
             found = (
-                block.with_pixels(pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
+                block.varied(pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
                 for segment, vector in itertools.product(segments, vectors)
             )
             if (tile := next((tile for tile in found if tile._fits), None)) is not None:
@@ -503,18 +488,14 @@ def _best_of(problem: Problem, itemsize: int, split: bool, limit: int, multiproc
     for flat in (True, False):
         if not _lines_of(problem, itemsize, flat):
             continue
-        least, best, tile = math.inf, len(blocks), None
-        promising = sorted((block.least_seconds(limit, flat), i) for i, block in enumerate(blocks))
-        for bound, i in promising:
-            if bound > least:
+        best: tuple[float, int, Tile | None] = math.inf, len(blocks), None
+        for bound, i in sorted((block.least_seconds(limit, flat), i) for i, block in enumerate(blocks)):
+            if bound > best[0]:
                 break
-            for one in _tiles_with(blocks[i], flat):
-                seconds = one.seconds(limit)
-                if seconds < least or (seconds == least and i < best):
-                    least, best, tile = seconds, i, one
-        if tile is not None:
-            found.append(tile)
-    return found
+            tiles = ((tile.seconds(limit), i, tile) for tile in _tiles_with(blocks[i], flat))
+            best = min((best, *tiles), key=lambda one: one[:2])
+        found.append(best[2])
+    return [*filter(None, found)]
 
 
 def _typical(problem: Problem, itemsize: int) -> Iterator[Problem]:

@@ -145,10 +145,6 @@ class Tile:
         """Boxes of grad_output."""
         return self.sides[1] * self.atoms * self.taps_h.boxes * self.taps_w.boxes
 
-    @property
-    def stage_bytes(self) -> int:
-        return self._stage_bytes(self.pixels, math.prod(self.box))
-
     def _stage_bytes(self, pixels: int, box: int) -> int:
         return (self.sides[0] * pixels + self.boxes * (-(-box // 8) * 8)) * _LINE_BYTES
 
@@ -168,7 +164,8 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + _BARRIER_BYTES) + self.unread_bytes
+        stage = self._stage_bytes(self.pixels, math.prod(self.box)) + _BARRIER_BYTES
+        return self.stages * stage + self.unread_bytes
 
     @property
     def tiles_image(self) -> Pair:
@@ -204,17 +201,6 @@ class Tile:
         return self.taps_h.own * self.taps_w.own // self.merged
 
     @property
-    def regular(self) -> bool:
-        """Whether the pixels of a step lie at regular distances in boxes."""
-        _, height, width = self.size
-        _, box_height, box_width = self.box
-        if self.pixels % _STEP:
-            return False
-        if self.pair_rows:
-            return width % 8 == 0 and height % 2 == 0
-        return width % _STEP == 0 or (width == box_width and (height == box_height or height * width % _STEP == 0))
-
-    @property
     def possible(self) -> bool:
         return self.fits_registers and self.fits_boxes and self.stages >= 2
 
@@ -225,8 +211,13 @@ class Tile:
 
     @property
     def fits_boxes(self) -> bool:
-        (stride_h, stride_w), (_, height, width) = self.problem.stride, self.box
-        return self.regular and height * stride_h <= _LONGEST_BOX and width * stride_w <= _LONGEST_BOX
+        """Whether boxes are not too long, and the pixels of a step lie at regular distances in them."""
+        (stride_h, stride_w), (_, height, width), (_, box_height, box_width) = self.problem.stride, self.size, self.box
+        if self.pixels % _STEP or max(box_height * stride_h, box_width * stride_w) > _LONGEST_BOX:
+            return False
+        if self.pair_rows:
+            return width % 8 == 0 and height % 2 == 0
+        return width % _STEP == 0 or (width == box_width and (height == box_height or height * width % _STEP == 0))
 
     @functools.cached_property
     def cycles(self) -> float:
@@ -253,7 +244,7 @@ class Tile:
         return self.sliced(self.problem, limit)[0]
 
     def sliced(self, problem: Problem, limit: int) -> tuple[int, float]:
-        """That for the layer at any sizes, and roughly the seconds of the kernel and of adding up."""
+        """The slices of the layer at any sizes, and roughly the seconds of the kernel and of adding up."""
         tiles, blocks, multiprocessors = math.prod(self.tiles_of(problem)), self.weight_blocks, self.multiprocessors
         if (most := min(limit // (4 * math.prod(problem.weight_shape)), tiles)) == 0:
             return 0, math.inf
@@ -269,12 +260,12 @@ class Tile:
         """Bytes of the partial sums."""
         return wgrad_partial_bytes(self.problem, 2, self.slices(limit))
 
-    def seconds(self, limit: int) -> float:
-        """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits."""
-        return self.seconds_for(self.problem, limit)
+    def seconds(self, limit: int, problem: Problem | None = None) -> float:
+        """Roughly what it takes, with a workspace of at most ``limit`` bytes; infinite where no slice fits.
 
-    def seconds_for(self, problem: Problem, limit: int) -> float:
-        """That for the layer at any sizes."""
+        It is for the tile's own problem, or for ``problem``, which is the layer at other sizes.
+        """
+        problem = problem or self.problem
         pixels = math.prod(problem.input_shape) + math.prod(problem.output_shape)
         moved = 2 * pixels / _DEVICE.weight_grad_memory_rate
         return _COST.launch_seconds + max(self.sliced(problem, limit)[1], moved)
@@ -309,7 +300,7 @@ def _layer_tiles(problem: Problem, multiprocessors: int) -> Iterator[Tile]:
         sides = [side if axis == other else 1 for other in range(4)]
         if (sides[0] - 1) * _ATOM >= ci or (sides[1] - 1) * _ATOM >= co:
             continue
-        rows, columns = ([*_taps_of(problem, other, sides[2 + other])] for other in (0, 1))
+        rows, columns = (_taps_of(problem, other, sides[2 + other]) for other in (0, 1))
         for atoms, taps_h, taps_w in itertools.product((1, 2, 3, 4), rows, columns):
             if (sides[1] * atoms - 1) * _ATOM >= co:
                 continue
@@ -328,14 +319,14 @@ def _sized(tile: Tile, size: Size) -> Tile:
     return replace(tile, size=size, pair_rows=pair_rows)
 
 
-def _taps_of(problem: Problem, axis: int, sides: int) -> Iterator[Taps]:
+def _taps_of(problem: Problem, axis: int, sides: int) -> list[Taps]:
+    """The taps that a block may have along an axis."""
     kernel, stride, dilation = problem.kernel_size[axis], problem.stride[axis], problem.dilation[axis]
     step = stride // math.gcd(stride, dilation)
-    for taps in range(1, min(kernel, 6) + 1):
-        for boxes in range(1, taps + 1):
-            found = Taps(kernel, step, dilation * step // stride, taps, boxes, sides)
-            if found.possible:
-                yield found
+    shift = dilation * step // stride
+    counts = ((taps, boxes) for taps in range(1, min(kernel, 6) + 1) for boxes in range(1, taps + 1))
+    all_taps = (Taps(kernel, step, shift, taps, boxes, sides) for taps, boxes in counts)
+    return [taps for taps in all_taps if taps.possible]
 
 
 def _all_sizes(problem: Problem) -> Iterator[Size]:
@@ -393,7 +384,7 @@ def _menu_of(layer: Problem, multiprocessors: int) -> list[Tile]:
         image = min(height, down if width > 1 else down * across), min(width, across if height > 1 else down * across)
         usual.append(replace(layer, batch=batch, input_size=image))
     limit = max(DEFAULT_WORKSPACE_LIMIT, 4 * math.prod(layer.weight_shape))
-    seconds = [[tile.seconds_for(one, limit) for tile in tiles] for one in usual]
+    seconds = [[tile.seconds(limit, one) for tile in tiles] for one in usual]
     ratios = [*zip(*([one / min(row) for one in row] for row in seconds if row), strict=True)]
     menu: list[Tile] = []
     so_far = [math.inf] * len(usual)
@@ -414,7 +405,7 @@ def tile_of(problem: Problem, limit: int, multiprocessors: int = REFERENCE.multi
         return None
     height, width = (next((most for most in _ALIKE if size <= most), _ALIKE[-1]) for size in problem.input_size)
     menu = _menu_of(replace(problem, batch=1, input_size=(height, width)), multiprocessors)
-    tile = min(menu, key=lambda tile: tile.seconds_for(problem, limit), default=None)
+    tile = min(menu, key=lambda tile: tile.seconds(limit, problem), default=None)
     return None if tile is None or tile.sliced(problem, limit)[0] == 0 else replace(tile, problem=problem)
 
 
