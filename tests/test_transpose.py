@@ -133,14 +133,15 @@ def test_nothing_is_compiled_where_there_is_nothing_to_transpose(device, memory_
         made = torch.ones(shape).contiguous(memory_format=torch.channels_last)
         check(transpose.from_channels_last(config, shape), made, memory_format)
     slices = torch.ones(shape[0], 2 * shape[1], *shape[2:])[:, : shape[1]]
-    assert transpose.to_nchw(config, shape)(slices).is_contiguous()
+    assert transpose.to_format(config, shape, torch.contiguous_format)(slices).is_contiguous()
 
 
 def test_a_channel_slice_of_one_image_is_contiguous_as_it_is(monkeypatch):
     monkeypatch.setattr(launch, "load", lambda *arguments: None)
     one = torch.ones(1, 8, 4, 5)[:, :4]
     for memory_format in FORMATS:
-        assert transpose.to_nchw(config_of(torch.float32, "cuda:0", memory_format), one.shape)(one) is one
+        config = config_of(torch.float32, "cuda:0", memory_format)
+        assert transpose.to_format(config, one.shape, torch.contiguous_format)(one) is one
 
 
 def test_planes_that_the_kernels_integers_do_not_reach_are_left_to_torch(monkeypatch):
@@ -148,10 +149,10 @@ def test_planes_that_the_kernels_integers_do_not_reach_are_left_to_torch(monkeyp
     monkeypatch.setattr(launch, "load", None)
     config = config_of(torch.float16, "cuda:0")
     for shape in ((1, 2, 46342, 46342), (1, 2, 2**31 - 2048, 1), (1, 2**31 - 2048, 2, 1)):
-        assert transpose.to_nchw(config, shape) is torch.Tensor.contiguous
+        assert transpose.to_format(config, shape, torch.contiguous_format) is torch.Tensor.contiguous
         transpose.from_channels_last(config_of(torch.float16, "cuda:0", torch.contiguous_format), shape)
     with pytest.raises(TypeError):  # which would load the kernel
-        transpose.to_nchw(config, (1, 2, 2**31 - 2049, 1))
+        transpose.to_format(config, (1, 2, 2**31 - 2049, 1), torch.contiguous_format)
 
 
 @given(st.integers(2, 5000), st.integers(2, (1 << 31) - 1025), st.booleans(), st.sampled_from([2, 4, 8]))

@@ -38,7 +38,6 @@ from gemmconv.kernels.columns.chunking import Chunking, backward_chunks, forward
 from gemmconv.kernels.columns.products import UNIT, Columns, image_format, slices_of
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.cpu import estimate
-from gemmconv.kernels.cpu.library import isa_name
 from gemmconv.kernels.integers import INT32_MAX
 from gemmconv.kernels.layout.transpose import grad_output_transpose_seconds, input_transpose_seconds
 from gemmconv.kernels.macros import why_not_dtype
@@ -78,23 +77,18 @@ class GemmCol2im(AlgorithmOfOne):
         return None
 
     def tiles(self, config: Config, direction: Pass) -> tuple[Chunking, ...]:
-        if direction == "forward":
-            return (_forward_chunks(config),)
-        return (_backward_chunks(config, direction),)
+        return (_chunks(config, direction),)
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: object = None) -> int:
-        problem = config.problem
-        if direction == "forward" and _is_in_c(config):
+        p, chunks, in_c = config.problem, _chunks(config, direction), cpu.is_in_c(config)
+        if direction == "forward" and in_c:
             return cpu.ring_bytes(config)
-        if direction == "forward":
-            chunks = _forward_chunks(config)
-            return _column_elements(problem, chunks) * accumulator_dtype(config.dtype).itemsize
-        chunks = _backward_chunks(config, direction)
-        itemsize = accumulator_dtype(config.dtype).itemsize if _is_in_c(config) else config.dtype.itemsize
-        columns = _column_elements(problem, chunks) * itemsize
-        if direction == "input_grad" and _is_in_c(config):  # the product, before it goes to its rows
-            columns += columns * problem.gemm_k // max(1, problem.gemm_m)
-        return columns + (_partials(config, chunks) * _partial_bytes(config) if direction != "input_grad" else 0)
+        columns = _column_elements(p, chunks) * cpu.dtype_of_columns(config, direction).itemsize
+        if direction in _OF_WEIGHT:
+            return columns + _partials(config, chunks) * _partial_bytes(config)
+        if direction == "input_grad" and in_c:  # the product, before it goes to its rows
+            columns += columns * p.gemm_k // max(1, p.gemm_m)
+        return columns
 
     def seconds(self, config: Config, direction: Pass, tile: object = None) -> float:
         """Estimated seconds: columns written and read, products, weights read or summed for each image, launches.
@@ -102,40 +96,31 @@ class GemmCol2im(AlgorithmOfOne):
         In channels_last, transposes of tensors that are folded or unfolded are added. Both gradients at once take the
         weight gradient's chunks, which are more, and a second product of the columns of each.
         """
-        if _is_in_c(config):
+        if cpu.is_in_c(config):
             return math.inf if direction == "grads" else estimate.columns_seconds(config, direction)
-        if direction != "grads":
-            return _seconds(config, direction)
-        weight_config = config.of_weight
-        chunks = _backward_chunks(weight_config, "weight_grad")
-        seconds = _unfolding_seconds(config, chunks)
-        seconds += _gradient_seconds(weight_config, "weight_grad", chunks)
-        seconds += _gradient_seconds(config, "input_grad", chunks)
-        return _COST.at_once_factor * (seconds + _transpose_seconds(config, weight_config))
+        return _seconds(config, direction)
 
     def prepare(self, config: Config, direction: Pass, tile: object = None) -> Callable[..., Any]:
         if config.device.type == "cuda":
             return self.program(config, direction).prepare(config.device)
-        _warn_if_over_limit(self, config, direction)
-        (chunks,) = self.tiles(config, direction)
-        slots = _partials(config, chunks) if direction in ("weight_grad", "grads") else 0
+        self._warn_if_over_limit(config, direction)
+        chunks = _chunks(config, direction)
+        slots = _partials(config, chunks) if direction in _OF_WEIGHT else 0
         return cpu.prepare(config, direction, chunks, _column_elements(config.problem, chunks), slots)
 
     def program(self, config: Config, direction: Pass, tile: object = None) -> Program:
-        _warn_if_over_limit(self, config, direction)
+        self._warn_if_over_limit(config, direction)
         p, nchw, columns, steps = config.problem, torch.contiguous_format, Columns(config), list[Step]()
-        (chunks,) = self.tiles(config, direction)
-        forward, of_input, of_weight = (direction in ways for ways in (("forward",), _OF_INPUT, _OF_WEIGHT))
-        bytes_each = accumulator_dtype(config.dtype).itemsize if forward else config.dtype.itemsize
-        scratch = {"columns": _column_elements(p, chunks) * bytes_each}
+        chunks, of_input, of_weight = _chunks(config, direction), direction in _OF_INPUT, direction in _OF_WEIGHT
+        scratch = {"columns": _column_elements(p, chunks) * cpu.dtype_of_columns(config, direction).itemsize}
         input, weight = Operand("input", image_format(config.of_weight)), Operand("weight", nchw)
-        if forward:
+        if direction == "forward":
             for chunk in chunks:
                 steps += [*columns.from_input(chunk), *columns.fold(chunk)]
             output = Output("output", p.output_shape, strides_of(p.output_shape, config.memory_format), nchw)
             return Program(config.dtype, (input, weight, Operand("bias", nchw)), (output,), tuple(steps), scratch)
         slots = _partials(config, chunks) if of_weight else 0
-        sum_bytes = slots * math.prod(p.weight_shape) * accumulator_dtype(config.dtype).itemsize
+        sum_bytes = slots * _partial_bytes(config)
         in_place = slots == 1 and accumulator_dtype(config.dtype) == config.dtype
         operands, outputs = [Operand("grad_output", nchw)], list[Output]()
         first = next(iter(chunks), None)
@@ -165,23 +150,35 @@ class GemmCol2im(AlgorithmOfOne):
                 steps.append(sum_partials(config, slots))
         return Program(config.dtype, tuple(operands), tuple(outputs), tuple(steps), scratch)
 
+    def _warn_if_over_limit(self, config: Config, direction: Pass) -> None:
+        needed = self.workspace_bytes(config, direction)
+        if needed > config.workspace_limit and not ahead.get():
+            warnings.warn(
+                f"gemm_col2im: workspace_limit={config.workspace_limit} bytes is less than the smallest piece of this "
+                f"layer's {direction} needs; it takes {needed} bytes",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
 
 @lru_cache(maxsize=1024)
-def _seconds(config: Config, direction: Direction) -> float:
+def _seconds(config: Config, direction: Pass) -> float:
     """The cached part of :meth:`GemmCol2im.seconds`, which choosing both gradients needs many times."""
     if direction == "forward":
         return _forward_seconds(config) + _transpose_seconds(config)
-    chunks = _backward_chunks(config, direction)
-    seconds = _unfolding_seconds(config, chunks) + _gradient_seconds(config, direction, chunks)
-    return seconds + _transpose_seconds(config)
+    chunks = _chunks(config, direction)
+    seconds = _unfolding_seconds(config, chunks)
+    if direction != "grads":
+        return seconds + _gradient_seconds(config, direction, chunks) + _transpose_seconds(config)
+    seconds += _gradient_seconds(config.of_weight, "weight_grad", chunks)
+    seconds += _gradient_seconds(config, "input_grad", chunks)
+    return _COST.at_once_factor * (seconds + _transpose_seconds(config, config.of_weight))
 
 
-def _transpose_seconds(config: Config, weight_config: Config | None = None) -> float:
-    """Seconds of all transposes in a pass, or in both gradients; products take most tensors in either format."""
-    both = config if weight_config is None or config.memory_format is torch.channels_last else weight_config
-    multiplied = (config,) if weight_config is None else (config, weight_config)
-    transposed = (one for one in multiplied if image_format(one) is not one.memory_format)
-    return grad_output_transpose_seconds(both) + sum(map(input_transpose_seconds, transposed))
+def _transpose_seconds(*configs: Config) -> float:
+    """Seconds of all transposes in the passes of a call; products take most tensors in either format."""
+    transposed = (one for one in configs if image_format(one) is not one.memory_format)
+    return max(map(grad_output_transpose_seconds, configs)) + sum(map(input_transpose_seconds, transposed))
 
 
 def _kind(config: Config) -> str:
@@ -193,7 +190,8 @@ def _kind(config: Config) -> str:
 
 def _forward_seconds(config: Config) -> float:
     """Seconds of a forward pass in NCHW: products, traffic of columns and weights, launches."""
-    chunks, problem, itemsize = _forward_chunks(config), config.problem, accumulator_dtype(config.dtype).itemsize
+    chunks, problem = _chunks(config, "forward"), config.problem
+    itemsize = accumulator_dtype(config.dtype).itemsize
     kind = _kind(config)
     rate = _FORWARD_RATE[kind] * config.spec.ratio(kind)
     if kind != "fp32" and problem.in_pixels * config.dtype.itemsize % UNIT:
@@ -244,19 +242,11 @@ def _gradient_seconds(config: Config, direction: Direction, chunks: Chunking) ->
     return launches * _GRADIENTS.launch_seconds + moved / spec.ratio("bandwidth") + work
 
 
-def _forward_chunks(config: Config) -> Chunking:
-    return forward_chunks(config.problem, accumulator_dtype(config.dtype).itemsize, config.workspace_limit)
-
-
-def _is_in_c(config: Config) -> bool:
-    """Whether the C kernels for a CPU fold and unfold the columns, in a buffer that fits the cache."""
-    return config.device.type == "cpu" and isa_name() is not None
-
-
-def _backward_chunks(config: Config, direction: Pass) -> Chunking:
-    itemsize, limit = config.dtype.itemsize, config.workspace_limit
-    if _is_in_c(config):
-        p, itemsize = config.problem, accumulator_dtype(config.dtype).itemsize
+def _chunks(config: Config, direction: Pass) -> Chunking:
+    p, itemsize, limit = config.problem, cpu.dtype_of_columns(config, direction).itemsize, config.workspace_limit
+    if direction == "forward":
+        return forward_chunks(p, itemsize, limit)
+    if cpu.is_in_c(config):
         if direction == "input_grad":
             return backward_chunks(p, itemsize, min(limit, cpu.CACHED_BYTES) * p.gemm_m // (p.gemm_m + p.gemm_k))
         partial = max(1, _partial_bytes(config))
@@ -264,10 +254,10 @@ def _backward_chunks(config: Config, direction: Pass) -> Chunking:
         chunks = backward_chunks(p, itemsize, cached)
         return replace(chunks, images=max(1, min(chunks.images, (limit - cached) // partial)))
     if direction == "input_grad":
-        return backward_chunks(config.problem, itemsize, limit)
-    if longest_sum(config) < config.problem.in_pixels:
+        return backward_chunks(p, itemsize, limit)
+    if longest_sum(config) < p.in_pixels:
         limit -= limit // _PARTIALS_SHARE
-    return backward_chunks(config.problem, itemsize, limit, _partial_bytes(config))
+    return backward_chunks(p, itemsize, limit, _partial_bytes(config))
 
 
 def _partials(config: Config, chunks: Chunking) -> int:
@@ -284,14 +274,3 @@ def _partial_bytes(config: Config) -> int:
 
 def _column_elements(problem: Problem, chunks: Chunking) -> int:
     return chunks.images * problem.out_channels * problem.taps * chunks.in_rows * problem.input_size[1]
-
-
-def _warn_if_over_limit(algorithm: GemmCol2im, config: Config, direction: Pass) -> None:
-    needed = algorithm.workspace_bytes(config, direction)
-    if needed > config.workspace_limit and not ahead.get():
-        warnings.warn(
-            f"gemm_col2im: workspace_limit={config.workspace_limit} bytes is less than the smallest piece of this "
-            f"layer's {direction} needs; it takes {needed} bytes",
-            RuntimeWarning,
-            stacklevel=2,
-        )

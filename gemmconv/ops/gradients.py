@@ -13,7 +13,7 @@ from gemmconv import selection
 from gemmconv.algorithms.fallback import with_fallback
 from gemmconv.device import make_current
 from gemmconv.kernels.base import Config, Pass, with_strides
-from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_nchw
+from gemmconv.kernels.layout.transpose import prepare_via_channels_last, to_format
 from gemmconv.kernels.program import Program
 from gemmconv.ops.call_cache import find_or_make, tensor_signature
 from gemmconv.ops.configs import DEFAULT_FORM, CallForm, bias_grad_config
@@ -47,7 +47,8 @@ def both_gradients(
     """Prepare both gradients: one call if an algorithm has it, else two, for which grad_output is transposed once."""
     if gradients.at_once or gradients.are_torchs_in_one_call(config, weight_config):
         return gradients.input_grad.grads(config, weight_config)
-    transpose = to_nchw(config, config.problem.output_shape) if gradients.share else None
+    output_shape, nchw = config.problem.output_shape, torch.contiguous_format
+    transpose = to_format(config, output_shape, nchw) if gradients.share else None
     input_grad = gradients.input_grad.input_grad(config)
     weight_grad = gradients.weight_grad.weight_grad(weight_config)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config
+from gemmconv.kernels.integers import even_share
 
 _LONGEST_SUM = 1024  # pixels
 
@@ -31,6 +32,11 @@ class Chunk:
         """Its images."""
         return self.images[1] - self.images[0]
 
+    @property
+    def rows(self) -> int:
+        """Its input rows."""
+        return self.in_rows[1] - self.in_rows[0]
+
 
 @dataclass(frozen=True)
 class Chunking:
@@ -47,9 +53,9 @@ class Chunking:
     batch: int
 
     def __iter__(self) -> Iterator[Chunk]:
-        for begin in range(0, self.batch, self.images):
+        for images in _spans(self.batch, self.images):
             for in_rows, out_rows in self.blocks:
-                yield Chunk((begin, min(begin + self.images, self.batch)), in_rows, out_rows)
+                yield Chunk(images, in_rows, out_rows)
 
     @property
     def count(self) -> int:
@@ -74,13 +80,7 @@ def forward_chunks(problem: Problem, itemsize: int, limit: int) -> Chunking:
     rows_that_fit = limit // _row_bytes(problem, itemsize)
     halo = problem.dilation[0] * (problem.kernel_size[0] - 1) // problem.stride[0] + 1
     step = max(1, (rows_that_fit - halo) * problem.stride[0])
-    blocks = tuple(
-        (
-            input_rows_of(problem, (begin, min(begin + step, out_height))),
-            (begin, min(begin + step, out_height)),
-        )
-        for begin in range(0, out_height, step)
-    )
+    blocks = tuple((input_rows_of(problem, out_rows), out_rows) for out_rows in _spans(out_height, step))
     return Chunking(1, blocks, problem.batch)
 
 
@@ -94,7 +94,7 @@ def backward_chunks(problem: Problem, itemsize: int, limit: int, image_extra: in
     if images:
         return Chunking(images, (((0, height), (0, 0)),), problem.batch)
     step = max(1, (limit - image_extra) // _row_bytes(problem, itemsize))
-    blocks = tuple(((begin, min(begin + step, height)), (0, 0)) for begin in range(0, height, step))
+    blocks = tuple((in_rows, (0, 0)) for in_rows in _spans(height, step))
     return Chunking(1, blocks, problem.batch)
 
 
@@ -111,6 +111,11 @@ def input_rows_of(problem: Problem, out_rows: Span) -> Span:
     return begin, max(begin, end)
 
 
+def _spans(extent: int, step: int) -> list[Span]:
+    """Spans of ``step`` that cover an extent; the last may be shorter."""
+    return [(begin, min(begin + step, extent)) for begin in range(0, extent, step)]
+
+
 def _row_bytes(problem: Problem, itemsize: int) -> int:
     """Column bytes of one input row of one image."""
     return problem.out_channels * problem.taps * problem.input_size[1] * itemsize
@@ -119,11 +124,8 @@ def _row_bytes(problem: Problem, itemsize: int) -> int:
 def _images_that_fit(problem: Problem, batch_bytes: int, limit: int) -> int:
     """Whole images in a chunk, evenly shared among chunks within the limit; the batch takes ``batch_bytes``."""
     image_bytes = max(1, batch_bytes // max(1, problem.batch))
-    fitting = min(limit // image_bytes, max(1, problem.batch))
-    if fitting == 0:
-        return 0
-    chunks = -(-problem.batch // fitting)
-    return -(-problem.batch // max(1, chunks))
+    fitting = min(limit // image_bytes, problem.batch)
+    return even_share(problem.batch, fitting) if fitting else 0
 
 
 def longest_sum(config: Config) -> int:

@@ -8,6 +8,7 @@ torch's unfold replace its kernels, in the chunks that a GPU takes.
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,6 +55,16 @@ def is_faster_than_torch(config: Config) -> bool:
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)
     )
+
+
+def is_in_c(config: Config) -> bool:
+    """Whether the C kernels for a CPU fold and unfold the columns, in a buffer that fits the cache."""
+    return config.device.type == "cpu" and isa_name() is not None
+
+
+def dtype_of_columns(config: Config, direction: Pass) -> torch.dtype:
+    """The type of columns: that of sums in a forward pass, and in C; else that of grad_output, which is unfolded."""
+    return accumulator_dtype(config.dtype) if direction == "forward" or is_in_c(config) else config.dtype
 
 
 class Ring(NamedTuple):
@@ -119,42 +130,46 @@ def prepare_forward(config: Config) -> Callable[..., torch.Tensor]:
 
 def prepare(config: Config, direction: Pass, chunks: Chunking, elements: int, slots: int) -> Callable[..., Any]:
     """Prepare a pass in chunks; ``elements`` is the size of the columns, ``slots`` the number of partial sums."""
-    if direction == "forward" and isa_name() is not None:
+    if direction == "forward" and is_in_c(config):
         return prepare_forward(config)
     p, steps, accumulator = config.problem, _Steps(config), accumulator_dtype(config.dtype)
-    strides = {shape: strides_of(shape, config.memory_format) for shape in (p.input_shape, p.output_shape)}
+    column_dtype = dtype_of_columns(config, direction)
 
     def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output = input.new_empty(p.output_shape)
-        columns = input.new_empty(elements, dtype=accumulator)
+        columns = input.new_empty(elements, dtype=column_dtype)
         input, weight = input.contiguous(), weight.contiguous()
         for chunk in chunks:
             steps.columns_from_input(input, weight, columns, chunk)
             steps.fold(columns, bias, output, chunk)
-        return with_strides(output, strides[p.output_shape])
+        return with_strides(output, strides_of(p.output_shape, config.memory_format))
 
-    def gradients(grad_output: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None) -> list[Any]:
-        dtype = config.dtype if isa_name() is None else accumulator
-        columns, grad_output = grad_output.new_empty(elements, dtype=dtype), grad_output.contiguous()
-        grad_input = None if weight is None else grad_output.new_empty(p.input_shape)
-        partials = None if input is None else grad_output.new_zeros((slots, *p.weight_shape), dtype=accumulator)
-        input, weight = (None if tensor is None else tensor.contiguous() for tensor in (input, weight))
+    def gradients(grad_output: torch.Tensor, input: torch.Tensor | None, weight: torch.Tensor | None) -> Any:
+        columns, grad_output = grad_output.new_empty(elements, dtype=column_dtype), grad_output.contiguous()
+        grad_input = grad_weight = partials = None
+        if weight is not None:
+            weight, grad_input = weight.contiguous(), grad_output.new_empty(p.input_shape)
+        if input is not None:
+            input, partials = input.contiguous(), grad_output.new_zeros((slots, *p.weight_shape), dtype=accumulator)
         for chunk in chunks:
             steps.unfold(grad_output, columns, chunk)
             if weight is not None and grad_input is not None:
                 steps.input_grad(columns, weight, grad_input, chunk)
             if input is not None and partials is not None:
                 steps.weight_grad(columns, input, partials, chunk)
-        results: list[Any] = [] if grad_input is None else [with_strides(grad_input, strides[p.input_shape])]
-        return results if partials is None else [*results, partials.sum(0).to(config.dtype)]
+        if grad_input is not None:
+            grad_input = with_strides(grad_input, strides_of(p.input_shape, config.memory_format))
+        if partials is not None:
+            grad_weight = partials.sum(0).to(config.dtype)
+        return grad_input, grad_weight
 
     if direction == "forward":
         return forward
     if direction == "input_grad":
         return lambda grad_output, weight: gradients(grad_output, None, weight)[0]
     if direction == "weight_grad":
-        return lambda grad_output, input: gradients(grad_output, input, None)[0]
-    return lambda grad_output, input, weight: tuple(gradients(grad_output, input, weight))
+        return lambda grad_output, input: gradients(grad_output, input, None)[1]
+    return gradients
 
 
 class _Steps:
@@ -164,11 +179,9 @@ class _Steps:
     """
 
     def __init__(self, config: Config) -> None:
-        self._problem = config.problem
-        self._accumulator = accumulator_dtype(config.dtype)
-        self._layer: Any = None
-        if isa_name() is not None:
-            self._layer, self._kernels = layer_of(config, config.dtype, in_groups=False), kernels_for(config.dtype)
+        self._problem, self._accumulator = config.problem, accumulator_dtype(config.dtype)
+        self._layer = layer_of(config, config.dtype, in_groups=False)
+        self._kernels = kernels_for(config.dtype) if is_in_c(config) else None
 
     def columns_from_input(
         self, input: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, chunk: Chunk
@@ -178,25 +191,16 @@ class _Steps:
             _matmul(self._weight(weight).mT, self._pixels(input, chunk).to(self._accumulator), out=target)
 
     def fold(self, columns: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, chunk: Chunk) -> None:
-        target = output[_slice(chunk.images), :, _slice(chunk.out_rows)]
+        p = self._problem
+        target = output[slice(*chunk.images), :, slice(*chunk.out_rows)]
         sums = target.new_zeros(target.shape, dtype=self._accumulator)
-        if chunk.in_rows[0] < chunk.in_rows[1]:
-            self._fold_into(sums, columns, chunk)
+        if chunk.rows:
+            by_tap = self._columns(columns, chunk).view(chunk.count, -1, p.taps, chunk.rows, p.input_size[1])
+            _, of_area, of_sums = self._overlap(chunk, chunk.out_rows)
+            sums[of_sums] = self._area(by_tap)[of_area]
         if bias is not None:
             sums += bias.to(self._accumulator).view(-1, 1, 1)
         target.copy_(sums)
-
-    def _fold_into(self, sums: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
-        p = self._problem
-        rows = chunk.in_rows[1] - chunk.in_rows[0]
-        reached = (self._reach(0, rows), self._reach(1, p.input_size[1]))
-        area = self._area(self._columns(columns, chunk).view(sums.shape[0], -1, p.taps, rows, p.input_size[1]))
-        # Row r of the area is output row r + in_row * S - P; its column c is output column c - P.
-        area_rows, sum_rows = _overlap(
-            reached[0], chunk.in_rows[0] * p.stride[0] - p.padding[0], chunk.out_rows[0], sums.shape[2]
-        )
-        area_columns, sum_columns = _overlap(reached[1], -p.padding[1], 0, sums.shape[3])
-        sums[:, :, sum_rows, sum_columns] = area[:, :, area_rows, area_columns]
 
     def _area(self, columns: torch.Tensor) -> torch.Tensor:
         """The sums of columns ``[images, C_out, taps, H, W]``, in at least the extent that they reach.
@@ -221,46 +225,49 @@ class _Steps:
         return rows_and_columns.reshape(*columns.shape[:2], cells_h * stride_h, cells_w * stride_w)
 
     def unfold(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
-        if self._layer is not None:
-            self._unfold_in_c(grad_output, columns, chunk)
+        p, images, target = self._problem, grad_output[slice(*chunk.images)], self._columns(columns, chunk)
+        if self._kernels is not None:
+            rows = integers(chunk.in_rows)
+            for image, of_image in zip(images, target, strict=True):
+                self._kernels.im2col(
+                    *(ctypes.addressof(self._layer), address(image), address(of_image)),
+                    *(rows.ctypes.data, torch.get_num_threads()),
+                )
             return
-        p = self._problem
-        rows = chunk.in_rows[1] - chunk.in_rows[0]
-        reached = (self._reach(0, rows), self._reach(1, p.input_size[1]))
-        area = grad_output.new_zeros((chunk.images[1] - chunk.images[0], p.out_channels, *reached))
-        area_rows, grad_rows = _overlap(
-            reached[0], chunk.in_rows[0] * p.stride[0] - p.padding[0], 0, grad_output.shape[2]
-        )
-        area_columns, grad_columns = _overlap(reached[1], -p.padding[1], 0, grad_output.shape[3])
-        area[:, :, area_rows, area_columns] = grad_output[_slice(chunk.images), :, grad_rows, grad_columns]
+        extent, of_area, of_images = self._overlap(chunk, (0, p.output_size[0]))
+        area = grad_output.new_zeros((chunk.count, p.out_channels, *extent))
+        area[of_area] = images[of_images]
         unfolded = F.unfold(area, p.kernel_size, dilation=p.dilation, stride=p.stride)
-        target = self._columns(columns, chunk)
         target.copy_(unfolded.view(target.shape))
 
-    def _unfold_in_c(self, grad_output: torch.Tensor, columns: torch.Tensor, chunk: Chunk) -> None:
-        rows, target = integers(chunk.in_rows), self._columns(columns, chunk)
-        for n in range(*chunk.images):
-            self._kernels.im2col(
-                *(ctypes.addressof(self._layer), address(grad_output[n]), address(target[n - chunk.images[0]])),
-                *(rows.ctypes.data, torch.get_num_threads()),
-            )
+    def _overlap(self, chunk: Chunk, out_rows: Span) -> tuple[list[int], tuple[Any, ...], tuple[Any, ...]]:
+        """The area that a chunk's columns reach, including padding, and what it has in common with rows of outputs.
+
+        Returns:
+            The area's height and width; the indices of the common part in it, and in the rows of outputs.
+        """
+        p = self._problem
+        extents, of_area, of_outputs = list[int](), list[slice](), list[slice]()
+        spans = (chunk.in_rows, out_rows), ((0, p.input_size[1]), (0, p.output_size[1]))
+        for axis, ((first, last), (out_first, out_last)) in enumerate(spans):
+            extent = (last - first - 1) * p.stride[axis] + p.dilation[axis] * (p.kernel_size[axis] - 1) + 1
+            origin = first * p.stride[axis] - p.padding[axis]  # the output at the area's first position
+            begin = max(origin, out_first)
+            end = max(begin, min(origin + extent, out_last))
+            extents.append(extent)
+            of_area.append(slice(begin - origin, end - origin))
+            of_outputs.append(slice(begin - out_first, end - out_first))
+        return extents, (..., *of_area), (..., *of_outputs)
 
     def input_grad(self, columns: torch.Tensor, weight: torch.Tensor, grad_input: torch.Tensor, chunk: Chunk) -> None:
         product = self._weight(weight) @ self._columns(columns, chunk).to(self._accumulator)
-        p = self._problem
-        grad_input[_slice(chunk.images), :, _slice(chunk.in_rows)] = product.view(
-            -1, p.in_channels, chunk.in_rows[1] - chunk.in_rows[0], p.input_size[1]
-        ).to(grad_input.dtype)
+        target = grad_input[slice(*chunk.images), :, slice(*chunk.in_rows)]
+        target.copy_(product.view(target.shape))
 
     def weight_grad(self, columns: torch.Tensor, input: torch.Tensor, partials: torch.Tensor, chunk: Chunk) -> None:
         pixels = self._pixels(input, chunk).to(self._accumulator)
         products = pixels @ self._columns(columns, chunk).to(self._accumulator).mT  # [images, groups, K, M]
         partials[: products.shape[0]] += products.view(-1, *partials.shape[1:])
-
-    def _reach(self, axis: int, size: int) -> int:
-        """Extent of the outputs that ``size`` input positions of an axis reach, including padding."""
-        p = self._problem
-        return (size - 1) * p.stride[axis] + p.dilation[axis] * (p.kernel_size[axis] - 1) + 1
 
     def _weight(self, weight: torch.Tensor) -> torch.Tensor:  # [groups, K, M]
         p = self._problem
@@ -268,22 +275,10 @@ class _Steps:
 
     def _pixels(self, input: torch.Tensor, chunk: Chunk) -> torch.Tensor:  # [images, groups, K, P]
         p = self._problem
-        rows = input[_slice(chunk.images), :, _slice(chunk.in_rows)]
-        return rows.reshape(rows.shape[0], p.groups, p.gemm_k, rows.shape[2] * rows.shape[3])
+        rows = input[slice(*chunk.images), :, slice(*chunk.in_rows)]
+        return rows.reshape(chunk.count, p.groups, p.gemm_k, chunk.rows * p.input_size[1])
 
     def _columns(self, columns: torch.Tensor, chunk: Chunk) -> torch.Tensor:  # [images, groups, M, P]
         p = self._problem
-        images = chunk.images[1] - chunk.images[0]
-        pixels = (chunk.in_rows[1] - chunk.in_rows[0]) * p.input_size[1]
-        return columns[: images * p.groups * p.gemm_m * pixels].view(images, p.groups, p.gemm_m, pixels)
-
-
-def _slice(span: Span) -> slice:
-    return slice(*span)
-
-
-def _overlap(size_a: int, origin_a: int, origin_b: int, size_b: int) -> tuple[slice, slice]:
-    """The intersection of two intervals of one axis, as a slice of each."""
-    begin = max(origin_a, origin_b)
-    end = max(begin, min(origin_a + size_a, origin_b + size_b))
-    return slice(begin - origin_a, end - origin_a), slice(begin - origin_b, end - origin_b)
+        shape = chunk.count, p.groups, p.gemm_m, chunk.rows * p.input_size[1]
+        return columns[: math.prod(shape)].view(shape)

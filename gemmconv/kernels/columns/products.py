@@ -179,7 +179,7 @@ class Columns:
 
     def _pixels(self, chunk: Chunk) -> int:
         """Input pixels of each image of a chunk."""
-        return (chunk.in_rows[1] - chunk.in_rows[0]) * self._problem.input_size[1]
+        return chunk.rows * self._problem.input_size[1]
 
     @property
     def _output_image_bytes(self) -> int:

@@ -91,24 +91,24 @@ def _seconds(config: Config, shape: Shape4, computed_in: torch.memory_format = t
     return _COST.launch_seconds + math.prod(shape) * itemsize / (rate * config.spec.ratio("bandwidth"))
 
 
-def to_nchw(config: Config, shape: Shape4) -> Fit:
-    """Prepare a function that brings a tensor of this shape to NCHW.
+def to_format(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
+    """Prepare a function that brings a tensor of this shape to a format.
 
-    A kernel transposes tensors in channels_last if ``config`` is in that format on a GPU; torch copies any other.
+    A kernel transposes tensors in the other format if ``config`` is in that one on a GPU; torch copies any other.
     """
-    return _fit(config, shape, torch.contiguous_format)
-
-
-def to_channels_last(config: Config, shape: Shape4) -> Fit:
-    """Prepare a function that brings a tensor of this shape to channels_last; see :func:`to_nchw`."""
-    return _fit(config, shape, torch.channels_last)
+    if config.device.type == "cuda" and config.memory_format is not memory_format and takes_the_kernel(shape):
+        return prepare_transpose(config, shape, memory_format)
+    contiguous = torch.Tensor.contiguous
+    if memory_format is torch.contiguous_format:
+        return contiguous
+    return partial(contiguous, memory_format=memory_format)
 
 
 def from_channels_last(config: Config, shape: Shape4) -> Fit:
     """Prepare a function that brings a result of this shape from channels_last to the configuration's format."""
-    strides, wanted = strides_of(shape, config.memory_format), config.memory_format
+    wanted = config.memory_format
     if wanted is torch.channels_last or config.device.type != "cuda" or not takes_the_kernel(shape):
-        return partial(with_strides, strides=strides)
+        return partial(with_strides, strides=strides_of(shape, wanted))
     return prepare_transpose(config, shape, wanted)
 
 
@@ -120,9 +120,9 @@ def prepare_via_channels_last(config: Config, compute: BothGradients, transposes
         compute: computes both gradients from grad_output and input in channels_last.
         transposes_weight: whether ``compute`` needs the weight in channels_last too.
     """
-    p = config.problem
-    transpose_grad, transpose_input = (to_channels_last(config, shape) for shape in (p.output_shape, p.input_shape))
-    transpose_weight = to_channels_last(config, p.weight_shape) if transposes_weight else None
+    p, last = config.problem, torch.channels_last
+    transpose_grad, transpose_input = (to_format(config, shape, last) for shape in (p.output_shape, p.input_shape))
+    transpose_weight = to_format(config, p.weight_shape, last) if transposes_weight else None
     transpose_back = from_channels_last(config, p.input_shape)
 
     def call(grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,16 +132,6 @@ def prepare_via_channels_last(config: Config, compute: BothGradients, transposes
         return transpose_back(grad_input), grad_weight
 
     return call
-
-
-def _fit(config: Config, shape: Shape4, memory_format: torch.memory_format) -> Fit:
-    given = other_format(memory_format)
-    if config.device.type == "cuda" and config.memory_format is given and takes_the_kernel(shape):
-        return prepare_transpose(config, shape, memory_format)
-    contiguous = torch.Tensor.contiguous
-    if memory_format is torch.contiguous_format:
-        return contiguous
-    return partial(contiguous, memory_format=memory_format)
 
 
 def is_same_memory(shape: Sequence[int]) -> bool:

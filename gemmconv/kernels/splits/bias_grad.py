@@ -18,40 +18,38 @@ _BLOCKS = 4  # most blocks of a multiprocessor if there are several slices
 _VECTOR_BYTES = 16
 
 
-def vector_of(config: Config) -> int:
-    """Elements that are loaded together: of a row of pixels in NCHW, of channels in channels_last."""
-    p = config.problem
-    extent = p.out_channels if config.memory_format is torch.channels_last else p.out_pixels
-    return math.gcd(extent, _VECTOR_BYTES // config.dtype.itemsize)
-
-
 def slices_of(items: int, least: int, most: int) -> int:
     """The number of slices in which items are added up: at most ``most``, with at least ``least`` items in each."""
     return max(1, min(-(-items // least), most))
 
 
 def bias_grad_macros(config: Config) -> Macros:
-    """Macros that specialise csrc/splits/bias_grad.cu."""
-    vector, channels_last = vector_of(config), config.memory_format is torch.channels_last
+    """Macros that specialise csrc/splits/bias_grad.cu.
+
+    A vector of elements is loaded at once: of a row of pixels in NCHW, of channels in channels_last.
+    """
+    p, channels_last = config.problem, config.memory_format is torch.channels_last
+    vector = math.gcd(p.out_channels if channels_last else p.out_pixels, _VECTOR_BYTES // config.dtype.itemsize)
     return {
         "ELEMENT_T": ELEMENT_TYPES[config.dtype],
         "SUM_T": ELEMENT_TYPES[config.dtype],
         "CHANNELS_LAST": int(channels_last),
         "VECTOR": vector,
-        "LANES": min(32, power_of_two(config.problem.out_channels // vector)) if channels_last else 1,
+        "LANES": min(32, power_of_two(p.out_channels // vector)) if channels_last else 1,
     }
 
 
 def program(config: Config) -> Program | None:
     """``grad_bias`` from ``grad_output`` in the configuration's format; None if items exceed the kernel's integers."""
     p, channels_last = config.problem, config.memory_format is torch.channels_last
-    vector = vector_of(config)
-    units = p.out_pixels // vector
-    items = p.batch * (p.out_pixels if channels_last else units)
-    if items == 0 or items + INT32_MAX // 1024 > INT32_MAX or config.dtype not in ELEMENT_TYPES:
+    if config.dtype not in ELEMENT_TYPES:
         return None
     macros = bias_grad_macros(config)
-    lanes = int(macros["LANES"])
+    lanes, vector = int(macros["LANES"]), int(macros["VECTOR"])
+    units = p.out_pixels // vector
+    items = p.batch * (p.out_pixels if channels_last else units)
+    if items == 0 or items + INT32_MAX // 1024 > INT32_MAX:
+        return None
     blocks = -(-p.out_channels // (lanes * vector)) if channels_last else p.out_channels
     slices = slices_of(items, _ITEMS * _THREADS // lanes, _BLOCKS * config.spec.multiprocessors // blocks)
     share = -(-items // slices)
