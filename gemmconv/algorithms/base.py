@@ -129,15 +129,10 @@ class Algorithm(ABC):
         choice = self.choice(_of_both(config, weight_config), "grads")
         if choice is None:
             return math.inf
-        one_by_one = self.one_by_one_seconds(config, weight_config)
+        one_by_one = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
+        if config.memory_format is weight_config.memory_format:  # both share one transpose
+            one_by_one -= grad_output_transpose_seconds(config)
         return choice.seconds if choice.seconds < one_by_one else math.inf
-
-    def one_by_one_seconds(self, config: Config, weight_config: Config) -> float:
-        """Estimated seconds of one gradient after the other; both share one transpose of grad_output."""
-        seconds = self.estimate(config, "input_grad") + self.estimate(weight_config, "weight_grad")
-        return seconds - (
-            grad_output_transpose_seconds(config) if config.memory_format is weight_config.memory_format else 0
-        )
 
     def _prepare(self, config: Config, direction: Pass) -> Callable[..., Any]:
         choice = self.choice(config, direction)

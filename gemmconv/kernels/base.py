@@ -161,18 +161,21 @@ class Kernel(ABC):
 
     def refuses(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that is known at once and does not depend on sizes."""
-        if config.device.type != "cuda":
-            return f"the device must be cuda, got {config.device.type}"
-        if (
-            reason := missing(config.device) if self.features else why_no_kernels(config.device, config.spec)
-        ) is not None:
+        if config.device.type != self.device_type:
+            return f"the device must be {self.device_type}, got {config.device.type}"
+        if (reason := self.lacks(config)) is not None:
             return reason
-        if not self.features <= config.spec.features:
-            major, minor = config.spec.capability
-            return f"the device must have compute capability 9.0, got {major}.{minor}"
         if direction not in self.directions:
             return f"it computes {' and '.join(self.directions)} alone, got {direction}"
         return why_not_dtype(config.dtype, self.dtypes)
+
+    def lacks(self, config: Config) -> str | None:
+        """What the device, or the software of this machine, lacks for the kernel, as a clause; None for nothing."""
+        reason = missing(config.device) if self.features else why_no_kernels(config.device, config.spec)
+        if reason is None and not self.features <= config.spec.features:
+            major, minor = config.spec.capability
+            return f"the device must have compute capability 9.0, got {major}.{minor}"
+        return reason
 
     def declines(self, config: Config, direction: Pass) -> str | None:
         """The part of :meth:`why_not` that depends on the layer's sizes."""

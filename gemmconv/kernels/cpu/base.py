@@ -9,7 +9,6 @@ import torch
 
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.cpu.library import KINDS, isa_name
-from gemmconv.kernels.macros import why_not_dtype
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,10 @@ class CpuKernel(Kernel):
     def program(self, config: Config, direction: Pass, tile: Any) -> None:
         """None: it runs on the CPU."""
 
-    def refuses(self, config: Config, direction: Pass) -> str | None:
-        if config.device.type != "cpu":
-            return f"the device must be cpu, got {config.device.type}"
-        if direction not in self.directions:
-            return f"it computes {' and '.join(self.directions)} alone, got {direction}"
+    def lacks(self, config: Config) -> str | None:
         if isa_name() is None:
             return "it needs the extension in C, which is not there; install gemmconv where there is a C compiler"
-        return why_not_dtype(config.dtype, self.dtypes)
+        return None
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

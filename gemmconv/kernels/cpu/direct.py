@@ -49,13 +49,8 @@ def prepare(config: Config, direction: Pass) -> Callable[..., torch.Tensor]:
         a, b, c = (None if one is None else one.to(wide).contiguous() for one in (first, second, bias))
         result = torch.empty(shape, dtype=wide)
         kernels.direct(
-            ctypes.addressof(layer),
-            number,
-            address(a),
-            address(b),
-            address(c),
-            result.data_ptr(),
-            torch.get_num_threads(),
+            *(ctypes.addressof(layer), number, address(a), address(b), address(c)),
+            *(result.data_ptr(), torch.get_num_threads()),
         )
         return with_strides(result.to(config.dtype), strides)
 

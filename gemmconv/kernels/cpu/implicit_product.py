@@ -7,12 +7,13 @@ changes the order of a sum, so results are equal to the bit for any number of th
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from gemmconv.kernels.cpu.base import CpuKernel, dense
 from gemmconv.kernels.cpu.correlation import Axis, Table, table_of
 from gemmconv.kernels.cpu.direct import prepare as prepare_directly
 from gemmconv.kernels.cpu.library import KINDS, Conv, WeightGrad, address, checksum, integers, kernels_for
+from gemmconv.kernels.integers import up_to_multiple
 
 _BAND_BYTES, _LARGE_BAND_BYTES = 256 << 10, 1 << 20  # bytes of staged planes; the latter for many weights
 _MANY_WEIGHTS = 300_000  # weights of a group from which each band reads them from memory again
@@ -104,8 +106,8 @@ class _Correlation:
         values = channels * planes * plane + at_once * products * rows * (strip + tile)
         values += strip * axes[2].target_step if KINDS[config.dtype] else 0
         self.packed_bytes = packed_values * p.groups * itemsize
-        self.scratch_bytes = _whole_lines(values * itemsize + 8 * len(entries))
-        self.threads_bytes = _whole_lines(8 * threads) + threads * self.scratch_bytes
+        self.scratch_bytes = up_to_multiple(values * itemsize + 8 * len(entries), _LINE)
+        self.threads_bytes = up_to_multiple(8 * threads, _LINE) + threads * self.scratch_bytes
         steps = [weight_target * channel for channel in range(block)]
         self._arrays = [
             integers(itertools.accumulate(map(len, table.products), initial=0)),
@@ -174,10 +176,6 @@ def _view(
     )
 
 
-def _whole_lines(count: int) -> int:
-    return -(-count // _LINE) * _LINE
-
-
 def _odd_lines(values: int, itemsize: int) -> int:
     """``values`` rounded up to an odd number of cache lines, so that planes lie in different sets of a cache."""
     lines = -(-values * itemsize // _LINE)
@@ -197,11 +195,12 @@ def _scratch(size: int, what: str = "scratch") -> int:
     if memory is None or memory.numel() < size + _LINE:
         memory = torch.empty(size + _LINE, dtype=torch.uint8)
         setattr(_thread_memory, what, memory)
-    return _whole_lines(memory.data_ptr())
+    return up_to_multiple(memory.data_ptr(), _LINE)
 
 
 def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., torch.Tensor]:
-    p, kernels, made = config.problem, kernels_for(config.dtype), dict[tuple[int, bool], _Correlation]()
+    p, kernels = config.problem, kernels_for(config.dtype)
+    arguments_for = functools.cache(functools.partial(_Correlation, config, is_gradient))
     shape = p.input_shape if is_gradient else p.output_shape
     strides = strides_of(shape, config.memory_format)
     directly = prepare_directly(config, "input_grad" if is_gradient else "forward")
@@ -210,9 +209,7 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
     def call(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         given = source, weight
         source, weight, threads = dense(source), weight.contiguous(), torch.get_num_threads()
-        arguments = made.get((threads, _is_last(source)))
-        if arguments is None:
-            arguments = made[threads, _is_last(source)] = _Correlation(config, is_gradient, threads, _is_last(source))
+        arguments = arguments_for(threads, _is_last(source))
         target = torch.empty_strided(shape, strides, dtype=source.dtype)
         if target.numel() == 0:
             return target
@@ -233,22 +230,19 @@ def _prepare_correlation(config: Config, is_gradient: bool) -> Callable[..., tor
                 *(arguments.address, source.data_ptr(), packed, address(values), target.data_ptr()),
                 *(_scratch(arguments.threads_bytes), arguments.scratch_bytes, threads),
             )
-        if finite:
-            return target
-        return directly(*given) if is_gradient else directly(*given, bias)
+        return target if finite else directly(*given, bias)
 
     return call
 
 
-class _Packed:
-    """The cached packed forms of a weight, and the version, address and checksum of the contents they belong to."""
+class _Packed(NamedTuple):
+    """The packed forms of a weight, and the version, address and checksum of the contents they belong to."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight, self.state = weakref.ref(weight), tuple[int, ...]()
-        self.forms: dict[Any, tuple[torch.Tensor, bool]] = {}
+    state: tuple[int, int, int]
+    forms: dict[Any, tuple[torch.Tensor, bool]]
 
 
-_packed: dict[int, _Packed] = {}
+_packed: dict[int, _Packed] = {}  # by the id of a weight that is still in memory
 
 
 def _packed_weight(weight: torch.Tensor, key: Any, size: int, pack: Callable[[int], bool]) -> tuple[torch.Tensor, bool]:
@@ -263,21 +257,15 @@ def _packed_weight(weight: torch.Tensor, key: Any, size: int, pack: Callable[[in
 
     if not weight.is_leaf or weight.is_inference() or not weight.is_contiguous():
         return made()
-    state, sum_, number = (weight._version, weight.data_ptr()), checksum(weight), id(weight)
+    state, number = (weight._version, weight.data_ptr(), checksum(weight)), id(weight)
     known = _packed.get(number)
-    if known is None or known.weight() is not weight:
-        known = _packed[number] = _Packed(weight)
-        weakref.finalize(weight, _forget, number, known)
-    if known.state != (*state, sum_):
-        known.state, known.forms = (*state, sum_), {}
+    if known is None:
+        weakref.finalize(weight, _packed.pop, number, None)
+    if known is None or known.state != state:
+        known = _packed[number] = _Packed(state, {})
     if (form := known.forms.get(key)) is None:
         form = known.forms[key] = made()
     return form
-
-
-def _forget(number: int, known: _Packed) -> None:
-    if _packed.get(number) is known:
-        del _packed[number]
 
 
 class _Gradient:
@@ -304,7 +292,8 @@ class _Gradient:
         in_place = slices == 1 and not KINDS[config.dtype]
         self.partial_bytes = 0 if in_place else slices * sum_bytes
         input_plane, grad_plane = (_odd_lines(one, itemsize) for one in (band, band + high - low + lanes))
-        self.scratch_bytes = _whole_lines((input_block * input_plane + grad_block * planes * grad_plane) * itemsize)
+        values = input_block * input_plane + grad_block * planes * grad_plane
+        self.scratch_bytes = up_to_multiple(values * itemsize, _LINE)
         self._arrays = [integers([one[i] for one in by_tap]) for i in (2, 1)]
         self.struct = WeightGrad(
             _view(config, p.input_shape, of_input, axes, True, input_last),
@@ -317,15 +306,13 @@ class _Gradient:
 
 
 def _prepare_weight_grad(config: Config) -> Callable[..., torch.Tensor]:
-    p, kernels, made = config.problem, kernels_for(config.dtype), dict[tuple[bool, bool], _Gradient]()
+    p, kernels = config.problem, kernels_for(config.dtype)
+    arguments_for = functools.cache(functools.partial(_Gradient, config))
     directly = prepare_directly(config, "weight_grad")
 
     def call(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         grad, given = dense(grad_output), dense(input)
-        formats = _is_last(given), _is_last(grad)
-        arguments = made.get(formats)
-        if arguments is None:
-            arguments = made[formats] = _Gradient(config, *formats)
+        arguments = arguments_for(_is_last(given), _is_last(grad))
         gradient, threads = torch.empty(p.weight_shape, dtype=grad.dtype), torch.get_num_threads()
         if gradient.numel() == 0 or p.batch == 0:
             return gradient.zero_()
