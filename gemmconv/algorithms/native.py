@@ -17,15 +17,7 @@ import torch
 
 from gemmconv.algorithms.base import AlgorithmOfOne
 from gemmconv.geometry import Shape4
-from gemmconv.kernels.base import (
-    BothGradients,
-    Config,
-    Forward,
-    Gradient,
-    Pass,
-    restrided,
-    strides_of,
-)
+from gemmconv.kernels.base import BothGradients, Config, Forward, Gradient, Pass, restrided, strides_of
 from gemmconv.kernels.cpu import estimate
 from gemmconv.kernels.measured import roofline, torchs_seconds
 

@@ -54,7 +54,6 @@ class Axis:
         return max(-(-self.size // self.source_step) - min(shifts), self.cells + max(shifts))
 
 
-@lru_cache(maxsize=1024)
 def axes_of(problem: Problem, is_gradient: bool, together: bool) -> tuple[Axis, Axis, Axis]:
     """The axes of a forward pass, or of an input gradient.
 

@@ -195,8 +195,7 @@ class Tile:
     @property
     def tiles_image(self) -> Pair:
         """Tiles of an image, down and across."""
-        height, width = self.problem.input_size[0], self.input_width
-        return -(-height // self.rows), -(-width // self.tile_w)
+        return -(-self.problem.input_size[0] // self.rows), -(-self.input_width // self.tile_w)
 
     @property
     def tiles(self) -> int:
@@ -211,7 +210,7 @@ class Tile:
 
     @property
     def registers(self) -> int:
-        """Roughly those of a thread that multiplies."""
+        """Roughly the registers of a thread that multiplies."""
         words = ((self.taps[1] - 1) * self.problem.dilation[1] + self.problem.stride[1]) // self.word_elements + 2
         sums = math.prod(self.taps) * self.ci_tile // 2
         return self.parts * (sums + 8 * self.taps[1]) + 2 * words + _OTHER_REGISTERS
@@ -560,15 +559,12 @@ def maps_of(tile: Tile) -> tuple[TensorMapSpec, TensorMapSpec]:
     p = tile.problem
 
     def of(name: str, shape: Shape4, planes: int, box: Shape4, swizzled: bool) -> TensorMapSpec:
-        """The tensor map of rows; or of planes, each as one row, or several together."""
+        """The tensor map of rows; or, if there are ``planes``, of so many planes together as one row."""
         images, channels, height, width = shape
-        plane = height * width * tile.itemsize
         if planes:
-            sizes, plane = (planes * height * width, 1, channels // planes, images), planes * plane
-            channels //= planes
-        else:
-            sizes = (width, height, channels, images)
-        strides = sizes[0] * tile.itemsize, plane, channels * plane
+            channels, height, width = channels // planes, 1, planes * height * width
+        row = width * tile.itemsize
+        sizes, strides = (width, height, channels, images), (row, height * row, channels * height * row)
         return TensorMapSpec(name, tile.itemsize, sizes, strides, box, swizzled=swizzled)
 
     inputs, outputs = tile.box_channels

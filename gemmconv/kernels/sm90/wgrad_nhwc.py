@@ -226,7 +226,7 @@ class Tile:
         return self.cycles_of([(pixels, box, self._stages(pixels, box))])[0]
 
     def cycles_of(self, sizes: Iterable[tuple[int, int, int]]) -> list[float]:
-        """That, for tiles of other sizes: by pixels, lines of a box, and stages."""
+        """The cycles of this tile with other sizes, each given as pixels, lines of a box, and stages."""
         step_products, columns, side, boxes = self.products * self.warpgroups, self.columns, self.sides[0], self.boxes
         # Both sides of each product are read, and lines written, at 128 bytes a cycle.
         multiplied, read = columns / 2 * _COST.product_share, _STEP + columns / 4
@@ -343,7 +343,7 @@ def _all_sizes(problem: Problem) -> Iterator[Size]:
 
 @functools.lru_cache(maxsize=1024)
 def _sizes(problem: Problem, extra_h: int, extra_w: int) -> list[Size]:
-    """Those that waste least, of problems of some sizes."""
+    """The sizes of tiles that waste least, for boxes with so many rows and columns beyond those of a tile."""
 
     def lines(size: Size) -> int:
         images, rows, columns = size
@@ -405,7 +405,7 @@ def tile_of(problem: Problem, limit: int, multiprocessors: int = REFERENCE.multi
         return None
     height, width = (next((most for most in _ALIKE if size <= most), _ALIKE[-1]) for size in problem.input_size)
     menu = _menu_of(replace(problem, batch=1, input_size=(height, width)), multiprocessors)
-    tile = min(menu, key=lambda tile: tile.seconds(limit, problem), default=None)
+    tile = min(menu, key=lambda one: one.seconds(limit, problem), default=None)
     return None if tile is None or tile.sliced(problem, limit)[0] == 0 else replace(tile, problem=problem)
 
 

@@ -14,6 +14,7 @@ import torch
 from gemmconv.device import REFERENCE
 from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, accumulator_dtype, strides_of
+from gemmconv.kernels.integers import power_of_two_within
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Launch, Long, Operand, Output, Params, Program, Step, reciprocal
 
@@ -188,8 +189,7 @@ def _run(problem: Problem, slices: int, multiprocessors: int) -> int:
 
 
 def _shares(problem: Problem, run: int, slices: int, read: int) -> int:
-    """Threads that share the slices of one weight, so few that no thread has more than one piece."""
-    shares, pieces = _MOST_SHARES, problem.taps * run // read
-    while shares > 1 and (shares > slices or shares * pieces > _THREADS or shares * _bytes(problem, run) > _BYTES):
-        shares //= 2
-    return shares
+    """Threads that share the slices of one weight: a power of two, so few that no thread has more than one piece."""
+    pieces = problem.taps * run // read
+    most = min(_MOST_SHARES, slices, _THREADS // pieces, _BYTES // _bytes(problem, run))
+    return power_of_two_within(most, most)
