@@ -16,12 +16,12 @@ written, it is the transpose that is computed:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from gemmconv.geometry import Problem
 from gemmconv.kernels.base import Config, accumulator_dtype
 from gemmconv.kernels.columns import col2im
 from gemmconv.kernels.columns.chunking import Chunk, longest_sum
@@ -32,56 +32,45 @@ UNIT = 16  # bytes that cuBLAS's kernels copy at once
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Column-major matrices, one for each image and group: the first's address, leading extent, strides in elements."""
+    """Column-major matrices, one for each image, slice of its pixels, and group.
+
+    Attributes:
+        at: address of the first.
+        dtype: type of the elements.
+        leading: leading extent.
+        strides: elements from one image, slice and group to the next; 0 where all share a matrix.
+    """
 
     at: At
     dtype: torch.dtype
     leading: int
-    image_stride: int
-    group_stride: int
-    pixel_stride: int = 1  # between pixels of images, or of columns
-
-    def of_call(self, call: int, over_images: bool) -> Matrices:
-        """The matrices of one cuBLAS call, which covers the images of one group, or the groups of one image."""
-        of_calls, of_call = self.group_stride, self.image_stride
-        if not over_images:
-            of_calls, of_call = of_call, of_calls
-        return Matrices(self.further(call * of_calls).at, self.dtype, self.leading, of_call)
+    strides: Extent3
 
     def further(self, elements: int) -> _Matrices:
         """These matrices with the address moved on by so many elements."""
         return replace(self, at=At(self.at.tensor, self.at.offset + elements * self.dtype.itemsize))
 
-    def slices(self, first: int, call: int, pixels: int, over_slices: bool) -> _Matrices:
-        """The matrices of one call over slices of ``pixels`` pixels of each image, beginning with the slice ``first``.
-
-        A call covers the slices of one image, which take the place of images, or one slice of all images.
-        """
-        stride = pixels * self.pixel_stride
-        step = self.image_stride if over_slices else stride
-        return replace(
-            self.further(first * stride + call * step), image_stride=stride if over_slices else self.image_stride
-        )
-
 
 def _products(
     extents: Extent3,
     operands: tuple[_Matrices, _Matrices, _Matrices],
-    images: int,
-    groups: int,
+    counts: Extent3,
     *,
     transposed: tuple[bool, bool],
     tf32: bool,
     accumulates: bool = False,
 ) -> Iterator[Gemm]:
-    """C = op(A) op(B) for every image and group, in as few strided-batched calls as their strides allow.
+    """C = op(A) op(B) for every image, slice and group, of which there are ``counts``, in few strided-batched calls.
 
-    A call steps by one stride, so it covers the images of one group or the groups of one image, whichever are more.
+    A call steps by one stride, so it covers the images, the slices or the groups, whichever are most.
     """
-    over_images = images >= groups
-    for call in range(groups if over_images else images):
-        a, b, c = (one.of_call(call, over_images) for one in operands)
-        yield Gemm(extents, (a, b, c), images if over_images else groups, transposed, tf32, accumulates)
+    images, slices, groups = range(3)
+    covered, repeated = (slices, images) if counts[slices] > counts[images] else (images, slices)
+    batched, others = (covered, groups) if counts[covered] >= counts[groups] else (groups, covered)
+    for i, j in itertools.product(range(counts[repeated]), range(counts[others])):
+        firsts = (one.further(i * one.strides[repeated] + j * one.strides[others]) for one in operands)
+        a, b, c = (Matrices(one.at, one.dtype, one.leading, one.strides[batched]) for one in firsts)
+        yield Gemm(extents, (a, b, c), counts[batched], transposed, tf32, accumulates)
 
 
 def slices_of(pixels: int, longest: int, slots: int) -> list[tuple[int, int, int]]:
@@ -129,8 +118,8 @@ class Columns:
         if pixels:
             input, transposed = self._images("input", chunk, self._input_last), (self._input_last, True)
             operands = input, self._weight, self._columns(self._sums, pixels)
-            extents = pixels, p.gemm_m, p.gemm_k
-            yield from _products(extents, operands, chunk.count, p.groups, transposed=transposed, tf32=self._tf32)
+            extents, counts = (pixels, p.gemm_m, p.gemm_k), (chunk.count, 1, p.groups)
+            yield from _products(extents, operands, counts, transposed=transposed, tf32=self._tf32)
 
     def fold(self, chunk: Chunk) -> Iterator[Step]:
         """output = col2im(columns) + bias"""
@@ -150,7 +139,8 @@ class Columns:
         columns, grad_input = self._columns(self._dtype, pixels), self._images("grad_input", chunk, last)
         operands = (self._weight, columns, grad_input) if last else (columns, self._weight, grad_input)
         extents = (p.gemm_k, pixels, p.gemm_m) if last else (pixels, p.gemm_k, p.gemm_m)
-        yield from _products(extents, operands, chunk.count, p.groups, transposed=(last, last), tf32=self._tf32)
+        counts = chunk.count, 1, p.groups
+        yield from _products(extents, operands, counts, transposed=(last, last), tf32=self._tf32)
 
     def fills(self, chunk: Chunk, slots: int) -> bool:
         """Whether the weight gradient of a chunk writes each of ``slots`` partial sums by one product of an image."""
@@ -163,19 +153,18 @@ class Columns:
         chunk :meth:`fills` the partial sums, it may overwrite them (``accumulates=False``).
         """
         p, pixels, images, longest = self._problem, self._pixels(chunk), chunk.count, self._longest_sum
+        columns, input = self._columns(self._dtype, pixels), self._images("input", chunk, self._input_last)
         group = p.gemm_k * p.gemm_m
-        partials = _Matrices(At("partials"), self._sums, p.gemm_m, p.groups * group, group)  # [M, K]
         for first, slices, length in slices_of(pixels, longest, slots):
-            over_slices = slices > images
-            operands = self._columns(self._dtype, pixels), self._images("input", chunk, self._input_last)
-            for call in range(images if over_slices else slices):
-                a, b = (one.slices(first, call, longest, over_slices) for one in operands)
-                yield from _products(
-                    *((p.gemm_m, p.gemm_k, length), (a, b, partials), slices if over_slices else images, p.groups),
-                    transposed=(True, self._input_last),
-                    tf32=self._tf32,
-                    accumulates=accumulates,
-                )
+            a, b = (one.further(first * one.strides[1]) for one in (columns, input))
+            image, of_slice = (0, p.groups * group) if slices > images else (p.groups * group, 0)
+            partials = _Matrices(At("partials"), self._sums, p.gemm_m, (image, of_slice, group))  # [M, K]
+            yield from _products(
+                *((p.gemm_m, p.gemm_k, length), (a, b, partials), (images, slices, p.groups)),
+                transposed=(True, self._input_last),
+                tf32=self._tf32,
+                accumulates=accumulates,
+            )
 
     def _pixels(self, chunk: Chunk) -> int:
         """Input pixels of each image of a chunk."""
@@ -193,13 +182,15 @@ class Columns:
         leading, pixel, channel = (p.in_channels, p.in_channels, 1) if last else (pixels, 1, pixels)
         first = chunk.images[0] * p.in_channels * pixels + chunk.in_rows[0] * p.input_size[1] * pixel
         at = At(name, first * self._dtype.itemsize)
-        return _Matrices(at, self._dtype, leading, p.in_channels * pixels, p.gemm_k * channel, pixel)
+        strides = p.in_channels * pixels, self._longest_sum * pixel, p.gemm_k * channel
+        return _Matrices(at, self._dtype, leading, strides)
 
     @property
     def _weight(self) -> _Matrices:  # [M, K], shared by the images
         p = self._problem
-        return _Matrices(At("weight"), self._dtype, p.gemm_m, 0, p.gemm_k * p.gemm_m)
+        return _Matrices(At("weight"), self._dtype, p.gemm_m, (0, 0, p.gemm_k * p.gemm_m))
 
     def _columns(self, dtype: torch.dtype, pixels: int) -> _Matrices:  # [P, M]
-        p: Problem = self._problem
-        return _Matrices(At("columns"), dtype, pixels, p.groups * p.gemm_m * pixels, p.gemm_m * pixels)
+        p = self._problem
+        strides = p.groups * p.gemm_m * pixels, self._longest_sum, p.gemm_m * pixels
+        return _Matrices(At("columns"), dtype, pixels, strides)
