@@ -112,7 +112,8 @@ def test_emulated_products_see_a_wrong_stride(monkeypatch):
     original = products.Columns._images
 
     def of_the_first_image(self, *where):
-        return dataclasses.replace(original(self, *where), image_stride=0)
+        images = original(self, *where)
+        return dataclasses.replace(images, strides=(0, *images.strides[1:]))
 
     monkeypatch.setattr(products.Columns, "_images", of_the_first_image)
     case = CASES[0]
