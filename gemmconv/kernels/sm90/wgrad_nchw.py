@@ -78,12 +78,12 @@ class Tile:
     planes: int
     multiprocessors: int = REFERENCE.multiprocessors
 
-    def varied(self, **changes: Any) -> Tile:
+    def varied(self, *, same_weights: bool = False, **changes: Any) -> Tile:
         """This tile with other fields, several times as fast as ``dataclasses.replace``.
 
-        Cached values that depend on the weights alone are copied if only pixels change.
+        Cached values that depend on the weights alone are copied if these stay the same.
         """
-        kept = _FIELDS_AND_WEIGHTS if changes.keys() <= _PIXEL_FIELDS else _FIELDS
+        kept = _FIELDS_AND_WEIGHTS if same_weights else _FIELDS
         tile, mine = object.__new__(Tile), self.__dict__
         tile.__dict__.update({name: mine[name] for name in kept if name in mine}, **changes)
         return tile
@@ -333,7 +333,6 @@ class Tile:
 _FIELDS = tuple(Tile.__dataclass_fields__)
 _OF_WEIGHTS = "warpgroups", "block_taps", "channels", "weight_blocks", "input_width", "word_elements"
 _FIELDS_AND_WEIGHTS = _FIELDS + _OF_WEIGHTS
-_PIXEL_FIELDS = {"pixels", "lines", "tile_w", "segment", "vector"}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -415,7 +414,9 @@ def _tiles_with(block: Tile, flat: bool) -> Iterator[Tile]:
             if 1 < lines > problem.input_size[0]:
                 break
             found = (
-                block.varied(pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector)
+                block.varied(
+                    same_weights=True, pixels=pixels, lines=lines, tile_w=tile_w, segment=segment, vector=vector
+                )
                 for segment, vector in itertools.product(segments, vectors)
             )
             if (tile := next((tile for tile in found if tile._fits), None)) is not None:
