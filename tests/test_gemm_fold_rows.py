@@ -111,7 +111,7 @@ def test_input_rows_are_those_that_the_definition_has(tile):
 def test_cells_cover_all_outputs(tile):
     assert tile.image_items * tile.rows >= tile.cells[0] > (tile.image_items - 1) * tile.rows
     assert (tile.steps * tile.columns - tile.delayed) * tile.span[1] >= tile.output_size[1] + tile.kept
-    assert tile.channel_sets * tile.set_outs >= tile.out_channels > (tile.channel_sets - 1) * tile.set_outs
+    assert tile.channel_sets * tile.outs >= tile.out_channels > (tile.channel_sets - 1) * tile.outs
     assert tile.channels >= tile.in_channels > tile.channels - 32 // tile.itemsize
     assert tile.channels == tile.in_channels or tile.problem.groups == 1
 
@@ -152,7 +152,7 @@ def test_copies_and_stores_are_aligned(tile):
     assert tile.columns % tile.line_cells == 0
     assert tile.line_pitch >= tile.line_cells * tile.span[1]
     assert tile.line_pitch % gemm_fold_rows.word_of(tile.span[1]) == 0
-    assert tile.stage_bytes % 1024 == tile.tap_bytes % 1024 == 0
+    assert tile.stage_bytes % 1024 == tile.weight_bytes // tile.weight_rows % 1024 == 0
 
 
 @given(tiles())

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -22,8 +22,8 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
-from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX
+from gemmconv.kernels.costs import costs_of, overlapped
+from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import Tap, taps_of
@@ -34,7 +34,7 @@ from gemmconv.kernels.weights import pack
 
 _DEVICE = costs_of("device")
 _COST = costs_of("sm90/gemm_fold_rows")
-_LONGEST_BOX = 256  # of a tensor map: elements that a box reaches over
+_BOX_LINE, _LONGEST_BOX = 128, 256  # of a tensor map: bytes of a line of a box; elements that a box reaches over
 _BARRIER_BYTES = 8
 _PIECE_BYTES = 16  # that lie together in memory
 _CARRIED = 8  # columns of the step before
@@ -42,17 +42,15 @@ _MOST_FETCHED, _FETCHED_AHEAD = 256, 16 << 20  # bytes of a line; of all lines t
 _MOST_SPAN = 4  # outputs of a cell across: folds of more take the compiler up to 12 s, and lose
 _THREADS = 384
 _PRODUCT_BYTES = 32  # of channels of a product
+_WHOLE_LINES = 16  # lines of weights of a product are a multiple of
 
 # Constants for 16-bit types.
-_LINE = 64  # columns of a box, 128 bytes
 _BLOCK_ROWS = 64  # of a product
-_SLOTS = 1, 2  # taps of a product
 _MOST_SUMS = 192  # registers of a thread
-_MOST_STAGES = 12
 _LINE_BYTES = 128  # of outputs that are stored together, at most
 
 # Constants for TF32.
-_WHOLE_OUTS, _WHOLE_LINES, _MOST_LINES = 8, 16, 256  # output channels, and columns of a product
+_WHOLE_OUTS, _MOST_LINES = 8, 256  # output channels, and columns of a product
 _SECTOR = 8  # outputs that memory writes together, 32 bytes
 _CHUNKS = (8, 16, 32, 64)  # channels of a stage
 # Unrolled products of a step, and groups; a group has the products of a chunk, and of one tap down or all of them.
@@ -66,36 +64,34 @@ class RowTile(Gathering):
     """The work of a block that goes along rows of cells, some columns of the input a step.
 
     Attributes:
-        itemsize: bytes of an element.
-        pixels_on_m: whether inputs are the left side of products, and weights the right one.
         problem: the geometry.
         direction: "forward" or "input_grad".
+        multiprocessors: of the GPU: as many blocks run at once.
+        itemsize: bytes of an element.
+        pixels_on_m: whether inputs are the left side of products, and weights the right one.
         columns: inputs of a row of a step.
         rows: of cells of an item.
-        multiprocessors: of the GPU: as many blocks run at once.
+        outs: output channels of a block, which are those of a set.
+        channels: input channels, up to what products take.
+        chunk: input channels of a stage.
+        slots: taps across whose weights a product has, each with ``outs`` output channels.
+        most_stages: that are of use.
+        own_bytes: of shared memory, beside stages and weights.
+        cycles: roughly the cycles of a call, its launches among them.
     """
 
+    multiprocessors: int
     itemsize: ClassVar[int]
     pixels_on_m: ClassVar[bool]
     columns: ClassVar[int]
     rows: ClassVar[int]
-    of_layer: ClassVar[tuple[str, ...]] = (
-        "taps_across",
-        "delayed",
-        "given",
-        "taps_down",
-        "first_rows",
-        "input_rows",
-        "compiled",
-        "packing",
-    )  # what does not depend on sizes
-    multiprocessors: int
-
-    def sized(self, problem: Problem) -> Any:
-        """This tile for other images of the layer, whose rows are whole pieces too."""
-        one = replace(cast(Any, self), problem=problem)
-        vars(one).update((name, getattr(self, name)) for name in self.of_layer)
-        return one
+    outs: int
+    channels: int
+    chunk: int
+    slots: int
+    most_stages: int
+    own_bytes: int
+    cycles: float
 
     @property
     def piece(self) -> int:
@@ -113,18 +109,8 @@ class RowTile(Gathering):
         return self.problem.stride if self.direction == "forward" else (1, 1)
 
     @property
-    def set_outs(self) -> int:
-        """Output channels of a set."""
-        raise NotImplementedError
-
-    @property
-    def channels(self) -> int:
-        """Input channels, up to what products take."""
-        raise NotImplementedError
-
-    @property
     def channel_sets(self) -> int:
-        return -(-self.out_channels // self.set_outs)
+        return -(-self.out_channels // self.outs)
 
     @property
     def sets(self) -> int:
@@ -216,20 +202,22 @@ class RowTile(Gathering):
     @property
     def vector(self) -> int:
         """Outputs that begin at a multiple of their bytes in memory, in any line."""
-        raise NotImplementedError
+        return math.gcd(self.piece, self.output_size[1], self.delayed * self.span[1])
 
     @property
-    def stages(self) -> int:
-        raise NotImplementedError
+    def tiles(self) -> int:
+        """Products that together have all taps across."""
+        return -(-len(self.taps_across) // self.slots)
+
+    @property
+    def lines(self) -> int:
+        """Lines of weights of a product: the output channels of each slot."""
+        return up_to_multiple(self.slots * self.outs, _WHOLE_LINES)
 
     @property
     def weight_bytes(self) -> int:
-        """Weights of a set."""
-        raise NotImplementedError
-
-    @property
-    def shared_bytes(self) -> int:
-        raise NotImplementedError
+        """Bytes of the weights of a set."""
+        return self.weight_rows * self.channels * self.tiles * self.lines * self.itemsize
 
     @property
     def packed_bytes(self) -> int:
@@ -237,21 +225,25 @@ class RowTile(Gathering):
         return self.sets * self.weight_bytes
 
     @property
-    def box(self) -> tuple[int, int, int]:
-        """Columns, channels and rows that are copied together."""
-        raise NotImplementedError
+    def stage_bytes(self) -> int:
+        return self.columns * self.input_rows * self.chunk * self.itemsize
+
+    @property
+    def stages(self) -> int:
+        """Each has the inputs of a chunk of a step."""
+        left = SHARED_BYTES - self.weight_bytes - self.own_bytes
+        return min(self.most_stages, left // (self.stage_bytes + 2 * _BARRIER_BYTES))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES) + self.weight_bytes + self.own_bytes
 
     @property
     def addressable(self) -> bool:
         """Whether boxes and integers hold it."""
         last = (self.cells[0] + self.rows) * self.span[0], (self.steps + 1) * self.columns * self.span[1]
         largest = max(self.items + self.multiprocessors, self.packed_bytes // 16, *last)
-        return self.input_rows <= _LONGEST_BOX and largest <= INT32_MAX
-
-    @cached_property
-    def cycles(self) -> float:
-        """Roughly the cycles of a call, its launches among them."""
-        raise NotImplementedError
+        return max(self.input_rows, self.chunk) <= _LONGEST_BOX and largest <= INT32_MAX
 
     @property
     def seconds(self) -> float:
@@ -262,22 +254,8 @@ class RowTile(Gathering):
     def moved_cycles(self) -> float:
         """Cycles to move the inputs and outputs of a call."""
         pixels = self.in_channels * math.prod(self.input_size) + self.out_channels * math.prod(self.output_size)
-        return self.cycles_of_bytes(self.problem.batch * self.problem.groups * pixels * self.itemsize)
-
-    @staticmethod
-    def cycles_of_bytes(count: int) -> float:
-        """Cycles to read or write so many bytes of memory."""
-        return count / _DEVICE.rows_memory_rate * _DEVICE.clock
-
-    @property
-    def macros(self) -> Macros:
-        """Macros of the kernel, beside those of all."""
-        raise NotImplementedError
-
-    @property
-    def packed_as(self) -> Macros:
-        """SLOTS, which taps across are in, and other macros of csrc/weights/pack.cu that say how rows are ordered."""
-        raise NotImplementedError
+        moved_bytes = self.problem.batch * self.problem.groups * pixels * self.itemsize
+        return moved_bytes / _DEVICE.rows_memory_rate * _DEVICE.clock
 
     @cached_property
     def compiled(self) -> Macros:
@@ -299,33 +277,38 @@ class RowTile(Gathering):
             "STAGES": self.stages,
             "VECTOR": self.vector,
             "SHARED_BYTES": self.shared_bytes,
-            **self.macros,
         }
 
     @cached_property
     def packing(self) -> Macros:
         """Macros for csrc/weights/pack.cu: sets of steps are row phases, steps taps down and tiles of taps across."""
-        slots, width = int(self.packed_as["SLOTS"]), self.problem.kernel_size[1]
+        width, sets = self.problem.kernel_size[1], []
         across = [tap.tap for tap in self.taps_across] + [-1] * self._pads
-        tiles = [across[first : first + slots] for first in range(0, len(across), slots)]
-        sets = (
-            [[kh.tap * width + kw if kh and kw >= 0 else -1 for kw in tile] for kh in down for tile in tiles]
-            for down in ([*taps, *[None] * (self.weight_rows - len(taps))] for taps in self.taps_down)
-        )
+        tiles = [across[first : first + self.slots] for first in range(0, len(across), self.slots)]
+        for taps in self.taps_down:
+            down = [*taps, *[None] * (self.weight_rows - len(taps))]
+            sets.append(
+                [[kh.tap * width + kw if kh and kw >= 0 else -1 for kw in tile] for kh in down for tile in tiles]
+            )
         others: Macros = {
             "INPUT_GRAD": int(self.direction == "input_grad"),
+            "ROW_ORDER": pack.ROWS_SLOTS if self.slots == 2 and not self.pixels_on_m else pack.ROWS_PLAIN,
+            "CHANNEL_PAIRS": int(self.pixels_on_m),
             "IN_CHANNELS": self.in_channels,
             "OUT_CHANNELS": self.out_channels,
             "TAPS": self.problem.taps,
             "UNITS": self.channels // self.piece,
-            **self.packed_as,
+            "CHANNEL_SETS": self.channel_sets,
+            "ROWS": self.lines,
+            "SLOTS": self.slots,
+            "CHANNELS": self.outs,
         }
         return pack.macros_of(sets, others)
 
     @property
     def _pads(self) -> int:
-        """Places for taps across that have none."""
-        return -len(self.taps_across) % int(self.packed_as["SLOTS"])
+        """Slots that have no tap across."""
+        return -len(self.taps_across) % self.slots
 
     @property
     def input_map(self) -> TensorMapSpec:
@@ -334,7 +317,8 @@ class RowTile(Gathering):
         channels = self.in_channels * p.groups
         row, plane = width * self.itemsize, height * width * self.itemsize
         sizes, strides = (width, channels, height, p.batch), (plane, row, channels * plane)
-        return TensorMapSpec("input", self.itemsize, sizes, strides, (*self.box, 1), fetched=self.fetched)
+        box = min(self.columns, _BOX_LINE // self.itemsize), self.chunk, self.input_rows, 1
+        return TensorMapSpec("input", self.itemsize, sizes, strides, box, fetched=self.fetched)
 
     @property
     def fetched(self) -> int:
@@ -364,26 +348,19 @@ class Tile16(RowTile):
     pixels_on_m: ClassVar[bool] = False
     columns: ClassVar[int] = 128
     rows: ClassVar[int] = 2
-    of_layer: ClassVar[tuple[str, ...]] = (*RowTile.of_layer, "line_cells", "line_pitch")
+    most_stages = 12
 
-    @property
+    @cached_property
     def channels(self) -> int:
-        """Input channels, up to what products take."""
-        return -(-self.in_channels // self.product_channels) * self.product_channels
+        return up_to_multiple(self.in_channels, self.product_channels)
 
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows that together have all taps across."""
-        return -(-len(self.taps_across) // self.slots)
+    @cached_property
+    def chunk(self) -> int:
+        return self.channels
 
-    @property
+    @cached_property
     def outs(self) -> int:
-        """Output channels of a block."""
         return _BLOCK_ROWS // self.slots
-
-    @property
-    def set_outs(self) -> int:
-        return self.outs
 
     @cached_property
     def row_taps(self) -> list[list[list[int]]]:
@@ -403,51 +380,16 @@ class Tile16(RowTile):
         most = max(8, _LINE_BYTES // (self.itemsize * self.span[1]))
         return max(cells for cells in range(8, self.columns + 1, 8) if self.columns % cells == 0 and cells <= most)
 
-    @property
-    def vector(self) -> int:
-        """Outputs that begin at a multiple of their bytes in memory, in any line."""
-        span = self.span[1]
-        return math.gcd(self.piece, self.output_size[1], self.delayed * span, self.line_cells * span)
-
     @cached_property
     def line_pitch(self) -> int:
         """Outputs from a line to the next, in shared memory: such that lanes write to different banks."""
         span = self.span[1]
         return _line_pitch(self.line_cells * span, 2 * span, word_of(span), self.vector)
 
-    # Shared memory.
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.columns * self.input_rows * self.channels * self.itemsize
-
-    @property
-    def tap_bytes(self) -> int:
-        """Weights of a tap down, of a warpgroup."""
-        return self.tiles * self.channels * _BLOCK_ROWS * self.itemsize
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight_rows * self.tap_bytes
-
-    @property
-    def _output_bytes(self) -> int:
-        return 2 * self.outs * self.line_pitch * self.itemsize
-
-    @property
-    def stages(self) -> int:
-        """Each has the inputs of a step."""
-        left = SHARED_BYTES - self.weight_bytes - self._output_bytes - _BARRIER_BYTES
-        return min(_MOST_STAGES, left // (self.stage_bytes + 2 * _BARRIER_BYTES))
-
-    @property
-    def shared_bytes(self) -> int:
-        stages = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
-        return stages + self.weight_bytes + self._output_bytes + _BARRIER_BYTES
-
-    @property
-    def box(self) -> tuple[int, int, int]:
-        return _LINE, self.channels, self.input_rows
+    @cached_property
+    def own_bytes(self) -> int:
+        """A line of outputs of each output channel, for each warpgroup; a barrier."""
+        return 2 * self.outs * self.line_pitch * self.itemsize + _BARRIER_BYTES
 
     @property
     def possible(self) -> bool:
@@ -471,28 +413,22 @@ class Tile16(RowTile):
         shared = 2 * (_COST.read_factor * read + _COST.access_factor * accesses)
         folding = pairs * (_COST.tap_cycles * len(self.taps_across) + _COST.pair_cycles * span)
         folding += shuffles + _COST.store_cycles * outputs / (32 * self.vector)
-        overlap = _COST.overlap
-        step = (shared**overlap + (products * self.columns / 2 + folding) ** overlap) ** (1 / overlap)
+        step = overlapped(_COST.overlap, shared, products * self.columns / 2 + folding)
         multiplied = -(-self.multiplied // self.columns)
         unmultiplied = (self.steps - multiplied) * _COST.unmultiplied_factor * folding
         computing = rounds * -(-self.items // blocks) * (multiplied * step + unmultiplied)
-        return _COST.start_cycles + (computing**overlap + self.moved_cycles**overlap) ** (1 / overlap)
+        return _COST.start_cycles + overlapped(_COST.overlap, computing, self.moved_cycles)
 
-    @property
-    def macros(self) -> Macros:
+    @cached_property
+    def compiled(self) -> Macros:
         return {
+            **super().compiled,
             "TILES": self.tiles,
             "SLOTS": self.slots,
             "ROW_TAP": table([tap for phase in self.row_taps for row in phase for tap in row]),
             "LINE_CELLS": self.line_cells,
             "LINE_PITCH": self.line_pitch,
         }
-
-    @property
-    def packed_as(self) -> Macros:
-        order = pack.ROWS_SLOTS if self.slots == 2 else pack.ROWS_PLAIN
-        sets = {"CHANNEL_SETS": self.channel_sets, "ROWS": _BLOCK_ROWS, "ROW_ORDER": order}
-        return {**sets, "SLOTS": self.slots, "CHANNELS": self.outs}
 
 
 @lru_cache(maxsize=1024)
@@ -533,25 +469,19 @@ class TileTf32(RowTile):
     pixels_on_m: ClassVar[bool] = True
     columns: ClassVar[int] = 16
     rows: ClassVar[int] = 8
-    of_layer: ClassVar[tuple[str, ...]] = (*RowTile.of_layer, "taps_together", "row_places")
 
-    @property
+    @cached_property
     def channels(self) -> int:
         """Input channels, up to whole chunks."""
-        return -(-self.in_channels // self.chunk) * self.chunk
+        return up_to_multiple(self.in_channels, self.chunk)
 
     @property
     def chunks(self) -> int:
         return self.channels // self.chunk
 
-    @property
-    def set_outs(self) -> int:
-        return self.outs
-
-    @property
-    def lines(self) -> int:
-        """Columns of a product: the output channels of each tap across."""
-        return -(-len(self.taps_across) * self.outs // _WHOLE_LINES) * _WHOLE_LINES
+    @cached_property
+    def slots(self) -> int:
+        return len(self.taps_across)
 
     @property
     def products(self) -> int:
@@ -579,8 +509,7 @@ class TileTf32(RowTile):
     @property
     def vector(self) -> int:
         """Outputs that a lane's cells, rows and where lines begin are multiples of; four at most."""
-        span = self.span[1]
-        return math.gcd(self.piece, 2 * span, self.output_size[1], self.delayed * span)
+        return math.gcd(super().vector, 2 * self.span[1])
 
     @property
     def cuts_sectors(self) -> bool:
@@ -600,34 +529,17 @@ class TileTf32(RowTile):
 
     # Shared memory and registers.
 
-    @property
-    def stage_bytes(self) -> int:
-        return self.columns * self.input_rows * self.chunk * self.itemsize
+    @cached_property
+    def most_stages(self) -> int:
+        """No more than two steps are ahead."""
+        return min(_MOST_TF32_STAGES, 3 * self.chunks)
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.weight_rows * self.channels * self.lines * self.itemsize
-
-    @property
-    def stages(self) -> int:
-        """Each has the inputs of a chunk of a step; no more than two steps are ahead."""
-        left = SHARED_BYTES - self.weight_bytes - self._other_bytes
-        return min(_MOST_TF32_STAGES, 3 * self.chunks, left // (self.stage_bytes + 2 * _BARRIER_BYTES))
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES) + self.weight_bytes + self._other_bytes
-
-    @property
-    def _other_bytes(self) -> int:
+    @cached_property
+    def own_bytes(self) -> int:
         """Outputs of two steps of eight channels of each warp, and what is kept of all; the bias, a barrier."""
         line = 2 * self.columns * self.span[1] + self.whole_sectors * _SECTOR + _LINE_PAD
         outputs = _WHOLE_OUTS * line * self.itemsize + self.whole_sectors * self.outs * _SECTOR * self.itemsize
         return self.rows * outputs + self.outs * self.itemsize + _BARRIER_BYTES
-
-    @property
-    def box(self) -> tuple[int, int, int]:
-        return self.columns, self.chunk, self.input_rows
 
     @property
     def registers(self) -> int:
@@ -669,12 +581,12 @@ class TileTf32(RowTile):
         step += self.outs * (2 * self._carried + _COST.tf32_output_cycles * self.span[1])
         computing = rounds * -(-self.items // blocks) * self.steps * _COST.tf32_step_share * step
         moving = _COST.tf32_memory_factor * (1 + self.chunk / _COST.tf32_long_chunk) * self.moved_cycles
-        overlap = _COST.tf32_overlap
-        return _COST.tf32_start_cycles + (computing**overlap + moving**overlap) ** (1 / overlap)
+        return _COST.tf32_start_cycles + overlapped(_COST.tf32_overlap, computing, moving)
 
-    @property
-    def macros(self) -> Macros:
+    @cached_property
+    def compiled(self) -> Macros:
         return {
+            **super().compiled,
             "CHUNK": self.chunk,
             "OUTS": self.outs,
             "LINES": self.lines,
@@ -682,23 +594,6 @@ class TileTf32(RowTile):
             "ROW_PLACE": table([place for phase in self.row_places for place in phase]),
             "TAPS_TOGETHER": self.taps_together,
         }
-
-    @property
-    def packed_as(self) -> Macros:
-        sets = {"CHANNEL_SETS": self.channel_sets, "ROWS": self.lines, "CHANNEL_PAIRS": 1}
-        return {**sets, "SLOTS": len(self.taps_across), "CHANNELS": self.outs}
-
-
-def may_gather(problem: Problem, direction: Pass) -> bool:
-    """Whether rows of a problem may be gone along: every phase has a tap, and none is later than is carried."""
-    p = problem
-    if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
-        return False
-    for axis in (0, 1) if direction == "forward" else ():
-        if len({tap.phase for tap in taps_of(p, direction, axis)}) < p.stride[axis]:
-            return False  # outputs that hold the bias alone
-    shifts = [tap.shift for tap in taps_of(p, direction, 1)]
-    return max(0, *shifts) - min(shifts) <= _CARRIED
 
 
 def macros_of(tile: RowTile, dtype: torch.dtype) -> Macros:
@@ -714,47 +609,50 @@ def packing_macros_of(tile: RowTile, dtype: torch.dtype) -> Macros:
 @lru_cache(maxsize=1024)
 def tile_of(
     problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> RowTile | None:
+) -> Tile16 | TileTf32 | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
     return min(tiles_of(problem, direction, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
 def tiles_of(
     problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> Iterator[RowTile]:
+) -> Iterator[Tile16 | TileTf32]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
-    if may_gather(problem, direction):
-        tiles = _tiles_of_tf32 if itemsize == TileTf32.itemsize else _tiles_of_16_bits
-        yield from tiles(problem, direction, multiprocessors)
-
-
-def _tiles_of_16_bits(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[RowTile]:
-    for slots in _SLOTS:
-        tile = Tile16(problem, direction, slots, multiprocessors)
-        if tile.input_size[1] % tile.piece or tile.channels > _LONGEST_BOX:
+    if not _may_gather(problem, direction):
+        return
+    for tile in (_tiles_of_tf32 if itemsize == 4 else _tiles_of_16_bits)(problem, direction, multiprocessors):
+        if tile.input_size[1] % tile.piece:
             return
-        if problem.groups > 1 and tile.in_channels != tile.channels:
-            return  # products would read channels of the next group
-        if tile.possible:
+        # Products of a group must not read channels of the next one.
+        if (problem.groups == 1 or tile.in_channels == tile.channels) and tile.possible:
             yield tile
 
 
-def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[RowTile]:
+def _may_gather(problem: Problem, direction: Pass) -> bool:
+    """Whether rows of a problem may be gone along: every phase has a tap, and none is later than is carried."""
+    p = problem
+    if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
+        return False
+    for axis in (0, 1) if direction == "forward" else ():
+        if len({tap.phase for tap in taps_of(p, direction, axis)}) < p.stride[axis]:
+            return False  # outputs that hold the bias alone
+    shifts = [tap.shift for tap in taps_of(p, direction, 1)]
+    return max(0, *shifts) - min(shifts) <= _CARRIED
+
+
+def _tiles_of_16_bits(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[Tile16]:
+    return (Tile16(problem, direction, slots, multiprocessors) for slots in (1, 2))
+
+
+def _tiles_of_tf32(problem: Problem, direction: Pass, multiprocessors: int) -> Iterator[TileTf32]:
     any_tile = TileTf32(problem, direction, _WHOLE_OUTS, _CHUNKS[0], whole_sectors=False)
-    channels, whole_sectors = any_tile.out_channels, any_tile.cuts_sectors
-    sets = range(1, -(-channels // _WHOLE_OUTS) + 1)
-    outs = {-(-channels // (count * _WHOLE_OUTS)) * _WHOLE_OUTS for count in sets}
+    if len(any_tile.taps_across) == any_tile.span[1]:
+        return  # nothing folds: others store what each tap gives in longer runs
+    whole_sectors, channels = any_tile.cuts_sectors, -(-any_tile.out_channels // _WHOLE_OUTS)
+    outs = {-(-channels // sets) * _WHOLE_OUTS for sets in range(1, channels + 1)}
     for set_outs, chunk in itertools.product(sorted(outs, reverse=True), _CHUNKS):
         tile = TileTf32(problem, direction, set_outs, chunk, whole_sectors, multiprocessors)
-        if tile.input_size[1] % tile.piece:
-            return
-        if len(tile.taps_across) == tile.span[1]:
-            return  # nothing folds: others store what each tap gives in longer runs
-        if tile.channels - tile.in_channels >= tile.product_channels or (
-            problem.groups > 1 and tile.in_channels != tile.channels
-        ):
-            continue  # chunks would have products of nothing, or read channels of the next group
-        if tile.possible:
+        if tile.channels - tile.in_channels < tile.product_channels:  # chunks have no products of nothing
             yield tile
 
 
@@ -766,26 +664,28 @@ class GemmFoldRows(Sm90Kernel):
     serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
     only_in = torch.contiguous_format
 
-    def tiles(self, config: Config, direction: Pass) -> Iterator[RowTile]:
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile16 | TileTf32]:
         return tiles_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
-    def tile(self, config: Config, direction: Pass) -> RowTile | None:
+    def tile(self, config: Config, direction: Pass) -> Tile16 | TileTf32 | None:
         return tile_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
-    def seconds(self, config: Config, direction: Pass, tile: RowTile) -> float:
+    def seconds(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> float:
         return tile.seconds
 
-    def fitted(self, config: Config, direction: Pass, tile: RowTile) -> RowTile | None:
-        sized: RowTile = tile.sized(config.problem)
+    def fitted(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> Tile16 | TileTf32 | None:
+        sized = replace(tile, problem=config.problem)
         if config.problem.batch == 0 or sized.input_size[1] % tile.piece or not sized.addressable:
             return None
-        # In 16 bits parts of sectors may be stored.
-        return None if isinstance(sized, TileTf32) and sized.cuts_sectors > sized.whole_sectors else sized
+        if isinstance(sized, TileTf32) and sized.cuts_sectors > sized.whole_sectors:
+            return None  # in 16 bits parts of sectors may be stored
+        vars(sized).update(compiled=tile.compiled, packing=tile.packing)  # once for all sizes
+        return sized
 
-    def workspace_bytes(self, config: Config, direction: Pass, tile: RowTile) -> int:
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> int:
         return tile.packed_bytes
 
-    def program(self, config: Config, direction: Pass, tile: RowTile) -> Program:
+    def program(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> Program:
         params: Params = {
             "map": tile.input_map,
             "packed": "packed",
