@@ -193,9 +193,15 @@ class RowTile(Gathering):
         """Items of a set."""
         return self.problem.batch * self.image_items
 
-    def blocks_on(self, multiprocessors: int) -> int:
+    @property
+    def blocks(self) -> int:
         """Blocks of a set."""
-        return max(1, min(self.items, multiprocessors // self.sets))
+        return max(1, min(self.items, self.multiprocessors // self.sets))
+
+    @property
+    def rounds(self) -> int:
+        """Items that a multiprocessor takes one after the other."""
+        return -(-self.sets // self.multiprocessors) * -(-self.items // self.blocks)
 
     # Memory.
 
@@ -246,18 +252,13 @@ class RowTile(Gathering):
         return max(self.input_rows, self.chunk) <= _LONGEST_BOX and largest <= INT32_MAX
 
     @property
-    def seconds(self) -> float:
-        """Roughly the seconds of a call."""
-        return self.cycles / _DEVICE.clock
-
-    @property
     def moved_cycles(self) -> float:
         """Cycles to move the inputs and outputs of a call."""
         pixels = self.in_channels * math.prod(self.input_size) + self.out_channels * math.prod(self.output_size)
         moved_bytes = self.problem.batch * self.problem.groups * pixels * self.itemsize
         return moved_bytes / _DEVICE.rows_memory_rate * _DEVICE.clock
 
-    @cached_property
+    @property
     def compiled(self) -> Macros:
         """Macros of the kernel but the type of elements, which depend on the layer and the fields of the tile alone."""
         return {
@@ -327,7 +328,7 @@ class RowTile(Gathering):
         On an H200, blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs
         written at the same time some of it was fetched twice.
         """
-        lines = self.blocks_on(self.multiprocessors) * self.sets * self.input_rows * self.in_channels
+        lines = self.blocks * self.sets * self.input_rows * self.in_channels
         return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
 
 
@@ -403,7 +404,6 @@ class Tile16(RowTile):
         Of a step a warpgroup multiplies, and folds while the other multiplies. What both ask of shared memory counts,
         where it is more: reads of products, three accesses for the outputs of a line, shuffles.
         """
-        blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
         products, span = self.weight_rows * self.channels / self.product_channels * self.tiles, self.span[1]
         pairs = self.columns / 8 * (2 // self.slots)  # of cells, that a thread folds
         outputs = self.columns * span * self.outs
@@ -416,7 +416,7 @@ class Tile16(RowTile):
         step = overlapped(_COST.overlap, shared, products * self.columns / 2 + folding)
         multiplied = -(-self.multiplied // self.columns)
         unmultiplied = (self.steps - multiplied) * _COST.unmultiplied_factor * folding
-        computing = rounds * -(-self.items // blocks) * (multiplied * step + unmultiplied)
+        computing = self.rounds * (multiplied * step + unmultiplied)
         return _COST.start_cycles + overlapped(_COST.overlap, computing, self.moved_cycles)
 
     @cached_property
@@ -519,7 +519,7 @@ class TileTf32(RowTile):
     @property
     def steps(self) -> int:
         """Steps along a row; they come two by two."""
-        return -(-super().steps // 2) * 2
+        return up_to_multiple(super().steps, 2)
 
     @property
     def kept(self) -> int:
@@ -575,11 +575,10 @@ class TileTf32(RowTile):
         inputs that come, shuffles and stores, which all wait for shared memory. Inputs that are asked for many channels
         at a time keep memory waiting in between.
         """
-        blocks, rounds = self.blocks_on(self.multiprocessors), -(-self.sets // self.multiprocessors)
         step = self.products * (_COST.tf32_line_cycles * self.lines + _COST.tf32_product_cycles)
         step += 2 * _COST.tf32_group_cycles * self.groups + self.stage_bytes * self.chunks / 128
         step += self.outs * (2 * self._carried + _COST.tf32_output_cycles * self.span[1])
-        computing = rounds * -(-self.items // blocks) * self.steps * _COST.tf32_step_share * step
+        computing = self.rounds * self.steps * _COST.tf32_step_share * step
         moving = _COST.tf32_memory_factor * (1 + self.chunk / _COST.tf32_long_chunk) * self.moved_cycles
         return _COST.tf32_start_cycles + overlapped(_COST.tf32_overlap, computing, moving)
 
@@ -596,12 +595,15 @@ class TileTf32(RowTile):
         }
 
 
-def macros_of(tile: RowTile, dtype: torch.dtype) -> Macros:
+Tile = Tile16 | TileTf32
+
+
+def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise the kernel."""
     return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.compiled}
 
 
-def packing_macros_of(tile: RowTile, dtype: torch.dtype) -> Macros:
+def packing_macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/weights/pack.cu."""
     return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.packing}
 
@@ -609,14 +611,14 @@ def packing_macros_of(tile: RowTile, dtype: torch.dtype) -> Macros:
 @lru_cache(maxsize=1024)
 def tile_of(
     problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> Tile16 | TileTf32 | None:
+) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
     return min(tiles_of(problem, direction, itemsize, multiprocessors), key=lambda tile: tile.cycles, default=None)
 
 
 def tiles_of(
     problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
-) -> Iterator[Tile16 | TileTf32]:
+) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     if not _may_gather(problem, direction):
         return
@@ -664,16 +666,16 @@ class GemmFoldRows(Sm90Kernel):
     serves = "wide rows of whole 16 bytes, phases that all have taps, few taps and a stride of at most four across"
     only_in = torch.contiguous_format
 
-    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile16 | TileTf32]:
+    def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
         return tiles_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
-    def tile(self, config: Config, direction: Pass) -> Tile16 | TileTf32 | None:
+    def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, direction, config.dtype.itemsize, config.spec.multiprocessors)
 
-    def seconds(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> float:
-        return tile.seconds
+    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
+        return tile.cycles / _DEVICE.clock
 
-    def fitted(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> Tile16 | TileTf32 | None:
+    def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         sized = replace(tile, problem=config.problem)
         if config.problem.batch == 0 or sized.input_size[1] % tile.piece or not sized.addressable:
             return None
@@ -682,10 +684,10 @@ class GemmFoldRows(Sm90Kernel):
         vars(sized).update(compiled=tile.compiled, packing=tile.packing)  # once for all sizes
         return sized
 
-    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> int:
+    def workspace_bytes(self, config: Config, direction: Pass, tile: Tile) -> int:
         return tile.packed_bytes
 
-    def program(self, config: Config, direction: Pass, tile: Tile16 | TileTf32) -> Program:
+    def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         params: Params = {
             "map": tile.input_map,
             "packed": "packed",
@@ -695,20 +697,10 @@ class GemmFoldRows(Sm90Kernel):
             "h_out, w_out": tile.output_size,
             "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
         }
-        grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
-        launches = (
-            pack.packing(packing_macros_of(tile, config.dtype), config.problem.groups),
-            Launch(
-                "sm90/gemm_fold_rows.cu",
-                macros_of(tile, config.dtype),
-                grid,
-                block,
-                params,
-                tile.shared_bytes,
-                overlaps=True,
-            ),
-        )
-        return gathering(config, tile.direction, launches, {"packed": tile.packed_bytes})
+        grid, block, macros = (tile.blocks * tile.sets, 1, 1), (_THREADS, 1, 1), macros_of(tile, config.dtype)
+        packing = pack.packing(packing_macros_of(tile, config.dtype), config.problem.groups)
+        main = Launch("sm90/gemm_fold_rows.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
+        return gathering(config, tile.direction, (packing, main), {"packed": tile.packed_bytes})
 
 
 KERNEL = GemmFoldRows()
