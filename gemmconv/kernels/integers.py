@@ -17,6 +17,8 @@ def power_of_two(value: int) -> int:
 def even_share(total: int, most: int) -> int:
     """The size of the parts when ``total`` is cut into as few even parts as ``most`` allows.
 
+    As well the number of parts that are not empty when it is cut into ``most`` parts of one size.
+
     >>> even_share(9, 8), even_share(16, 8)
     (5, 8)
     """

@@ -43,7 +43,7 @@ class Gathering:
     @property
     def span(self) -> Pair:
         """Outputs of a cell, per axis."""
-        raise NotImplementedError
+        return self.problem.stride if self.direction == "forward" else (1, 1)
 
     @cached_property
     def cells(self) -> Pair:

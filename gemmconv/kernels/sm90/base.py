@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Pair, Problem
+from gemmconv.geometry import Pair, Problem, Shape4
 from gemmconv.kernels.base import Config, Kernel, Pass
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.layout.transpose import transpose_seconds
@@ -68,6 +69,22 @@ class OneFormatForward(Sm90Kernel):
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
         packed: int = tile.packed_bytes
         return packed
+
+
+def image_map(
+    shape: Shape4, itemsize: int, box: Shape4, channels_last: bool = False, fetched: int = 256
+) -> TensorMapSpec:
+    """The tensor map of images of a shape, [N, C, H, W].
+
+    Boxes have (columns, channels, rows, images), in channels_last (channels, columns, rows, images).
+    """
+    images, channels, height, width = shape
+    line, image = width * itemsize * (channels if channels_last else 1), math.prod(shape[1:]) * itemsize
+    if channels_last:
+        sizes, strides = (channels, width, height, images), (channels * itemsize, line, image)
+    else:
+        sizes, strides = (width, channels, height, images), (height * line, line, image)
+    return TensorMapSpec("input", itemsize, sizes, strides, box, fetched=fetched)
 
 
 def weight_map(problem: Problem, itemsize: int, box: Pair) -> TensorMapSpec:

@@ -18,8 +18,8 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
-from gemmconv.kernels.costs import costs_of
-from gemmconv.kernels.integers import INT32_MAX
+from gemmconv.kernels.costs import costs_of, overlapped
+from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, reach_of, stored_together
 from gemmconv.kernels.program import (
@@ -32,8 +32,10 @@ from gemmconv.kernels.program import (
     reciprocal,
     weight_steps,
 )
-from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel, variant_of
+from gemmconv.kernels.sm90.base import FAST_CLOCK_RATE, Sm90Kernel, image_map, variant_of
 from gemmconv.kernels.sm90.implicit_gemm_plan import CHAIN, SHARED_BYTES
+
+Variant = tuple[int, bool, bool, int]  # itemsize, split, channels_last and multiprocessors of a tile
 
 _COST = costs_of("sm90/gemm_fold_narrow")
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
@@ -102,7 +104,7 @@ class Tile:
     @property
     def whole_lines(self) -> int:
         """Up to what the tensor core takes."""
-        return -(-self.lines // 16) * 16
+        return up_to_multiple(self.lines, 16)
 
     @property
     def steps(self) -> int:
@@ -228,31 +230,22 @@ class Tile:
     @property
     def input_map(self) -> TensorMapSpec:
         """The tensor map of the input: see the kernel."""
-        p, (height, width) = self.problem, self.problem.input_size
-        if self.flat:
-            height, width = 1, height * width
-        channels, size = p.in_channels, self.itemsize
-        plane, image = height * width * size, height * width * channels * size
-        if self.channels_last:
-            pixel = channels * size
-            sizes, strides = (channels, width, height, p.batch), (pixel, width * pixel, image)
-            box = self.line, self.across, self.rows, 1
-        else:
-            sizes, strides = (width, channels, height, p.batch), (plane, width * size, image)
-            box = self.line, self.padded, 1 if self.flat else self.rows, 1
-        return TensorMapSpec("input", size, sizes, strides, box)
+        p, rows = self.problem, 1 if self.flat else self.rows
+        shape = (p.batch, p.in_channels, 1, p.in_pixels) if self.flat else p.input_shape
+        box = self.line, self.across if self.channels_last else self.padded, rows, 1
+        return image_map(shape, self.itemsize, box, self.channels_last)
 
     @property
     def shared_bytes(self) -> int:
         ring = (2 * self.rows + self.halo_h) * self.lines * self.column_pitch * 4
-        ring = -(-max(ring, self.problem.in_channels * self.lines * self.itemsize) // 16) * 16
+        ring = up_to_multiple(max(ring, self.problem.in_channels * self.lines * self.itemsize), 16)
         weights = (1 + self.split) * self.steps * 32 * self.whole_lines
         return _BARRIER_BYTES + ring + weights + self.stages * self.stage_bytes
 
     @property
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
-        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
+        by_registers = _REGISTERS // (up_to_multiple(self.registers, 8) * self.threads)
         return max(1, min(by_registers, SHARED_BYTES // (self.shared_bytes + _RESERVED_BYTES), 2048 // self.threads))
 
     @property
@@ -332,8 +325,7 @@ class Tile:
         moved = loaded + positions * math.prod(p.stride) * p.out_channels * self.itemsize
         tensor_cores = _COST.tensor_core_cycles * products * self.turns * self.warpgroups
         shared = max(tensor_cores, _COST.wavefront_cycles * wavefronts, _COST.moved_byte_cycles * moved) * blocks
-        parts, overlap = (multiplying, folding, loading, shared), _COST.overlap
-        step = sum(part**overlap for part in parts) ** (1 / overlap)
+        step = overlapped(_COST.overlap, multiplying, folding, loading, shared)
         words = self.steps * 8 * self.whole_lines * (1 + self.split)
         weights = _COST.word_cycles * words / (self.threads - self.loaders)
         return _COST.start_cycles + weights + rounds * self.item_steps * step
@@ -352,22 +344,20 @@ def tile_of(
     width = problem.input_size[1]
     most = next((columns for columns in _WHOLE_COLUMNS if columns >= width), None)
     whole = channels_last or width * itemsize % _MOST_COPY == 0  # rows are whole pieces
-    variant = itemsize, split, channels_last, multiprocessors
-    found = []
+    variant, found = (itemsize, split, channels_last, multiprocessors), []
     for batch, wide in _KNOWN if whole else _KNOWN[-1:]:
         across = most or wide
         size = 1 if problem.input_size[0] == 1 else across, across if whole else across - _LEAST_COPY // itemsize
         known = replace(problem, batch=batch, input_size=size)
-        if min(known.output_size) > 0 and (tile := _sized(_best(known, *variant), problem)) is not None:
+        if min(known.output_size) > 0 and (tile := _sized(_best(known, variant), problem)) is not None:
             found.append(tile)
-    return min(found, key=lambda tile: tile.cycles, default=None) or _best(problem, *variant)
+    return min(found, key=lambda tile: tile.cycles, default=None) or _best(problem, variant)
 
 
 @lru_cache(maxsize=1024)
-def _best(problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int) -> Tile | None:
+def _best(problem: Problem, variant: Variant) -> Tile | None:
     """The best of all tiles."""
-    tiles = _uncut_tiles(problem, itemsize, split, channels_last, multiprocessors)
-    return min(map(_cut, tiles), key=lambda tile: tile.cycles, default=None)
+    return min(map(_cut, _uncut_tiles(problem, variant)), key=lambda tile: tile.cycles, default=None)
 
 
 def _sized(tile: Tile | None, problem: Problem) -> Tile | None:
@@ -384,15 +374,13 @@ def tiles_of(
     problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int = REFERENCE.multiprocessors
 ) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
-    for tile in _uncut_tiles(problem, itemsize, split, channels_last, multiprocessors):
+    for tile in _uncut_tiles(problem, (itemsize, split, channels_last, multiprocessors)):
         yield from (replace(tile, segments=segments) for segments in _segments(tile))
 
 
-def _uncut_tiles(
-    problem: Problem, itemsize: int, split: bool, channels_last: bool, multiprocessors: int
-) -> Iterator[Tile]:
+def _uncut_tiles(problem: Problem, variant: Variant) -> Iterator[Tile]:
     """All tiles that do not cut images into segments."""
-    p = problem
+    p, (itemsize, split, channels_last, multiprocessors) = problem, variant
     if p.groups > 1 or p.batch == 0 or p.out_channels * p.taps > _MOST_LINES or not can_be_folded(p):
         return
     width = p.input_size[1]
@@ -425,7 +413,7 @@ def _uncut_tiles(
 def _shares(folded: int) -> Iterator[int]:
     """Threads that fold, in whole warps, where each has one, two or three of what is folded of a cell row."""
     for each in (1, 2, 3):
-        folders = -(-folded // each // 32) * 32
+        folders = up_to_multiple(-(-folded // each), 32)
         if folders <= _MOST_FOLDERS and (each == 1 or folders >= _LEAST_FOLDERS):
             yield folders
 
@@ -433,12 +421,8 @@ def _shares(folded: int) -> Iterator[int]:
 def _segments(tile: Tile) -> set[int]:
     """Numbers of segments that give every block that runs at once up to 1, 2, 3 or 4 items."""
     cells, at_once, images = cells_of(tile.problem)[0], blocks_at_once(tile), tile.items
-    found = set()
-    for items in range(1, _MOST_ITEMS + 1):
-        most = max(1, items * at_once // images)
-        rows = -(-cells // min(most, cells))
-        found.add(-(-cells // rows))
-    return found
+    most = (max(1, items * at_once // images) for items in range(1, _MOST_ITEMS + 1))
+    return {even_share(cells, min(count, cells)) for count in most}
 
 
 def _cut(tile: Tile) -> Tile:
@@ -458,7 +442,7 @@ def _rounds(items: int, at_once: int) -> float:
 
 
 def _fits(tile: Tile) -> bool:
-    threads = -(-tile.threads // _WARPGROUP) * _WARPGROUP
+    threads = up_to_multiple(tile.threads, _WARPGROUP)
     needed = tile.registers - (0 if tile.split else _SPARED_REGISTERS)
     fits = needed <= min(255, _REGISTERS // threads) and tile.shared_bytes <= SHARED_BYTES
     return fits and tile.outputs <= _MOST_OUTPUTS
@@ -467,7 +451,7 @@ def _fits(tile: Tile) -> bool:
 def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
     """Macros that specialise csrc/sm90/gemm_fold_narrow.cu."""
     p = tile.problem
-    macros: Macros = {
+    return {
         "ELEMENT_T": ELEMENT_TYPES[dtype],
         "IN_CHANNELS": p.in_channels,
         "OUT_CHANNELS": p.out_channels,
@@ -495,10 +479,8 @@ def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
         "MIN_BLOCKS": tile.blocks_resident,
         "SHARED_BYTES": tile.shared_bytes,
         **geometry_macros(p),
+        **({"INDEX_64": 1} if _has_wide_offsets(p) else {}),
     }
-    if _has_wide_offsets(p):
-        macros["INDEX_64"] = 1
-    return macros
 
 
 def _has_wide_offsets(p: Problem) -> bool:

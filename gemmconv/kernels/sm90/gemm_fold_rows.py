@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from gemmconv.device import REFERENCE
-from gemmconv.geometry import Pair, Problem
+from gemmconv.geometry import Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
 from gemmconv.kernels.costs import costs_of, overlapped
@@ -28,7 +28,7 @@ from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
 from gemmconv.kernels.phases import Tap, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
-from gemmconv.kernels.sm90.base import Sm90Kernel
+from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
 from gemmconv.kernels.weights import pack
 
@@ -102,11 +102,6 @@ class RowTile(Gathering):
     def product_channels(self) -> int:
         """Input channels of a product."""
         return _PRODUCT_BYTES // self.itemsize
-
-    @property
-    def span(self) -> Pair:
-        """Outputs of a cell."""
-        return self.problem.stride if self.direction == "forward" else (1, 1)
 
     @property
     def channel_sets(self) -> int:
@@ -313,13 +308,10 @@ class RowTile(Gathering):
 
     @property
     def input_map(self) -> TensorMapSpec:
-        """The tensor map of the inputs: [images][rows][channels][columns]."""
-        p, (height, width) = self.problem, self.input_size
-        channels = self.in_channels * p.groups
-        row, plane = width * self.itemsize, height * width * self.itemsize
-        sizes, strides = (width, channels, height, p.batch), (plane, row, channels * plane)
+        """The tensor map of the inputs."""
+        shape = self.problem.batch, self.in_channels * self.problem.groups, *self.input_size
         box = min(self.columns, _BOX_LINE // self.itemsize), self.chunk, self.input_rows, 1
-        return TensorMapSpec("input", self.itemsize, sizes, strides, box, fetched=self.fetched)
+        return image_map(shape, self.itemsize, box, fetched=self.fetched)
 
     @property
     def fetched(self) -> int:
