@@ -77,7 +77,7 @@ def reach_of(problem: Problem, axis: int) -> Pair:
     >>> reach_of(Problem(1, 1, 1, 1, (8, 8), (4, 4), stride=(2, 2), padding=(1, 1)), 0)
     (-1, 1)
     """
-    shifts = frozenset().union(*phase_shifts(problem, axis))
+    shifts = [tap.shift for tap in taps_of(problem, "forward", axis)]
     return min(shifts), max(shifts)
 
 
@@ -100,4 +100,10 @@ def can_be_folded(problem: Problem) -> bool:
     p = problem
     if any(p.padding[axis] + p.dilation[axis] * p.kernel_size[axis] > _MOST_REACH for axis in (0, 1)):
         return False
-    return all(p.kernel_size[axis] >= p.stride[axis] and all(phase_shifts(p, axis)) for axis in (0, 1))
+    return has_all_phases(p)
+
+
+def has_all_phases(problem: Problem) -> bool:
+    """Whether a tap of a forward pass reaches every phase."""
+    reached = [{tap.phase for tap in taps_of(problem, "forward", axis)} for axis in (0, 1)]
+    return (len(reached[0]), len(reached[1])) == problem.stride

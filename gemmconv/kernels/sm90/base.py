@@ -47,7 +47,7 @@ class Sm90Kernel(Kernel):
 
 
 class OneFormatForward(Sm90Kernel):
-    """A forward kernel of one format.
+    """A forward kernel of one format, whose estimates count in cycles of busy tensor cores.
 
     Args:
         tile_of, tiles_of: its tile, and all that it may take, for a problem, bytes of an element and multiprocessors.
@@ -65,6 +65,10 @@ class OneFormatForward(Sm90Kernel):
 
     def tile(self, config: Config, direction: Pass) -> Any | None:
         return self._tile_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
+
+    def seconds(self, config: Config, direction: Pass, tile: Any) -> float:
+        cycles: float = tile.cycles
+        return cycles / CLOCK_RATE
 
     def workspace_bytes(self, config: Config, direction: Pass, tile: Any) -> int:
         packed: int = tile.packed_bytes

@@ -17,17 +17,17 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
-from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.costs import costs_of, overlapped
+from gemmconv.kernels.integers import up_to_multiple
 from gemmconv.kernels.macros import Macros
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
-from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
+from gemmconv.kernels.sm90.base import OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import CHUNK_BYTES, MOST_LINES, PositionRows
 
 _COST = costs_of("sm90/gemm_depth_to_space")
 _MOST_KEPT = {2: 224, 4: 160}  # by bytes of an element: registers have room for their outputs too
 _LINES = (64, 128, 256)  # few, for few kernels: others are faster by a few percent, each at some sizes
-_PIECE = 4  # inputs, at least, that are copied together
 _MOST_KERNEL_W = 8
 _MOST_TAPS = 16
 
@@ -64,9 +64,8 @@ class Tile(PositionRows):
         elements = math.prod(p.output_shape) + math.prod(p.input_shape) * times
         moved = elements * self.itemsize / _COST.bytes_a_cycle
         copied = self.chunks * (self.blocks * self.lines * CHUNK_BYTES + passes * self.slot_bytes)
-        parts, overlap = (computed, moved, self.items * copied / _COST.copied_a_cycle), _COST.overlap
         start = _COST.start_cycles + (_COST.pack_cycles if self.packed else 0)
-        return start + sum(part**overlap for part in parts) ** (1 / overlap)
+        return start + overlapped(_COST.overlap, computed, moved, self.items * copied / _COST.copied_a_cycle)
 
 
 @lru_cache(maxsize=1024)
@@ -78,16 +77,11 @@ def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.mu
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Iterator[Tile]:
     """The tiles that a problem may have."""
     p = problem
-    if p.groups > 1 or p.batch == 0 or _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W:
+    if _MOST_TAPS % p.taps or p.kernel_size[1] > _MOST_KERNEL_W or not pixels_on_m.serves(p, itemsize, multiprocessors):
         return
     if p.kernel_size != p.stride or p.padding != (0, 0) or p.out_pixels != p.taps * p.in_pixels:
         return
-    all_lines, step = p.out_channels * p.taps, max(16, 4 * p.kernel_size[1])
-    if p.in_pixels % _PIECE or (itemsize == 2 and all_lines * itemsize % 16):
-        return
-    if not pixels_on_m.fits_integers(p, multiprocessors):
-        return
-    few = -(-all_lines // step) * step
+    few = up_to_multiple(p.out_channels * p.taps, max(16, 4 * p.kernel_size[1]))
     for lines in (*(lines for lines in _LINES if lines < few), *((few,) if few <= MOST_LINES else ())):
         yield from _tiles_in_sets(p, itemsize, lines, multiprocessors)
 
@@ -113,17 +107,12 @@ class GemmDepthToSpace(OneFormatForward):
     serves = "one group, kernel_size equal to stride, without padding or dilation, taps that divide 16"
     only_in = torch.contiguous_format
 
-    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return tile.cycles / CLOCK_RATE
-
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         p = config.problem
-        if p.batch == 0 or p.in_pixels % _PIECE or not pixels_on_m.fits_integers(p, tile.multiprocessors):
+        if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
             return None
-        made = min(
-            _tiles_in_sets(p, tile.itemsize, tile.lines, tile.multiprocessors),
-            key=lambda tile: tile.cycles,
-        )
+        sized = _tiles_in_sets(p, tile.itemsize, tile.lines, tile.multiprocessors)
+        made = min(sized, key=lambda tile: tile.cycles)
         return made if (made.piece, made.paired) == (tile.piece, tile.paired) else None
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:

@@ -101,7 +101,7 @@ class Tile:
         """Lines of columns: output channels x taps."""
         return self.problem.out_channels * self.problem.taps
 
-    @property
+    @cached_property
     def whole_lines(self) -> int:
         """Up to what the tensor core takes."""
         return up_to_multiple(self.lines, 16)
@@ -242,7 +242,7 @@ class Tile:
         weights = (1 + self.split) * self.steps * 32 * self.whole_lines
         return _BARRIER_BYTES + ring + weights + self.stages * self.stage_bytes
 
-    @property
+    @cached_property
     def blocks_resident(self) -> int:
         """Blocks that a multiprocessor is to have registers and shared memory for."""
         by_registers = _REGISTERS // (up_to_multiple(self.registers, 8) * self.threads)

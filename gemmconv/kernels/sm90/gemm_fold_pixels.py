@@ -34,12 +34,13 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config, Pass
-from gemmconv.kernels.costs import costs_of
+from gemmconv.kernels.costs import costs_of, overlapped
+from gemmconv.kernels.integers import even_share, up_to_multiple
 from gemmconv.kernels.macros import Macros, geometry_macros
 from gemmconv.kernels.phases import can_be_folded, cells_of, out_more, reach_of, stored_together
 from gemmconv.kernels.program import Program
 from gemmconv.kernels.sm90 import pixels_on_m
-from gemmconv.kernels.sm90.base import CLOCK_RATE, OneFormatForward
+from gemmconv.kernels.sm90.base import OneFormatForward
 from gemmconv.kernels.sm90.pixels_on_m import BLOCK_POSITIONS, CHUNK_BYTES, CONSUMERS, MOST_LINES, PositionRows
 
 _COST = costs_of("sm90/gemm_fold_pixels")
@@ -48,7 +49,6 @@ _MOST_SUMS = 256  # lines times blocks of rows: registers have room for
 _MOST_CELLS = 16  # for each input: beyond, outputs are mostly what lies beside images
 _PASS_LINES = 32  # at least, where that is not too much of shared memory
 _OWN_BYTES, _MOST_OWN_BYTES = 40 << 10, 72 << 10  # of shared memory for columns; where inputs leave some more
-_PIECE = 4  # inputs, at least, that are copied together
 _MOST_HALO = 32  # inputs of a window's neighbours
 
 
@@ -95,16 +95,12 @@ class Tile(PositionRows):
         if self.window == p.in_pixels:
             return 1, 0, 0
         # Cells read inputs this far to the left and to the right; windows begin with whole pieces.
-        left, right = (-(-reach // self.piece) * self.piece for reach in _halo(p))
+        left, right = (up_to_multiple(reach, self.piece) for reach in _halo(p))
         step = self.window - left - right
         return -(-cells_of(p)[1] // step), step, left
 
     @property
-    def items(self) -> int:
-        return self._items_of_set * self.sets
-
-    @property
-    def _items_of_set(self) -> int:
+    def set_items(self) -> int:
         p, (windows, _, _) = self.problem, self.windows
         return -(-p.batch // self.images) if windows == 1 else p.batch * windows
 
@@ -177,14 +173,14 @@ class Tile(PositionRows):
         items, blocks = self.items, self.blocks
         computed = -(-items // self.multiprocessors) * (_COST.item_cycles + blocks * self._block_cycles)
         reads = 1 if self.held else blocks  # of an item's inputs
-        return self._overlapped(computed, items * (blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes))
+        return self._call_cycles(computed, items * (blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes))
 
     @property
     def least_cycles(self) -> float:
         """A lower bound of the time of such a tile, whatever its sets."""
-        items, blocks = self._items_of_set, self.line_blocks
+        items, blocks = self.set_items, self.line_blocks
         computed = items / self.multiprocessors * (_COST.item_cycles + blocks * self._block_cycles)
-        return self._overlapped(computed, items * (blocks * self.lines * CHUNK_BYTES + self.slot_bytes))
+        return self._call_cycles(computed, items * (blocks * self.lines * CHUNK_BYTES + self.slot_bytes))
 
     @property
     def _block_cycles(self) -> float:
@@ -197,13 +193,12 @@ class Tile(PositionRows):
         products = self.row_blocks * (_COST.line_cycles * self.lines + _COST.rows_cycles)
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
-    def _overlapped(self, computed: float, copied_bytes: int) -> float:
-        """Cycles of the launch from those of multiprocessors, memory traffic, and bytes that a chunk copies."""
-        moved = (math.prod(self.problem.output_shape) + math.prod(self.problem.input_shape)) * self.itemsize
+    def _call_cycles(self, computed: float, copied_bytes: int) -> float:
+        """Cycles of a call from those of multiprocessors, and bytes that a chunk copies."""
+        moved = self.problem.image_bytes(self.itemsize) / _COST.bytes_a_cycle
         copied = self.chunks * copied_bytes / _COST.copied_a_cycle
-        parts, overlap = (computed, moved / _COST.bytes_a_cycle, copied), _COST.overlap
         start = _COST.start_cycles + _COST.packed_byte_cycles * self.packed_bytes
-        return start + sum(part**overlap for part in parts) ** (1 / overlap)
+        return start + overlapped(_COST.overlap, computed, moved, copied)
 
 
 _FIELDS = tuple(Tile.__dataclass_fields__)
@@ -241,15 +236,11 @@ def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterato
     """The lines and positions that blocks may have, as tiles of one set."""
     p = problem
     step = math.lcm(16, p.taps)
-    if p.groups > 1 or p.batch == 0 or step > MOST_LINES or p.in_pixels % _PIECE:
+    if step > MOST_LINES or math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels or not can_be_folded(p):
         return
-    if math.prod(cells_of(p)) > _MOST_CELLS * p.in_pixels:
+    if not pixels_on_m.serves(p, itemsize, multiprocessors):
         return
-    if not can_be_folded(p):
-        return
-    if (itemsize == 2 and p.out_channels * p.taps % 8) or not pixels_on_m.fits_integers(p, multiprocessors):
-        return
-    few = -(-p.out_channels * p.taps // step) * step
+    few = up_to_multiple(p.out_channels * p.taps, step)
     all_lines = [lines for lines in range(step, min(few, _MOST_SUMS) + 1, step) if lines >= 64 or lines == few]
     first: dict[Pair, Tile] = {}  # by blocks of rows, and lines
     for images, window in _items_of(p):
@@ -265,7 +256,7 @@ def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterato
 def fitted(tile: Tile, problem: Problem) -> Tile | None:
     """A tile of the same layer at other sizes, made for those of a problem; None where another kernel is compiled."""
     p, compiled = problem, (tile.row_blocks, tile.fold_turns)
-    if p.batch == 0 or p.in_pixels % _PIECE or not pixels_on_m.fits_integers(p, tile.multiprocessors):
+    if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
         return None
     if (stored_together(p, tile.itemsize), math.gcd(16 // tile.itemsize, p.in_pixels)) != (tile.vector, tile.piece):
         return None
@@ -283,8 +274,7 @@ def fitted(tile: Tile, problem: Problem) -> Tile | None:
         return None
     sets = min(tiles, key=lambda one: one.cycles).sets
     # Fewer images, where that takes no more rounds: as many as others need, or one item for each multiprocessor.
-    even, spread = -(-p.batch // -(-p.batch // most)), -(-p.batch * sets // tile.multiprocessors)
-    counts = dict.fromkeys((most, even, min(most, spread)))
+    counts = dict.fromkeys((most, even_share(p.batch, most), min(most, -(-p.batch * sets // tile.multiprocessors))))
     return min((made(images, sets) for images in counts), key=lambda one: one.cycles)
 
 
@@ -326,9 +316,6 @@ class GemmFoldPixels(OneFormatForward):
     name = "sm90/gemm_fold_pixels"
     serves = "one group, at most 256 taps of an output channel, images and signals whose items fit shared memory"
     only_in = torch.contiguous_format
-
-    def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return tile.cycles / CLOCK_RATE
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         return fitted(tile, config.problem)

@@ -26,7 +26,7 @@ from gemmconv.kernels.costs import costs_of, overlapped
 from gemmconv.kernels.integers import INT32_MAX, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, table
 from gemmconv.kernels.pass_geometry import Gathering
-from gemmconv.kernels.phases import Tap, taps_of
+from gemmconv.kernels.phases import Tap, has_all_phases, taps_of
 from gemmconv.kernels.program import Launch, Params, Program, TensorMapSpec, gathering, reciprocal
 from gemmconv.kernels.sm90.base import Sm90Kernel, image_map
 from gemmconv.kernels.sm90.implicit_gemm_plan import SHARED_BYTES
@@ -627,9 +627,8 @@ def _may_gather(problem: Problem, direction: Pass) -> bool:
     p = problem
     if p.batch == 0 or p.stride[1] > _MOST_SPAN or (direction == "input_grad" and p.stride != (1, 1)):
         return False
-    for axis in (0, 1) if direction == "forward" else ():
-        if len({tap.phase for tap in taps_of(p, direction, axis)}) < p.stride[axis]:
-            return False  # outputs that hold the bias alone
+    if direction == "forward" and not has_all_phases(p):
+        return False  # outputs that hold the bias alone
     shifts = [tap.shift for tap in taps_of(p, direction, 1)]
     return max(0, *shifts) - min(shifts) <= _CARRIED
 

@@ -11,7 +11,7 @@ from gemmconv.device import REFERENCE
 from gemmconv.geometry import Pair, Problem
 from gemmconv.hashing import cached_property
 from gemmconv.kernels.base import Config
-from gemmconv.kernels.integers import INT32_MAX
+from gemmconv.kernels.integers import INT32_MAX, even_share, up_to_multiple
 from gemmconv.kernels.macros import ELEMENT_TYPES, Macros
 from gemmconv.kernels.program import Params, Program, reciprocal
 from gemmconv.kernels.sm90.base import forward_program, weight_map
@@ -25,6 +25,7 @@ _BOX_LINES = 64
 CONSUMERS = 256  # threads that multiply and store
 _LOADERS = 96  # threads
 _BARRIER_BYTES = 16  # of a slot or a stage
+_PIECE = 4  # inputs, at least, that are copied together
 _MOST_RING = 12
 _STAGES_BYTES = 98_304 + 6 * _BARRIER_BYTES  # that hide how long weights take from the L2 cache
 _SETS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -117,7 +118,7 @@ class PositionRows:
 
     @property
     def stage_bytes(self) -> int:
-        return (self.lines if self.packed else -(-self.lines // _BOX_LINES) * _BOX_LINES) * CHUNK_BYTES
+        return (self.lines if self.packed else up_to_multiple(self.lines, _BOX_LINES)) * CHUNK_BYTES
 
     @property
     def bias_bytes(self) -> int:
@@ -159,8 +160,13 @@ class PositionRows:
         return self.first_bytes[2] + sum(self.ring_sizes) * _BARRIER_BYTES
 
     @property
+    def set_items(self) -> int:
+        """Items of a set."""
+        return -(-self.positions // self.item_positions)
+
+    @property
     def items(self) -> int:
-        return -(-self.positions // self.item_positions) * self.sets
+        return self.set_items * self.sets
 
     @property
     def piece(self) -> int:
@@ -177,9 +183,11 @@ class PositionRows:
         return self.line_blocks * self.lines * self.chunks * CHUNK_BYTES if self.packed else 0
 
 
-def fits_integers(problem: Problem, multiprocessors: int) -> bool:
-    """Whether a kernel's integers reach as far as any tile of a problem does."""
+def serves(problem: Problem, itemsize: int, multiprocessors: int) -> bool:
+    """Whether pieces are of one image, rows of weights begin where boxes do, and integers reach as far as any tile."""
     p = problem
+    if p.groups > 1 or p.batch == 0 or p.in_pixels % _PIECE or (itemsize == 2 and p.out_channels * p.taps % 8):
+        return False
     # Also of channels and lines that fill the last ones, and of blocks of threads that look for a next item.
     products = (p.in_channels + 64) * max(p.out_channels * p.taps + MOST_LINES, p.in_pixels)
     least = min(BLOCK_POSITIONS // 2, p.in_pixels)  # positions of an item that no other has
@@ -191,7 +199,7 @@ def fits_integers(problem: Problem, multiprocessors: int) -> bool:
 def sets_of(problem: Problem, lines: int) -> set[int]:
     """How many sets blocks of lines may be divided into."""
     blocks = -(-problem.out_channels * problem.taps // lines)
-    return {-(-blocks // -(-blocks // count)) for count in _SETS}
+    return {even_share(blocks, count) for count in _SETS}
 
 
 def macros_of(tile: PositionRows, dtype: torch.dtype) -> Macros:
