@@ -157,8 +157,7 @@ def test_copies_and_stores_are_aligned(tile):
 
 @given(tiles())
 def test_tiles_fit_a_multiprocessor(tile):
-    dtype = torch.float16 if tile.itemsize == 2 else torch.float32
-    assert tile.shared_bytes == gemm_fold_rows.macros_of(tile, dtype)["SHARED_BYTES"] <= 227 << 10
+    assert tile.shared_bytes == tile.compiled["SHARED_BYTES"] <= 227 << 10
     assert tile.stages >= 2
     if tile.itemsize == 2:
         assert tile.tiles * tile.columns // 2 <= 192  # sums of a thread

@@ -300,18 +300,15 @@ def row_variants():
     """sm90/gemm_fold_rows.cu and weights/pack.cu for layers of full size."""
     problems, variants = {**problems_by_name(), **ODD_ROWS}, {}
     for name, kind, direction, choice in (*ROWS, *((name, "float32", "forward", None) for name in ODD_ROWS)):
-        itemsize = getattr(torch, kind).itemsize
-        tile = gemm_fold_rows.tile_of(problems[name], direction, itemsize)
+        kernel, config = gemm_fold_rows.KERNEL, config_of(problems[name], getattr(torch, kind), precision="tf32")
+        tile = kernel.tile(config, direction)
         if tile is None:  # in TF32, a layer whose columns are outputs
             continue
         if choice is not None:
-            tile = [*gemm_fold_rows.tiles_of(problems[name], direction, itemsize)][choice]
-        for source, macros_of in (
-            ("sm90/gemm_fold_rows", gemm_fold_rows.macros_of),
-            ("weights/pack", gemm_fold_rows.packing_macros_of),
-        ):
-            label = f"{source}-{direction}-{name}-{kind}-{choice}"
-            variants[label] = (f"{source}.cu", macros_of(tile, getattr(torch, kind)))
+            tile = [*kernel.tiles(config, direction)][choice]
+        for launch in kernel.program(config, direction, tile).steps:
+            label = f"{launch.source.removesuffix('.cu')}-{direction}-{name}-{kind}-{choice}"
+            variants[label] = (launch.source, launch.macros)
     return variants
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -66,6 +66,8 @@ class Tile(PositionRows):
     window: int
     compiled: Pair = (1, 1)
 
+    registers = 208, 88
+
     def of_items(self, images: int, window: int, sets: int) -> Tile:
         """This tile with other items and as many blocks of rows; cached values that these do not change are copied."""
         tile, mine = object.__new__(Tile), self.__dict__
@@ -77,15 +79,15 @@ class Tile(PositionRows):
     def row_blocks(self) -> int:
         return max(self.compiled[0], -(-self.item_positions // BLOCK_POSITIONS))
 
-    @property
+    @cached_property
     def item_positions(self) -> int:
         return self.images * self.window
 
-    @property
+    @cached_property
     def item_images(self) -> int:
         return self.images
 
-    @property
+    @cached_property
     def cells_of_image(self) -> Pair:
         return cells_of(self.problem)
 
@@ -103,11 +105,6 @@ class Tile(PositionRows):
     def set_items(self) -> int:
         p, (windows, _, _) = self.problem, self.windows
         return -(-p.batch // self.images) if windows == 1 else p.batch * windows
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread that multiplies, and of one that copies inputs."""
-        return 208, 88
 
     @property
     def cells(self) -> int:
@@ -146,7 +143,7 @@ class Tile(PositionRows):
         fitting = [outs for outs in possible if 2 * self._pass_bytes(outs) <= most] or possible[:1]
         return min((outs for outs in fitting if outs >= wanted), default=fitting[-1])
 
-    @property
+    @cached_property
     def own_bytes(self) -> int:
         """Bytes of shared memory for the columns of two passes."""
         return 2 * self._pass_bytes(self.fold_outs)
@@ -253,31 +250,6 @@ def _blocks_of(problem: Problem, itemsize: int, multiprocessors: int) -> Iterato
             yield first[key].of_items(images, window, 1)
 
 
-def fitted(tile: Tile, problem: Problem) -> Tile | None:
-    """A tile of the same layer at other sizes, made for those of a problem; None where another kernel is compiled."""
-    p, compiled = problem, (tile.row_blocks, tile.fold_turns)
-    if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
-        return None
-    if (stored_together(p, tile.itemsize), math.gcd(16 // tile.itemsize, p.in_pixels)) != (tile.vector, tile.piece):
-        return None
-    positions, windowed = tile.row_blocks * BLOCK_POSITIONS, tile.windows[0] > 1
-    if windowed != (p.in_pixels > _MOST_ROW_BLOCKS * BLOCK_POSITIONS) or not (windowed or p.in_pixels <= positions):
-        return None
-
-    def made(images: int, sets: int) -> Tile:
-        of, multiprocessors = (p, tile.itemsize, tile.lines, sets), tile.multiprocessors
-        return Tile(*of, images, tile.window if windowed else p.in_pixels, compiled, multiprocessors=multiprocessors)
-
-    most = 1 if windowed else min(p.batch, positions // p.in_pixels)
-    tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := made(most, sets)).possible]
-    if not tiles or tiles[0].fold_turns != tile.fold_turns:
-        return None
-    sets = min(tiles, key=lambda one: one.cycles).sets
-    # Fewer images, where that takes no more rounds: as many as others need, or one item for each multiprocessor.
-    counts = dict.fromkeys((most, even_share(p.batch, most), min(most, -(-p.batch * sets // tile.multiprocessors))))
-    return min((made(images, sets) for images in counts), key=lambda one: one.cycles)
-
-
 def _halo(problem: Problem) -> Pair:
     """How far to the left and to the right of cells in one row inputs are read."""
     least, largest = reach_of(problem, 1)
@@ -318,7 +290,27 @@ class GemmFoldPixels(OneFormatForward):
     only_in = torch.contiguous_format
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
-        return fitted(tile, config.problem)
+        p, compiled = config.problem, (tile.row_blocks, tile.fold_turns)
+        if not pixels_on_m.serves(p, tile.itemsize, tile.multiprocessors):
+            return None
+        if (stored_together(p, tile.itemsize), math.gcd(16 // tile.itemsize, p.in_pixels)) != (tile.vector, tile.piece):
+            return None
+        positions, windowed = tile.row_blocks * BLOCK_POSITIONS, tile.windows[0] > 1
+        if windowed != (p.in_pixels > _MOST_ROW_BLOCKS * BLOCK_POSITIONS) or not (windowed or p.in_pixels <= positions):
+            return None
+
+        def made(images: int, sets: int) -> Tile:
+            window = tile.window if windowed else p.in_pixels
+            return replace(tile, problem=p, sets=sets, images=images, window=window, compiled=compiled)
+
+        most = 1 if windowed else min(p.batch, positions // p.in_pixels)
+        tiles = [one for sets in pixels_on_m.sets_of(p, tile.lines) if (one := made(most, sets)).possible]
+        if not tiles or tiles[0].fold_turns != tile.fold_turns:
+            return None
+        sets = min(tiles, key=lambda one: one.cycles).sets
+        # Fewer images, where that takes no more rounds: as many as others need, or one item for each multiprocessor.
+        counts = dict.fromkeys((most, even_share(p.batch, most), min(most, -(-p.batch * sets // tile.multiprocessors))))
+        return min((made(images, sets) for images in counts), key=lambda one: one.cycles)
 
     def program(self, config: Config, direction: Pass, tile: Tile) -> Program:
         return pixels_on_m.program(config, "gemm_fold_pixels", tile, macros_of(tile, config.dtype), row=1)

@@ -590,16 +590,6 @@ class TileTf32(RowTile):
 Tile = Tile16 | TileTf32
 
 
-def macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise the kernel."""
-    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.compiled}
-
-
-def packing_macros_of(tile: Tile, dtype: torch.dtype) -> Macros:
-    """Macros that specialise csrc/weights/pack.cu."""
-    return {"ELEMENT_T": ELEMENT_TYPES[dtype], **tile.packing}
-
-
 @lru_cache(maxsize=1024)
 def tile_of(
     problem: Problem, direction: Pass, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors
@@ -688,8 +678,9 @@ class GemmFoldRows(Sm90Kernel):
             "h_out, w_out": tile.output_size,
             "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
         }
-        grid, block, macros = (tile.blocks * tile.sets, 1, 1), (_THREADS, 1, 1), macros_of(tile, config.dtype)
-        packing = pack.packing(packing_macros_of(tile, config.dtype), config.problem.groups)
+        grid, block, element = (tile.blocks * tile.sets, 1, 1), (_THREADS, 1, 1), ELEMENT_TYPES[config.dtype]
+        packing = pack.packing({"ELEMENT_T": element, **tile.packing}, config.problem.groups)
+        macros = {"ELEMENT_T": element, **tile.compiled}
         main = Launch("sm90/gemm_fold_rows.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
         return gathering(config, tile.direction, (packing, main), {"packed": tile.packed_bytes})
 

@@ -41,6 +41,12 @@ class PositionRows:
         lines: of weights that are multiplied together.
         sets: that blocks of lines are divided into, each for other items.
         multiprocessors: of the GPU, on each of which a block runs.
+        item_positions: of an item.
+        item_images: images of an item that has whole ones; 0 of others.
+        cells_of_image: cells of an image that are folded together, down and across.
+        windows: windows of an image: their number, positions from one to the next, and positions before the first.
+        own_bytes: bytes of shared memory that a kernel needs beside the common parts.
+        registers: of a consumer thread and of a producer, which gives up some: all 384 threads begin with 168.
     """
 
     problem: Problem
@@ -49,34 +55,12 @@ class PositionRows:
     sets: int
     multiprocessors: int = field(default=REFERENCE.multiprocessors, kw_only=True)
 
-    @property
-    def item_positions(self) -> int:
-        return BLOCK_POSITIONS
-
-    @property
-    def item_images(self) -> int:
-        """Images of an item that has whole ones; 0 of others."""
-        return 0
-
-    @property
-    def cells_of_image(self) -> Pair:
-        """Cells of an image that are folded together, down and across."""
-        return 1, 1
-
-    @property
-    def windows(self) -> tuple[int, int, int]:
-        """Windows of an image: their number, positions from one to the next, and positions before the first."""
-        return 1, 0, 0
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of shared memory that a kernel needs beside the common parts."""
-        return 0
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a consumer thread and of a producer, which gives up some: all 384 threads begin with 168."""
-        return 224, 56
+    item_positions = BLOCK_POSITIONS
+    item_images = 0
+    cells_of_image = 1, 1
+    windows = 1, 0, 0
+    own_bytes = 0
+    registers = 224, 56
 
     @property
     def input_size(self) -> Pair:
