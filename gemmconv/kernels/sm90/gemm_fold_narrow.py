@@ -266,6 +266,12 @@ class Tile:
         return -(-(self.segment_rows + self.halo_h) // self.rows)
 
     @property
+    def block_steps(self) -> float:
+        """Steps of the block that has most."""
+        rounds = max(1.0, self.items / blocks_at_once(self))
+        return (math.ceil(rounds) if rounds < 4 else rounds) * self.item_steps
+
+    @property
     def folded(self) -> int:
         """Pairs of a cell and a row phase, in NCHW with a channel too, of a cell row: what a thread folds at a time."""
         return self.folded_of(self.cells)
@@ -307,7 +313,6 @@ class Tile:
         shared memory or the L2 cache, and more where several are close.
         """
         p, blocks = self.problem, self.blocks_resident
-        rounds = _rounds(self.items, blocks_at_once(self))
         products = self.steps * self.whole_lines * (3 if self.split else 1)
         rounding = 0 if self.itemsize == 2 else _COST.split_rounding_cycles if self.split else _COST.rounding_cycles
         multiplied = _COST.multiply_cycles + _COST.product_cycles * products + rounding * self.steps
@@ -328,7 +333,7 @@ class Tile:
         step = overlapped(_COST.overlap, multiplying, folding, loading, shared)
         words = self.steps * 8 * self.whole_lines * (1 + self.split)
         weights = _COST.word_cycles * words / (self.threads - self.loaders)
-        return _COST.start_cycles + weights + rounds * self.item_steps * step
+        return _COST.start_cycles + weights + self.block_steps * step
 
 
 @lru_cache(maxsize=1024)
@@ -375,7 +380,7 @@ def tiles_of(
 ) -> Iterator[Tile]:
     """The tiles that a problem may have: those that fit registers and shared memory."""
     for tile in _uncut_tiles(problem, (itemsize, split, channels_last, multiprocessors)):
-        yield from (replace(tile, segments=segments) for segments in _segments(tile))
+        yield from _cuts(tile)
 
 
 def _uncut_tiles(problem: Problem, variant: Variant) -> Iterator[Tile]:
@@ -418,27 +423,19 @@ def _shares(folded: int) -> Iterator[int]:
             yield folders
 
 
-def _segments(tile: Tile) -> set[int]:
-    """Numbers of segments that give every block that runs at once up to 1, 2, 3 or 4 items."""
-    cells, at_once, images = cells_of(tile.problem)[0], blocks_at_once(tile), tile.items
-    most = (max(1, items * at_once // images) for items in range(1, _MOST_ITEMS + 1))
-    return {even_share(cells, min(count, cells)) for count in most}
+def _cuts(tile: Tile) -> Iterator[Tile]:
+    """A tile of whole images, cut into segments that give every block that runs at once up to 1, 2, 3 or 4 items."""
+    cells, at_once = cells_of(tile.problem)[0], blocks_at_once(tile)
+    most = (max(1, items * at_once // tile.items) for items in range(1, _MOST_ITEMS + 1))
+    for segments in {even_share(cells, min(count, cells)) for count in most}:
+        cut = object.__new__(Tile)  # faster than replace: cached values, which do not depend on segments, are kept
+        vars(cut).update(vars(tile), segments=segments)
+        yield cut
 
 
 def _cut(tile: Tile) -> Tile:
     """A tile of whole images with the segments that take fewest steps."""
-    cells, at_once, images = cells_of(tile.problem)[0], blocks_at_once(tile), tile.items
-
-    def steps(segments: int) -> float:
-        return _rounds(images * segments, at_once) * -(-(-(-cells // segments) + tile.halo_h) // tile.rows)
-
-    return replace(tile, segments=min(_segments(tile), key=steps))
-
-
-def _rounds(items: int, at_once: int) -> float:
-    """How many items a block has one after the other, of those that run at once."""
-    rounds = max(1.0, items / at_once)
-    return math.ceil(rounds) if rounds < 4 else rounds
+    return min(_cuts(tile), key=lambda cut: cut.block_steps)
 
 
 def _fits(tile: Tile) -> bool:
