@@ -36,12 +36,6 @@ def cells_of(problem: Problem) -> Pair:
     return -(-height // problem.stride[0]), -(-width // problem.stride[1])
 
 
-def out_more(problem: Problem) -> dict[str, str | int]:
-    """OUT_MORE_ with H and W: outputs of a row beyond a stride for each input, which do not depend on its size."""
-    sizes = zip("HW", problem.output_size, problem.input_size, problem.stride, strict=True)
-    return {f"OUT_MORE_{axis}": output - input * stride for axis, output, input, stride in sizes}
-
-
 def phase_shifts(problem: Problem, axis: int) -> tuple[frozenset[int], ...]:
     """For each output r of a cell, the shifts to the inputs that it reads.
 

@@ -75,9 +75,10 @@ class RowTile(Gathering):
         channels: input channels, up to what products take.
         chunk: input channels of a stage.
         slots: taps across whose weights a product has, each with ``outs`` output channels.
-        most_stages: that are of use.
-        own_bytes: of shared memory, beside stages and weights.
+        most_stages: the most stages that are of use.
+        own_bytes: bytes of shared memory beside stages and weights.
         cycles: roughly the cycles of a call, its launches among them.
+        kept: outputs of a row that may be stored later than what is beside them.
     """
 
     multiprocessors: int
@@ -92,6 +93,7 @@ class RowTile(Gathering):
     most_stages: int
     own_bytes: int
     cycles: float
+    kept: int = 0
 
     @property
     def piece(self) -> int:
@@ -162,11 +164,6 @@ class RowTile(Gathering):
         return max(reaches) + self.rows
 
     # Steps along a row, and items.
-
-    @property
-    def kept(self) -> int:
-        """Outputs of a row that may be stored later than what is beside them."""
-        return 0
 
     @property
     def steps(self) -> int:
@@ -326,11 +323,7 @@ class RowTile(Gathering):
 
 @dataclass(frozen=True)
 class Tile16(RowTile):
-    """The work of a block in 16 bits, either warpgroup with a row of cells of its own.
-
-    Attributes:
-        slots: taps that a product's rows have, each with 64 / slots output channels.
-    """
+    """The work of a block in 16 bits: a warpgroup has a row of cells of its own, and products have 64 rows."""
 
     problem: Problem
     direction: Pass
@@ -445,8 +438,6 @@ class TileTf32(RowTile):
     """The work of a block in TF32.
 
     Attributes:
-        outs: output channels of a block.
-        chunk: input channels of a stage.
         whole_sectors: whether lines are stored as sectors of memory lie, not as steps end.
     """
 
@@ -513,7 +504,7 @@ class TileTf32(RowTile):
         """Steps along a row; they come two by two."""
         return up_to_multiple(super().steps, 2)
 
-    @property
+    @cached_property
     def kept(self) -> int:
         if not self.whole_sectors:
             return 0
