@@ -167,17 +167,25 @@ class Tile(PositionRows):
     @property
     def cycles(self) -> float:
         """Roughly the cycles that a call takes, its launches among them."""
-        items, blocks = self.items, self.blocks
-        computed = -(-items // self.multiprocessors) * (_COST.item_cycles + blocks * self._block_cycles)
-        reads = 1 if self.held else blocks  # of an item's inputs
-        return self._call_cycles(computed, items * (blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes))
+        reads = 1 if self.held else self.blocks
+        return self._call_cycles(self.items, -(-self.items // self.multiprocessors), self.blocks, reads)
 
     @property
     def least_cycles(self) -> float:
         """A lower bound of the time of such a tile, whatever its sets."""
-        items, blocks = self.set_items, self.line_blocks
-        computed = items / self.multiprocessors * (_COST.item_cycles + blocks * self._block_cycles)
-        return self._call_cycles(computed, items * (blocks * self.lines * CHUNK_BYTES + self.slot_bytes))
+        return self._call_cycles(self.set_items, self.set_items / self.multiprocessors, self.line_blocks, 1)
+
+    def _call_cycles(self, items: int, rounds: float, blocks: int, reads: int) -> float:
+        """Cycles of a call whose multiprocessors take ``rounds`` items each.
+
+        An item is computed for so many blocks of lines, and its inputs are read so often.
+        """
+        computed = rounds * (_COST.item_cycles + blocks * self._block_cycles)
+        moved = self.problem.image_bytes(self.itemsize) / _COST.bytes_a_cycle
+        chunk_bytes = items * (blocks * self.lines * CHUNK_BYTES + reads * self.slot_bytes)
+        copied = self.chunks * chunk_bytes / _COST.copied_a_cycle
+        start = _COST.start_cycles + _COST.packed_byte_cycles * self.packed_bytes
+        return start + overlapped(_COST.overlap, computed, moved, copied)
 
     @property
     def _block_cycles(self) -> float:
@@ -190,13 +198,6 @@ class Tile(PositionRows):
         products = self.row_blocks * (_COST.line_cycles * self.lines + _COST.rows_cycles)
         return self.chunks * (products + _COST.chunk_cycles) + folded + _COST.sector_cycles * outs * cells * sectors
 
-    def _call_cycles(self, computed: float, copied_bytes: int) -> float:
-        """Cycles of a call from those of multiprocessors, and bytes that a chunk copies."""
-        moved = self.problem.image_bytes(self.itemsize) / _COST.bytes_a_cycle
-        copied = self.chunks * copied_bytes / _COST.copied_a_cycle
-        start = _COST.start_cycles + _COST.packed_byte_cycles * self.packed_bytes
-        return start + overlapped(_COST.overlap, computed, moved, copied)
-
 
 _FIELDS = tuple(Tile.__dataclass_fields__)
 
@@ -205,14 +206,13 @@ _FIELDS = tuple(Tile.__dataclass_fields__)
 def tile_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> Tile | None:
     """The tile for a problem in NCHW: a pure function of it. None where the kernel is not for it."""
     blocks = [*_blocks_of(problem, itemsize, multiprocessors)]
-    least, best, found = math.inf, len(blocks), None
+    best, found = (math.inf, len(blocks)), None
     for bound, i in sorted((block.least_cycles, i) for i, block in enumerate(blocks)):
-        if bound > least:
+        if bound > best[0]:
             break
         for tile in _in_sets(blocks[i]):
-            cycles = tile.cycles
-            if cycles < least or (cycles == least and i < best):
-                least, best, found = cycles, i, tile
+            if (key := (tile.cycles, i)) < best:  # of those of one estimate the first is taken
+                best, found = key, tile
     return found
 
 
