@@ -141,27 +141,25 @@ def with_operand_transposes(
     fits: list[Fit | None] = []
     operands, before, names, scratch, channels_last = [], list[Step](), dict[str, str](), dict[str, int](), False
     for operand in program.operands:
-        tensor = given.get(operand.given_as)
+        tensor, form = given.get(operand.given_as), operand.form
         fit: Fit | None = None
-        if tensor is not None and operand.form is None:
-            if not tensor.is_contiguous():
-                channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
-                fit = None if channels_last else torch.Tensor.contiguous
-        elif tensor is not None and operand.form is not None:
-            if not tensor.is_contiguous(memory_format=operand.form):
-                transposed = _transposed(operand, tensor, device)
-                if transposed is None:
-                    fit = partial(torch.Tensor.contiguous, memory_format=operand.form)
-                elif operand.columns:
-                    fit = prepare(transposed, device)
-                else:
-                    (step,), (source,) = transposed.steps, transposed.operands
-                    names[operand.name] = f"{operand.name} transposed"
-                    before.append(step.renamed({"source": operand.name, "target": names[operand.name]}))
-                    scratch[names[operand.name]] = tensor.numel() * program.dtype.itemsize
-                    operand = replace(operand, alignment=source.alignment)
-            if operand.columns:
-                fit = partial(_widened, fit=fit, columns=operand.columns)
+        if tensor is None or tensor.is_contiguous(memory_format=form or torch.contiguous_format):
+            pass
+        elif form is None:
+            channels_last = tensor.is_contiguous(memory_format=torch.channels_last)
+            fit = None if channels_last else torch.Tensor.contiguous
+        elif (transposed := _transposed(operand, tensor, device)) is None:
+            fit = partial(torch.Tensor.contiguous, memory_format=form)
+        elif operand.columns:
+            fit = prepare(transposed, device)
+        else:
+            (step,), (source,) = transposed.steps, transposed.operands
+            names[operand.name] = f"{operand.name} transposed"
+            before.append(step.renamed({"source": operand.name, "target": names[operand.name]}))
+            scratch[names[operand.name]] = tensor.numel() * program.dtype.itemsize
+            operand = replace(operand, alignment=source.alignment)
+        if tensor is not None and operand.columns:
+            fit = partial(_widened, fit=fit, columns=operand.columns)
         fits.append(fit)
         operands.append(operand)
     if names:
@@ -187,25 +185,22 @@ def _transposed(operand: Operand, tensor: torch.Tensor, device: torch.device) ->
 def with_output_transposes(program: Program) -> tuple[Program, list[Made], list[tuple[int, Any]]]:
     """The ``program``, ``made`` and ``after`` of :class:`Completed`, with transposes of outputs."""
     made, after, names, behind, scratch = [], [], dict[str, str](), list[Step](), dict[str, int]()
+    itemsize = program.dtype.itemsize
+    in_form = partial(reduce.in_channels_last, itemsize=itemsize)
     for i, output in enumerate(program.outputs):
         strides, written = output.strides, output.written
-        if written is not None and (other := strides_of(output.shape, written)) != strides:
-            in_form = partial(reduce.in_channels_last, itemsize=program.dtype.itemsize)
-            if is_same_memory(output.shape):
-                pass
-            elif (
-                written is torch.contiguous_format and (changed := _written(program, output.name, in_form)) is not None
-            ):
-                program = changed
-            elif takes_the_kernel(output.shape):
-                names[output.name] = f"{output.name} written"
-                wanted = other_format(written)
-                step, _ = transposition(output.shape, program.dtype.itemsize, wanted)
-                behind.append(step.renamed({"source": names[output.name], "target": output.name}))
-                scratch[names[output.name]] = torch.Size(output.shape).numel() * program.dtype.itemsize
-            else:
-                after.append((i, strides))
-                strides = other
+        if written is None or (other := strides_of(output.shape, written)) == strides or is_same_memory(output.shape):
+            pass
+        elif written is torch.contiguous_format and (changed := _written(program, output.name, in_form)) is not None:
+            program = changed
+        elif takes_the_kernel(output.shape):
+            names[output.name] = source = f"{output.name} written"
+            step, _ = transposition(output.shape, itemsize, other_format(written))
+            behind.append(step.renamed({"source": source, "target": output.name}))
+            scratch[source] = math.prod(output.shape) * itemsize
+        else:
+            after.append((i, strides))
+            strides = other
         made.append((output.shape, strides, output.dtype or program.dtype))
     if names:
         steps = (*(step.renamed(names) for step in program.steps), *behind)
