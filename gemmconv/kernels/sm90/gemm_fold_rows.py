@@ -185,15 +185,14 @@ class RowTile(Gathering):
         """Items of a set."""
         return self.problem.batch * self.image_items
 
-    @property
-    def blocks(self) -> int:
+    def blocks_on(self, multiprocessors: int) -> int:
         """Blocks of a set."""
-        return max(1, min(self.items, self.multiprocessors // self.sets))
+        return max(1, min(self.items, multiprocessors // self.sets))
 
     @property
     def rounds(self) -> int:
         """Items that a multiprocessor takes one after the other."""
-        return -(-self.sets // self.multiprocessors) * -(-self.items // self.blocks)
+        return -(-self.sets // self.multiprocessors) * -(-self.items // self.blocks_on(self.multiprocessors))
 
     # Memory.
 
@@ -317,7 +316,7 @@ class RowTile(Gathering):
         On an H200, blocks that go along ten rows of 64 channels each (KernelBench 57) wait for 22 MB; with outputs
         written at the same time some of it was fetched twice.
         """
-        lines = self.blocks * self.sets * self.input_rows * self.in_channels
+        lines = self.blocks_on(self.multiprocessors) * self.sets * self.input_rows * self.in_channels
         return _MOST_FETCHED if lines * _MOST_FETCHED <= _FETCHED_AHEAD else _MOST_FETCHED // 2
 
 
@@ -669,7 +668,8 @@ class GemmFoldRows(Sm90Kernel):
             "h_out, w_out": tile.output_size,
             "cells_h, image_items, items, steps": (tile.cells[0], tile.image_items, tile.items, tile.steps),
         }
-        grid, block, element = (tile.blocks * tile.sets, 1, 1), (_THREADS, 1, 1), ELEMENT_TYPES[config.dtype]
+        grid, block = (tile.blocks_on(config.spec.multiprocessors) * tile.sets, 1, 1), (_THREADS, 1, 1)
+        element = ELEMENT_TYPES[config.dtype]
         packing = pack.packing({"ELEMENT_T": element, **tile.packing}, config.problem.groups)
         macros = {"ELEMENT_T": element, **tile.compiled}
         main = Launch("sm90/gemm_fold_rows.cu", macros, grid, block, params, tile.shared_bytes, overlaps=True)
