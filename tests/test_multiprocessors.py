@@ -91,7 +91,7 @@ def test_weight_gradients_are_cut_into_slices_for_the_multiprocessors_there_are(
             if (tile := tile_for(module, config, "weight_grad")) is not None:
                 blocks = tile.weight_blocks * tile.slices(config.workspace_limit)
                 assert blocks <= max(tile.weight_blocks, rounds * spec.multiprocessors)
-        if (both := direct_grads_mma.tile_for(config)) is not None:
+        if (both := direct_grads_mma.KERNEL.tile(config, "grads")) is not None:
             assert both.multiprocessors == spec.multiprocessors
 
 
@@ -126,8 +126,9 @@ def test_what_a_tile_is_for_is_part_of_it():
         tiles = [tile_for(module, config, "weight_grad") for config in (here, there)]
         assert tiles[0].seconds(here.workspace_limit) < tiles[1].seconds(there.workspace_limit)
     here, there = (replace(config_of(grouped), spec=one) for one in (REFERENCE, spec))
-    assert direct_forward_mma.tile_for(there).spec is spec
-    assert direct_forward_mma.tile_for(here).cycles < direct_forward_mma.tile_for(there).cycles
+    tiles = [tile_for(direct_forward_mma, config, "forward") for config in (here, there)]
+    assert tiles[1].spec is spec
+    assert tiles[0].cycles_of(grouped) < tiles[1].cycles_of(grouped)
     tile = direct_forward.tile_of(grouped, torch.float16, False)
     cycles = [direct_forward.cycles_of(grouped, torch.float16, False, tile, one) for one in (REFERENCE, spec)]
     assert cycles[0] < cycles[1]

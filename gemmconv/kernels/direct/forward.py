@@ -13,12 +13,7 @@ import torch
 
 from gemmconv.device import REFERENCE, DeviceSpec
 from gemmconv.geometry import Problem
-from gemmconv.kernels.base import (
-    Config,
-    Kernel,
-    Pass,
-    accumulator_dtype,
-)
+from gemmconv.kernels.base import Config, Kernel, Pass, accumulator_dtype
 from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, even_share, power_of_two
@@ -82,11 +77,6 @@ class Tile:
     looped: bool = False
 
     @property
-    def height(self) -> int:
-        """Cell rows of a block."""
-        return self.rows * self.turns
-
-    @property
     def threads(self) -> int:
         return self.lanes_w * self.rows // self.rows_each * self.phases * self.planes // self.planes_each * self.split
 
@@ -96,9 +86,9 @@ def tile_of(problem: Problem, dtype: torch.dtype, channels_last: bool, spec: Dev
     """The tile for a problem: a pure function of it. None if the smallest tile's patch exceeds shared memory."""
     layer = _Layer(problem, dtype, channels_last, spec)
     if layer.is_depthwise:
-        return next(layer.depthwise_tiles(), None)
+        return layer.depthwise_tile()
     menu = _menu(samples(problem), dtype, channels_last, spec)
-    return min(menu, key=lambda one: one[1].cycles(layer.blocks_each(one[0])), default=(None,))[0]
+    return min(menu, key=lambda one: layer.cycles(*one), default=(None,))[0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,27 +96,24 @@ def _menu(
     problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
 ) -> list[tuple[Tile, _Cost]]:
     """The menu of a layer: the few tiles that are together the fastest for sample problems, with their costs."""
-    key = __name__, problems, dtype, channels_last, spec
-    return cached(lambda: key, lambda: _made_menu(problems, dtype, channels_last, spec))
 
+    def search() -> list[tuple[Tile, _Cost]]:
+        layers = [_Layer(problem, dtype, channels_last, spec) for problem in problems]
+        shapes = dict.fromkeys(itertools.chain(*(layer.shapes() for layer in layers)))
+        shapes = shapes or dict.fromkeys(itertools.chain(*(layer.shapes(whole_sectors=False) for layer in layers)))
+        tiles = [tile for tile in map(layers[0].fitting, shapes) if tile is not None]
+        costs = [layers[0].cost(tile) for tile in tiles]
+        seconds = [[*map(layer.cycles, tiles, costs)] for layer in layers]
+        return menu_of([*zip(tiles, costs, strict=True)], seconds, _MOST)
 
-def _made_menu(
-    problems: tuple[Problem, ...], dtype: torch.dtype, channels_last: bool, spec: DeviceSpec
-) -> list[tuple[Tile, _Cost]]:
-    layers = [_Layer(problem, dtype, channels_last, spec) for problem in problems]
-    shapes = {shape: None for layer in layers for shape in layer.shapes()}
-    shapes = shapes or {shape: None for layer in layers for shape in layer.shapes(whole_sectors=False)}
-    tiles = [tile for shape in shapes if (tile := layers[0].fitting(shape)) is not None]
-    costs = [layers[0].cost(tile) for tile in tiles]
-    seconds = [[*map(_Cost.cycles, costs, layer.blocks_of(tiles))] for layer in layers]
-    return [(tiles[i], costs[i]) for i in menu_of(seconds, _MOST)] if tiles else []
+    return cached(lambda: (__name__, problems, dtype, channels_last, spec), search)
 
 
 @functools.lru_cache(maxsize=1024)
 def cycles_of(
     problem: Problem, dtype: torch.dtype, channels_last: bool, tile: Tile, spec: DeviceSpec = REFERENCE
 ) -> float:
-    """Estimated cycles of a tile, cached; see ``_Layer.cycles``."""
+    """Cached :meth:`_Layer.cycles`."""
     return _Layer(problem, dtype, channels_last, spec).cycles(tile)
 
 
@@ -150,20 +137,21 @@ class _Layer:
         self.is_depthwise = problem.groups == problem.in_channels == problem.out_channels
         self.planes = max(1, problem.batch * problem.groups)
         self.cells_h, self.cells_w = cells_of(problem)
-        layer = replace(problem, batch=1, input_size=(1, 1))
-        self.halo_h, self.halo_w = (last - first for first, last in (reach_of(layer, 0), reach_of(layer, 1)))
+        self.halo_h, self.halo_w = (last - first for first, last in (reach_of(problem, 0), reach_of(problem, 1)))
         # Threads that must share the products of a float32 output: a sum's rounding error grows with the square root of
         # its length.
-        taps = [[len(phase.taps) for phase in layer.phases(axis)] for axis in (0, 1)]
-        longest = problem.gemm_k * math.prod(map(max, taps))
-        parts = -(-longest // _LONGEST_SUM) if dtype == torch.float32 else 1
+        parts = -(-longest_sum(problem) // _LONGEST_SUM) if dtype == torch.float32 else 1
         self.least_split = min(_MOST_SPLIT, power_of_two(parts), 1 << (self.channels_in.bit_length() - 1))
         self.bytes_ratio = spec.bytes_ratio
         self.costs_of_threads: dict[tuple[int, int, int], tuple[float, float, int, int]] = {}
-        self.tap_phases_h, self.tap_phases_w = (sum(map(bool, of_axis)) for of_axis in taps)
+        reached = ([phase for phase in problem.phases(axis) if phase.taps] for axis in (0, 1))
+        self.tap_phases_h, self.tap_phases_w = map(len, reached)
 
-    def depthwise_tiles(self) -> Iterator[Tile]:
-        """At most one tile: a thread has the outputs of a 16-byte store; rows or planes fill the threads of a block."""
+    def depthwise_tile(self) -> Tile | None:
+        """The tile whose threads have the outputs of a 16-byte store, with rows or planes for all threads of a block.
+
+        None if it does not fit shared memory.
+        """
         stride_w = self.problem.stride[1]
         planes_each = math.gcd(self.problem.groups, 16 // self.sum_bytes) if self.channels_last else 1
         if self.channels_last:
@@ -213,8 +201,7 @@ class _Layer:
         if self.channels_last:
             trips = self.loop_trips(tile)
             tile = replace(tile, turns=trips, looped=trips > 1)
-        if self.shared_bytes(tile) <= SHARED_BYTES:
-            yield tile
+        return tile if self.shared_bytes(tile) <= SHARED_BYTES else None
 
     def loop_trips(self, tile: Tile) -> int:
         """Tiles that a depthwise block in channels_last loops over. Packing its weights costs as much as a tile."""
@@ -311,7 +298,7 @@ class _Layer:
         return next((most for most in _REGISTERS if registers <= most - 8), _REGISTERS[-1])
 
     def blocks(self, tile: Tile) -> int:
-        spatial = -(-self.cells_h // tile.height) * -(-self.cells_w // (tile.lanes_w * tile.cells))
+        spatial = -(-self.cells_h // (tile.rows * tile.turns)) * -(-self.cells_w // (tile.lanes_w * tile.cells))
         return spatial * -(-self.planes // tile.planes) * -(-self.channels_out // tile.channels_out)
 
     def patch_elements(self, tile: Tile) -> int:
@@ -348,24 +335,12 @@ class _Layer:
         """Whether a tile has all channels of its pixels, and these are neighbours in memory."""
         return self.channels_last and self.problem.groups == 1 and tile.channels_out == self.channels_out
 
-    def blocks_of(self, tiles: Iterable[Tile]) -> Iterator[int]:
-        """Blocks of a multiprocessor, for each of some tiles that are not depthwise."""
-        down = {1 << log: -(-self.cells_h // (1 << log)) for log in range(6)}
-        across = {1 << log: -(-self.cells_w // (1 << log)) for log in range(10)}
-        planes = {1 << log: -(-self.planes // (1 << log)) for log in range(9)}
-        multiprocessors = self.spec.multiprocessors
-        for tile in tiles:
-            pixels = down[tile.rows] * across[tile.lanes_w * tile.cells]
-            outs = -(-self.channels_out // tile.channels_out)
-            yield -(-pixels * planes[tile.planes] * outs // multiprocessors)
-
-    def blocks_each(self, tile: Tile) -> int:
-        """Blocks of a multiprocessor."""
-        return -(-self.blocks(tile) // self.spec.multiprocessors)
-
-    def cycles(self, tile: Tile) -> float:
-        """Estimated cycles of an H200."""
-        return self.cost(tile).cycles(self.blocks_each(tile))
+    def cycles(self, tile: Tile, cost: _Cost | None = None) -> float:
+        """Estimated cycles of an H200's multiprocessor; ``cost`` is that of the tile, if it is known."""
+        held, alone, together, moved = cost or self.cost(tile)
+        blocks = -(-self.blocks(tile) // self.spec.multiprocessors)
+        moved *= blocks
+        return max(-(-blocks // held) * alone, blocks * together, moved) + _COST.stored_factor * moved
 
     def cost(self, tile: Tile) -> _Cost:
         """The cost of a block of a tile, which does not depend on the problem's sizes."""
@@ -449,12 +424,6 @@ class _Cost(NamedTuple):
     alone: float
     together: float
     moved: float
-
-    def cycles(self, blocks: int) -> float:
-        """Cycles of a multiprocessor that runs so many blocks."""
-        held, alone, together, moved = self
-        moved *= blocks
-        return max(-(-blocks // held) * alone, blocks * together, moved) + _COST.stored_factor * moved
 
 
 @functools.lru_cache(maxsize=1024)
@@ -557,17 +526,14 @@ class DirectForward(DirectKernel):
     def tile(self, config: Config, direction: Pass) -> Tile | None:
         return tile_of(config.problem, config.dtype, config.memory_format is torch.channels_last, config.spec)
 
-    def cycles(self, config: Config, tile: Tile) -> float:
-        """Estimated cycles of a tile."""
-        channels_last = config.memory_format is torch.channels_last
-        return cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
-
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
         if tile.depthwise:
             rates = _COST.depthwise_rate, _COST.depthwise_memory_rate, _COST.depthwise_step_seconds
             return _COST.launch_seconds + sum(seconds_of_parts(config, *rates))
-        factor = _COST.channels_last_factor if config.memory_format is torch.channels_last else 1
-        return _COST.launch_seconds + factor * self.cycles(config, tile) / clock_of(config)
+        channels_last = config.memory_format is torch.channels_last
+        cycles = cycles_of(config.problem, config.dtype, channels_last, tile, config.spec)
+        factor = _COST.channels_last_factor if channels_last else 1
+        return _COST.launch_seconds + factor * cycles / clock_of(config)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile:
         if not tile.looped:
@@ -578,7 +544,8 @@ class DirectForward(DirectKernel):
         p, (cells_h, cells_w) = config.problem, cells_of(config.problem)
         macros = forward_macros(p, config.dtype, config.memory_format is torch.channels_last, tile)
         tiles_w, planes = -(-cells_w // (tile.lanes_w * tile.cells)), p.batch * p.groups
-        tiles = tiles_w * -(-cells_h // tile.height) * -(-(p.out_channels // p.groups) // tile.channels_out)
+        out_blocks = -(-(p.out_channels // p.groups) // tile.channels_out)
+        tiles = -(-cells_h // (tile.rows * tile.turns)) * tiles_w * out_blocks
         params: Params = {
             "input, weight, bias, output": ("input", "weight", "bias", "output"),
             "planes, groups": (planes, p.groups),

@@ -21,7 +21,7 @@ from gemmconv.kernels.costs import costs_of
 from gemmconv.kernels.direct.forward import DirectKernel, clock_of
 from gemmconv.kernels.direct.menu import menu_of, samples
 from gemmconv.kernels.integers import INT32_MAX, power_of_two
-from gemmconv.kernels.macros import ELEMENT_TYPES, Macros, geometry_macros, table
+from gemmconv.kernels.macros import ELEMENT_TYPES, TENSOR_CORE_TYPES, Macros, geometry_macros, table
 from gemmconv.kernels.phases import cells_of, phase_shifts, reach_of
 from gemmconv.kernels.program import MAX_GRID_Y, Launch, Params, Program, gathering, weight_steps
 from gemmconv.kernels.search_cache import cached
@@ -40,7 +40,7 @@ _SHIFT_BASE = 1 << 12
 _MOST_WEIGHTS = 1 << 18  # of a group
 _MOST_M_TILES = 32  # bits of a mask
 _MOST_STEPS = 2048  # 4 KiB of constant memory a table
-_MOST, _MOST_ALIKE = 4, 4  # tiles of a menu, in channels_last, and in NCHW for widths that are alike
+_MOST = 4  # tiles of a menu
 _ALIGNED = 8  # pixels: widths that are as far beyond a multiple of them are loaded and stored alike
 
 Shift = Pair  # from a cell to an input, per axis
@@ -91,11 +91,6 @@ class Tile:
         return self.row_phases * self.channels
 
     @cached_property
-    def layer(self) -> Problem:
-        """The problem, whatever its sizes."""
-        return replace(self.problem, batch=1, input_size=(1, 1))
-
-    @cached_property
     def m_tile_lines(self) -> tuple[tuple[Pair, ...], ...]:
         """For each M tile, the pairs of a row phase (of the turn) and a column phase that its 16 rows belong to."""
         return _m_tile_lines(self.problem.stride[1], self.row_phases, self.channels)
@@ -124,7 +119,8 @@ class Tile:
     @cached_property
     def turns(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of each turn of row phases."""
-        return _turns(self.layer, self.row_phases, self.channels, self.words)
+        layer = replace(self.problem, batch=1, input_size=(1, 1))  # turns are cached for all sizes
+        return _turns(layer, self.row_phases, self.channels, self.words)
 
     @cached_property
     def pairs(self) -> int:
@@ -134,9 +130,7 @@ class Tile:
     @cached_property
     def pixels(self) -> int:
         """Neighbouring pixels that are loaded at once."""
-        if self.channels_last:
-            return 1
-        return math.gcd(4, self.problem.input_size[1])
+        return 1 if self.channels_last else math.gcd(4, self.problem.input_size[1])
 
     @property
     def loading(self) -> int:
@@ -174,21 +168,15 @@ class Tile:
     @cached_property
     def reach(self) -> tuple[Pair, Pair]:
         """Least and largest shift of either axis."""
-        return reach_of(self.layer, 0), reach_of(self.layer, 1)
+        return reach_of(self.problem, 0), reach_of(self.problem, 1)
 
     @property
     def vector(self) -> int:
         """Outputs that a lane stores at once from the stage."""
-        p = self.problem
+        p, most = self.problem, 16 // self.itemsize
         if self.channels_last:
-            counts: tuple[int, ...] = (
-                self.groups * self.channels,
-                p.out_channels // p.groups * self.groups,
-                p.out_channels,
-            )
-        else:
-            counts = (8 * p.stride[1], p.output_size[1])
-        return math.gcd(16 // self.itemsize, *counts)
+            return math.gcd(most, self.groups * self.channels, self.groups * (p.out_channels // p.groups))
+        return math.gcd(most, 8 * p.stride[1], p.output_size[1])
 
     @property
     def shifted(self) -> bool:
@@ -278,17 +266,12 @@ class Tile:
         height, width = (-(-count // size) for count, size in zip(cells_of(self.problem), self.size, strict=True))
         return height, width
 
-    @property
-    def cycles(self) -> float:
-        """Roughly the cycles that a multiprocessor takes for its share of the problem.
+    def cycles_of(self, problem: Problem) -> float:
+        """Roughly the cycles that a multiprocessor takes for its share of the layer at the sizes of ``problem``.
 
         Its schedulers are busy, or its shared memory is, or what it moves takes longer, or its blocks wait, each for
         its own loads and stores.
         """
-        return self.cycles_of(self.problem)
-
-    def cycles_of(self, problem: Problem) -> float:
-        """Estimated cycles of the layer at other sizes; see :attr:`cycles`."""
         alone, busy, moved, factor = self._costs
         down, across = (-(-count // size) for count, size in zip(cells_of(problem), self.size, strict=True))
         tiles = problem.batch * down * across * self.sets / self.spec.multiprocessors
@@ -359,15 +342,12 @@ def tile_of(problem: Problem, itemsize: int, channels_last: bool, spec: DeviceSp
 @lru_cache(maxsize=1024)
 def _menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
-    asked = __name__, problems, itemsize, channels_last, spec
-    return cached(lambda: asked, lambda: _made_menu(problems, itemsize, channels_last, spec))
 
+    def search() -> list[Tile]:
+        tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
+        return menu_of(tiles, [[tile.cycles_of(one) for tile in tiles] for one in problems], _MOST)
 
-def _made_menu(problems: tuple[Problem, ...], itemsize: int, channels_last: bool, spec: DeviceSpec) -> list[Tile]:
-    tiles = [*tiles_of(problems[0], itemsize, channels_last, spec)]
-    most = _MOST if channels_last else _MOST_ALIKE
-    cycles = [[tile.cycles_of(one) for tile in tiles] for one in problems]
-    return [tiles[i] for i in menu_of(cycles, most)] if tiles else []
+    return cached(lambda: (__name__, problems, itemsize, channels_last, spec), search)
 
 
 def is_staged(problem: Problem, itemsize: int, channels_last: bool) -> bool:
@@ -451,10 +431,9 @@ def _steps(layer: Problem, row_phases: range, m_tile_lines: tuple[tuple[Pair, ..
     count = max(1, 8 // words)
     for i in range(0, len(every), count):
         shifts = every[i : i + count]
-        tiles = tiles_of(shifts)
         padding = (None,) * (count - len(shifts))
-        if tiles:
-            for word in range(0, max(words, 8) if count == 1 else 1, 8):
+        if tiles := tiles_of(shifts):
+            for word in range(0, words, 8):
                 yield Step((*shifts, *padding), word, tiles)
 
 
@@ -529,19 +508,6 @@ def forward_macros(tile: Tile, dtype: torch.dtype) -> Macros:
     return macros
 
 
-def tile_for(config: Config) -> Tile | None:
-    """The tile for a configuration, None where its products may not be rounded to what tensor cores take."""
-    if not _may_be_rounded(config):
-        return None
-    channels_last = config.memory_format is torch.channels_last
-    return tile_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
-
-
-def _may_be_rounded(config: Config) -> bool:
-    """Whether products may be of TF32 or 16 bits."""
-    return config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32")
-
-
 def blocks_at_once(tile: Tile) -> int:
     """How many blocks of each set of weights run at once; they share its tiles evenly."""
     return max(1, tile.spec.multiprocessors * tile.blocks_resident // tile.sets)
@@ -551,7 +517,7 @@ class DirectForwardMma(DirectKernel):
     """See the module."""
 
     name = "direct/forward_mma"
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    dtypes = TENSOR_CORE_TYPES
     serves = "layers of more than one channel whose weights fit shared memory, in 16-bit types or TF32"
 
     def tiles(self, config: Config, direction: Pass) -> Iterator[Tile]:
@@ -560,12 +526,15 @@ class DirectForwardMma(DirectKernel):
             yield from tiles_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_for(config)
+        if config.is_ieee:  # whose products may not be rounded to what tensor cores take
+            return None
+        channels_last = config.memory_format is torch.channels_last
+        return tile_of(config.problem, config.dtype.itemsize, channels_last, config.spec)
 
     def refuses(self, config: Config, direction: Pass) -> str | None:
         if (reason := super().refuses(config, direction)) is not None:
             return reason
-        return None if _may_be_rounded(config) and _have_channels(config.problem) else f"it is for {self.serves}"
+        return f"it is for {self.serves}" if config.is_ieee or not _have_channels(config.problem) else None
 
     def declines(self, config: Config, direction: Pass) -> str | None:
         if self.tile(config, direction) is None:  # which takes the least to find
@@ -573,7 +542,7 @@ class DirectForwardMma(DirectKernel):
         return super().declines(config, direction)
 
     def seconds(self, config: Config, direction: Pass, tile: Tile) -> float:
-        return _COST.launch_seconds + _COST.factor * tile.cycles / clock_of(config)
+        return _COST.launch_seconds + _COST.factor * tile.cycles_of(config.problem) / clock_of(config)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         other = replace(tile, problem=config.problem)

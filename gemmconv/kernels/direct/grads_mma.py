@@ -173,7 +173,7 @@ def _menu(problems: tuple[Problem, ...], itemsize: int, multiprocessors: int) ->
     """The few tiles that a layer takes, by how they do at samples of its sizes, which have the same tiles."""
     tiles = tiles_of(problems[0], itemsize, multiprocessors)
     seconds = [[replace(tile, problem=one).seconds(DEFAULT_WORKSPACE_LIMIT) for tile in tiles] for one in problems]
-    return [tiles[i] for i in menu_of(seconds, _MOST)] if tiles else []
+    return menu_of(tiles, seconds, _MOST)
 
 
 def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.multiprocessors) -> list[Tile]:
@@ -189,16 +189,6 @@ def tiles_of(problem: Problem, itemsize: int, multiprocessors: int = REFERENCE.m
         if tile.fits:
             tiles.append(tile)
     return tiles
-
-
-def tile_for(config: Config) -> Tile | None:
-    """The tile for a configuration: of few channels, whose products may be rounded to what tensor cores take."""
-    p = config.problem
-    if p.gemm_k * p.out_channels // p.groups > _MOST_PAIRS:
-        return None
-    if config.dtype.itemsize == 2 or (config.dtype == torch.float32 and config.precision == "tf32"):
-        return tile_of(p, config.dtype.itemsize, config.spec.multiprocessors)
-    return None
 
 
 def grads_macros(tile: Tile, dtype: torch.dtype) -> Macros:
@@ -226,12 +216,15 @@ class DirectGradsMma(DirectKernel):
     computed_in = torch.contiguous_format
 
     def tiles(self, config: Config, direction: Pass) -> list[Tile]:
-        if tile_for(config) is None:
+        if self.tile(config, direction) is None:
             return []
         return tiles_of(config.problem, config.dtype.itemsize, config.spec.multiprocessors)
 
     def tile(self, config: Config, direction: Pass) -> Tile | None:
-        return tile_for(config)
+        p = config.problem
+        if config.is_ieee or p.gemm_k * p.out_channels // p.groups > _MOST_PAIRS:
+            return None
+        return tile_of(p, config.dtype.itemsize, config.spec.multiprocessors)
 
     def fitted(self, config: Config, direction: Pass, tile: Tile) -> Tile | None:
         other = replace(tile, problem=config.problem)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from gemmconv.geometry import Problem
 from gemmconv.kernels.integers import up_to_multiple
+
+T = TypeVar("T")
 
 SHORT = 16  # inputs: each shorter length of an axis has a menu of its own
 # Batch, height and width of the problems that menus are made for.
@@ -45,21 +48,23 @@ def _samples(layer: Problem, pixels: int, beyond: int) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def menu_of(seconds: Sequence[Sequence[float]], most: int) -> list[int]:
+def menu_of(tiles: Sequence[T], seconds: Sequence[Sequence[float]], most: int) -> list[T]:
     """Choose at most ``most`` tiles by ``seconds[sample][tile]``, greedily: the tile that gains most comes next.
 
-    >>> menu_of([[1, 9, 2], [9, 1, 2]], 1), menu_of([[1, 9, 2], [9, 1, 2]], 3)
-    ([2], [2, 0, 1])
+    >>> menu_of("abc", [[1, 9, 2], [9, 1, 2]], 1), menu_of("abc", [[1, 9, 2], [9, 1, 2]], 3)
+    (['c'], ['c', 'a', 'b'])
+    >>> menu_of("", [[], []], 3)
+    []
     """
-    weights = [1 / min(row) for row in seconds]
+    weights = [1 / min(row, default=1) for row in seconds]
     columns = [
         [one * weight for one, weight in zip(column, weights, strict=True)] for column in zip(*seconds, strict=True)
     ]
-    taken: list[int] = []
+    taken: list[T] = []
     least, sums = [float("inf")] * len(weights), {i: sum(column) for i, column in enumerate(columns)}
     while sums and len(taken) < most:
         best = min(sums, key=sums.__getitem__)
-        taken.append(best)
+        taken.append(tiles[best])
         least = [*map(min, columns[best], least)]
         before = sum(least)
         # A tile that gains nothing now never will.
